@@ -54,7 +54,7 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 SHORT = 8
 """New tokens of the responses whose time is taken off."""
 MEMORY = Path("/dev/shm")
-"""Where models are written if there is space: faster than a disk."""
+"""Folder for models if it has space: faster than a disk."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ TINY = Shape(64, 2, 4, 2, 16, 96, 512, True)
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured."""
+    """The measurements of one benchmark."""
 
     shapes: dict[str, Shape]
     batches: tuple[int, ...]
@@ -249,7 +249,7 @@ def run_transformers(model: LlamaForCausalLM, rows: np.ndarray, new: int, **opti
 
 
 def step_seconds(run: Callable[[np.ndarray, int], None], rows: np.ndarray, plan: Plan) -> float:
-    """Of a decode step: long responses less short ones, per token."""
+    """Return the seconds of a decode step: long responses less short ones, per token."""
     short = seconds_of(lambda: run(rows, SHORT), plan.repeats)
     return (seconds_of(lambda: run(rows, SHORT + plan.new), plan.repeats) - short) / plan.new
 

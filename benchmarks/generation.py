@@ -53,7 +53,7 @@ PADDED, CONTINUOUS, ENGINE = "transformers padded", "transformers continuous", "
 
 @dataclass(frozen=True)
 class Roofline:
-    """What this machine can do, and what the model asks of it."""
+    """The machine's limits, and the model's needs."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -105,8 +105,8 @@ def run_padded(
 def widest_tie(
     model: LlamaForCausalLM, prompts: Sequence[Row], ours: list[list[int]], theirs: list[list[int]]
 ) -> tuple[int, float]:
-    """How many rows differ; and over those, at the first token that does, the largest distance between the logits of
-    the two tokens that were chosen. Rounding may decide between logits that lie within 1e-3."""
+    """Return the number of rows that differ, and the widest tie: over these rows, at the first different token, the
+    largest distance between the logits of the two chosen tokens. Rounding may decide between logits within 1e-3."""
     differing, widest = 0, 0.0
     for prompt, mine, other in zip(prompts, ours, theirs, strict=True):
         at = next((i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b), None)
@@ -212,9 +212,9 @@ def model_directory(quick: bool) -> Iterator[Path]:
 
 
 def lost_share(slower: Sequence[float], beside: Sequence[float]) -> tuple[float, float | None]:
-    """What share of `beside`'s rate `slower` loses, and the standard error: from the geometric mean over repeats of a
-    repeat's own ratio, since a machine's speed drifts by more than what is looked for. Seconds, in the repeats' order;
-    one repeat alone has no error."""
+    """Return the share of `beside`'s rate that `slower` loses, and its standard error: from the geometric mean over
+    repeats of each repeat's own ratio, since a machine's speed drifts by more than the searched difference. Seconds,
+    in the repeats' order; a single repeat has no error."""
     logs = [math.log(b / s) for s, b in zip(slower, beside, strict=True)]
     error = statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else None
     return 1 - math.exp(statistics.fmean(logs)), error

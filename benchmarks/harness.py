@@ -1,4 +1,4 @@
-"""What every benchmark here shares: the machine, other load on it, versions, a table and a JSON of figures by name.
+"""Shared parts of the benchmarks: the machine, other load on it, versions, a table and a JSON of figures by name.
 
 Both sides of a comparison are interleaved in one run; figures are medians of repeats.
 """
@@ -102,7 +102,7 @@ def gemm_gflops(threads: int, dtype: torch.dtype = torch.float32, size: int = 15
 
 
 def machine() -> dict[str, str | int | float]:
-    """Where and with what a benchmark ran."""
+    """Return the place and the means of a benchmark: machine, load, versions."""
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
     return {
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),

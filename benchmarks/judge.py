@@ -39,7 +39,7 @@ from storage.ledger import Ledger
 WARM_UP_STEPS = 2
 ROWS, SHARDS = 32, 4
 LATENCIES_S = (0.1, 0.25, 0.6)
-"""Of an answer, in the mean: judging is shorter than generation, about as long, and longer."""
+"""Mean seconds of an answer: judging is shorter than generation, about as long, and longer."""
 SPREAD = 0.3
 """An answer takes from 1 - SPREAD to 1 + SPREAD of that, by what is asked."""
 TRAINING = ("reference", "logprob", "update_policy")

@@ -1,4 +1,4 @@
-"""What takes memory in training, and what saves it, in three tables.
+"""The memory of training and the savings of each option, in three tables.
 
 Recomputation: bytes that a micro-batch's blocks keep for the backward pass, and seconds of a policy update, by
 `layout.recompute` and `recompute_modules`.
@@ -87,7 +87,7 @@ def batch_of(vocabulary: int, step: int) -> PolicyBatch:
 
 
 def measured_bytes(host: MegatronHost, batch: PolicyBatch) -> int:
-    """That the forward pass of one micro-batch keeps, up to the hidden states."""
+    """Return the bytes that the forward pass of one micro-batch keeps, up to the hidden states."""
     trainer = host._trainers[Role.POLICY]
     weights = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
     saved: dict[int, torch.Tensor] = {}
@@ -143,7 +143,8 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 
 def loss_bytes(host: MegatronHost, sampled: int) -> tuple[int, int]:
-    """Of log-probs of so many tokens, forward and backward: by blocks of the vocabulary, and with whole logits."""
+    """Return the bytes of log-probs of `sampled` tokens, forward and backward: by blocks of the vocabulary, and with
+    whole logits."""
     weight_VH = output_weight(host._trainers[Role.POLICY].model, None)
     generator = torch.Generator().manual_seed(0)
     hidden_NH = torch.randn(sampled, weight_VH.shape[1], generator=generator).requires_grad_()
@@ -169,7 +170,7 @@ def loss_bytes(host: MegatronHost, sampled: int) -> tuple[int, int]:
 
 
 def optimizer_bytes(model: ModelConfig, threads: int, folder: Path) -> int:
-    """Of the policy's masters and moments, once an update was made."""
+    """Return the bytes of the policy's masters and moments after an update."""
     host = opened(model, LayoutConfig(), threads, 1, folder)
     host.update_policy(0, batch_of(read_spec(model.path).vocab_size, 0))
     found = sum(storage.nbytes() for storage in storages(host._trainers[Role.POLICY]._beside_weights()))

@@ -128,7 +128,7 @@ class Pair:
     client: Client
     addresses: list[str]
     news: queue.SimpleQueue[RowsReport | MigrationDone | None] = field(default_factory=queue.SimpleQueue)
-    """What they said; None: the rows that were started on one are done."""
+    """Reports of the replicas; None: the rows that were started on one are done."""
 
     def call(self, index: int, function: Any, *args: Any) -> Any:
         return self.client.submit(function, *args, workers=[self.addresses[index]], pure=False).result()

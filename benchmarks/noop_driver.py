@@ -31,9 +31,9 @@ class DriverCost:
     """An entry for each node that was done."""
 
     at_s: list[float] = field(default_factory=list)
-    """Since the epoch."""
+    """Times in seconds since the epoch."""
     cpu_s: list[float] = field(default_factory=list)
-    """Of the driver's process until then."""
+    """Processor seconds of the driver's process until then."""
     memory_bytes: int = 0
     """Resident, at the end."""
 

@@ -1,4 +1,4 @@
-"""What it costs to be looked at: the dashboard with its markers, an open page `/stageline`, MLflow, the report.
+"""The cost of being watched: the dashboard with its markers, an open page `/stageline`, MLflow, the report.
 
 The same run three times in every repeat: without a dashboard, with one that nobody opens, and with `/stageline` open
 (fetched as its script does it). Beside each: seconds a step, CPU seconds a step of the driver's process (Dask's
@@ -46,7 +46,7 @@ class Ran:
     driver_s: float
     """CPU seconds a step of the driver's process, over the same steps."""
     mlflow_s: Sequence[float]
-    """For each step but the last, seconds from the publication of its weights to its metrics in MLflow's database."""
+    """For each step but the last: seconds from the publication of its weights to its metrics in MLflow's database."""
     looks: Sequence[float]
     """Seconds that each answer of the page took."""
 

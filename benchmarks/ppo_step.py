@@ -59,7 +59,7 @@ class Arm:
         return f"{self.dtype}{trained}, {self.epochs} epoch{'s' if self.epochs > 1 else ''}"
 
     def changes(self, threads: int) -> list[str]:
-        """Of the workload's config."""
+        """Return the workload's settings."""
         return [
             f"model.dtype={self.dtype}",
             f"engine.dtype={self.dtype}",

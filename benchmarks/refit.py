@@ -151,7 +151,7 @@ def serve(listener: socket.socket, file: str) -> None:
 
 
 def socket_seconds(address: tuple[str, int], num_bytes: int, target: Path) -> float:
-    """Of bringing so many bytes through a plain socket into a file."""
+    """Return the seconds that these bytes take through a plain socket into a file."""
     piece = memoryview(bytearray(SOCKET_PIECE))
     started = time.perf_counter()
     with socket.create_connection(address) as connection, target.open("xb", buffering=0) as stream:

@@ -1,4 +1,4 @@
-"""What a score costs in a sandbox: rows of reasoning-gym's `countdown`, scored in this process and in the sandbox.
+"""The cost of a score in a sandbox: rows of reasoning-gym's `countdown`, scored in this process and in the sandbox.
 
     numbers   answers that cannot run code when they are evaluated: they share one fork
     calls     answers that could (a name with a call): each has a fork of its own

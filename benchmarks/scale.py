@@ -1,4 +1,4 @@
-"""What the graph costs when a run is long or wide: stages that compute nothing, through the real driver.
+"""The cost of the graph when a run is long or wide: stages that compute nothing, through the real driver.
 
 Long: a whole run of many steps through real Dask processes: milliseconds a node and resident memory of the driver (with
 the scheduler in it) and of the workers, by tenths of the run, then seconds until the finished run is resumed.
@@ -68,7 +68,7 @@ def long_config(directory: Path, steps: int, dashboard: bool) -> RunConfig:
 
 @dataclass
 class Samples:
-    """Of a long run: seconds and bytes each time a tenth of its steps is over."""
+    """Samples of a long run: seconds and bytes each time a tenth of its steps is done."""
 
     at_s: list[float] = field(default_factory=list)
     driver: list[int] = field(default_factory=list)
@@ -133,7 +133,7 @@ def measure_long(steps: int, dashboard: bool) -> tuple[dict[str, float], list[tu
 
 
 class SimulatedFuture:
-    """What Dask returns of a submission, as far as the executor looks."""
+    """The part of a Dask future that the executor uses."""
 
     def __init__(self, key: object, result: object) -> None:
         self.key, self._result, self.status = key, result, "finished"
@@ -226,7 +226,7 @@ def measure_wide(workers: int, steps: int) -> dict[str, float]:
 
 
 def create_ms(number: int = 2000) -> float:
-    """Of one exclusive creation of a file of a commit's size, the median."""
+    """Return the median milliseconds of one exclusive creation of a file of a commit's size."""
     data, taken = b"x" * 1000, []
     with tempfile.TemporaryDirectory() as folder:
         for i in range(number):

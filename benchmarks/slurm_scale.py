@@ -1,4 +1,4 @@
-"""What the driver costs with many workers on Slurm: one job, one `srun` for a pool of many replicas, stages that
+"""The cost of the driver with many workers on Slurm: one job, one `srun` for a pool of many replicas, stages that
 compute nothing, through the real script, driver, TLS, ledger and journal.
 
 Needs a Slurm whose commands are on the path, and this directory on a filesystem that its nodes mount (`--runs-dir`).
@@ -93,7 +93,7 @@ def run_here(config: RunConfig) -> float:
 
 
 def figures_of(config: RunConfig, started: float, prefix: str) -> dict[str, float]:
-    """Of a run that was done. `started`: seconds since the epoch."""
+    """Return the figures of a finished run. `started`: seconds since the epoch."""
     cost = noop_driver.DriverCost(**json.loads((config.run_dir / noop_driver.FILE).read_text()))
     events = list(read_events(RunPaths(config.run_dir).events))
     last_built = max(event.t for event in events if event.kind is EventKind.GANG_BUILT)

@@ -47,7 +47,7 @@ MODEL, REVIEWS = Path("assets/smollm2-135m-instruct"), Path("assets/movie_review
 SIDES = ("none", "ngram", "learned", "both")
 WORKLOADS = ("reviews", "sums", "code")
 PARTS = 4
-"""Of the training."""
+"""Parts of the training."""
 FIRST_TEST = 1000
 """Prompts from this number on are measured, those before it are trained on."""
 _TASKS = (
@@ -163,8 +163,8 @@ class Bench:
         return seconds, steps
 
     def compare(self, num_rows: int, mode: str, epochs: int = 1) -> dict[str, dict[str, float]]:
-        """Of each workload and in all: tokens per second without drafts, ratios of the other sides. `epochs` 2: only
-        the second time over the same prompts counts."""
+        """Return, for each workload and in total, tokens per second without drafts and the ratios of the other
+        sides. `epochs` 2: only the second pass over the same prompts counts."""
         for side in SIDES:  # settles the estimates for this many rows
             for workload in WORKLOADS:
                 run(self.engines[side], self.requests(workload, 500, num_rows, mode, 1))

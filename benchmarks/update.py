@@ -144,7 +144,8 @@ def arms(dtype: str, shape: str, rows: int, threads: int, scratch: Path) -> Iter
 
 
 def product_flops(spec: ModelSpec, tokens: int, sampled: int) -> float:
-    """Of the updates' products: forward, and twice that backward; the output layer for sampled tokens only."""
+    """Return the operations of the updates' products: forward, and twice that backward; the output layer for sampled
+    tokens only."""
     blocks = spec.num_layers * matrix_numbers(spec)
     return float(6 * (2 * blocks * tokens + spec.vocab_size * spec.hidden_size * sampled))
 

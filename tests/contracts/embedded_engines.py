@@ -1,5 +1,5 @@
-"""How the contract's tests build an embedded engine, and what they compare. Imports no drafts, ranks or migration: the
-plain engine's tests run without them."""
+"""Embedded engines for the contract's tests, and comparisons. Imports no drafts, ranks or migration: the plain
+engine's tests run without them."""
 
 from __future__ import annotations
 

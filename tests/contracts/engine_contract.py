@@ -1,8 +1,6 @@
-"""What every `GenerationEngine` must do, in parts by what it says that it can (`Capabilities`): subclass
-`EngineContract`, or what `contract_of` puts together, and say how to build the engine.
-
-The oracle is transformers, on small random Llamas (tied and untied) that transformers itself initialised and saved.
-"""
+"""The contract of every `GenerationEngine`, in parts by its `Capabilities`. Subclass `EngineContract`, or the
+classes that `contract_of` combines, and build the engine in `make`. The oracle is transformers, on small random
+Llamas (tied and untied) that transformers itself initialised and saved."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from tests.support.engines import by_row
 
 VOCAB, EOS, MAX_SEQ = 96, 2, 64
 GREEDY_TOKENS = 14
-"""That each of `greedy_requests` asks for."""
+"""Tokens that each of `greedy_requests` asks for."""
 
 
 def random_llama(seed: int, tied: bool, head_dim: int = 8) -> LlamaForCausalLM:
@@ -185,9 +183,9 @@ def uneven_requests() -> list[Request]:
 
 
 def assert_updates_in_flight(engine: GenerationEngine, old: LlamaForCausalLM, new: LlamaForCausalLM) -> None:
-    """Of an engine of eight rows that updates in flight, with the weights of `old` as version 0. Rows go on under
-    the new weights, from the same tokens: every token is the draw of one whole version, the one that is recorded, as an
-    oracle that is fed the row under that version's weights finds. Rows of uneven length, so that the eight in flight
+    """Check an engine of eight rows that updates in flight, with the weights of `old` as version 0. Rows continue
+    under the new weights from the same tokens. Every token must be the draw of the one version that is recorded for
+    it: an oracle is fed the row under that version's weights. The rows have uneven lengths, so the eight in flight
     are never all between two rows."""
     requests = uneven_requests()
     running = engine.generate(requests)
@@ -213,18 +211,18 @@ def assert_updates_in_flight(engine: GenerationEngine, old: LlamaForCausalLM, ne
 
 
 class CoreContract:
-    """What every engine promises. `make` builds one of version 0 over a Hugging Face directory, for MAX_SEQ tokens,
-    float32."""
+    """The promises of every engine. `make` builds one of version 0 over a Hugging Face directory, for MAX_SEQ
+    tokens, in float32."""
 
     plain = False
-    """Whether rows may have no distribution but the softmax of the logits (`distributions: plain`)."""
+    """True: rows may have no distribution but the softmax of the logits (`distributions: plain`)."""
     head_dim = 8
-    """Of the model: one that the engine's attention knows."""
+    """Head dimension of the model, one that the engine's attention supports."""
     knows_its_cache = True
-    """Whether it says how much of the memory of keys and values is taken."""
+    """True: the engine reports how much of the memory of keys and values is in use."""
 
     def requests(self, num: int, version: int = 0, **sampling: object) -> list[Request]:
-        """Those of `make_requests` that the engine can serve."""
+        """Return the requests of `make_requests` that the engine can serve."""
         if self.plain:
             sampling = {"temperature": sampling.get("temperature", 1.0)}
         return make_requests(num, version, **sampling)
@@ -292,7 +290,7 @@ class CoreContract:
     def test_refit_of_some_tensors_leaves_the_others(
         self, engine: GenerationEngine, model: LlamaForCausalLM, part: str
     ) -> None:
-        """Also of one tensor out of several that an engine may have fused."""
+        """It may be one tensor of several that an engine has fused."""
         tensors = trained_tensors(model)
         new = {
             name: tensor
@@ -588,7 +586,7 @@ class InFlightContract:
 
 
 class EngineContract(KeyedContract, ScoringContract, AnyDistributionContract, CoreContract):
-    """Of an engine that can do all of it."""
+    """The contract of an engine with all capabilities."""
 
 
 def contract_of(can: Capabilities) -> type:

@@ -238,7 +238,7 @@ def test_sleep_is_refused_with_rows_in_flight() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_failed_engine_notifies_its_callers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They get the reason instead of waiting for ever."""
+    """Callers get the reason instead of waiting for ever."""
 
     def fail() -> None:
         raise OSError("the machine is on fire")

@@ -1,4 +1,4 @@
-"""What drafts promise of an embedded engine: the same bits sooner."""
+"""The promise of drafts in an embedded engine: the same bits, sooner."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_rows_can_migrate_where_it_is_asked_for() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("config", [{"pipeline_parallel": 2}, {"tensor_parallel": 2}], ids=["pipeline", "tensor"])
 def test_rows_migrate_to_an_engine_of_another_layout_and_back(config: dict[str, int]) -> None:
-    """With their keys and values, which are put together from those of all ranks, and divided again."""
+    """Their keys and values are joined from those of all ranks, and divided again."""
     lengths = [4, *[200] * 5]
     requests = [Request(i, 1, 2, (5 + i,) * (i + 1), 0, SamplingConfig(n, n)) for i, n in enumerate(lengths)]
 

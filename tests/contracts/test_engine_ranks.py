@@ -86,8 +86,8 @@ class TestPipelineParallel(OnRanks):
 
 @pytest.mark.parametrize(("dtype", "rows"), [("float32", 40), ("bfloat16", 80)])
 def test_stages_give_the_same_bits_as_one_process(dtype: str, rows: int) -> None:
-    """Nothing is summed across stages. Little memory and drafts: rows are preempted while others are under way; some
-    prompts share their first block."""
+    """Nothing is summed across stages. With little memory and with drafts, rows are preempted while others are in
+    flight; some prompts share their first block."""
     sampling = SamplingConfig(max_new_tokens=40, min_new_tokens=40, temperature=0.5)
     requests = [Request(i, 1, 1, tuple(range(3, 13 + i % 11)), 0, sampling) for i in range(rows)]
     with closing(make_engine(RANDOM_TINY, rows, dtype=dtype)) as engine:
@@ -227,7 +227,7 @@ def test_a_refit_that_one_rank_has_no_memory_for_changes_nothing(tmp_path: Path)
 
 
 def test_a_swap_is_over_when_every_rank_has_made_it() -> None:
-    """Or weights that come at once would be made from those before the last."""
+    """Otherwise weights that arrive at once would be based on those before the last."""
     before = set(psutil.Process().children())
     with closing(
         ParallelRunner(RANDOM_TINY, EngineConfig(tensor_parallel=2), max_seq=64, device=CPU, threads=1)

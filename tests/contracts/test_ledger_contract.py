@@ -1,4 +1,4 @@
-"""What every ledger must do, whatever filesystem is under it: a commit is whole or not there, and only one wins."""
+"""The contract of every ledger on any filesystem: a commit is complete or absent, and only one attempt wins."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class LedgerContract:
             assert not one.unknown_files()
 
     def test_a_late_attempt_at_a_closed_step_loses(self, url: str) -> None:
-        """Its file's name is free again."""
+        """The name of its file is free again."""
         ledger = Ledger(url)
         first = ledger.commit(commit_at(Address("score", 3), "a0-00000000"))
         ledger.close(0, [first.address])
@@ -288,7 +288,7 @@ def test_what_is_no_record_at_all_is_damage(content: bytes) -> None:
 
 
 def test_a_record_of_an_earlier_format_is_not_taken_for_damage() -> None:
-    """Nothing is set aside that another version of this program can read."""
+    """Another version of this program can read it, so nothing is set aside."""
     with pytest.raises(StoreError, match="format 1, this version reads 2") as raised:
         decode(json.dumps({"format": 1, "attempt": "a0"}).encode())
     assert not isinstance(raised.value, DamagedCommit)
@@ -303,7 +303,7 @@ def test_another_addresss_record_is_none(tmp_path: Path) -> None:
 
 
 def test_content_is_what_others_compute_with() -> None:
-    """Who made an output, when, and how fast, makes no difference to whoever reads it; all else does."""
+    """The author, time and duration of an output make no difference to its readers; everything else does."""
     commit = commit_at(Address("score", 0))
     again = replace(commit, attempt="a1-0", finished=9.0, metrics={"score": 7.0}, provenance=replace(PROVENANCE, pid=1))
     assert again.content == commit.content
@@ -333,7 +333,7 @@ def test_a_damaged_record_is_set_aside_and_its_address_is_free(tmp_path: Path) -
 def test_a_commit_that_this_host_does_not_see_yet_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a network filesystem that remembers for a while that there was no such file."""
+    """A network filesystem may remember for a while that there was no such file."""
     address, slept = Address("advantage", 3), []
     ledger = Ledger(str(tmp_path), Durability(unseen_s=5.0))
 

@@ -37,7 +37,7 @@ def test_the_contract_holds_without_drafts_ranks_and_migration() -> None:
     ids=["drafts", "ranks", "migration"],
 )
 def test_whoever_asks_for_a_removed_part_hears_of_it(part: str, asked: str) -> None:
-    """And so the test above is one: what is removed there really is."""
+    """This shows that the parts are really removed in the test above."""
     program = f"""
 import {PLUGIN}
 from stages.engines.build import build_engine

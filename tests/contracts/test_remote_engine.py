@@ -99,7 +99,7 @@ def test_untied_heads_are_refitted(path: Path) -> None:
 
 
 def test_a_tensor_that_is_left_out_later_is_refused(path: Path) -> None:
-    """Its values since the last refit are nowhere but in the engine."""
+    """Its values since the last refit exist only in the engine."""
     tensors = trained_tensors(random_llama(1, False))
     with closing(make_served(path)) as engine:
         engine.load_weights(1, tensors)
@@ -147,13 +147,13 @@ def test_an_engine_that_cannot_start_shows_its_last_lines(path: Path) -> None:
 
 
 def test_an_engine_that_is_stuck_in_its_start_is_given_up(path: Path) -> None:
-    """Though its server says every second that it is there."""
+    """Its server reports every second that it is alive."""
     with pytest.raises(EngineLost, match=r"did not come up in 3 s"):
         make_served(path, extra={"fault": "stuck"}, start_s=3.0)
 
 
 def test_what_a_server_has_started_ends_with_it(path: Path, tmp_path: Path) -> None:
-    """Also where the server has ended already: ranks of a tensor-parallel engine are processes of its own."""
+    """This holds even if the server has ended: ranks of a tensor-parallel engine are processes of their own."""
     engine = make_served(path, extra={"fault": "helped"}, log=tmp_path / "log")
     with closing(engine):
         (helper,) = re.findall(r"helper (\d+)", (tmp_path / "log").read_text())
@@ -170,7 +170,7 @@ def test_an_adapter_that_is_not_there(path: Path, adapter: str) -> None:
 
 
 def test_no_orphan_when_the_client_is_killed(path: Path) -> None:
-    """However it dies, and whatever the server is in the middle of."""
+    """This holds for every death, whatever the server is doing."""
     program = f"""
 import sys, time
 from pathlib import Path
@@ -222,7 +222,7 @@ def test_a_python_that_is_not_there_is_named(path: Path) -> None:
 
 
 def test_what_the_last_bits_depend_on_is_the_servers_own(path: Path) -> None:
-    """It goes into the worker's numerics, and so into every commit's provenance."""
+    """They go into the worker's numerics, and so into every commit's provenance."""
     with closing(make_served(path)) as engine:
         assert isinstance(engine, NamesKernels)
         assert isinstance(engine, NamesDevice)

@@ -110,7 +110,7 @@ ODD_ANSWERS = {
 def test_a_server_that_says_what_the_protocol_does_not_have_is_lost(
     path: Path, tmp_path: Path, said: object, reason: str
 ) -> None:
-    """Though it goes on to say that it is there."""
+    """The server still reports that it is alive."""
     told: list[str] = []
     with closing(make_served(path, python=odd_server(tmp_path, said), on_lost=told.append)) as engine:
         with pytest.raises(EngineLost, match=f"cannot be talked to: .*{reason}"):
@@ -213,7 +213,7 @@ def test_an_engine_outlives_the_thread_that_built_it(path: Path) -> None:
 
 
 def test_nothing_is_left_when_the_client_is_killed(path: Path, tmp_path: Path) -> None:
-    """Neither what the server has started, nor its directory; also where the server has been stopped."""
+    """The server's children and its directory are gone, even if the server was stopped."""
     program = f"""
 import sys
 from pathlib import Path

@@ -142,7 +142,7 @@ def test_every_row_gets_a_finite_number_and_the_parts_sum_up(part: Part) -> None
 
 
 def test_a_row_has_the_same_score_whatever_is_beside_it(part: Part) -> None:
-    """So that shards and batches may be cut in any way."""
+    """So shards and batches may be cut in any way."""
     if part.reward.deterministic:
         together, order = scored(part), np.array([5, 0, 3, 1, 4, 2])
         for name, array in scored(part, order).arrays().items():

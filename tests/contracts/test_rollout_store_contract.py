@@ -1,4 +1,4 @@
-"""What every rollout store must do, whatever filesystem is under it; and, on a local one, under races and SIGKILL."""
+"""The contract of every rollout store on any filesystem; on a local one also under races and SIGKILL."""
 
 from __future__ import annotations
 
@@ -332,7 +332,7 @@ class TestLocalStore(StoreContract):
 
     @pytest.mark.processes
     def test_of_racing_processes_one_wins_and_the_others_leave_nothing(self, store: RolloutStore, url: str) -> None:
-        """Both stand at the commit before either is told to go on, for forty addresses in turn."""
+        """Both processes wait at the commit before either may continue, for forty addresses in turn."""
         script = (
             HERE
             + """

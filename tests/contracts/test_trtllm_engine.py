@@ -52,7 +52,7 @@ from tests.support.paths import ROOT
 STAND_IN = Path(__file__).resolve().parents[1] / "support/trtllm_stand_in"
 PYTHON = os.environ.get("STAGELINE_TRTLLM_PYTHON")
 HEAD_DIM = 64
-"""Of those that TensorRT-LLM's attention knows, the smallest."""
+"""The smallest head dimension that TensorRT-LLM's attention supports."""
 needs_trtllm = pytest.mark.skipif(PYTHON is None, reason="STAGELINE_TRTLLM_PYTHON names no environment")
 
 

@@ -36,7 +36,7 @@ from tests.support.engines import by_row
 
 PYTHON = os.environ.get("STAGELINE_VLLM_PYTHON", str(Path(__file__).resolve().parents[2] / ".engines/vllm/bin/python"))
 HEAD_DIM = 32
-"""Of those that vLLM's attention knows on a CPU, the smallest."""
+"""The smallest head dimension that vLLM's attention supports on a CPU."""
 
 ROUNDING = 1e-4
 """Nats: of two ways to sum."""

@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def local(folder: Path) -> dict[str, Any]:
-    """Of a run with the same placement and local workers."""
+    """Results of a run with the same placement and local workers."""
     return outputs(finish(configure(folder, "local", GANGS, STEPS, *QUIET)))
 
 

@@ -80,7 +80,7 @@ def test_recomputed_logprobs_add_nothing_to_updates_of_one_step(folder: Path) ->
 
 @pytest.mark.parametrize("proximal", ["recompute", "loglinear"])
 def test_a_broken_refit_raises_the_alarm(folder: Path, monkeypatch: pytest.MonkeyPatch, proximal: str) -> None:
-    """With the log-probs of whole shards, and with those of the canaries alone."""
+    """It does so with the log-probs of whole shards, and with those of the canaries alone."""
     config = configure(folder, f"broken-{proximal}", f"ppo.proximal={proximal}", *CHANGES)
     use_runtime(monkeypatch, PERTURBED)
     said = io.StringIO()

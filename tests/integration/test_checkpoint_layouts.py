@@ -44,7 +44,7 @@ class Case:
     frozen_blocks: int = 0
     kernels: Literal["auto", "portable"] = "auto"
     sizes: Mapping[str, int] | None = None
-    """Of a model of its own, which the ranks do not divide."""
+    """Sizes of a model of its own, which the ranks do not divide."""
 
 
 CASES = {
@@ -163,7 +163,7 @@ def assert_equal(ours: Path, theirs: Path) -> None:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a directory per case, by its number, with the checkpoints A, B and C."""
+    """Folder with a directory per case, by its number, and the checkpoints A, B and C."""
     root = tmp_path_factory.mktemp("checkpoints")
     for number, case in enumerate(CASES.values()):
         directory = root / str(number)

@@ -32,7 +32,7 @@ GRPO = (
     "ppo.aggregation=sequence", "ppo.skip_equal_groups=true", "placement.gangs.critic={}",
     "placement.roles.critic=critic", *LONGER,
 )  # fmt: skip
-"""As shipped otherwise, eta = 1; with a gang for a critic that there is none of."""
+"""Settings as shipped otherwise, eta = 1, with a gang for a critic that does not exist."""
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_a_run_without_a_critic_is_sound_and_has_none(request: pytest.FixtureReq
 
 
 def test_advantages_of_a_group_are_those_of_its_scores(grouped: RunConfig) -> None:
-    """From the records alone: rows 4 g to 4 g + 3 are one prompt's, their advantages sum to zero."""
+    """The records alone show it: rows 4 g to 4 g + 3 are one prompt's, and their advantages sum to zero."""
     history = open_history(grouped)
     for step, (rollout, scores) in enumerate(
         zip(steps_of(grouped, "generate"), steps_of(grouped, "score"), strict=True)
@@ -135,7 +135,7 @@ def test_updates_and_nodes_run_again(
 
 
 def test_back_to_a_checkpoint(grouped: RunConfig, tmp_path: Path) -> None:
-    """Its newest is of the end, and nothing is missing there: nothing is archived but what came after."""
+    """Its newest checkpoint is of the end, and nothing is missing: only later commits are archived."""
     copy = Path(shutil.copytree(grouped.run_dir, tmp_path / "copy"))
     assert main(["resume", str(copy), "--from-checkpoint"]) == 0
     assert main(["check", str(copy)]) == 0
@@ -144,7 +144,8 @@ def test_back_to_a_checkpoint(grouped: RunConfig, tmp_path: Path) -> None:
 def test_variants_with_another_estimator(
     grouped: RunConfig, overlapped: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On the rows of a run with a critic one without is trained, and the other way round, from the start weights."""
+    """A variant without a critic trains on the rows of a run with one, and the other way round, from the start
+    weights."""
     assert main(["replay", str(overlapped.run_dir), "--updates", "1:3", "ppo.advantage=reinforce_pp", "name=v1"]) == 0
     assert main(["replay", str(grouped.run_dir), "--updates", "0:2", "name=v2"]) == 0
     other = ["ppo.advantage=gae", "ppo.skip_equal_groups=false"]

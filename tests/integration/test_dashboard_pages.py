@@ -1,4 +1,4 @@
-"""What people look at while a run goes on, and after it has ended: pages of a whole tiny run with real processes."""
+"""Pages that people see while a run goes on and after its end, of a whole tiny run with real processes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def folder_of_pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Seen:
-    """What a visitor saw of a run while it went on."""
+    """A visitor's view of a run while it went on."""
 
     def __init__(self) -> None:
         self.answers: dict[str, int] = {}

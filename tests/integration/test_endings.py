@@ -1,5 +1,5 @@
-"""What ends of a run leave behind that the run cannot choose: its terminal is closed, or all of its processes are
-killed at once. Shared memory is looked at by the run's own names, since other tests use it, too."""
+"""Leftovers of ends that the run cannot choose: its terminal is closed, or all its processes are killed at once. The
+tests look at shared memory by the run's own names, since other tests use it too."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def in_terminal(*command: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
 
 
 def has_published(config: RunConfig, driver: subprocess.Popen[bytes], terminal: int | None = None) -> bool:
-    """Whether weights that an update has made are on the run's board."""
+    """Return True if the run's board has weights that an update has made."""
     with suppress(BlockingIOError):
         if terminal is not None:
             os.read(terminal, 1 << 16)  # a driver whose terminal is full waits
@@ -84,8 +84,8 @@ def digests(config: RunConfig) -> list[str | None]:
 
 
 def test_a_closed_terminal_ends_a_run_as_ctrl_c_does(folder: Path) -> None:
-    """Also: while the run lives, neither its board is taken from it by another that begins here, nor has any of its
-    processes a semaphore with a name."""
+    """While the run lives, another run that starts does not take its board, and none of its processes has a named
+    semaphore."""
     config = configure(folder, "hung-up", *QUIET, "steps=40")
     with in_terminal("-m", "pipeline.cli", "run", *arguments(folder, "hung-up", *QUIET, "steps=40")) as (
         driver,

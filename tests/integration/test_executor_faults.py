@@ -119,7 +119,7 @@ class Run:
         return [self.built(gang) for gang in ("generate", "score", "train")] == [2, 1, 1]
 
     def built(self, gang: str) -> int:
-        """How often a worker of the gang (an ordered gang: all of them) was built."""
+        """Return the number of times that a worker of the gang (in an ordered gang: all of them) was built."""
         return sum(event.gang == gang for event in self.events(EventKind.GANG_BUILT))
 
     def control(self, what: str, suffix: str, text: str = "") -> Path:
@@ -152,7 +152,7 @@ class Run:
         return next(int(pid) for name, pid, _ in reversed(self.log("built")) if name == worker)
 
     def began(self, address: Address, worker: str = "") -> Callable[[], bool]:
-        """Whether a call began, on this worker or on any."""
+        """Return a function that tells if a call began, on this worker or on any."""
         return lambda: any(line[0] == str(address) and worker in ("", line[1]) for line in self.log("runs"))
 
     def first_at(self, address: Address) -> str:
@@ -208,7 +208,7 @@ def _num_tasks(dask_scheduler: Any) -> int:
 
 
 def test_every_worker_is_shown_its_own_gpus(workers: LocalWorkers) -> None:
-    """Of four that this host is said to have; scoring needs none."""
+    """This host claims four GPUs; scoring needs none."""
     shown = workers.client.run(lambda dask_worker: (dask_worker.name, os.environ["CUDA_VISIBLE_DEVICES"]))
     assert dict(shown.values()) == {"generate-0": "2", "generate-1": "3", "train-0": "0", "train-1": "1", "score-0": ""}
 
@@ -246,7 +246,7 @@ def test_who_lacks_the_runs_certificate_is_refused(workers: LocalWorkers, given:
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_runs_to_the_end(start: Callable[..., Run], staleness: int) -> None:
-    """And nothing runs twice when nothing is lost."""
+    """Nothing runs twice if nothing is lost."""
     run = start(steps=4, staleness=staleness, **{"evaluate.every": 2})
     run.go()
     run.assert_whole()
@@ -331,7 +331,7 @@ def test_a_rank_that_hangs_is_named_and_its_gang_is_built_anew(start: Callable[.
 
 @pytest.mark.parametrize("worker", ["train-1", "score-0"])
 def test_killed_while_idle(start: Callable[..., Run], worker: str) -> None:
-    """Nobody calls it, so nobody's call fails: the scheduler's news must be enough, before the worker is needed."""
+    """Nobody calls the worker, so no call fails: the scheduler's news must suffice, before the worker is needed."""
     run = start(steps=1)
     held = [run.control(f"generate-0-{shard}@*", "hold") for shard in range(SHARDS)]
     gang = worker.rpartition("-")[0]
@@ -420,7 +420,7 @@ def test_stopped_for_good(start: Callable[..., Run], worker: str) -> None:
 
 
 def test_a_replica_that_does_not_come_up_is_left_out_and_works_when_it_does(start: Callable[..., Run]) -> None:
-    """Its host is gone, say: the others do its work, and when it is there after all it gets its share."""
+    """Its host may be gone: the others do its work, and it gets its share when it comes up after all."""
     run = start(steps=2, staleness=0)
     missing = run.control("build@generate-1", "hold")
     last = [run.control(f"generate-1-{shard}@generate-0", "hold") for shard in range(SHARDS)]
@@ -440,7 +440,7 @@ def test_a_replica_that_does_not_come_up_is_left_out_and_works_when_it_does(star
 
 
 def test_a_replica_with_other_numerics_is_left_out_and_tried_again(start: Callable[..., Run]) -> None:
-    """Its numbers would differ, and nobody needs them: the rest goes on. Moved back to where it was, it works again."""
+    """Its numbers would differ, and nobody needs them: the others go on. Back on its old host, it works again."""
     run = start(steps=2, staleness=0)
     run.refused["generate", 1] = "computes with others"
     held = run.control("generate-1-0@*", "hold")
@@ -570,7 +570,7 @@ def generated_with(run: Run, step: int) -> list[int]:
 
 
 def hold_step_1(run: Run) -> list[Path]:
-    """Its shards take all slots, so that step 2 is not handed out, until what this returns is gone."""
+    """Let the shards of step 1 take all slots, so that step 2 is not handed out until the returned files are gone."""
     return [run.control(f"generate-1-{shard}@*", "hold") for shard in range(SHARDS)]
 
 
@@ -588,7 +588,7 @@ def test_a_shard_takes_the_newest_version_when_it_is_handed_out(
 
 
 def test_what_a_dead_replica_had_takes_the_newest_version_then(start: Callable[..., Run]) -> None:
-    """What the other replica is doing goes on as it is."""
+    """The other replica's shard continues as it is."""
     run = start(steps=3, staleness=2, **{"rollout.versions": "latest"})
     held = hold_step_1(run)
     killed: list[str] = []

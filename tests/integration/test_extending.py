@@ -76,7 +76,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def python(root: Path, *arguments: str) -> str:
-    """What an interpreter prints that sees the copy only."""
+    """Return the output of an interpreter that sees only the copy."""
     environment = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run(
         [sys.executable, *arguments], cwd=root, env=environment, capture_output=True, text=True, check=False
@@ -141,7 +141,7 @@ def test_a_stage_is_added(run: Path, copy: Path) -> None:
 
 
 def test_an_engine_is_added(run: Path, copy: Path) -> None:
-    """Its log-probs are those of a uniform draw from 253 tokens."""
+    """The engine's log-probs are those of a uniform draw from 253 tokens."""
     code = f"import zarr; print(zarr.open({str(run / 'rollouts.zarr')!r})['step_000000/sampler_logprobs'][:].min())"
     assert float(python(copy, "-c", code)) == pytest.approx(-5.5334, abs=1e-3)
 

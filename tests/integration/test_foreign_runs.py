@@ -43,7 +43,7 @@ def copy(whole: RunConfig, tmp_path: Path) -> Path:
 
 
 class Payload:
-    """What an attacker would have run."""
+    """Code that an attacker would run."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker

@@ -28,7 +28,7 @@ NAMED = {
     "checkpoints": ": No space left on device (ENOSPC)",
     "ledger, read only": ".json: Read-only file system (EROFS)",
 }
-"""What is said of each, with the path before it."""
+"""The message for each full disk, with the path before it."""
 
 
 def no_mounts() -> str | None:
@@ -43,7 +43,7 @@ def no_mounts() -> str | None:
 
 @pytest.fixture(scope="module")
 def small(folder: Path) -> Mapping[str, Any]:
-    """What happened to the run whose disks filled up (`tests/support/small_disks.py`)."""
+    """Results of the run whose disks filled up (`tests/support/small_disks.py`)."""
     reason = no_mounts()
     if reason is not None:
         pytest.skip(reason)

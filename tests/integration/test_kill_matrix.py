@@ -40,7 +40,7 @@ def reference(folder: Path) -> RunConfig:
 def test_killed_in_the_middle_and_nothing_is_lost(
     folder: Path, reference: RunConfig, name: str, strikes: list[Strike]
 ) -> None:
-    """Also where the last version is trained, and not yet exported."""
+    """One case kills while the last version is trained and not yet exported."""
     config, struck = run_struck(folder, name, 2, strikes)
     compare(struck, config, reference)
     assert struck.faults == [], str(struck)

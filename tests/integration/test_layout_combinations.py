@@ -132,7 +132,7 @@ def batch_of(host: MegatronHost, step: int) -> tuple[PolicyBatch, CriticBatch]:
 
 
 def trained(host: MegatronHost) -> dict[str, np.ndarray]:
-    """Both models' weights, the stages' of a pipeline put together."""
+    """Return both models' weights, with the stages of a pipeline joined."""
     own = {
         f"{role}:{name}": tensor.float().numpy().copy()
         for role in TRAINED
@@ -189,8 +189,8 @@ def five_updates(case: Case, index: int, untied: Path, directory: Path) -> dict[
 
 
 def check_memory(case: Case, host: MegatronHost) -> None:
-    """What this rank holds is what was predicted: to the byte, but for the padding of the distributed optimizer's
-    buffers, a few KB that are much beside this model."""
+    """Check that this rank's memory is as predicted: to the byte, except for the padding of the distributed
+    optimizer's buffers, a few KB that are much beside this model."""
     rank, layout = host._parallel_rank, case.layout
     models = GangModels(host._blueprint.spec, host._blueprint.model, layout, ALL_MODELS, rank.data_size)
     expected, found = state_bytes(models, rank.pipeline_rank), measured_state(host)
@@ -219,7 +219,7 @@ def work_all(index: int, untied: Path, directories: dict[str, Path]) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Where each case, and each rank alone, left what it got."""
+    """Result directories of each case, and of each rank alone."""
     root = tmp_path_factory.mktemp("combinations")
     untied = untied_model(root / "untied")
     found = {name: root / str(number) for number, name in enumerate([*ALONE, *CASES])}
@@ -286,7 +286,7 @@ def test_loss_and_gradients_of_the_first_step_equal_those_of_transformers(
 @pytest.mark.processes
 @pytest.mark.parametrize("case", FLOAT32)
 def test_five_updates_equal_those_of_one_rank(results: dict[str, Path], case: str) -> None:
-    """With other micro-batches and another number of data-parallel ranks."""
+    """The micro-batches and the number of data-parallel ranks differ."""
     expected, found = (np.load(results[name] / "five.npz") for name in (CASES[case].alone, case))
     assert set(found.files) == set(expected.files)
     for name in found.files:

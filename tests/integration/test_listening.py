@@ -1,5 +1,5 @@
-"""Nothing of a local gang or engine listens where another host could connect: gloo asks nobody who they are, and its
-ranks unpickle what they are sent."""
+"""Local gangs and engines listen nowhere that another host could connect to: gloo authenticates nobody, and its
+ranks unpickle what they receive."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def work(index: int, size: int, meeting: str, listening_at: socket.socket | None
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_gang_on_one_host_listens_on_loopback_alone(size: int) -> None:
-    """Of one rank: what `export` and `replay` compute with."""
+    """A gang of one rank is what `export` and `replay` use."""
     context = multiprocessing.get_context("forkserver")
     ends = [context.Pipe() for _ in range(size)]
     with socket.create_server(("127.0.0.1", 0)) as meeting:

@@ -1,4 +1,4 @@
-"""With adapters two ranks say, learn, publish and save the same as one, in every layout. Real processes over gloo.
+"""With adapters two ranks compute, learn, publish and save the same as one, in every layout. Real processes over gloo.
 
 one rank:  five updates, a save after the second ──► two ranks: the same five updates
                                                  ──► two ranks: load it: the same digests; save it again
@@ -153,7 +153,7 @@ def assert_digests(host: MegatronHost, checkpoint: Path, directory: Path) -> Non
 
 
 def assert_nothing_else_is_held(host: MegatronHost, role: Role) -> None:
-    """What a rank holds of the adapters is its part of the whole ones, and otherwise zeros."""
+    """Check that a rank holds its part of the whole adapters, and otherwise zeros."""
     model, blueprint = host._trainers[role].model, host._blueprint
     rank, whole = blueprint.parallel_rank, dict(stage_tensors(model, blueprint))
     for name, block, parameter in named_by_block(model, blueprint.model.frozen_blocks):
@@ -163,7 +163,7 @@ def assert_nothing_else_is_held(host: MegatronHost, role: Role) -> None:
 
 
 def assert_memory_is_predicted(host: MegatronHost) -> None:
-    """Of parameters to the byte, where nothing is padded (nor a tied embedding's rows)."""
+    """Check the bytes of parameters, exactly if nothing is padded (a tied embedding's rows included)."""
     blueprint = host._blueprint
     rank, spec = blueprint.parallel_rank, blueprint.spec
     if rank.tensor_size == 1:
@@ -182,7 +182,7 @@ def learn_all(index: int, root: Path) -> None:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a directory per case, by its number."""
+    """Folder with a directory per case, by its number."""
     root = tmp_path_factory.mktemp("lora")
     for model, (family, sizes) in MODELS.items():
         random_model(family, **sizes).save_pretrained(root / model)

@@ -39,7 +39,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def moves(config: RunConfig) -> list[Event]:
-    """Those in which rows were taken."""
+    """Return the events of migrations that took rows."""
     path = RunPaths(config.run_dir).events
     events = list(read_events(path)) if path.exists() else []
     return [e for e in events if e.kind is EventKind.ROWS_MOVED and not (e.detail or "").startswith("0 rows")]
@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def at_home(folder: Path) -> dict[str, Any]:
-    """Of a run whose rows stay where they are."""
+    """Results of a run whose rows do not migrate."""
     config = finish(two_replicas(folder, "home"))
     assert moves(config) == []
     return outputs(config)

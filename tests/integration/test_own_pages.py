@@ -22,7 +22,7 @@ FILES = {
     "liked.yaml",
 }  # fmt: skip
 HERE = (*QUIET, "cluster.dashboard=null")
-"""What a test leaves out of a run."""
+"""Settings that shorten a run for these tests."""
 
 
 def run_script(path: Path) -> None:
@@ -80,7 +80,7 @@ def test_what_is_wrong_is_said_by_key(change: str, said: str, capsys: pytest.Cap
 
 
 def test_a_reward_model_of_ones_own_pairs(capsys: pytest.CaptureFixture[str]) -> None:
-    """As the page has it, plain and chat: right of nearly all pairs that it has not seen, and fit for a run."""
+    """The page's commands, plain and chat: the model orders nearly all unseen pairs rightly, and serves in a run."""
     text = (ROOT / "docs/your-own.md").read_text("utf8")
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     lines = [line for kind, code in blocks if not kind for line in code.splitlines()]

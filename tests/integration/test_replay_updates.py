@@ -70,7 +70,7 @@ def test_the_first_difference_is_named(
 def test_a_variant_without_a_difference_ends_in_its_parents_weights(
     overlapped: RunConfig, said: pytest.CaptureFixture[str]
 ) -> None:
-    """Also from the middle of a run, where it starts from the parent's weights, moments and controllers."""
+    """One variant begins in the middle of a run, from the parent's weights, moments and controllers."""
     assert main(["replay", str(overlapped.run_dir), "--updates", "2:4", "name=control"]) == 0
     found = summary_of(overlapped, "control")
     ledger = open_history(overlapped).ledger

@@ -92,7 +92,7 @@ def test_weights_that_come_in_flight_keep_the_bound(folder: Path) -> None:
 
 
 def test_engines_read_adapters_merged(folder: Path) -> None:
-    """With LoRA the engine's weights are the trainer's W and adapters in one."""
+    """With LoRA the engine's weights are the trainer's W with the adapters merged."""
     changes = ("staleness=0", "model.lora.rank=4", "model.policy.lr=1e-2", "model.frozen_blocks=1", ONE_GANG)
     config = finish_in(folder, "adapters", *changes, *QUIET)
     assert verify_run(config).faults == []
@@ -242,7 +242,7 @@ def test_the_summary_has_what_is_compared_between_runs(overlapped: RunConfig) ->
 
 
 def test_the_report_is_written_at_the_end(overlapped: RunConfig) -> None:
-    """What it shows is tested in tests/browser; here, that the whole run is in it, and who began it."""
+    """tests/browser tests its contents; here: the whole run is in it, and its user."""
     text = RunPaths(overlapped.run_dir).report.read_text("utf8")
     found = re.search(r'id="contents">(.*?)</script>', text, re.DOTALL)
     assert found is not None
@@ -267,7 +267,7 @@ def test_plain_zarr_opens_the_rollouts(overlapped: RunConfig) -> None:
 
 
 def test_exported_weights_load_in_transformers(overlapped: RunConfig, tmp_path: Path) -> None:
-    """And say what the engine says of the same text; and differ from those they started as."""
+    """They give the engine's log-probs of the same text, and differ from the start weights."""
     directory = RunPaths(overlapped.run_dir).weights(STEPS)
     assert sorted(path.name for path in directory.parent.iterdir()) == ["v000002", "v000004"]
     model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()

@@ -30,7 +30,7 @@ TWO_RANKS = placement("{pool: {}, train: {workers: 2}}", generate="pool", score=
 
 
 def digests(config: RunConfig) -> list[str | None]:
-    """Of both models after every update."""
+    """Return the digests of both models after every update."""
     ledger = open_history(config).ledger
     return [commit.digest for stage in ("update_policy", "update_critic") for commit in ledger.list(stage)]
 
@@ -48,8 +48,8 @@ def placed(request: pytest.FixtureRequest) -> str:
 
 
 def test_a_run_passes_over_a_checkpoint_with_a_flipped_bit(folder: Path, placed: str) -> None:
-    """It is trained on nowhere: said in the journal, on the terminal and in the worker's log; the update after the
-    checkpoint before it runs again. An export that a killed process had begun is made good on the way."""
+    """Nothing is trained on it. Journal, terminal and the worker's log report it, and the update after the earlier
+    checkpoint runs again. An export that a killed process had begun is finished on the way."""
     name = f"flipped{'_ranks' if placed == TWO_RANKS else ''}"
     whole = finish(configure(folder, f"{name}_whole", *CHANGES, placed, "steps=3"))
     config = finish(configure(folder, name, *CHANGES, placed, "steps=2"))
@@ -82,7 +82,7 @@ def test_a_run_passes_over_a_checkpoint_with_a_flipped_bit(folder: Path, placed:
 
 
 def test_a_run_passes_over_a_checkpoint_of_another_run(folder: Path) -> None:
-    """Of the same architecture, whole, and of another seed: its bytes are sound, its weights are not this run's."""
+    """That run has the same architecture and another seed: its bytes are sound, but its weights are not this run's."""
     other = finish(configure(folder, "foreign_other", *CHANGES, ONE_GANG, "steps=2", "seed=1"))
     config = finish(configure(folder, "foreign", *CHANGES, ONE_GANG, "steps=2"))
     place, foreign = (RunPaths(run.run_dir).checkpoints / "policy" / "v000002" for run in (config, other))

@@ -40,7 +40,7 @@ def short(folder: Path) -> RunConfig:
 
 @pytest.fixture
 def copy(short: RunConfig, tmp_path: Path) -> Path:
-    """Of the run's directory: it may be moved, and changed."""
+    """A copy of the run's directory, which tests may move and change."""
     return Path(shutil.copytree(short.run_dir, tmp_path / "copy"))
 
 
@@ -51,7 +51,7 @@ def identity_of(run_dir: Path) -> Identity:
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What `stageline resume` says on one line when it exits with 2."""
+    """Return the one line of `stageline resume` that exits with 2."""
     capsys.readouterr()
     assert main(["resume", *arguments]) == 2
     said = capsys.readouterr().err
@@ -167,8 +167,8 @@ def test_weights_of_a_run_that_died_at_its_end_are_let_go(copy: Path) -> None:
 
 
 def test_a_run_goes_on_longer_and_evaluates(copy: Path) -> None:
-    """What changed is stated; commits of both configs belong to the run. Versions that are past are published again for
-    the evaluation."""
+    """The changes are stated, and commits of both configs belong to the run. Earlier versions are published again
+    for the evaluation."""
     changes = ["steps=3", "evaluate.every=2", "checkpoint.every=2", "cluster.attempts=5"]
     assert main(["resume", str(copy), *changes]) == 0
     config = saved_config(str(copy))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 
@@ -164,300 +165,159 @@ def test_a_run_may_be_prolonged_only_where_no_learning_rate_depends_on_its_end(b
 
 REFUSED = {
     # engines of other projects
-    "engine.kind=vllm model.path=x": ("engine.python", "given None", "make engine-vllm"),
-    "engine.kind=vllm model.path=x engine.python=''": ("engine.python", "given ''", "make engine-vllm"),
-    "engine.python=x": ("engine.python", "given 'x'", "null, or engine.kind=vllm"),
-    "engine.kind=vllm engine.python=x model.path=x engine.start_s=300": (
-        "engine.start_s",
-        "given 300.0",
-        "below cluster.start_timeout_s = 300",
-        "or null",
-    ),
-    "engine.kind=vllm engine.python=x model.path=x engine.embedded.speculation.drafter=ngram": (
-        "engine.embedded.speculation.drafter",
-        "given 'ngram'",
-        "only engine.kind=embedded has it",
-        "leave it at none",
-    ),
-    "engine.kind=vllm engine.python=x model.path=x engine.tensorrt_llm.bucket_mb=7": (
-        "engine.tensorrt_llm.bucket_mb",
-        "given 7",
-        "leave it at 1024 with engine.kind=vllm",
-    ),
-    "engine.vllm.compile=true": ("engine.vllm.compile", "given True", "only engine.kind=vllm has it"),
-    "engine.kind=vllm engine.python=x model.path=x engine.update=inflight engine.pipeline_parallel=2": (
-        "engine.update",
-        "must be drain (or engine.kind=embedded)",
-    ),
-    "engine.kind=vllm engine.python=x": ("model.path", "given 'random:tiny'", "needs a Hugging Face directory"),
-    "engine.kind=vllm engine.python=x model.path=x cluster.migrate_rows_below=4": (
-        "cluster.migrate_rows_below",
-        "must be 0",
-    ),
-    "engine.kind=tensorrt_llm model.path=x": ("engine.python", "given None", "make engine-trtllm"),
-    "engine.kind=tensorrt_llm engine.python=x model.path=x sampling.temperature=0.7": (
-        "sampling.temperature",
-        "given 0.7",
-        "must be 1 (or engine.kind=embedded or vllm)",
-    ),
-    "engine.kind=tensorrt_llm engine.python=x model.path=x sampling.min_new_tokens=2": (
-        "sampling.min_new_tokens",
-        "given 2",
-        "must be 0",
-    ),
-    "engine.kind=tensorrt_llm engine.python=x model.path=x evaluate.every=2 evaluate.temperature=0.5": (
-        "evaluate.temperature",
-        "given 0.5",
-        "must be 0, 1 or null",
-    ),
-    "engine.kind=tensorrt_llm engine.python=x model.path=x mismatch.stop=true": (
-        "mismatch.stop",
-        "cannot score given tokens",
-        "must be false, or staleness=0",
-    ),
-    "engine.kind=tensorrt_llm engine.python=x model.path=x engine.update=inflight rollout.versions=latest": (
-        "engine.update",
-        "must be drain (or engine.kind=embedded or vllm)",
-    ),
-    "engine.kind=tensorrt_llm engine.python=x": ("model.path", "given 'random:tiny'", "needs a Hugging Face directory"),
-    "engine.tensorrt_llm.speculation=ngram": ("engine.tensorrt_llm.speculation", "no such key"),
-    "engine.kind=tensorrt": ("engine.kind", "tensorrt", "tensorrt_llm"),
+    "engine.kind=vllm model.path=x": "engine.python",
+    "engine.python=x": "engine.python",
+    "VLLM engine.start_s=300": "engine.start_s",
+    "VLLM engine.embedded.speculation.drafter=ngram": "engine.embedded.speculation.drafter",
+    "VLLM engine.tensorrt_llm.bucket_mb=7": "engine.tensorrt_llm.bucket_mb",
+    "engine.vllm.compile=true": "engine.vllm.compile",
+    "VLLM engine.update=inflight engine.pipeline_parallel=2": "engine.update",
+    "engine.kind=vllm engine.python=x": "model.path",
+    "VLLM cluster.migrate_rows_below=4": "cluster.migrate_rows_below",
+    "TRTLLM sampling.temperature=0.7": "sampling.temperature",
+    "TRTLLM sampling.min_new_tokens=2": "sampling.min_new_tokens",
+    "TRTLLM evaluate.every=2 evaluate.temperature=0.5": "evaluate.temperature",
+    "TRTLLM mismatch.stop=true": "mismatch.stop",
+    "TRTLLM engine.update=inflight rollout.versions=latest": "engine.update",
     # unknown keys, with the whole path and what is spelt alike
-    "stalenes=1": ("stalenes", "no such key", "did you mean", "staleness"),
-    "engine.speculation.drafter=ngram": ("engine.speculation", "did you mean engine.embedded.speculation?"),
-    "engine.kernels=torch": ("engine.kernels", "did you mean engine.embedded.kernels?"),
-    "engine.pipeline_groups=2": ("engine.pipeline_groups", "did you mean engine.embedded.pipeline_groups?"),
-    "placement.gangs.train.roles=x": ("placement.gangs.train.roles", "no such key", "placement.gangs.train.workers"),
-    "ppo.kl.coeff=1": ("ppo.kl.coeff", "no such key", "ppo.kl.coef"),
-    "placement.gangs.train.worker=2": ("placement.gangs.train.worker", "did you mean placement.gangs.train.workers?"),
-    "ppo.center_scores=true": ("ppo.center_scores", "did you mean reward.normalize.mean?"),
     # wrong types
-    "steps=many": ("steps", "many", "whole number"),
-    "ppo.clip=[1]": ("ppo.clip",),
-    "ppo.anchor=past": ("ppo.anchor", "past", "proximal", "sampler"),
-    "model=tiny": ("model", "tiny", "path"),
+    "model=tiny": "model",
     # ranges
-    "checkpoint.every=4 checkpoint.keep_every=6": ("checkpoint.keep_every", "6", "multiple of checkpoint.every = 4"),
-    "sampling.temperature=0": ("sampling.temperature", "above 0"),
-    "sampling.min_new_tokens=65": ("sampling.min_new_tokens", "65", "64"),
-    "ppo.dual_clip=1": ("ppo.dual_clip", "1.0", "1.2 (1 + ppo.clip) or more (3 is usual)", "null"),
-    "ppo.dual_clip=inf": ("ppo.dual_clip", "inf", "null"),
-    "ppo.value_clip=0": ("ppo.value_clip", "above 0", "null"),
-    "ppo.critic_warmup_steps=4": ("ppo.critic_warmup_steps", "4", "below steps = 4"),
-    "model.policy.min_lr=0.1": ("model.policy.min_lr", "0.1", "from 0 to model.policy.lr = 1e-05"),
-    "model.critic.min_lr=1e-6 model.critic.decay=constant": ("model.critic.min_lr", "1e-06", "linear or cosine"),
-    "model.policy.decay=exponential": ("model.policy.decay", "exponential", "cosine"),
-    "tracking.register=a/b": ("tracking.register", "a/b", "without / and :", "null"),
-    "tracking.register=mine tracking.uri=http://host:5000": ("tracking.register", "mine", "sqlite:///"),
-    "tracking.uri=mlruns": ("tracking.uri", "mlruns", "sqlite:///", "http://", "null"),
-    "engine.embedded.pipeline_groups=2": (
-        "engine.embedded.pipeline_groups",
-        "2",
-        "from 1 to 1",
-        "engine.pipeline_parallel",
-    ),
-    "engine.embedded.pipeline_groups=17 engine.pipeline_parallel=2": (
-        "engine.embedded.pipeline_groups",
-        "17",
-        "from 1 to 16",
-        "max_rows",
-    ),
-    "name=-rf": ("name", "'-rf'", "begins with none of . and -"),
-    "runs_dir=s3://bucket/runs": ("runs_dir", "'s3://bucket/runs'", "URLs are not supported", "mounted"),
-    "cluster.kind=attached cluster.host=a cluster.interface=b": ("cluster.host", "'a'", "cluster.interface=b"),
-    "cluster.dashboard=foo": ("cluster.dashboard", "'foo'", "must be HOST:PORT, as in 127.0.0.1:8787"),
-    "cluster.dashboard=127.0.0.1:70000": ("cluster.dashboard", "'127.0.0.1:70000'", "a port from 0 (any) to 65535"),
-    "cluster.kind=remote": ("cluster.kind", "remote", "attached"),
-    "cluster.interface=eth0": ("cluster.interface", "'eth0'", "needs cluster.kind=attached"),
-    "cluster.host=n1": ("cluster.host", "'n1'", "needs cluster.kind=attached"),
-    "cluster.port=8786": ("cluster.port", "8786", "needs cluster.kind=attached"),
-    "cluster.scheduler_file=f": ("cluster.scheduler_file", "'f'", "needs cluster.kind=attached"),
-    "placement.gangs={a/b: {}}": ("placement.gangs.a/b", "letters, digits and _-"),
-    "prompts.opening_tokens=9": ("prompts.opening_tokens", "9", "8"),
+    "checkpoint.every=4 checkpoint.keep_every=6": "checkpoint.keep_every",
+    "sampling.temperature=0": "sampling.temperature",
+    "sampling.min_new_tokens=65": "sampling.min_new_tokens",
+    "ppo.dual_clip=inf": "ppo.dual_clip",
+    "ppo.value_clip=0": "ppo.value_clip",
+    "ppo.critic_warmup_steps=4": "ppo.critic_warmup_steps",
+    "model.policy.min_lr=0.1": "model.policy.min_lr",
+    "model.critic.min_lr=1e-6 model.critic.decay=constant": "model.critic.min_lr",
+    "tracking.register=a/b": "tracking.register",
+    "tracking.register=mine tracking.uri=http://host:5000": "tracking.register",
+    "tracking.uri=mlruns": "tracking.uri",
+    "engine.embedded.pipeline_groups=2": "engine.embedded.pipeline_groups",
+    "engine.embedded.pipeline_groups=17 engine.pipeline_parallel=2": "engine.embedded.pipeline_groups",
+    "name=-rf": "name",
+    "runs_dir=s3://bucket/runs": "runs_dir",
+    "cluster.kind=attached cluster.host=a cluster.interface=b": "cluster.host",
+    "cluster.dashboard=foo": "cluster.dashboard",
+    "cluster.dashboard=127.0.0.1:70000": "cluster.dashboard",
+    "cluster.host=n1": "cluster.host",
+    "placement.gangs={a/b: {}}": "placement.gangs.a/b",
+    "prompts.opening_tokens=9": "prompts.opening_tokens",
     # sizes that do not divide
-    "rollout.shards=3": ("rollout.shards", "3", "rollout.rows = 16", "1, 2, 4, 8, 16"),
-    "rollout.responses_per_prompt=3": ("rollout.responses_per_prompt", "3", "= 8", "1, 2, 4, 8"),
-    "model.critic.reuse_forward=true": ("model.critic.reuse_forward", "needs ppo.minibatches=1 (given 2)"),
-    "model.policy.reuse_forward=true ppo.minibatches=1 rollout.shards=1 ppo.proximal=loglinear": (
-        "model.policy.reuse_forward",
-        "needs ppo.proximal=recompute (given loglinear)",
-    ),
-    "ppo.minibatches=5": ("ppo.minibatches", "5", "rollout.rows = 16", "1, 2, 4, 8, 16"),
-    "evaluate={every: 1, shards: 3}": ("evaluate.shards", "3", "prompts.held_out = 8", "1, 2, 4, 8"),
-    "placement.gangs.train.workers=3": ("placement.gangs.train.workers", "3", "rows of a shard (8)"),
-    "placement.gangs.train={workers: 3, layout: {tensor: 2}}": ("placement.gangs.train.workers", "multiple", "= 2"),
+    "rollout.shards=3": "rollout.shards",
+    "rollout.responses_per_prompt=3": "rollout.responses_per_prompt",
+    "model.critic.reuse_forward=true": "model.critic.reuse_forward",
+    "model.policy.reuse_forward=true ppo.minibatches=1 rollout.shards=1 ppo.proximal=loglinear": "model.policy.reuse_forward",  # noqa: E501
+    "ppo.minibatches=5": "ppo.minibatches",
+    "evaluate={every: 1, shards: 3}": "evaluate.shards",
+    "placement.gangs.train.workers=3": "placement.gangs.train.workers",
+    "placement.gangs.train={workers: 3, layout: {tensor: 2}}": "placement.gangs.train.workers",
     # rows that move
-    "cluster.migrate_rows_below=2": ("cluster.migrate_rows_below", "2", "0 (rows stay", "3 or more"),
-    "cluster.migrate_rows_below=8": (
-        "cluster.migrate_rows_below",
-        "8",
-        "workers of 2 or more (given 1)",
-        "set it to 0",
-    ),
+    "cluster.migrate_rows_below=2": "cluster.migrate_rows_below",
+    "cluster.migrate_rows_below=8": "cluster.migrate_rows_below",
     # placement
-    "placement.device_sharing=[[generate]]": ("placement.device_sharing.0", "two or more gangs"),
-    "placement.device_sharing=[[generate,trian]]": (
-        "placement.device_sharing.0",
-        "'trian'",
-        "no such gang",
-        "generate, train",
-    ),
-    "placement.device_sharing=[[generate,train],[train,generate]]": ("placement.device_sharing.1", "is named twice"),
-    "placement={device_sharing: [[train, scores]], gangs: {scores: {}}, roles: {score: scores}}": (
-        "placement.device_sharing.0",
-        "'scores'",
-        "no device",
-    ),
-    "placement.roles.policy=tran": ("placement.roles.policy", "tran", "generate, train"),
-    "placement.roles.judge=train": ("placement.roles.judge", "no such role", "reference"),
-    "placement.roles.value=train": (
-        "placement.roles.value",
-        "no such role",
-        "generate, score, reference, policy, critic",
-    ),
-    "model.value={lr: 1}": ("model.value", "no such key", "model.critic"),
-    "placement.gangs.idle={}": ("placement.gangs.idle", "no role is placed on it"),
-    "placement.gangs.train.weights_dir=weights": ("placement.gangs.train.weights_dir", "'weights'", "an absolute path"),
-    "placement.gangs.score.weights_dir=/dev/shm/a placement.roles.score=score": (
-        "placement.gangs.score.weights_dir",
-        "/dev/shm/a",
-        "read or publish weights (generate, policy): leave it null",
-    ),
-    "placement.gangs.train.concurrent_shards=2": ("placement.gangs.train.concurrent_shards", "2", "only a pool"),
-    "placement.gangs.train.layout={recompute: selective, recompute_modules: [mlp, layernorm, moe_act]}": (
-        "placement.gangs.train.layout.recompute_modules",
-        "layernorm, moe_act cannot be recomputed alone",
-        "core_attn, mlp",
-    ),
-    "placement.gangs.train.layout.recompute_modules=[mlp]": (
-        "placement.gangs.train.layout.recompute_modules",
-        "needs placement.gangs.train.layout.recompute=selective (given none)",
-    ),
-    "placement.gangs.generate.offload=gradients": (
-        "placement.gangs.generate.offload",
-        "gradients",
-        "trains no model: none",
-    ),
-    "placement.gangs.generate.offload=idle": (
-        "placement.gangs.generate.offload",
-        "two or more of policy, critic, reference",
-    ),
-    "placement.gangs.train.offload=all": ("placement.gangs.train.offload", "'all'", "none, gradients, idle"),
-    "model.dtype=float8": ("model.dtype", "'float8'", "float16"),
-    "model.dtype=float16 model.kernels=native": ("model.kernels", "native", "has no float16: auto, torch or portable"),
-    "model.dtype=float16 model.products=onednn": ("model.products", "onednn", "auto for model.dtype float16"),
-    "model.loss_scale.initial=256": (
-        "model.loss_scale.initial",
-        "given 256.0; scales the loss under model.dtype=float16 alone (given float32): leave it at 65536",
-    ),
-    "model.loss_scale.minimum=.inf model.dtype=float16": ("model.loss_scale.minimum", "inf", "finite"),
+    "placement.device_sharing=[[generate]]": "placement.device_sharing.0",
+    "placement.device_sharing=[[generate,trian]]": "placement.device_sharing.0",
+    "placement.device_sharing=[[generate,train],[train,generate]]": "placement.device_sharing.1",
+    "placement={device_sharing: [[train, scores]], gangs: {scores: {}}, roles: {score: scores}}": "placement.device_sharing.0",  # noqa: E501
+    "placement.roles.policy=tran": "placement.roles.policy",
+    "placement.roles.judge=train": "placement.roles.judge",
+    "placement.gangs.idle={}": "placement.gangs.idle",
+    "placement.gangs.train.weights_dir=weights": "placement.gangs.train.weights_dir",
+    "placement.gangs.score.weights_dir=/dev/shm/a placement.roles.score=score": "placement.gangs.score.weights_dir",
+    "placement.gangs.train.concurrent_shards=2": "placement.gangs.train.concurrent_shards",
+    "placement.gangs.train.layout={recompute: selective, recompute_modules: [mlp, layernorm, moe_act]}": "placement.gangs.train.layout.recompute_modules",  # noqa: E501
+    "placement.gangs.train.layout.recompute_modules=[mlp]": "placement.gangs.train.layout.recompute_modules",
+    "placement.gangs.generate.offload=gradients": "placement.gangs.generate.offload",
+    "placement.gangs.generate.offload=idle": "placement.gangs.generate.offload",
+    "model.dtype=float16 model.kernels=native": "model.kernels",
+    "model.dtype=float16 model.products=onednn": "model.products",
+    "model.loss_scale.initial=256": "model.loss_scale.initial",
+    "model.loss_scale.minimum=.inf model.dtype=float16": "model.loss_scale.minimum",
     # numbers that are none, and what would be neither an error nor of use
-    "model.policy.betas=[0.9,.nan]": ("model.policy.betas", "nan", "must be two numbers"),
-    "model.lora.alpha=8": ("model.lora.alpha", "8.0", "give model.lora.rank (16, say), or leave it at 32.0"),
-    "model.lora.targets=[qkv]": ("model.lora.targets", "['qkv']", "give model.lora.rank"),
-    "ppo.kl.target=5 ppo.kl.coef=0": ("ppo.kl.target", "5.0", "ppo.kl.coef above 0, or null"),
-    "ppo.dual_clip=1.1": ("ppo.dual_clip", "1.1", "1.2 (1 + ppo.clip) or more (3 is usual), or null"),
-    "ppo.anchor=sampler ppo.correction=mask": ("ppo.correction", "ppo.anchor=sampler", "ppo.correction=none"),
-    "placement.gangs.generate.layout.tensor=2": (
-        "placement.gangs.generate.layout.tensor",
-        "given 2; that gang has none of critic, policy, reference",
-        "leave it at 1 (engine.tensor_parallel",
-    ),
-    "placement.gangs.generate.layout={recompute: full}": ("placement.gangs.generate.layout.recompute", "'full'"),
-    "placement.gangs.train.layout={recompute: selective, recompute_modules: [mlp, mlp]}": (
-        "placement.gangs.train.layout.recompute_modules",
-        "['mlp', 'mlp']",
-        "each module once",
-    ),
-    "model.dtype=float16 model.loss_scale.initial=0.5": (
-        "model.loss_scale.initial",
-        "0.5",
-        "no less than model.loss_scale.minimum = 1",
-    ),
-    "placement.gangs.train.layout.sequence_parallel=true": (
-        "placement.gangs.train.layout.sequence_parallel",
-        "layout.tensor of 2",
-    ),
+    "model.policy.betas=[0.9,.nan]": "model.policy.betas",
+    "model.lora.alpha=8": "model.lora.alpha",
+    "model.lora.targets=[qkv]": "model.lora.targets",
+    "ppo.kl.target=5 ppo.kl.coef=0": "ppo.kl.target",
+    "ppo.dual_clip=1.1": "ppo.dual_clip",
+    "ppo.anchor=sampler ppo.correction=mask": "ppo.correction",
+    "placement.gangs.generate.layout.tensor=2": "placement.gangs.generate.layout.tensor",
+    "placement.gangs.generate.layout={recompute: full}": "placement.gangs.generate.layout.recompute",
+    "placement.gangs.train.layout={recompute: selective, recompute_modules: [mlp, mlp]}": "placement.gangs.train.layout.recompute_modules",  # noqa: E501
+    "model.dtype=float16 model.loss_scale.initial=0.5": "model.loss_scale.initial",
+    "placement.gangs.train.layout.sequence_parallel=true": "placement.gangs.train.layout.sequence_parallel",
     # things that exclude one another
-    "evaluate.every=1 prompts.held_out=1": ("prompts.held_out", "1", "2 or more"),
-    "engine.update=inflight": (
-        "engine.update",
-        "'inflight'",
-        "rollout.versions=exact",
-        "rollout.versions=latest, or drain",
-    ),
-    "rollout.versions=latest alarms.staleness_steps=9 staleness=0": (
-        "alarms.staleness_steps",
-        "staleness of 1 or more",
-    ),
-    "alarms.staleness_steps=9": ("alarms.staleness_steps", "needs rollout.versions=latest"),
-    "mismatch.rows=0 mismatch.stop=true": ("mismatch.stop", "True", "mismatch.rows=0"),
-    "ppo.proximal=sampler ppo.correction=mask": ("ppo.correction", "mask", "ppo.correction=none"),
-    "placement.roles.generate=train placement.roles.score=generate placement.gangs.train.workers=2": (
-        "placement.roles.generate",
-        "train",
-        "gang of its own",
-    ),
+    "evaluate.every=1 prompts.held_out=1": "prompts.held_out",
+    "engine.update=inflight": "engine.update",
+    "rollout.versions=latest alarms.staleness_steps=9 staleness=0": "alarms.staleness_steps",
+    "alarms.staleness_steps=9": "alarms.staleness_steps",
+    "mismatch.rows=0 mismatch.stop=true": "mismatch.stop",
+    "placement.roles.generate=train placement.roles.score=generate placement.gangs.train.workers=2": "placement.roles.generate",  # noqa: E501
     # estimators of advantages, each by itself in GRPO's or RLOO's usual form otherwise
-    "ppo.advantage=grpo": ("ppo.advantage", "grpo"),
-    "ppo.advantage=group ppo.kl.where=loss": (
-        "rollout.responses_per_prompt",
-        "given 1",
-        "ppo.advantage=group compares the responses to a prompt: 2 or more",
-        "ppo.advantage=reinforce_pp",
-    ),
-    "ppo.advantage=rloo": ("rollout.responses_per_prompt", "given 1", "ppo.advantage=rloo", "2 or more"),
-    "ppo.advantage=group rollout.responses_per_prompt=4": (
-        "ppo.kl.where",
-        "given 'reward'",
-        "ppo.kl.where=loss (as GRPO has it), ppo.group_scale=none or ppo.kl.coef=0",
-    ),
-    "ppo.advantage=rloo rollout.responses_per_prompt=4 ppo.gamma=0.9": ("ppo.gamma", "0.9", "as one: 1"),
-    "ppo.advantage=reinforce_pp ppo.whiten_rewards=true": ("ppo.whiten_rewards", "grows with the length: false"),
-    "ppo.advantage=reinforce_pp ppo.truncated=bootstrap": ("ppo.truncated", "no critic", "terminate"),
-    "ppo.advantage=reinforce_pp ppo.critic_warmup_steps=1": ("ppo.critic_warmup_steps", "trains no critic: 0"),
-    "ppo.advantage=reinforce_pp ppo.skip_equal_groups=true": ("ppo.skip_equal_groups", "ppo.advantage=group or rloo"),
-    "ppo.skip_equal_groups=true": ("ppo.skip_equal_groups", "ppo.advantage=gae compares no groups: false"),
-    "ppo.advantage=reinforce_pp placement.roles.critic=nobody": ("placement.roles.critic", "no such gang"),
+    "ppo.advantage=group ppo.kl.where=loss": "rollout.responses_per_prompt",
+    "ppo.advantage=group rollout.responses_per_prompt=4": "ppo.kl.where",
+    "ppo.advantage=rloo rollout.responses_per_prompt=4 ppo.gamma=0.9": "ppo.gamma",
+    "ppo.advantage=reinforce_pp ppo.whiten_rewards=true": "ppo.whiten_rewards",
+    "ppo.advantage=reinforce_pp ppo.truncated=bootstrap": "ppo.truncated",
+    "ppo.advantage=reinforce_pp ppo.critic_warmup_steps=1": "ppo.critic_warmup_steps",
+    "ppo.advantage=reinforce_pp ppo.skip_equal_groups=true": "ppo.skip_equal_groups",
+    "ppo.skip_equal_groups=true": "ppo.skip_equal_groups",
     # rewards, and which version is the best
-    "reward.kind=null": ("reward.args", "characters", "without reward.kind", "reward.parts.NAME.args"),
-    "reward={parts: {a: {kind: vader}}}": ("reward.kind", "short form of a single part"),
-    "reward={kind: null, parts: [vader]}": ("reward.parts", "given ['vader']", "a mapping of names to settings"),
-    "reward.args=[a]": ("reward.args", "given ['a']", "a mapping of names to settings"),
-    "reward={kind: null, parts: {a: {weight: 2}}}": ("reward.parts.a.kind", "has no value"),
-    "reward.normalize.clip=0": ("reward.normalize.clip", "above 0", "null"),
-    "reward.kind=reasoning_gym": ("reward.kind", "needs prompts.url=reasoning-gym:TASK", "prompts.jsonl"),
-    "evaluate.every=0 evaluate.reward.kind=vader": ("evaluate.reward", "nothing is evaluated"),
-    "evaluate.every=0 evaluate.select.max_kl=5": ("evaluate.select.max_kl", "nothing is evaluated"),
-    "evaluate.every=2 evaluate.select.max_kl=5 evaluate.temperature=0.5": (
-        "evaluate.temperature",
-        "sampling.temperature (1)",
-        "evaluate.select.max_kl",
-    ),
-    "evaluate={every: 2, reward: {parts: {a: {kind: vader, weight: 0}}}}": (
-        "evaluate.reward.parts",
-        "every weight is 0",
-    ),
-    "placement.roles.advantage=nowhere": ("placement.roles.advantage", "no such gang"),
+    "reward.kind=null": "reward.args",
+    "reward={parts: {a: {kind: vader}}}": "reward.kind",
+    "reward={kind: null, parts: [vader]}": "reward.parts",
+    "reward.args=[a]": "reward.args",
+    "reward={kind: null, parts: {a: {weight: 2}}}": "reward.parts.a.kind",
+    "reward.normalize.clip=0": "reward.normalize.clip",
+    "reward.kind=reasoning_gym": "reward.kind",
+    "evaluate.every=0 evaluate.reward.kind=vader": "evaluate.reward",
+    "evaluate.every=0 evaluate.select.max_kl=5": "evaluate.select.max_kl",
+    "evaluate.every=2 evaluate.select.max_kl=5 evaluate.temperature=0.5": "evaluate.temperature",
+    "evaluate={every: 2, reward: {parts: {a: {kind: vader, weight: 0}}}}": "evaluate.reward.parts",
     # not overrides at all
-    "=1": ("=1", "key=value"),
+    "=1": "=1",
+}
+
+
+ENGINES = {
+    "TRTLLM": "engine.kind=tensorrt_llm engine.python=x model.path=x",
+    "VLLM": "engine.kind=vllm engine.python=x model.path=x",
 }
 
 
 @pytest.mark.parametrize("changes", REFUSED)
-def test_what_cannot_work_is_refused_by_its_key(base: Path, monkeypatch: pytest.MonkeyPatch, changes: str) -> None:
-    monkeypatch.chdir(base.parent)  # where no engine's environment is
-    key, *parts = REFUSED[changes]
-    overrides = [changes] if "{" in changes or "[" in changes or changes.startswith("=") else changes.split(" ")
+def test_a_config_that_cannot_work_is_refused_by_its_key(
+    base: Path, monkeypatch: pytest.MonkeyPatch, changes: str
+) -> None:
+    """The message is one line for each key, and every key exists."""
+    monkeypatch.chdir(base.parent)  # which has no engine's environment
+    first, _, rest = changes.partition(" ")
+    written = f"{ENGINES[first]} {rest}" if first in ENGINES else changes
+    overrides = [written] if "{" in written or "[" in written or written.startswith("=") else written.split(" ")
     with pytest.raises(ConfigError) as refusal:
         load(base, *overrides)
-    assert refusal.value.key == key
-    message = str(refusal.value)
-    assert message.startswith(f"{key}: ")
-    for part in parts:
-        assert part in message
-    keys = [line.partition(": ")[0] for line in message.splitlines()]
-    assert len(keys) == len({*keys}), "a key is said once, and a message is one line"
+    assert refusal.value.key == REFUSED[changes]
+    keys = [line.partition(": ")[0] for line in str(refusal.value).splitlines()]
+    assert keys == [error.key for error in refusal.value.each]
+    assert len(keys) == len({*keys})
+    sections = {field.name for field in dataclasses.fields(RunConfig)}
+    assert changes == "=1" or {key.partition(".")[0] for key in keys} <= sections
+
+
+@pytest.mark.parametrize(
+    ("change", "suggestion"),
+    [
+        ("stalenes=1", "staleness"),
+        ("ppo.center_scores=true", "reward.normalize.mean"),  # an old name
+        ("engine.kernels=torch", "engine.embedded.kernels"),  # the same word elsewhere
+        ("placement.gangs.train.worker=2", "placement.gangs.train.workers"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_one_spelt_alike(base: Path, change: str, suggestion: str) -> None:
+    with pytest.raises(ConfigError, match=rf"no such key.*did you mean {re.escape(suggestion)}") as refusal:
+        load(base, change)
+    assert refusal.value.key == change.partition("=")[0]
 
 
 def test_an_engine_that_does_not_sleep_takes_no_turns(base: Path) -> None:
@@ -500,33 +360,17 @@ def test_a_role_placed_nowhere_is_refused(tmp_path: Path, role: Role) -> None:
     path = tmp_path / "c.yaml"
     gangs = ", ".join(f"{r}: all" for r in Role if r is not role)
     path.write_text(BASE.split("placement:")[0] + f"placement: {{gangs: {{all: {{}}}}, roles: {{{gangs}}}}}\n")
-    with pytest.raises(ConfigError, match=f"placement.roles.{role}: .*placed nowhere.*all") as refusal:
+    with pytest.raises(ConfigError) as refusal:
         load(path)
     assert refusal.value.key == f"placement.roles.{role}"
-
-
-@pytest.mark.parametrize(
-    ("key", "line"),
-    {
-        "name": "name: base",
-        "model.path": 'path: "random:tiny"',
-        "prompts.url": "url: prompts.jsonl, ",
-    }.items(),
-)
-def test_a_missing_value_is_refused(tmp_path: Path, key: str, line: str) -> None:
-    assert line in BASE
-    path = tmp_path / "c.yaml"
-    path.write_text(BASE.replace(line, ""))
-    with pytest.raises(ConfigError, match=f"^{key}: has no value; set it .*{key}=") as refusal:
-        load(path)
-    assert refusal.value.key == key
 
 
 def test_a_run_needs_a_reward(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(BASE.replace("reward: {kind: characters, args: {characters: aeiou}}\n", ""))
-    with pytest.raises(ConfigError, match=r"^reward\.parts: given {}; a run needs a reward: reward\.kind=NAME"):
+    with pytest.raises(ConfigError) as refusal:
         load(path)
+    assert refusal.value.key == "reward.parts"
 
 
 def test_advantage_is_where_score_is_unless_it_is_placed(base: Path) -> None:
@@ -619,9 +463,7 @@ def test_files_that_are_no_configs_are_refused(tmp_path: Path) -> None:
         load_config([], ["staleness"])
 
 
-def test_a_config_is_a_value(base: Path) -> None:
-    """Two loads share nothing that one of them could change."""
+def test_two_loads_share_nothing(base: Path) -> None:
     one, two = load(base), load(base)
     one.placement.gangs["train"].workers = 7
     assert two.placement.gangs["train"].workers == 1
-    assert dataclasses.replace(two, seed=3) != two

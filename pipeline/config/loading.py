@@ -45,12 +45,14 @@ from pipeline.config.run import RunConfig, run_problems, validate
 from stages.engines.config import interpreter, made_interpreter
 from storage import files
 from storage.config import Durability
-from storage.problems import Problem, mentions
+from storage.problems import Problem, mentions, setting_problems
 from storage.redaction import redacted
 
 MOVED = {"ppo.center_scores": ["reward.normalize.mean"]}
 """Former key -> its current keys."""
 _HINTS: dict[Any, dict[str, Any]] = {}
+_GIVEN = {int: 1, float: 1.0}
+"""Values that stand for missing numbers while other settings are checked; all other missing values are texts."""
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -261,6 +263,11 @@ def load_label_config(files: Iterable[str | os.PathLike[str]], overrides: Iterab
     return config
 
 
+def load_file(schema: type, file: str | os.PathLike[str]) -> Any:
+    """Return the content of one file as the dataclass `schema`, whose types are checked. Otherwise as `load_config`."""
+    return _loaded(schema, _sources([file], []))
+
+
 def _sources(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str]) -> list[Source]:
     reading = [*(partial(_read_file, file) for file in files), *(partial(_read_override, word) for word in overrides)]
     return all_of(*reading)
@@ -386,13 +393,14 @@ def _wrong_beside(schema: type, merged: Any, missing: Sequence[str], refused: Se
     """Yield the problems of the other settings, so that a user sees them together with those of the `refused` ones.
     Problems that name a refused or missing key are left out: the value checked is only a default or an earlier
     source's."""
+    OmegaConf.set_readonly(merged, False)  # as that of a frozen dataclass is
     for key in missing:
-        OmegaConf.update(merged, key, "given")  # all settings without a default are texts
+        OmegaConf.update(merged, key, _GIVEN.get(_type_of(key, schema), "given"))
     try:
         config = _to_object(merged)
     except ConfigError:  # a reference to a refused key
         return
-    for problem in _PROBLEMS[schema](config):
+    for problem in _PROBLEMS.get(schema, setting_problems)(config):
         if not mentions(problem, [*refused, *missing]):
             yield refusal(problem)
 

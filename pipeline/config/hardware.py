@@ -1,0 +1,157 @@
+"""Hardware that a run can be checked against: the schema of `conf/hardware/*.yaml`, and clusters made of such nodes.
+
+A file describes one kind of node. `16x8xH100-80` names a cluster: 16 nodes with 8 GPUs each, of the kind in
+`conf/hardware/H100-80.yaml`. Nothing here looks at this machine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.config.errors import ConfigError, refusal, together
+from pipeline.config.loading import load_file
+from storage.problems import Problem, above, at_least, setting, setting_problems
+
+GIB = 1 << 30
+FOLDER = Path(__file__).resolve().parents[2] / "conf/hardware"
+AS = "--as"
+"""The option that names a cluster. Errors have it as their key."""
+_TEXT = re.compile(r"(?:(\d+)x)?(\d+)x(\S+)")
+_FORM = "NODESxGPUSxHARDWARE, as in 16x8xH100-80; GPUSxHARDWARE for a single node; NODESxcpu for nodes without GPUs"
+
+
+@dataclass(frozen=True)
+class HardwareConfig:
+    """One kind of node. A device is a GPU, or on a node without GPUs one core."""
+
+    description: str = "???"
+    """The node in words."""
+    gpus_per_node: int = setting("???", at_least(0))
+    """GPUs of a whole node. 0: everything is computed on the cores."""
+    device_memory_gib: float = setting("???", at_least(0))
+    """Memory of a GPU as CUDA reports it to programs, in units of 2^30 bytes; 0 without GPUs."""
+    bf16_flops: float = setting("???", above(0))
+    """Peak rate of dense bfloat16 matrix products of a device, in FLOP/s."""
+    fp32_flops: float = setting("???", above(0))
+    """Peak rate of float32 arithmetic of a device without TF32, in FLOP/s."""
+    memory_bytes_per_s: float = setting("???", above(0))
+    """Peak bandwidth of a GPU's memory; without GPUs, that of the node's memory for all cores together."""
+    nvlink_bytes_per_s: float = setting("???", at_least(0))
+    """Bandwidth of a GPU over NVLink in each direction; 0: none, GPUs talk over PCIe."""
+    nvlink_gpus: int = setting("???", at_least(0))
+    """GPUs that NVLink joins. It may be more than a node has."""
+    pcie_bytes_per_s: float = setting("???", at_least(0))
+    """Bandwidth between a GPU and the host's memory in each direction; 0 without GPUs."""
+    links: int = setting("???", at_least(1))
+    """Network links of a whole node to the other nodes."""
+    link_bytes_per_s: float = setting("???", above(0))
+    """Bandwidth of a link in each direction."""
+    host_memory_gib: float = setting("???", above(0))
+    """Memory of a whole node's host, in units of 2^30 bytes."""
+    shared_memory_gib: float = setting("???", above(0))
+    """Size of /dev/shm. Its content counts as host memory too."""
+    cores: int = setting("???", at_least(1))
+    """Cores of a whole node, without hyper-threads."""
+
+
+def hardware_names() -> list[str]:
+    """Return the names of the kinds of nodes that ship with Stageline."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def load_hardware(name: str) -> HardwareConfig:
+    """Return a kind of node by the name of a shipped file or by the path of a YAML file. Raises ConfigError."""
+    file = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
+    if not file.is_file():
+        known = hardware_names()
+        alike = [one for one in known if one.casefold().startswith(name.casefold())]
+        meant = alike or difflib.get_close_matches(name, known, n=1)
+        hint = f", did you mean {meant[0]}?" if meant else ""
+        need = f"no such hardware{hint} (there are {', '.join(known)}, or the path of a YAML file)"
+        raise ConfigError(AS, f"given {name!r}; {need}")
+    config: HardwareConfig = load_file(HardwareConfig, file)
+    if found := [refusal(problem) for problem in (*setting_problems(config), *hardware_problems(config))]:
+        raise together(found)
+    return config
+
+
+def hardware_problems(config: HardwareConfig) -> Iterator[Problem]:
+    """Yield the problems between a file's settings."""
+    with_gpus = {"device_memory_gib": config.device_memory_gib, "pcie_bytes_per_s": config.pcie_bytes_per_s}
+    without = with_gpus | {"nvlink_bytes_per_s": config.nvlink_bytes_per_s, "nvlink_gpus": config.nvlink_gpus}
+    if config.gpus_per_node:
+        for key, value in with_gpus.items():
+            if not value:
+                yield Problem(key, value, f"must be above 0: a node has {config.gpus_per_node} GPUs (gpus_per_node)")
+    else:
+        for key, value in without.items():
+            if value:
+                yield Problem(key, value, "must be 0: a node has no GPUs (gpus_per_node)")
+    if bool(config.nvlink_bytes_per_s) != (config.nvlink_gpus > 1):
+        need = "must be 2 or more with NVLink (nvlink_bytes_per_s), and 0 without"
+        yield Problem("nvlink_gpus", config.nvlink_gpus, need)
+    if config.shared_memory_gib > config.host_memory_gib:
+        need = f"must be at most host_memory_gib = {config.host_memory_gib:g}, which it is a part of"
+        yield Problem("shared_memory_gib", config.shared_memory_gib, need)
+
+
+@dataclass(frozen=True)
+class HardwareCluster:
+    """Nodes of one kind. If only some of a node's GPUs are used, a node has that share of its memory and cores, as
+    clouds and schedulers give them out."""
+
+    nodes: int
+    gpus_per_node: int
+    """GPUs that are used of each node."""
+    hardware: HardwareConfig
+
+    @property
+    def share(self) -> float:
+        """Share of a whole node."""
+        return self.gpus_per_node / self.hardware.gpus_per_node if self.hardware.gpus_per_node else 1.0
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of a GPU."""
+        return int(self.hardware.device_memory_gib * GIB)
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of a node's host."""
+        return int(self.hardware.host_memory_gib * GIB * self.share)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Size of a node's /dev/shm."""
+        return int(self.hardware.shared_memory_gib * GIB * self.share)
+
+    @property
+    def cores(self) -> int:
+        """Cores of a node."""
+        return max(1, int(self.hardware.cores * self.share))
+
+
+def read_cluster(text: str) -> HardwareCluster:
+    """Return the cluster that a text like `16x8xH100-80` names. Raises ConfigError for another form, unknown hardware,
+    or more GPUs than a node has."""
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise ConfigError(AS, f"given {text!r}; must be {_FORM} (there are {', '.join(hardware_names())})")
+    first, last = match[1], int(match[2])
+    hardware = load_hardware(match[3])
+    whole = hardware.gpus_per_node
+    nodes, gpus = (int(first), last) if first is not None else ((1, last) if whole else (last, 0))
+    if nodes < 1 or (whole and gpus < 1):
+        raise ConfigError(AS, f"given {text!r}; must have 1 node or more, and 1 GPU or more a node")
+    if gpus > whole:
+        need = f"at most {whole}" if whole else "0: it has none"
+        raise ConfigError(AS, f"given {text!r}; a node of {match[3]} ({hardware.description}) has {whole} GPUs: {need}")
+    return HardwareCluster(nodes, gpus, hardware)

@@ -46,7 +46,7 @@ from stages.engines.embedded.model import logits
 from stages.engines.embedded.runner import LocalRunner
 from stages.engines.embedded.sampling import noise_keys
 from stages.engines.protocol import Request
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 from stages.models.spec import spec_of, tensor_shapes
 
 CUDA = torch.cuda.is_available()

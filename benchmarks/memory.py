@@ -37,13 +37,12 @@ import torch.nn.functional as F
 
 from benchmarks.harness import arguments, measured_load, report, write_json
 from stages.models.build import output_weight
-from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, OptimizerConfig
+from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, OptimizerConfig, SamplingConfig
 from stages.models.forward import cut_micro_batches, hidden_states
 from stages.models.host import MegatronHost
 from stages.models.memory import GangModels, MicroBatchSize, kept_bytes, state_bytes
 from stages.models.offload import storages
 from stages.models.protocol import PolicyBatch, Rank, Role
-from stages.models.sampling import SamplingConfig
 from stages.models.spec import RANDOM_TINY, read_spec
 from stages.models.token_logprobs import token_logprobs
 from stages.ppo.config import PPOConfig

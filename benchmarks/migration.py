@@ -36,7 +36,7 @@ from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS
 from stages.engines.migration import IncomingRows, MigratedRow
 from stages.engines.protocol import Request
 from stages.engines.row_loads import MigrationRequest
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 from stages.models.spec import RANDOM_TINY
 
 MODEL = Path("assets/smollm2-135m-instruct")

@@ -24,7 +24,7 @@ from stages.engines.config import EngineConfig, VllmConfig
 from stages.engines.protocol import GenerationEngine, Request
 from stages.engines.remote.environments import ENVIRONMENTS, environment_problem
 from stages.engines.remote.process import LAST_LINES
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN, KEYED, BOUNDARY = "vLLM, its own draws", "vLLM, our draws", "engine.kind=vllm"

@@ -26,7 +26,7 @@ from stages.engines.config import EmbeddedConfig, EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.protocol import Request
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 from stages.models.spec import RANDOM_TINY, read_spec
 
 NUM_ROWS, PROMPT = (16, 64), 16

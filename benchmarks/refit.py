@@ -48,8 +48,8 @@ from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.runner import LocalRunner
 from stages.engines.protocol import GenerationEngine, Request
 from stages.engines.remote.build import build_remote
+from stages.models.config import SamplingConfig
 from stages.models.hf_weights import read_weights
-from stages.models.sampling import SamplingConfig
 from storage.weights import BFLOAT16, WeightBoard
 
 CORES = os.cpu_count() or 1

@@ -37,8 +37,8 @@ from stages.engines.embedded.drafts.speculation import Speculation
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.runner import choose_kernels
 from stages.engines.protocol import Request
+from stages.models.config import SamplingConfig
 from stages.models.hf_files import Tokenizer, read_tokenizer
-from stages.models.sampling import SamplingConfig
 from stages.models.spec import RANDOM_TINY
 
 CORES = os.cpu_count() or 1

@@ -23,11 +23,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.harness import arguments, measured_load, report, write_json
-from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
+from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig, SamplingConfig
 from stages.models.host import MegatronHost
 from stages.models.numerics import Products, input_gradient, multiply, weight_gradient
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
-from stages.models.sampling import SamplingConfig
 from stages.models.spec import ModelSpec, layer_shapes, read_spec
 from stages.models.work import matrix_numbers
 from stages.ppo.config import PPOConfig

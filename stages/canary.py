@@ -11,8 +11,8 @@ import dataclasses
 import numpy as np
 
 from stages.engines.protocol import GenerationEngine, Request
+from stages.models.config import SamplingConfig
 from stages.models.protocol import ModelHost
-from stages.models.sampling import SamplingConfig
 from stages.ppo.metrics import canary_metrics
 from storage.records import CanaryLogprobs, CanaryPolicyLogprobs, Rollout
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from stages.engines.protocol import GenerationEngine, Request
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 from storage.records import PromptBatch, Rollout
 
 

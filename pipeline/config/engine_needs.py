@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from stages.engines.capabilities import Capabilities, able, capabilities_of
 from stages.engines.config import EngineConfig
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 from stages.models.spec import RANDOM_TINY
 from storage.problems import Problem
 

@@ -30,9 +30,8 @@ from pipeline.graph.graph import Gang
 from stages.engines.capabilities import EngineMemory
 from stages.engines.config import HIDDEN_STATES_BYTES
 from stages.engines.embedded.kernels.blocks import block_bytes, blocks_for
-from stages.models.adapter_shapes import target_parts
 from stages.models.config import LayoutConfig, OptimizerConfig
-from stages.models.layouts import layout_problems
+from stages.models.layouts import layout_problems, target_parts
 from stages.models.memory import (
     DTYPE_BYTES,
     GRADIENTS,

@@ -14,9 +14,16 @@ from typing import Any, Literal
 from pipeline.config.errors import refusal, together
 from pipeline.config.sections import TrackingConfig, tracking_problems
 from stages.engines.config import OTHER_ENVIRONMENTS, EngineConfig, engine_problems
-from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, OptimizerConfig, model_problems
+from stages.models.config import (
+    LayoutConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SamplingConfig,
+    model_problems,
+    sampling_problems,
+)
 from stages.models.layouts import gang_problems
-from stages.models.sampling import SamplingConfig, sampling_problems
 from stages.preferences.config import RewardTrainingConfig, TeacherConfig, teacher_problems
 from stages.rewards.config import JUDGES
 from storage.config import PreferencesConfig, PromptsConfig, preferences_problems, prompts_problems

@@ -35,9 +35,8 @@ from pipeline.config.slurm import SlurmConfig, slurm_placement_problems, slurm_p
 from pipeline.graph.graph import Gang, GraphSpec
 from stages.engines.capabilities import Capabilities, Device, capabilities_of
 from stages.engines.config import OTHER_ENVIRONMENTS, EngineConfig, engine_problems
-from stages.models.config import ModelConfig, model_problems
+from stages.models.config import ModelConfig, SamplingConfig, model_problems, sampling_problems
 from stages.models.protocol import Role
-from stages.models.sampling import SamplingConfig, sampling_problems
 from stages.ppo.config import GROUPED, PPOConfig, has_critic, ppo_problems, resolve_proximal
 from stages.rewards.config import (
     JUDGE_BUDGET,

@@ -37,7 +37,7 @@ from pipeline.config.open_files import allow_descriptors, descriptors_needed
 from pipeline.config.run import RunConfig
 from pipeline.workers.messages import worker_name
 from pipeline.workers.worker_process import dask_settings, nanny_options, shares_cores, start_forkserver
-from stages.native.loopback import loopback_only
+from stages.native.processes import loopback_only
 
 _KILL_S = 5.0
 """Longest time that the driver waits for processes to be killed. A host that is gone never answers."""

@@ -41,9 +41,9 @@ from stages.engines.protocol import EngineStats, GenerationEngine, RowsLost
 from stages.engines.row_loads import RowKey
 from stages.forward import logprob, reference, value
 from stages.generate import generate
+from stages.models.config import SamplingConfig
 from stages.models.numerics import peak_bytes
 from stages.models.protocol import Role
-from stages.models.sampling import SamplingConfig
 from stages.prompts import EVALUATION_STEP, held_out_prompts, training_prompts
 from stages.publish import publish
 from stages.rewards.protocol import Counts

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from stages.engines.capabilities import Capabilities, Device
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 from stages.models.spec import EMBEDDING, LM_HEAD, ModelSpec, tensor_shapes
 from storage.records import FinishReason
 

@@ -32,7 +32,7 @@ from torch.nn import Parameter
 from stages.models import hf_conversion, lora
 from stages.models.config import LayoutConfig, ModelConfig
 from stages.models.forward import Trunk
-from stages.models.kernels.protocol import BlockKernels
+from stages.models.kernels.blocks import BlockKernels
 from stages.models.layers import CpuEmbedding, HiddenOutput, block_spec, rotary_frequencies
 from stages.models.numerics import Products
 from stages.models.parallel import ParallelRank

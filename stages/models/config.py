@@ -1,5 +1,5 @@
-"""Settings of the trained and evaluated models and of their parallel layout, and the checks for values that cannot
-work."""
+"""Settings of the models, of their parallel layout and of the sampling of responses, and the checks for values that
+cannot work. Loads no torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ Offload = Literal["none", "gradients", "idle"]
 RECOMPUTE_MODULES = ("core_attn", "mlp")
 """The modules of a dense model that Megatron can recompute. `core_attn` saves next to nothing, since the fused
 attention keeps no scores; `mlp` saves the most. (Megatron 0.16 recomputes `layernorm` with Transformer Engine only.)"""
-
-
 LORA_TARGETS = ("qkv", "proj", "fc1", "fc2")
 """Linear layers of a block that can have adapters: queries, keys and values; attention's output; gate and up; down."""
 
@@ -222,3 +220,27 @@ def _optimizer_problems(key: str, config: OptimizerConfig) -> Iterator[Problem]:
     elif config.min_lr and config.decay == "constant":
         need = f"nothing decays under {key}.decay=constant: use 0, or decay=linear or cosine"
         yield Problem(f"{key}.min_lr", config.min_lr, need)
+
+
+@dataclass
+class SamplingConfig:
+    """How responses are sampled. The trainer computes log-probs under the same distribution."""
+
+    max_new_tokens: int = setting(64, at_least(1))
+    """Longest response. A response that reaches it without EOS counts as cut."""
+    min_new_tokens: int = setting(0, at_least(0))
+    """EOS cannot be sampled before this many tokens."""
+    temperature: float = setting(1.0, at_least(0))
+    """Divisor of the logits, in sampling and in every log-prob of the run. 0: greedy (evaluation only)."""
+    suppress_token_ids: list[int] = setting([])
+    """Tokens that are never sampled. The trainer's distributions exclude them too."""
+
+
+def sampling_problems(config: SamplingConfig) -> Iterator[Problem]:
+    """Yield the problems of section `sampling` that do not depend on other sections."""
+    if config.temperature == 0:
+        need = "training needs a distribution: above 0 (evaluate.temperature=0 evaluates greedily)"
+        yield Problem("sampling.temperature", config.temperature, need)
+    if config.min_new_tokens > config.max_new_tokens:
+        need = f"must be at most sampling.max_new_tokens = {config.max_new_tokens}"
+        yield Problem("sampling.min_new_tokens", config.min_new_tokens, need)

@@ -25,10 +25,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from stages.models.kernels.protocol import BlockKernels
-from stages.models.layers import HiddenOutput
+from stages.models.kernels.blocks import BlockKernels
+from stages.models.layers import HiddenOutput, Packing, pack
 from stages.models.numerics import Products, rows_multiple
-from stages.models.packing import Packing, pack
 from stages.models.token_logprobs import Distribution, Entropy, token_logprobs
 from stages.ppo.micro_batches import micro_batches
 

@@ -19,7 +19,7 @@ from stages.models import parallel
 from stages.models import weights as gather
 from stages.models.build import DTYPES, Blueprint, build_role, build_trunk, output_weight, reset_role
 from stages.models.checkpoints import write_snapshot
-from stages.models.config import LayoutConfig, ModelConfig, Offload, OptimizerConfig
+from stages.models.config import LayoutConfig, ModelConfig, Offload, OptimizerConfig, SamplingConfig
 from stages.models.forward import KeptForwards, MicroBatch, Trunk, head_values, response_logprobs, run_forward
 from stages.models.hf_weights import read_weights, write_model
 from stages.models.kernels.native import choose_kernels
@@ -29,7 +29,6 @@ from stages.models.minibatches import MinibatchLoss, peak_of_a_rank, rank_micro_
 from stages.models.numerics import choose_products, peak_bytes, set_numerics
 from stages.models.offload import Residence, has_own_memory
 from stages.models.protocol import MODEL_ROLES, CriticBatch, PolicyBatch, Rank, Role, StateError
-from stages.models.sampling import SamplingConfig
 from stages.models.spec import ModelSpec, padded, read_eos_ids, read_spec
 from stages.models.token_logprobs import Distribution, Entropy
 from stages.models.trainer import Minibatch, Trainer, UpdateLimits, learning_rate

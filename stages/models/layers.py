@@ -13,8 +13,10 @@ torch rounds to bfloat16, with one more pass). Shape suffixes of linears: N rows
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ import torch.nn.functional as F
 from jaxtyping import Float32
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import get_tensor_model_parallel_rank
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -44,10 +47,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
-from stages.models.kernels.protocol import BlockKernels, HeadSizes
-from stages.models.kernels.torch_kernels import rotate
+from stages.models.kernels.blocks import BlockKernels, HeadSizes, RotaryAngles, rotate
 from stages.models.numerics import Products, input_gradient, multiply, weight_gradient
-from stages.models.packing import Packing
 from stages.models.spec import ModelSpec
 
 _AddToResidual = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
@@ -353,3 +354,48 @@ def rotary_frequencies(spec: ModelSpec) -> Float32[torch.Tensor, " D//2"]:
     waves = scaling.original_max_positions * frequencies / (2 * math.pi)
     kept = ((waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+# ---- packed rows ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Packing(PackedSeqParams):
+    """Megatron's description of packed rows, which it passes to every block, with fields of our own. See `pack`."""
+
+    positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """int64: the position of each token within its row."""
+    runs: tuple[tuple[int, int, int], ...] = ()
+    """(first token, number of rows, length) of each run of adjacent rows of the same length."""
+    _of_frequencies: Tensor | None = None
+    _angles: RotaryAngles | None = None
+
+    def angles(self, frequencies_P11D: Tensor) -> RotaryAngles:
+        """Return cosines and sines of Megatron's rotary frequencies [positions, 1, 1, head dimension]. They are
+        computed once, since they are the same for every block of a model."""
+        if self._angles is None or self._of_frequencies is not frequencies_P11D:
+            half_PD = frequencies_P11D[:, 0, 0].chunk(2, -1)[0].float()
+            self._angles = RotaryAngles(half_PD.cos(), half_PD.sin(), self.positions)
+            self._of_frequencies = frequencies_P11D
+        return self._angles
+
+
+def pack(lengths: Sequence[int], device: torch.device) -> Packing:
+    """Return the packing of rows of these lengths, in this order. Rows of the same length should be adjacent."""
+    runs, start = [], 0
+    for length, alike in groupby(lengths):
+        rows = len(list(alike))
+        runs.append((start, rows, length))
+        start += rows * length
+    positions = torch.cat([torch.arange(length).repeat(rows) for _, rows, length in runs])
+    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    longest = max(lengths)
+    return Packing(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        positions=positions.to(device),
+        runs=tuple(runs),
+    )

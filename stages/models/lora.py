@@ -37,12 +37,12 @@ from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_pa
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from stages.models.adapter_shapes import SIDES, SPLIT_BY_ROWS, TARGET_PARTS, adapter_shapes, target_parts
 from stages.models.config import LoraConfig, ModelConfig
 from stages.models.hf_conversion import PARTS, SPLIT_AXES, from_hf, named_by_block
 from stages.models.hf_weights import write_tensors
-from stages.models.kernels.protocol import BlockKernels
+from stages.models.kernels.blocks import BlockKernels
 from stages.models.layers import cpu_linear
+from stages.models.layouts import SIDES, SPLIT_BY_ROWS, TARGET_PARTS, adapter_shapes, target_parts
 from stages.models.numerics import Products
 from stages.models.numerics import multiply as matrix_product
 from stages.models.parallel import ParallelRank

@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from stages.models.adapter_shapes import TARGET_PARTS, adapter_parameters
 from stages.models.config import LayoutConfig, ModelConfig, Offload
+from stages.models.layouts import TARGET_PARTS, adapter_parameters
 from stages.models.protocol import Role
 from stages.models.spec import ModelSpec, layer_shapes, padded
 

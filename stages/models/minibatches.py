@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stages.models.adapter_shapes import adapter_parameters
 from stages.models.build import Blueprint
 from stages.models.config import OptimizerConfig
 from stages.models.forward import MicroBatch, cut_micro_batches, row_lengths
+from stages.models.layouts import adapter_parameters
 from stages.models.numerics import rows_multiple
 from stages.models.protocol import CriticBatch, PolicyBatch, Role
 from stages.models.trainer import Loss

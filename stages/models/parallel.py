@@ -1,5 +1,5 @@
 """Create and destroy Megatron's parallel groups in this process. Megatron keeps its groups in globals, so a process has
-one layout at a time.
+one layout at a time. `run_megatron_without_cuda` lets the same code run on CPUs.
 
 **Rendezvous.** The ranks of a gang connect to a key-value store in rank 0's process. No shared filesystem is needed.
 
@@ -22,15 +22,18 @@ time unless the call raises first; then nothing names the missing rank (never ru
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
 from queue import Empty, SimpleQueue
 from threading import Thread
+from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -39,11 +42,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import random as megatron_random
 
-from stages.models import megatron_cpu
 from stages.models.config import LayoutConfig
 from stages.models.protocol import ALONE, Rank, RanksMissing, StateError
-from stages.native.loopback import loopback_only
+from stages.native.processes import loopback_only
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ def join(rank: Rank, layout: LayoutConfig, seed: int) -> ParallelRank:
     """
     if dist.is_initialized():
         raise StateError("this process already belongs to a gang: close its model host first")
-    megatron_cpu.install()
+    run_megatron_without_cuda()
     if is_on_one_host(rank):
         os.environ.update(loopback_only())  # Megatron creates its groups without an address
     torch.set_num_threads(rank.threads)
@@ -267,3 +270,72 @@ def _is_of_a_collective(error: RuntimeError) -> bool:
     """Return True if torch.distributed raised the error. gloo's are plain RuntimeErrors that begin with gloo's source
     file."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error).partition("]")[0]
+
+
+# ---- megatron-core without CUDA -------------------------------------------------------------------------
+
+
+FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "empty_like", "zeros_like", "arange")
+"""torch functions that megatron-core calls with device="cuda"."""
+
+
+def run_megatron_without_cuda() -> None:
+    """Make megatron-core run on a torch without CUDA. A second call, or a call with CUDA, does nothing.
+
+    megatron-core asks for CUDA devices, generators and tensor type names by name. Its modules that are imported so far
+    get a copy of the torch module in which these are the CPU's. All other code in the process keeps the real torch,
+    except for two methods of Tensor: `cuda` returns the tensor, and `type` without arguments returns
+    "torch.cuda.FloatTensor". Call this in worker processes only."""
+    if torch.cuda.is_available() or hasattr(torch.Tensor.type, "__wrapped__"):
+        return
+    cpu = torch.device("cpu")
+    cuda = _view(
+        torch.cuda,
+        current_device=lambda: cpu,
+        synchronize=lambda device=None: None,
+        # the CPU's generator replaces the device's
+        get_rng_state=lambda device="cuda": torch.get_rng_state(),
+        set_rng_state=lambda state, device="cuda": torch.set_rng_state(state),
+        manual_seed=torch.manual_seed,
+    )
+    view = _view(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and module.__dict__.get("torch") is torch:
+            module.__dict__["torch"] = view
+    megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    torch.Tensor.type = _cuda_type_name(torch.Tensor.type)  # type: ignore[method-assign]
+
+
+def _view(module: ModuleType, **changes: Any) -> ModuleType:
+    """Return a copy of a module with some of its contents replaced."""
+    view = ModuleType(module.__name__, module.__doc__)
+    view.__dict__.update(module.__dict__)
+    view.__dict__.update(changes)
+    return view
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return the factory with device="cuda" replaced by the CPU."""
+
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and str(device).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a Tensor.type that calls CPU tensors "torch.cuda.FloatTensor": megatron-core's optimizers compare this
+    name."""
+
+    @functools.wraps(original)
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        name = original(self, *args, **kwargs)
+        return name.replace("torch.", "torch.cuda.", 1) if isinstance(name, str) and self.is_cpu else name
+
+    return type_name

@@ -1,12 +1,13 @@
-"""A reward model of one rank: a causal language model with a scalar head at a row's last token. It scores rows and can
-be trained.
+"""Models that a worker scores responses with.
 
-    RewardModel(model, layout, rank, seed=0).scores(rows)     with a trained head if `model.path` has one
+    RewardModel(model, layout, rank, seed=0).scores(rows)             one number per row; `rank` is one of a gang's
+    NextTokens(model, joined, max_tokens).likeliest(rows, number)     a row's likeliest next tokens, for a local judge
 
-It is built by the same code as a critic, in the same layouts. It differs in the position where the head is read, and a
-new head is random instead of zero. The file also has its rows and micro-batches (`TokenRows`) and its directory in
-Hugging Face layout, which loads with `AutoModelForSequenceClassification`. That class has no bias in its head: its
-logit is the score minus `reward_bias` of config.json.
+A reward model is a causal language model with a scalar head at a row's last token, a trained one if `model.path` has
+one. It can be trained. It is built by the same code as a critic, in the same layouts. It differs in the position where
+the head is read, and a new head is random instead of zero. Its directory in Hugging Face layout loads with
+`AutoModelForSequenceClassification`. That class has no bias in its head: its logit is the score minus `reward_bias` of
+config.json.
 
 Shape suffixes: B rows of a micro-batch, N tokens of all of them, H hidden size.
 """
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from stages.models import parallel
 from stages.models import weights as gather
-from stages.models.build import DTYPES, Blueprint, build_role, build_trunk
+from stages.models.build import DTYPES, Blueprint, build_role, build_trunk, output_weight
 from stages.models.config import LayoutConfig, ModelConfig
 from stages.models.forward import MicroBatch, Trunk, cut_micro_batches, run_forward
 from stages.models.hf_files import COPIED_FILES, read_tokenizer
@@ -347,3 +348,44 @@ def _config(source: str, bias: float) -> dict[str, object]:
         "dtype": "float32",
         REWARD_BIAS: bias,
     }
+
+
+# ---- local judges ---------------------------------------------------------------------------------------
+
+
+class NextTokens:
+    """Owns a language model of one process, which is built by the same code as a reference model."""
+
+    def __init__(self, model: ModelConfig, joined: parallel.ParallelRank, max_tokens: int) -> None:
+        """Build the model of `model.path` for a gang of one rank, which the caller has joined and leaves itself.
+        `max_tokens`: most tokens of a forward pass, unless one row is longer."""
+        spec = read_spec(model.path)
+        set_numerics(model)
+        device, dtype = joined.device, DTYPES[model.dtype]
+        products = choose_products(model.products, dtype, device).products
+        kernels = choose_kernels(model.kernels, dtype, device)
+        self._blueprint = Blueprint(model, spec, LayoutConfig(), joined, kernels, products)
+        self._max_tokens = max_tokens
+        self._model = build_role(self._blueprint, Role.REFERENCE, read_weights(model.path))
+
+    def likeliest(self, rows: TokenRows, number: int) -> list[list[tuple[int, float]]]:
+        """Return each row's `number` likeliest next tokens as (token, log-prob), the likeliest first."""
+        batches = score_micro_batches(rows, self._blueprint, self._max_tokens)
+        number = min(number, self._blueprint.spec.vocab_size)
+        found: list[list[tuple[int, float]]] = [[] for _ in rows.lengths]
+        weight_VH = output_weight(self._model, None)[: self._blueprint.spec.vocab_size]
+
+        def read(batch: MicroBatch, hidden_NH: Tensor) -> tuple[np.ndarray, np.ndarray]:
+            last = torch.from_numpy(np.cumsum(batch.lengths) - 1).to(hidden_NH.device)
+            logits_BV = F.linear(hidden_NH[last].to(weight_VH.dtype), weight_VH).float()
+            top = torch.log_softmax(logits_BV, dim=-1).topk(number)
+            return top.indices.cpu().numpy(), top.values.cpu().numpy()
+
+        for batch, (tokens, log_probs) in zip(batches, run_forward(self._model, None, batches, read), strict=True):
+            for row, of_row, values in zip(batch.rows, tokens.tolist(), log_probs.tolist(), strict=True):
+                found[row] = list(zip(of_row, values, strict=True))
+        return found
+
+    def close(self) -> None:
+        """Free the model. The caller's membership of the gang stays."""
+        del self._model

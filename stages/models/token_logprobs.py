@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from stages.models.kernels.protocol import BlockKernels
+from stages.models.kernels.blocks import BlockKernels
 from stages.models.layers import add_weight_gradient
 from stages.models.memory import LOGITS_BLOCK_BYTES as BLOCK_BYTES
 from stages.models.memory import LOGITS_KEPT_BYTES as KEPT_BYTES

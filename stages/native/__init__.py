@@ -1,2 +1,1 @@
-"""Code for this machine: C that is compiled where it runs (the compiler's call, and the numbers that all of it shares),
-and processes that end with their parent."""
+"""Code in C that is compiled on the machine where it runs, and the ties between processes of one host."""

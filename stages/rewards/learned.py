@@ -160,7 +160,7 @@ class _ProcessModels:
                 self._membership = importlib.import_module("stages.models.parallel").join(rank, LayoutConfig(), seed=0)
                 undo.callback(self._leave)
             if loading.holds is Holds.LANGUAGE:
-                make = importlib.import_module("stages.models.next_tokens").NextTokens
+                make = importlib.import_module("stages.models.reward_model").NextTokens
                 return make(model, self._membership, loading.micro_batch_tokens)
             host = importlib.import_module("stages.models.reward_model")
             return host.RewardModel(model, LayoutConfig(), rank, seed=0, joined=self._membership)

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from stages.engines.capabilities import Capabilities
 from stages.engines.embedded.sampling import gumbel, noise_keys
 from stages.engines.protocol import Completion, GenerationEngine, Request, RequestError, WeightsError
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 from storage.records import FinishReason
 from tests.support.engines import by_row
 

@@ -16,8 +16,8 @@ from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS
 from stages.engines.protocol import GenerationEngine, Request, RequestError, WeightsError
+from stages.models.config import SamplingConfig
 from stages.models.hf_files import read_tokenizer
-from stages.models.sampling import SamplingConfig
 from stages.models.spec import RANDOM_TINY
 from stages.native.compile import NoNativeKernelsError
 from tests.contracts.embedded_engines import CPU, check_update_in_flight, make_engine

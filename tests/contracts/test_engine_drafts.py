@@ -20,7 +20,7 @@ from stages.engines.embedded.kernels.cpu.native import load_native_kernels
 from stages.engines.embedded.kernels.reference import TorchKernels
 from stages.engines.embedded.rows import DraftTree, Row, chain
 from stages.engines.protocol import Completion, Request
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 from stages.models.spec import RANDOM_TINY
 from tests.contracts.embedded_engines import CPU, check_a_row_fails_alone, check_update_in_flight, make_engine
 from tests.contracts.engine_contract import make_requests, oracle_logprobs, random_llama

@@ -14,7 +14,7 @@ from stages.engines.embedded.migration import MigratingEngine
 from stages.engines.migration import MigratableRows, key_of
 from stages.engines.protocol import GenerationEngine, Request
 from stages.engines.row_loads import MigrationRequest
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 from stages.models.spec import RANDOM_TINY
 from tests.contracts.embedded_engines import CPU
 from tests.contracts.engine_contract import MAX_SEQ, EngineContract, assert_same_tokens

@@ -22,7 +22,7 @@ from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.ranks.parallel_runner import ParallelRunner
 from stages.engines.embedded.ranks.processes import RankLost
 from stages.engines.protocol import GenerationEngine, Request, WeightsError
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 from stages.models.spec import RANDOM_TINY
 from tests.contracts.embedded_engines import CPU, check_a_row_fails_alone, make_engine
 from tests.contracts.engine_contract import (

@@ -22,7 +22,7 @@ from stages.engines.protocol import EngineLost, GenerationEngine, Request
 from stages.engines.remote.client import RemoteEngine
 from stages.engines.remote.environments import ENVIRONMENTS, environment_problem
 from stages.engines.remote.weights import ModelFiles
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 from tests.contracts.engine_contract import (
     MAX_SEQ,
     assert_same_tokens,

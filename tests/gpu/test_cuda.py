@@ -19,9 +19,8 @@ from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.sampling import gumbel, noise_keys
 from stages.engines.protocol import Request
-from stages.models.config import ModelConfig
+from stages.models.config import ModelConfig, SamplingConfig
 from stages.models.protocol import PolicyBatch, Role
-from stages.models.sampling import SamplingConfig
 from stages.models.spec import RANDOM_TINY
 from storage.records import Advantages
 from tests.support.models import opened, random_rollout

@@ -25,7 +25,7 @@ from stages.engines.embedded.kernels.protocol import Angles, NoTritonKernelsErro
 from stages.engines.embedded.kernels.reference import TorchKernels
 from stages.engines.embedded.sampling import ban, noise_keys
 from stages.engines.protocol import Request
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 from stages.models.spec import RANDOM_TINY
 
 CUDA = torch.cuda.is_available()

@@ -22,10 +22,9 @@ import torch.multiprocessing
 from megatron.core import dist_checkpointing
 
 from pipeline.workers.worker_process import PRELOADED
-from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
+from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig, SamplingConfig
 from stages.models.host import MegatronHost
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role, StateError
-from stages.models.sampling import SamplingConfig
 from stages.ppo.config import PPOConfig
 from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Values
 from tests.support.families import random_model

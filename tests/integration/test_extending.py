@@ -159,7 +159,7 @@ import sys, torch, tempfile
 from transformers import SeedOssConfig, SeedOssForCausalLM
 from stages.engines.build import build_engine
 from stages.engines.config import EngineConfig
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 from stages.engines.protocol import Request
 
 torch.manual_seed(0)

@@ -22,12 +22,11 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from pipeline.workers.worker_process import PRELOADED
-from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
+from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig, SamplingConfig
 from stages.models.hf_weights import read_weights
 from stages.models.host import MegatronHost
 from stages.models.memory import GangModels, state_bytes
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
-from stages.models.sampling import SamplingConfig
 from stages.models.spec import read_config
 from stages.models.weights import stage_tensors
 from stages.ppo.config import KLConfig, PPOConfig

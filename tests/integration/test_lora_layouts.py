@@ -18,12 +18,11 @@ import torch
 import torch.multiprocessing
 
 from pipeline.workers.worker_process import PRELOADED
-from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, OptimizerConfig
+from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, OptimizerConfig, SamplingConfig
 from stages.models.hf_conversion import from_hf, named_by_block
 from stages.models.host import MegatronHost
 from stages.models.memory import GangModels, state_bytes
 from stages.models.protocol import Rank, Role
-from stages.models.sampling import SamplingConfig
 from stages.models.weights import stage_tensors
 from stages.ppo.config import PPOConfig
 from storage.records import Advantages, Rollout

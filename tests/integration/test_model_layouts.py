@@ -12,11 +12,10 @@ import pytest
 import torch.multiprocessing
 
 from pipeline.workers.worker_process import PRELOADED
-from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
+from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig, SamplingConfig
 from stages.models.host import MegatronHost
 from stages.models.layouts import check_layout
 from stages.models.protocol import MODEL_ROLES, CriticBatch, PolicyBatch, Rank, Role
-from stages.models.sampling import SamplingConfig
 from stages.models.spec import read_spec
 from stages.ppo.config import KLConfig, PPOConfig
 from stages.ppo.micro_batches import minibatches

@@ -34,7 +34,7 @@ from stages.engines.capabilities import Capabilities, Device, embedded_capabilit
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.protocol import Request
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 from storage.address import Address
 from tests.support.run_results import steps_of
 from tests.support.runs import ONE_GANG, QUIET, arguments, finish_in, placement

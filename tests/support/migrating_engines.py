@@ -16,7 +16,7 @@ from stages.engines.embedded.migration import MigratingEngine
 from stages.engines.migration import MigratedRow, key_of
 from stages.engines.protocol import Completion, Request
 from stages.engines.row_loads import MigrationRequest
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 from stages.models.spec import RANDOM_TINY
 from tests.support.engine_settings import embedded
 from tests.support.engines import by_row

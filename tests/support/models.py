@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from stages.models.config import LayoutConfig, ModelConfig, Offload
+from stages.models.config import LayoutConfig, ModelConfig, Offload, SamplingConfig
 from stages.models.host import MegatronHost
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
-from stages.models.sampling import SamplingConfig
 from stages.ppo.config import PPOConfig
 from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Values
 

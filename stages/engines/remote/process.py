@@ -22,7 +22,7 @@ import stages
 import storage
 from stages.engines.remote import guard
 from stages.engines.remote.wire import Channel
-from stages.native.loopback import loopback_only
+from stages.native.processes import loopback_only
 
 LAST_LINES = 15
 """Number of lines of the server's log in an error."""

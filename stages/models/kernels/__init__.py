@@ -1,2 +1,1 @@
-"""A trained transformer block's operations between its matrix products: norms, the MLP's gate, splitting and rotating
-heads, sums. `protocol` defines them, `torch_kernels` is plain torch, `native` is C on a CPU."""
+"""Operations of a trained transformer block between its matrix products: in plain torch, and in C for CPUs."""

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stages.models.kernels.protocol import BlockKernels, HeadSizes, RotaryAngles
-from stages.models.kernels.torch_kernels import ComposedKernels, PortableKernels
+from stages.models.kernels.blocks import BlockKernels, ComposedKernels, HeadSizes, PortableKernels, RotaryAngles
 from stages.native.compile import KINDS, NoNativeKernelsError, expect, kind_of, load_library, require
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float

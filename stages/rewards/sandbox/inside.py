@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from stages.native.parent import end_with_parent
+from stages.native.processes import end_with_parent
 from stages.rewards.sandbox import kernel
 from stages.rewards.sandbox.channel import SandboxChannel
 

@@ -10,7 +10,7 @@ import pytest
 
 from stages.canary import CANARY_STEP, canary_logprob, canary_rows, compared, engine_logprobs, sampled_by
 from stages.engines.protocol import Completion, Request
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 from storage.records import FinishReason, PolicyLogprobs, Rollout
 
 SAMPLING = SamplingConfig(max_new_tokens=4, min_new_tokens=3, temperature=0.5)

@@ -14,7 +14,7 @@ from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.protocol import Completion, EngineStats, Request
 from stages.generate import generate
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 from stages.models.spec import RANDOM_TINY
 from storage.records import FinishReason, PromptBatch
 

@@ -32,7 +32,7 @@ from stages.engines.embedded.ranks.communication import (
 )
 from stages.engines.embedded.ranks.rank_model import RankModel, RankSpec
 from stages.engines.protocol import WeightsError
-from stages.native.parent import end_with_parent
+from stages.native.processes import end_with_parent
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from stages.engines.capabilities import STATED, capabilities_of
 from stages.engines.config import OTHER_ENVIRONMENTS, EngineConfig
 from stages.engines.protocol import Request, RequestError, check_ability
 from stages.engines.remote.environments import ENVIRONMENTS
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 from tests.support.paths import ROOT
 
 VLLM = ("engine.kind=vllm", "engine.python=x", "model.path=x")

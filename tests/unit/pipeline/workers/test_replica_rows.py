@@ -19,7 +19,7 @@ from stages.engines.embedded.build import build_embedded
 from stages.engines.migration import key_of
 from stages.engines.protocol import Completion, Request, RequestError, RowsLost
 from stages.engines.row_loads import EngineLoad, MigrationRequest
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 from stages.models.spec import RANDOM_TINY
 from storage.address import Address
 from storage.weights import WeightBoard

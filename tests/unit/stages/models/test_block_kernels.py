@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stages.models import layers as linears
+from stages.models.kernels.blocks import BlockKernels, ComposedKernels, HeadSizes, PortableKernels, RotaryAngles
 from stages.models.kernels.native import load_block_kernels
-from stages.models.kernels.protocol import BlockKernels, HeadSizes, RotaryAngles
-from stages.models.kernels.torch_kernels import ComposedKernels, PortableKernels
 from stages.models.numerics import Products
 
 N, H, F_ = 37, 48, 40

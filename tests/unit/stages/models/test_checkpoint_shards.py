@@ -12,7 +12,7 @@ import torch
 from stages.models.build import Blueprint
 from stages.models.checkpoints import _cut, pieces_of, rectangles
 from stages.models.config import LayoutConfig, ModelConfig
-from stages.models.kernels.torch_kernels import ComposedKernels
+from stages.models.kernels.blocks import ComposedKernels
 from stages.models.parallel import ParallelRank
 from stages.models.spec import read_spec
 

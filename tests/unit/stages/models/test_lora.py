@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM
 
-from stages.models.adapter_shapes import adapter_shapes
 from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, OptimizerConfig, model_problems
 from stages.models.forward import hidden_states, response_logprobs, run_backward
 from stages.models.hf_conversion import named_by_block, to_hf
 from stages.models.hf_weights import read_weights
 from stages.models.host import MegatronHost
+from stages.models.layouts import adapter_shapes
 from stages.models.memory import GangModels, MicroBatchSize, kept_bytes, state_bytes
 from stages.models.minibatches import rank_micro_batches
 from stages.models.protocol import CriticBatch, PolicyBatch, Role, StateError

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from stages.models.adapter_shapes import adapter_shapes
 from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, OptimizerConfig
 from stages.models.forward import cut_micro_batches, hidden_states
 from stages.models.hf_conversion import PARTS, from_hf
 from stages.models.host import MegatronHost
+from stages.models.layouts import adapter_shapes
 from stages.models.lora import LINEARS
 from stages.models.memory import (
     GangModels,

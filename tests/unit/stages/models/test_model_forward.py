@@ -9,11 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from stages.models.config import ModelConfig
+from stages.models.config import ModelConfig, SamplingConfig
 from stages.models.forward import Trunk, cut_micro_batches, hidden_states
 from stages.models.hf_weights import read_weights
 from stages.models.protocol import Role
-from stages.models.sampling import SamplingConfig
 from stages.models.spec import read_config
 from storage.records import Rollout
 from tests.support.models import opened, random_rollout

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stages.models import parallel
-from stages.models.config import LayoutConfig, ModelConfig, model_problems
+from stages.models.config import LayoutConfig, ModelConfig, SamplingConfig, model_problems
 from stages.models.host import MegatronHost
 from stages.models.layers import CpuColumnLinear, CpuRowLinear
 from stages.models.numerics import (
@@ -21,7 +21,6 @@ from stages.models.numerics import (
     weight_gradient,
 )
 from stages.models.protocol import Rank, Role
-from stages.models.sampling import SamplingConfig
 from stages.ppo.config import PPOConfig
 from tests.unit.stages.models.test_model_update import batches, model_config, opened, weights
 

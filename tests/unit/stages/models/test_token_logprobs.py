@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stages.models import parallel, token_logprobs
 from stages.models.config import LayoutConfig
-from stages.models.kernels.torch_kernels import ComposedKernels
+from stages.models.kernels.blocks import ComposedKernels
 from stages.models.numerics import Products
 from stages.models.protocol import Rank
 from stages.models.token_logprobs import EXCLUDED, Distribution

@@ -10,7 +10,7 @@ from stages.engines.embedded.drafts.drafters import Guesses, merge_guesses
 from stages.engines.embedded.rows import NO_GUESSES, DraftTree, Row, chain
 from stages.engines.embedded.scheduler import Chunk
 from stages.engines.protocol import Request
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 from tests.support.engines import row_of
 
 FILM = DraftTree((10, 11, 12, 13, 14), (-1, 0, 1, 0, -1))

@@ -9,7 +9,7 @@ from stages.engines.embedded.kernels.blocks import NO_BLOCK
 from stages.engines.embedded.rows import Row, chain
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS, Chunk, Scheduler
 from stages.engines.protocol import Request
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 from tests.support.engines import row_of
 
 

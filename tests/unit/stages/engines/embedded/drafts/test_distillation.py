@@ -12,7 +12,7 @@ from stages.engines.embedded.drafts.distillation import FinishedRows, Student, T
 from stages.engines.embedded.drafts.draft_head import LearnedDrafter
 from stages.engines.embedded.kernels.reference import TorchKernels
 from stages.engines.protocol import Request
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 from tests.support.engines import row_of
 
 

@@ -16,7 +16,7 @@ from stages.engines.embedded.drafts.speculation import Speculation
 from stages.engines.embedded.rows import NO_GUESSES, DraftTree, Row, chain
 from stages.engines.embedded.scheduler import Chunk
 from stages.engines.protocol import Request
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 from tests.support.engines import row_of
 
 FLAT = {1: 1.0, 64: 1.0}

@@ -20,7 +20,7 @@ from stages.engines.embedded.migration import MigratingEngine
 from stages.engines.migration import MigratableRows, MigratedRow, key_of
 from stages.engines.protocol import RequestError, RowsLost
 from stages.engines.row_loads import EngineLoad, MigrationRequest
-from stages.models.sampling import SamplingConfig
+from stages.models.config import SamplingConfig
 from tests.support.engines import assert_same_bits, by_row
 from tests.support.migrating_engines import Gate, at_home, build, carry, engines, give, pause_after, requests
 from tests.support.processors import KERNELS

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from stages.engines.capabilities import Capabilities, able, capabilities_of
 from stages.engines.config import EngineConfig
 from stages.models.config import SamplingConfig
-from stages.models.spec import RANDOM_TINY
+from stages.models.spec import is_random
 from storage.problems import Problem
 
 PLAIN_TEMPERATURES = (0.0, 1.0)
@@ -46,7 +46,7 @@ def engine_needs(needs: EngineNeeds) -> Iterator[Problem]:
     if needs.moves_rows and not can.migration:
         need = f"its rows cannot move between replicas: must be 0{_or(needs, lambda c: c.migration)}"
         yield _problem(needs, "cluster.migrate_rows_below", needs.moves_rows, need)
-    if needs.model_path == RANDOM_TINY and "tensors" not in can.sources:
+    if is_random(needs.model_path) and "tensors" not in can.sources:
         need = "it reads the model itself: needs a Hugging Face directory"
         yield _problem(needs, "model.path", needs.model_path, need)
     if can.distributions == "plain":

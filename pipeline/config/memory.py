@@ -42,7 +42,7 @@ from stages.models.memory import (
     rank_bytes,
 )
 from stages.models.protocol import MODEL_ROLES, Role
-from stages.models.spec import EMBEDDING, RANDOM_TINY, ModelSpec, layer_and_part, read_spec, tensor_shapes
+from stages.models.spec import EMBEDDING, ModelSpec, is_random, layer_and_part, read_spec, tensor_shapes
 from storage.problems import Problem
 
 GIB = 1 << 30
@@ -432,7 +432,7 @@ def planned_run(config: RunConfig, models: Mapping[Role, ModelSpec], limits: Mem
 
 
 def _stored_bytes(path: str) -> int:
-    return 0 if path == RANDOM_TINY else sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    return 0 if is_random(path) else sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
 
 
 def weights_bytes(config: RunConfig) -> int:

@@ -12,7 +12,7 @@ from pipeline.config.run import RunConfig
 from stages.models.hf_files import head_problem, is_classifier, read_vocabulary
 from stages.models.layouts import blocks_problems
 from stages.models.protocol import MODEL_ROLES, Role
-from stages.models.spec import EMBEDDING, RANDOM_TINY, ModelSpec, layer_and_part, read_spec, tensor_shapes
+from stages.models.spec import EMBEDDING, ModelSpec, is_random, layer_and_part, read_spec, tensor_shapes
 from storage.checkpoints import RECORD, export_faults, has_sums
 
 
@@ -26,7 +26,7 @@ def read_model(key: str, path: str) -> ModelSpec:
         raise ConfigError(key, f"given {path!r}; its config.json is not JSON: {error}") from error
     except ValueError as error:
         raise ConfigError(key, f"given {path!r}; {error}") from error
-    if path != RANDOM_TINY and not any(Path(path).glob("*.safetensors")):
+    if not is_random(path) and not any(Path(path).glob("*.safetensors")):
         raise ConfigError(key, f"given {path!r}; it holds no .safetensors file")
     return model
 
@@ -40,7 +40,7 @@ def model_paths(config: RunConfig) -> dict[str, str]:
     given += [(f"{where}.path", str(args["path"])) for where, args in config.reward_models().items()]
     found: dict[str, str] = {}
     for key, path in given:
-        if path is not None and path != RANDOM_TINY:
+        if path is not None and not is_random(path):
             found.setdefault(path, key)
     return found
 

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from pipeline.config.run import RunConfig
-from stages.models.spec import RANDOM_TINY
+from stages.models.spec import is_random
 from storage.checkpoints import write_sums
 from storage.redaction import redacted_text
 
@@ -87,7 +87,7 @@ def describe_export(directory: Path, config: RunConfig, version: int, config_has
     kl, base = config.ppo.kl, config.model.path
     parts = [f"{part.weight:g} · `{name}` (`{part.kind}`)" for name, (_, part) in config.reward.named("reward").items()]
     text = _CARD.format(
-        base="" if base == RANDOM_TINY else f"base_model: {json.dumps(base)}\n",
+        base="" if is_random(base) else f"base_model: {json.dumps(base)}\n",
         name=config.name,
         version=version,
         model=base,

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import xxhash
 from safetensors import safe_open
 
-from stages.models.spec import RANDOM_TINY, SCORE_WEIGHT, ModelSpec, read_config, read_eos_ids
+from stages.models.spec import SCORE_WEIGHT, ModelSpec, is_random, read_config, read_eos_ids
 
 COPIED_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
                  "generation_config.json", "vocab.json", "merges.txt", "tokenizer.model")  # fmt: skip
@@ -54,8 +54,8 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """The tokenizer of `random:tiny`: one token per UTF-8 byte. NUL and STX, which text does not contain, are pad and
-    EOS."""
+    """The tokenizer of random models: one token per UTF-8 byte. NUL and STX, which text does not contain, are pad and
+    EOS. Tokens above 255, which larger vocabularies have, are shown as bytes that are no text."""
 
     vocab_size: int = 256
     eos_ids: tuple[int, ...] = (2,)
@@ -66,13 +66,13 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         kept = [int(i) for i in ids if not (skip_special and self._special(int(i)))]
-        return bytes(kept).decode(errors="replace")
+        return bytes(min(i, 255) for i in kept).decode(errors="replace")
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         return self.encode("".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: ")
 
     def token_bytes(self) -> list[bytes] | None:
-        return [b"" if self._special(token) else bytes([token]) for token in range(self.vocab_size)]
+        return [b"" if self._special(token) else bytes([min(token, 255)]) for token in range(self.vocab_size)]
 
     def _special(self, token: int) -> bool:
         return token == self.pad_id or token in self.eos_ids
@@ -128,7 +128,7 @@ def _bytes_of_characters() -> dict[str, int]:
 
 def tensor_shape(path: str, name: str) -> tuple[int, ...] | None:
     """Return the shape of one of a model's tensors without reading it, or None if it has no tensor of this name."""
-    for file in weight_files(path) if path != RANDOM_TINY else ():
+    for file in weight_files(path) if not is_random(path) else ():
         with safe_open(file, framework="numpy") as tensors:
             if name in set(tensors.keys()):
                 return tuple(tensors.get_slice(name).get_shape())
@@ -163,8 +163,8 @@ def weight_files(path: str) -> list[Path]:
 def file_digests(path: str) -> dict[str, str]:
     """Return the XXH3 hash of every file that a model is read from, by name: weights, config and tokenizer. It detects
     accidental changes, not forgery. Raises what `read_weights` raises."""
-    if path == RANDOM_TINY:
-        return {RANDOM_TINY: "built in"}
+    if is_random(path):
+        return {path: "built in"}
     weights = weight_files(path)
     others = (weights[0].parent / name for name in ("config.json", _INDEX, *COPIED_FILES))
     return {file.name: _digest(file) for file in sorted({*weights, *(file for file in others if file.is_file())})}
@@ -180,7 +180,7 @@ def _digest(file: Path) -> str:
 
 def read_vocabulary(path: str) -> dict[str, int] | None:
     """Return the ids of a tokenizer's tokens by token, or None if the model's directory has no tokenizer."""
-    if path == RANDOM_TINY:
+    if is_random(path):
         return {f"<0x{byte:02X}>": byte for byte in range(256)}
     if not any((Path(path) / name).is_file() for name in _VOCABULARY_FILES):
         return None
@@ -190,8 +190,8 @@ def read_vocabulary(path: str) -> dict[str, int] | None:
 def read_tokenizer(path: str) -> Tokenizer:
     """Return the tokenizer of a model. Raises ValueError if pad is missing or is an EOS, since padding must be
     recognisable."""
-    if path == RANDOM_TINY:
-        return ByteTokenizer()
+    if is_random(path):
+        return ByteTokenizer(int(read_config(path)["vocab_size"]))
     eos_ids = read_eos_ids(path)
     inner = _load_tokenizer(path)
     if not eos_ids:
@@ -205,5 +205,5 @@ def read_tokenizer(path: str) -> Tokenizer:
 
 
 def _load_tokenizer(path: str) -> Any:
-    transformers = import_module("transformers")  # loads torch, and the tokenizer of `random:tiny` needs neither
+    transformers = import_module("transformers")  # loads torch, and the tokenizer of random models needs neither
     return transformers.AutoTokenizer.from_pretrained(path)

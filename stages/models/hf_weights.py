@@ -22,25 +22,28 @@ from stages.models.spec import (
     REWARD_BIAS,
     SCORE_BIAS,
     SCORE_WEIGHT,
+    is_random,
     layer_and_part,
     read_config,
     read_spec,
     tensor_shapes,
 )
 
-_TINY_SEED = 20_24
+_RANDOM_SEED = 20_24
 _TINY_LINEAR_STD = 0.1
 _TINY_EMBEDDING_STD = 0.2
 """With it logits have a standard deviation of about 0.2 * sqrt(64) = 1.6, since the final norm makes the hidden state's
 RMS 1."""
+_LARGE_STD = 0.02
+"""Standard deviation in larger random models, as in most models' initialisation."""
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
     """Return all tensors by Hugging Face name, in their stored dtype. A tied `lm_head.weight` is usually not among
     them. For a reward model `SCORE_BIAS`, which its config.json holds, is. Raises FileNotFoundError with the paths that
     were looked for."""
-    if path == RANDOM_TINY:
-        return _random_weights()
+    if is_random(path):
+        return _random_weights(path)
     weights: dict[str, torch.Tensor] = {}
     for file in weight_files(path):
         weights |= load_file(file)
@@ -52,8 +55,8 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
 def read_some_weights(path: str, names: Collection[str]) -> dict[str, torch.Tensor]:
     """Return the model's tensors with these names, in the order of the names. Other tensors are not read. Raises what
     `read_weights` raises."""
-    if path == RANDOM_TINY:
-        weights = _random_weights()
+    if is_random(path):
+        weights = _random_weights(path)
         return {name: weights[name] for name in names if name in weights}
     found: dict[str, torch.Tensor] = {}
     for file in weight_files(path):
@@ -84,23 +87,24 @@ def write_model(directory: Path, source: str, changed: Mapping[str, torch.Tensor
     write_tensors(directory / "model.safetensors", weights)
     config = read_config(source) | {"dtype": dtype}
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for name in COPIED_FILES if source != RANDOM_TINY else ():
+    for name in COPIED_FILES if not is_random(source) else ():
         if (Path(source) / name).is_file():
             shutil.copyfile(Path(source) / name, directory / name)
 
 
-def _random_weights() -> dict[str, torch.Tensor]:
-    """Return the weights of `random:tiny`, the same float32 numbers on every call: linears and embeddings normal, norms
-    1."""
-    generator = torch.Generator().manual_seed(_TINY_SEED)
+def _random_weights(path: str) -> dict[str, torch.Tensor]:
+    """Return the weights of a random model in its dtype, the same numbers on every call: linears and embeddings normal,
+    norms 1."""
+    generator = torch.Generator().manual_seed(_RANDOM_SEED)
+    dtype = getattr(torch, str(read_config(path)["dtype"]))
 
     def made(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) == 1:
-            return torch.ones(shape)
-        std = _TINY_EMBEDDING_STD if name == EMBEDDING else _TINY_LINEAR_STD
-        return torch.randn(shape, generator=generator) * std
+            return torch.ones(shape, dtype=dtype)
+        std = _LARGE_STD if path != RANDOM_TINY else _TINY_EMBEDDING_STD if name == EMBEDDING else _TINY_LINEAR_STD
+        return torch.randn(shape, generator=generator, dtype=dtype).mul_(std)
 
-    return {name: made(name, shape) for name, shape in tensor_shapes(read_spec(RANDOM_TINY)).items()}
+    return {name: made(name, shape) for name, shape in tensor_shapes(read_spec(path)).items()}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -132,6 +136,6 @@ def write_lowest_blocks(directory: Path, source: str, blocks: int) -> None:
     if isinstance(config.get(_OF_LAYERS), list):
         config[_OF_LAYERS] = config[_OF_LAYERS][:blocks]
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for name in COPIED_FILES if source != RANDOM_TINY else ():
+    for name in COPIED_FILES if not is_random(source) else ():
         if (Path(source) / name).is_file():
             shutil.copyfile(Path(source) / name, directory / name)

@@ -44,12 +44,12 @@ from stages.models.numerics import choose_products, rows_multiple, set_numerics
 from stages.models.protocol import Rank, Role
 from stages.models.spec import (
     LM_HEAD,
-    RANDOM_TINY,
     REWARD_BIAS,
     SCORE_BIAS,
     SCORE_WEIGHT,
     VALUE_HEAD_BIAS,
     VALUE_HEAD_WEIGHT,
+    is_random,
     read_config,
     read_spec,
 )
@@ -329,7 +329,7 @@ def write_reward_model(directory: Path, source: str, trained: Mapping[str, Tenso
     directory.mkdir(parents=True, exist_ok=True)
     write_tensors(directory / "model.safetensors", weights)
     (directory / "config.json").write_text(json.dumps(_config(source, float(head[SCORE_BIAS])), indent=2) + "\n")
-    for name in COPIED_FILES if source != RANDOM_TINY else ():
+    for name in COPIED_FILES if not is_random(source) else ():
         if (Path(source) / name).is_file():
             shutil.copyfile(Path(source) / name, directory / name)
     write_sums(directory)

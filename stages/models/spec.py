@@ -9,7 +9,7 @@ norms of queries and keys), add an entry to `FAMILIES`. A new feature also needs
 `layer_shapes`, and code in both implementations: Megatron's blocks and the engine. `spec_of` refuses other models.
 
 The file also has the padding that makes a model divide over tensor-parallel ranks (`padded`), the readers of a Hugging
-Face directory's small JSON files, and `random:tiny`, a small random Llama that needs no files.
+Face directory's small JSON files, and the random models (`random:tiny`, …), Llamas that need no files.
 
 Standard library only, so that no command has to wait for torch or transformers.
 """
@@ -299,6 +299,9 @@ def _multiple(size: int, of: int) -> int:
 
 RANDOM_TINY = "random:tiny"
 """Name of the small random Llama. It can be given wherever a model directory is read."""
+RANDOM_8B, RANDOM_70B = "random:8b-shape", "random:70b-shape"
+"""Names of random Llamas with the shapes of Llama-3.1-8B and 70B, in bfloat16, to measure and to check with. They read
+text as bytes, as `random:tiny` does."""
 
 REWARD_BIAS = "reward_bias"
 """Key of a reward model's config.json: the number added to the output of its head, which has no bias of its own."""
@@ -326,14 +329,45 @@ _TINY_CONFIG: dict[str, Any] = {
     "dtype": "float32",
 }
 
+_LLAMA_3_1: dict[str, Any] = _TINY_CONFIG | {
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {
+        "rope_theta": 500000.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+_8B_SIZES = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+_70B_SIZES = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+_RANDOM: Mapping[str, Mapping[str, Any]] = {
+    RANDOM_TINY: _TINY_CONFIG,
+    RANDOM_8B: _LLAMA_3_1 | _8B_SIZES,
+    RANDOM_70B: _LLAMA_3_1 | _70B_SIZES,
+}
+"""Contents of config.json by the name of a random model."""
+
+
+def is_random(path: str) -> bool:
+    """Return True for the name of a random model, which has no files."""
+    return path in _RANDOM
+
 
 def read_config(path: str) -> dict[str, Any]:
     """Return the contents of `config.json`. Raises FileNotFoundError with the path that was looked for."""
-    if path == RANDOM_TINY:
-        return json.loads(json.dumps(_TINY_CONFIG))  # a copy that the caller may change
+    if is_random(path):
+        return dict(json.loads(json.dumps(_RANDOM[path])))  # a copy that the caller may change
     file = Path(path) / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"no model at {path!r}: no {file} (give a Hugging Face directory, or {RANDOM_TINY!r})")
+        known = ", ".join(map(repr, _RANDOM))
+        raise FileNotFoundError(f"no model at {path!r}: no {file} (give a Hugging Face directory, or one of {known})")
     return dict(json.loads(file.read_text()))
 
 

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from jinja2 import TemplateError
 
 from stages.models.hf_files import is_classifier, read_tokenizer, weight_files
-from stages.models.spec import RANDOM_TINY, read_spec
+from stages.models.spec import is_random, read_spec
 from stages.rewards.config import RETRY_S, TIMEOUT_S
 from stages.rewards.judges.answers import AnswerCache, question_key
 from stages.rewards.judges.budget import Budget, Spending
@@ -301,7 +301,7 @@ def _model_problem(path: str) -> str | None:
     """Why there is no language model at a path; None where there is one."""
     try:
         read_spec(path)
-        if path != RANDOM_TINY:
+        if not is_random(path):
             weight_files(path)
         if is_classifier(path):
             return "it is a reward model, which answers no questions: kind: model scores with it"

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.models.hf_files import file_digests, read_tokenizer
 from stages.models.hf_weights import read_weights
-from stages.models.spec import RANDOM_TINY, read_config, read_eos_ids
+from stages.models.spec import RANDOM_8B, RANDOM_TINY, read_config, read_eos_ids
 
 
 def test_random_tiny_is_a_llama_and_always_the_same() -> None:
@@ -73,6 +73,16 @@ def test_byte_tokenizer() -> None:
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
     assert tokenizer.decode(chat) == "user: hi\nassistant: "
     assert tokenizer.pad_id not in tokenizer.eos_ids
+
+
+def test_tokens_beyond_bytes_are_shown_and_are_no_text() -> None:
+    """A random model with a larger vocabulary samples them."""
+    tokenizer = read_tokenizer(RANDOM_8B)
+    assert tokenizer.vocab_size == 128256
+    assert tokenizer.decode([104, 105, 256, 128255]) == "hi\ufffd\ufffd"
+    tokens = tokenizer.token_bytes()
+    assert tokens is not None
+    assert (len(tokens), tokens[104], tokens[300]) == (128256, b"h", b"\xff")
 
 
 def test_digests_are_of_all_that_a_model_is_read_from_and_nothing_else(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,8 @@ from stages.models.layers import rotary_frequencies
 from stages.models.spec import (
     EMBEDDING,
     LM_HEAD,
+    RANDOM_8B,
+    RANDOM_70B,
     RANDOM_TINY,
     ModelSpec,
     RopeScaling,
@@ -43,6 +46,13 @@ def test_random_tiny_in_numbers() -> None:
         rope_theta=10000.0,
         tied_embeddings=True,
     )
+
+
+@pytest.mark.parametrize(("path", "parameters"), [(RANDOM_8B, 8_030_261_248), (RANDOM_70B, 70_553_706_496)])
+def test_large_random_models_have_the_sizes_of_llama_3_1(path: str, parameters: int) -> None:
+    """The numbers of parameters are those that Hugging Face counts in the published checkpoints."""
+    assert sum(math.prod(shape) for shape in tensor_shapes(read_spec(path)).values()) == parameters
+    assert read_spec(path).rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
 
 
 def test_what_a_config_leaves_out() -> None:

@@ -33,6 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from storage import codec
 from storage.commits import checksum
 from storage.config import Durability
 from storage.errors import StoreError
@@ -218,15 +219,11 @@ def _read(path: Path) -> dict[str, Any]:
     """Return the manifest. Raises StoreError if it is missing, damaged or of another format."""
     manifest = path / _MANIFEST
     try:
-        document = json.loads(manifest.read_bytes())
+        data = manifest.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise StoreError(f"{path}: no complete checkpoint") from None
-    except ValueError as error:  # neither UTF-8 nor JSON
-        raise StoreError(f"{manifest}: is not what was saved ({error})") from None
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        found = document.get("format") if isinstance(document, dict) else None
-        raise StoreError(f"{manifest}: format {found!r}, this version reads {FORMAT}")
-    if document.pop("digest", None) != _digest(document):
+    document = codec.document(data, FORMAT, str(manifest))
+    if document.pop("digest", None) != _digest({"format": FORMAT, **document}):
         raise StoreError(f"{manifest}: is not what was saved")
     return document
 
@@ -264,13 +261,13 @@ def export_faults(directory: Path) -> Iterator[str]:
     """Return the faults of an exported directory that has the record. Reads every byte. Additional files
     are no fault."""
     try:
-        document = json.loads((directory / RECORD).read_bytes())
-        sums, stated, form = document["files"], document["checksum"], document["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        yield f"{directory / RECORD}: cannot be read ({type(error).__name__}: {error})"
+        document = codec.document((directory / RECORD).read_bytes(), EXPORT_FORMAT, str(directory / RECORD))
+        sums, stated = document["files"], document["checksum"]
+    except StoreError as error:
+        yield str(error)
         return
-    if form != EXPORT_FORMAT:
-        yield f"{directory / RECORD}: format {form!r}, this version reads {FORMAT}"
+    except (OSError, KeyError) as error:
+        yield f"{directory / RECORD}: cannot be read ({type(error).__name__}: {error})"
         return
     if stated != _checksum(sums):
         yield f"{directory / RECORD}: is not what was written (it does not have its checksum)"

@@ -7,13 +7,10 @@ A record has two sums. `checksum`, its last field, covers all earlier bytes of t
 is detected. `content` covers what other nodes compute with: arrays, state, digest, but not who made it, when, or how
 fast. A record names its inputs by their `content`, so an output that was lost and made again with the same content is
 the same input.
-
-Standard library only.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -25,6 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from storage import codec
 from storage.address import Address, Ref
 from storage.errors import DamagedCommit, StoreError
 
@@ -33,7 +31,9 @@ FORMAT = 2
 
 _CHECKSUM = b',\n "checksum": "%s"\n}\n'
 """The end of a record. The sum covers all bytes before it."""
-_NO_SUM = b"0" * 32
+_SUM_BYTES = len(_CHECKSUM % (b"0" * 32))
+_FORMAT = b'{\n "format": %d,' % FORMAT
+"""The beginning of a record."""
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,10 @@ def provenance_here(
 
 def encode(commit: Commit) -> bytes:
     """Return the record as JSON bytes. Raises ValueError, naming the address, if the state does not fit into JSON."""
-    document = {"format": FORMAT, **dataclasses.asdict(commit)}
-    document["metrics"] = {name: _write_float(value) for name, value in commit.metrics.items()}
+    metrics = {name: _write_float(value) for name, value in commit.metrics.items()}
+    document = {"format": FORMAT, **vars(commit), "metrics": metrics}
     try:
-        body = json.dumps(document, indent=1, allow_nan=False).removesuffix("\n}").encode()
+        body = codec.encode(document, indent=1, allow_nan=False).removesuffix("\n}").encode()
     except (TypeError, ValueError) as error:
         raise ValueError(f"commit of {commit.address} cannot be written as JSON: {error}") from error
     return body + _CHECKSUM % checksum(body).encode()
@@ -153,39 +153,30 @@ def decode(data: bytes, where: str = "commit record") -> Commit:
         DamagedCommit: naming `where`; not JSON, or not what was written.
         StoreError: naming `where`; of another format, or with unknown or missing fields.
     """
-    whole = is_whole(data)
+    if not (data.startswith(_FORMAT) and is_whole(data)):
+        raise _fault(data, where)
+    try:
+        return codec.decode(Commit, b"{" + data[len(_FORMAT) : -_SUM_BYTES] + b"}", strict=False)
+    except codec.NotARecord as error:
+        raise StoreError(f"{where}: {error}") from error
+
+
+def _fault(data: bytes, where: str) -> StoreError:
+    """Return the error of a record that is damaged or of another format."""
     try:
         document = json.loads(data)
     except ValueError as error:
-        raise DamagedCommit(f"{where}: is not what was written (not JSON: {error})") from error
+        return DamagedCommit(f"{where}: is not what was written (not JSON: {error})")
     other = document.get("format") if isinstance(document, dict) else None
-    if other != FORMAT and (whole or (other is not None and b"checksum" not in data)):  # one before 2 has no checksum
-        raise StoreError(f"{where}: format {other!r}, this version reads {FORMAT}")
-    if not whole:
-        raise DamagedCommit(f"{where}: is not what was written (its bytes do not have its checksum)")
-    del document["checksum"]
-    del document["format"]
-    fields = _checked(Commit, document, where)
-    provenance = _checked(Provenance, fields["provenance"], f"{where}: provenance")
-    provenance["inputs"] = tuple(
-        Input(**(one | {"address": Address(**_checked(Address, one["address"], f"{where}: input"))}))
-        for one in (_checked(Input, item, f"{where}: inputs") for item in provenance["inputs"])
-    )
-    provenance["weight_versions"] = tuple(provenance["weight_versions"])
-    arrays = {name: _checked(ArrayInfo, info, f"{where}: array {name}") for name, info in fields["arrays"].items()}
-    fields |= {
-        "address": Address(**_checked(Address, fields["address"], f"{where}: address")),
-        "provenance": Provenance(**provenance),
-        "arrays": {name: ArrayInfo(**(info | {"shape": tuple(info["shape"])})) for name, info in arrays.items()},
-        "metrics": {name: float(value) for name, value in fields["metrics"].items()},
-    }
-    return Commit(**fields)
+    # Format 1 had no checksum.
+    if other != FORMAT and (is_whole(data) or (other is not None and b"checksum" not in data)):
+        return StoreError(f"{where}: format {other!r}, this version reads {FORMAT}")
+    return DamagedCommit(f"{where}: is not what was written (its bytes do not have its checksum)")
 
 
 def is_whole(data: bytes) -> bool:
     """Return True if a record's bytes match its checksum."""
-    size = len(_CHECKSUM % _NO_SUM)
-    return data[-size:] == _CHECKSUM % checksum(data[:-size]).encode()
+    return data[-_SUM_BYTES:] == _CHECKSUM % checksum(data[:-_SUM_BYTES]).encode()
 
 
 def _write_float(value: float) -> float | str:
@@ -193,15 +184,6 @@ def _write_float(value: float) -> float | str:
     if math.isfinite(number):
         return number
     return "NaN" if math.isnan(number) else ("Infinity" if number > 0 else "-Infinity")
-
-
-def _checked(kind: type[Any], value: Any, where: str) -> dict[str, Any]:
-    """Return `value` if it is an object with exactly the fields of the dataclass `kind`."""
-    names = {f.name for f in dataclasses.fields(kind)}
-    given = set(value) if isinstance(value, dict) else set()
-    if given != names:
-        raise StoreError(f"{where}: unknown {sorted(given - names)}, missing {sorted(names - given)}")
-    return dict(value)
 
 
 # ---- checksum --------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from storage import files
+from storage import codec, files
 from storage.commits import checksum
 from storage.errors import StoreError
 
@@ -21,12 +21,10 @@ def read_dropped(run: files.Root) -> int:
     if data is None:
         return 0
     try:
-        document = json.loads(data)
-        before, form, stated = int(document["rollouts_before"]), document["format"], document["checksum"]
+        document = codec.document(data, FORMAT, run.at(DROPPED))
+        before, stated = int(document["rollouts_before"]), document["checksum"]
     except (ValueError, KeyError, TypeError) as error:
         raise StoreError(f"{run.at(DROPPED)}: is not what was written ({error})") from error
-    if form != FORMAT:
-        raise StoreError(f"{run.at(DROPPED)}: format {form!r}, this version reads {FORMAT}")
     if stated != _sum(before):
         raise StoreError(f"{run.at(DROPPED)}: is not what was written (it does not have its checksum)")
     return before

@@ -36,6 +36,7 @@ from typing import IO
 import numpy as np
 import xxhash
 
+from storage import codec
 from storage.errors import DamagedWeights, MissingOutput, StoreError
 from storage.files import retried
 from storage.host import private_directory, process_alive
@@ -86,16 +87,16 @@ class Manifest:
         return max(mmap.PAGESIZE, *(tensor.offset + tensor.nbytes for tensor in self.tensors), 0)
 
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)})
+        return codec.encode({"format": FORMAT, **vars(self)})
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Return the manifest that `to_json` wrote. Raises StoreError for another format."""
-        document = json.loads(text)
-        if document.pop("format", None) != FORMAT:
-            raise StoreError(f"a manifest of weights: this version reads format {FORMAT}")
-        tensors = tuple(TensorInfo(**(t | {"shape": tuple(t["shape"])})) for t in document.pop("tensors"))
-        return cls(**document, tensors=tensors)
+        """Return the manifest that `to_json` wrote. Raises StoreError for another format or other fields."""
+        where = "a manifest of weights"
+        try:
+            return codec.from_document(cls, codec.document(text, FORMAT, where))
+        except codec.NotARecord as error:
+            raise StoreError(f"{where}: {error}") from error
 
 
 class WeightLease:

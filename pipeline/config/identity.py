@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.changes import Change, changes
-from storage import files
+from storage import codec, files
 from storage.commits import Commit
 from storage.errors import StoreError
 from storage.redaction import redacted
@@ -101,21 +101,16 @@ class Identity:
 def read_identity(run_dir: Path) -> Identity | None:
     """Return the identity of a run, or None if there is no file. Raises StoreError if the file is damaged."""
     path = run_dir / FILE
-    where = f"{path} is not what was written"
     data = files.read(files.open_root(str(run_dir)), FILE)
     if data is None:
         return None
     try:
-        document = json.loads(data)
-        if document.get("format") != FORMAT:
-            raise StoreError(f"{path}: format {document.get('format')!r}, this version reads {FORMAT}")
-        if document.pop("digest", None) != _digest(document):
-            raise StoreError(f"{where} (its digest differs). {_WAY_ON}")
-        statements = tuple(Statement(**one | {"changed": tuple(one["changed"])}) for one in document["statements"])
-        numerics = tuple(GangNumerics(**one) for one in document["numerics"])
-        return Identity(document["models"], document["prompts"], statements, numerics)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StoreError(f"{where}: {type(error).__name__}: {error}. {_WAY_ON}") from error
+        document = codec.document(data, FORMAT, str(path))
+        if document.pop("digest", None) != _digest({"format": FORMAT, **document}):
+            raise StoreError(f"{path}: is not what was written (its digest differs)")
+        return codec.from_document(Identity, document)
+    except (codec.NotARecord, StoreError) as error:
+        raise StoreError(f"{error}. {_WAY_ON}") from error
 
 
 def write_identity(run_dir: Path, identity: Identity) -> None:

@@ -10,13 +10,12 @@ the ledger holds, so it does not matter how far a driver came.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from storage import files
+from storage import codec, files
 from storage.errors import StoreError
 from storage.ledger import Ledger
 
@@ -35,6 +34,14 @@ class AttemptEnd:
     """Why it ended, for a person."""
     lost: bool
     """True if its driver, workers or batch node were lost. False after a time limit or a requeue by Slurm itself."""
+
+
+@dataclass(frozen=True)
+class _Attempts:
+    """The content of the file."""
+
+    job_id: str
+    attempts: tuple[AttemptEnd, ...]
 
 
 def refusal(ends: Sequence[AttemptEnd], *, restarts: int, requeues_without_progress: int) -> str | None:
@@ -78,21 +85,19 @@ def note_end(folder: Path, job_id: str, end: AttemptEnd) -> Sequence[AttemptEnd]
         StoreError: the file is damaged.
         OSError: it cannot be written.
     """
-    ends = _read(folder / _FILE, job_id)
+    ends = _ends(folder / _FILE, job_id)
     if end.restart not in {one.restart for one in ends}:
         ends = [*ends, end]
-        content = {"job_id": job_id, "attempts": [asdict(one) for one in ends]}
-        files.write(files.open_root(str(folder)), _FILE, (json.dumps(content, indent=1) + "\n").encode())
+        text = codec.encode(_Attempts(job_id, tuple(ends)), indent=1) + "\n"
+        files.write(files.open_root(str(folder)), _FILE, text.encode())
     return ends
 
 
-def _read(path: Path, job_id: str) -> list[AttemptEnd]:
+def _ends(path: Path, job_id: str) -> list[AttemptEnd]:
     if not path.is_file():
         return []
     try:
-        content = json.loads(path.read_text("utf8"))
-        if content["job_id"] != job_id:
-            return []
-        return [AttemptEnd(**one | {"committed": tuple(one["committed"])}) for one in content["attempts"]]
-    except (ValueError, TypeError, KeyError) as error:
+        noted = codec.decode(_Attempts, path.read_bytes())
+    except codec.NotARecord as error:
         raise StoreError(f"{path} is not what was written: {error}") from error
+    return list(noted.attempts) if noted.job_id == job_id else []

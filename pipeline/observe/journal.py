@@ -8,13 +8,12 @@ corrupts a line, only that event is lost: readers yield a warning instead of it.
 
 `LineFile` appends whole lines to a file for one process at a time (the journal, and the spool of the tracking). On
 opening it truncates an incomplete last line. If an append fails, on a full disk say, it truncates the partial line and
-raises AppendFailed. Standard library only.
+raises AppendFailed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import time
@@ -23,9 +22,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from types import NoneType, TracebackType
+from types import TracebackType
 from typing import IO
 
+from storage import codec
 from storage.redaction import redacted
 
 PART_BYTES = 64 << 20
@@ -90,25 +90,12 @@ class Event:
     """The version of the weights to sample with, in SUBMITTED of `generate` under `rollout.versions: latest`."""
 
     def to_json(self) -> str:
-        return json.dumps({k: v for k, v in vars(self).items() if v is not None}, separators=(",", ":"))
+        return codec.encode({k: v for k, v in vars(self).items() if v is not None}, separators=(",", ":"))
 
     @staticmethod
-    def from_json(line: str) -> Event:
-        """Parse a line. Raises ValueError, KeyError, TypeError or AttributeError if it is not an event."""
-        fields = json.loads(line)
-        kind = EventKind(fields.pop("kind"))
-        for name, value in fields.items():
-            if name in _NUMBERS and not isinstance(value, _NUMBERS[name]):
-                raise TypeError(f"{name}: {value!r}")
-        return Event(kind=kind, **fields)
-
-
-_NUMBERS: dict[str, tuple[type, ...]] = {
-    "t": (float, int),
-    **dict.fromkeys(("step", "shard", "rank"), (int, NoneType)),
-    **dict.fromkeys(("seconds", "store_s"), (float, int, NoneType)),
-}
-"""Types of the fields of an event that are used in computations."""
+    def from_json(line: str | bytes) -> Event:
+        """Parse a line. Raises NotARecord if it is not an event."""
+        return codec.decode(Event, line, complete=False)
 
 
 class Journal:
@@ -225,8 +212,8 @@ def run_starts(path: Path) -> list[float]:
 def _whole_event(line: bytes) -> Event | None:
     """Return the event of a line, or None if the line is not an event."""
     try:
-        return Event.from_json(line.decode())
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return Event.from_json(line)
+    except codec.NotARecord:
         return None
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from pipeline.config.paths import RunPaths
+from storage import codec
 from storage.errors import StoreError
 
 _NAME = re.compile(r"scheduler-(\d+)\.json")
@@ -140,11 +141,8 @@ def read_scheduler_file(path: Path) -> SchedulerFile:
             _check_owner(*_what_can_be_seen(path))
         raise StoreError(f"{path} cannot be read: {error.strerror}") from error
     try:
-        document = json.loads(text)
-        if document.pop("format", None) != _FORMAT:
-            raise StoreError(f"{path} is no scheduler file of this version of Stageline (format {_FORMAT})")
-        return SchedulerFile(**document)
-    except (ValueError, TypeError, AttributeError) as error:
+        return codec.from_document(SchedulerFile, codec.document(text, _FORMAT, "the file"))
+    except (codec.NotARecord, StoreError) as error:
         raise StoreError(f"{path} is no scheduler file: {error}") from error
 
 

@@ -38,6 +38,67 @@ PROVENANCE = Provenance(
 )
 
 
+GOLDEN = rb"""{
+ "format": 2,
+ "address": {
+  "stage": "score",
+  "step": 1,
+  "shard": 0
+ },
+ "attempt": "a0-4db741a0-0-8285",
+ "kind": "scores",
+ "rows": 8,
+ "arrays": {
+  "scores": {
+   "dtype": "float32",
+   "shape": [
+    8
+   ],
+   "crc32": 1990185432
+  },
+  "scores.characters": {
+   "dtype": "float32",
+   "shape": [
+    8
+   ],
+   "crc32": 1990185432
+  }
+ },
+ "provenance": {
+  "inputs": [
+   {
+    "address": {
+     "stage": "generate",
+     "step": 1,
+     "shard": 0
+    },
+    "attempt": "a0-4db741a0-0-8916",
+    "content": "bb70df9f6eb1349910e6879b3b821ed4"
+   }
+  ],
+  "weight_versions": [],
+  "seed": 0,
+  "config_hash": "e345337b7a557b7c",
+  "worker": "score-0",
+  "host": "vm",
+  "pid": 8204,
+  "started": 1795557927.4729433,
+  "numerics": "8b83d28b6270"
+ },
+ "finished": 1795557927.5035284,
+ "metrics": {
+  "score/mean": 0.015625,
+  "score/best": "-Infinity",
+  "score/gr\u00f6\u00dfe": 1e-07
+ },
+ "state": {},
+ "digest": null,
+ "checksum": "2f2ff87a36007eb47be281abc10f4ea2"
+}
+"""
+"""A record as a run wrote it."""
+
+
 def commit_at(address: Address, attempt: str = "a0-12345678") -> Commit:
     return Commit(
         address=address,
@@ -221,12 +282,20 @@ def rewritten(commit: Commit, *, but: Sequence[str] = (), **change: Any) -> byte
     return body + b',\n "checksum": "' + checksum + b'"\n}\n'
 
 
+def test_a_record_on_disk_is_read_and_written_again_to_the_same_bytes() -> None:
+    commit = decode(GOLDEN)
+    assert commit.metrics == {"score/mean": 0.015625, "score/best": -math.inf, "score/gr\u00f6\u00dfe": 1e-07}
+    assert commit.arrays["scores"] == ArrayInfo("float32", (8,), 1990185432)
+    assert encode(commit) == GOLDEN
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"format": 3}, "format 3"),
-        ({"surprise": 1}, r"unknown \['surprise'\]"),
-        ({"address": {"stage": "score", "step": 0}}, r"missing \['shard'\]"),
+        ({"surprise": 1}, "surprise"),
+        ({"address": {"stage": "score", "step": 0}}, "address.shard"),
+        ({"rows": "four"}, "rows"),
     ],
 )
 def test_other_formats_and_fields_are_refused(change: dict[str, object], message: str) -> None:
@@ -235,7 +304,7 @@ def test_other_formats_and_fields_are_refused(change: dict[str, object], message
 
 
 def test_a_missing_field_is_refused() -> None:
-    with pytest.raises(StoreError, match=r"missing \['digest'\]"):
+    with pytest.raises(StoreError, match="digest"):
         decode(rewritten(commit_at(Address("score", 0)), digest=None, but=("digest",)))
 
 

@@ -105,8 +105,11 @@ def test_those_who_verify_shares_read_every_byte_together(checkpoints: Checkpoin
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda place: (place / "rank0" / "model.bin").write_text("w"), "model.bin: has 1 bytes of 7"),
     "missing": (lambda place: (place / "common.json").unlink(), "common.json: is missing"),
-    "manifest truncated": (lambda place: os.truncate(place / "checkpoint.json", 40), "is not what was saved"),
-    "manifest not text": (lambda place: (place / "checkpoint.json").write_bytes(b"\xff\x00"), "is not what was saved"),
+    "manifest truncated": (lambda place: os.truncate(place / "checkpoint.json", 40), "is not what was written"),
+    "manifest not text": (
+        lambda place: (place / "checkpoint.json").write_bytes(b"\xff\x00"),
+        "is not what was written",
+    ),
     "meta changed": (lambda place: replace_in(place / "checkpoint.json", "0.05", "0.06"), "is not what was saved"),
     "not ours": (lambda place: (place / "checkpoint.json").write_text("[1]"), "format None, this version reads 2"),
     "older": (lambda place: replace_in(place / "checkpoint.json", '"format": 2', '"format": 1'), "format 1, this"),

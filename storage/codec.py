@@ -1,0 +1,95 @@
+"""The JSON of records: files of a run's directory, and messages between processes.
+
+`encode` writes every field of a dataclass, its records too. `decode` refuses unknown and missing fields and values of
+other types. pydantic does the work; it is imported when the first record is decoded, because `stageline --help` and
+`status` decode none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from functools import cache
+from types import UnionType
+from typing import Any, TypeVar, overload
+
+from storage.errors import StoreError
+
+T = TypeVar("T")
+
+
+class NotARecord(ValueError):
+    """A text or a document does not fit the record's type. The message names the fields."""
+
+
+def encode(record: object, **layout: Any) -> str:
+    """Return a record as JSON. `layout`: arguments of `json.dumps`. Raises TypeError for a value that is not JSON."""
+    return json.dumps(record, default=_fields, **layout)
+
+
+@overload
+def decode(kind: type[T], text: str | bytes, *, strict: bool = ..., complete: bool = ...) -> T: ...
+@overload
+def decode(kind: UnionType, text: str | bytes, *, strict: bool = ..., complete: bool = ...) -> Any: ...
+def decode(kind: Any, text: str | bytes, *, strict: bool = True, complete: bool = True) -> Any:
+    """Return the record of type `kind` (or of one type of a union) that `encode` wrote. Raises NotARecord.
+
+    Args:
+        strict: accept no other types. Otherwise "NaN" is a float, and 1 a truth value.
+        complete: accept no missing field, even if it has a default.
+    """
+    return _checked(lambda: _validator(kind, complete).validate_json(text, strict=strict, extra="forbid"))
+
+
+def from_document(kind: Callable[..., T], document: Any) -> T:
+    """Return the record whose fields are a parsed JSON document. Raises NotARecord."""
+    record: T = _checked(lambda: _validator(kind, True).validate_python(document, extra="forbid"))
+    return record
+
+
+def document(data: str | bytes, form: int, where: str) -> dict[str, Any]:
+    """Return a JSON object without its field `format`. Raises StoreError, naming `where`, if `data` is no JSON object
+    or has another format than `form`."""
+    try:
+        found = json.loads(data)
+    except ValueError as error:  # neither UTF-8 nor JSON
+        raise StoreError(f"{where}: is not what was written ({error})") from error
+    stated = found.pop("format", None) if isinstance(found, dict) else None
+    if stated != form:
+        raise StoreError(f"{where}: format {stated!r}, this version reads {form}")
+    return dict(found)
+
+
+def _checked(validate: Callable[[], Any]) -> Any:
+    try:
+        return validate()
+    except ValueError as error:  # pydantic's ValidationError
+        errors: list[Any] = error.errors(include_url=False)  # type: ignore[attr-defined]
+        faults = (f"{'.'.join(map(str, one['loc'])) or 'the record'}: {one['msg']}" for one in errors)
+        raise NotARecord("; ".join(faults)) from error
+
+
+@cache
+def _validator(kind: Any, complete: bool) -> Any:
+    schema = importlib.import_module("pydantic").TypeAdapter(kind).core_schema
+    make = importlib.import_module("pydantic_core").SchemaValidator
+    return make(_without_defaults(schema) if complete else schema)
+
+
+def _without_defaults(schema: Any) -> Any:
+    """Return a core schema of pydantic in which every field is required."""
+    if isinstance(schema, list):
+        return [_without_defaults(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("type") == "default":
+        return _without_defaults(schema["schema"])
+    return {key: _without_defaults(value) for key, value in schema.items()}
+
+
+def _fields(record: object) -> dict[str, Any]:
+    if not is_dataclass(record):
+        raise TypeError(f"{type(record).__name__} is not JSON: {record!r}")
+    return vars(record)

@@ -73,16 +73,34 @@ def merged_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str,
 
 
 def trained_tensors(model: GPTModel, blueprint: Blueprint, *, merged: bool = True) -> dict[str, Tensor] | None:
-    """Return the tensors of all pipeline stages on rank 0, None on the others. `merged`: with adapters merged into the
-    weights (`merged_tensors`), as an engine reads them; otherwise the adapters themselves."""
+    """Return the tensors of all pipeline stages in the host's memory on rank 0, None on the others. `merged`: with
+    adapters merged into the weights (`merged_tensors`), as an engine reads them; otherwise the adapters themselves.
+
+    The ranks of a stage gather one tensor at a time, and only one of them keeps it, in the host's memory. So a device
+    needs room for a whole tensor or two, however large the model is."""
     of_stage, rank = merged_tensors if merged else stage_tensors, blueprint.parallel_rank
-    tensors = dict(of_stage(model, blueprint))
+    sends = rank.tensor_rank == rank.data_rank == 0
+    tensors = {name: tensor.cpu() for name, tensor in of_stage(model, blueprint) if sends}
     if rank.pipeline_size > 1:
-        sent = {name: t.cpu() for name, t in tensors.items()} if rank.tensor_rank == rank.data_rank == 0 else {}
-        parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(sent, parts)
-        tensors = {name: tensor for part in parts or [] for name, tensor in part.items()}
+        tensors = _from_all_stages(rank, tensors)
     return tensors if dist.get_rank() == 0 else None
+
+
+def _from_all_stages(rank: ParallelRank, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of all stages on rank 0; `tensors` on the others. Each stage's rank 0 sends its own, one after
+    another; one call for all would pad every rank's part to the largest, and collect them on the device."""
+    sends = rank.tensor_rank == rank.data_rank == 0
+    listed = [(name, t.shape, t.dtype) for name, t in tensors.items()] if sends and not rank.first_stage else []
+    expected: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(listed, expected)
+    for source, of_rank in enumerate(expected or []):
+        for name, shape, dtype in of_rank:
+            received = torch.empty(shape, dtype=dtype, device=rank.device)
+            dist.recv(received, src=source)
+            tensors[name] = received.cpu()
+    for name, _, _ in listed:
+        dist.send(tensors[name].to(rank.device).contiguous(), dst=0)
+    return tensors
 
 
 def digest_of(model: GPTModel, blueprint: Blueprint) -> str:

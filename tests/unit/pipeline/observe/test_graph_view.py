@@ -9,11 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
-import pytest
-
 from pipeline.graph.display import NodeState, NodeStatus
 from pipeline.graph.graph import Gang, GraphSpec, run_nodes, step_nodes
-from pipeline.observe.graph_page import HEADERS, curve, fragment, grid, page, stage_labels
+from pipeline.observe.graph_page import HEADERS, curve, fragment, grid, page
 from pipeline.observe.graph_view import (
     MOST_POINTS,
     PAST_STEPS,
@@ -21,7 +19,6 @@ from pipeline.observe.graph_view import (
     Doing,
     Facts,
     GraphView,
-    Point,
     node_views,
     recorded_view,
     role_gangs,
@@ -290,25 +287,6 @@ def test_numbers_that_are_none_are_not_drawn() -> None:
     assert len(next(svg.iter("polyline")).get("points", "").split()) == 2
 
 
-def test_a_curve_says_which_number_is_which() -> None:
-    def title(svg: str) -> str:
-        return next(e.text or "" for e in drawn(svg).iter("text") if e.get("class") == "title")
-
-    rewards, held_out = [(0.0, 0.5), (1.0, 0.8)], [(0.0, 0.4), (2.0, 0.775)]
-    assert title(curve("reward", rewards, held_out, dots_name="held-out")) == "reward 0.8 · held-out 0.775 (dots)"
-    assert title(curve("reward", [], held_out, dots_name="held-out")) == "held-out 0.775 (dots)"
-    assert title(curve("KL", rewards, unit=" nats a response")) == "KL 0.8 nats a response"
-
-
-def test_the_stages_names_stand_beside_what_is_scrolled(tmp_path: Path) -> None:
-    view = recorded(tmp_path, of_step(1))
-    names = [e.text for e in drawn(stage_labels(view)).iter("text")]
-    assert names[:3] == ["publish", "generate", "score"]
-    assert not [e for e in drawn(grid(view)).iter("text") if e.get("class") == "stage"]
-    text = fragment(view)
-    assert text.index('class="stages"') < text.index("<div class=scroll>") < text.index('class="grid"')
-
-
 def test_whatever_came_from_the_run_is_escaped(tmp_path: Path) -> None:
     view = recorded(tmp_path, of_step(1))
     facts = Facts(EVIL, 5, 1, ((EVIL, f"https://x/{EVIL}"), ("label", f"javascript:{EVIL}")), (f"{EVIL}.log",))
@@ -324,15 +302,6 @@ def test_whatever_came_from_the_run_is_escaped(tmp_path: Path) -> None:
     policy = HEADERS["Content-Security-Policy"]
     assert "default-src 'none'" in policy
     assert re.search(r"script-src 'sha256-[A-Za-z0-9+/=]{44}'", policy)
-
-
-@pytest.mark.parametrize("live", [True, False])
-def test_the_page_says_what_each_gang_waits_for(tmp_path: Path, live: bool) -> None:
-    view = replace(recorded(tmp_path, [Address("publish", 0)]), live=live, driven=live, points=(Point(0, 0.5, 0.1),))
-    text = fragment(view)
-    assert ("idle: " in text) is live
-    assert "generate 0.0 waits for a worker" in text
-    assert "v0" in text
 
 
 def test_only_logs_are_served(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from pipeline.observe.graph_view import Doing, GangView
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.live import Progress, clock, time_left
+from pipeline.observe.live import Progress, time_left
 from storage.address import Address
 
 
@@ -161,17 +161,6 @@ def test_the_start_of_the_workers_does_not_count_as_a_step() -> None:
     assert out.getvalue().split("  ")[-2:] == ["2.0 s", "left 0:06\n"]
 
 
-def test_the_live_display_starts_and_stops() -> None:
-    out = io.StringIO()
-    with Progress("demo", 1, {}, Console(file=out, force_terminal=True, width=80)) as progress:
-        progress.step(0, {"reward/mean": 1.0})
-    assert "step 1/1" in out.getvalue()
-
-
 def test_time_left_is_the_mean_of_the_last_five() -> None:
     assert time_left([], 3) is None
     assert time_left([100.0, 1.0, 2.0, 3.0, 4.0, 5.0], 2) == 6.0
-
-
-def test_clock() -> None:
-    assert [clock(None), clock(59.6), clock(3661)] == ["-", "1:00", "1:01:01"]

@@ -14,6 +14,9 @@ from pipeline.observe.plots import (
     plot_curves,
     plot_timeline,
 )
+from pipeline.observe.summary import Box
+from pipeline.observe.timeline import middle_window
+from storage.address import Address
 
 
 def _finished(stage: str, step: int, gang: str, worker: str, start: float, end: float, shard: int = 0) -> Event:
@@ -91,3 +94,15 @@ def test_a_lost_worker_is_a_mark(tmp_path: Path) -> None:
     plot_timeline([*_training(10), Event(origin + 8.5, EventKind.GANG_LOST, gang="train", worker="t")], timeline, "run")
     assert timeline.stat().st_size > 0
     assert lay_out(_training(3)).losses == ()
+
+
+def box_of(stage: str, step: int, worker: str, start: float, end: float) -> Box:
+    return Box(Address(stage, step), worker[0], worker, 0, start, end, 0.0)
+
+
+def test_the_window_keeps_to_what_was_run() -> None:
+    """The middle of 5 steps of 10 s is the first 4: the margin of 1.6 s ends where nothing ran before."""
+    boxes = [box_of("update_policy", i, "t0", 10.0 * i, 10.0 * i + 10) for i in range(5)]
+    assert middle_window(boxes) == pytest.approx((0.0, 41.6))
+    assert middle_window(boxes, num_steps=5) is None
+    assert middle_window([box_of("generate", 0, "g0", 0.0, 1.0)]) is None

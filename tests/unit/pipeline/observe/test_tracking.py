@@ -21,7 +21,6 @@ from pipeline.observe.tracking import (
     Dataset,
     Delivery,
     MlflowTracker,
-    NullTracker,
     Span,
     deliver,
     how_to_open,
@@ -275,14 +274,6 @@ def test_a_long_spool_is_read_as_a_stream(tmp_path: Path, monkeypatch: pytest.Mo
     assert delivered.steps == list(range(steps))
     assert writer.count_left() == 1, "the end of the run"
     assert peak < 10 * WINDOW_BYTES, "one window of parsed lines, at several times their size as text"
-
-
-def test_no_uri_no_tracking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    tracker = NullTracker()
-    tracker.metrics(0, {"a": 1.0})
-    tracker.close("FINISHED")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_how_to_open() -> None:

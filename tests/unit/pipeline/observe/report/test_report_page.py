@@ -13,7 +13,6 @@ import pytest
 
 from pipeline.observe.report.comparison import HeldOutScores, LeftOut, compare_runs
 from pipeline.observe.report.page import embedded, report
-from pipeline.observe.report.samples import SampleBudget
 from pipeline.observe.report.source import RunSource, Sameness
 from tests.support.report_runs import SAME, WORDS, WrittenRun, write_run
 
@@ -129,8 +128,3 @@ def test_runs_of_different_models_share_no_curve_of_what_differs() -> None:
 def test_config_keys_that_one_run_lacks_differ() -> None:
     found = compare_runs([{"a": 1, "b": 2, "name": "x"}, {"a": 1, "c": 3, "name": "y"}], [SAME, SAME], [None, None])
     assert [(one.key, one.values) for one in found.config] == [("b", ["2", None]), ("c", [None, "3"])]
-
-
-def test_a_budget_is_shared_by_runs() -> None:
-    assert SampleBudget().of(4).rows == 128
-    assert SampleBudget().of(4).tokens == 10_000

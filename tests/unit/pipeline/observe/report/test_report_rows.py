@@ -74,10 +74,6 @@ def test_a_shown_row() -> None:
     assert (second.tokens, second.cut, second.versions) == (["e"], True, "2")
 
 
-def test_a_run_without_a_critic_has_no_values() -> None:
-    assert [row.values for row in sample([step_rows(critic=False)], 1, decode, SampleBudget()).rows] == [None, None]
-
-
 def test_few_of_many_rows_are_even_and_the_extremes_are_among_them() -> None:
     """100 steps of 2 rows: the highest score is in a row that an even sample of 10 would miss."""
     read = [step_rows(step=i, scores=(0.1, 0.9 if i == 37 else 0.2)) for i in range(100)]

@@ -1,10 +1,13 @@
-"""Facts of a job from Slurm's environment. The variables are those of Slurm 22.05."""
+"""Where a run comes from: the command that started it, and the job that Slurm runs it in (as of Slurm 22.05)."""
 
 from __future__ import annotations
 
 import platform
+import sys
 
-from pipeline.observe.provenance import SlurmJob, dashboard_tags, slurm_job, tunnel
+import pytest
+
+from pipeline.observe.provenance import SlurmJob, dashboard_tags, short_command, slurm_job, tunnel
 
 
 def test_outside_of_slurm_there_is_none() -> None:
@@ -46,3 +49,17 @@ def test_the_tags_of_a_job_say_how_its_dashboard_is_reached() -> None:
     assert dashboard_tags(address, {}) == {"dashboard": address}
     in_job = dashboard_tags(address, {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_HOST": "login"})
     assert in_job == {"dashboard": address, "dashboard_tunnel": tunnel(address, "login")}
+
+
+@pytest.mark.parametrize(
+    ("argv", "short"),
+    [
+        (["/usr/bin/stageline", "run", "conf/demo.yaml", "name=a/b", "--json-lines"], "stageline run demo.yaml"),
+        (["/x/pipeline/cli/__main__.py", "resume", "runs/demo/"], "stageline resume demo"),
+        ([], ""),
+    ],
+)
+def test_a_short_command_is_a_name(monkeypatch: pytest.MonkeyPatch, argv: list[str], short: str) -> None:
+    """MLflow's page shows of a source what follows its last `/`."""
+    monkeypatch.setattr(sys, "argv", argv)
+    assert short_command() == short

@@ -110,9 +110,7 @@ def test_guesses_change_no_bit(tmp_path: Path, family: str) -> None:
         ("Llama 3.1", {"tensor_parallel": 2, "kernels": "torch"}),
     ],
 )
-def test_a_model_on_several_ranks_takes_the_trainers_weights(
-    tmp_path: Path, family: str, config: dict[str, int]
-) -> None:
+def test_several_ranks_take_the_trainers_weights(tmp_path: Path, family: str, config: dict[str, int]) -> None:
     """Biases go with their heads, each rank has the norms; six ranks hold each of two keys three times."""
     model, new = random_model(family), random_model(family, seed=1)
     model.save_pretrained(tmp_path / "model")

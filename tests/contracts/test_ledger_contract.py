@@ -399,9 +399,7 @@ def test_a_damaged_record_is_set_aside_and_its_address_is_free(tmp_path: Path) -
     assert ledger.commit(commit_at(address)) == commit_at(address)
 
 
-def test_a_commit_that_this_host_does_not_see_yet_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_not_yet_seen_on_this_host_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A network filesystem may remember for a while that there was no such file."""
     address, slept = Address("advantage", 3), []
     ledger = Ledger(str(tmp_path), Durability(unseen_s=5.0))

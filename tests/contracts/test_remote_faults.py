@@ -107,9 +107,7 @@ ODD_ANSWERS = {
 
 
 @pytest.mark.parametrize(("said", "reason"), ODD_ANSWERS.values(), ids=ODD_ANSWERS)
-def test_a_server_that_says_what_the_protocol_does_not_have_is_lost(
-    path: Path, tmp_path: Path, said: object, reason: str
-) -> None:
+def test_a_server_that_breaks_the_protocol_is_lost(path: Path, tmp_path: Path, said: object, reason: str) -> None:
     """The server still reports that it is alive."""
     told: list[str] = []
     with closing(make_served(path, python=odd_server(tmp_path, said), on_lost=told.append)) as engine:
@@ -175,9 +173,7 @@ def test_what_cannot_be_said_leaves_nothing_in_flight(path: Path) -> None:
         engine.load_weights(1, trained_tensors(random_llama(1, False)))
 
 
-def test_a_server_that_stops_at_its_start_is_missed(
-    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_server_stopped_at_its_start_is_missed(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By its silence, long before its time to start is over."""
     monkeypatch.setattr("stages.engines.remote.client._START_SILENCE_S", 2.0)
     with pytest.raises(EngineLost, match=r"said nothing for 3 s while it started"):

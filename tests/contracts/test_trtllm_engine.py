@@ -136,9 +136,7 @@ def test_a_refit_by_buckets_is_the_new_model(engine: GenerationEngine, model: Ll
     assert_of_the_model(engine, model)
 
 
-def test_rows_that_nobody_waits_for_are_waited_for_by_a_refit(
-    engine: GenerationEngine, model: LlamaForCausalLM
-) -> None:
+def test_a_refit_waits_for_rows_that_nobody_waits_for(engine: GenerationEngine, model: LlamaForCausalLM) -> None:
     running = engine.generate(make_requests(6, version=engine.version, temperature=1.0))
     next(running)
     running.close()
@@ -185,15 +183,13 @@ def test_weights_that_were_given_back_are_loaded_before_the_next_row(
         ("rayless", r"RuntimeError: TensorRT-LLM 1\.3\.0: .*async_llm cannot be imported: No module named 'ray'"),
     ],
 )
-def test_what_a_version_or_its_environment_lacks_is_named(
-    path: Path, changes: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_parts_are_named(path: Path, changes: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAND_IN_TRTLLM", changes)
     with pytest.raises(EngineLost, match=message):
         stand_in(path)
 
 
-def test_a_refit_that_fails_half_way_ends_the_engine(
+def test_a_half_done_refit_ends_the_engine(
     path: Path, model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STAND_IN_TRTLLM", "fault=1")

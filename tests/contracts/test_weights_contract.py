@@ -180,9 +180,7 @@ def test_the_memory_of_a_released_version_is_the_next_ones(board: WeightBoard) -
         lease.verify()
 
 
-def test_a_reader_that_came_while_a_version_was_released_keeps_its_bytes(
-    board: WeightBoard, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_keeps_the_bytes_of_a_released_version(board: WeightBoard, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader read the manifest after the releaser had looked for leases, and before the manifest was removed."""
     board.publish(1, tensors(1))
     readers = []

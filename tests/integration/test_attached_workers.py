@@ -80,9 +80,7 @@ def assert_ended_well(started: Commands, config: RunConfig, local: dict[str, Any
     assert scheduler_file(config) is None, "the certificate was left"
 
 
-def test_attached_workers_make_the_run_that_local_ones_make(
-    started: Commands, folder: Path, local: dict[str, Any]
-) -> None:
+def test_attached_workers_make_the_same_run_as_local(started: Commands, folder: Path, local: dict[str, Any]) -> None:
     """Workers may be there before the driver. On the way: what is secret is for this user alone; a second worker of the
     same index is refused, and disturbs nobody; so is one with another certificate."""
     config = configure(folder, "attached", GANGS, STEPS, *QUIET, *ATTACHED)
@@ -125,7 +123,7 @@ def test_whoever_is_killed_comes_back_or_is_replaced(started: Commands, folder: 
     assert all(f"(host {host_name()})" in why for why in lost.values())
 
 
-def test_workers_end_with_their_driver_and_others_go_on_with_the_next(
+def test_workers_end_with_their_driver_others_join_the_next(
     started: Commands, folder: Path, local: dict[str, Any]
 ) -> None:
     """A driver that is killed leaves its scheduler file: who reads it waits for the next driver's. A worker that is

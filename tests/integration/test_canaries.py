@@ -94,9 +94,7 @@ def test_a_broken_refit_raises_the_alarm(folder: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_engine_one_version_behind_raises_the_alarm(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
+def test_an_engine_a_version_behind_raises_the_alarm(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     """An engine that kept the weights before these: nothing is wrong with them but their age. In bfloat16 the engines
     differ by rounding at version 0, and the limit follows from that."""
     settings = (f"model.dtype={dtype}", f"engine.dtype={dtype}", "model.policy.lr=0.003")
@@ -109,9 +107,7 @@ def test_an_engine_one_version_behind_raises_the_alarm(
     assert alarms_of(config) == [DAMAGED]
 
 
-def test_an_alarm_may_end_the_run_which_goes_on_with_a_good_refit(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_alarm_may_end_the_run_and_a_good_refit_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure(folder, "stopped-by-canary", "mismatch.stop=true", *CHANGES)
     with monkeypatch.context() as patch:
         use_runtime(patch, PERTURBED)

@@ -203,7 +203,7 @@ def test_what_one_layout_wrote_another_has_bit_for_bit(root: Path, name: str) ->
         ({"dtype": "float32"}, "dtype 'bfloat16' there and 'float32' here"),
     ],
 )
-def test_another_architectures_checkpoint_is_refused(
+def test_another_architecture_is_refused(
     root: Path, tmp_path: Path, change: dict[str, str | int], message: str
 ) -> None:
     case = dataclasses.replace(CASES["DP2"], **change)  # type: ignore[arg-type]

@@ -122,9 +122,7 @@ def test_killed_in_the_middle_it_ends_as_one_that_was_not(folder: Path, grouped:
     assert outputs(config) == outputs(grouped)
 
 
-def test_updates_and_nodes_run_again(
-    grouped: RunConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replays(grouped: RunConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     run = str(grouped.run_dir)
     assert main(["replay", run, "--updates", "0:4"]) == 0
@@ -141,9 +139,7 @@ def test_back_to_a_checkpoint(grouped: RunConfig, tmp_path: Path) -> None:
     assert main(["check", str(copy)]) == 0
 
 
-def test_variants_with_another_estimator(
-    grouped: RunConfig, overlapped: RunConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_estimator(grouped: RunConfig, overlapped: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
     """A variant without a critic trains on the rows of a run with one, and the other way round, from the start
     weights."""
     assert main(["replay", str(overlapped.run_dir), "--updates", "1:3", "ppo.advantage=reinforce_pp", "name=v1"]) == 0

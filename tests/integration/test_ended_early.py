@@ -37,7 +37,7 @@ def results(config: RunConfig) -> list[bool]:
 @pytest.mark.parametrize(
     "error", [EndedEarly(), WorkersMissing("worker train-0 did not join")], ids=["asked", "missing"]
 )
-def test_nothing_is_made_of_a_run_that_goes_on_elsewhere(
+def test_a_run_that_goes_on_is_not_concluded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     config, console = configure(tmp_path, "early", "tracking.uri=null"), Console(file=io.StringIO())

@@ -575,7 +575,7 @@ def hold_step_1(run: Run) -> list[Path]:
 
 
 @pytest.mark.parametrize(("versions", "expected"), [("exact", [0, 0, 0]), ("latest", [0, 0, 1])])
-def test_a_shard_takes_the_newest_version_when_it_is_handed_out(
+def test_a_handed_out_shard_takes_the_newest_version(
     start: Callable[..., Run], versions: str, expected: list[int]
 ) -> None:
     """eta = 2, and version 1 is published while step 1 is being generated."""

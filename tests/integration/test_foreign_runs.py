@@ -65,7 +65,7 @@ def plant(directory: Path, name: str, marker: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt", "__0_0.distcp"])
-def test_a_checkpoint_that_holds_code_is_named_and_passed_over(
+def test_a_checkpoint_with_code_is_skipped(
     copy: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Its CRC-32 and the manifest's digest are right: whoever can write the one can write the other."""

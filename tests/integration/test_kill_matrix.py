@@ -37,9 +37,7 @@ def reference(folder: Path) -> RunConfig:
 @pytest.mark.parametrize(
     ("name", "strikes"), [("struck", SAMPLE), ("unexported", [Strike("train-0", "export", 2, GROUP)])]
 )
-def test_killed_in_the_middle_and_nothing_is_lost(
-    folder: Path, reference: RunConfig, name: str, strikes: list[Strike]
-) -> None:
+def test_killed_without_a_loss(folder: Path, reference: RunConfig, name: str, strikes: list[Strike]) -> None:
     """One case kills while the last version is trained and not yet exported."""
     config, struck = run_struck(folder, name, 2, strikes)
     compare(struck, config, reference)
@@ -47,9 +45,7 @@ def test_killed_in_the_middle_and_nothing_is_lost(
     assert struck.fired == strikes, str(struck)
 
 
-def test_killed_while_a_checkpoint_is_gone_back_to_and_while_the_summary_is_written(
-    folder: Path, reference: RunConfig
-) -> None:
+def test_killed_while_going_back_to_a_checkpoint_and_writing_the_summary(folder: Path, reference: RunConfig) -> None:
     """Half of the commits are in the archive then; the same command again and again comes to the same run."""
     older = folder / "older"
     shutil.copytree(reference.run_dir, older)

@@ -187,7 +187,7 @@ def test_parquet_has_the_rows_and_their_tokens(
         (["--rollouts", "rows.parquet", "--version", "1"], "leave --version and --to out"),
     ],
 )
-def test_export_of_rows_refuses(
+def test_refusals(
     run: stageline.OpenedRun, arguments: list[str], said: str, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -32,9 +32,7 @@ def summary_of(config: RunConfig, name: str) -> dict[str, Any]:
     return found
 
 
-def test_a_range_of_updates_gives_the_committed_digests(
-    overlapped: RunConfig, said: pytest.CaptureFixture[str]
-) -> None:
+def test_a_range_of_updates_has_the_committed_digests(overlapped: RunConfig, said: pytest.CaptureFixture[str]) -> None:
     before = sorted(overlapped.run_dir.rglob("*"))
     assert main(["replay", str(overlapped.run_dir), "--updates", "1:4"]) == 0
     lines = said.readouterr().out.splitlines()
@@ -48,9 +46,7 @@ def test_a_range_of_updates_gives_the_committed_digests(
     assert sorted(overlapped.run_dir.rglob("*")) == before, "a replay writes nothing to the run"
 
 
-def test_the_first_difference_is_named(
-    overlapped: RunConfig, said: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_difference(overlapped: RunConfig, said: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """One update was committed with another digest than its inputs give."""
     find = Ledger.find
 
@@ -67,9 +63,7 @@ def test_the_first_difference_is_named(
     assert sum("update_critic" in line and "committed" in line for line in lines) == 2, "nothing after it"
 
 
-def test_a_variant_without_a_difference_ends_in_its_parents_weights(
-    overlapped: RunConfig, said: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unchanged_variant_has_its_parents_weights(overlapped: RunConfig, said: pytest.CaptureFixture[str]) -> None:
     """One variant begins in the middle of a run, from the parent's weights, moments and controllers."""
     assert main(["replay", str(overlapped.run_dir), "--updates", "2:4", "name=control"]) == 0
     found = summary_of(overlapped, "control")
@@ -86,9 +80,7 @@ def test_a_variant_without_a_difference_ends_in_its_parents_weights(
     assert found["comparison"]["parent"] == pytest.approx(history.mean)
 
 
-def test_a_variant_is_a_run_of_its_own_that_names_its_parent(
-    overlapped: RunConfig, said: pytest.CaptureFixture[str]
-) -> None:
+def test_a_variant_is_its_own_run_and_names_its_parent(overlapped: RunConfig, said: pytest.CaptureFixture[str]) -> None:
     before = sorted(overlapped.run_dir.rglob("*"))
     assert main(["replay", str(overlapped.run_dir), "--updates", "0:4", *CHANGED, "name=variant-a"]) == 0
     out = said.readouterr().out

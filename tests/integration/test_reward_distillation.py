@@ -35,7 +35,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("teacher"), "teacher", "train.epochs=4") / "model"
 
 
-def test_a_student_learns_its_teachers_scores(
+def test_a_student_learns_the_teachers_scores(
     tmp_path: Path, teacher: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two of four blocks; the best of its states, exported, gives the scores that were measured."""
@@ -87,16 +87,14 @@ def test_two_ranks_and_an_ensemble_of_teachers_give_the_same(tmp_path: Path, tea
         (["model.blocks=2", "model.frozen_blocks=2"], "model.frozen_blocks: given 2"),
     ],
 )
-def test_what_cannot_be_distilled_is_refused(
+def test_impossible_distillation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: list[str], said: str
 ) -> None:
     train(tmp_path, "run", *changes, exit_code=2)
     assert said in capsys.readouterr().err
 
 
-def test_a_teacher_with_other_tokens_or_a_short_context_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_teacher_of_other_tokens_or_short_context_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     random_model("Llama 2", vocab_size=128).save_pretrained(tmp_path / "start")
     other = export_reward_model(tmp_path / "other", source=str(tmp_path / "start"))
     train(tmp_path, "run", "train.loss=distill", f"teacher.paths=[{other}]", exit_code=2)

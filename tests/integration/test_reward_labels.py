@@ -61,9 +61,7 @@ def pairs(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "pairs.jsonl").open()]
 
 
-def test_what_it_makes_trains_a_reward_model(
-    tmp_path: Path, served: Served, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_labels_train_a_reward_model(tmp_path: Path, served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     given = responses(tmp_path)
     assert main([*arguments(tmp_path, served.url), given]) == 0
     run = tmp_path / "labelled"
@@ -86,9 +84,7 @@ def test_what_it_makes_trains_a_reward_model(
     assert "holds a run or a reward model" in capsys.readouterr().err
 
 
-def test_an_interrupted_labelling_goes_on_and_asks_only_the_rest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_labelling_asks_only_for_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The judge vanishes in the second lot of prompts."""
     left, lock, gone = 40, threading.Lock(), True
 
@@ -121,7 +117,7 @@ def test_an_interrupted_labelling_goes_on_and_asks_only_the_rest(
     assert "is running" in capsys.readouterr().err
 
 
-def test_a_budget_ends_the_labelling_and_a_larger_one_goes_on(
+def test_a_larger_budget_goes_on_where_one_ended(
     tmp_path: Path, served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = [*arguments(tmp_path, served.url), responses(tmp_path, 4)]
@@ -175,7 +171,7 @@ def test_sampled_responses_are_labelled_by_a_local_judge(tmp_path: Path, capsys:
         (["responses.model=random:tiny", "responses.per_prompt=1", "prompts.url=x"], "responses.per_prompt: given 1"),
     ],
 )
-def test_what_cannot_be_labelled_is_refused(
+def test_impossible_labelling(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: list[str], said: str
 ) -> None:
     assert main([*arguments(tmp_path, "http://127.0.0.1:9/v1"), *changes]) == 2
@@ -190,7 +186,7 @@ def test_what_cannot_be_labelled_is_refused(
         ({"prompt": "x", "responses": ["a"]}, "must be a list of two texts or more"),
     ],
 )
-def test_a_row_that_cannot_be_labelled_is_named(
+def test_unlabelled_row_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], row: dict[str, Any], said: str
 ) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
@@ -217,9 +213,7 @@ def test_texts_with_separators_of_unicode_are_read_back_and_a_path_cannot_turn_w
     assert (row["prompt"], row["chosen"], row["rejected"]) == ("p\u2029", texts[1], texts[0])
 
 
-def test_another_rubric_in_the_same_file_is_refused(
-    tmp_path: Path, served: Served, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_rubric_in_one_file_fails(tmp_path: Path, served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     """Half of the pairs would be labelled by another standard than the others."""
     rubric = tmp_path / "rubric.txt"
     rubric.write_text("{prompt}<<>>{first}<<>>{second}")

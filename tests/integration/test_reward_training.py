@@ -144,7 +144,7 @@ def test_ratings_can_be_learnt_by_regression(tmp_path: Path, capsys: pytest.Capt
     assert "ece" not in found
 
 
-def test_a_full_disk_is_one_message_and_exit_code_3(
+def test_full_disk_is_exit_code_3(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> None:
@@ -157,7 +157,7 @@ def test_a_full_disk_is_one_message_and_exit_code_3(
     assert not (tmp_path / "run/model").exists()
 
 
-def test_gradients_that_are_not_finite_end_it(
+def test_infinite_gradients(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(groups: object, num_rows: int) -> Any:

@@ -116,9 +116,7 @@ def test_engines_read_adapters_merged(folder: Path) -> None:
     ("name", "expected"),
     [("synchronous", [0, 0, 0, 0]), ("overlapped", [0, 1, 1, 1]), ("stale", [0, 1, 2, 2]), ("ranks", [0, 1])],
 )
-def test_every_row_is_as_stale_as_the_graph_says(
-    request: pytest.FixtureRequest, name: str, expected: list[int]
-) -> None:
+def test_rows_are_as_stale_as_the_graph_says(request: pytest.FixtureRequest, name: str, expected: list[int]) -> None:
     config: RunConfig = request.getfixturevalue(name)
     for step, rollout in enumerate(steps_of(config, "generate")):
         age = step - rollout.token_versions[rollout.response_mask]
@@ -208,9 +206,7 @@ def test_a_run_on_a_gpu_is_held_to_less(overlapped: RunConfig, tmp_path: Path) -
     assert any(note.startswith("not proven: the run repeats to rounding") for note in verify_run(config).notes)
 
 
-def test_a_replay_of_draws_that_are_not_keyed_is_refused(
-    overlapped: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replay_of_unkeyed_draws_is_refused(overlapped: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def seeded(config: EngineConfig, device: Device) -> Capabilities:
         return replace(embedded_capabilities(config, device), draws="seeded")
 
@@ -375,9 +371,7 @@ def test_check_finds_a_flipped_bit(synchronous: RunConfig, capsys: pytest.Captur
         victim.write_bytes(whole)
 
 
-def test_inspect_shows_rows(
-    overlapped: RunConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inspect(overlapped: RunConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")  # as through a pipe
     assert main(["inspect", str(overlapped.run_dir), "--step", "1", "--rows", "2"]) == 0
     out = capsys.readouterr().out
@@ -400,7 +394,7 @@ def test_inspect_shows_rows(
         ("update_critic", 1), ("evaluate_score", 4),
     ],
 )  # fmt: skip
-def test_replay_of_a_deterministic_stage_differs_by_nothing(
+def test_replay_of_a_stage_is_equal(
     overlapped: RunConfig, capsys: pytest.CaptureFixture[str], stage: str, step: int
 ) -> None:
     before = sorted(path for path in overlapped.run_dir.rglob("*"))
@@ -456,9 +450,7 @@ def test_export_rebuilds_a_version_that_was_not_kept(overlapped: RunConfig, tmp_
     assert all(torch.equal(newest[name], tensor) for name, tensor in v4.items())
 
 
-def test_a_second_run_into_a_directory_is_refused(
-    overlapped: RunConfig, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_run_is_refused(overlapped: RunConfig, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = RunPaths(overlapped.run_dir).events.read_bytes()
     assert main(["run", *arguments(folder, "overlapped")]) == 2
     assert "stageline resume" in capsys.readouterr().err

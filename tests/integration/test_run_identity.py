@@ -126,9 +126,7 @@ def test_lost_prompts_are_read_again_if_they_are_the_same(
         assert file.read_bytes() == whole
 
 
-def test_a_full_disk_at_resume_is_refused(
-    copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_at_resume(copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*given: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "there")
 

@@ -51,7 +51,7 @@ def test_scores_are_those_that_the_training_left(trained: Path) -> None:
     assert_scores_are_the_trainings(trained, PAIRS)
 
 
-def test_a_run_is_scored_by_it_resumed_and_replayed(
+def test_scored_resumed_replayed(
     folder: Path, trained: Path, changes: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", *changes, f"steps={LAST}"]) == 0

@@ -119,9 +119,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(folder: Path, rewarded: Run
 @pytest.mark.parametrize(
     ("stage", "step"), [("score", 1), ("advantage", 3), ("evaluate_score", 2), ("evaluate_reference", 2)]
 )
-def test_replay_differs_by_nothing(
-    rewarded: RunConfig, capsys: pytest.CaptureFixture[str], stage: str, step: int
-) -> None:
+def test_replay_is_equal(rewarded: RunConfig, capsys: pytest.CaptureFixture[str], stage: str, step: int) -> None:
     assert main(["replay", str(rewarded.run_dir), "--step", str(step), "--stage", stage]) == 0
     assert "identical: difference must be 0" in capsys.readouterr().out
 

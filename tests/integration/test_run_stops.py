@@ -123,9 +123,7 @@ def test_an_engine_on_two_ranks_gives_the_same_weights_even_if_one_dies(folder: 
     until(lambda: not any(map(is_alive, processes)), "every process of the run has ended")
 
 
-def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(
-    interrupted: tuple[RunConfig, int, str, list[psutil.Process]],
-) -> None:
+def test_ctrl_c_stops_and_says_how_to_go_on(interrupted: tuple[RunConfig, int, str, list[psutil.Process]]) -> None:
     config, code, said, processes = interrupted
     assert code == 130, said
     assert f"interrupted; `stageline resume {config.run_dir}` continues this run" in said

@@ -47,9 +47,7 @@ def fetched_bytes(config: RunConfig) -> float:
     return sum(commit.metrics.get("engine/fetched_bytes", 0.0) for commit in commits)
 
 
-def test_a_run_over_hosts_that_share_nothing_but_a_directory(
-    started: Commands, hosts: dict[str, Host], tmp_path: Path
-) -> None:
+def test_hosts_that_share_nothing_but_a_directory(started: Commands, hosts: dict[str, Host], tmp_path: Path) -> None:
     local = outputs(finish(configure(tmp_path, "local", GANGS, *QUIET)))
     given = (GANGS, *QUIET, "cluster.kind=attached", "cluster.arrival_timeout_s=120")
     driver = (f"cluster.host={hosts['n0'].address}",)

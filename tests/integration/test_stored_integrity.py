@@ -31,7 +31,7 @@ from tests.support.runs import QUIET, configure, finish, use_runtime
 pytestmark = pytest.mark.processes
 
 
-def test_weights_that_a_bit_flipped_in_are_not_sampled_from(
+def test_weights_with_a_flipped_bit_stay_unused(
     folder: Path, overlapped: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run stops with the version, tensor and file; resumed, the version is published again, and all is as if
@@ -94,7 +94,7 @@ def test_damaged_and_deleted_commits_are_named_and_made_again(
     assert outputs(config) == outputs(overlapped)
 
 
-def test_check_says_what_it_proved(
+def test_check_claims(
     overlapped: RunConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
@@ -126,7 +126,7 @@ def test_rows_that_are_not_the_schedules_are_named(folder: Path, overlapped: Run
     assert "commits were made with seed 0, the run has 5" in faults
 
 
-def test_a_process_that_dies_between_commit_and_rename_leaves_no_hole(
+def test_a_death_before_the_rename_leaves_no_hole(
     folder: Path, overlapped: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stageline reads such files where the attempt left them; once its worker is built anew they are where any Zarr
@@ -144,7 +144,7 @@ def test_a_process_that_dies_between_commit_and_rename_leaves_no_hole(
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut short", "config.json"])
-def test_an_export_that_is_not_what_was_written_is_named(
+def test_a_damaged_export_is_named(
     folder: Path, overlapped: RunConfig, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
     """By `check`, by `export`, which would hand it out, and by a run that would start from it. Removed, it is written

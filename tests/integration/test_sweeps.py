@@ -12,7 +12,7 @@ from pipeline.observe.tracking import WRITER_ENV
 from tests.support.runs import ONE_GANG, QUIET, arguments
 
 
-def test_runs_of_a_sweep_are_children_of_one_parent(
+def test_runs_share_a_parent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in WRITER_ENV.items():
@@ -41,9 +41,7 @@ def test_runs_of_a_sweep_are_children_of_one_parent(
     assert {run.info.status for run in runs.values()} == {"FINISHED"}
 
 
-def test_a_run_of_a_sweep_that_fails_leaves_the_others_their_end_and_goes_on_later(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_run_of_a_sweep_goes_on_after_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flag = tmp_path / "broken"
     flag.touch()
     reward = ("reward.kind=tests.support.own_rewards:broken", f"reward.args.while_there={flag}")

@@ -46,7 +46,7 @@ def servers() -> list[psutil.Process]:
     ("number", "staleness", "reason"),
     [(signal.SIGKILL, 0, "ended with status -9"), (signal.SIGSTOP, 1, "said nothing for 10 s")],
 )
-def test_a_lost_server_is_replaced_and_its_shard_made_again(
+def test_a_lost_servers_shard_is_made_again(
     number: signal.Signals, staleness: int, reason: str, tmp_path: Path
 ) -> None:
     config = with_vllm(tmp_path, "struck", staleness)

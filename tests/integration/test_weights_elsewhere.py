@@ -68,7 +68,7 @@ def boards(config: RunConfig) -> dict[str, WeightBoard]:
     return {gang: WeightBoard(paths.board(config.weights_dir(gang))) for gang in ("train", "generate")}
 
 
-def test_a_run_with_a_board_per_host_is_the_same_run(
+def test_a_board_per_host_is_the_same_run(
     folder: Path, together: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is read is ordered as soon as it is published, and what nobody reads any more goes from both boards (the

@@ -69,9 +69,7 @@ def wait_for(slurm: SlurmCluster, job: Submitted, state: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, "COMPLETED"), (2, "FAILED"), (3, "FAILED")])
-def test_what_another_attempt_would_not_change_ends_the_job(
-    slurm: SlurmCluster, tmp_path: Path, code: int, state: str
-) -> None:
+def test_a_lasting_failure_ends_the_job(slurm: SlurmCluster, tmp_path: Path, code: int, state: str) -> None:
     config, job = submitted(slurm, tmp_path, "ends")
     end(config, code)
     shown = wait_for(slurm, job, state)
@@ -129,9 +127,7 @@ def test_whose_batch_node_fails_is_requeued(slurm: SlurmCluster, tmp_path: Path)
     assert wait_for(slurm, job, "COMPLETED")["Restarts"] == "1"
 
 
-def test_a_time_limit_uses_up_no_restart_but_must_have_left_time_for_a_commit(
-    slurm: SlurmCluster, tmp_path: Path
-) -> None:
+def test_a_time_limit_uses_no_restart_but_must_leave_time_for_a_commit(slurm: SlurmCluster, tmp_path: Path) -> None:
     config, job = submitted(slurm, tmp_path, "slow", "slurm.restarts=0", "slurm.requeues_without_progress=2")
     for restart in range(1, 3):
         slurm.call("scancel", "--batch", "--signal=USR1", job.job_id)
@@ -173,7 +169,7 @@ def test_a_job_that_makes_room_goes_on_later(slurm: SlurmCluster, tmp_path: Path
     assert wait_for(slurm, job, "COMPLETED")["Restarts"] == "1"
 
 
-def test_without_a_driver_the_job_is_requeued_and_when_it_is_cancelled_nothing_is_left(
+def test_without_a_driver_the_job_is_requeued_and_cancelled_it_leaves_nothing(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
     config, job = submitted(slurm, tmp_path, "lost")

@@ -58,9 +58,7 @@ def test_a_node_that_fails_is_replaced_and_a_cancelled_job_leaves_nothing(
 
 
 @pytest.mark.smollm2
-def test_the_demo_runs_for_three_steps_on_two_nodes(
-    slurm: SlurmCluster, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_three_demo_steps_on_two_nodes(slurm: SlurmCluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real model: as conf/run/demo.yaml has it, but for fewer rows."""
     monkeypatch.chdir(ROOT)  # the config's paths begin there
     few = ("rollout.rows=8", "prompts.held_out=8", "evaluate.every=0")

@@ -46,7 +46,7 @@ def undisturbed(slurm: SlurmCluster, folder: Path) -> RunConfig:
     return config
 
 
-def test_a_submitted_run_is_done_and_says_where_to_look(
+def test_a_submitted_run_is_done(
     slurm: SlurmCluster, undisturbed: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir, job = str(undisturbed.run_dir), job_of(undisturbed)
@@ -64,9 +64,7 @@ def test_a_submitted_run_is_done_and_says_where_to_look(
     assert {line.partition(" |")[0] for line in capsys.readouterr().out.splitlines()} == {"train-0", "train-1"}
 
 
-def test_a_run_that_is_requeued_again_and_again_is_the_same_run(
-    slurm: SlurmCluster, folder: Path, undisturbed: RunConfig
-) -> None:
+def test_a_run_requeued_repeatedly_is_the_same_run(slurm: SlurmCluster, folder: Path, undisturbed: RunConfig) -> None:
     """A heterogeneous job: its time limit comes near while an engine hangs, it is requeued by hand, its driver is
     killed, and then one of its ranks."""
     config, job = submitted(folder, "requeued", "slurm.job=heterogeneous", *QUIET)
@@ -101,9 +99,7 @@ def test_a_run_that_is_requeued_again_and_again_is_the_same_run(
     wait_until_nothing_is_left(slurm, config)
 
 
-def test_a_run_whose_batch_node_fails_is_the_same_run(
-    slurm: SlurmCluster, folder: Path, undisturbed: RunConfig
-) -> None:
+def test_a_run_that_loses_its_batch_node_is_the_same(slurm: SlurmCluster, folder: Path, undisturbed: RunConfig) -> None:
     """With it go the scheduler, the driver and a rank; the job starts again on the nodes that are left."""
     config, job = submitted(folder, "headless", "slurm.job=plain", *QUIET)
     wait_for_update(slurm, job, 1, config)

@@ -69,9 +69,7 @@ def test_a_living_holder_on_another_host_keeps_others_out(elsewhere: Path, monke
         pass
 
 
-def test_a_silent_holder_on_another_host_is_waited_for_and_replaced(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_holder_elsewhere_is_waited_for_and_replaced(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that was requeued comes to another host soon after the first one died."""
     monkeypatch.setattr(locks, "SILENCE_S", 0.01)
     waits: list[None] = []

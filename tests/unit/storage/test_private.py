@@ -101,9 +101,7 @@ def test_a_sticky_directory_above_and_the_users_own_group_are_no_danger(tmp_path
     assert who_else_can_change(tmp_path / "tmp" / "run", all_below=True) is None
 
 
-def test_a_link_is_followed_to_whoever_can_change_what_it_leads_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_is_followed_to_whoever_can_change_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "theirs" / "checkpoints").mkdir(parents=True)
     (tmp_path / "theirs").chmod(0o777)
     (tmp_path / "run").symlink_to(tmp_path / "theirs" / "checkpoints")

@@ -83,7 +83,7 @@ def test_any_filesystem() -> None:
         ("p.parquet", "not parquet", "prompt", "plain", r"prompts\.url: cannot read .*p\.parquet"),
     ],
 )  # fmt: skip
-def test_errors_name_the_place(
+def test_errors_name_places(
     tmp_path: Path, name: str, content: str | bytes, field: str, form: str, message: str
 ) -> None:
     url = source(tmp_path / name, content)

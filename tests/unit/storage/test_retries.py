@@ -40,9 +40,7 @@ def failing(times: int, number: int) -> Callable[[], str]:
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EAGAIN, errno.ETIMEDOUT])
-def test_an_error_that_passes_is_waited_out(
-    number: int, slept: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_passing_error_is_waited_out(number: int, slept: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     assert retried(failing(7, number), "runs/x/file", retry_s=60) == "answer"
     assert slept == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
     said = capsys.readouterr().err.splitlines()
@@ -107,9 +105,7 @@ def every_call_once(monkeypatch: pytest.MonkeyPatch, names: list[str], number: i
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["not done", "done, and the answer lost"])
-def test_a_commit_is_made_once_whatever_call_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: bool
-) -> None:
+def test_a_commit_is_made_once_if_any_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: bool) -> None:
     """A server that linked the record and whose answer was lost: the second try finds the file, and it is its own."""
     ledger, mine = Ledger(str(tmp_path)), commit()
     with monkeypatch.context() as patch:

@@ -87,9 +87,7 @@ def test_check_says_what_keeps_code_of_a_reward_confined(
     [["resume"], ["inspect", "--step", "0"], ["replay", "--step", "0", "--stage", "score"], ["export"]],
     ids=lambda arguments: str(arguments[0]),
 )
-def test_commands_on_a_directory_without_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
+def test_a_directory_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     command, *options = arguments
     assert main([command, str(tmp_path), *options]) == 2
     assert "holds no run" in capsys.readouterr().err
@@ -103,7 +101,7 @@ def test_commands_on_a_directory_without_a_run(
         ["a=1", "b=2", "--from-checkpoint"],
     ],
 )
-def test_changes_of_a_resume_stand_anywhere(
+def test_resumes_changes_stand_anywhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     with pytest.raises(SystemExit):

@@ -40,9 +40,7 @@ def submitted(sources: list[str], tmp_path: Path) -> RunPaths:
     return paths
 
 
-def test_a_dry_run_prints_the_script_and_writes_nothing(
-    sources: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_prints_the_script(sources: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", sources[0], "--dry-run", *sources[1:]]) == 0
     script = capsys.readouterr().out
     assert script.startswith("#!/bin/bash\n")
@@ -50,9 +48,7 @@ def test_a_dry_run_prints_the_script_and_writes_nothing(
     assert not (tmp_path / "runs").exists()
 
 
-def test_without_sbatch_nothing_is_submitted(
-    sources: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_sbatch_no_job_is_made(sources: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", *sources]) == 2
     error = capsys.readouterr().err
     assert error.startswith("refused submit: no sbatch on the path: submit on a login node")
@@ -181,7 +177,7 @@ def test_logs_of_what_has_not_begun_say_so(submitted: RunPaths, capsys: pytest.C
         (["cancel", "nowhere"], "refused nowhere: holds no run"),
     ],
 )
-def test_what_is_not_there_is_refused(
+def test_missing_things(
     submitted: RunPaths, capsys: pytest.CaptureFixture[str], command: list[str], message: str
 ) -> None:
     capsys.readouterr()
@@ -197,9 +193,7 @@ def test_a_run_that_was_not_submitted_has_no_job(submitted: RunPaths, capsys: py
         assert "was not submitted as a job" in capsys.readouterr().err
 
 
-def test_a_job_whose_files_are_of_another_program_is_no_run(
-    submitted: RunPaths, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_with_another_programs_files_is_no_run(submitted: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
     """A damaged run must not hide the other runs either."""
     runs = submitted.root.parent
     for name, text in {"model": to_yaml(load_reward_model_config([REWARD])), "torn": "steps: 3\n"}.items():
@@ -214,7 +208,7 @@ def test_a_job_whose_files_are_of_another_program_is_no_run(
     assert not any("model" in line.split()[:1] for line in lines)
 
 
-def test_while_slurm_does_not_answer_nothing_is_advised(
+def test_silent_slurm_gets_no_advice(
     submitted: RunPaths, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_slurm.answer_nothing()
@@ -228,7 +222,7 @@ def test_while_slurm_does_not_answer_nothing_is_advised(
     assert "Slurm does not answer" in capsys.readouterr().err
 
 
-def test_slurm_that_does_not_answer_is_asked_once_for_all_runs(
+def test_silent_slurm_is_asked_once(
     submitted: RunPaths, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each time might be waited for a minute."""
@@ -241,9 +235,7 @@ def test_slurm_that_does_not_answer_is_asked_once_for_all_runs(
     assert len(fake_slurm.asked()) == 1
 
 
-def test_a_run_that_waits_for_its_first_job_is_submitted_not_resumed(
-    submitted: RunPaths, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_a_job_is_submitted_not_resumed(submitted: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
     """An interrupted sbatch leaves a run like this."""
     (submitted.job / "job.json").unlink()
     capsys.readouterr()
@@ -251,7 +243,7 @@ def test_a_run_that_waits_for_its_first_job_is_submitted_not_resumed(
     assert f"goes on with `stageline submit {submitted.job}/config.yaml`" in capsys.readouterr().out
 
 
-def test_what_was_refused_is_no_run(
+def test_refused_is_no_run(
     sources: list[str], tmp_path: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_slurm.refuse("sbatch: error: no")

@@ -76,9 +76,7 @@ def test_more_runs_than_colours_are_refused(runs: list[str], capsys: pytest.Capt
     assert "given 9 runs; a report has 1 to 8" in refused(capsys, *runs[:1] * 9)
 
 
-def test_a_file_that_cannot_be_written_is_refused(
-    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_not_writable_is_refused(runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "a directory; give a file" in refused(capsys, runs[0], "--out", str(tmp_path))
     assert "there is no directory" in refused(capsys, runs[0], "--out", str(tmp_path / "no/where.html"))
     assert "cannot write /proc/report.html" in refused(capsys, runs[0], "--out", "/proc/report.html")
@@ -104,9 +102,7 @@ def test_only_a_report_is_written_over(
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".report")] == []
 
 
-def test_a_report_that_fails_leaves_the_old_one(
-    runs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_report_leaves_the_old_one(runs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "pair.html"
     assert main(["report", *runs, "--out", str(page)]) == 0
     before = page.read_bytes()

@@ -116,9 +116,7 @@ def test_a_config_of_another_version(file: Path, capsys: pytest.CaptureFixture[s
     ("gang", "index", "part"),
     [("alll", "0", "the run has no gang 'alll'; it has all"), ("all", "1", "gang all has no index 1; it has 0 to 0")],
 )
-def test_a_worker_that_the_run_does_not_have(
-    file: Path, capsys: pytest.CaptureFixture[str], gang: str, index: str, part: str
-) -> None:
+def test_an_unknown_worker(file: Path, capsys: pytest.CaptureFixture[str], gang: str, index: str, part: str) -> None:
     """Said without asking the driver."""
     run_dir = str(file.parent.parent)
     said = refused(capsys, run_dir, "--gang", gang, "--index", index, "--wait", "0")

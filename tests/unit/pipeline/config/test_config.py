@@ -61,9 +61,7 @@ def test_round_trip(base: Path) -> None:
     assert to_yaml(again) == to_yaml(config)
 
 
-def test_an_engines_python_works_in_any_working_directory(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engines_python_works_in_any_directory(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Links stay as they are: by its own path an interpreter knows its environment. A resume reads what was saved."""
     python = tmp_path / "venv/bin/python"
     python.parent.mkdir(parents=True)
@@ -80,9 +78,7 @@ def test_an_engines_python_works_in_any_working_directory(
     assert load(base, *vllm, "engine.python=nowhere").engine.python == "nowhere"  # which `preflight` cannot run
 
 
-def test_an_engine_runs_in_the_environment_that_make_made(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_uses_the_environment_of_make(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The config's own setting comes first, and the embedded engine has no environment."""
     monkeypatch.chdir(tmp_path)
     made = tmp_path / ".engines/vllm/bin/python"
@@ -287,9 +283,7 @@ ENGINES = {
 
 
 @pytest.mark.parametrize("changes", REFUSED)
-def test_a_config_that_cannot_work_is_refused_by_its_key(
-    base: Path, monkeypatch: pytest.MonkeyPatch, changes: str
-) -> None:
+def test_a_bad_config_is_refused_by_its_key(base: Path, monkeypatch: pytest.MonkeyPatch, changes: str) -> None:
     """The message is one line for each key, and every key exists."""
     monkeypatch.chdir(base.parent)  # which has no engine's environment
     first, _, rest = changes.partition(" ")

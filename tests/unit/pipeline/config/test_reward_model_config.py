@@ -109,9 +109,7 @@ def test_a_run_in_its_directory_is_told_whose_it_is(tmp_path: Path, capsys: pyte
         ("reward label", "reward/tiny", "is the config of a reward model's training: `stageline reward train"),
     ],
 )
-def test_a_config_of_another_command_is_told_so(
-    capsys: pytest.CaptureFixture[str], command: str, config: str, said: str
-) -> None:
+def test_a_config_of_another_command(capsys: pytest.CaptureFixture[str], command: str, config: str, said: str) -> None:
     file = str(ROOT / f"conf/{config}.yaml")
     assert main([*command.split(), file, "name=x"]) == 2
     assert capsys.readouterr().err == f"refused {file}: {said} {file}`\n"

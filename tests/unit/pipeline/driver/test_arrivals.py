@@ -131,9 +131,7 @@ def test_a_process_has_its_time_from_when_it_is_there(begin: Callable[..., Setti
     assert "cluster.start_timeout_s = 30" in setting.warned[0]
 
 
-def test_a_process_that_is_stopped_while_it_is_built_is_missed_before_its_time_is_over(
-    begin: Callable[..., Setting],
-) -> None:
+def test_a_process_stopped_while_it_is_built_is_missed_before_its_time_is_over(begin: Callable[..., Setting]) -> None:
     """Its heartbeats end, its gang is built anew, and the run goes on. A slow process still sends some."""
     setting = begin(None)
     setting.there = {"generate-0", "generate-1", "train-0", "train-1"}
@@ -160,7 +158,7 @@ def test_why_a_process_ended_itself_is_said_once(begin: Callable[..., Setting], 
 
 
 @pytest.mark.parametrize("arrival_s", [ARRIVAL_S, None])
-def test_a_rank_that_does_not_come_ends_the_run_and_says_how_it_is_started(
+def test_a_missing_rank_ends_the_run_and_the_command_is_said(
     begin: Callable[..., Setting], arrival_s: float | None
 ) -> None:
     setting = begin(arrival_s)

@@ -59,9 +59,7 @@ def left_by_a_driver(path: Path) -> None:
     write_scheduler_file(path, SchedulerFile(3, "tls://127.0.0.1:1", "n1", 7, "/runs/a", "/", "n", "c", "k", ""))
 
 
-def test_a_scheduler_file_takes_the_place_of_one_whose_driver_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scheduler_file_replaces_that_of_a_driver_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "new" / "file.json"
     make_way(str(path))
     left_by_a_driver(path)

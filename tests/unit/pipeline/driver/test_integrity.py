@@ -86,9 +86,7 @@ def test_a_damaged_record_is_set_aside_and_made_again(history: History, paths: R
 
 @pytest.mark.parametrize("damaged", ["zarr.json", "step_000000/zarr.json", "step_000000/scores/zarr.json"])
 @pytest.mark.parametrize("missing", [True, False])
-def test_what_plain_zarr_finds_arrays_by_is_written_again(
-    history: History, paths: RunPaths, damaged: str, missing: bool
-) -> None:
+def test_zarrs_own_metadata_is_written_again(history: History, paths: RunPaths, damaged: str, missing: bool) -> None:
     commit, file = scores(history, FIRST, 1), paths.rollouts / damaged
     whole = file.read_bytes()
     file.unlink() if missing else file.write_bytes(whole[:20])
@@ -254,9 +252,7 @@ OUTLIVED = (
 
 
 @pytest.mark.parametrize("lost", OUTLIVED, ids=str)
-def test_a_damaged_record_of_what_was_let_go_is_lost_and_nobody_needs_it(
-    lean: History, paths: RunPaths, lost: Address
-) -> None:
+def test_a_damaged_record_of_a_dropped_output_is_not_needed(lean: History, paths: RunPaths, lost: Address) -> None:
     """It cannot be made again, since its inputs were deleted: the run goes on without it."""
     flip(paths, lost)
     history = replace(lean, ledger=Ledger(str(paths.ledger)))

@@ -32,7 +32,7 @@ class GoneHost:
 
 
 @pytest.mark.parametrize("broadcast_hangs", [True, False])
-def test_a_host_that_is_gone_costs_a_bounded_time_and_gets_no_work(
+def test_a_lost_host_costs_bounded_time_and_gets_no_work(
     monkeypatch: pytest.MonkeyPatch, broadcast_hangs: bool
 ) -> None:
     monkeypatch.setattr(cluster, "_KILL_S", 0.05)

@@ -112,9 +112,7 @@ def test_without_a_critic_the_policys_checkpoints_say_what_stays(paths: RunPaths
 
 
 @pytest.mark.parametrize("role", ["policy", "critic"])
-def test_a_checkpoint_with_a_flipped_bit_or_of_other_weights_is_none(
-    paths: RunPaths, history: History, role: str
-) -> None:
+def test_a_damaged_or_foreign_checkpoint_does_not_count(paths: RunPaths, history: History, role: str) -> None:
     (paths.checkpoints / role / "v000020" / "model.bin").write_text("weightz 20")
     other = paths.checkpoints / role / "v000015"
     for file in sorted(other.iterdir()):
@@ -185,9 +183,7 @@ def evaluate(history: History, version: int, score: float, kl: float) -> None:
         (KeepConfig(rollouts=1, exports=1), None, [10, 17]),
     ],
 )
-def test_the_best_version_stays(
-    paths: RunPaths, history: History, keep: KeepConfig, max_kl: float | None, left: list[int]
-) -> None:
+def test_best_stays(paths: RunPaths, history: History, keep: KeepConfig, max_kl: float | None, left: list[int]) -> None:
     """Version 17 is not evaluated to its end yet."""
     for version, score, kl in ((5, 0.2, 1.0), (10, 0.9, 5.0), (15, 0.4, 9.0)):
         evaluate(history, version, score, kl)

@@ -143,9 +143,7 @@ def test_a_host_that_is_not_fit(tmp_path: Path, changes: dict[str, Any], said: s
 
 
 @pytest.mark.parametrize("slow", ["gpu_identities", "_look_at_directory", "_free_bytes"])
-def test_a_hosts_clock_is_read_after_all_that_takes_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
-) -> None:
+def test_a_hosts_clock_is_read_after_the_slow_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
     """Asking for GPUs loads torch, and the run's directory may be far away: neither is the clock's fault."""
     setting, now, answer = (
         Setting(tmp_path),
@@ -187,7 +185,7 @@ def test_a_host_that_is_not_fit_is_refused_by_name_and_the_executor_hears_of_it(
         (2, {"stageline": "0.0.1"}, "host n7: gang train has no index 2", False),
     ],
 )
-def test_a_worker_that_says_other_things_is_of_another_version(
+def test_a_worker_of_another_version(
     tmp_path: Path, index: int, versions: dict[str, str], said: str, fatal: bool
 ) -> None:
     async def work(setting: Setting) -> None:

@@ -51,9 +51,7 @@ def shape(moves: list[Migration]) -> list[tuple[int, int, list[int]]]:
         ((4, 4, 3), 4, []),
     ],
 )
-def test_fewest_rows_go_to_where_most_are(
-    counts: tuple[int, ...], max_rows: int, expected: list[tuple[int, int, int]]
-) -> None:
+def test_few_rows_go_to_many(counts: tuple[int, ...], max_rows: int, expected: list[tuple[int, int, int]]) -> None:
     loads = {i: load(*rows(*range(10 * i, 10 * i + n)), max_rows=max_rows) for i, n in enumerate(counts)}
     assert [(m.source, m.target, len(m.rows)) for m in plan_migrations(loads, 1e9, below=100)] == expected
 

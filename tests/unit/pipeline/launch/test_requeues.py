@@ -68,9 +68,7 @@ def test_the_end_that_was_noted_first_counts_and_another_job_begins_anew(tmp_pat
         note_end(tmp_path, "13", later)
 
 
-def test_the_script_is_answered_before_any_driver_has_opened_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_script_is_answered_before_any_driver_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     RunPaths(tmp_path).job.mkdir()
     limits = ("--restarts", "20", "--without-progress", "1")
     codes = [

@@ -50,9 +50,7 @@ def test_a_controller_that_does_not_answer_has_forgotten_nothing(fake_slurm: Fak
         ("sbatch: unrecognized option '--x'", "slurm", "unrecognized option '--x'"),
     ],
 )
-def test_a_refusal_is_slurms_own_without_its_commands_name(
-    fake_slurm: FakeSlurm, complaint: str, key: str, said: str
-) -> None:
+def test_a_refusal_is_in_the_words_of_slurm(fake_slurm: FakeSlurm, complaint: str, key: str, said: str) -> None:
     fake_slurm.refuse(complaint)
     with pytest.raises(ConfigError) as refused:
         submit(Path("script"))

@@ -69,7 +69,7 @@ def _closed_port() -> int:
         return int(s.getsockname()[1])
 
 
-def test_a_down_server_costs_one_warning_and_nothing_is_lost_or_sent_twice(
+def test_a_down_server_loses_nothing_and_costs_one_warning(
     tmp_path: Path, uri: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The life of a run: server down, delivered elsewhere later, resumed with repeated steps, closed."""

@@ -64,9 +64,7 @@ def run(engine: VersionedEngine, rows: list[Request], inside: threading.Event) -
         return {c.row: c for c in results}
 
 
-def test_the_next_version_loads_while_all_rows_are_elsewhere(
-    replicas: tuple[VersionedEngine, VersionedEngine],
-) -> None:
+def test_the_next_version_loads_with_all_rows_elsewhere(replicas: tuple[VersionedEngine, VersionedEngine]) -> None:
     """The rows come back unchanged; until then the target keeps their version."""
     source, target = replicas
     rows, inside = requests(3, version=0), threading.Event()
@@ -120,9 +118,7 @@ def test_rows_of_another_version_are_refused(replicas: tuple[VersionedEngine, Ve
         assert len(running.result(timeout=60)[0].tokens) == 230
 
 
-def test_incoming_rows_that_nobody_waits_for_let_the_next_version_in(
-    replicas: tuple[VersionedEngine, VersionedEngine],
-) -> None:
+def test_unawaited_incoming_rows_let_the_next_version_in(replicas: tuple[VersionedEngine, VersionedEngine]) -> None:
     source, target = replicas
     rows, inside = requests(2, version=0), threading.Event()
     run(target, requests(1, version=0, new=2), threading.Event())

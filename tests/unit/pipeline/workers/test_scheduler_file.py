@@ -94,9 +94,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
             read_scheduler_file(path)
 
 
-def test_another_users_that_may_not_be_opened_is_told_from_ones_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_users_unreadable_file_is_told_from_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its mode is 0600 in a folder that may be entered, or the folder's mode is 0700."""
 
     def denied(*_: object, **__: object) -> Any:

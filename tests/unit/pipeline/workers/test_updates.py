@@ -264,9 +264,7 @@ def test_a_new_process_replays_from_the_start(run: Run, digests: dict[Role, list
     assert not after.host.dirty(Role.POLICY)
 
 
-def test_a_new_process_replays_from_the_newest_checkpoint_that_is_old_enough(
-    run: Run, digests: dict[Role, list[str]]
-) -> None:
+def test_a_new_process_replays_from_the_newest_usable_checkpoint(run: Run, digests: dict[Role, list[str]]) -> None:
     before = run.process(every=2, keep=9)
     for step in range(5):
         run.update(before, Role.POLICY, step)
@@ -477,9 +475,7 @@ DAMAGES: dict[str, tuple[Callable[[Run], None], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_checkpoint_that_cannot_be_used_is_reported_and_the_one_before_it_is(
-    run: Run, digests: dict[Role, list[str]], name: str
-) -> None:
+def test_an_unusable_checkpoint_is_reported_and_skipped(run: Run, digests: dict[Role, list[str]], name: str) -> None:
     before = run.process(every=2, keep=9)
     for step in range(5):
         run.update(before, Role.POLICY, step)

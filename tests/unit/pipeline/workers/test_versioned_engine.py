@@ -354,9 +354,7 @@ def test_an_engine_with_a_shard_in_it_does_not_rest(board: WeightBoard) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_an_engine_elsewhere_is_spared_reading_what_was_read_for_the_sums(
-    board: WeightBoard, dtype: str, bad: float
-) -> None:
+def test_a_remote_engine_need_not_read_again_what_was_summed(board: WeightBoard, dtype: str, bad: float) -> None:
     """Bytes are read here once, for sums and for what is not finite; an engine of this process looks itself."""
     fake = FakeEngine()
     fake.capabilities = capabilities_of(EngineConfig(kind="vllm"), "cpu")

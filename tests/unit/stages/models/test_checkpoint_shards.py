@@ -46,9 +46,7 @@ def blueprint(tensor_rank: int, tensor_size: int, size: int = 256) -> Blueprint:
     ],
 )
 @pytest.mark.parametrize("shards", [1, 3])
-def test_what_the_ranks_hold_covers_the_whole_tensor_once(
-    name: str, whole: tuple[int, ...], axis: int | None, shards: int
-) -> None:
+def test_ranks_cover_the_whole_tensor_once(name: str, whole: tuple[int, ...], axis: int | None, shards: int) -> None:
     """Cut over two tensor-parallel ranks, and each part over data-parallel ones at places that are no rows' ends. The
     embedding's 7 rows, and the 7 columns of a product, were filled up to 8."""
     padded = tuple(8 if size == 7 else size for size in whole)

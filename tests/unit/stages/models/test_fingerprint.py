@@ -49,9 +49,7 @@ while [ $# -gt 0 ]; do [ "$1" = -o ] && echo "{release}" > "$2"; shift; done
     compiler.chmod(0o755)
 
 
-def test_another_compiler_behind_the_same_path_builds_another_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_compiler_at_the_path_builds_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CC", str(tmp_path / "cc"))
     (tmp_path / "a.c").write_text("")

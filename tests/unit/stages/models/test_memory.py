@@ -106,9 +106,7 @@ def test_what_is_offloaded_is_not_on_the_device(offload: Any) -> None:
     ],
     ids=lambda layout: "+".join([layout.recompute, *layout.recompute_modules]),
 )
-def test_activations_are_predicted_within_a_twentieth(
-    tmp_path: Path, dtype: Any, frozen_blocks: int, layout: LayoutConfig
-) -> None:
+def test_activations_are_predicted(tmp_path: Path, dtype: Any, frozen_blocks: int, layout: LayoutConfig) -> None:
     model = ModelConfig(path="random:tiny", dtype=dtype, frozen_blocks=frozen_blocks, critic_blocks=2)
     saved: dict[int, torch.UntypedStorage] = {}  # held, lest another takes a freed one's address
 

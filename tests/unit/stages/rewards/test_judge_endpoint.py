@@ -283,9 +283,7 @@ def test_a_torn_or_damaged_line_is_asked_again_and_others_answers_are_seen(tmp_p
         assert [asked_text(body) for body in served.asked[3:]] == ["p -> a", "p -> ccc"], "its own line is damaged too"
 
 
-def test_what_is_damaged_is_said_and_nobody_else_may_read_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damage_is_said_and_nobody_else_may_read_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "answers"
     with serving(by_length) as served:
         scores(judge_of(served, cache=str(folder)), "a", "bb")

@@ -66,9 +66,7 @@ def by_transformers(path: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("batch_tokens", [None, 24, 4096])
-def test_scores_are_those_of_transformers_with_the_bias(
-    path: str, make: Callable[..., ModelReward], batch_tokens: int | None
-) -> None:
+def test_scores_equal_transformers_own(path: str, make: Callable[..., ModelReward], batch_tokens: int | None) -> None:
     reward = make(path, batch_tokens=batch_tokens)
     expected = by_transformers(path)
     assert np.ptp(expected) > 0.3
@@ -83,9 +81,7 @@ def test_a_row_by_itself_has_the_same_bits_in_any_company(path: str, make: Calla
     assert reward(samples()[::-1]) == together[::-1]
 
 
-def test_a_process_holds_several_models_and_one_of_each(
-    tmp_path: Path, path: str, make: Callable[..., ModelReward]
-) -> None:
+def test_a_process_holds_one_of_each_model(tmp_path: Path, path: str, make: Callable[..., ModelReward]) -> None:
     """Rewards of training and evaluation have the same; members of an ensemble others; each closes in any order."""
     other = export_reward_model(tmp_path / "other", seed=6)
     first, again, second = make(path), make(path), make(other)

@@ -176,9 +176,7 @@ def test_parts_have_names_weights_and_settings_of_their_own() -> None:
         (RewardConfig(parts={"a.b": PartConfig("vader")}), "reward.parts.a.b", "letters, digits"),
     ],
 )
-def test_settings_that_cannot_work_are_found_without_building_anything(
-    config: RewardConfig, key: str, said: str
-) -> None:
+def test_impossible_settings_are_found_without_building_anything(config: RewardConfig, key: str, said: str) -> None:
     (problem,) = reward_problems(config)
     assert problem.key == key
     assert said in problem.need

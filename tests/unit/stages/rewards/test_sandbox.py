@@ -98,9 +98,7 @@ def test_an_answer_that_is_evaluated_reaches_nothing(reasoning: ReasoningReward,
     assert found.parts[""] == [0.1] + [0.0] * len(tries)
 
 
-def test_an_answer_that_runs_away_is_stopped_counted_and_wrong(
-    reasoning: ReasoningReward, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_runaway_answer_is_stopped_and_wrong(reasoning: ReasoningReward, capfd: pytest.CaptureFixture[str]) -> None:
     right = problem("countdown", "")
     answers = ["9**9**9**9", str(right.extra["answer"]), "__import__('sys').exit(0)", str(right.extra["answer"])]
     found = reasoning([problem("countdown", answer, row) for row, answer in enumerate(answers)])
@@ -131,9 +129,7 @@ def test_a_string_that_is_evaluated_again_changes_the_score_of_no_other(reasonin
     assert reasoning(answers).parts[""][1] == 0.0
 
 
-def test_an_answer_that_floods_its_scorer_is_stopped_at_once(
-    reasoning: ReasoningReward, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_flooding_answer_is_stopped_at_once(reasoning: ReasoningReward, capfd: pytest.CaptureFixture[str]) -> None:
     """Its own memory is limited; the memory of the process that reads its score is not."""
     write = "[{os}.write(3, b) for b in [(1 << 62).to_bytes(8, 'big'), *[bytes(1 << 20)] * 10**6]]"
     levels = "{os}.write(3, (10**5).to_bytes(8, 'big') + b'[' * 10**5) and [0][1]"
@@ -178,7 +174,7 @@ def test_only_a_name_with_a_call_or_an_assignment_runs_code(text: str, may: bool
 
 
 @pytest.mark.parametrize("used", [(), ("namespaces",), ("landlock",), ("namespaces", "seccomp")])
-def test_answers_are_not_evaluated_without_protections_unless_trusted(
+def test_unprotected_answers_are_evaluated_only_if_trusted(
     used: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "USED", used)

@@ -108,9 +108,7 @@ def test_runs_are_paired_by_the_text_of_their_prompts() -> None:
         (SAME, held_out(2, {"p": float("nan")}), "some held-out scores are not finite"),
     ],
 )
-def test_runs_that_cannot_be_paired_are_left_out_with_the_reason(
-    sameness: Sameness, scores: HeldOutScores | None, why: str
-) -> None:
+def test_unpaired_runs_are_left_out_with_a_reason(sameness: Sameness, scores: HeldOutScores | None, why: str) -> None:
     found = compare_runs([{}, {}], [SAME, sameness], [held_out(2, {"p": 1.0}), scores])
     assert found.paired == []
     assert LeftOut(1, "scores by prompt", why) in found.left_out

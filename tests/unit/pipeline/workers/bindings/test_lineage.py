@@ -63,9 +63,7 @@ def test_provenance_without_one_of_its_inputs_is_none(tmp_path: Path) -> None:
         (Address("score", 4), (), []),
     ],
 )
-def test_outputs_name_what_made_their_weights(
-    address: Address, versions: tuple[int, ...], expected: list[Address]
-) -> None:
+def test_outputs_name_their_weights(address: Address, versions: tuple[int, ...], expected: list[Address]) -> None:
     assert made_from(address, (Address("generate", 9),), versions) == (Address("generate", 9), *expected)
 
 

@@ -46,7 +46,7 @@ def test_the_token_and_its_logprob_are_those_of_the_definition() -> None:
         assert (int(tokens[at]), float(logprobs[at])) == (token, pytest.approx(float(log_p[token]), abs=1e-5))
 
 
-def test_without_a_compiler_torch_draws_the_same_tokens_and_says_so(
+def test_without_a_compiler_torch_draws_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, native = fastest_choice("cpu")

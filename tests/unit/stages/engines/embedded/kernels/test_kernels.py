@@ -88,9 +88,7 @@ def test_attend_equals_plain_torch(native: NativeKernels, dtype: torch.dtype, ca
 
 @pytest.mark.parametrize(("num_heads", "kv_heads", "dim"), [(6, 2, 8), (4, 4, 64), (8, 1, 80), (5, 1, 80)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_guess_reads_its_own_path(
-    kernels: Kernels, dtype: torch.dtype, num_heads: int, kv_heads: int, dim: int
-) -> None:
+def test_guesses_read_their_path(kernels: Kernels, dtype: torch.dtype, num_heads: int, kv_heads: int, dim: int) -> None:
     """A tree of guesses over the end of a block: each is read as if its path had been fed alone, bit for bit. 64
     numbers of a head are taken at once: fewer, as many, more. Heads that share keys and values are read together, 4 or
     6 at once: alone, some, and more than either."""

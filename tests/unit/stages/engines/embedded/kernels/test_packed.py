@@ -108,9 +108,7 @@ def test_parts_are_stacked_and_replaced(kernels: Kernels, dtype: torch.dtype) ->
     ("place", "value"),
     [*(((out, at), float("nan")) for out, at in [(0, 0), (49, 32), (20, 15)]), *(((20, 15), x) for x in INFINITIES)],
 )
-def test_the_part_that_is_not_finite_is_named(
-    kernels: Kernels, place: tuple[int, int], value: float, dtype: torch.dtype
-) -> None:
+def test_the_infinite_part_is_named(kernels: Kernels, place: tuple[int, int], value: float, dtype: torch.dtype) -> None:
     good, bad = randn(50, 33), randn(50, 33)
     bad[place] = value
     with pytest.raises(NotFiniteError) as caught:
@@ -145,9 +143,7 @@ def test_product_is_that_of_float64(kernels: Kernels, rows: int, size: tuple[int
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [576, 101])
-def test_a_row_has_the_same_bits_in_any_batch(
-    kernels: Kernels, width: int, dtype: torch.dtype, two_threads: None
-) -> None:
+def test_a_row_has_its_bits_in_any_batch(kernels: Kernels, width: int, dtype: torch.dtype, two_threads: None) -> None:
     """At every number of rows, at every place among them, with one thread and two; oneDNN's threads split the rows."""
     out, most = 240, 70
     packed, x = kernels.pack({0: randn(out, width)}, dtype), randn(most, width, seed=1).to(dtype)

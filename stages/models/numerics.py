@@ -170,7 +170,9 @@ def set_numerics(model: ModelConfig) -> None:
         if model.tf32:
             raise ValueError("model.tf32 = True: float32 products of NVIDIA GPUs; this process has none")
         return
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if model.tf32 else "ieee"
+    # The older setter, because it sets the newer `fp32_precision` too. After that one alone, readers of this one
+    # (Inductor, vLLM, Transformer Engine, `torch.get_float32_matmul_precision`) raise "mix of the legacy and new APIs".
+    torch.backends.cuda.matmul.allow_tf32 = model.tf32
     torch.use_deterministic_algorithms(model.deterministic)
     if model.deterministic:
         for name, value in ENVIRONMENT.items():

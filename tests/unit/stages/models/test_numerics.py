@@ -21,11 +21,11 @@ def said_to_have_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     settings: Any = torch.utils.deterministic
-    filled, precision = settings.fill_uninitialized_memory, torch.backends.cuda.matmul.fp32_precision
+    filled, tf32 = settings.fill_uninitialized_memory, torch.backends.cuda.matmul.allow_tf32
     yield
     torch.use_deterministic_algorithms(False)
     settings.fill_uninitialized_memory = filled
-    torch.backends.cuda.matmul.fp32_precision = precision
+    torch.backends.cuda.matmul.allow_tf32 = tf32
 
 
 @pytest.mark.usefixtures("said_to_have_cuda")
@@ -49,6 +49,16 @@ def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_ALGO", "Tree")
     set_numerics(ModelConfig())
     assert os.environ["NCCL_ALGO"] == "Tree", "what a user has set stays"
+
+
+@pytest.mark.usefixtures("said_to_have_cuda")
+@pytest.mark.parametrize("tf32", [False, True])
+def test_the_choice_of_tf32_can_be_read_through_both_of_torchs_apis(tf32: bool) -> None:
+    """Other libraries of the process read it, some by the older names. torch refuses that if only the newer is set."""
+    set_numerics(ModelConfig(tf32=tf32))
+    assert torch.backends.cuda.matmul.allow_tf32 is tf32
+    assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+    assert torch.backends.cuda.matmul.fp32_precision == ("tf32" if tf32 else "ieee")
 
 
 def test_a_cpu_has_no_tf32_and_repeats_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:

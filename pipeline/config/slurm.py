@@ -152,6 +152,12 @@ def _roles(placement: PlacementConfig, gang: str) -> set[str]:
     return {role for role, name in placement.roles.items() if name == gang}
 
 
+def host_gang(config: SlurmConfig, gang: str) -> str | None:
+    """Return the gang whose nodes a gang runs on; None: the batch node."""
+    own = _of(config, gang)
+    return gang if own.nodes is not None else own.beside
+
+
 def cpus_per_worker(config: SlurmConfig, placement: PlacementConfig, gang: str, replica_ranks: int) -> int:
     """Return the number of CPUs that a worker is given."""
     given = _of(config, gang).cpus_per_worker
@@ -213,6 +219,10 @@ def slurm_placement_problems(config: SlurmConfig, placement: PlacementConfig, re
         needed, given = gpus_per_worker(_roles(placement, name), replica_ranks), gang.gpus_per_worker
         if config.gpus and given is not None and 0 < given < needed:
             yield Problem(f"{key}.gpus_per_worker", given, f"a worker of {name} has {needed} ranks: {needed}, or null")
+    for number, group in enumerate(placement.device_sharing if config.gpus else ()):
+        if len({host_gang(config, name) for name in group}) > 1:
+            need = f"gangs that share devices run on the same nodes: slurm.gangs.{group[1]}.beside={group[0]}"
+            yield Problem(f"placement.device_sharing.{number}", list(group), need)
 
 
 def _of(config: SlurmConfig, gang: str) -> SlurmGangConfig:

@@ -31,7 +31,7 @@ from distributed import Client, Nanny, Scheduler, SpecCluster, scheduler
 from distributed.protocol.pickle import dumps
 from distributed.security import Security
 
-from pipeline.config.devices import THIS_HOST, all_here, plan_devices, visible_devices
+from pipeline.config.devices import THIS_HOST, Worker, all_here, plan_devices, visible_devices
 from pipeline.config.errors import ConfigError
 from pipeline.config.open_files import allow_descriptors, descriptors_needed
 from pipeline.config.run import RunConfig
@@ -182,6 +182,14 @@ class Cluster:
         self.close()
 
 
+def shown_gpus(config: RunConfig, num_gpus: int, inherited: str | None) -> dict[Worker, str]:
+    """Return `CUDA_VISIBLE_DEVICES` for each worker of a run whose workers are all on this host. `inherited`: this
+    process's own."""
+    gangs, sharing = config.gangs(), config.placement.device_sharing
+    plan = plan_devices(gangs, config.replica_ranks, all_here(gangs), {THIS_HOST: num_gpus}, sharing)
+    return {worker: visible_devices(gpus, inherited) for worker, gpus in plan.items()}
+
+
 class LocalWorkers(Cluster):
     """A cluster whose worker processes are all on this host.
 
@@ -194,14 +202,12 @@ class LocalWorkers(Cluster):
 
     def __init__(self, config: RunConfig, num_gpus: int = 0) -> None:
         """`num_gpus`: number of this host's GPUs to divide among the workers."""
-        gangs = config.gangs()
-        plan = plan_devices(gangs, config.replica_ranks, all_here(gangs), {THIS_HOST: num_gpus})
-        inherited = os.environ.get("CUDA_VISIBLE_DEVICES")
+        shown = shown_gpus(config, num_gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
         security = Security.temporary()
         specs: dict[str, Any] = {}
-        for gang in gangs:
+        for gang in config.gangs():
             for index in range(gang.workers):
-                gpus = visible_devices(plan[gang.name, index], inherited) if num_gpus else None
+                gpus = shown[gang.name, index] if num_gpus else None
                 options = nanny_options(config, gang, index, security, shared=shares_cores(config), gpus=gpus)
                 options["env"] |= loopback_only()
                 specs[worker_name(gang.name, index)] = {"cls": Nanny, "options": {"host": "127.0.0.1", **options}}

@@ -14,13 +14,14 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.config.errors import ConfigError
+from pipeline.config.placement import PlacementConfig
 from pipeline.config.run import RunConfig
-from pipeline.config.slurm import SlurmConfig, SlurmGangConfig, cpus_per_worker, gpus_of_worker
+from pipeline.config.slurm import SlurmConfig, SlurmGangConfig, cpus_per_worker, gpus_of_worker, host_gang
 from stages.models.protocol import Role
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "slurm/run.sbatch"
@@ -59,7 +60,7 @@ def render(config: RunConfig, place: JobPlace) -> str:
         "COMMAND": shlex.join(start_command(config.slurm)),
         "FOLDER": shlex.quote(str(place.folder)),
         "ENVIRONMENT": "\n".join(_environment(config.slurm)),
-        "WORKERS": "\n".join(_workers(shape)),
+        "WORKERS": "\n".join(_workers(config.slurm, shape)),
         "RESTARTS": str(config.slurm.restarts),
         "IDLE": str(config.slurm.requeues_without_progress),
         "LEAD": str(config.slurm.signal_lead_s),
@@ -152,15 +153,22 @@ def _environment(slurm: SlurmConfig) -> Iterator[str]:
     yield from slurm.environment
 
 
-def _workers(shape: JobShape) -> Iterator[str]:
+def _workers(slurm: SlurmConfig, shape: JobShape) -> Iterator[str]:
+    """Yield a line per gang: its kind, its name, and srun's options.
+
+    Steps overlap. Each gets all CPUs of its nodes, and all of the job's GPUs there if its workers need any. Slurm binds
+    tasks to neither: NCCL does not use NVLink to a GPU that a control group hides from the process (NVIDIA/nccl#1066).
+    Each worker reports the GPUs that it sees, and the driver gives it some of them. There is no `--cpus-per-task`: with
+    it overlapping steps would get the same CPUs.
+    """
     for number, group in enumerate(shape.groups):
         where = f"--het-group={number}" if shape.heterogeneous else f"--relative={shape.first_node(group)}"
+        on_node = (group if shape.heterogeneous else _together(shape)).gpus
         for step in group.steps:
             counts = f"--nodes={group.nodes} --ntasks={step.workers} --ntasks-per-node={step.workers // group.nodes}"
-            # Steps that compute on CPUs share a node's: each would round its own up to whole cores.
-            gpus = f"--exact --gpus-per-task={step.gpus}" if step.gpus else "--overlap --gres=none"
+            gpus = f"{slurm.gres}:{on_node}" if step.gpus else "none"
             kind = "ranks" if step.ordered else "replicas"
-            yield f"{kind} {step.gang} {where} {counts} --cpus-per-task={step.cpus} {gpus}"
+            yield f"{kind} {step.gang} {where} {counts} --overlap --cpu-bind=none --gres={gpus}"
 
 
 def _sbatch_word(value: str) -> str:
@@ -223,19 +231,10 @@ class JobShape:
 
 
 def job_shape(config: RunConfig) -> JobShape:
-    """Return the nodes and resources that a run asks for, given a config without `run_problems`. Raises ConfigError for
-    gangs that share devices, since each step of a job has GPUs of its own."""
+    """Return the nodes and resources that a run asks for, given a config without `run_problems`."""
     slurm, used = config.slurm, {gang.name for gang in config.gangs()}
     gangs = [gang for gang in config.placement.gangs if gang in used]  # a critic's may be there, and no critic
-    if config.placement.device_sharing and slurm.gpus:
-        need = (
-            "the steps of a Slurm job have GPUs of their own, which no other step sees; leave it out, or, for a run on "
-            "CPUs, set slurm.gpus=false"
-        )
-        raise ConfigError(
-            "placement.device_sharing", f"given {[list(group) for group in config.placement.device_sharing]}; {need}"
-        )
-    hosts = {gang: _host(slurm, gang) for gang in gangs}
+    hosts = {gang: host_gang(slurm, gang) for gang in gangs}
     own = sorted({host for host in hosts.values() if host is not None}, key=lambda host: _rank(config, host))
     members = [[gang for gang in gangs if hosts[gang] == host] for host in own]
     on_batch_node = [gang for gang in gangs if hosts[gang] is None]
@@ -247,16 +246,10 @@ def job_shape(config: RunConfig) -> JobShape:
     return JobShape(tuple(groups), heterogeneous)
 
 
-def _host(slurm: SlurmConfig, gang: str) -> str | None:
-    """Return the gang whose nodes a gang runs on; None: the batch node."""
-    of_gang = slurm.gangs.get(gang) or SlurmGangConfig()
-    return gang if of_gang.nodes is not None else of_gang.beside
-
-
 def _rank(config: RunConfig, host: str) -> tuple[bool, int]:
     """Return the sort key of a node: the policy's nodes come first. Without a batch node of its own, the driver then
     runs beside the policy's ranks."""
-    policy = _host(config.slurm, config.placement.roles[Role.POLICY])
+    policy = host_gang(config.slurm, config.placement.roles[Role.POLICY])
     return host != policy, list(config.placement.gangs).index(host)
 
 
@@ -279,8 +272,16 @@ def _group(config: RunConfig, host: str | None, gangs: Sequence[str]) -> NodeGro
         nodes=nodes,
         steps=steps,
         cpus=sum(step.cpus * step.workers // nodes for step in steps),
-        gpus=sum(step.gpus * step.workers // nodes for step in steps),
+        gpus=_gpus_of_node({step.gang: step.gpus * step.workers // nodes for step in steps}, config.placement),
         partition=of_host.partition or slurm.partition,
         constraint=of_host.constraint or slurm.constraint,
         sbatch=tuple(of_host.sbatch),
     )
+
+
+def _gpus_of_node(needed: Mapping[str, int], placement: PlacementConfig) -> int:
+    """Return the number of GPUs of a node from each gang's number there. Gangs that share devices need the largest
+    number among them."""
+    sharing = {name for group in placement.device_sharing for name in group}
+    alone = sum(number for name, number in needed.items() if name not in sharing)
+    return alone + sum(max(needed.get(name, 0) for name in group) for group in placement.device_sharing)

@@ -4,6 +4,7 @@ Stageline: a job is there in a second."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -88,6 +89,25 @@ def test_a_node_where_stageline_does_not_start_is_named(slurm: SlurmCluster, tmp
     assert wait_for(slurm, job, "FAILED")["ExitCode"] == "2:0"
     wait_for_output(job, "node n2: Stageline does not start there: ")
     assert "/nowhere/bin/python: No such file" in job.output.read_text()
+
+
+def test_every_worker_sees_all_gpus_that_the_job_has_on_its_node(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Ranks reach one another by NVLink then, and gangs may share devices. Those that need no GPUs see none."""
+    gangs = ("placement.gangs.train.workers=2", "placement.gangs.generate.workers=4")
+    shared = (
+        "placement.device_sharing=[[generate,train]]",
+        "slurm.gangs={train: {nodes: 2}, generate: {beside: train}}",
+    )
+    config, job = submitted(slurm, tmp_path, "gpus", *gangs, *shared, "slurm.gpus=true")
+    until(lambda: job.output.read_text().count(" sees GPUs ") == 7, "all workers are there", every_s=0.1)
+    seen = re.findall(r"(\w+) (\d) on (n\d) sees GPUs ([\d,]*);", job.output.read_text())
+    end(config, 0)
+    assert wait_for(slurm, job, "COMPLETED")["ExitCode"] == "0:0"
+    gpus = {(gang, index): found for gang, index, _, found in seen}
+    nodes = {(gang, index): node for gang, index, node, _ in seen}
+    workers = [("train", "0"), ("train", "1"), *(("generate", str(index)) for index in range(4))]
+    assert gpus == dict.fromkeys(workers, "0,1") | {("score", "0"): ""}
+    assert nodes["train", "0"] == nodes["generate", "0"] != nodes["train", "1"] == nodes["generate", "3"]
 
 
 def test_a_worker_that_is_killed_is_started_again(slurm: SlurmCluster, tmp_path: Path) -> None:

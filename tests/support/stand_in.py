@@ -19,7 +19,9 @@ def main(command: str, place: str, *options: str) -> None:
     run = Path(place).parents[1] if command == "job" else Path(place)
     attempt = os.environ.get("SLURM_RESTART_COUNT", "0")
     if command == "worker":
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         print("worker there", flush=True)
+        print(f"{' '.join(options[1::2])} on {os.environ['SLURMD_NODENAME']} sees GPUs {gpus};", flush=True)
         while not (run / f"ended-{attempt}").exists():
             time.sleep(0.05)
         return

@@ -71,6 +71,11 @@ def test_what_cannot_work_is_refused(change: str, key: str, need: str) -> None:
             "slurm.gangs.generate.gpus_per_worker",
             "a worker of generate has 2 ranks",
         ),
+        (
+            ("placement.device_sharing=[[generate,train]]", "slurm.gangs={train: {nodes: 1}, generate: {nodes: 1}}"),
+            "placement.device_sharing.0",
+            "on the same nodes: slurm.gangs.train.beside=generate",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(changes: tuple[str, ...], key: str, need: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config
 from pipeline.config.run import RunConfig
-from pipeline.launch.script import NodeGroup, Step, job_shape
+from pipeline.launch.script import JobPlace, NodeGroup, Step, job_shape, render
 from tests.support.paths import TINY
 
 TWO_RANKS = ("placement.gangs.train.workers=2", "placement.gangs.train.threads=3", "slurm.driver_cpus=2")
@@ -100,10 +102,30 @@ def test_without_gpus_none_is_asked_for() -> None:
     assert {one.gpus for one in job_shape(load(*THREE_NODES, *TWO_RANKS, "slurm.gpus=false")).groups} == {0}
 
 
-def test_steps_of_a_job_have_no_gpus_in_turn() -> None:
-    device_sharing = "placement.device_sharing=[[generate,train]]"
-    with pytest.raises(
-        ConfigError, match=r"placement\.device_sharing: given \[\['generate', 'train'\]\].*slurm\.gpus=false"
-    ):
-        job_shape(load(device_sharing))
-    assert job_shape(load(device_sharing, "slurm.gpus=false")).nodes == 1
+def test_gangs_that_share_devices_need_the_gpus_of_the_largest() -> None:
+    shares = ("placement.device_sharing=[[generate,train]]", "placement.gangs.generate.workers=3", *TWO_RANKS)
+    assert [one.gpus for one in job_shape(load(*shares)).groups] == [3]
+    two_nodes = "slurm.gangs={train: {nodes: 2}, generate: {beside: train}}"
+    shares = (shares[0], "placement.gangs.generate.workers=4", *TWO_RANKS, two_nodes)
+    assert {group.steps[0].gang: group.gpus for group in job_shape(load(*shares)).groups} == {"generate": 2, "score": 0}
+
+
+def test_a_step_is_given_all_gpus_of_its_nodes_and_binds_no_task_to_some() -> None:
+    """A rank that does not see its peers' GPUs reaches them over PCIe instead of NVLink."""
+    script = written("placement.gangs.generate.workers=2", *TWO_RANKS)
+    lines = {line.split()[1]: line for line in script.splitlines() if line.startswith(("ranks ", "replicas "))}
+    for gang in ("train", "generate"):
+        assert lines[gang].split()[-1] == "--gres=gpu:4"
+    assert lines["score"].split()[-1] == "--gres=none"
+    assert not re.search("gpu-bind|gpus-per-task|tres-per-task|--exact", "".join(lines.values()))
+
+
+def test_the_nodes_of_a_plain_job_are_alike_and_so_are_the_gpus_of_its_steps() -> None:
+    script = written("engine.tensor_parallel=2", "slurm.gres=gpu:h100", *THREE_NODES, *TWO_RANKS, "slurm.job=plain")
+    found = re.findall(r"^(?:ranks|replicas) (\w+) .* --gres=(.*)$", script, re.MULTILINE)
+    assert dict(found) == {"train": "gpu:h100:2", "generate": "gpu:h100:2", "score": "none"}
+    assert "--gres=gpu:h100:2" in next(line for line in script.splitlines() if "#SBATCH --nodes" in line)
+
+
+def written(*changes: str) -> str:
+    return render(load(*changes), JobPlace("a run", "run", "/runs/run", Path("/"), Path("/output")))

@@ -26,7 +26,7 @@ from distributed import Client, LocalCluster, get_worker
 
 from benchmarks.harness import arguments, measured_load, report, write_json
 from pipeline.graph.migration import MigrationPlanner
-from pipeline.workers.messages import MIGRATIONS, MigrationDone, MigrationOrder, RowsReport, WorkerSpec, rows_from_json
+from pipeline.workers.messages import REPORTS, MigrationDone, MigrationOrder, Report, RowsReport, WorkerSpec
 from pipeline.workers.replica_rows import ReplicaRows
 from pipeline.workers.row_migration import open_for_rows, order_migration
 from stages.engines.config import EngineConfig
@@ -38,6 +38,7 @@ from stages.engines.protocol import Request
 from stages.engines.row_loads import MigrationRequest
 from stages.models.config import SamplingConfig
 from stages.models.spec import RANDOM_TINY
+from storage import codec
 
 MODEL = Path("assets/smollm2-135m-instruct")
 SLOTS, BELOW = 16, 5
@@ -88,7 +89,7 @@ def build(index: int, path: str, max_seq: int) -> None:
     worker = get_worker()
     worker.replica = Replica(path, max_seq)
     spec = WorkerSpec("bench", index, 1, 0, "", "", "")
-    open_for_rows(worker, spec, ReplicaRows(worker.replica, SLOTS + 1, silence_s=30.0))
+    open_for_rows(worker, spec, ReplicaRows(worker.replica, SLOTS + 1, timeout_s=30.0))
 
 
 def start(requests: list[Request], passes: int) -> None:
@@ -192,8 +193,8 @@ def run_tail(pair: Pair, number: int, tail: Sequence[Sequence[int]], below: int)
             tails.arrived(news.number, news.num_bytes, news.seconds)
             moved += news.num_rows
         else:
-            tails.update_load(news.index, news.here)
-            if not free and not news.here.rows:
+            tails.update_load(news.index, news.load)
+            if not free and not news.load.rows:
                 free = time.perf_counter() - began
         for order, move in tails.next_migrations([0, 1], []):
             target = pair.addresses[move.target]
@@ -212,7 +213,7 @@ def two_replicas(path: str, max_seq: int) -> Iterator[Pair]:
         Client(cluster) as client,
     ):
         pair = Pair(client, sorted(client.scheduler_info(n_workers=-1)["workers"]))
-        client.subscribe_topic(MIGRATIONS, lambda event: pair.news.put(rows_from_json(event[1])))
+        client.subscribe_topic(REPORTS, lambda event: pair.news.put(codec.decode(Report, event[1])))
         for index in range(2):
             pair.call(index, build, index, path, max_seq)
         yield pair

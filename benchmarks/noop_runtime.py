@@ -38,4 +38,4 @@ class NoopRuntime(Runtime):
             commit = Commit(call.address, new_attempt(), None, 0, {}, provenance, time.time(), metrics)
             found = self._ledger.commit(commit)
         ref = None if found is None else found.ref()
-        return Outcome(call.address, ref, self._spec.name, self._spec.index, started, time.time(), 0.0)
+        return Outcome(call.address, call.attempt, ref, self._spec.name, self._spec.index, started, time.time(), 0.0)

@@ -128,7 +128,7 @@ def measure(path: Path, dtype: str, repeats: int) -> tuple[list[tuple[str, ...]]
 
 def open_mirror(board: str) -> None:
     worker = get_worker()
-    worker.mirror = WeightMirror(worker, MirrorSpec(board, "there", timeout_s=60.0, silence_s=30.0))
+    worker.mirror = WeightMirror(worker, MirrorSpec(board, "there", timeout_s=60.0, message_timeout_s=30.0))
     worker.mirror.open()
 
 

@@ -38,8 +38,9 @@ from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Gang, GraphSpec, Node, run_nodes
 from pipeline.observe.journal import Journal
-from pipeline.workers.messages import OUTCOMES, Built, Call, Outcome, WorkerSpec, outcome_to_json
+from pipeline.workers.messages import REPORTS, Built, Call, Outcome, WorkerSpec
 from stages.models.protocol import Role
+from storage import codec
 from storage.address import Ref
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -165,8 +166,10 @@ class SimulatedCluster:
         call = cast(Call, what)
         index = int(call.worker.rpartition("-")[2])
         now = time.time()
-        outcome = Outcome(call.address, Ref(call.address, call.attempt), call.worker, index, now, now, 0.0)
-        self._topics[OUTCOMES]((now, outcome_to_json(call.attempt, outcome)))
+        outcome = Outcome(
+            call.address, call.attempt, Ref(call.address, call.attempt), call.worker, index, now, now, 0.0
+        )
+        self._topics[REPORTS]((now, codec.encode(outcome)))
         return SimulatedFuture(key, None)
 
     def scheduler_info(self, n_workers: int) -> dict[str, dict[str, dict[str, object]]]:

@@ -376,7 +376,7 @@ def retried(act: Callable[[], Answer], path: str, retry_s: float) -> Answer:
         pause_s = min(2 * pause_s, _LONGEST_S)
 
 
-def may_pass(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Return True if the same work may succeed later: after StoreUnavailable, or an OSError of `TRANSIENT` that was not
     retried."""
     return isinstance(error, StoreUnavailable) or (isinstance(error, OSError) and error.errno in TRANSIENT)

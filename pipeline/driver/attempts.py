@@ -191,16 +191,16 @@ class Attempts:
 
     # ---- Events ----------------------------------------------------------------------------------------------------
 
-    def reported(self, name: str, outcome: Outcome) -> None:
-        """Handle the report that a worker finished the attempt called `name`."""
+    def reported(self, outcome: Outcome) -> None:
+        """Handle a worker's report that it finished an attempt."""
         attempt = self._attempts.get(outcome.address)
-        if attempt is not None and attempt.name == name:
+        if attempt is not None and attempt.name == outcome.attempt:
             attempt.outcome = outcome
             self._judge(attempt)
             return
         for worker, abandoned in self._abandoned.items():
             attempt = abandoned.get(outcome.address)
-            if attempt is not None and attempt.name == name:
+            if attempt is not None and attempt.name == outcome.attempt:
                 self._came_back(worker, attempt, outcome)
                 return
 

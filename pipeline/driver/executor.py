@@ -1,7 +1,7 @@
 """Run the graph on Dask: one loop that submits nodes, waits for them, and submits lost ones again.
 
     driver thread, one loop:
-      consumes         notices: a worker's outcome, a replica's rows, a future that ended, a process that ended
+      consumes         notices: a worker's report, a future that ended, a process that ended
       waits for        the next notice, or until the next check of the deadlines
       is unblocked by  Dask's client thread, which only puts notices into a queue
       carries out      the instructions of Dispatch, which decides what runs next
@@ -45,20 +45,15 @@ from pipeline.graph.graph import Gang, Node
 from pipeline.observe.journal import Journal
 from pipeline.workers.attached import REFUSALS, JoinRefused
 from pipeline.workers.messages import (
-    FAILURES,
-    MIGRATIONS,
-    OUTCOMES,
-    SLEEP_REPORTS,
+    REPORTS,
     MigrationDone,
     Outcome,
     RankFailure,
+    Report,
     RowsReport,
     SleepReport,
-    failure_from_json,
-    outcome_from_json,
-    rows_from_json,
-    sleep_report_from_json,
 )
+from storage import codec
 from storage.address import Address
 
 _LONGEST_LOOK_S = 5.0
@@ -77,49 +72,13 @@ class _Ended:
 
 
 @dataclass(frozen=True)
-class _Reported:
-    """The outcome of a finished call."""
-
-    attempt: str
-    outcome: Outcome
-
-
-@dataclass(frozen=True)
 class _Removed:
     """The end of a worker process, by its Dask address."""
 
     process: str
 
 
-@dataclass(frozen=True)
-class _RowsReported:
-    """A replica's report of its rows or of a migration."""
-
-    report: RowsReport | MigrationDone
-
-
-@dataclass(frozen=True)
-class _SleepReported:
-    """A worker's report that it freed its devices, or failed to."""
-
-    report: SleepReport
-
-
-@dataclass(frozen=True)
-class _RankFailed:
-    """An error on a rank other than 0."""
-
-    failure: RankFailure
-
-
-@dataclass(frozen=True)
-class _Refused:
-    """The refusal of a worker that asked to join."""
-
-    refusal: JoinRefused
-
-
-_Notice = _Ended | _Reported | _Removed | _RowsReported | _SleepReported | _RankFailed | _Refused
+_Notice = _Ended | _Removed | JoinRefused | Report
 
 
 class Executor:
@@ -174,10 +133,7 @@ class Executor:
     def start(self) -> None:
         """Begin to build every worker. Each gets nodes as soon as it is up."""
         self._client.subscribe_topic(_PROCESSES, self._on_process)
-        self._client.subscribe_topic(OUTCOMES, self._on_outcome)
-        self._client.subscribe_topic(FAILURES, self._on_failure)
-        self._client.subscribe_topic(MIGRATIONS, self._on_rows)
-        self._client.subscribe_topic(SLEEP_REPORTS, self._on_sleep)
+        self._client.subscribe_topic(REPORTS, self._on_report)
         self._client.subscribe_topic(REFUSALS, self._on_refusal)
         self._started = True
         self._supervision.start()
@@ -195,8 +151,8 @@ class Executor:
                 continue
             self._migration.order_moves()
             match self._next_notice():
-                case _Reported(attempt, outcome):
-                    self._attempts.reported(attempt, outcome)
+                case Outcome() as outcome:
+                    self._attempts.reported(outcome)
                 case _Ended(future, worker, address) if address is not None:
                     self._attempts.future_ended(worker, address, future)
                 case _Ended(future, worker):
@@ -206,14 +162,14 @@ class Executor:
                             self._on_replaced()
                 case _Removed(process):
                     self._supervision.process_ended(process)
-                case _Refused(refusal):
+                case JoinRefused() as refusal:
                     self._supervision.refused(refusal)
-                case _RankFailed(failure):
+                case RankFailure() as failure:
                     self._attempts.rank_failed(failure)
-                case _RowsReported(report):
+                case RowsReport() | MigrationDone() as report:
                     self._attempts.release_slots((report.gang, report.index), self._migration.reported(report))
-                case _SleepReported(rested):
-                    self._device_sharing.reported(rested)
+                case SleepReport() as report:
+                    self._device_sharing.reported(report)
             if self._now >= self._look_again:
                 self._look_again = self._now + self._longest_wait_s
                 self._supervision.check_deadlines()
@@ -245,7 +201,7 @@ class Executor:
         self._weights.remove()
         self._attempts.close()
         self._supervision.close()
-        for topic in (_PROCESSES, OUTCOMES, FAILURES, MIGRATIONS, SLEEP_REPORTS, REFUSALS):
+        for topic in (_PROCESSES, REPORTS, REFUSALS):
             self._client.unsubscribe_topic(topic)
         self._started = False
 
@@ -271,25 +227,13 @@ class Executor:
         notice = _Ended(future, worker, address)
         future.add_done_callback(lambda _: self._notices.put(notice))
 
-    def _on_outcome(self, event: tuple[float, str]) -> None:
-        """Queue a worker's outcome (called in the client's thread)."""
-        self._notices.put(_Reported(*outcome_from_json(event[1])))
-
-    def _on_failure(self, event: tuple[float, str]) -> None:
-        """Queue a rank's error (called in the client's thread)."""
-        self._notices.put(_RankFailed(failure_from_json(event[1])))
+    def _on_report(self, event: tuple[float, str]) -> None:
+        """Queue a worker's report (called in the client's thread)."""
+        self._notices.put(codec.decode(Report, event[1]))
 
     def _on_refusal(self, event: tuple[float, dict[str, Any]]) -> None:
         """Queue the scheduler's report of a worker that it refused (called in the client's thread)."""
-        self._notices.put(_Refused(JoinRefused(**event[1])))
-
-    def _on_rows(self, event: tuple[float, str]) -> None:
-        """Queue a replica's report (called in the client's thread)."""
-        self._notices.put(_RowsReported(rows_from_json(event[1])))
-
-    def _on_sleep(self, event: tuple[float, str]) -> None:
-        """Queue a worker's sleep report (called in the client's thread)."""
-        self._notices.put(_SleepReported(sleep_report_from_json(event[1])))
+        self._notices.put(JoinRefused(**event[1]))
 
     def _on_process(self, event: tuple[float, object]) -> None:
         """Queue the scheduler's report of a process that ended (called in the client's thread)."""

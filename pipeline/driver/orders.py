@@ -27,7 +27,7 @@ from pipeline.graph.device_sharing import Pass
 from pipeline.graph.migration import MigrationPlanner
 from pipeline.observe.journal import EventKind
 from pipeline.workers.messages import (
-    LONGEST_SILENCE_S,
+    MESSAGE_TIMEOUT_S,
     MigrationDone,
     MigrationOrder,
     MirrorSpec,
@@ -51,7 +51,7 @@ def mirror_spec(context: Context, gang: str) -> MirrorSpec | None:
         board=settings.boards[gang],
         publisher=worker_name(context.gang_with(Role.POLICY), 0),
         timeout_s=min(settings.start_timeout_s, settings.deadline_s / 3),  # well before the node is overdue
-        silence_s=min(LONGEST_SILENCE_S, settings.deadline_s / 4),
+        message_timeout_s=min(MESSAGE_TIMEOUT_S, settings.deadline_s / 4),
     )
 
 
@@ -150,14 +150,14 @@ class MigrationOrders:
         if not self._supervision.is_present(worker, report.incarnation):
             return ()
         if isinstance(report, RowsReport):
-            self._migration_planner.update_load(report.index, report.here)
+            self._migration_planner.update_load(report.index, report.load)
         else:
             self._migration_planner.arrived(report.number, report.num_bytes, report.seconds)
             detail = f"{report.num_rows} rows, {report.num_bytes} bytes of keys and values, {report.seconds:.3f} s"
             detail += f"; refused: {report.refusal}" if report.refusal is not None else ""
             name = self._supervision.spec(worker).name
             self._context.journal.now(EventKind.ROWS_MOVED, gang=report.gang, worker=name, detail=detail)
-        return report.away
+        return report.waiting
 
     def worker_down(self, worker: WorkerKey) -> None:
         """Forget the rows of a worker that is lost or a suspect."""

@@ -52,7 +52,7 @@ from pipeline.workers.messages import (
     worker_name,
 )
 from stages.models.protocol import RanksMissing
-from storage.files import may_pass
+from storage.files import is_transient
 
 LOST = (KilledWorker, WorkerLost, RanksMissing, CancelledError, CommClosedError, NoWorkerError, NoValidWorkerError)
 """Errors of a future whose process, or a peer's, is lost. The stage is not to blame."""
@@ -64,11 +64,11 @@ PEER_GRACE_S = 5.0
 class RankError(Exception):
     """An error of a rank other than 0. Only its class name and text reach the driver."""
 
-    def __init__(self, name: str, text: str, passing: bool = False) -> None:
+    def __init__(self, name: str, text: str, transient: bool = False) -> None:
         super().__init__(name, text)
         self.name = name
         self.text = text
-        self.passing = passing
+        self.transient = transient
         """True if a later attempt may succeed."""
 
 
@@ -113,14 +113,14 @@ def error_of_rank(failure: RankFailure) -> BaseException:
         case FailureKind.MISSING:
             return RanksMissing(str(failure.address), failure.missing, failure.text)
         case FailureKind.PEER:
-            return DisturbedRank(failure.error, failure.text, failure.passing)
+            return DisturbedRank(failure.error, failure.text, failure.transient)
         case FailureKind.OWN:
-            return RankError(failure.error, failure.text, failure.passing)
+            return RankError(failure.error, failure.text, failure.transient)
 
 
 def passes(error: BaseException) -> bool:
     """Return True if a later attempt may succeed, since the stage is not to blame."""
-    return error.passing if isinstance(error, RankError) else may_pass(error)
+    return error.transient if isinstance(error, RankError) else is_transient(error)
 
 
 def back_off_s(times: int) -> float:

@@ -20,10 +20,11 @@ from distributed import get_worker
 from distributed.comm import get_address_host
 
 from pipeline.workers.gang_calls import PassedOn, open_for_calls, outliers
-from pipeline.workers.messages import OUTCOMES, Built, Call, Outcome, WorkerLost, WorkerSpec, outcome_to_json
+from pipeline.workers.messages import REPORTS, Built, Call, Outcome, WorkerLost, WorkerSpec
 from pipeline.workers.orders import accept_refit_orders, accept_sleep_orders
 from pipeline.workers.row_migration import open_for_rows
 from pipeline.workers.weight_transfer import Fetcher, WeightMirror
+from storage import codec
 from storage.address import Address, Ref
 from storage.ledger import Ledger
 
@@ -154,7 +155,7 @@ def run_node_task(call: Call, *parents: object) -> Ref | None:
     passed_on = PassedOn(get_worker(), call)
     outcome = run_node(call)
     outcome = replace(outcome, peers=outliers(outcome, passed_on.outcomes()))
-    get_worker().log_event(OUTCOMES, outcome_to_json(call.attempt, outcome))
+    get_worker().log_event(REPORTS, codec.encode(outcome))
     return outcome.ref
 
 

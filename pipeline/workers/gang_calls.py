@@ -20,7 +20,8 @@ from typing import Any
 
 from distributed import Worker
 
-from pipeline.workers.messages import FAILURES, Call, Outcome, RankFailure, WorkerLost, failure_to_json, worker_name
+from pipeline.workers.messages import REPORTS, Call, Outcome, RankFailure, WorkerLost, worker_name
+from storage import codec
 
 RUN = "stageline_run_call"
 """Name of the Dask handler."""
@@ -34,7 +35,7 @@ class PeerFailed(RuntimeError):
 def open_for_calls(worker: Worker, run: Callable[[Call], Outcome]) -> None:
     """Let rank 0 run calls in this process, one after another."""
 
-    async def answer(call: bytes) -> dict[str, bytes]:
+    async def answer(call: bytes) -> dict[str, str]:
         sent: Call = pickle.loads(call)
         running = asyncio.get_running_loop().run_in_executor(worker.executors["default"], run, sent)
         await asyncio.wait([running])
@@ -43,7 +44,7 @@ def open_for_calls(worker: Worker, run: Callable[[Call], Outcome]) -> None:
             traceback.print_exception(error)  # into the log, as Dask does for tasks
             _report(worker, sent, error)
             return {}
-        return {"outcome": pickle.dumps(running.result())}
+        return {"outcome": codec.encode(running.result())}
 
     worker.handlers[RUN] = answer
 
@@ -79,11 +80,11 @@ async def _ask(worker: Worker, address: str, call: Call) -> Outcome | None:
     except (OSError, AttributeError):  # the process has died, or was restarted and is not built yet
         _report(worker, call, WorkerLost(call.worker, call.incarnation))
         return None
-    return pickle.loads(answer["outcome"]) if "outcome" in answer else None
+    return codec.decode(Outcome, answer["outcome"]) if "outcome" in answer else None
 
 
 def _report(worker: Worker, call: Call, error: BaseException) -> None:
-    worker.log_event(FAILURES, failure_to_json(RankFailure.of(call, error)))
+    worker.log_event(REPORTS, codec.encode(RankFailure.of(call, error)))
 
 
 def outliers(first: Outcome, others: Sequence[Outcome]) -> tuple[Outcome, ...]:

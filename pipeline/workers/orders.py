@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterable
 
 from distributed import Client, Worker
 
-from pipeline.workers.messages import SLEEP_REPORTS, SleepReport, WorkerSpec, sleep_report_to_json
+from pipeline.workers.messages import REPORTS, SleepReport, WorkerSpec
 from pipeline.workers.weight_transfer import notify
+from storage import codec
 from storage.errors import StoreError
 
 TAKE = "stageline_take_weights"
@@ -76,7 +77,7 @@ def accept_sleep_orders(worker: Worker, spec: WorkerSpec, sleep: Callable[[], No
                 last = number
             seconds = time.monotonic() - started
             report = SleepReport(spec.gang, spec.index, spec.incarnation, number, seconds, error)
-            worker.log_event(SLEEP_REPORTS, sleep_report_to_json(report))
+            worker.log_event(REPORTS, codec.encode(report))
 
     async def start(number: int) -> None:
         threading.Thread(target=act, args=(number,), name="rest", daemon=True).start()

@@ -24,7 +24,7 @@ from pipeline.config.sections import collective_timeout_s
 from pipeline.graph.graph import STAGE_ROLES, made_from
 from pipeline.workers.attached import clear_exit_reason, write_exit_reason
 from pipeline.workers.bookkeeping import Clock
-from pipeline.workers.messages import LONGEST_SILENCE_S, Call, WorkerSpec
+from pipeline.workers.messages import MESSAGE_TIMEOUT_S, Call, WorkerSpec
 from pipeline.workers.replica_rows import ReplicaRows
 from pipeline.workers.updates import ExactlyOnceUpdates
 from pipeline.workers.versioned_engine import VersionedEngine
@@ -211,8 +211,8 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
             parts.numerics["engine.device"] = engine.device
         parts.engine = VersionedEngine(engine, parts.board, in_flight=in_flight, fetch=parts.fetch)
         if config.cluster.migrate_rows_below:
-            silence_s = min(LONGEST_SILENCE_S, config.cluster.deadline_s / 4)
-            parts.rows = ReplicaRows(parts.engine, config.cluster.migrate_rows_below, silence_s)
+            message_timeout_s = min(MESSAGE_TIMEOUT_S, config.cluster.deadline_s / 4)
+            parts.rows = ReplicaRows(parts.engine, config.cluster.migrate_rows_below, message_timeout_s)
     if gang.ordered:
         parts.updates = _build_updates(parts, _build_host(config, spec, gang.roles & MODEL_ROLES), same_layout)
         parts.numerics |= parts.updates.host.numerics()

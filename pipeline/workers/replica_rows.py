@@ -26,10 +26,10 @@ class Shard:
 class ReplicaRows:
     """Tracks where the rows of the shards of this process are. Adds that to the engine's `MigratableRows`."""
 
-    def __init__(self, engine: VersionedEngine, below: int, silence_s: float) -> None:
-        """`below`: report the rows here to the driver while there are fewer than this. `silence_s`: seconds without a
+    def __init__(self, engine: VersionedEngine, below: int, timeout_s: float) -> None:
+        """`below`: report the rows here to the driver while there are fewer than this. `timeout_s`: seconds without a
         message after which a replica that accepted rows counts as lost."""
-        self.engine, self.silence_s = engine, silence_s
+        self.engine, self.timeout_s = engine, timeout_s
         self._below = below
         self._lock = threading.Lock()
         """Guards the fields below. No method of the engine is called under it."""
@@ -51,19 +51,19 @@ class ReplicaRows:
                 self._shards.remove(shard)
 
     @property
-    def away(self) -> tuple[Address, ...]:
-        """The nodes whose unfinished rows are all in other replicas."""
+    def waiting(self) -> tuple[Address, ...]:
+        """The nodes that only wait for rows on other replicas."""
         with self._lock:
             gone = set(self._elsewhere.values())
             return tuple(s.address for s in self._shards if s.keys & gone and not s.keys & self._here)
 
     def watch(self, report: Callable[[EngineLoad, tuple[Address, ...]], None]) -> None:
-        """Report the rows here, and `away`, whenever they change and there are fewer than `below`."""
+        """Report the rows here, and `waiting`, whenever they change and there are fewer than `below`."""
 
         def listen(here: EngineLoad) -> None:
             with self._lock:
                 self._here = frozenset(row.key for row in here.rows)
-            report(here, self.away)
+            report(here, self.waiting)
 
         self.engine.watch_load(self._below, listen)
 

@@ -28,7 +28,8 @@ from distributed import Client, Status, Worker
 from distributed.comm import Comm, connect
 from distributed.protocol import to_serialize
 
-from pipeline.workers.messages import MIGRATIONS, MigrationDone, MigrationOrder, RowsReport, WorkerSpec, rows_to_json
+from pipeline.workers.messages import REPORTS, MigrationDone, MigrationOrder, RowsReport, WorkerSpec
+from storage import codec
 
 if TYPE_CHECKING:  # they import torch, which the driver does not load
     from pipeline.workers.replica_rows import ReplicaRows
@@ -55,7 +56,7 @@ def open_for_rows(worker: Worker, spec: WorkerSpec, rows: ReplicaRows) -> None:
     sending: set[asyncio.Task[None]] = set()
 
     def report(message: RowsReport | MigrationDone) -> None:
-        worker.log_event(MIGRATIONS, rows_to_json(message))
+        worker.log_event(REPORTS, codec.encode(message))
 
     async def migrate(order: bytes) -> None:
         sent: MigrationOrder = pickle.loads(order)
@@ -69,7 +70,7 @@ def open_for_rows(worker: Worker, spec: WorkerSpec, rows: ReplicaRows) -> None:
         return Status.dont_reply
 
     worker.handlers |= {MIGRATE: migrate, ACCEPT: accept}
-    rows.watch(lambda here, away: report(RowsReport(spec.gang, spec.index, spec.incarnation, here, away)))
+    rows.watch(lambda load, waiting: report(RowsReport(spec.gang, spec.index, spec.incarnation, load, waiting)))
 
 
 async def _send(
@@ -83,16 +84,16 @@ async def _send(
 
     def done(num_rows: int, seconds: float, refusal: str | None = None) -> None:
         numbers = (order.number, order.gang, order.index, order.incarnation)
-        report(MigrationDone(*numbers, num_rows, num_bytes if num_rows else 0, seconds, rows.away, refusal))
+        report(MigrationDone(*numbers, num_rows, num_bytes if num_rows else 0, seconds, rows.waiting, refusal))
 
     answered = False
     try:
         if left:
-            comm = await connect(order.target, timeout=rows.silence_s, **worker.connection_args)
+            comm = await connect(order.target, timeout=rows.timeout_s, **worker.connection_args)
             started = time.perf_counter()
-            await asyncio.wait_for(comm.write({"op": ACCEPT, "migrated": to_serialize(migrated)}), rows.silence_s)
+            await asyncio.wait_for(comm.write({"op": ACCEPT, "migrated": to_serialize(migrated)}), rows.timeout_s)
             del migrated
-            answer = await asyncio.wait_for(comm.read(), rows.silence_s)
+            answer = await asyncio.wait_for(comm.read(), rows.timeout_s)
             refusal = answer.get("refused")
             if refusal is None:
                 done(len(left), time.perf_counter() - started)
@@ -116,7 +117,7 @@ async def _collect(comm: Comm, rows: ReplicaRows, left: set[int]) -> None:
     """Return finished rows to their callers until none is left. Raises OSError or TimeoutError if the target is
     lost."""
     while left:
-        message = await asyncio.wait_for(comm.read(), rows.silence_s)
+        message = await asyncio.wait_for(comm.read(), rows.timeout_s)
         for ticket, completion in message["finished"]:
             if completion is None:
                 await asyncio.to_thread(rows.give_back, [ticket])

@@ -51,7 +51,9 @@ class StageRuntime(Runtime):
                 commit = binding.run(self.parts, call)
         ref = commit.ref() if commit is not None and (spec.size == 1 or spec.index == 0) else None
         warned, self.parts.warnings = tuple(self.parts.warnings), []
-        return Outcome(call.address, ref, spec.name, spec.index, started, time.time(), clock.seconds, warned)
+        return Outcome(
+            call.address, call.attempt, ref, spec.name, spec.index, started, time.time(), clock.seconds, warned
+        )
 
     def _commit_once(self, call: Call, binding: Computed) -> Commit | None:
         """Return the node's commit; compute and commit its output first if it has none."""

@@ -270,7 +270,7 @@ class WeightMirror:
         publisher has no such version."""
         with _lost_if_it_fails(self._spec.publisher, False):
             identity = self._worker.scheduler.identity()
-            workers = (await asyncio.wait_for(identity, self._spec.silence_s))["workers"]
+            workers = (await asyncio.wait_for(identity, self._spec.message_timeout_s))["workers"]
         address = next((a for a, worker in workers.items() if worker["name"] == self._spec.publisher), None)
         if address is None:
             raise _SourceLost(f"{self._spec.publisher} is not there", False)
@@ -285,13 +285,13 @@ class WeightMirror:
 
     @asynccontextmanager
     async def _connected(self, address: str, question: dict[str, Any], *, redirected: bool) -> AsyncIterator[_Source]:
-        silence_s = self._spec.silence_s
+        message_timeout_s = self._spec.message_timeout_s
         with _lost_if_it_fails(address, redirected):
-            comm = await connect(address, timeout=min(_CONNECT_S, silence_s), **self._worker.connection_args)
+            comm = await connect(address, timeout=min(_CONNECT_S, message_timeout_s), **self._worker.connection_args)
         try:
             with _lost_if_it_fails(address, redirected):
                 await comm.write({"op": SEND, **question})
-                answer = await asyncio.wait_for(comm.read(), silence_s)
+                answer = await asyncio.wait_for(comm.read(), message_timeout_s)
             if answer is None:  # its process has just been started
                 raise _SourceLost(f"{address} does not send weights yet", redirected)
             if "missing" in answer:
@@ -312,7 +312,7 @@ class WeightMirror:
                         num_bytes = min(PIECE_BYTES, total - asked)
                         await source.comm.write({"offset": asked, "num_bytes": num_bytes})
                         asked += num_bytes
-                    answer = await asyncio.wait_for(source.comm.read(), self._spec.silence_s)
+                    answer = await asyncio.wait_for(source.comm.read(), self._spec.message_timeout_s)
                 if "missing" in answer:
                     raise _SourceLost(answer["missing"], source.redirected)
                 if incoming.manifest.version in self._unread:

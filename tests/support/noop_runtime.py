@@ -54,7 +54,7 @@ class NoopRuntime(Runtime):
     def run(self, call: Call) -> Outcome:
         started, commit = time.time(), self._committed(call)
         ref = None if commit is None else commit.ref()
-        return Outcome(call.address, ref, self.spec.name, self.spec.index, started, time.time(), 0.0)
+        return Outcome(call.address, call.attempt, ref, self.spec.name, self.spec.index, started, time.time(), 0.0)
 
     def _committed(self, call: Call) -> Commit | None:
         """Return the node's commit; None on ranks that do not commit it."""

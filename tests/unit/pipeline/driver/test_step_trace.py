@@ -19,7 +19,7 @@ def ran(history: History, step: int, stages: set[str]) -> list[tuple[Node, Outco
     for node in step_nodes(history.spec, step):
         commit = history.ledger.find(node.address)
         if node.stage in stages and commit is not None:
-            found.append((node, Outcome(node.address, commit.ref(), "w-0", 0, 1.0, 2.0, 0.0)))
+            found.append((node, Outcome(node.address, "a0", commit.ref(), "w-0", 0, 1.0, 2.0, 0.0)))
     return found
 
 

@@ -27,7 +27,7 @@ class CountingRuntime(Runtime):
 
     def run(self, call: Call) -> Outcome:
         self.calls.append(call)
-        return Outcome(call.address, Ref(call.address, "a0"), SPEC.name, SPEC.index, 1.0, 2.0, 0.5)
+        return Outcome(call.address, call.attempt, Ref(call.address, "a0"), SPEC.name, SPEC.index, 1.0, 2.0, 0.5)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> CountingRuntime:
 
 @pytest.mark.parametrize(
     "message",
-    [SPEC, CALL, Outcome(CALL.address, Ref(CALL.address, "a0", {"m": 1.0}), "train-1", 1, 1.0, 2.0, 0.5)],
+    [SPEC, CALL, Outcome(CALL.address, "a0", Ref(CALL.address, "a0", {"m": 1.0}), "train-1", 1, 1.0, 2.0, 0.5)],
 )
 def test_messages_survive_the_wire(message: object) -> None:
     assert pickle.loads(pickle.dumps(message)) == message

@@ -140,8 +140,8 @@ def test_shards_that_only_wait_are_known(replicas: tuple[VersionedEngine, Versio
     source, target = replicas
     run(target, requests(1, version=0, new=2), threading.Event())
     told: list[tuple[EngineLoad, tuple[Address, ...]]] = []
-    rows = ReplicaRows(source, below=100, silence_s=1.0)
-    rows.watch(lambda here, away: told.append((here, away)))
+    rows = ReplicaRows(source, below=100, timeout_s=1.0)
+    rows.watch(lambda load, waiting: told.append((load, waiting)))
     asked, inside = requests(3, version=0), threading.Event()
     with ThreadPoolExecutor(1) as thread, rows.shard(SHARD, map(key_of, asked)) as shard:
         running = thread.submit(run, source, asked, inside)
@@ -149,9 +149,9 @@ def test_shards_that_only_wait_are_known(replicas: tuple[VersionedEngine, Versio
         until(lambda: bool(told) and len(told[-1][0].rows) == 3)
         assert told[-1][1] == ()
         first = rows.migrate_out([MigrationRequest(key_of(asked[0]), True)])
-        assert rows.away == ()
+        assert rows.waiting == ()
         others = rows.migrate_out([MigrationRequest(key_of(r), True) for r in asked[1:]])
-        assert rows.away == (SHARD,)
+        assert rows.waiting == (SHARD,)
         until(lambda: told[-1] == (told[-1][0], (SHARD,)) and not told[-1][0].rows)
         rows.give_back([one.ticket for one in others])
         until(lambda: told[-1][1] == ())
@@ -160,4 +160,4 @@ def test_shards_that_only_wait_are_known(replicas: tuple[VersionedEngine, Versio
                 rows.deliver(ticket, completion)  # type: ignore[arg-type]
         running.result(timeout=60)
         assert shard.finished_elsewhere == 1
-    assert rows.away == ()
+    assert rows.waiting == ()

@@ -10,8 +10,9 @@ from typing import Any, cast
 import pytest
 from distributed import Worker
 
-from pipeline.workers.messages import SLEEP_REPORTS, SleepReport, WorkerSpec, sleep_report_from_json
+from pipeline.workers.messages import REPORTS, SleepReport, WorkerSpec
 from pipeline.workers.orders import REST, accept_sleep_orders
+from storage import codec
 
 
 class FakeWorker:
@@ -22,8 +23,8 @@ class FakeWorker:
         self.said: queue.Queue[SleepReport] = queue.Queue()
 
     def log_event(self, topic: str, message: str) -> None:
-        assert topic == SLEEP_REPORTS
-        self.said.put(sleep_report_from_json(message))
+        assert topic == REPORTS
+        self.said.put(codec.decode(SleepReport, message))
 
     def order(self, number: int) -> SleepReport:
         asyncio.run(self.handlers[REST](number))

@@ -102,7 +102,7 @@ class Cluster:
         worker = await self.stack.enter_async_context(
             Worker(self.scheduler.address, name=name, nthreads=1, memory_limit=0, dashboard=False, nanny=None)
         )
-        spec = MirrorSpec(str(self.folder / (board or name)), "train-0", self.timeout_s, silence_s=20.0)
+        spec = MirrorSpec(str(self.folder / (board or name)), "train-0", self.timeout_s, message_timeout_s=20.0)
         mirror = WeightMirror(worker, spec)
         mirror.open()
         return Host(worker, mirror, WeightBoard(spec.board))

@@ -31,8 +31,10 @@ import pipeline.driver.run
 from benchmarks.harness import arguments, measured_load, report, write_json
 from benchmarks.noop_driver import computing_nothing
 from pipeline.config.loading import load_config
+from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.context import ExecutorSettings
+from pipeline.config.sections import ClusterConfig
+from pipeline.driver.context import ExecutorEvents, ExecutorSettings
 from pipeline.driver.executor import Executor
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
@@ -196,16 +198,17 @@ def measure_wide(workers: int, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder) / "events.jsonl")
         dispatch = Dispatch(gangs)
-        settings = ExecutorSettings("simulated", "", start_timeout_s=60.0, deadline_s=60.0, attempts=3)
+        settings = ExecutorSettings(ClusterConfig(deadline_s=60.0), RunPaths(Path(folder)), config_yaml="")
         done: list[Node] = []
 
-        def node_done(node: Node, outcome: Outcome) -> None:
-            del outcome
-            done.append(node)
-            flow.done(node)
+        class Counting(ExecutorEvents):
+            def node_done(self, node: Node, outcome: Outcome) -> None:
+                del outcome
+                done.append(node)
+                flow.done(node)
 
         client = cast(Client, SimulatedCluster())
-        executor = Executor(client, gangs, dispatch, journal, settings, node_done)
+        executor = Executor(client, dispatch, journal, settings, Counting())
         flow = Flow(
             graph,
             dispatch,

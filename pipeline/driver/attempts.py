@@ -143,8 +143,8 @@ class Attempts:
         """
         context, node, gang = self._context, submit.node, self._context.gangs[submit.gang]
         address = node.address
-        if context.dispatch.losses(address) >= context.settings.attempts:
-            times = f"{context.settings.attempts} times (cluster.attempts)"
+        if context.dispatch.losses(address) >= context.cluster.attempts:
+            times = f"{context.cluster.attempts} times (cluster.attempts)"
             raise StageFailed(f"{address} was lost with its worker {times}")
         index = 0 if submit.mode is Mode.ORDERED else submit.replica
         num_ranks = gang.workers if submit.mode is Mode.ORDERED and node.role in MODEL_ROLES else 1
@@ -170,7 +170,7 @@ class Attempts:
             worker=worker.name,
             incarnation=worker.incarnation,
             sequence=submit.sequence,
-            ledger=self._context.settings.ledger,
+            ledger=str(self._context.settings.paths.ledger),
             peers=tuple(self._supervision.address((submit.gang, rank)) for rank in range(1, num_ranks)),
         )
         pin = pin_resource if submit.mode is Mode.FREE else slot_resource
@@ -348,8 +348,8 @@ class Attempts:
         if spent is not None:
             raise StageFailed(f"{node.address}: {spent}. That ends the run; a larger budget lets it go on") from spent
         times = dispatch.losses(node.address) + 1
-        if times >= self._context.settings.attempts or not all(map(passes, attempt.errors.values())):
-            repeat = how_to_repeat(node, self._context.settings.run_dir)
+        if times >= self._context.cluster.attempts or not all(map(passes, attempt.errors.values())):
+            repeat = how_to_repeat(node, self._context.settings.paths.root)
             raise self._supervision.failure(f"{node.address} raised", gang, attempt.errors, repeat)
         what = f"{node.address}: {describe(next(iter(attempt.errors.values())))[:500]}"
         if attempt.num_ranks > 1:
@@ -392,11 +392,11 @@ class Attempts:
         since = attempt.ready
         if attempt.submit.mode is not Mode.SLOT:
             since = max(since, self._supervision.last_progress(attempt.worker))
-        return since + self._context.settings.deadline_s
+        return since + self._context.cluster.deadline_s
 
     def _overdue(self, address: Address, attempt: Attempt) -> None:
         dispatch, worker = self._context.dispatch, attempt.worker
-        detail = f"overdue: cluster.deadline_s = {self._context.settings.deadline_s:g}"
+        detail = f"overdue: cluster.deadline_s = {self._context.cluster.deadline_s:g}"
         self._context.journal.now(
             EventKind.FAILED, **_event_fields(address), gang=worker[0], attempt=attempt.name, detail=detail
         )

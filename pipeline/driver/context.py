@@ -1,16 +1,18 @@
-"""Settings and objects that the executor shares with its parts."""
+"""Settings, events and objects that the executor shares with its parts and with its owner."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from distributed import Client, Future
 
+from pipeline.config.paths import RunPaths
+from pipeline.config.sections import ClusterConfig
 from pipeline.graph.dispatch import Dispatch
-from pipeline.graph.graph import Gang
+from pipeline.graph.graph import Gang, Node
 from pipeline.observe.journal import Journal
+from pipeline.workers.messages import Outcome
 from stages.models.protocol import Role
 from storage.address import Address
 
@@ -20,28 +22,38 @@ WorkerKey = tuple[str, int]
 
 @dataclass(frozen=True)
 class ExecutorSettings:
-    """The settings of the config that the executor needs."""
+    """The settings of a run that the executor needs."""
 
-    runtime: str
+    cluster: ClusterConfig
+    paths: RunPaths
     config_yaml: str = field(repr=False)
-    start_timeout_s: float
-    deadline_s: float
-    attempts: int
-    arrival_timeout_s: float | None = None
-    """Seconds for a process that somebody else starts to join. None: the driver starts the processes, and
-    `start_timeout_s` covers that too."""
-    ledger: str | None = None
-    """URL of the ledger, which answers a call that Dask runs again. None: such a call fails and is submitted again."""
-    run_dir: Path | None = None
-    """Directory of the run, for messages that say how to run a failed node again."""
-    log_dir: Path | None = None
-    """Directory of the workers' logs. None: they print to the driver's terminal."""
-    migrate_rows_below: int = 0
-    """Rows move to fewer replicas when fewer than this are left on all generating replicas. 0: never."""
+    """The resolved config, for the workers."""
     boards: Mapping[str, str] = field(default_factory=dict)
     """Directory of published weights on the hosts of each gang, by gang. Empty: no weights are published."""
-    boards_elsewhere: bool = False
-    """True if the driver sees no board: workers release the versions on their hosts, also on the publisher's."""
+    runtime: str = "pipeline.workers.runtime:StageRuntime"
+    """module:class that workers become."""
+
+    @property
+    def attached(self) -> bool:
+        """True if somebody else starts the worker processes. Then the driver sees no board of published weights."""
+        return self.cluster.kind == "attached"
+
+
+class ExecutorEvents:
+    """The receiver of an executor's events. An exception that a method raises ends the run."""
+
+    def node_done(self, node: Node, outcome: Outcome) -> None:
+        """Called with a node that has its commit, and rank 0's outcome."""
+
+    def worker_built(self, worker: WorkerKey, numerics: Mapping[str, str]) -> None:
+        """Called when a worker is built, before it gets work. `numerics`: the facts that the last bits of its results
+        depend on. If it raises ConfigError, the worker counts as one that cannot be built."""
+
+    def worker_replaced(self) -> None:
+        """Called when the successor of a lost worker process is built."""
+
+    def look(self, now: float) -> None:
+        """Called about once a second with the executor's time."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +72,10 @@ class Context:
     """Returns the seconds of the driver's clock, which stops while the driver is suspended."""
     watch: Callable[[Future, WorkerKey, Address | None], None]
     """Notifies the loop when a future on a worker ends: a node's, by its address, or the worker's build (None)."""
+
+    @property
+    def cluster(self) -> ClusterConfig:
+        return self.settings.cluster
 
     def gang_with(self, role: Role) -> str:
         """Return the name of the gang that has a role, or an empty string."""

@@ -29,7 +29,7 @@ from __future__ import annotations
 import queue
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,11 +37,10 @@ from typing import Any
 from distributed import Client, Future
 
 from pipeline.driver.attempts import Attempts
-from pipeline.driver.context import Context, ExecutorSettings, WorkerKey
+from pipeline.driver.context import Context, ExecutorEvents, ExecutorSettings, WorkerKey
 from pipeline.driver.orders import DeviceOrders, MigrationOrders, WeightOrders, mirror_spec
 from pipeline.driver.supervision import Supervision
 from pipeline.graph.dispatch import Dispatch
-from pipeline.graph.graph import Gang, Node
 from pipeline.observe.journal import Journal
 from pipeline.workers.attached import REFUSALS, JoinRefused
 from pipeline.workers.messages import (
@@ -87,36 +86,22 @@ class Executor:
     def __init__(
         self,
         client: Client,
-        gangs: Iterable[Gang],
         dispatch: Dispatch,
         journal: Journal,
         settings: ExecutorSettings,
-        on_done: Callable[[Node, Outcome], None],
-        on_replaced: Callable[[], None] = lambda: None,
-        on_built: Callable[[WorkerKey, Mapping[str, str]], None] = lambda worker, numerics: None,
-        on_look: Callable[[float], None] = lambda now: None,
+        events: ExecutorEvents,
     ) -> None:
-        """An exception raised by a callback ends the run.
-
-        Args:
-            on_done: called with a node that has its commit, and rank 0's outcome.
-            on_replaced: called when the successor of a lost worker process is built.
-            on_built: called when a worker is built, with its numerics: the facts that the last bits of its results
-                depend on.
-            on_look: called about once a second with the executor's time.
-        """
         self._client = client
         self._dispatch = dispatch
-        self._on_replaced = on_replaced
-        self._on_look = on_look
+        self._events = events
         self._notices: queue.SimpleQueue[_Notice] = queue.SimpleQueue()
-        self._longest_wait_s = min(1.0, settings.deadline_s / 4)
+        self._longest_wait_s = min(1.0, settings.cluster.deadline_s / 4)
         self._looked = time.monotonic()
         self._now = self._look_again = 0.0
         self._started = False
         context = Context(
             client=client,
-            gangs={gang.name: gang for gang in gangs},
+            gangs={gang.name: gang for gang in dispatch.gangs},
             dispatch=dispatch,
             journal=journal,
             settings=settings,
@@ -124,8 +109,8 @@ class Executor:
             now=lambda: self._now,
             watch=self._watch,
         )
-        self._supervision = Supervision(context, partial(mirror_spec, context), self._worker_down, on_built)
-        self._attempts = Attempts(context, self._supervision, on_done)
+        self._supervision = Supervision(context, partial(mirror_spec, context), self._worker_down, events.worker_built)
+        self._attempts = Attempts(context, self._supervision, events.node_done)
         self._weights = WeightOrders(context, self._supervision)
         self._migration = MigrationOrders(context, self._supervision)
         self._device_sharing = DeviceOrders(context, self._supervision)
@@ -159,7 +144,7 @@ class Executor:
                     if self._supervision.build_ended(worker, future):
                         self._weights.worker_built(worker)
                         if self._supervision.spec(worker).incarnation:
-                            self._on_replaced()
+                            self._events.worker_replaced()
                 case _Removed(process):
                     self._supervision.process_ended(process)
                 case JoinRefused() as refusal:
@@ -175,7 +160,7 @@ class Executor:
                 self._supervision.check_deadlines()
                 self._attempts.check_deadlines()
                 self._device_sharing.check_deadlines()
-                self._on_look(self._now)
+                self._events.look(self._now)
 
     def release(self, addresses: Iterable[Address]) -> None:
         """Release the results of nodes that no later node depends on."""

@@ -44,14 +44,14 @@ from storage.address import Address
 
 def mirror_spec(context: Context, gang: str) -> MirrorSpec | None:
     """Return what a worker of this gang must know of weights on other hosts; None if it reads and publishes none."""
-    settings = context.settings
-    if not settings.boards or context.gangs[gang].roles.isdisjoint({Role.GENERATE, Role.POLICY}):
+    cluster, boards = context.cluster, context.settings.boards
+    if not boards or context.gangs[gang].roles.isdisjoint({Role.GENERATE, Role.POLICY}):
         return None
     return MirrorSpec(
-        board=settings.boards[gang],
+        board=boards[gang],
         publisher=worker_name(context.gang_with(Role.POLICY), 0),
-        timeout_s=min(settings.start_timeout_s, settings.deadline_s / 3),  # well before the node is overdue
-        message_timeout_s=min(MESSAGE_TIMEOUT_S, settings.deadline_s / 4),
+        timeout_s=min(cluster.start_timeout_s, cluster.deadline_s / 3),  # well before the node is overdue
+        message_timeout_s=min(MESSAGE_TIMEOUT_S, cluster.deadline_s / 4),
     )
 
 
@@ -62,7 +62,7 @@ class WeightOrders:
         self._client = context.client
         self._gangs = context.gangs
         self._boards = context.settings.boards
-        self._all_unseen = bool(self._boards) and context.settings.boards_elsewhere
+        self._all_unseen = bool(self._boards) and context.settings.attached
         self._supervision = supervision
         self._pool = context.gang_with(Role.GENERATE)
         self._publisher = context.gang_with(Role.POLICY)
@@ -128,7 +128,7 @@ class MigrationOrders:
         self._context = context
         self._supervision = supervision
         self._pool = context.gang_with(Role.GENERATE)
-        self._migration_planner = MigrationPlanner(context.settings.migrate_rows_below)
+        self._migration_planner = MigrationPlanner(context.cluster.migrate_rows_below)
 
     def order_moves(self) -> None:
         """Order replicas to send rows away, if few rows are left and the planner finds a useful move."""
@@ -227,7 +227,7 @@ class DeviceOrders:
             StageFailed: a worker was lost too often.
         """
         for one in list(self._leaving):
-            if self._context.now() - one.since < self._context.settings.deadline_s:
+            if self._context.now() - one.since < self._context.cluster.deadline_s:
                 self._order(one)
                 continue
             for worker in sorted(one.workers):

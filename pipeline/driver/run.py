@@ -1,9 +1,14 @@
 """The driver: one run from config to summary.
 
-    preflight ──► run directory ──► workers ──► flow ◄──► dispatch ◄──► executor ──► workers end ──► summary, plots,
-                                                 │ on a step:    metrics, progress                     MLflow
-                                                 │ on a version that no open node reads: release its weights
-                                                 └ on an evaluation: held-out reward
+    prepare    preflight, run directory, identity, repairs
+       ▼
+    start      board of weights, workers, journal, displays
+       ▼
+    drive      flow ◄──► dispatch ◄──► executor ◄──► workers
+       │        │ a step is over:       metrics, progress
+       │        │ an evaluation is over: held-out reward
+       ▼        └ no open node reads a version: release its weights
+    conclude   summary, samples, plots, report, MLflow
 
 Everything here runs in the driver's process and thread. Stages run in workers. `session` has the lock, the signals and
 the worker processes; `results` has the summary, the report and the tracking.
@@ -15,8 +20,8 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
@@ -27,7 +32,7 @@ from pipeline.config.preflight import check_run, check_run_directory
 from pipeline.config.run import RunConfig
 from pipeline.driver.alarms import Alarms
 from pipeline.driver.cluster import Cluster
-from pipeline.driver.context import ExecutorSettings
+from pipeline.driver.context import ExecutorEvents, ExecutorSettings, WorkerKey
 from pipeline.driver.errors import StoredWrongly, WorkersMissing
 from pipeline.driver.executor import Executor
 from pipeline.driver.identity import NumericsWatch
@@ -59,7 +64,7 @@ from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, weight_readers
 from pipeline.observe.evaluations import Evaluation
 from pipeline.observe.graph_view import ordered
-from pipeline.observe.history import alarm_text, evaluation_metrics
+from pipeline.observe.history import History, alarm_text, evaluation_metrics
 from pipeline.observe.journal import Event, EventKind, Journal, run_starts
 from pipeline.observe.live import Progress, Screen
 from pipeline.observe.node_events import NodeEvents, WorkerLosses
@@ -109,25 +114,68 @@ def run(
         KeyboardInterrupt: Ctrl-C or SIGTERM. Commits stay, and `resume` continues from them.
         EndedEarly: like KeyboardInterrupt, but without a summary.
     """
-    paths = RunPaths(config.run_dir)
+    paths, screen = RunPaths(config.run_dir), Screen(console, json_lines)
     checked = check_run(config, resume=resume)
-    decode: Decode = checked.tokenizer.decode
+    num_prompts = len(checked.prompts.train), len(checked.prompts.held_out)
     with writable(config):
         paths.root.mkdir(parents=True, exist_ok=True)
     with only_driver(paths), interruptible(at_once), _not_collected():
         check_run_directory(config, resume=resume)  # another driver may have run since the first check
         with writable(config):
             ready = prepare(config, checked, resume=resume, from_checkpoint=from_checkpoint)
-        prompts = len(checked.prompts.train), len(checked.prompts.held_out)
-        screen = Screen(console, json_lines)
-        goes_on = (EndedEarly, WorkersMissing) if at_once else (EndedEarly,)
-        summary = _run_and_conclude(config, ready, screen, decode, prompts, goes_on, resume=resume)
-    where = where_results_are(config, summary)
-    if json_lines:
-        screen.say("done", "", summary=asdict(summary), paths={label: str(path) for label, path in where.items()})
-    else:
-        console.print(end_of_run(summary, chosen(response_pairs(ready.history, decode)), where))
+        this = Run(
+            config=config,
+            ready=ready,
+            screen=screen,
+            tracker=open_tracker(config),
+            decode=checked.tokenizer.decode,
+            resumed=resume,
+            continued_after=(EndedEarly, WorkersMissing) if at_once else (EndedEarly,),
+        )
+        with _tracking_left(this):
+            track_prompts(config, this.tracker, ready.identity.prompts, *num_prompts)
+            with _concluded_despite_errors(this), _started(this) as started:
+                if started is not None:
+                    _drive(started)
+            summary = conclude(config, this.history, this.tracker, "FINISHED", this.decode)
+    _say_done(this, summary)
     return RunResult(summary, paths)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a prepared run. They exist before its workers start and after they end."""
+
+    config: RunConfig
+    ready: PreparedRun
+    screen: Screen
+    tracker: Tracker
+    decode: Decode
+    resumed: bool
+    continued_after: tuple[type[BaseException], ...]
+    """Exceptions after which another job continues the run. Then it writes no summary."""
+
+    @property
+    def history(self) -> History:
+        return self.ready.history
+
+
+@dataclass(frozen=True)
+class StartedRun:
+    """The parts of a run whose workers are started."""
+
+    run: Run
+    board: WeightBoard | None
+    """Board of published weights. None if workers are attached, because all boards are then on their hosts."""
+    workers: Cluster
+    journal: Journal
+    progress: Progress
+    numerics: NumericsWatch
+    seen: NodeEvents
+    """Receives every event of the journal; `losses` too."""
+    losses: WorkerLosses
+    tracked: frozenset[int]
+    """Steps whose metrics the tracker already has."""
 
 
 @contextmanager
@@ -141,25 +189,15 @@ def _not_collected() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _run_and_conclude(
-    config: RunConfig,
-    ready: PreparedRun,
-    screen: Screen,
-    decode: Decode,
-    prompts: tuple[int, int],
-    goes_on: tuple[type[BaseException], ...],
-    *,
-    resume: bool,
-) -> Summary:
-    """Run; then write the summary and close tracking however the run ends, unless another job will continue it
-    (`goes_on`: the exceptions that say so). `prompts`: numbers of training and held-out prompts."""
-    tracker = open_tracker(config)
+@contextmanager
+def _tracking_left(run: Run) -> Iterator[None]:
+    """Leave tracking open if another job continues the run, and name stored data that was found damaged as the reason
+    why the run failed."""
     try:
-        track_prompts(config, tracker, ready.identity.prompts, *prompts)
-        return _run_to_conclusion(config, ready, screen, tracker, decode, goes_on, resume=resume)
-    except goes_on as error:
-        with noting(error, screen, "the tracking could not be left"):
-            tracker.leave()
+        yield
+    except run.continued_after as error:
+        with noting(error, run.screen, "the tracking could not be left"):
+            run.tracker.leave()
         raise
     except StoreRefused:  # its text already says what to do
         raise
@@ -167,41 +205,37 @@ def _run_and_conclude(
         raise StoredWrongly(str(error)) from error
 
 
-def _run_to_conclusion(
-    config: RunConfig,
-    ready: PreparedRun,
-    screen: Screen,
-    tracker: Tracker,
-    decode: Decode,
-    goes_on: tuple[type[BaseException], ...],
-    *,
-    resume: bool,
-) -> Summary:
-    history = ready.history
+@contextmanager
+def _concluded_despite_errors(run: Run) -> Iterator[None]:
+    """Write the summary and close tracking if the run fails or is interrupted, unless another job continues it."""
     try:
-        with finalised(history):
-            _run(config, ready, screen, tracker, resume=resume)
-    except goes_on:
+        with finalised(run.history):
+            yield
+    except run.continued_after:
         raise
     except BaseException as error:
-        conclude_despite_error(config, history, tracker, decode, screen, error)
+        conclude_despite_error(run.config, run.history, run.tracker, run.decode, run.screen, error)
         raise
-    return conclude(config, history, tracker, "FINISHED", decode)
 
 
-def _run(config: RunConfig, ready: PreparedRun, screen: Screen, tracker: Tracker, *, resume: bool) -> None:
-    """Start the workers, run the graph, and end the workers."""
-    paths, history = RunPaths(config.run_dir), ready.history
-    tracked = catch_up(history, tracker, run_starts(paths.events))
+@contextmanager
+def _started(run: Run) -> Iterator[StartedRun | None]:
+    """Start the workers, the journal and the displays, and end them after the block. Yield None if nothing is left to
+    compute."""
+    config, ready, history = run.config, run.ready, run.history
+    paths = RunPaths(config.run_dir)
+    tracked = catch_up(history, run.tracker, run_starts(paths.events))
     if all_committed(config.graph(), history.ledger, ready.repairs.expendable):
         for warning in ready.warnings:
-            screen.say("warning", f"WARNING: {warning}", text=warning)
+            run.screen.say("warning", f"WARNING: {warning}", text=warning)
         with published_weights(config, history.ledger):
-            return  # remove weights left in memory by a driver that died at the run's end
+            pass  # removes weights that a driver left in memory when it died at the run's end
+        yield None
+        return
     with published_weights(config, history.ledger) as board, worker_processes(config) as workers:
         if workers.dashboard is not None:
-            tracker.tags(dashboard_tags(workers.dashboard, os.environ))
-        progress = open_progress(config, screen, links(config, workers), len(tracked))
+            run.tracker.tags(dashboard_tags(workers.dashboard, os.environ))
+        progress = open_progress(config, run.screen, links(config, workers), len(tracked))
         seen, losses = NodeEvents(ordered(config.gangs())), WorkerLosses()
 
         def heard(event: Event) -> None:
@@ -212,31 +246,38 @@ def _run(config: RunConfig, ready: PreparedRun, screen: Screen, tracker: Tracker
         with progress, Journal(paths.events, heard) as journal:
             for version, mean in baseline(history):
                 progress.evaluation(version, mean)
-            begun = ["resume" if resume else "start", f"ppo.proximal={config.ppo.proximal}"]
+            begun = ["resume" if run.resumed else "start", f"ppo.proximal={config.ppo.proximal}"]
             begun += [*_without_critic(config), *ready.changed]
             journal.now(EventKind.RUN_STARTED, detail=", ".join(begun), **started_by())
             for warning in ready.warnings:
                 journal.now(EventKind.WARNED, detail=warning)
-            numerics = NumericsWatch(config, ready.identity, journal, tracker.tags)
-            _Driver(config, ready, board, workers, numerics, journal, progress, tracker, tracked, seen, losses).run()
+            numerics = NumericsWatch(config, ready.identity, journal, run.tracker.tags)
+            yield StartedRun(run, board, workers, journal, progress, numerics, seen, losses, frozenset(tracked))
             journal.now(EventKind.RUN_FINISHED)
 
 
+def _drive(started: StartedRun) -> None:
+    """Run the graph to its end."""
+    with closing(_Driver(started)) as driver:
+        driver.run()
+
+
+def _say_done(run: Run, summary: Summary) -> None:
+    where = where_results_are(run.config, summary)
+    if run.screen.json_lines:
+        run.screen.say("done", "", summary=asdict(summary), paths={label: str(path) for label, path in where.items()})
+    else:
+        pairs = chosen(response_pairs(run.history, run.decode))
+        run.screen.console.print(end_of_run(summary, pairs, where))
+
+
 def _executor_settings(config: RunConfig) -> ExecutorSettings:
-    paths, attached = RunPaths(config.run_dir), config.cluster.kind == "attached"
+    paths = RunPaths(config.run_dir)
     return ExecutorSettings(
-        runtime="pipeline.workers.runtime:StageRuntime",
+        cluster=config.cluster,
+        paths=paths,
         config_yaml=to_yaml(config),
-        start_timeout_s=config.cluster.start_timeout_s,
-        arrival_timeout_s=config.cluster.arrival_timeout_s if attached else None,
-        deadline_s=config.cluster.deadline_s,
-        attempts=config.cluster.attempts,
-        ledger=str(paths.ledger),
-        run_dir=paths.root,
-        log_dir=paths.logs,
-        migrate_rows_below=config.cluster.migrate_rows_below,
         boards={gang.name: str(paths.board(config.weights_dir(gang.name))) for gang in config.gangs()},
-        boards_elsewhere=attached,
     )
 
 
@@ -248,81 +289,59 @@ def _without_critic(config: RunConfig) -> Iterator[str]:
         yield from (f"gang {name} is not started" for name in unused)
 
 
-class _Driver:
-    """Owns the executor of a run."""
+class _Driver(ExecutorEvents):
+    """Owns the executor of a run, and reports to people what the executor's nodes complete."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        ready: PreparedRun,
-        board: WeightBoard | None,
-        workers: Cluster,
-        numerics: NumericsWatch,
-        journal: Journal,
-        progress: Progress,
-        tracker: Tracker,
-        tracked: Iterable[int],
-        seen: NodeEvents,
-        losses: WorkerLosses,
-    ) -> None:
-        """`tracked`: steps whose metrics the tracker already has. `seen` and `losses` receive every journal event."""
-        history = self._history = ready.history
-        self._config = config
+    def __init__(self, started: StartedRun) -> None:
+        self._run, self._started = started.run, started
+        config = self._config = started.run.config
+        history = self._history = started.run.history
         self._linked = config.tracking.uri is None or experiment_page(config) is not None  # no address left to show
-        self._repairs = ready.repairs
+        repairs = self._repairs = started.run.ready.repairs
+        board = started.board
         self._unread = None if board is None else UnreadVersions(board)
-        self._journal = journal
-        self._progress = progress
-        self._seen, self._losses = seen, losses
-        self._tracker = tracker
+        self._journal, self._progress, self._tracker = started.journal, started.progress, started.run.tracker
         self._began = time.time()
-        self._tracked = set(tracked)
+        self._tracked = set(started.tracked)
         self._evaluated: set[int] = set()  # versions whose evaluation was reported
         self._first_evaluation: Evaluation | None = None
         self._outcomes: dict[Address, Outcome] = {}
         """Outcomes of the open steps' nodes."""
         self._graph = config.graph()
-        self._mid_row = config.engine.update == "inflight"
-        self._gang_of = {role: gang.name for gang in config.gangs() for role in gang.roles}
         dispatch = self._dispatch = Dispatch(config.gangs(), config.placement.device_sharing)
-        self._alarms = Alarms(config, dispatch, journal, progress, tracker)
-        self._executor = Executor(
-            workers.client,
-            config.gangs(),
-            dispatch,
-            journal,
-            _executor_settings(config),
-            self._node_done,
-            self._worker_replaced,
-            numerics.built,
-            self._look,
-        )
-        self._compactor = LedgerCompactor(self._graph, history.ledger, ready.repairs.expendable)
+        self._alarms = Alarms(config, dispatch, self._journal, self._progress, self._tracker)
+        self._executor = Executor(started.workers.client, dispatch, self._journal, _executor_settings(config), self)
+        self._compactor = LedgerCompactor(self._graph, history.ledger, repairs.expendable)
         self._retention = Retention(config, history, self._warn)
         self._flow = Flow(
             self._graph,
             dispatch,
             first_step=self._compactor.first_step,
-            committed={*history.ledger.addresses(from_step=self._compactor.first_step), *ready.repairs.expendable},
+            committed={*history.ledger.addresses(from_step=self._compactor.first_step), *repairs.expendable},
             published=[] if board is None else board.available(),
-            made_with=ready.repairs.made_with,
+            made_with=repairs.made_with,
             on_step=self._step_over,
             on_unread=self._version_unread,
         )
-        self._view = page(config, workers, dispatch, self._flow, history, board, seen)
-        self._system = SystemMetrics(workers.scheduler, tracker, first_start(config, self._began))
+        self._view = page(config, started.workers, dispatch, self._flow, history, board, started.seen)
+        self._system = SystemMetrics(started.workers.scheduler, self._tracker, first_start(config, self._began))
 
     def run(self) -> None:
-        try:
-            self._executor.start()
-            self._flow.advance()
-            self._executor.run(lambda: self._flow.finished)
-            self._retention.finish()
-        finally:
-            self._executor.close()
-            self._retention.close()
+        self._executor.start()
+        self._flow.advance()
+        self._executor.run(lambda: self._flow.finished)
+        self._retention.finish()
 
-    def _look(self, now: float) -> None:
+    def close(self) -> None:
+        self._executor.close()
+        self._retention.close()
+
+    # ---- Events of the executor ------------------------------------------------------------------------------------
+
+    def worker_built(self, worker: WorkerKey, numerics: Mapping[str, str]) -> None:
+        self._started.numerics.built(worker, numerics)
+
+    def look(self, now: float) -> None:
         """Check the alarms and update the displays, about once a second."""
         self._alarms.look(now)
         self._system.look()
@@ -330,11 +349,11 @@ class _Driver:
             self._linked = True
             self._progress.link("MLflow", address)
         if self._progress.live:
-            self._progress.gangs(at_work(self._config, self._dispatch, self._flow, self._seen))
+            self._progress.gangs(at_work(self._config, self._dispatch, self._flow, self._started.seen))
         if self._view is not None:
             self._view.look()
 
-    def _node_done(self, node: Node, outcome: Outcome) -> None:
+    def node_done(self, node: Node, outcome: Outcome) -> None:
         """Report what a committed node completes, and advance the window."""
         address = node.address
         check_made_again(self._history, self._repairs, address)
@@ -344,13 +363,22 @@ class _Driver:
             self._report_step(address.step - (address.stage == "publish"))
         if address.stage == "publish" and weight_readers(self._graph, node.version):
             self._executor.fetch_weights(node.version)
-            if self._mid_row:
+            if self._config.engine.update == "inflight":
                 self._executor.take_weights(node.version)
         elif address.stage == "canary" and outcome.ref is not None:
             self._report_canary(address.step, outcome.ref.metrics)
         elif address.stage in ("evaluate_score", "evaluate_reference"):
             self._report_evaluation(address.step)
         self._flow.done(node)
+
+    def worker_replaced(self) -> None:
+        """Release versions that a dead worker still held, and move what it had committed into place. Its replacement is
+        up."""
+        if self._unread is not None:
+            self._unread.retry()
+        self._history.store.recover(discard=False)
+
+    # ---- Reports and releases ------------------------------------------------------------------------------------
 
     def _report_step(self, step: int) -> None:
         """Report a step's metrics, once, when its updates and its publication are committed."""
@@ -361,7 +389,7 @@ class _Driver:
             return
         self._tracked.add(step)
         metrics = self._history.step_metrics(step, [self._began], known)
-        lines, lost = self._losses.over(step, metrics)
+        lines, lost = self._started.losses.over(step, metrics)
         self._tracker.metrics(step, metrics | lost)
         self._progress.step(step, metrics)
         for line in lines:
@@ -395,8 +423,9 @@ class _Driver:
         self._executor.release([node.address for node in nodes])
         ran = [(node, self._outcomes.pop(node.address)) for node in nodes if node.address in self._outcomes]
         if ran:  # empty if an earlier driver ran them all
+            gang_of = {role: gang.name for gang in self._config.gangs() for role in gang.roles}
             asked, answered = previews(self._config.name, step, ran, self._history)
-            self._tracker.trace(step, step_spans(ran, self._gang_of), asked, answered)
+            self._tracker.trace(step, step_spans(ran, gang_of), asked, answered)
 
     def _version_unread(self, version: int) -> None:
         """Release a version of the weights, since all its readers are done."""
@@ -406,10 +435,3 @@ class _Driver:
 
     def _warn(self, text: str) -> None:
         self._journal.now(EventKind.WARNED, detail=text)
-
-    def _worker_replaced(self) -> None:
-        """Release versions that a dead worker still held, and move what it had committed into place. Its replacement is
-        up."""
-        if self._unread is not None:
-            self._unread.retry()
-        self._history.store.recover(discard=False)

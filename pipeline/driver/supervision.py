@@ -135,11 +135,11 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def how_to_repeat(node: Node, run_dir: Path | None) -> str:
+def how_to_repeat(node: Node, run_dir: Path) -> str:
     """Return a hint for people: the inputs of a failed node, and the command that runs it alone."""
     address, inputs = node.address, ", ".join(map(str, node.inputs)) or "none but the prompts"
     made_from = f"Its inputs: {inputs}; weights v{node.version}"
-    if run_dir is None or address.stage == "publish":
+    if address.stage == "publish":
         return made_from
     shard = f" --shard {address.shard}" if address.shard else ""
     command = f"stageline replay {run_dir} --step {address.step} --stage {address.stage}{shard}"
@@ -361,7 +361,7 @@ class Supervision:
 
     def suspect(self, key: WorkerKey) -> None:
         """Give an overdue worker no work until `trust`, which must come within another deadline. Others do its work."""
-        self._workers[key].deadline = self._context.now() + self._context.settings.deadline_s
+        self._workers[key].deadline = self._context.now() + self._context.cluster.deadline_s
         self._on_down(key, True)
 
     def trust(self, key: WorkerKey) -> None:
@@ -377,12 +377,12 @@ class Supervision:
         """
         gang, worker = self._context.gangs[key[0]], self._workers[key]
         unit = restart_unit(gang, key[1])
-        if worker.host and self._context.settings.arrival_timeout_s is not None:  # may differ from the driver's
+        if worker.host and self._context.settings.attached:  # may differ from the driver's
             why = f"{why} (host {worker.host})"
         why = with_exit_reason(why, worker.spec.log)
         losses = self._losses[unit[0]] = self._losses.get(unit[0], 0) + 1
         self._context.journal.now(EventKind.GANG_LOST, gang=gang.name, worker=worker.spec.name, detail=why)
-        if losses >= self._context.settings.attempts:
+        if losses >= self._context.cluster.attempts:
             failed = StageFailed(
                 f"worker {worker.spec.name} was lost {losses} times (cluster.attempts) without finishing "
                 f"anything; last: {why}{_see_log(worker)}"
@@ -424,7 +424,7 @@ class Supervision:
         """Start the build deadline of each worker whose process has joined. Treat a worker as lost if its heartbeats
         stop while it is built (which may raise StageFailed)."""
         awaited = {key: one for key, one in self._workers.items() if one.building is not None and not one.up}
-        now, start_s = self._context.now(), self._context.settings.start_timeout_s
+        now, start_s = self._context.now(), self._context.cluster.start_timeout_s
         silences = self._heartbeats.look(heartbeats(self._context.client), now) if awaited else {}
         for key, worker in awaited.items():
             silent_s = silences.get(worker.spec.name)
@@ -437,11 +437,11 @@ class Supervision:
 
     def _overdue(self, worker: _Worker) -> WorkersMissing:
         settings, name = self._context.settings, worker.spec.name
-        if worker.here or settings.arrival_timeout_s is None:
-            limit = f"cluster.start_timeout_s = {settings.start_timeout_s:g}"
+        if worker.here or not settings.attached:
+            limit = f"cluster.start_timeout_s = {settings.cluster.start_timeout_s:g}"
             return WorkersMissing(f"worker {name} did not come up within {limit}{_see_log(worker)}")
-        command = f"stageline worker {settings.run_dir} --gang {worker.spec.gang} --index {worker.spec.index}"
-        limit = f"cluster.arrival_timeout_s = {settings.arrival_timeout_s:g}"
+        command = f"stageline worker {settings.paths.root} --gang {worker.spec.gang} --index {worker.spec.index}"
+        limit = f"cluster.arrival_timeout_s = {settings.cluster.arrival_timeout_s:g}"
         return WorkersMissing(f"worker {name} did not join within {limit}: `{command}` starts it, on any host")
 
     def _give_up(self, key: WorkerKey, why: Exception, *, at_once: bool = False) -> None:
@@ -451,7 +451,11 @@ class Supervision:
         Raises:
             Exception: `why`, if no other worker can do its work.
         """
-        gang, worker, again_s = self._context.gangs[key[0]], self._workers[key], self._context.settings.start_timeout_s
+        gang, worker, again_s = (
+            self._context.gangs[key[0]],
+            self._workers[key],
+            self._context.cluster.start_timeout_s,
+        )
         others = [self._workers[gang.name, i] for i in range(gang.workers) if i != key[1]]
         if gang.ordered or all(other.left_out for other in others):
             raise why
@@ -482,7 +486,8 @@ class Supervision:
         specs = [self._spec(gang, index, incarnation) for _, index in unit]
         meeting = self._submit("meet", open_meeting, specs[0]) if len(unit) > 1 else None
         settings = self._context.settings
-        limit_s = settings.start_timeout_s if settings.arrival_timeout_s is None else settings.arrival_timeout_s
+        cluster = settings.cluster
+        limit_s = cluster.arrival_timeout_s if settings.attached else cluster.start_timeout_s
         for key, spec in zip(unit, specs, strict=True):
             future = self._submit("build", build_worker, spec, *([] if meeting is None else [meeting]))
             self._workers[key] = _Worker(spec, future, self._context.now() + limit_s, left_out=left_out)
@@ -497,7 +502,7 @@ class Supervision:
             incarnation=incarnation,
             runtime=settings.runtime,
             config_yaml=settings.config_yaml,
-            log=str((settings.log_dir / f"{name}.log").resolve()) if settings.log_dir is not None else None,
+            log=str((settings.paths.logs / f"{name}.log").resolve()),
             mirror=self._mirror(gang.name),
         )
 

@@ -104,6 +104,10 @@ class Dispatch:
         self._device_sharing = DeviceSharing(device_sharing)
         self._queues = WorkerQueues()
 
+    @property
+    def gangs(self) -> list[Gang]:
+        return [state.gang for state in self._gangs.values()]
+
     # ---- Events --------------------------------------------------------------------------------------------------
 
     def admit(self, nodes: Iterable[Node], committed: Iterable[Address] = ()) -> None:

@@ -10,7 +10,8 @@ import asyncio
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from distributed.security import Security
 
 from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config, to_yaml
+from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.cluster import LocalWorkers, kill_workers, workers_by_address
-from pipeline.driver.context import ExecutorSettings, WorkerKey
+from pipeline.driver.context import ExecutorEvents, ExecutorSettings, WorkerKey
 from pipeline.driver.errors import StageFailed
 from pipeline.driver.executor import Executor
 from pipeline.driver.supervision import HeartbeatWatch
@@ -30,6 +32,7 @@ from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, run_nodes
 from pipeline.observe.journal import EventKind, Journal, read_events
+from pipeline.workers.messages import Outcome
 from storage.address import Address
 from storage.ledger import Ledger
 from tests.support.runs import placement
@@ -58,7 +61,7 @@ def configure(runs_dir: Path, name: str, **changes: Any) -> RunConfig:
     return load_config([], [f"name={name}", f"runs_dir={runs_dir}", where, *(f"{k}={v}" for k, v in settings.items())])
 
 
-class Run:
+class Run(ExecutorEvents):
     """Owns the executor of one run on a shared cluster, and steers its stages through files."""
 
     def __init__(
@@ -77,41 +80,29 @@ class Run:
             on_unread=lambda version: None,
         )
         settings = ExecutorSettings(
-            runtime="tests.support.noop_runtime:NoopRuntime",
+            cluster=replace(config.cluster, start_timeout_s=60.0, deadline_s=deadline_s, attempts=attempts),
+            paths=RunPaths(self.dir),
             config_yaml=to_yaml(config),
-            start_timeout_s=60.0,
-            deadline_s=deadline_s,
-            attempts=attempts,
-            ledger=str(self.dir / "ledger"),
-            log_dir=self.dir / "logs",
-            run_dir=self.dir,
+            runtime="tests.support.noop_runtime:NoopRuntime",
         )
         self.when: list[tuple[Callable[[], Any], Callable[[], Any]]] = []
         self.refused: dict[WorkerKey, str] = {}
         """Workers that are not to be built, and why."""
-        self.executor = Executor(
-            workers.client,
-            config.gangs(),
-            dispatch,
-            self.journal,
-            settings,
-            self._node_done,
-            on_built=self._built,
-        )
+        self.executor = Executor(workers.client, dispatch, self.journal, settings, self)
         self.on_done: Callable[[Node], Any] = lambda node: None
 
-    def _node_done(self, node: Node, outcome: object) -> None:
+    def node_done(self, node: Node, outcome: Outcome) -> None:
         self.flow.done(node)
         self.on_done(node)
 
-    def _built(self, worker: WorkerKey, numerics: object) -> None:
+    def worker_built(self, worker: WorkerKey, numerics: Mapping[str, str]) -> None:
         if worker in self.refused:
             raise ConfigError("cluster.same_numerics", self.refused[worker])
 
     def start_timeout_is_over(self) -> None:
         """By the driver's clock, for whoever is being built or waited for now; nobody was silent meanwhile."""
         supervision = self.executor._supervision
-        self.executor._now += supervision._context.settings.start_timeout_s + 1
+        self.executor._now += supervision._context.settings.cluster.start_timeout_s + 1
         supervision._heartbeats = HeartbeatWatch()
 
     def everyone_is_up(self) -> bool:

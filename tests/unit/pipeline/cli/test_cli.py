@@ -163,7 +163,7 @@ def test_a_full_disk_is_one_message_and_exit_code_3(
     assert said.startswith("failed /runs/x/events.jsonl: No space left on device (ENOSPC). What is committed is whole")
 
 
-@pytest.mark.parametrize(("when", "what", "code"), [("prepare", "refused", 2), ("_run_to_conclusion", "failed", 3)])
+@pytest.mark.parametrize(("when", "what", "code"), [("prepare", "refused", 2), ("track_prompts", "failed", 3)])
 def test_what_is_stored_wrongly_is_refused_before_a_run_has_started_and_a_failure_afterwards(
     sources: list[str],
     capsys: pytest.CaptureFixture[str],

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from pipeline.config.errors import ConfigError
+from pipeline.config.paths import RunPaths
+from pipeline.config.sections import ClusterConfig
 from pipeline.driver import supervision
 from pipeline.driver.context import Context, ExecutorSettings
 from pipeline.driver.errors import StageFailed
@@ -41,7 +43,7 @@ class Pending:
 class Setting:
     """Owns a supervision whose clock, scheduler and journal are the test's."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, arrival_s: float | None, log_dir: Path | None = None) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, arrival_s: float | None, run_dir: Path = Path("runs/a")) -> None:
         self.now = 0.0
         self.there: set[str] = set()
         """Names of the processes that the scheduler knows."""
@@ -67,14 +69,14 @@ class Setting:
             dispatch=SimpleNamespace(worker_up=lambda *worker: None),
             journal=SimpleNamespace(now=self.note),
             settings=ExecutorSettings(
-                runtime="r",
+                cluster=ClusterConfig(
+                    kind="local" if arrival_s is None else "attached",
+                    arrival_timeout_s=arrival_s or 1.0,
+                    start_timeout_s=START_S,
+                    deadline_s=1.0,
+                ),
+                paths=RunPaths(run_dir),
                 config_yaml="",
-                start_timeout_s=START_S,
-                deadline_s=1.0,
-                attempts=3,
-                arrival_timeout_s=arrival_s,
-                run_dir=Path("runs/a"),
-                log_dir=log_dir,
             ),
             name="x",
             now=lambda: self.now,
@@ -150,11 +152,13 @@ def test_a_process_stopped_while_it_is_built_is_missed_before_its_time_is_over(b
 def test_why_a_process_ended_itself_is_said_once(begin: Callable[..., Setting], tmp_path: Path) -> None:
     """By Dask's news alone it would only have ended."""
     setting = begin(None, tmp_path)
-    write_exit_reason(str(tmp_path / "generate-1.log"), "the server of vllm said\nnothing for 60 s")
+    logs = RunPaths(tmp_path).logs
+    logs.mkdir()
+    write_exit_reason(str(logs / "generate-1.log"), "the server of vllm said\nnothing for 60 s")
     for _ in range(2):
         setting.supervision.lost(("generate", 1), "its process ended")
     assert setting.lost == ["its process ended: the server of vllm said nothing for 60 s", "its process ended"]
-    assert not [*tmp_path.iterdir()]
+    assert not [*logs.iterdir()]
 
 
 @pytest.mark.parametrize("arrival_s", [ARRIVAL_S, None])

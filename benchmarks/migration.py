@@ -31,9 +31,9 @@ from pipeline.workers.replica_rows import ReplicaRows
 from pipeline.workers.row_migration import open_for_rows, order_migration
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
-from stages.engines.embedded.migration import MigratingEngine
+from stages.engines.embedded.migration import AcceptedRows, MigratingEngine
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS
-from stages.engines.migration import IncomingRows, MigratedRow
+from stages.engines.migration import MigratedRow
 from stages.engines.protocol import Request
 from stages.engines.row_loads import MigrationRequest
 from stages.models.config import SamplingConfig
@@ -65,21 +65,21 @@ class Replica:
         self.passes: list[float] = []
         """When passes were done."""
         self.running: threading.Thread | None = None
-        collect = self.engine._engine._runner.collect
+        collect = self.engine._runner.collect
 
         def timed() -> Any:
             draws = collect()
             self.passes.append(time.perf_counter())
             return draws
 
-        self.engine._engine._runner.collect = timed  # type: ignore[method-assign]
+        self.engine._runner.collect = timed  # type: ignore[method-assign]
 
     def migrate_out(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]:
         self.asked.append(time.perf_counter())
         return self.engine.migrate_out(rows)
 
     @contextmanager
-    def migrate_in(self, moved: Sequence[MigratedRow]) -> Iterator[IncomingRows]:
+    def migrate_in(self, moved: Sequence[MigratedRow]) -> Iterator[AcceptedRows]:
         with closing(self.engine.migrate_in(moved)) as incoming:
             yield incoming
 

@@ -29,7 +29,7 @@ from pipeline.workers.replica_rows import ReplicaRows
 from pipeline.workers.updates import ExactlyOnceUpdates
 from pipeline.workers.versioned_engine import VersionedEngine
 from pipeline.workers.weight_transfer import Fetcher
-from stages.engines.protocol import GenerationEngine, NamesDevice, NamesKernels
+from stages.engines.protocol import GenerationEngine
 from stages.models.hf_files import Tokenizer, read_tokenizer
 from stages.models.protocol import MODEL_ROLES, ModelHost, Rank, Role
 from stages.models.weights import machine_numerics, software
@@ -205,10 +205,7 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
     if Role.GENERATE in gang.roles:
         in_flight = config.engine.update == "inflight"
         engine = _build_engine(config, spec)
-        if isinstance(engine, NamesKernels):
-            parts.numerics["engine.kernels"] = engine.kernels
-        if isinstance(engine, NamesDevice):
-            parts.numerics["engine.device"] = engine.device
+        parts.numerics |= {f"engine.{name}": value for name, value in engine.numerics.items()}
         parts.engine = VersionedEngine(engine, parts.board, in_flight=in_flight, fetch=parts.fetch)
         if config.cluster.migrate_rows_below:
             message_timeout_s = min(MESSAGE_TIMEOUT_S, config.cluster.deadline_s / 4)

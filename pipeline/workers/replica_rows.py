@@ -24,7 +24,7 @@ class Shard:
 
 
 class ReplicaRows:
-    """Tracks where the rows of the shards of this process are. Adds that to the engine's `MigratableRows`."""
+    """Tracks where the rows of the shards of this process are. Adds that to what `MigratingEngine` does."""
 
     def __init__(self, engine: VersionedEngine, below: int, timeout_s: float) -> None:
         """`below`: report the rows here to the driver while there are fewer than this. `timeout_s`: seconds without a

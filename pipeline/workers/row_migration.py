@@ -33,7 +33,7 @@ from storage import codec
 
 if TYPE_CHECKING:  # they import torch, which the driver does not load
     from pipeline.workers.replica_rows import ReplicaRows
-    from stages.engines.migration import IncomingRows
+    from stages.engines.embedded.migration import AcceptedRows
 
 MIGRATE, ACCEPT = "stageline_migrate_rows", "stageline_accept_rows"
 """Names of the Dask handlers."""
@@ -134,7 +134,7 @@ async def _receive(comm: Comm, rows: ReplicaRows, migrated: list[Any]) -> None:
     """Run the target's side of a migration to its end."""
     finished: asyncio.Queue[tuple[int, Any] | None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    accepted: asyncio.Future[IncomingRows] = loop.create_future()
+    accepted: asyncio.Future[AcceptedRows] = loop.create_future()
 
     def refuse(error: Exception) -> None:
         if not accepted.done():
@@ -174,7 +174,7 @@ async def _receive(comm: Comm, rows: ReplicaRows, migrated: list[Any]) -> None:
         comm.abort()
 
 
-async def _listen(comm: Comm, incoming: IncomingRows) -> None:
+async def _listen(comm: Comm, incoming: AcceptedRows) -> None:
     """Drop the rows that the source names, until the source disconnects."""
     with suppress(OSError):
         while True:

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from pipeline.workers.bookkeeping import Clock
-from stages.engines.migration import IncomingRows, MigratableRows, MigratedRow
+from stages.engines.embedded.migration import AcceptedRows, MigratingEngine
+from stages.engines.migration import MigratedRow
 from stages.engines.protocol import (
     NO_VERSION,
     EngineLost,
@@ -52,7 +53,7 @@ class VersionedEngine:
         self._engine = engine
         self._in_flight = in_flight
         self._fetch = fetch
-        self._movable = engine if isinstance(engine, MigratableRows) else None
+        self._migrating = engine if isinstance(engine, MigratingEngine) else None
         self._board = board
         self._version: int | None = None
         self._names: frozenset[str] = frozenset()
@@ -179,7 +180,7 @@ class VersionedEngine:
             return False
         if self._serves(version, exact) or (not exact and self._exact == 0):
             return True
-        return self._inside == (self._movable.num_calls_migrated if self._movable else 0)
+        return self._inside == (self._migrating.num_calls_migrated if self._migrating else 0)
 
     def _leave(self, exact: bool) -> None:
         with self._turn:
@@ -190,13 +191,13 @@ class VersionedEngine:
     # ---- rows that migrate ----
 
     @property
-    def migratable(self) -> MigratableRows:
+    def migratable(self) -> MigratingEngine:
         """The engine, if its rows can migrate. `watch_load`, `migrate_out` and `migrate_in` are called here instead."""
-        assert self._movable is not None, "this engine's rows cannot migrate"
-        return self._movable
+        assert self._migrating is not None, "this engine's rows cannot migrate"
+        return self._migrating
 
     def watch_load(self, below: int, listener: Callable[[EngineLoad], None]) -> None:
-        """See `MigratableRows`. Call this before rows migrate: it also wakes shards that wait here for another version
+        """See `MigratingEngine`. Call this before rows migrate: it also wakes shards that wait here for another version
         when the last row of a call has finished here."""
 
         def listen(here: EngineLoad) -> None:
@@ -207,14 +208,14 @@ class VersionedEngine:
         self.migratable.watch_load(below, listen)
 
     def migrate_out(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]:
-        """See `MigratableRows`."""
+        """See `MigratingEngine`."""
         migrated = self.migratable.migrate_out(rows)
         with self._turn:
             self._turn.notify_all()
         return migrated
 
     @contextmanager
-    def migrate_in(self, migrated: Sequence[MigratedRow]) -> Iterator[IncomingRows]:
+    def migrate_in(self, migrated: Sequence[MigratedRow]) -> Iterator[AcceptedRows]:
         """Continue rows of another replica. Their version stays resident until the block ends or they have left again.
         Raises RequestError for rows that cannot be accepted."""
         with self._turn:

@@ -37,7 +37,7 @@ def build_engine(
     `path`: a Hugging Face directory or `random:tiny`, whose weights become `version`. `max_seq`: longest prompt plus
     response, in tokens. `threads`: number of torch threads. `device`: device of the engine's first rank; None: the
     engine chooses. `eos_token_ids`: empty means the model's own. `migratable`: rows may continue in other engines
-    (`MigratableRows`). `on_lost`: called with the reason when a process of the engine is lost. `log`: log file of an
+    (`MigratingEngine`). `on_lost`: called with the reason when a process of the engine is lost. `log`: log file of an
     engine that runs in an environment of its own; None: no log.
 
     Raises ValueError for settings that cannot work, WeightsError for weights that do not fit, and EngineLost if an

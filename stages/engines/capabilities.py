@@ -62,7 +62,7 @@ class Capabilities:
     """State after a refit that failed half-way. `kept`: the engine continues with the old weights. `rebuild`: it must
     be built anew. (Every engine refuses weights that do not fit before it changes anything.)"""
     migration: bool
-    """True if rows can continue in another engine (`MigratableRows`)."""
+    """True if rows can continue in another engine (`MigratingEngine`)."""
     sleeps: Literal["nothing", "cache", "weights"]
     """The memory that `sleep` frees: none, that of keys and values, or that of the weights too. After `weights` they
     must be loaded again after `wake`."""
@@ -84,7 +84,7 @@ class Capabilities:
             "sleep": self.sleeps,
         }
         no = [word for word, has in (("scores", self.scores), ("drafts", self.speculation)) if not has]
-        no += [] if self.migration else ["rows that move"]
+        no += [] if self.migration else ["migration"]
         text = ", ".join(f"{name} {value}" for name, value in said.items()) + (f"; no {', '.join(no)}" if no else "")
         return text if self.measured else f"{text}; never measured on this device"
 

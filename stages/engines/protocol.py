@@ -24,12 +24,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, cast
 
 import numpy as np
 import torch
 
-from stages.engines.capabilities import Capabilities, Device
+from stages.engines.capabilities import Capabilities
 from stages.models.config import SamplingConfig
 from stages.models.spec import EMBEDDING, LM_HEAD, ModelSpec, tensor_shapes
 from storage.records import FinishReason
@@ -148,11 +148,13 @@ class EngineStats:
     """Drafted tokens that were right, by how many of the draft's were before them."""
 
 
-@runtime_checkable
 class GenerationEngine(Protocol):
     version: int
     """Version of the resident weights."""
     capabilities: Capabilities
+    numerics: Mapping[str, str]
+    """Names of what the last bits of its results depend on: its `kernels`, and its `device` if it runs in another
+    process."""
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """A generator, which yields rows as they finish. Thread-safe. A response ends with the EOS that it contains, or
@@ -186,20 +188,6 @@ class GenerationEngine(Protocol):
     def close(self) -> None:
         """End the engine with all its processes. Callers that wait get RuntimeError. A second call does nothing."""
         ...
-
-
-@runtime_checkable
-class NamesKernels(Protocol):
-    """An engine that says which of several kernels it computes with, whose last bits differ."""
-
-    kernels: str
-
-
-@runtime_checkable
-class NamesDevice(Protocol):
-    """An engine that computes in another environment, and maybe on another device than this process would."""
-
-    device: Device
 
 
 # ---- requests --------------------------------------------------------------------------------------------

@@ -43,11 +43,6 @@ class TestEmbeddedEngineOnNativeKernels(EngineContract):
         return make_engine(path, max_rows, kernels="native")
 
 
-def test_is_a_generation_engine() -> None:
-    with closing(make_engine(RANDOM_TINY)) as engine:
-        assert isinstance(engine, GenerationEngine)
-
-
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_bfloat16_weights_stay_close(kernels: str, tmp_path: Path) -> None:
     model = random_llama(0, tied=True)
@@ -185,7 +180,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="plain torch, which is slower: there is no C compiler"):
         engine = make_engine(RANDOM_TINY)
     with closing(engine):
-        assert engine.kernels == "torch"
+        assert engine.numerics["kernels"] == "torch"
     with pytest.raises(NoNativeKernelsError, match="no C compiler"):
         make_engine(RANDOM_TINY, kernels="native")
 

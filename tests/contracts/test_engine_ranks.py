@@ -123,7 +123,7 @@ def test_both_at_once_on_plain_torch_in_bfloat16() -> None:
     with closing(make_engine(RANDOM_TINY, **config)) as engine:
         expected = by_row(engine.generate(requests))
     with closing(make_engine(RANDOM_TINY, tensor_parallel=2, pipeline_parallel=2, **config)) as engine:
-        assert engine.kernels == "torch"
+        assert engine.numerics["kernels"] == "torch"
         for row, completion in by_row(engine.generate(requests)).items():
             same = completion.tokens == expected[row].tokens[: len(completion.tokens)]
             before = len(same) if same.all() else int(same.argmin())

@@ -147,9 +147,13 @@ def test_a_refit_waits_for_rows_that_nobody_waits_for(engine: GenerationEngine, 
 def test_it_says_what_it_is(path: Path) -> None:
     with closing(stand_in(path)) as engine:
         assert engine.engine == "tensorrt_llm 1.3.0"
-        assert "torch.build" in engine.kernels
-        assert "dtype float32" in engine.kernels
-        assert (engine.device, engine.capabilities.draws, engine.capabilities.sleeps) == ("cuda", "seeded", "nothing")
+        assert "torch.build" in engine.numerics["kernels"]
+        assert "dtype float32" in engine.numerics["kernels"]
+        assert (engine.numerics["device"], engine.capabilities.draws, engine.capabilities.sleeps) == (
+            "cuda",
+            "seeded",
+            "nothing",
+        )
         assert len(list((path.parent / "compiled").iterdir())) == 1
 
 

@@ -279,7 +279,7 @@ def test_an_engine_draws_the_same_tokens_with_them() -> None:
     for kind in ("torch", "triton"):
         config = EngineConfig(max_rows=3, embedded=EmbeddedConfig(kernels=kind))
         with closing(build_embedded(RANDOM_TINY, config, max_seq=32, threads=1, device=DEVICE)) as engine:
-            assert engine.kernels == kind
+            assert engine.numerics["kernels"] == kind
             rows = []
             for version in (0, 1):
                 requests = [Request(i, 5, version, prompt, version, settings) for i, prompt in enumerate(prompts)]

@@ -33,7 +33,7 @@ class HeldRuntime(StageRuntime):
         control = config.run_dir / "control"
         replicas = config.placement.gangs[spec.gang].workers
         engine = self.parts.engine._engine
-        runner = engine._engine._runner
+        runner = engine._runner
         accept, submit = engine.migrate_in, runner.submit
         accepted = False
 

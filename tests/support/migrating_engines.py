@@ -33,7 +33,7 @@ class Gate:
         self._changed = threading.Condition()
         self._allowed = 0.0
         self._waiting = False
-        submit = engine._engine._runner.submit
+        submit = engine._runner.submit
 
         def gated(batch: Batch) -> None:
             with self._changed:
@@ -44,7 +44,7 @@ class Gate:
                 self._allowed -= 1
             submit(batch)
 
-        engine._engine._runner.submit = gated  # type: ignore[method-assign]
+        engine._runner.submit = gated  # type: ignore[method-assign]
 
     def let(self, batches: float) -> None:
         """So many batches run; then the engine is held in the next, if it has one."""
@@ -100,7 +100,7 @@ def give(engine: MigratingEngine, gate: Gate, rows: list[Request], with_cache: b
     wanted = [MigrationRequest(key_of(row), with_cache) for row in rows]
     with ThreadPoolExecutor(1) as thread:
         giving = thread.submit(engine.migrate_out, wanted)
-        until(lambda: engine._engine._admission.num_pausing > 0)
+        until(lambda: engine._admission.num_pausing > 0)
         gate.open()
         return giving.result(timeout=60)
 

@@ -19,7 +19,6 @@ from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.extensions import Drafts
 from stages.engines.embedded.runner import LocalRunner, Runner
 from stages.engines.embedded.scheduler import Scheduler
-from stages.engines.protocol import GenerationEngine
 from stages.models.spec import read_eos_ids
 
 _PARTS = {
@@ -43,8 +42,8 @@ def build_embedded(
     drafters: Sequence[object] = (),
     on_lost: Callable[[str], None] | None = None,
     log: object = None,
-) -> GenerationEngine:
-    """Return an `EmbeddedEngine`, or a `MigratingEngine` around one if `migratable`.
+) -> EmbeddedEngine:
+    """Return an `EmbeddedEngine`; one whose rows may migrate (`MigratingEngine`) if `migratable`.
 
     `path`: a Hugging Face directory or `random:tiny`; its weights become `version`. `max_seq`: longest prompt plus
     response, in tokens. `threads`: torch threads in the engine's own thread (with several ranks: in each). `device`: by
@@ -70,7 +69,8 @@ def build_embedded(
             drafts = _part("drafts")(
                 config, drafters, path, runner, scheduler.pool, max_seq=max_seq, threads=threads, device=device
             )
-        engine = EmbeddedEngine(
+        make: Callable[..., EmbeddedEngine] = _part("migration") if migratable else EmbeddedEngine
+        engine = make(
             runner,
             scheduler,
             capabilities=capabilities_of(config, "cuda" if device.type == "cuda" else "cpu"),
@@ -82,10 +82,7 @@ def build_embedded(
             drafts=drafts,
         )
         stack.pop_all()
-    if not migratable:
-        return engine
-    migrating: GenerationEngine = _part("migration")(engine)
-    return migrating
+    return engine
 
 
 def _part(name: str) -> Any:

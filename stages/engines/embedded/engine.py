@@ -12,9 +12,9 @@ bring new weights and wait for results (`admission`). New weights are swapped in
 
 `generate` waits during a swap, then raises RequestError for a version that is not resident: load first, generate after.
 
-Three parts attach through protocols: speculative decoding (`drafts`, through `extensions.Drafts`), a model that spans
-processes (`ranks`, through `runner.Runner`) and rows that move to another engine (`migration`, through
-`extensions.EngineObserver` and the last section of `EmbeddedEngine`).
+Three parts are optional: speculative decoding (`drafts`, through `extensions.Drafts`), a model that spans processes
+(`ranks`, through `runner.Runner`), and rows that migrate to another engine (`migration`, a subclass that uses the last
+section of `EmbeddedEngine`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from stages.engines.capabilities import Capabilities
 from stages.engines.embedded.admission import Admission
 from stages.engines.embedded.batch import keep, lay_out
 from stages.engines.embedded.cache import BlockPool
-from stages.engines.embedded.extensions import DraftCounts, Drafts, EngineObserver
+from stages.engines.embedded.extensions import DraftCounts, Drafts
 from stages.engines.embedded.kernels.blocks import BLOCK_TOKENS, blocks_for
 from stages.engines.embedded.rows import DraftTree, GenerateCall, Row
 from stages.engines.embedded.runner import Runner
@@ -45,8 +45,8 @@ from stages.engines.protocol import Completion, EngineStats, Request, RequestErr
 
 
 class EmbeddedEngine:
-    """Owns a runner, the rows and the engine thread; implements `GenerationEngine`. `kernels` and `cache_shape` are the
-    runner's; `max_rows` is the most rows that run together."""
+    """Owns a runner, the rows and the engine thread; implements `GenerationEngine`. `cache_shape` is the runner's;
+    `max_rows` is the most rows that run together."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class EmbeddedEngine:
         engine's own thread. `in_flight`: swap weights between two batches instead of waiting for all rows."""
         self.version, self.eos_ids, self.drafts = version, eos_ids, drafts
         self.capabilities = capabilities
-        self.kernels, self.cache_shape, self.max_rows = runner.kernels, runner.cache_shape, scheduler.max_rows
+        self.numerics: Mapping[str, str] = {"kernels": runner.kernels}
+        self.cache_shape, self.max_rows = runner.cache_shape, scheduler.max_rows
         self._runner, self._scheduler = runner, scheduler
-        self._observer: EngineObserver | None = None
         self._max_seq, self._threads, self._in_flight = max_seq, threads, in_flight
         self._admission = Admission()
         self.lock = self._admission.changed
@@ -95,8 +95,7 @@ class EmbeddedEngine:
                 if not self._admission.wait(bool(self._running_batches), self._wants_report, until_training_s):
                     return
                 self._admit()
-            if self._observer is not None:
-                self._observer.report((*self._scheduler.running, *self._scheduler.waiting))
+            self._report((*self._scheduler.running, *self._scheduler.waiting))
             if not self._scheduler.idle:
                 self._step()
             until_training_s = None
@@ -149,8 +148,7 @@ class EmbeddedEngine:
         seconds = self._collected_at - max(batch.started_at, before)  # concurrent batches share their time
         num_in_flight = len(sampling) + sum(len(other.chunks) for other in self._running_batches)
         with self.lock:
-            if self._observer is not None:
-                self._observer.observe(chunks, seconds)
+            self._observe(chunks, seconds)
             if self.drafts is not None:
                 decoded = all(chunk.decodes for chunk in chunks)
                 cost = self._collected_at - max(batch.drafted_at, before) if decoded else None
@@ -192,8 +190,7 @@ class EmbeddedEngine:
                 self._admission.stop(sys.exc_info()[1])
                 for row in self.rows_here():
                     row.call.results.put(None)
-                if self._observer is not None:
-                    self._observer.stopped()
+                self._stopped()
 
     # ---- `GenerationEngine`, in callers' threads ----
 
@@ -288,16 +285,25 @@ class EmbeddedEngine:
         self._thread.join()
         self._runner.close()
 
-    # ---- for `migration`: rows that leave and arrive between two batches ----
+    # ---- for `migration.MigratingEngine`: what it is told, and rows that leave and arrive between two batches ----
+
+    def _observe(self, chunks: Sequence[Chunk], seconds: float) -> None:
+        """Record a batch that has ended. The caller holds the lock."""
+
+    def _wants_report(self) -> bool:
+        """Return True if `_report` is to be called although there is nothing to compute. The caller holds the lock."""
+        return False
+
+    def _report(self, rows: Collection[Row]) -> None:
+        """Receive all rows of this engine, before each batch and if `_wants_report`. In the engine thread, without the
+        lock."""
+
+    def _stopped(self) -> None:
+        """React to the engine's stop: no row will finish. The caller holds the lock."""
 
     @property
     def has_stopped(self) -> bool:
         return self._admission.stopped
-
-    def watch_with(self, observer: EngineObserver) -> None:
-        """Set the observer, which sees every batch and row from now on."""
-        with self.lock:
-            self._observer = observer
 
     def check(self, request: Request) -> None:
         """Raise RequestError for a request that no version of the weights could serve."""
@@ -341,9 +347,6 @@ class EmbeddedEngine:
     def take_back(self, row: Row) -> None:
         """Queue a row that was taken out before. The caller holds the lock."""
         self._admission.accept([row])
-
-    def _wants_report(self) -> bool:
-        return self._observer is not None and self._observer.wants_report(self._admission.num_unfinished)
 
 
 def _zero_blocks(row: Row, pool: BlockPool, runner: Runner) -> None:

@@ -1,15 +1,11 @@
-"""Protocols of the optional parts around the engine's loop, which runs without them.
-
-    Drafts           guesses of next tokens, verified in the next batch; implemented by `drafts.speculation.Speculation`
-    EngineObserver   watches batches and rows; implemented by `migration.MigratingEngine`, whose rows may leave
-
-A third one is `runner.Runner`, implemented by `ranks` for a model that spans processes.
+"""The protocol of speculative decoding: guesses of next tokens, which the next batch verifies. The engine's loop runs
+without it. `drafts.speculation.Speculation` implements it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -70,26 +66,4 @@ class Drafts(Protocol):
     def train(self) -> float | None:
         """Train for some tens of milliseconds while the engine is idle. Return the seconds until the next call, or None
         if there is nothing to learn."""
-        ...
-
-
-class EngineObserver(Protocol):
-    """A watcher of an engine. An exception that it raises stops the engine."""
-
-    def observe(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """Record a batch that has ended. The caller holds the engine's lock."""
-        ...
-
-    def wants_report(self, num_rows: int) -> bool:
-        """Return True if `report` is to be called although there is nothing to compute. `num_rows`: accepted,
-        unfinished rows. The caller holds the engine's lock."""
-        ...
-
-    def report(self, rows: Collection[Row]) -> None:
-        """Receive all rows of this engine, before each batch and if `wants_report`. In the engine thread, without the
-        lock."""
-        ...
-
-    def stopped(self) -> None:
-        """React to the engine's stop: no row will finish. The caller holds the engine's lock."""
         ...

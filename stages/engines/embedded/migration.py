@@ -1,8 +1,20 @@
-"""An engine whose rows may continue in another engine: rows leave and arrive between two batches.
+"""An engine whose rows can continue in another engine. Rows leave and arrive between two batches.
 
-`MigratingEngine` wraps the embedded engine. `OutgoingRows` and `AcceptedRows` keep the rows that left and arrived,
-`BatchTimes` measures the engine, and `LoadWatch` reports its load. The functions at the end check, pack and unpack
-rows. Everything but `AcceptedRows` is used under the engine's lock.
+    source                                             target
+    ──────                                             ──────
+    migrate_out: removes rows between two batches
+                 callers keep waiting           ─────► migrate_in: adds them (keys imported, or computed again),
+                 the engine may refit or sleep                     sampled with the same noise
+    deliver:     returns a row to its caller    ◄───── (ticket, Completion) as each finishes
+    give_back:   the target is lost, the rows continue here
+
+A migrated row's tokens and log-probs have the same bits as without the migration: noise is keyed by the row, and keys
+and values are copied, or computed again by kernels whose results depend only on the row. The callers of the rows notice
+nothing, apart from `RowsLost`.
+
+`OutgoingRows` and `AcceptedRows` keep the rows that left and arrived, `BatchTimes` measures the engine, and `LoadWatch`
+reports its load. The functions at the end check, pack and unpack rows. Everything but `AcceptedRows` is used under the
+engine's lock.
 """
 
 from __future__ import annotations
@@ -12,163 +24,130 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import numpy as np
-import torch
 
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.rows import GenerateCall, Row
 from stages.engines.embedded.scheduler import Chunk
 from stages.engines.migration import MigratedRow, key_of
-from stages.engines.protocol import Capabilities, Completion, EngineStats, Request, RequestError, RowsLost
+from stages.engines.protocol import Completion, EngineStats, RequestError, RowsLost
 from stages.engines.row_loads import EngineLoad, MigrationRequest, RowLoad
 
 
-class MigratingEngine:
-    """Owns an engine and the rows that have left it; implements `GenerationEngine` and `MigratableRows`, and observes
-    the engine. Its state is guarded by the engine's lock."""
+class MigratingEngine(EmbeddedEngine):
+    """Owns an engine whose rows can leave and arrive, and the rows that have left. All methods are thread-safe. Its
+    state is guarded by the engine's lock."""
 
-    def __init__(self, engine: EmbeddedEngine) -> None:
-        """`engine` is closed with this one."""
-        self._engine = engine
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        """Take the arguments of `EmbeddedEngine`."""
         self._outgoing, self._times = OutgoingRows(), BatchTimes()
         self._watch: LoadWatch | None = None
         self._num_out = self._num_in = 0
         """Rows that left and arrived since `stats` was last called."""
-        engine.watch_with(self)
-
-    # ---- `GenerationEngine` ----
-
-    @property
-    def version(self) -> int:
-        return self._engine.version
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._engine.capabilities
-
-    @property
-    def kernels(self) -> str:
-        """Name of the kernels in use."""
-        return self._engine.kernels
-
-    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """See `EmbeddedEngine`. The iterator raises RowsLost for a row that left and cannot be finished any more."""
-        return self._engine.generate(requests)
-
-    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See `EmbeddedEngine`. Does not wait for rows that have left."""
-        self._engine.load_weights(version, tensors)
-
-    def sleep(self) -> None:
-        self._engine.sleep()
-
-    def wake(self) -> None:
-        self._engine.wake()
+        super().__init__(*args, **settings)
 
     def stats(self) -> EngineStats:
-        with self._engine.lock:
+        with self.lock:
             num_out, num_in, self._num_out, self._num_in = self._num_out, self._num_in, 0, 0
-            return replace(self._engine.stats(), rows_given=num_out, rows_taken=num_in)
+            return replace(super().stats(), rows_given=num_out, rows_taken=num_in)
 
-    def close(self) -> None:
-        self._engine.close()
-
-    # ---- `MigratableRows` ----
+    # ---- rows that migrate ----
 
     @property
     def num_calls_migrated(self) -> int:
-        """See `MigratableRows`."""
-        with self._engine.lock:
+        """Number of calls of `generate` and `migrate_in` whose unfinished rows are all in other engines."""
+        with self.lock:
             return self._outgoing.num_calls
 
     def watch_load(self, below: int, listener: Callable[[EngineLoad], None]) -> None:
-        """See `MigratableRows`. An exception of the listener stops the engine."""
-        with self._engine.lock:
+        """Call `listener` in the engine's thread at each change of the number of rows here while it is under `below`,
+        and when it reaches `below` again. An exception of the listener stops the engine."""
+        with self.lock:
             self._watch = LoadWatch(below, listener)
-            self._engine.lock.notify_all()
+            self.lock.notify_all()
 
     def migrate_out(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]:
-        """See `MigratableRows`. Copies a row completely before removing it. Raises RuntimeError if the engine has
-        stopped."""
+        """Take rows out, each with a copy of what another engine needs to continue it. Rows that are not here, are
+        nearly done or have lost their caller are skipped. The rows do not count as in flight until they are delivered
+        or given back. Raises RuntimeError if the engine has stopped."""
         migrated = []
         asked_for = {one.key: one for one in rows}
-        with self._engine.between_batches():
-            for row in self._engine.rows_here():
+        with self.between_batches():
+            for row in self.rows_here():
                 asked = asked_for.get(key_of(row.request))
                 if asked is None or row.num_left < asked.min_left or row.unwanted:
                     continue
-                cache = self._engine.take_out(row, asked.with_cache)
-                version = self._engine.version
+                cache = self.take_out(row, asked.with_cache)
+                version = self.version
                 migrated.append(pack_row(row, self._outgoing.add(row, version), version, cache))
             self._num_out += len(migrated)
         return migrated
 
     def migrate_in(self, migrated: Sequence[MigratedRow]) -> AcceptedRows:
-        """See `MigratableRows`. Raises RuntimeError if the engine is asleep or has stopped."""
+        """Continue another engine's rows; they wait for free places in the batch. Raises RequestError, and takes none,
+        if a row needs another version, has another model's keys, or is too long, and RuntimeError if the engine is
+        asleep or has stopped."""
         for one in migrated:
-            self._engine.check(one.request)
+            self.check(one.request)
         call = GenerateCall(queue.SimpleQueue(), threading.Event())
-        with self._engine.between_batches():
-            self._engine.check_awake()
+        with self.between_batches():
+            self.check_awake()
             for one in migrated:
-                check_migrated(one, self._engine.version, self._engine.cache_shape)
-            rows = {unpack_row(one, call, self._engine.eos_ids): one for one in migrated}
+                check_migrated(one, self.version, self.cache_shape)
+            rows = {unpack_row(one, call, self.eos_ids): one for one in migrated}
             for row, one in rows.items():
-                self._engine.put_in(row, one.cache)
+                self.put_in(row, one.cache)
             self._num_in += len(rows)
         return AcceptedRows(call, {row: one.ticket for row, one in rows.items()})
 
     def deliver(self, ticket: int, completion: Completion) -> None:
-        """See `MigratableRows`."""
-        with self._engine.lock:
+        """Return a finished row that was taken out to its caller, if the caller still waits."""
+        with self.lock:
             left = self._outgoing.pop(ticket)
             if left is not None:
                 left[0].call.results.put((left[0], completion))
 
     def give_back(self, tickets: Collection[int]) -> None:
-        """See `MigratableRows`."""
-        with self._engine.lock:
+        """Continue rows that were taken out. If their weights are gone, their callers get RowsLost."""
+        with self.lock:
             for left in map(self._outgoing.pop, self._outgoing.wanted(tickets)):
                 assert left is not None
                 row, version = left
-                if self._engine.has_stopped:
+                if self.has_stopped:
                     row.call.results.put(None)
-                elif version == self._engine.version:
-                    self._engine.take_back(row)
+                elif version == self.version:
+                    self.take_back(row)
                 else:
                     row.call.results.put((row, self._lost(row)))
 
     def wanted(self, tickets: Collection[int]) -> set[int]:
-        """See `MigratableRows`."""
-        with self._engine.lock:
+        """Return the rows that were taken out and whose callers still wait."""
+        with self.lock:
             return self._outgoing.wanted(tickets)
 
     def _lost(self, row: Row) -> RowsLost:
         return RowsLost(
             f"row {row.request.row} came back unfinished, and version {row.request.version} of the weights is gone: "
-            f"version {self._engine.version} is resident"
+            f"version {self.version} is resident"
         )
 
-    # ---- `EngineObserver` ----
+    # ---- the engine's loop ----
 
-    def observe(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """See `EngineObserver`."""
+    def _observe(self, chunks: Sequence[Chunk], seconds: float) -> None:
         self._times.observe(chunks, seconds)
 
-    def wants_report(self, num_rows: int) -> bool:
-        """See `EngineObserver`."""
-        return self._watch is not None and self._watch.due(num_rows, self._times)
+    def _wants_report(self) -> bool:
+        return self._watch is not None and self._watch.due(self._admission.num_unfinished, self._times)
 
-    def report(self, rows: Collection[Row]) -> None:
-        """See `EngineObserver`."""
+    def _report(self, rows: Collection[Row]) -> None:
         num_rows = sum(map(may_migrate, rows))
         if self._watch is not None and self._watch.due(num_rows, self._times):
-            engine = self._engine
-            self._watch.notify(engine_load(rows, engine.version, engine.max_rows, engine.cache_shape, self._times))
+            self._watch.notify(engine_load(rows, self.version, self.max_rows, self.cache_shape, self._times))
 
-    def stopped(self) -> None:
-        """See `EngineObserver`. Wakes the callers that wait for rows that have left."""
+    def _stopped(self) -> None:
+        """Wake the callers that wait for rows that have left."""
         for row in self._outgoing.rows:
             row.call.results.put(None)
 
@@ -216,13 +195,15 @@ class OutgoingRows:
 
 
 class AcceptedRows:
-    """Owns rows that arrived from another engine, until they are finished; implements `IncomingRows`."""
+    """Owns rows that arrived from another engine, until they are finished."""
 
     def __init__(self, call: GenerateCall, tickets: Mapping[Row, int]) -> None:
         self._call = call
         self._tickets = dict(tickets)
 
     def __iter__(self) -> Iterator[tuple[int, Completion | None]]:
+        """Yield (ticket, completion) as each row finishes; None if it cannot be finished here after all. Raises
+        RuntimeError if the engine stops."""
         while self._tickets:
             result = self._call.results.get()
             if result is None:
@@ -232,6 +213,7 @@ class AcceptedRows:
                 yield self._tickets.pop(row), None if isinstance(outcome, Exception) else outcome
 
     def drop(self, tickets: Iterable[int]) -> None:
+        """Stop these rows: their callers have left."""
         for ticket in set(tickets):
             for row in [row for row, number in self._tickets.items() if number == ticket]:
                 row.dropped = True
@@ -239,6 +221,7 @@ class AcceptedRows:
                 self._call.results.put((row, RowsLost("no caller waits for it")))  # wakes the iterating thread
 
     def close(self) -> None:
+        """Stop all rows."""
         self._call.abandoned.set()
         self.drop(list(self._tickets.values()))
 

@@ -110,9 +110,9 @@ class RemoteEngine:
             stack.callback(server.close)
             ready = self._start()
             stack.pop_all()
-        self.engine, self.kernels = f"{ready.engine} {ready.version}", str(ready)
-        self.device: Device = ready.device
-        self.capabilities = settings.stated(self.device)
+        self.engine = f"{ready.engine} {ready.version}"
+        self.numerics: Mapping[str, str] = {"kernels": str(ready), "device": ready.device}
+        self.capabilities = settings.stated(ready.device)
         self._thread = threading.Thread(target=self._hear, name="remote-engine", daemon=True)
         self._thread.start()
 

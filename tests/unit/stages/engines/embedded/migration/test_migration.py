@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.engines.config import SpeculationConfig
 from stages.engines.embedded.migration import MigratingEngine
-from stages.engines.migration import MigratableRows, MigratedRow, key_of
+from stages.engines.migration import MigratedRow, key_of
 from stages.engines.protocol import RequestError, RowsLost
 from stages.engines.row_loads import EngineLoad, MigrationRequest
 from stages.models.config import SamplingConfig
@@ -47,7 +47,7 @@ def test_migrated_rows_have_the_bits_of_those_that_stay(kernels: str, with_cache
         given, taken = source.stats(), target.stats()
         assert (given.rows, given.rows_given, taken.rows, taken.rows_taken) == (3, 2, 2, 2)
         assert taken.prompt_tokens == (0 if with_cache else fed)
-        assert (source._engine._scheduler.pool.num_used, target._engine._scheduler.pool.num_used) == (0, 0)
+        assert (source._scheduler.pool.num_used, target._scheduler.pool.num_used) == (0, 0)
 
 
 def test_rows_that_have_not_begun_move_too() -> None:
@@ -92,8 +92,8 @@ def test_migrated_with_drafts_under_way() -> None:
     with engines(2, speculation=speculation) as (source, target):
         results, gate = pause_after(source, 12, rows)
         migrated = give(source, gate, rows)
-        assert source._engine.drafts is not None
-        assert not source._engine.drafts._drafters[0]._indexes  # type: ignore[attr-defined]
+        assert source.drafts is not None
+        assert not source.drafts._drafters[0]._indexes  # type: ignore[attr-defined]
         carry(source, target, migrated)
         assert_same_bits(by_row(results), at_home(rows))
         assert sum(source.stats().drafted_tokens.values()) > 0
@@ -111,7 +111,7 @@ def test_preempted_where_it_came_to() -> None:
         theirs, target_gate = pause_after(target, 2, own)
         with ThreadPoolExecutor(1) as thread:
             taking = thread.submit(target.migrate_in, migrated)
-            until(lambda: target._engine._admission.num_pausing > 0)
+            until(lambda: target._admission.num_pausing > 0)
             target_gate.open()
             for ticket, completion in taking.result(timeout=60):
                 assert completion is not None
@@ -119,7 +119,7 @@ def test_preempted_where_it_came_to() -> None:
         assert_same_bits(by_row(results), at_home(rows))
         assert_same_bits(by_row(theirs), at_home(own))
         assert target.stats().preemptions > 0
-        assert target._engine._scheduler.pool.num_used == 0
+        assert target._scheduler.pool.num_used == 0
 
 
 def test_without_a_free_slot_they_wait() -> None:
@@ -130,10 +130,10 @@ def test_without_a_free_slot_they_wait() -> None:
         theirs, target_gate = pause_after(target, 2, own)
         with ThreadPoolExecutor(1) as thread:
             taking = thread.submit(target.migrate_in, migrated)
-            until(lambda: target._engine._admission.num_pausing > 0)
+            until(lambda: target._admission.num_pausing > 0)
             target_gate.let(1)
             incoming = taking.result(timeout=60)
-            assert len(target._engine._scheduler.running) == 2
+            assert len(target._scheduler.running) == 2
             target_gate.open()
             for ticket, completion in incoming:
                 assert completion is not None
@@ -195,7 +195,7 @@ def test_a_row_that_is_nearly_done_stays() -> None:
                 source.migrate_out,
                 [MigrationRequest(key_of(r), False, left) for r, left in zip(rows, (33, 34, 35), strict=True)],
             )
-            until(lambda: source._engine._admission.num_pausing > 0)
+            until(lambda: source._admission.num_pausing > 0)
             gate.open()
             migrated = asking.result(timeout=60)
         assert [m.request.row for m in migrated] == [0, 1]
@@ -244,7 +244,7 @@ def test_a_caller_that_goes_away_meanwhile_frees_both_sides() -> None:
         assert_same_bits(by_row(staying), at_home(rows[2:]))
         target.load_weights(1, {})  # drains: nothing that was dropped is still waited for
         assert target.stats().rows == 1
-        assert target._engine._scheduler.pool.num_used == 0
+        assert target._scheduler.pool.num_used == 0
 
 
 def test_closed_incoming_rows_are_dropped() -> None:
@@ -258,7 +258,7 @@ def test_closed_incoming_rows_are_dropped() -> None:
         incoming.close()
         target_gate.open()
         target.load_weights(1, {})
-        assert (target.stats().rows, target._engine._scheduler.pool.num_used) == (0, 0)
+        assert (target.stats().rows, target._scheduler.pool.num_used) == (0, 0)
 
 
 def test_an_engine_that_stops_notifies_those_who_wait_for_rows_elsewhere() -> None:
@@ -306,7 +306,7 @@ def test_refused_are_rows_that_cannot_go_on_here() -> None:
         for change, message in cases:
             with pytest.raises(RequestError, match=message):
                 target.migrate_in([good, dataclasses.replace(bad, **change)])  # type: ignore[arg-type]
-        assert target._engine._scheduler.idle, "all or none"
+        assert target._scheduler.idle, "all or none"
         target.sleep()
         with pytest.raises(RuntimeError, match="asleep"):
             target.migrate_in([good])
@@ -320,7 +320,6 @@ def test_refused_are_rows_that_cannot_go_on_here() -> None:
 def test_rows_are_reported_while_they_are_few() -> None:
     reports: list[EngineLoad] = []
     with engines(1) as (engine,):
-        assert isinstance(engine, MigratableRows)
         engine.watch_load(3, reports.append)
         until(lambda: len(reports) == 1)
         rows = [

@@ -1,7 +1,8 @@
 # Stageline's commands. `make help` lists them.
 #
 # PYTHON  the interpreter that .venv is made with (3.11 or newer), and an engine's environment (TensorRT-LLM's: 3.12, 3.10)
-# TORCH   what pip installs as torch, first and by exact version; TORCH=system takes the torch that PYTHON has already.
+# TORCH   what pip installs as torch, first and by exact version; TORCH=system takes the torch that PYTHON has already, if
+#         it is of a version that pyproject.toml allows (2.11 to 2.13).
 #         .venv remembers a choice that is not the default; another choice makes another .venv
 # PY      another interpreter that has everything: nothing is installed then (`make lint PY=python3`)
 # ARGS    more arguments for `stageline run` (`make demo ARGS="seed=1 name=demo-seed1"`)
@@ -59,7 +60,7 @@ $(TORCH_STAMP):
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(if $(filter system,$(TORCH)),--system-site-packages) $(VENV)
 	$(PIP) install --quiet --upgrade pip
-	$(if $(filter system,$(TORCH)),$(VENV)/bin/python -c "import torch",$(PIP) install --quiet -c $(LOCK) $(TORCH))
+	$(if $(filter system,$(TORCH)),$(VENV)/bin/python requirements/system_torch.py pyproject.toml,$(PIP) install --quiet -c $(LOCK) $(TORCH))
 	mkdir -p $(@D)
 	$(if $(filter $(DEFAULT_TORCH),$(TORCH)),,echo '$(TORCH)' > $(@D)/chosen)
 	touch $@

@@ -198,7 +198,7 @@ def measure_wide(workers: int, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder) / "events.jsonl")
         dispatch = Dispatch(gangs)
-        settings = ExecutorSettings(ClusterConfig(deadline_s=60.0), RunPaths(Path(folder)), config_yaml="")
+        settings = ExecutorSettings(ClusterConfig(deadline_s=60.0), 300.0, RunPaths(Path(folder)), config_yaml="")
         done: list[Node] = []
 
         class Counting(ExecutorEvents):

@@ -42,7 +42,7 @@ from stages.models.memory import (
     rank_bytes,
 )
 from stages.models.protocol import MODEL_ROLES, Role
-from stages.models.spec import EMBEDDING, ModelSpec, is_random, layer_and_part, read_spec, tensor_shapes
+from stages.models.spec import EMBEDDING, ModelSpec, layer_and_part, read_spec, stored_bytes, tensor_shapes
 from storage.problems import Problem
 
 GIB = 1 << 30
@@ -424,15 +424,11 @@ def planned_run(config: RunConfig, models: Mapping[Role, ModelSpec], limits: Mem
     return PlannedRun(
         config,
         models[Role.POLICY],
-        _stored_bytes(path),
+        stored_bytes(path),
         limits.num_devices > 0,
         own,
-        scorers=tuple(PlannedScorer(read_spec(path), dtype, _stored_bytes(path)) for path, dtype in sorted(scorers)),
+        scorers=tuple(PlannedScorer(read_spec(path), dtype, stored_bytes(path)) for path, dtype in sorted(scorers)),
     )
-
-
-def _stored_bytes(path: str) -> int:
-    return 0 if is_random(path) else sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
 
 
 def weights_bytes(config: RunConfig) -> int:

@@ -36,7 +36,8 @@ from pipeline.graph.graph import Gang, GraphSpec
 from stages.engines.capabilities import Capabilities, Device, capabilities_of
 from stages.engines.config import OTHER_ENVIRONMENTS, EngineConfig, engine_problems
 from stages.models.config import ModelConfig, SamplingConfig, model_problems, sampling_problems
-from stages.models.protocol import Role
+from stages.models.protocol import MODEL_ROLES, Role
+from stages.models.spec import stored_bytes
 from stages.ppo.config import GROUPED, PPOConfig, has_critic, ppo_problems, resolve_proximal
 from stages.rewards.config import (
     JUDGE_BUDGET,
@@ -61,6 +62,10 @@ from storage.problems import (
     setting,
     setting_problems,
 )
+
+_START_S = 300.0
+_SLOW_DISK_BYTES_PER_S = 1e8
+"""A network filesystem that many nodes read at once."""
 
 
 @dataclass
@@ -149,7 +154,16 @@ class RunConfig:
     @property
     def engine_start_s(self) -> float:
         """Seconds for an engine in an environment of its own to start, less than its worker's start timeout."""
-        return self.engine.start_s or 0.8 * self.cluster.start_timeout_s
+        return self.engine.start_s or 0.8 * self.start_timeout_s
+
+    @property
+    def start_timeout_s(self) -> float:
+        """`cluster.start_timeout_s`, or if it is null a time in which even a slow disk reads the largest model."""
+        if self.cluster.start_timeout_s is not None:
+            return self.cluster.start_timeout_s
+        paths = {self.model.path_of(role) for role in MODEL_ROLES}
+        paths |= {str(args["path"]) for args in self.scoring_models().values() if "path" in args}
+        return _START_S + max(map(stored_bytes, paths)) / _SLOW_DISK_BYTES_PER_S
 
     @property
     def has_canaries(self) -> bool:
@@ -361,9 +375,9 @@ def _normalize_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _engine_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield the problems of settings that the engine cannot satisfy, and of its start timeout."""
-    start_s, limit_s = config.engine.start_s, config.cluster.start_timeout_s
+    start_s, limit_s = config.engine.start_s, config.start_timeout_s
     if config.engine.kind in OTHER_ENVIRONMENTS and start_s is not None and start_s >= limit_s:
-        need = f"must be below cluster.start_timeout_s = {limit_s:g}, which would end the start first; or null"
+        need = f"must be below cluster.start_timeout_s = {limit_s:.6g}, which would end the start first; or null"
         yield Problem("engine.start_s", start_s, need)
     yield from engine_needs(
         EngineNeeds(

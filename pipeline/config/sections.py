@@ -119,8 +119,9 @@ class ClusterConfig:
         ),
     )
     """Address of the Dask dashboard; null: none. Another port is taken if this one is in use."""
-    start_timeout_s: float = setting(300.0, above(0, " seconds"))
-    """Seconds for workers to load their models after their process has started."""
+    start_timeout_s: float | None = setting(None, above(0, " seconds, or null"))
+    """Seconds for workers to load their models after their process has started. null: 300, and 10 for every GB of the
+    largest model's files."""
     deadline_s: float = setting(1800.0, above(0, " seconds"))
     """Seconds for one node; after that its worker counts as lost."""
     collective_timeout_s: float = setting(300.0, above(0, " seconds"))

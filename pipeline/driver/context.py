@@ -25,6 +25,8 @@ class ExecutorSettings:
     """The settings of a run that the executor needs."""
 
     cluster: ClusterConfig
+    start_timeout_s: float
+    """`cluster.start_timeout_s`, or the time that follows from the model if that is null."""
     paths: RunPaths
     config_yaml: str = field(repr=False)
     """The resolved config, for the workers."""

@@ -44,13 +44,13 @@ from storage.address import Address
 
 def mirror_spec(context: Context, gang: str) -> MirrorSpec | None:
     """Return what a worker of this gang must know of weights on other hosts; None if it reads and publishes none."""
-    cluster, boards = context.cluster, context.settings.boards
+    cluster, settings, boards = context.cluster, context.settings, context.settings.boards
     if not boards or context.gangs[gang].roles.isdisjoint({Role.GENERATE, Role.POLICY}):
         return None
     return MirrorSpec(
         board=boards[gang],
         publisher=worker_name(context.gang_with(Role.POLICY), 0),
-        timeout_s=min(cluster.start_timeout_s, cluster.deadline_s / 3),  # well before the node is overdue
+        timeout_s=min(settings.start_timeout_s, cluster.deadline_s / 3),  # well before the node is overdue
         message_timeout_s=min(MESSAGE_TIMEOUT_S, cluster.deadline_s / 4),
     )
 

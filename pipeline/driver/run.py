@@ -275,6 +275,7 @@ def _executor_settings(config: RunConfig) -> ExecutorSettings:
     paths = RunPaths(config.run_dir)
     return ExecutorSettings(
         cluster=config.cluster,
+        start_timeout_s=config.start_timeout_s,
         paths=paths,
         config_yaml=to_yaml(config),
         boards={gang.name: str(paths.board(config.weights_dir(gang.name))) for gang in config.gangs()},

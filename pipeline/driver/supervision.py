@@ -424,7 +424,7 @@ class Supervision:
         """Start the build deadline of each worker whose process has joined. Treat a worker as lost if its heartbeats
         stop while it is built (which may raise StageFailed)."""
         awaited = {key: one for key, one in self._workers.items() if one.building is not None and not one.up}
-        now, start_s = self._context.now(), self._context.cluster.start_timeout_s
+        now, start_s = self._context.now(), self._context.settings.start_timeout_s
         silences = self._heartbeats.look(heartbeats(self._context.client), now) if awaited else {}
         for key, worker in awaited.items():
             silent_s = silences.get(worker.spec.name)
@@ -438,7 +438,7 @@ class Supervision:
     def _overdue(self, worker: _Worker) -> WorkersMissing:
         settings, name = self._context.settings, worker.spec.name
         if worker.here or not settings.attached:
-            limit = f"cluster.start_timeout_s = {settings.cluster.start_timeout_s:g}"
+            limit = f"cluster.start_timeout_s = {settings.start_timeout_s:g}"
             return WorkersMissing(f"worker {name} did not come up within {limit}{_see_log(worker)}")
         command = f"stageline worker {settings.paths.root} --gang {worker.spec.gang} --index {worker.spec.index}"
         limit = f"cluster.arrival_timeout_s = {settings.cluster.arrival_timeout_s:g}"
@@ -451,11 +451,8 @@ class Supervision:
         Raises:
             Exception: `why`, if no other worker can do its work.
         """
-        gang, worker, again_s = (
-            self._context.gangs[key[0]],
-            self._workers[key],
-            self._context.cluster.start_timeout_s,
-        )
+        gang, worker = self._context.gangs[key[0]], self._workers[key]
+        again_s = self._context.settings.start_timeout_s
         others = [self._workers[gang.name, i] for i in range(gang.workers) if i != key[1]]
         if gang.ordered or all(other.left_out for other in others):
             raise why
@@ -486,8 +483,7 @@ class Supervision:
         specs = [self._spec(gang, index, incarnation) for _, index in unit]
         meeting = self._submit("meet", open_meeting, specs[0]) if len(unit) > 1 else None
         settings = self._context.settings
-        cluster = settings.cluster
-        limit_s = cluster.arrival_timeout_s if settings.attached else cluster.start_timeout_s
+        limit_s = settings.cluster.arrival_timeout_s if settings.attached else settings.start_timeout_s
         for key, spec in zip(unit, specs, strict=True):
             future = self._submit("build", build_worker, spec, *([] if meeting is None else [meeting]))
             self._workers[key] = _Worker(spec, future, self._context.now() + limit_s, left_out=left_out)

@@ -360,6 +360,11 @@ def is_random(path: str) -> bool:
     return path in _RANDOM
 
 
+def stored_bytes(path: str) -> int:
+    """Return the bytes of a model's weights on disk; 0 for a random model, and for a directory that has none."""
+    return 0 if is_random(path) else sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+
+
 def read_config(path: str) -> dict[str, Any]:
     """Return the contents of `config.json`. Raises FileNotFoundError with the path that was looked for."""
     if is_random(path):

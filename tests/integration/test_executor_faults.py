@@ -80,7 +80,8 @@ class Run(ExecutorEvents):
             on_unread=lambda version: None,
         )
         settings = ExecutorSettings(
-            cluster=replace(config.cluster, start_timeout_s=60.0, deadline_s=deadline_s, attempts=attempts),
+            cluster=replace(config.cluster, deadline_s=deadline_s, attempts=attempts),
+            start_timeout_s=60.0,
             paths=RunPaths(self.dir),
             config_yaml=to_yaml(config),
             runtime="tests.support.noop_runtime:NoopRuntime",
@@ -102,7 +103,7 @@ class Run(ExecutorEvents):
     def start_timeout_is_over(self) -> None:
         """By the driver's clock, for whoever is being built or waited for now; nobody was silent meanwhile."""
         supervision = self.executor._supervision
-        self.executor._now += supervision._context.settings.cluster.start_timeout_s + 1
+        self.executor._now += supervision._context.settings.start_timeout_s + 1
         supervision._heartbeats = HeartbeatWatch()
 
     def everyone_is_up(self) -> bool:

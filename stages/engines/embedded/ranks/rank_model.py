@@ -17,8 +17,9 @@ from stages.engines.embedded.cache import KVCache
 from stages.engines.embedded.division import Share
 from stages.engines.embedded.model import LlamaWeights, build_weights, forward, logits, refit_weights
 from stages.engines.embedded.ranks.communication import RankCommunicator
-from stages.engines.embedded.runner import choose_kernels, draw, on_device
+from stages.engines.embedded.runner import all_tensors, choose_kernels, draw, on_device
 from stages.engines.embedded.sampling import ban, forced_logits, join_parts, put_forced
+from stages.models.offload import Residence
 from stages.models.spec import (
     DOWN_PROJ,
     EMBEDDING,
@@ -84,6 +85,7 @@ class RankModel:
             self._device,
         )
         self._weights: LlamaWeights | None = None
+        self._resident = Residence(lambda: [] if self._weights is None else all_tensors(self._weights))
         self._busy = np.memmap(Path(spec.folder) / BUSY_FILE, np.float64, "r+")
         self._communicator = RankCommunicator(Path(spec.folder), spec.rank, spec.tensor, spec.pipeline, self._device)
 
@@ -157,9 +159,13 @@ class RankModel:
         return self._cache.allocated
 
     def sleep(self) -> None:
+        """Release the cache's memory; on a CUDA device also move this rank's weights to the host."""
         self._cache.release()
+        if self._device.type == "cuda":
+            self._resident.sleep()
 
     def wake(self) -> None:
+        self._resident.wake()
         self._cache.allocate()
 
     def close(self) -> None:

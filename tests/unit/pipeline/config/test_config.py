@@ -94,6 +94,18 @@ def test_an_engine_uses_the_environment_of_make(base: Path, tmp_path: Path, monk
         load(base, *vllm)
 
 
+def test_the_time_to_start_grows_with_the_models_files(base: Path, tmp_path: Path) -> None:
+    """A 70B model of 140 GB on a disk of 100 MB/s takes 1400 s to read. (The files are sparse.)"""
+    for size in (100 * 10**9, 40 * 10**9):
+        with (tmp_path / f"model-{size}.safetensors").open("wb") as file:
+            file.truncate(size)
+    assert load(base, "model.path=random:tiny").start_timeout_s == 300
+    large = load(base, "model.path=random:tiny", f"model.reference_path={tmp_path}")
+    assert large.start_timeout_s == 1700
+    assert large.engine_start_s == 1360
+    assert load(base, f"model.path={tmp_path}", "cluster.start_timeout_s=60").start_timeout_s == 60
+
+
 def test_an_engine_has_less_time_to_start_than_its_worker(base: Path) -> None:
     """Otherwise nobody would hear the reason of a slow start."""
     vllm = ("engine.kind=vllm", "model.path=x", "engine.python=x")

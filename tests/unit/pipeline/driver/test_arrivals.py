@@ -72,9 +72,9 @@ class Setting:
                 cluster=ClusterConfig(
                     kind="local" if arrival_s is None else "attached",
                     arrival_timeout_s=arrival_s or 1.0,
-                    start_timeout_s=START_S,
                     deadline_s=1.0,
                 ),
+                start_timeout_s=START_S,
                 paths=RunPaths(run_dir),
                 config_yaml="",
             ),

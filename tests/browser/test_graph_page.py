@@ -48,7 +48,6 @@ def opened(page: Page) -> None:
 
 def assert_in_view(page: Page, head: str) -> None:
     box = page.get_by_text(head, exact=True).bounding_box()
-    assert box is not None
     assert 0 <= box["x"] < box["x"] + box["width"] <= 1280
 
 
@@ -57,10 +56,8 @@ def test_stages_and_the_newest_steps_are_in_view_on_opening(page: Page) -> None:
     box = page.locator(".scroll")
     assert box.evaluate("box => box.scrollWidth > box.clientWidth"), "more columns than the window has room for"
     left = box.bounding_box()
-    assert left is not None
     for stage in ("publish", "generate", "evaluate_reference"):
         label = page.get_by_text(stage, exact=True).first.bounding_box()
-        assert label is not None
         assert 0 <= label["x"] < label["x"] + label["width"] <= left["x"]
     assert_in_view(page, "step 23")
     page.get_by_text("step 21 of 40").wait_for()

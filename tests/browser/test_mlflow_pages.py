@@ -91,7 +91,6 @@ def pages(finished: RunConfig, printed: io.StringIO) -> Iterator[Pages]:
         assert run_id is not None
         assert other_id is not None
         address = re.search(r"then http://127\.0\.0\.1:5000(/#/\S+)", printed.getvalue())
-        assert address is not None
         yield Pages(f"{here}/#/experiments/1", f"{here}{address[1]}", run_id, other_id)
 
 

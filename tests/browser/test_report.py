@@ -88,7 +88,6 @@ def test_curves_tell_a_step_in_all_panels_and_a_series_can_be_hidden(opened: Ope
     score.get_by_role("button", name="training").click()
     assert picture.locator("path").count() == lines - 1
     box = picture.bounding_box()
-    assert box is not None
     page.mouse.move(box["x"] + box["width"] - 8, box["y"] + 60)
     expect(page.locator("#tip")).to_contain_text("held-out")
     expect(page.locator("#tip")).to_contain_text("0.44 ±")
@@ -105,7 +104,6 @@ def test_the_timeline_tells_a_node_under_the_pointer_and_by_keys(opened: Open, o
     canvas = page.locator("canvas.lanes")
     canvas.scroll_into_view_if_needed()
     box = canvas.bounding_box()
-    assert box is not None
     page.mouse.move(box["x"] + 154, box["y"] + 24 + 12)  # the first lane's first box begins where the lanes do
     tip = page.locator("#tip")
     expect(tip).to_contain_text("generate · step 0 · shard 0")

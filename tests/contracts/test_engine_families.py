@@ -117,7 +117,6 @@ def test_several_ranks_take_the_trainers_weights(tmp_path: Path, family: str, co
     new.save_pretrained(tmp_path / "new")
     with opened(tmp_path, ModelConfig(path=str(tmp_path / "new"))) as host:
         trained = host.trained_weights()
-        assert trained is not None
         tensors = {name: torch.from_numpy(array.copy()) for name, array in trained.items()}
     with closing(make_engine(tmp_path / "model", **config)) as engine:
         assert_greedy_of(model, answers(engine, greedy_requests()), greedy_requests())

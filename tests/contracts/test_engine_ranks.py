@@ -179,7 +179,6 @@ def test_ranks_die_with_their_engine_even_stopped() -> None:
     )
     owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
-        assert owner.stdout is not None
         assert owner.stdout.readline() == "up\n"
         (rank,) = psutil.Process(owner.pid).children()
         rank.suspend()

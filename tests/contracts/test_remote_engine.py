@@ -180,7 +180,6 @@ print(server_of(engine).pid, flush=True)
 sys.stdin.read()
 """
     client = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert client.stdout is not None
     server = psutil.Process(int(client.stdout.readline()))
     os.kill(server.pid, signal.SIGSTOP)
     client.kill()

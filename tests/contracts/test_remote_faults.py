@@ -222,7 +222,6 @@ sys.stdin.read()
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     with client:
-        assert client.stdout is not None
         server = psutil.Process(int(client.stdout.readline()))
         (helper,) = re.findall(r"helper (\d+)", (tmp_path / "log").read_text())
         guards = [child for child in psutil.Process(client.pid).children() if child != server]

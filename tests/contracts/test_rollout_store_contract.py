@@ -350,7 +350,6 @@ for step in range(40):
             for racer in racers:
                 assert line(racer) == "ready"
             for racer in racers:
-                assert racer.stdin is not None
                 racer.stdin.write("go\n")
                 racer.stdin.flush()
             answers = {line(racer) for racer in racers}
@@ -411,5 +410,4 @@ store.write(Address("score", 0), Scores(np.arange(12, dtype=np.float32)), proven
 
 
 def line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
     return process.stdout.readline().strip()

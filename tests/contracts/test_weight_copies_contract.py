@@ -190,7 +190,6 @@ with receiving(here, 7, wait_s=9) as ours, OutgoingVersion(there, 7) as outgoing
     signal.pause()
 """
     with start(script, there, here) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "half\n"
         [left] = here.directory.glob("*.copy")
         assert left.stat().st_size == PAGE

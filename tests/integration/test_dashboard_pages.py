@@ -77,7 +77,6 @@ class Seen:
 
 def visit(config: RunConfig, workers: LocalWorkers, stop: threading.Event) -> Seen:
     """Opens every page of a run, and once more while its engine is stopped."""
-    assert workers.dashboard is not None
     root, scheduler, seen = workers.dashboard.removesuffix("/status"), workers.scheduler, Seen()
     wanted = (marker_key(Address("publish", 2)), marker_key(Address("generate", 3)))
 

@@ -163,7 +163,6 @@ def first_gradients(case: Case, index: int, untied: Path, directory: Path) -> di
     metrics = update(host, 0, (policy, critic))
     after = trained(host)
     host.close()
-    assert policy.policy is not None
     losses = {f"loss:{role}": metrics[f"{role}/loss"] for role in TRAINED}
     gradients = {f"gradient:{name}": before[name] - after[name] for name in before}
     return losses | gradients | {"logprobs": policy.policy.policy_logprobs, "values": critic.values.values}
@@ -183,7 +182,6 @@ def five_updates(case: Case, index: int, untied: Path, directory: Path) -> dict[
     policy, critic = batch_of(host, UPDATES)
     found |= {f"weight:{name}": array for name, array in trained(host).items()}
     host.close()
-    assert policy.policy is not None
     return found | {"logprobs": policy.policy.policy_logprobs, "values": critic.values.values}
 
 

@@ -76,7 +76,6 @@ def test_an_unchanged_variant_has_its_parents_weights(overlapped: RunConfig, sai
     assert found["comparison"]["difference"] == 0
     assert found["comparison"]["paired_t"] is None
     history = open_history(overlapped).evaluation(4)
-    assert history is not None
     assert found["comparison"]["parent"] == pytest.approx(history.mean)
 
 

@@ -197,7 +197,6 @@ def test_a_run_on_a_gpu_is_held_to_less(overlapped: RunConfig, tmp_path: Path) -
     shutil.copytree(overlapped.run_dir, copy)
     config = replace(overlapped, runs_dir=str(tmp_path))
     identity = read_identity(copy)
-    assert identity is not None
     on_gpu = [replace(n, items={**n.items, "device": "H100"}) if n.gang == "generate" else n for n in identity.numerics]
     write_identity(copy, replace(identity, numerics=tuple(on_gpu)))
     again = replay_node(config, "generate", 0, 0)
@@ -241,7 +240,6 @@ def test_the_report_is_written_at_the_end(overlapped: RunConfig) -> None:
     """tests/browser tests its contents; here: the whole run is in it, and its user."""
     text = RunPaths(overlapped.run_dir).report.read_text("utf8")
     found = re.search(r'id="contents">(.*?)</script>', text, re.DOTALL)
-    assert found is not None
     (shown,) = json.loads(found[1])["runs"]
     assert shown["state"] == f"finished: {STEPS} steps"
     assert shown["curves"]["steps"] == list(range(STEPS))
@@ -288,14 +286,12 @@ def test_exported_weights_load_in_transformers(overlapped: RunConfig, tmp_path: 
 
 def _prompts_digest(config: RunConfig) -> str:
     identity = read_identity(config.run_dir)
-    assert identity is not None
     return identity.prompts[:36]
 
 
 def test_mlflow_has_the_run(overlapped: RunConfig) -> None:
     client = MlflowClient(overlapped.tracking.uri)
     experiment = client.get_experiment_by_name("stageline")
-    assert experiment is not None
     own = f"attributes.run_name = '{overlapped.name}'"  # variants of it, which other tests train, are there too
     (run,) = client.search_runs([experiment.experiment_id], own)
     assert run.info.status == "FINISHED"
@@ -330,7 +326,6 @@ def test_mlflow_has_the_run(overlapped: RunConfig) -> None:
 def test_mlflow_has_a_trace_per_step_with_true_times(overlapped: RunConfig) -> None:
     client = MlflowClient(overlapped.tracking.uri)
     experiment = client.get_experiment_by_name("stageline")
-    assert experiment is not None
     assert overlapped.tracking.uri is not None
     traces = TracingClient(overlapped.tracking.uri).search_traces(locations=[experiment.experiment_id])
     spans = {t.info.tags["step"]: [s for s in t.data.spans if s.outputs and s.parent_id] for t in traces}

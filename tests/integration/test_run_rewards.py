@@ -138,7 +138,6 @@ def test_every_evaluation_has_kl_length_and_parts_and_the_best_is_named(
         assert found["parts"] == {"vader": pytest.approx(found["reward"])}
     assert abs(summary["evaluations"][0]["kl"]) < 1e-4, "version 0 is the reference"
     best = best_evaluation(open_history(rewarded).evaluations(), None)
-    assert best is not None
     assert summary["best"]["version"] == best.version
     assert main(["export", str(rewarded.run_dir), "--version", "best", "--to", str(tmp_path / "best")]) == 0
     assert (tmp_path / "best" / "config.json").is_file()
@@ -159,7 +158,6 @@ def test_the_best_version_stays_when_exports_and_rollouts_go(folder: Path) -> No
     keep = ("storage.keep.rollouts=1", "storage.keep.exports=1", "staleness=0", "checkpoint.every=2")
     config = finish(configured(folder, "selected", "steps=8", *keep, "evaluate.every=2"))
     best = best_evaluation(open_history(config).evaluations(), None)
-    assert best is not None
     there = sorted(path.name for path in RunPaths(config.run_dir).weights(0).parent.iterdir())
     assert there == sorted({f"v{v:06d}" for v in (best.version, 8) if v})
     assert main(["export", str(config.run_dir), "--version", "best"]) == 0

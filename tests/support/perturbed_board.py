@@ -70,7 +70,6 @@ class FlippedBoardRuntime(StageRuntime):
         flipped = self.parts.config.run_dir / "flipped"
         if (call.address.stage, call.version) == ("publish", DAMAGED) and not flipped.exists():
             manifest = self.parts.board.manifest(DAMAGED)
-            assert manifest is not None
             file = np.memmap(self.parts.board.directory / manifest.file, np.uint8, "r+")
             file[manifest.tensors[3].offset + 5] ^= 1
             file.flush()

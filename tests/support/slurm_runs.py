@@ -57,14 +57,12 @@ def submitted(folder: Path, name: str, *changes: str) -> tuple[RunConfig, str]:
 
 def job_of(config: RunConfig) -> str:
     record = read_record(RunPaths(config.run_dir).job)
-    assert record is not None
     return record.job_id
 
 
 def printed(config: RunConfig) -> str:
     """By its job, so far."""
     record = read_record(RunPaths(config.run_dir).job)
-    assert record is not None
     output = Path(record.output)
     return output.read_text() if output.exists() else ""
 
@@ -103,7 +101,6 @@ def nodes_of_workers(run_dir: Path) -> dict[str, str]:
         if "worker" in words and "--index" in words and "srun" not in words[0] and "bash" not in words[0]:
             environment = Path(f"/proc/{pid}/environ").read_bytes().decode()
             node = re.search(r"SLURMD_NODENAME=(\w+)", environment)
-            assert node is not None
             found[f"{words[words.index('--gang') + 1]} {words[words.index('--index') + 1]}"] = node[1]
     return found
 

@@ -114,5 +114,4 @@ def test_the_trainer_scores_the_same_tokens() -> None:
             return PolicyLogprobs(logprobs, logprobs)
 
     record = canary_logprob(FakeHost(), ROLLOUT, rows=2, tokens=3)  # type: ignore[arg-type]
-    assert record is not None
     assert record.canary_policy_logprobs.tolist() == [[0, -3, -3, -3, 0, 0], [0, 0, -3, -3, 0, 0], [0] * SEQ]

@@ -43,7 +43,6 @@ class LLM:
     ) -> list[Any]:
         if self.asleep is not None:
             raise RuntimeError(f"{method} of one that is asleep")
-        assert kwargs is not None
         self.calls.append((method, sorted(name for name, _ in kwargs["weights_iterator"])))
         return [None]
 

@@ -121,9 +121,7 @@ def test_replicas_that_need_more_gpus_than_there_are_are_refused(folder: Path, m
         ("placement.gangs.all.offload=idle", "placement.gangs.all.offload", "none, or gradients"),
     ],
 )
-def test_what_needs_a_gpu_is_refused_without(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, change: str, key: str, need: str
-) -> None:
+def test_gpu_settings_need_one(folder: Path, monkeypatch: pytest.MonkeyPatch, change: str, key: str, need: str) -> None:
     give_gpus(monkeypatch, 0)
     with pytest.raises(ConfigError, match=need) as refusal:
         preflight(load(folder, change))
@@ -164,9 +162,7 @@ def test_on_a_single_gpu_gangs_share_it_and_are_told_so(folder: Path, monkeypatc
         (sys.executable, "its environment lacks no_such_engine"),
     ],
 )
-def test_an_environment_without_the_engine_is_refused(
-    folder: Path, python: str, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_without_engine(folder: Path, python: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENVIRONMENTS, "vllm", Environment("no_such_engine", ("no-such-engine",), ("1",)))
     directory = model_directory(folder, weights=True)
     settings = (f"model.path={directory}", "sampling.max_new_tokens=8", "prompts.max_tokens=8", "engine.kind=vllm")
@@ -202,9 +198,7 @@ def test_a_cache_too_small_for_a_row_is_refused(folder: Path) -> None:
         ("{pipeline: 8}", 8, "pipeline", ("given 8", "num_hidden_layers = 4")),
     ],
 )
-def test_a_layout_that_cannot_cut_the_model_is_refused(
-    folder: Path, layout: str, workers: int, key: str, parts: tuple[str, ...]
-) -> None:
+def test_a_layout_that_cannot_cut_it(folder: Path, layout: str, workers: int, key: str, parts: tuple[str, ...]) -> None:
     gangs = f"placement.gangs={{all: {{}}, train: {{workers: {workers}, layout: {layout}}}}}"
     roles = "placement.roles={generate: all, score: all, reference: train, policy: train, critic: train}"
     with pytest.raises(ConfigError) as refusal:
@@ -221,6 +215,9 @@ def test_a_frozen_trunk_is_on_one_pipeline_stage(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"given 2; a shared .* needs placement.gangs.train.layout.pipeline=1") as no:
         preflight(load(folder, gangs, roles, "model.frozen_blocks=2"))
     assert no.value.key == "model.frozen_blocks"
+    with pytest.raises(ConfigError) as no:
+        preflight(load(folder, "model.frozen_blocks=2", "model.critic_blocks=3"))
+    assert no.value.key == "model.critic_blocks", "of the four blocks two are frozen"
 
 
 def test_a_gang_is_held_to_the_models_that_it_has(folder: Path) -> None:
@@ -350,7 +347,7 @@ def test_a_critics_gang_must_cut_the_critics_model(folder: Path) -> None:
         (True, {}, ("tokenizer",)),
     ],
 )
-def test_a_model_that_cannot_be_used_is_refused(
+def test_an_unusable_model_fails(
     folder: Path, weights: bool, changes: dict[str, object], parts: tuple[str, ...]
 ) -> None:
     directory = model_directory(folder, weights, **changes)
@@ -461,7 +458,7 @@ def test_a_run_that_was_moved_to_what_is_no_name_says_so(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "lustre"])
-def test_a_file_of_mlflows_for_several_runs_and_hosts_is_refused(
+def test_one_file_of_mlflow_for_several_hosts_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """A server works, and so does a file of the run's own; local workers are of one host."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config
-from pipeline.driver.alarms import Alarms, AlarmStop
+from pipeline.config.sections import RULES, AlarmsConfig, alarms_problems
+from pipeline.driver.alarms import Alarm, Alarms, AlarmStop, Quiet, count, heard, look, step_rules
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.graph import step_nodes
 from pipeline.observe.journal import EventKind, Journal, read_events
@@ -109,5 +111,104 @@ def test_an_engine_that_finishes_nothing_is_named(watch: Callable[..., Watched])
     watched.alarms.look(109.0)
     ((rule, _, text),) = watched.raised()
     assert rule == "engine_silent"
-    assert text is not None
     assert text.startswith("generate-0 has work, and has finished none of it for 5 s")
+
+
+HEALTHY = {
+    "staleness/mean": 0.4, "policy/entropy": 2.0, "kl/ref_per_token": 0.01, "critic/explained_variance": 0.3,
+    "policy/approx_kl": 0.001, "policy/ratio_max": 1.4,
+}  # fmt: skip
+
+
+def alarms_of(
+    steps: Iterable[Mapping[str, float]], limits: AlarmsConfig, staleness: int = 2, first: int = 0
+) -> list[tuple[str, int | None]]:
+    """(rule, step) of the alarms that these steps' metrics raise."""
+    in_a_row: dict[str, int] = {}
+    raised: list[Alarm] = []
+    for step, metrics in enumerate(steps, start=first):
+        in_a_row, alarms = count(in_a_row, step, step_rules(step, {**HEALTHY, **metrics}, limits, staleness))
+        raised += alarms
+    return [(alarm.rule, alarm.step) for alarm in raised]
+
+
+def test_a_healthy_run_raises_none() -> None:
+    assert alarms_of([{}] * 50, AlarmsConfig(staleness_steps=1)) == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "bad", "rule"),
+    [("policy/entropy", 0.01, "entropy"), ("kl/ref_per_token", 1.5, "kl")],
+)
+def test_an_alarm_comes_when_its_rule_has_held_long_enough_and_once(metric: str, bad: float, rule: str) -> None:
+    """Three in a row, broken by the fourth step; then five in a row: at steps 2 and 6."""
+    values = [bad, bad, bad, HEALTHY[metric], bad, bad, bad, bad, bad]
+    assert alarms_of([{metric: value} for value in values], AlarmsConfig()) == [(rule, 2), (rule, 6)]
+
+
+def test_what_is_no_number_is_out_of_bounds() -> None:
+    broken = {"policy/entropy": float("nan"), "kl/ref_per_token": float("nan")}
+    assert alarms_of([broken], AlarmsConfig(steps=1)) == [("entropy", 0), ("kl", 0)]
+
+
+def test_a_step_without_the_metric_neither_counts_nor_ends_the_count() -> None:
+    limits = AlarmsConfig(critic_steps=2)
+    in_a_row, none = count({}, 0, step_rules(0, {"critic/explained_variance": -1.0}, limits, 1))
+    in_a_row, nor = count(in_a_row, 1, step_rules(1, {}, limits, 1))
+    _, (alarm,) = count(in_a_row, 2, step_rules(2, {"critic/explained_variance": -0.5}, limits, 1))
+    assert (none, nor, alarm.step) == ([], [], 2)
+    assert alarm.text == "critic/explained_variance is -0.5: the critic is worse than a constant, 2 steps in a row"
+
+
+def test_staleness_at_its_bound() -> None:
+    at_bound = [{"staleness/mean": 2.0}] * 3
+    assert alarms_of(at_bound, AlarmsConfig(staleness_steps=3)) == [("staleness", 2)]
+    assert alarms_of(at_bound, AlarmsConfig(staleness_steps=3), staleness=3) == []
+    assert alarms_of([{"staleness/mean": 0.0}] * 3, AlarmsConfig(staleness_steps=3), staleness=0) == []
+
+
+@pytest.mark.parametrize("bad", [{"policy/approx_kl": 0.3}, {"policy/ratio_max": 50.0}])
+def test_only_the_first_updates_are_looked_at(bad: dict[str, float]) -> None:
+    assert alarms_of([{}, bad, bad, bad], AlarmsConfig()) == [("first_updates", 1)]
+    assert alarms_of([bad], AlarmsConfig(), first=3) == []
+
+
+def test_null_switches_a_rule_off() -> None:
+    none = AlarmsConfig(entropy_below=None, kl_above=None, critic_steps=None)
+    bad = {"policy/entropy": 0.0, "kl/ref_per_token": 9.0, "critic/explained_variance": -9.0, "staleness/mean": 2.0}
+    assert alarms_of([bad] * 50, none) == []
+
+
+def test_who_is_quiet_for_too_long_is_told_of_once() -> None:
+    """a is quiet from 10 on; b from 12, is heard at 15, and quiet again from 16."""
+    quiet, overdue = look(Quiet(), 10.0, ["a"], 6.0)
+    assert overdue == []
+    quiet, overdue = look(quiet, 12.0, ["a", "b"], 6.0)
+    assert overdue == []
+    quiet, overdue = look(heard(quiet, "b"), 16.0, ["a", "b"], 6.0)
+    assert overdue == ["a"]
+    quiet, overdue = look(quiet, 21.9, ["a", "b"], 6.0)
+    assert overdue == []
+    quiet, overdue = look(quiet, 22.0, ["a", "b"], 6.0)
+    assert overdue == ["b"]
+    quiet, _ = look(quiet, 23.0, ["b"], 6.0)
+    _, overdue = look(look(quiet, 24.0, ["a", "b"], 6.0)[0], 30.0, ["a", "b"], 6.0)
+    assert overdue == ["a"], "once it was not quiet, it may be told of again"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("alarms.stop=[kl,reward]", "alarms.stop: given 'reward'; no such rule; the rules are trainer_idle,"),
+        ("alarms.trainer_idle_s=0", "alarms.trainer_idle_s: given 0.0; .*or null for no such alarm"),
+        ("alarms.steps=0", "alarms.steps: given 0"),
+        ("alarms.staleness_steps=9", "alarms.staleness_steps: given 9; needs rollout.versions=latest"),
+    ],
+)
+def test_alarms_that_cannot_work_are_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config([TINY], [override])
+
+
+def test_every_rule_may_stop_a_run() -> None:
+    assert list(alarms_problems(AlarmsConfig(stop=list(RULES)))) == []

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import errno
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from typing import Any
 
 import pytest
+from dask.utils import key_split
 from distributed.comm import CommClosedError
+from distributed.utils import color_of, key_split_group
 
 from pipeline.driver.attempts import LINEAGE, Attempt, Result, edges
 from pipeline.driver.context import WorkerKey
+from pipeline.driver.graph_markers import build_key, marker_key, marker_stage, task_key
 from pipeline.driver.supervision import Verdict, back_off_s, error_of_rank, passes, restart_unit, verdict
 from pipeline.graph.dispatch import Submit
-from pipeline.graph.graph import Gang, Mode, Node
+from pipeline.graph.graph import STAGE_ROLES, Gang, GraphSpec, Mode, Node, run_nodes
 from pipeline.workers.messages import Call, RankFailure, WorkerLost
 from stages.models.protocol import Role
 from storage.address import Address
@@ -148,3 +152,32 @@ def test_a_gang_is_lost_whole_and_a_replica_alone() -> None:
     pool = Gang("pool", frozenset({Role.GENERATE, Role.SCORE}), 3)
     assert restart_unit(gang, 2) == [("train", 0), ("train", 1), ("train", 2)]
     assert restart_unit(pool, 2) == [("pool", 2)]
+
+
+def test_no_two_stages_share_a_colour() -> None:
+    """Dask's colours come from a hash of the name, of which two may be equal (`reference` and `value` were)."""
+    names = [key_split(task_key(Address(stage, 3))) for stage in STAGE_ROLES]
+    names.append(key_split(build_key("train-0", 0, "abc")))
+    assert len({color_of(name) for name in names}) == len(names)
+
+
+@pytest.mark.parametrize("stage", STAGE_ROLES)
+def test_names_and_groups(stage: str) -> None:
+    key = marker_key(Address(stage, 12, 3))
+    assert key_split(key) == f"{stage}-commit"
+    assert key_split_group(key) == f"{stage}-commit-000012"
+    assert key_split(task_key(Address(stage, 12, 3))).split("-")[0] == stage
+    assert task_key(Address(stage, 12, 3), "a1-x") == (*task_key(Address(stage, 12, 3)), "a1-x")
+    assert marker_stage(key) == stage
+    assert marker_stage(task_key(Address(stage, 12, 3))) is None
+    assert marker_stage("scattered") is None
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_groups_depend_on_each_other_in_no_circle(staleness: int) -> None:
+    spec = GraphSpec(steps=7, shards=2, staleness=staleness, eval_every=2, canaries=True)
+    groups: dict[str, set[str]] = {}
+    for node in run_nodes(spec):
+        needs = groups.setdefault(marker_key(node.address)[0], set())
+        needs |= {marker_key(parent)[0] for parent in node.parents}
+    TopologicalSorter(groups).prepare()  # raises CycleError

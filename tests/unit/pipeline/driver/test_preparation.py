@@ -13,14 +13,19 @@ from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import Preflight, preflight
 from pipeline.config.run import RunConfig
+from pipeline.driver.integrity import plan_rewind
 from pipeline.driver.preparation import prepare
 from pipeline.driver.results import open_history
 from pipeline.driver.session import writable
-from pipeline.graph.graph import run_nodes
+from pipeline.graph.graph import GraphSpec, run_nodes
+from pipeline.observe.history import History
 from storage import files
 from storage.address import Address
 from storage.checkpoints import Checkpoints
 from storage.commits import provenance_here
+from storage.config import Layout, Layouts
+from storage.ledger import Ledger
+from storage.rollouts import RolloutStore
 from tests.support.configs import arguments, write_config
 
 WHERE = provenance_here(seed=0, config_hash="")
@@ -123,3 +128,27 @@ def test_files_with_a_time_in_the_future_go_back_to_the_same_checkpoint(config: 
     ready = prepare(config, begun, resume=True, from_checkpoint=True)
     assert any("resumed from checkpoint v4: " in warning for warning in ready.warnings)
     assert updates(config) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("critic", "of_policy", "of_critic", "version"),
+    [(True, [2, 3], [2], 2), (True, [2], [], 0), (False, [2], [], 2), (False, [1, 3], [], 3)],
+)
+def test_the_newest_that_every_trained_model_has(
+    tmp_path: Path, critic: bool, of_policy: list[int], of_critic: list[int], version: int
+) -> None:
+    paths, spec = RunPaths(tmp_path), GraphSpec(steps=4, shards=1, staleness=0, critic=critic)
+    ledger = Ledger(str(paths.ledger))
+    store = RolloutStore(str(paths.root), ledger, Layouts(Layout(1, 2, 3)))
+    for node in run_nodes(spec):
+        store.commit_only(node.address, provenance_here(seed=0, config_hash=""), digest="")
+    checkpoints = Checkpoints(paths.checkpoints)
+    for role, saved in (("policy", of_policy), ("critic", of_critic)):
+        for number in saved:
+            directory = checkpoints.begin(role, number)
+            (directory / "model.bin").write_text("weights")
+            checkpoints.finish(role, number, directory, {"digest": ""})
+    found = plan_rewind(History(spec, ledger, store, rows=2), paths)
+    assert found.version == version
+    updates = [address for address in found.commits if address.stage == "update_policy"]
+    assert sorted(updates) == [Address("update_policy", step) for step in range(version, 4)]

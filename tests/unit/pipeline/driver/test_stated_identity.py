@@ -195,7 +195,6 @@ def test_numerics_are_written_down_by_gang(watch: Callable[..., Workers]) -> Non
     workers.watch.built(("generate", 0), engine)
     workers.watch.built(("generate", 1), engine)
     identity = read_identity(workers.run_dir)
-    assert identity is not None
     seen = [(n.gang, n.worker, n.fingerprint, n.items) for n in identity.numerics]
     assert seen == [
         ("train", "train-0", fingerprint(ITEMS), ITEMS),
@@ -223,7 +222,6 @@ def test_or_said_once(watch: Callable[..., Workers]) -> None:
     assert said is not None
     assert "worker generate-1 computes with others than generate-0" in said
     identity = read_identity(workers.run_dir)
-    assert identity is not None
     assert len(identity.numerics) == 2
 
 

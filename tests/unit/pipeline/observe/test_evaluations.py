@@ -21,7 +21,6 @@ def test_prompts_of_both_are_compared() -> None:
     """Prompts 7 to 10: differences 0.25, 0.5, 0.75, -0.5, mean 0.25, squared deviations 0 + 1 + 4 + 9 sixteenths: sd =
     sqrt(0.875 / 3), error = sd / 2."""
     found = paired(BEFORE, AFTER)
-    assert found is not None
     assert (found.num_prompts, found.before, found.after, found.gain) == (4, 0.4375, 0.6875, 0.25)
     assert (found.better, found.worse) == (3, 1)
     assert found.error == pytest.approx(math.sqrt(0.875 / 3) / 2)
@@ -36,7 +35,6 @@ def test_t_needs_spread() -> None:
     assert paired_t([1.0]) is None
     assert paired_t([1.0, 1.0]) is None
     one = paired({1: 0.0}, {1: 0.5})
-    assert one is not None
     assert (one.gain, one.error, one.t) == (0.5, None, None)
 
 
@@ -51,7 +49,6 @@ def test_summary_metrics_and_report_tell_the_same_gain() -> None:
     summary = summarise([], [], [first, last], {}, {})
     metrics = evaluation_metrics(last, first)
     (shown,) = (line for line in headlines(summary, [first, last], None, None) if line.key == "gain")
-    assert summary.eval is not None
     assert summary.eval.after - summary.eval.before == metrics["eval/gain"] == 0.25
     assert summary.eval.paired_t == metrics["eval/paired_t"]
     assert (shown.value, shown.detail) == ("+0.250 ± 0.270", f"paired t {metrics['eval/paired_t']:.1f} over 4 prompts")
@@ -83,7 +80,6 @@ RUN = [
 def test_the_best_is_the_highest_score_within_the_budget(max_kl: float | None, version: int) -> None:
     """The older one of equals (20 and 30); a version without a known KL is within no budget."""
     best = best_evaluation(RUN, max_kl)
-    assert best is not None
     assert best.version == version
 
 

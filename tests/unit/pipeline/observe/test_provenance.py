@@ -29,13 +29,11 @@ def test_a_heterogeneous_one_that_was_requeued_has_the_nodes_of_all_components()
         "SLURM_RESTART_COUNT": "2",
     }
     job = slurm_job(environment)
-    assert job is not None
     assert job.tags() == {"slurm_job_id": "1", "slurm_nodes": "n[1-2],n3", "slurm_restarts": "2"}
 
 
 def test_a_task_of_an_array_is_called_as_slurm_calls_it() -> None:
     job = slurm_job({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "1"})
-    assert job is not None
     assert job.job_id == "8_1"
 
 

@@ -58,7 +58,6 @@ def test_hand_computed_numbers() -> None:
     assert (s.staleness.max, s.staleness.mean, s.staleness.histogram) == (1, 6 / 16, {"0": 10, "1": 6})
     assert (s.reward, s.kl, s.kl_final) == ([0.1, 0.3], [0.0, 0.5], 0.5)
     assert s.distinct_bigrams == {"before": 0.9, "after": 0.8}
-    assert s.eval is not None
     assert (s.eval.before, s.eval.after, s.eval.num_prompts) == (0.25, 0.75, 3)
     # differences 0.25, 0.5, 0.75: mean 0.5, sd 0.25, t = 0.5 / (0.25 / sqrt 3)
     assert s.eval.paired_t == pytest.approx(2 * math.sqrt(3))

@@ -43,7 +43,6 @@ def test_the_last_user_removes_the_board_and_its_lock(tmp_path: Path) -> None:
 def test_a_local_runs_board_is_removed_by_others_once_its_driver_is_dead(tmp_path: Path) -> None:
     board, other = tmp_path / BOARD, tmp_path / OTHER
     with start_python(USER, board, VERSION) as driver:
-        assert driver.stdout is not None
         assert driver.stdout.readline() == "there\n"
         with board_of_host(other):
             assert (board / VERSION).exists(), "its driver lives"
@@ -61,7 +60,6 @@ def test_an_attached_runs_board_stays_as_long_as_its_driver_lives_anywhere(tmp_p
     driver_lock.parent.mkdir(parents=True)
     with held(driver_lock):
         with start_python(USER, board, VERSION, driver_lock) as worker:
-            assert worker.stdout is not None
             assert worker.stdout.readline() == "there\n"
             worker.kill()
         with board_of_host(other):
@@ -69,7 +67,6 @@ def test_an_attached_runs_board_stays_as_long_as_its_driver_lives_anywhere(tmp_p
     with board_of_host(board, driver_lock):
         assert (board / VERSION).exists(), "nobody removes a board as it begins to use it"
         with start_python(USER, board, VERSION, driver_lock) as worker:
-            assert worker.stdout is not None
             assert worker.stdout.readline() == "there\n"
             worker.kill()
     assert list(boards.iterdir()) == []
@@ -94,7 +91,6 @@ def test_an_epilog_removes_what_killed_workers_left_and_nothing_of_a_live_job(tm
     killed, alive, local = (tmp_path / f"stageline-{name}-0123456789ab" for name in ("killed", "alive", "local"))
     WeightBoard(local).directory.joinpath(VERSION).touch()
     with start_python(USER, killed, VERSION) as worker:
-        assert worker.stdout is not None
         assert worker.stdout.readline() == "there\n"
         worker.kill()
     with board_of_host(alive):

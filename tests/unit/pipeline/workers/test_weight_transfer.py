@@ -204,7 +204,6 @@ def test_a_damaged_copy_is_not_handed_on(tmp_path: Path, wires: Wires) -> None:
             await first.fetch()  # in this order: the third is sent to the first
             await second.fetch()
             manifest = first.board.manifest(VERSION)
-            assert manifest is not None
             with open(first.board.directory / manifest.file, "r+b") as stream:
                 stream.seek(manifest.file_bytes - 1)
                 stream.write(b"\x01")

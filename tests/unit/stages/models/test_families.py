@@ -79,7 +79,6 @@ def test_logprobs_and_gradients_equal_transformers(tmp_path: Path, family: str) 
     with opened(tmp_path, ModelConfig(path=str(tmp_path / "model"))) as host:
         found = host.policy_logprobs(rollout)
         ours = gradients(host, rollout)
-    assert found is not None
     expected = logprobs_of(theirs, rollout)
     mask = rollout.response_mask[:, 1:]
     errors = np.abs(found.policy_logprobs[:, 1:] - expected.detach().numpy())[mask]
@@ -104,7 +103,6 @@ def update(host: MegatronHost, rollout: Rollout) -> None:
     mask = rollout.response_mask
     noise = np.where(mask, np.random.default_rng(1).normal(size=mask.shape), 0).astype(np.float32)
     policy = host.policy_logprobs(rollout)
-    assert policy is not None
     rollout = dataclasses.replace(rollout, sampler_logprobs=policy.policy_logprobs)
     reference = ReferenceLogprobs(policy.policy_logprobs)
     host.update_policy(0, PolicyBatch(rollout, Advantages(noise, noise, noise, mask), policy, reference, 0.0))
@@ -123,8 +121,6 @@ def test_a_trained_model_is_exported_whole(tmp_path: Path, family: str) -> None:
         found = host.policy_logprobs(rollout)
         trained = host.trained_weights()
         host.export(tmp_path / "exported")()
-    assert found is not None
-    assert trained is not None
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
     assert type(exported) is type(theirs)
     before = dict(theirs.named_parameters())

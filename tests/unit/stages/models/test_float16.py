@@ -64,7 +64,6 @@ def test_an_update_is_near_that_of_float32(tmp_path: Path, layout: LayoutConfig)
         with opened(tmp_path, model_config(dtype), ppo(), layout=layout) as host:
             metrics = update(host, 0)
             weights = host.trained_weights()
-            assert weights is not None
             found.append((metrics, {name: array.astype(np.float32) for name, array in weights.items()}))
     (of_float32, expected), (metrics, weights) = found
     assert metrics["policy/grad_norm"] == pytest.approx(of_float32["policy/grad_norm"], rel=5e-3)
@@ -132,7 +131,6 @@ def test_the_scale_is_part_of_the_state(tmp_path: Path, monkeypatch: pytest.Monk
 
 def sampled(rollout: Rollout, host: MegatronHost) -> np.ndarray:
     found = host.policy_logprobs(rollout)
-    assert found is not None
     return found.policy_logprobs[rollout.response_mask]
 
 
@@ -142,7 +140,6 @@ def test_logprobs_are_near_those_of_float32(tmp_path: Path) -> None:
         with opened(tmp_path, model_config(dtype)) as host:
             found.append(sampled(batch().rollout, host))
             values = host.values(batch().rollout)
-            assert values is not None
             assert values.values.dtype == np.float32
     np.testing.assert_allclose(found[1], found[0], atol=1e-2)
 
@@ -150,7 +147,6 @@ def test_logprobs_are_near_those_of_float32(tmp_path: Path) -> None:
 def test_weights_are_published_as_float16(tmp_path: Path) -> None:
     with opened(tmp_path, model_config()) as host:
         weights = host.trained_weights()
-        assert weights is not None
         assert {array.dtype for array in weights.values()} == {np.dtype(np.float16)}
         host.export(tmp_path / "exported")()
     assert torch.float16 == _stored_dtype(tmp_path / "exported")

@@ -81,7 +81,6 @@ def test_tokens_beyond_bytes_are_shown_and_are_no_text() -> None:
     assert tokenizer.vocab_size == 128256
     assert tokenizer.decode([104, 105, 256, 128255]) == "hi\ufffd\ufffd"
     tokens = tokenizer.token_bytes()
-    assert tokens is not None
     assert (len(tokens), tokens[104], tokens[300]) == (128256, b"h", b"\xff")
 
 

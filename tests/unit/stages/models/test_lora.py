@@ -51,7 +51,6 @@ def update(host: MegatronHost, step: int = 0) -> dict[str, float]:
     noise = [np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32) for _ in range(3)]
     advantages = Advantages(*noise, mask)
     policy, reference, values = host.policy_logprobs(rollout), host.ref_logprobs(rollout), host.values(rollout)
-    assert policy is not None
     assert reference is not None
     assert values is not None
     rollout = dataclasses.replace(rollout, sampler_logprobs=policy.policy_logprobs)
@@ -64,7 +63,6 @@ def update(host: MegatronHost, step: int = 0) -> dict[str, float]:
 
 def logprobs(host: MegatronHost) -> np.ndarray:
     found = host.policy_logprobs(random_rollout(np.random.default_rng(1), ROWS, SEQ))
-    assert found is not None
     return found.policy_logprobs
 
 
@@ -145,7 +143,6 @@ def test_logprobs_and_gradients_equal_those_of_a_merged_model(tmp_path: Path, fa
     assert set(found) == set(expected)
     for name, gradient in found.items():
         wanted = expected[name].grad
-        assert wanted is not None
         np.testing.assert_allclose(gradient, wanted, atol=1e-5 * float(wanted.abs().max()) + 1e-6, err_msg=name)
 
 
@@ -153,7 +150,6 @@ def test_policy_and_reference_are_one_model_until_an_update_and_the_reference_st
     with opened(tmp_path, model_config()) as host:
         rollout = random_rollout(np.random.default_rng(1), ROWS, SEQ)
         reference = host.ref_logprobs(rollout)
-        assert reference is not None
         assert (logprobs(host) == reference.ref_logprobs).all()
         models = [host._reference, *(trainer.model for trainer in host._trainers.values())]
         frozen = {p.data_ptr(): p for m in models for p in m.parameters() if not p.requires_grad}  # type: ignore[union-attr]
@@ -161,7 +157,6 @@ def test_policy_and_reference_are_one_model_until_an_update_and_the_reference_st
         before, start = [p.clone() for p in frozen.values()], adapters(host)
         update(host)
         after = host.ref_logprobs(rollout)
-        assert after is not None
         assert (after.ref_logprobs == reference.ref_logprobs).all()
         assert all(torch.equal(a, b) for a, b in zip(before, frozen.values(), strict=True))
         assert np.abs(logprobs(host) - reference.ref_logprobs).max() > 1e-3
@@ -188,7 +183,6 @@ def test_published_and_exported_weights_are_the_policy(tmp_path: Path, frozen_bl
         update(host)
         published, expected = host.trained_weights(), logprobs(host)
         host.export(tmp_path / "out")()
-    assert published is not None
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     np.testing.assert_allclose(theirs(exported).detach(), expected, atol=2e-5)
     state, start = exported.state_dict(), read_weights("random:tiny")
@@ -215,7 +209,6 @@ def test_under_bfloat16_merged_weights_are_rounded_once(tmp_path: Path) -> None:
     with opened(tmp_path, model_config(dtype="bfloat16")) as host:
         update(host)
         published, own = host.trained_weights(), adapters(host)
-    assert published is not None
     name = "model.layers.1.self_attn.k_proj"
     a, b = (own[f"{name}.lora_{side}.weight"] for side in "AB")
     assert a.dtype is torch.bfloat16

@@ -54,8 +54,6 @@ def batches(host: MegatronHost, step: int = 0) -> tuple[PolicyBatch, CriticBatch
         return np.where(mask, rng.normal(0, scale, mask.shape), 0).astype(np.float32)
 
     policy, reference, values = host.policy_logprobs(rollout), host.ref_logprobs(rollout), host.values(rollout)
-    assert policy is not None
-    assert reference is not None
     assert values is not None
     rollout = dataclasses.replace(rollout, sampler_logprobs=policy.policy_logprobs + noise(0.3))
     reference = ReferenceLogprobs(reference.ref_logprobs + noise(0.1))
@@ -77,7 +75,6 @@ def update(host: MegatronHost, step: int = 0) -> dict[str, float]:
 
 def weights(host: MegatronHost) -> dict[str, np.ndarray]:
     found = host.trained_weights()
-    assert found is not None
     return {name: array.copy() for name, array in found.items()}
 
 
@@ -112,7 +109,6 @@ def test_update_policy_equals_one_written_by_hand(tmp_path: Path, frozen_blocks:
     tokens = torch.from_numpy(batch.rollout.tokens).long()
     mask = torch.from_numpy(batch.advantages.loss_mask)[:, 1:]
     mu = torch.from_numpy(batch.rollout.sampler_logprobs)[:, 1:]
-    assert batch.policy is not None
     prox = torch.from_numpy(batch.policy.policy_logprobs)[:, 1:]
     ref = torch.from_numpy(batch.reference.ref_logprobs)[:, 1:]
     advantages = torch.from_numpy(batch.advantages.advantages)[:, 1:]
@@ -225,7 +221,6 @@ def test_a_forward_that_is_kept_serves_the_update_and_changes_no_bit(
             found.append(digests)
             for trainer in host._trainers.values():
                 if reuse:  # three micro-batches, in the first of two epochs, of two updates
-                    assert trainer.kept is not None
                     assert (taken.count(trainer.kept), trainer.kept._hidden) == (6, {})
     assert found[0] == found[1]
 
@@ -242,7 +237,6 @@ def test_a_forward_that_no_update_takes_is_forgotten(tmp_path: Path, why: str) -
             none = np.zeros_like(policy.advantages.loss_mask)
             policy = dataclasses.replace(policy, advantages=dataclasses.replace(policy.advantages, loss_mask=none))
         kept = host._trainers[Role.POLICY].kept
-        assert kept is not None
         assert len(kept._hidden) == 3
         assert host.update_policy(0, policy)["policy/optimizer_steps"] == 0
         assert kept._hidden == {}
@@ -254,7 +248,6 @@ def test_a_forward_that_was_kept_is_forgotten_when_other_weights_are_loaded(tmp_
     with opened(tmp_path, config, PPOConfig(epochs=1, minibatches=1)) as host:
         batches(host)
         kept = host._trainers[Role.CRITIC].kept
-        assert kept is not None
         assert len(kept._hidden) == 3
         host.load(Role.CRITIC, None)
         assert kept._hidden == {}
@@ -274,8 +267,6 @@ def test_recomputing_modules_changes_no_bit(tmp_path: Path, frozen_blocks: int, 
 
 def test_frozen_blocks_and_reference_stay_and_the_rest_moves(tmp_path: Path) -> None:
     with opened(tmp_path, model_config(frozen_blocks=2)) as host:
-        assert host._trunk is not None
-        assert host._reference is not None
         fixed = [*host._trunk.model.parameters(), *host._reference.parameters()]
         before, digest = [p.clone() for p in fixed], host.digest(Role.POLICY)
         update(host)
@@ -406,7 +397,6 @@ def test_one_optimizer_step_needs_no_recomputed_logprobs(tmp_path: Path, noise: 
         config = dataclasses.replace(ppo, proximal=proximal)  # type: ignore[arg-type]
         with opened(tmp_path, model_config(frozen_blocks=1), config) as host:
             batch, _ = batches(host)
-            assert batch.policy is not None
             prox, stale = batch.policy.policy_logprobs, batch.rollout.sampler_logprobs
             rollout = dataclasses.replace(batch.rollout, sampler_logprobs=prox + np.float32(noise) * (stale - prox))
             policy = batch.policy if proximal == "recompute" else None
@@ -561,7 +551,6 @@ def test_an_exported_model_loads_in_transformers_with_the_same_logprobs(tmp_path
     with torch.no_grad():
         logp = model(tokens).logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0].numpy()
     mask = batch.rollout.response_mask[:, 1:]
-    assert batch.policy is not None
     np.testing.assert_allclose(batch.policy.policy_logprobs[:, 1:][mask], logp[mask], atol=1e-5)
 
 

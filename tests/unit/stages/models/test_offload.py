@@ -52,9 +52,6 @@ def step(host: Any, number: int) -> list[np.ndarray]:
     rollout = random_rollout(rng, ROWS, SEQ, version=number)
     noise = np.where(rollout.response_mask, rng.normal(size=rollout.tokens.shape), 0).astype(np.float32)
     values, reference, policy = host.values(rollout), host.ref_logprobs(rollout), host.policy_logprobs(rollout)
-    assert values is not None
-    assert reference is not None
-    assert policy is not None
     advantages = Advantages(noise, noise, noise, rollout.response_mask)
     host.update_policy(number, PolicyBatch(rollout, advantages, policy, reference, 0.0))
     host.update_critic(number, CriticBatch(rollout, advantages, values))
@@ -90,7 +87,6 @@ def nodes(host: Any, directory: Path) -> list[Any]:
         host.load(role, None)
     assert host.version(Role.CRITIC) == 0
     weights = host.trained_weights()
-    assert weights is not None
     return [*found, *digests, {name: array.copy() for name, array in weights.items()}]
 
 
@@ -128,8 +124,6 @@ def test_who_rests_has_nothing_on_the_device(tmp_path: Path, offload: Offload) -
         for _ in range(2):
             host.sleep()
             assert [held(host, role) for role in (Role.POLICY, Role.CRITIC)] == [(0, 0, 0)] * 2
-            assert host._trunk is not None
-            assert host._reference is not None
             assert _bytes([*host._trunk.model.parameters(), *host._reference.parameters()]) == 0
         assert host.version(Role.POLICY) == 1
         step(host, 1)
@@ -182,7 +176,6 @@ def test_only_the_role_at_work_is_on_the_device(tmp_path: Path) -> None:
         assert held(host, Role.CRITIC) == (0, 0, 0)
         host.ref_logprobs(rollout)
         assert held(host, Role.POLICY) == (0, 0, 0)
-        assert host._trunk is not None
         assert _bytes(host._trunk.model.parameters()) > 0
         assert (host.version(Role.POLICY), host.dirty(Role.POLICY)) == (1, False)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from stages.models.assets import rated_rows
 from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, OptimizerConfig
 from stages.models.hf_conversion import named_by_block, to_hf
 from stages.models.protocol import Rank
@@ -146,7 +147,6 @@ def test_a_critic_starts_from_a_reward_model(tmp_path: Path) -> None:
     config = ModelConfig(path="random:tiny", critic_path=str(tmp_path / "model"), critic=OptimizerConfig(lr=1e-2))
     with opened(tmp_path, config) as gang:
         found = gang.values(rollout)
-    assert found is not None
     at = np.argwhere(rollout.response_mask)
     prefixes = TokenRows.of([rollout.tokens[row, :place].tolist() for row, place in at])
     with reward_model(tmp_path, ModelConfig(path=str(tmp_path / "model"))) as host:
@@ -172,3 +172,13 @@ def test_a_new_head_has_scores_of_about_one() -> None:
 @pytest.mark.parametrize(("row", "expected"), [([5, 6], [5, 6, 2]), ([5, 2], [5, 2]), ([5, 3], [5, 3])])
 def test_a_row_ends_once(row: Sequence[int], expected: list[int]) -> None:
     assert ended(row, (2, 3)) == expected
+
+
+def test_mean_and_spread_are_those_of_the_ratings_and_a_snippet_is_there_once() -> None:
+    """1, 2, 3, 2: mean 2, sum of squares 2, of n - 1 = 3 degrees of freedom."""
+    reviews = [["7", "2.01", "A film."], ["8", "-4", "B film."], ["9", "1", "A film."]]
+    ratings = [["8", "-4", "0", "[-4, -4]"], ["9", "1", "0", "[1, 1]"], ["7", "2.0", "0.7", "[1, 2, 3, 2]"]]
+    assert [*rated_rows(reviews, ratings)] == [
+        "7\t2.000000\t0.816497\t4\tA film.",
+        "8\t-4.000000\t0.000000\t2\tB film.",
+    ]

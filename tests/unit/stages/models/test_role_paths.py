@@ -46,9 +46,6 @@ def test_a_reference_of_its_own(tmp_path: Path) -> None:
         ordinary = host.policy_logprobs(rollout)
     with opened(tmp_path, dataclasses.replace(TRAINING, reference_path=str(path))) as host:
         found, policy = host.ref_logprobs(rollout), host.policy_logprobs(rollout)
-    assert found is not None
-    assert policy is not None
-    assert ordinary is not None
     np.testing.assert_allclose(found.ref_logprobs, logprobs_by_transformers(other, rollout), atol=1e-5)
     np.testing.assert_array_equal(policy.policy_logprobs, ordinary.policy_logprobs)
 
@@ -70,15 +67,12 @@ def test_a_critic_of_other_sizes_learns_and_comes_back(tmp_path: Path) -> None:
         assert {int(name.split(".")[2]) for name in trained if ".layers." in name} == {0, 1, 2}
         start = host.digest(Role.CRITIC)
         before = host.values(rollout)
-        assert before is not None
         assert not before.values.any()
         for step in range(3):
             values = host.values(rollout)
-            assert values is not None
             host.update_critic(step, CriticBatch(rollout, advantages, Values(values.values, values.bootstrap_values)))
             host.mark_clean(Role.CRITIC)
         after = host.values(rollout)
-        assert after is not None
         assert np.abs(after.values - returns)[mask].mean() < np.abs(before.values - returns)[mask].mean()
         assert host.last_update(Role.CRITIC)["tokens_per_s"] > 0
         host.load(Role.CRITIC, None)
@@ -95,7 +89,6 @@ def test_the_same_model_under_another_path_changes_nothing(tmp_path: Path, froze
     for each in (config, other):
         with opened(tmp_path, each) as host:
             reference = host.ref_logprobs(rollout)
-            assert reference is not None
             found.append((reference.ref_logprobs, host.digest(Role.CRITIC), host.digest(Role.POLICY)))
     np.testing.assert_array_equal(found[0][0], found[1][0])
     assert found[0][1:] == found[1][1:]

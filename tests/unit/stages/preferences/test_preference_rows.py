@@ -75,7 +75,6 @@ def test_texts_that_differ_in_no_token_are_refused() -> None:
 
 def test_an_epoch_has_every_text_once_and_its_pairs_differ_enough() -> None:
     found = judged([*TEXTS], kind="ratings", group_texts=8)
-    assert found.ratings is not None
     groups = epoch_groups(found, config(kind="ratings", group_texts=8), seed=3, epoch=1)
     assert sorted(row for group in groups for row in group.rows) == [*range(40)]
     for group in groups:

@@ -282,7 +282,6 @@ def started(marker: str) -> list[psutil.Process]:
 def bred(reward: UserReward, marker: str) -> list[psutil.Process]:
     """All that its sandbox runs, once it has left things behind."""
     assert reward([Sample("", "x")]) == [2.0]
-    assert reward._sandbox is not None
     keeper = psutil.Process(reward._sandbox._child.process.pid)  # type: ignore[union-attr]
     until(lambda: started(marker))
     found = [keeper, *keeper.children(recursive=True), *started(marker)]
@@ -322,7 +321,6 @@ def test_nothing_is_left_of_a_worker_that_was_killed(way: tuple[str, ...]) -> No
     marker = f"37{os.getpid()}"
     code, environment = OWNER.format(used=way, marker=marker), {**os.environ, "PYTHONPATH": str(ROOT)}
     owner = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
     keeper = psutil.Process(int(owner.stdout.readline()))
     until(lambda: started(marker))
     found = [keeper, *keeper.children(recursive=True), *started(marker)]

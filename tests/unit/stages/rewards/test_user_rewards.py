@@ -35,7 +35,6 @@ def reward(name: str, timeout_s: float = 60.0, **args: Any) -> Iterator[UserRewa
 
 def tree(made: UserReward) -> list[psutil.Process]:
     """The processes of its sandbox, from the keeper to the one that the function runs in."""
-    assert made._sandbox is not None
     keeper = psutil.Process(made._sandbox._child.process.pid)
     return [keeper, *keeper.children(recursive=True)]
 
@@ -154,7 +153,6 @@ def test_the_process_ends_with_its_worker(state: str) -> None:
     code = OWNER.format(function="hangs" if state == "busy" else "vowels", busy=state == "busy")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     owner = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
     child = psutil.Process(int(owner.stdout.readline()))
     if state == "stopped":
         child.suspend()

@@ -101,7 +101,6 @@ class AsyncLLM:
         prompt_adapter_request: Any = None,
         streaming: bool = False,
     ) -> Any:
-        assert sampling_params is not None
         if not self._ready or self._new is not None or self._asleep:
             raise RuntimeError("not ready, in the middle of a refit, or asleep")
         if len(inputs) > self._max_input or len(inputs) + sampling_params.max_tokens > self._max_seq:
@@ -136,7 +135,6 @@ class AsyncLLM:
         if self._requests or self._asleep:
             raise RuntimeError("requests must be drained")
         if ipc_handles is None:
-            assert self._new is not None
             missing = self._names - self._new.keys()
             if missing:
                 raise RuntimeError(f"{sorted(missing)[0]} did not come")

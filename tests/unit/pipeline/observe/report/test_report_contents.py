@@ -56,7 +56,6 @@ def test_a_timeline_is_columns_of_milliseconds() -> None:
         Event(15.0, EventKind.RUN_STARTED, detail="resume"),
     ]
     found = run_timeline(events, {Address("generate", 0, 1): "v0"}, [], most=10)
-    assert found is not None
     assert [(lane.gang, lane.worker) for lane in found.lanes] == [
         ("engine", "engine-0"), ("engine", "engine-0"), ("judge", "judge-0")]  # fmt: skip
     assert (found.start, found.duration_ms, found.of_executions) == (10.0, 4250, 3)
@@ -69,7 +68,6 @@ def test_a_timeline_is_columns_of_milliseconds() -> None:
 def test_of_a_long_timeline_the_first_and_the_last_are_drawn() -> None:
     events = [finished("score", i, i + 1.0, 0.5, "judge-0") for i in range(1000)]
     found = run_timeline(events, {}, [], most=10)
-    assert found is not None
     assert (found.step, found.of_executions) == ([0, 1, 2, 3, 4, 995, 996, 997, 998, 999], 1000)
     assert run_timeline([], {}, [], most=10) is None
 

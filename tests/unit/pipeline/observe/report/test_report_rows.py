@@ -94,7 +94,6 @@ def test_long_responses_are_cut_and_there_are_fewer_of_them() -> None:
 
 def test_worst_mismatches_by_size() -> None:
     found = worst_mismatches([step_rows(), step_rows(step=5)], decode, most=3)
-    assert found is not None
     assert [(m.step, m.row, m.position, m.token) for m in found] == [(3, 5, 0, "e"), (5, 5, 0, "e"), (3, 4, 0, "c")]
     assert (found[0].sampler, found[0].policy) == (-0.5, -1.5)
     assert [m.staleness for m in found] == [1, 3, 1]

@@ -48,7 +48,6 @@ def test_a_tree_in_a_pass() -> None:
     assert batch.positions.tolist() == [13, 14, 15, 16, 15, 14, 0, 1]
     assert batch.drawn.tolist() == [0, 1, 2, 3, 4, 5, 7]
     assert batch.tables.tolist() == [[3, 7], [3, 0]]
-    assert batch.tree_paths is not None
     assert batch.tree_paths.cells.tolist() == [13, 14, 15, 16, 17, 18, 0, 1]
     assert batch.tree_paths.starts.tolist() == [
         14,

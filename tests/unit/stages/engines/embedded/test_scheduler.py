@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
-from stages.engines.embedded.cache import BlockPool
+from stages.engines.embedded.cache import BlockPool, KVCache
 from stages.engines.embedded.kernels.blocks import NO_BLOCK
 from stages.engines.embedded.rows import Row, chain
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS, Chunk, Scheduler
@@ -221,3 +223,31 @@ def test_an_abandoned_row_leaves_when_its_pass_is_over() -> None:
     end(scheduler, first)
     assert scheduler.drop_abandoned() == [rows[0]]
     assert (scheduler.idle, scheduler.pool.num_free) == (True, 9)
+
+
+CPU = torch.device("cpu")
+
+
+def test_copied_keys_and_values_are_where_they_belong() -> None:
+    """Against the layout that `KVCache` documents: keys [P, K, D, 16], values [P, K, 16, D]; 37 positions of 3 blocks
+    that lie in another order there."""
+    torch.manual_seed(0)
+    here, there = (KVCache(3, 6, 2, 8, torch.float32, CPU) for _ in range(2))
+    for keys, values in here.layers:
+        keys.normal_()
+        values.normal_()
+    copied = here.read([5, 1, 4], 37)
+    assert copied.shape == (3, 2, 2, 37, 8)
+    there.write([2, 6, 3], copied)
+    for layer in range(3):
+        for position in (0, 15, 16, 36):
+            block, place = [5, 1, 4][position // 16], position % 16
+            other = [2, 6, 3][position // 16]
+            keys, values = here.layers[layer]
+            np.testing.assert_array_equal(copied[layer, 0, :, position], keys[block, :, :, place])
+            np.testing.assert_array_equal(copied[layer, 1, :, position], values[block, :, place])
+            new_keys, new_values = there.layers[layer]
+            assert torch.equal(new_keys[other, :, :, place], keys[block, :, :, place])
+            assert torch.equal(new_values[other, :, place], values[block, :, place])
+    assert not there.layers[0][0][3, :, :, 5:].any()
+    assert not any(part[[0, 1, 4, 5]].any() for layer in there.layers for part in layer)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from pipeline.driver.session import EndedEarly, interruptible
+from pipeline.config.errors import ConfigError
+from pipeline.config.paths import RunPaths
+from pipeline.driver.session import EndedEarly, interruptible, only_driver
 
 AT_ONCE = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -69,3 +72,9 @@ def test_what_nohup_has_ignored_stays_ignored() -> None:
             signal.raise_signal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_second_driver_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    with only_driver(paths), pytest.raises(ConfigError, match=r"process \d+ on .* is running"), only_driver(paths):
+        pass

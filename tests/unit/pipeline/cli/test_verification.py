@@ -6,10 +6,13 @@ import io
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
+from pipeline.cli.replay import update_range
 from pipeline.cli.verification import Evidence, Proof, Verification, earlier_graphs, identity_proof
 from pipeline.config.changes import sections
+from pipeline.config.errors import ConfigError
 from pipeline.config.identity import Identity, Statement, write_identity
 from pipeline.config.loading import config_hash, load_config
 from pipeline.config.paths import RunPaths
@@ -18,6 +21,8 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.graph.graph import run_nodes
 from storage.address import Address
+from storage.checkpoints import Checkpoints
+from storage.commits import provenance_here
 from tests.support.configs import arguments, write_config
 from tests.support.paths import TINY
 
@@ -61,3 +66,20 @@ def test_a_problem_is_one_line_however_long() -> None:
     report = Verification(Counter(), (Proof("claim", "1 array", (fault,)),), (), 1)
     Console(file=out, width=80).print(report.render(), crop=False)
     assert f"PROBLEM {fault}" in out.getvalue().splitlines()
+
+
+def test_updates_that_would_need_dropped_rollouts_are_refused_before_anything_is_made(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    file, *changes = arguments(tmp_path)
+    config = load_config([file], [*changes, "steps=6"])
+    store, checkpoints = open_history(config).store, Checkpoints(RunPaths(config.run_dir).checkpoints)
+    for node in run_nodes(config.graph()):
+        store.commit_only(node.address, provenance_here(seed=0, config_hash=""))
+    for role in ("policy", "critic"):
+        checkpoints.finish(role, 4, checkpoints.begin(role, 4), {})
+    assert update_range(config, "1:6") == range(1, 6)
+    store.drop(2)
+    for text in ("1:6", "3:6"):
+        with pytest.raises(ConfigError, match=r"trained from version 0, and the rollouts before step 2 were dropped"):
+            update_range(config, text)
+    assert update_range(config, "4:6") == range(4, 6)

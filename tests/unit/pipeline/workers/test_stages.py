@@ -8,10 +8,19 @@ from typing import Any
 
 import pytest
 
-from pipeline.graph.graph import GraphSpec, made_from, run_nodes
+from pipeline.graph.graph import STAGE_ROLES, GraphSpec, made_from, run_nodes
 from pipeline.workers.messages import Call
 from pipeline.workers.parts import WorkerParts
-from pipeline.workers.stages import advantage_step
+from pipeline.workers.stages import (
+    STAGES,
+    Computed,
+    SelfCommitting,
+    UnboundStage,
+    advantage_step,
+    binding_of,
+    register,
+    score_shard,
+)
 from storage.address import Address
 from storage.commits import Commit, provenance_here
 from storage.errors import MissingOutput
@@ -76,3 +85,20 @@ def test_whatever_an_output_was_made_from_is_an_ancestor_of_its_node() -> None:
         versions = (node.version,) if node.stage != "reference" else (0,)
         for source in made_from(node.address, node.inputs, versions):
             assert source in before[node.address], f"{node.address} would name {source}"
+
+
+def test_every_stage_of_the_graph_is_bound_and_no_other() -> None:
+    assert STAGES.keys() == STAGE_ROLES.keys()
+    changing = {stage for stage, binding in STAGES.items() if isinstance(binding, SelfCommitting)}
+    assert changing == {"update_policy", "update_critic", "publish"}
+
+
+def test_a_stage_is_bound_once() -> None:
+    with pytest.raises(ValueError, match="'score' is bound already"):
+        register("score", Computed(score_shard))
+    assert binding_of("score") is STAGES["score"]
+
+
+def test_a_stage_that_nothing_runs_is_refused_by_name() -> None:
+    with pytest.raises(UnboundStage, match=r"'judge' .* has no binding: give it one in .* \(bound are generate, score"):
+        binding_of("judge")

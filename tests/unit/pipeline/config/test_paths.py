@@ -3,10 +3,13 @@ process, so that each test has one of its own."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pipeline.config.loading import load_config
 from pipeline.config.open_files import descriptors_needed
+from pipeline.config.paths import network_filesystem
 from tests.support.paths import ROOT, TINY
 from tests.support.processes import start_python
 
@@ -68,3 +71,36 @@ sys.exit(main(["check", {str(TINY)!r}]))
     assert code == 2
     assert "placement.gangs: given 3 workers; a process of the run then has up to 164 files open" in output
     assert "this account may have 150 (`ulimit -Hn`)" in output
+
+
+MOUNTS = r"""
+22 1 0:20 / / rw,relatime shared:1 - overlay overlay rw
+23 22 0:21 / /home rw,relatime shared:2 - nfs4 server:/home rw
+24 23 0:22 / /home/scratch rw - xfs /dev/sdb rw
+25 22 0:23 / /with\040space rw - lustre mds:/l rw
+26 22 0:24 / /bucket rw - fuse.s3fs s3fs rw
+27 22 0:25 / /over rw - xfs /dev/sdc rw
+28 22 0:26 / /over rw - beegfs_nodev b rw
+29 broken
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/tmp/runs/a.db", None),
+        ("/home/me/runs/a.db", "nfs4"),
+        ("/home/scratch/a.db", None),
+        ("/homework/a.db", None),
+        ("/with space/a.db", "lustre"),
+        ("/bucket/a.db", "fuse.s3fs"),
+        ("/over/a.db", "beegfs_nodev"),
+    ],
+)
+def test_the_nearest_mount_says_it(path: str, kind: str | None) -> None:
+    assert network_filesystem(Path(path), MOUNTS) == kind
+
+
+def test_this_hosts_own_listing_can_be_read(tmp_path: Path) -> None:
+    network_filesystem(tmp_path)
+    assert network_filesystem(tmp_path, "") is None

@@ -1,8 +1,11 @@
 """The part of a config that tracking gets (the settings that the run reads), and metrics without meaning under it."""
 
+from __future__ import annotations
+
 import io
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +15,13 @@ from pipeline.config.loading import flatten, to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.driver import results
 from pipeline.driver.errors import StageFailed
-from pipeline.driver.tracked import off_metrics, tracked_params
+from pipeline.driver.tracked import SystemMetrics, gang_metrics, off_metrics, tracked_params
+from pipeline.graph.graph import Node, step_nodes
+from pipeline.observe.history import History
 from pipeline.observe.journal import AppendFailed, EventKind, Journal
 from pipeline.observe.live import Screen
 from pipeline.observe.tracking import Dataset, NullTracker, RunStatus
+from pipeline.workers.messages import Outcome
 from storage.redaction import redacted
 from tests.support.runs import configure, placement
 
@@ -122,3 +128,56 @@ def test_what_fails_after_an_error_is_a_note_of_it(tmp_path: Path) -> None:
     assert summary.startswith("no summary could be made of what there is: IsADirectoryError: ")
     assert tracking.startswith("the tracking could not be closed: AppendFailed: cannot write to mlflow_spool.jsonl")
     assert printed.getvalue().splitlines() == error.__notes__
+
+
+def ran(history: History, step: int, stages: set[str]) -> list[tuple[Node, Outcome]]:
+    """Return nodes of a step with their outcomes, as the driver has them."""
+    found = []
+    for node in step_nodes(history.spec, step):
+        commit = history.ledger.find(node.address)
+        if node.stage in stages and commit is not None:
+            found.append((node, Outcome(node.address, commit.ref(), "w-0", 0, 1.0, 2.0, 0.0)))
+    return found
+
+
+def test_sums_by_gang() -> None:
+    gpu = {"utilization": 50, "memory-used": 10}
+    workers: list[tuple[str, dict[str, Any]]] = [
+        ("train", {"cpu": 90.0, "memory": 100, "gpu": gpu}),
+        ("train", {"cpu": 110.0, "memory": 50, "gpu": {"utilization": None, "memory-used": 5}}),
+        ("score", {"cpu": 1.0, "memory": 7}),
+        ("late", {}),
+    ]
+    assert gang_metrics(workers) == {
+        "system/late/cpu_percent": 0.0,
+        "system/late/memory_bytes": 0.0,
+        "system/score/cpu_percent": 1.0,
+        "system/score/memory_bytes": 7.0,
+        "system/train/cpu_percent": 200.0,
+        "system/train/memory_bytes": 150.0,
+        "system/train/gpu_percent": 25.0,
+        "system/train/gpu_memory_bytes": 15.0,
+    }
+
+
+class Samples(NullTracker):
+    """Owns what it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[int, Any]] = []
+
+    def metrics(self, step: int, values: Any) -> None:
+        self.given.append((step, values))
+
+
+def test_every_ten_seconds_from_the_runs_beginning() -> None:
+    times = iter((100.0, 105.0, 110.0, 119.0, 121.0))
+    worker = SimpleNamespace(name="own-gang-1", metrics={"cpu": 5.0, "memory": 3})
+    scheduler: Any = SimpleNamespace(workers={"tcp://x": worker})
+    tracker = Samples()
+    system = SystemMetrics(scheduler, tracker, began=40.0, now=lambda: next(times))
+    for _ in range(4):
+        system.look()
+    assert [step for step, _ in tracker.given] == [70, 81]
+    assert tracker.given[0][1]["system/own-gang/memory_bytes"] == 3.0
+    assert tracker.given[0][1]["system/driver/memory_bytes"] > 0

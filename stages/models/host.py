@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -226,6 +227,17 @@ class MegatronHost:
                 write_adapters(directory / ADAPTERS, model, self._blueprint.spec, alone)
 
         return write
+
+    def state_bytes(self) -> dict[str, int]:
+        """Return the measured bytes of this rank's parameters, gradients, float32 masters and Adam moments, under the
+        names of `memory.state_bytes`. The moments exist after the first update."""
+        models = [self._reference, self._trunk.model if self._trunk else None]
+        models += [trainer.model for trainer in self._trainers.values()]
+        parameters = {p.data_ptr(): p.nbytes for model in models if model is not None for p in model.parameters()}
+        measured = Counter({"parameters": sum(parameters.values())})
+        for trainer in self._trainers.values():
+            measured.update(trainer.state_bytes())
+        return dict(measured)
 
     def sleep(self) -> None:
         for trainer in self._trainers.values():

@@ -336,6 +336,17 @@ class Trainer:
         moments = [state[moment] for state in self._adam.state.values() for moment in MOMENTS]
         return (tensor for tensor in masters + moments if tensor.untyped_storage().data_ptr() not in weights)
 
+    def state_bytes(self) -> dict[str, int]:
+        """Return the measured bytes of gradients, float32 masters and Adam moments, under the names of
+        `memory.state_bytes`. The moments exist after the first update."""
+        moments = sum(state[moment].nbytes for state in self._adam.state.values() for moment in MOMENTS)
+        beside = sum(tensor.nbytes for tensor in self._beside_weights())
+        return {
+            "gradients": sum(buffer.nbytes for buffer in self._gradient_buffers()),
+            "float32 masters": beside - moments,
+            "Adam moments": moments,
+        }
+
     @property
     def _architecture(self) -> dict[str, Any]:
         """The settings that decide which tensors exist, without those that decide how ranks share them."""

@@ -31,7 +31,7 @@ from stages.models.spec import read_config
 from stages.models.weights import stage_tensors
 from stages.ppo.config import KLConfig, PPOConfig
 from storage.records import Advantages, ReferenceLogprobs, Rollout
-from tests.support.models import ALL_MODELS, measured_state, random_rollout
+from tests.support.models import ALL_MODELS, random_rollout
 
 RANKS, ROWS, SEQ, SEED, UPDATES = 4, 8, 13, 3, 5
 TRAINED = (Role.POLICY, Role.CRITIC)
@@ -190,7 +190,7 @@ def check_memory(case: Case, host: MegatronHost) -> None:
     optimizer's buffers, a few KB that are much beside this model."""
     rank, layout = host._parallel_rank, case.layout
     models = GangModels(host._blueprint.spec, host._blueprint.model, layout, ALL_MODELS, rank.data_size)
-    expected, found = state_bytes(models, rank.pipeline_rank), measured_state(host)
+    expected, found = state_bytes(models, rank.pipeline_rank), host.state_bytes()
     if not layout.distributed_optimizer:
         assert found == expected
     elif case.dtype == "float32":

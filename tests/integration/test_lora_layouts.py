@@ -27,7 +27,7 @@ from stages.models.weights import stage_tensors
 from stages.ppo.config import PPOConfig
 from storage.records import Advantages, Rollout
 from tests.support.families import random_model
-from tests.support.models import ALL_MODELS, measured_state, random_advantages, random_rollout, update_both
+from tests.support.models import ALL_MODELS, random_advantages, random_rollout, update_both
 
 pytestmark = pytest.mark.processes
 
@@ -167,7 +167,7 @@ def assert_memory_is_predicted(host: MegatronHost) -> None:
     rank, spec = blueprint.parallel_rank, blueprint.spec
     if rank.tensor_size == 1:
         gang = GangModels(spec, blueprint.model, blueprint.layout, ALL_MODELS, rank.data_size)
-        predicted, found = state_bytes(gang, rank.pipeline_rank), measured_state(host)
+        predicted, found = state_bytes(gang, rank.pipeline_rank), host.state_bytes()
         assert found["parameters"] == predicted["parameters"]
         if not blueprint.layout.distributed_optimizer:
             assert found == predicted

@@ -46,26 +46,6 @@ def opened(
         host.close()
 
 
-def measured_state(host: MegatronHost) -> dict[str, int]:
-    """Bytes of this rank's parameters, gradients, masters and moments, under the names of `memory.state_bytes`; the
-    moments exist once an update was made."""
-    models = [host._reference, host._trunk.model if host._trunk else None]
-    trainers = host._trainers.values()
-    models += [trainer.model for trainer in trainers]
-    parameters = {p.data_ptr(): p.nbytes for model in models if model is not None for p in model.parameters()}
-    trained = {p.data_ptr() for trainer in trainers for p in trainer.model.parameters()}
-    inner = [trainer._adam for trainer in trainers]
-    adam = [state for optimizer in inner for state in optimizer.state.values()]
-    masters = [p for optimizer in inner for group in optimizer.param_groups for p in group["params"]]
-    copies = [p for p in masters if p.data_ptr() not in trained and host._blueprint.dtype is not p.dtype]
-    return {
-        "parameters": sum(parameters.values()),
-        "gradients": sum(buffer.grad_data.nbytes for trainer in trainers for buffer in trainer._ddp.buffers),
-        "float32 masters": sum(p.nbytes for p in copies),
-        "Adam moments": sum(state[name].nbytes for state in adam for name in ("exp_avg", "exp_avg_sq")),
-    }
-
-
 def random_advantages(rng: np.random.Generator, mask: np.ndarray) -> Advantages:
     """Rewards, advantages and returns drawn normal for the tokens of a response_mask."""
     return Advantages(*(np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32) for _ in range(3)), mask)

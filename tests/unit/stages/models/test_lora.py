@@ -31,7 +31,7 @@ from stages.models.weights import stage_tensors
 from stages.ppo.losses import LossStats
 from storage.records import Advantages
 from tests.support.families import random_model
-from tests.support.models import ALL_MODELS, measured_state, opened, random_rollout
+from tests.support.models import ALL_MODELS, opened, random_rollout
 
 ROWS, SEQ = 8, 12
 TRAINED = (Role.POLICY, Role.CRITIC)
@@ -300,7 +300,7 @@ def test_memory_is_predicted(tmp_path: Path, dtype: str, frozen_blocks: int, tar
 
     with opened(tmp_path, model) as host:
         update(host)
-        assert measured_state(host) == state_bytes(gang, 0)
+        assert host.state_bytes() == state_bytes(gang, 0)
         trainer, rollout = host._trainers[Role.POLICY], random_rollout(np.random.default_rng(1), ROWS, SEQ)
         weights = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
         whole = dataclasses.replace(trainer.config, micro_batch_rows=None)

@@ -42,7 +42,7 @@ from stages.models.work import UpdateWork, measured_peak, update_flops
 from stages.ppo.config import PPOConfig
 from storage.records import Advantages
 from tests.support.families import random_model
-from tests.support.models import ALL_MODELS, measured_state, opened, random_rollout
+from tests.support.models import ALL_MODELS, opened, random_rollout
 from tests.unit.stages.models.test_model_update import batches, model_config
 
 TINY = read_spec("random:tiny")
@@ -80,7 +80,7 @@ def test_state_is_predicted_to_the_byte(tmp_path: Path, dtype: Any, frozen_block
     model = ModelConfig(path="random:tiny", dtype=dtype, frozen_blocks=frozen_blocks, critic_blocks=2)
     with opened(tmp_path, model) as host:
         train(host)
-        found = measured_state(host)
+        found = host.state_bytes()
     assert found == state_bytes(gang(model), 0)
 
 
@@ -257,7 +257,7 @@ def test_a_critic_with_a_model_of_its_own_is_counted_by_it(tmp_path: Path, lora:
     model = ModelConfig(path="random:tiny", critic_path=str(directory), lora=lora)
     with opened(tmp_path, model) as host:
         train(host)
-        found = measured_state(host)
+        found = host.state_bytes()
     own = {Role.CRITIC: read_spec(str(directory))}
     predicted = state_bytes(dataclasses.replace(gang(model), own=own), 0)
     assert found == {name: predicted[name] for name in found}

@@ -1,0 +1,188 @@
+"""Rungs of the GPUs and their links. On a machine without an NVIDIA driver they are absent. Never run on a GPU yet: the
+tests give them the output of `nvidia-smi` and measured rates.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import permutations
+from pathlib import Path
+
+import torch
+
+from pipeline.doctor.ladder import Absent, Fault, Finding, Settings
+
+SMI_S = 60.0
+OLDEST_CAPABILITY = (8, 0)
+"""Ampere: the first with bfloat16."""
+USED_BYTES = 1 << 30
+"""Memory that others may have taken on a GPU that is to be used."""
+LINK_BYTES_PER_S = 25e9
+"""Rate of one NVLink in one direction, generations 2 to 4 (NVIDIA, A100 and H100 data sheets: 600 GB/s with 12 links and
+900 GB/s with 18, both directions together). Generation 5 has twice that."""
+LINK_SHARE = 0.5
+"""Share of the links' rate that a copy of COPY_BYTES must reach."""
+PCIE_BYTES_PER_S = 5e9
+"""Slowest accepted copy between GPUs without NVLink: a third of PCIe 3.0 x16."""
+COPY_BYTES = 256 << 20
+_NVIDIA_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version")
+_FIELDS = ("index", "uuid", "name", "driver_version", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as `nvidia-smi` lists it."""
+
+    index: int
+    uuid: str
+    name: str
+    driver: str
+    total_bytes: int
+    used_bytes: int
+    uncorrected_errors: int
+    """0 also where the GPU does not count them."""
+
+
+def driver(settings: Settings) -> Finding:
+    """Compare the NVIDIA driver with torch's CUDA."""
+    here = [file for file in _NVIDIA_FILES if Path(file).exists()]
+    if shutil.which("nvidia-smi") is None:
+        if here:
+            raise Fault(
+                f"there is {here[0]}, but no nvidia-smi", "install the driver's utilities, or give them to the container"
+            )
+        raise Absent("no NVIDIA driver")
+    found = list_gpus()
+    if not found:
+        raise Absent("no NVIDIA GPU")
+    if torch.version.cuda is None:
+        advice = "install a torch for CUDA, then `make install TORCH=system` (README)"
+        raise Fault(f"torch {torch.__version__} was built without CUDA, beside {len(found)} GPUs", advice)
+    speaks = _cuda_of_driver()
+    facts = {"driver": found[0].driver, "driver_cuda": speaks, "torch_cuda": torch.version.cuda}
+    if speaks is not None and _numbers(speaks)[0] < _numbers(torch.version.cuda)[0]:
+        advice = f"update the driver to one for CUDA {torch.version.cuda}, or install a torch for CUDA {speaks}"
+        raise Fault(f"driver {found[0].driver} is for CUDA {speaks}, torch for {torch.version.cuda}", advice, **facts)
+    if not torch.cuda.is_available():
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        advice = "unset CUDA_VISIBLE_DEVICES" if shown is not None else "look at `dmesg`; a reboot may be due after an update"
+        raise Fault(f"nvidia-smi lists {len(found)} GPUs, but torch sees none", advice, CUDA_VISIBLE_DEVICES=shown, **facts)
+    return Finding(f"driver {found[0].driver}, CUDA {torch.version.cuda}", facts)
+
+
+def gpus(settings: Settings) -> Finding:
+    """Look at each GPU: generation, errors of its memory, and memory that others use."""
+    if not torch.cuda.is_available():
+        raise Absent("no GPU that torch can use")
+    found = list_gpus()
+    facts = {"gpus": [vars(gpu) for gpu in found]}
+    for index in range(torch.cuda.device_count()):
+        if torch.cuda.get_device_capability(index) < OLDEST_CAPABILITY:
+            name = torch.cuda.get_device_name(index)
+            raise Fault(f"GPU {index} ({name}) has no bfloat16", "use an A100 or newer, or model.dtype=float16", **facts)
+    for gpu in found:
+        if gpu.uncorrected_errors:
+            advice = f"drain the node and reset {gpu.uuid}; replace it if they come back"
+            raise Fault(f"GPU {gpu.index} has {gpu.uncorrected_errors} uncorrected memory errors", advice, **facts)
+        if gpu.used_bytes > USED_BYTES:
+            advice = "end the processes that `nvidia-smi` lists, or leave this GPU out (CUDA_VISIBLE_DEVICES)"
+            raise Fault(f"others use {gpu.used_bytes >> 20} MB of GPU {gpu.index}", advice, **facts)
+    names = sorted({gpu.name for gpu in found})
+    return Finding(f"{len(found)} x {', '.join(names)}, {found[0].total_bytes / 2**30:.0f} GB", facts)
+
+
+def gpu_links(settings: Settings) -> Finding:
+    """Copy between each pair of GPUs, and compare the rate with the links that `nvidia-smi` claims."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        raise Absent("fewer than two GPUs")
+    links = parse_topology(_smi("topo", "-m"))
+    rates = {pair: copy_rate(*pair) for pair in permutations(range(count), 2)}
+    facts = {"bytes_per_s": {f"{a}->{b}": rate for (a, b), rate in rates.items()}}
+    slow = list(slow_pairs(rates, links))
+    if slow:
+        advice = "look at `nvidia-smi nvlink -s` and at the fabric manager's log; the node may need a reset"
+        raise Fault("; ".join(slow), advice, **facts)
+    return Finding(f"{min(rates.values()) / 1e9:.0f} GB/s or more between all pairs", facts)
+
+
+def slow_pairs(rates: Mapping[tuple[int, int], float], links: Mapping[tuple[int, int], int]) -> Iterator[str]:
+    """Yield a line for each pair whose copy is slower than its links allow. `rates`: bytes per second by (from, to);
+    `links`: number of NVLinks by pair, 0 for PCIe."""
+    for (source, target), rate in rates.items():
+        number = links.get((source, target), 0)
+        least = LINK_SHARE * number * LINK_BYTES_PER_S if number else PCIE_BYTES_PER_S
+        if rate < least:
+            over = f"{number} NVLinks" if number else "PCIe"
+            yield f"GPU {source} to {target}: {rate / 1e9:.1f} GB/s over {over}, expected {least / 1e9:.0f} or more"
+
+
+def parse_topology(text: str) -> dict[tuple[int, int], int]:
+    """Return the number of NVLinks by pair of GPUs, from `nvidia-smi topo -m`. A cell NV18 means 18 of them."""
+    found = {}
+    for row in text.splitlines():
+        cells = re.sub(r"\x1b\[[0-9;]*m", "", row).split()
+        if not cells or re.fullmatch(r"GPU\d+", cells[0]) is None or len(cells) < 2 or cells[1].startswith("GPU"):
+            continue
+        for target, cell in enumerate(cells[1:]):
+            if (match := re.fullmatch(r"NV(\d+)", cell)) is not None:
+                found[int(cells[0][3:]), target] = int(match[1])
+    return found
+
+
+def copy_rate(source: int, target: int) -> float:
+    """Return the bytes per second of a copy from GPU `source` to GPU `target`, the best of three."""
+    data = torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{source}")
+    there = torch.empty_like(data, device=f"cuda:{target}")
+    best = 0.0
+    for _ in range(4):  # the first one opens the connection
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.device(target):
+            began.record()
+            there.copy_(data)
+            ended.record()
+            ended.synchronize()
+        best = max(best, COPY_BYTES / (began.elapsed_time(ended) / 1e3))
+    return best
+
+
+def list_gpus() -> list[Gpu]:
+    """Return the GPUs that the driver knows. Raises Fault if it does not answer."""
+    rows = csv.reader(io.StringIO(_smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")))
+    found = []
+    for row in rows:
+        index, uuid, name, of_driver, total, used, errors = (cell.strip() for cell in row)
+        count = int(errors) if errors.isdigit() else 0
+        found.append(Gpu(int(index), uuid, name, of_driver, int(total) << 20, int(used) << 20, count))
+    return found
+
+
+def _cuda_of_driver() -> str | None:
+    """Return the newest CUDA that the driver supports, as "13.0"."""
+    match = re.search(r"CUDA Version:\s*([\d.]+)", _smi())
+    return None if match is None else match[1]
+
+
+def _smi(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SMI_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Fault(f"nvidia-smi does not answer in {SMI_S:g} s", "a GPU hangs: look at `dmesg`, reset it") from error
+    if done.returncode:
+        said = (done.stdout + done.stderr).strip().splitlines()
+        advice = "load the driver again or reboot: its library and its kernel module must be of one version"
+        raise Fault(f"nvidia-smi fails: {said[-1] if said else done.returncode}", advice)
+    return done.stdout
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".") if part.isdigit())

@@ -1,0 +1,212 @@
+"""Rungs of the host: packages, limits, disk, shared memory, clock, processors, compiler, loopback network."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+import torch
+from packaging.requirements import Requirement
+
+from pipeline.config.open_files import most_descriptors
+from pipeline.doctor.ladder import Fault, Finding, Settings
+from stages.models.kernels.native import load_block_kernels
+from stages.native.compile import NoNativeKernelsError, compiler_version
+
+SHARED_MEMORY = Path("/dev/shm")
+"""File system of the published weights."""
+OPEN_FILES = 1024
+"""Open files that a run of some twenty workers needs. `check` computes the number for a config."""
+FREE_DISK_BYTES = 2 << 30
+FREE_SHARED_BYTES = 1 << 30
+"""Two published versions of SmolLM2-135M. `check` computes the number for a config."""
+PIECE_BYTES = 64 << 20
+"""Bytes that a rung writes and reads to measure a rate."""
+CLOCK_SKEW_S = 5.0
+"""Largest accepted difference between this host's clock and its file server's. Logs and reports order events by it."""
+LOOPBACK_S = 10.0
+SLOWER_TOGETHER = 0.25
+"""All threads at less than this share of one thread's rate are a fault. Other programs alone seldom cost that much."""
+
+
+def packages(settings: Settings) -> Finding:
+    """Compare the installed packages with the versions that Stageline was written for."""
+    wrong, found = [], {}
+    for text in requires("stageline") or []:
+        wanted = Requirement(text)
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found[wanted.name] = version(wanted.name)
+        except PackageNotFoundError:
+            wrong.append(f"{wanted.name} is missing")
+            continue
+        if not wanted.specifier.contains(found[wanted.name], prereleases=True):
+            wrong.append(f"{wanted.name} is {found[wanted.name]}, needs {wanted.specifier}")
+    if wrong:
+        raise Fault("; ".join(wrong), "run `make install` in the clone, or install these versions", versions=found)
+    return Finding(f"{len(found)} packages, torch {torch.__version__}", {"versions": found})
+
+
+def limits(settings: Settings) -> Finding:
+    """Compare the limits of this account with what a run needs."""
+    files, locked = most_descriptors(), resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    if files < OPEN_FILES:
+        advice = f"raise the hard limit to {OPEN_FILES} or more: `ulimit -Hn`, or nofile in /etc/security/limits.conf"
+        raise Fault(f"a process may have {files} open files", advice, open_files=files)
+    if torch.cuda.is_available() and locked not in (resource.RLIM_INFINITY,) and locked < (1 << 30):
+        advice = "set memlock to unlimited in /etc/security/limits.conf, or in Slurm's PropagateResourceLimitsExcept"
+        raise Fault(f"a process may lock {locked >> 20} MB of memory; NCCL and pinned memory need more", advice)
+    return Finding(f"{files} open files", {"open_files": files, "locked_memory_bytes": locked})
+
+
+def disk(settings: Settings) -> Finding:
+    """Write, sync and read a file where runs would be stored."""
+    free = shutil.disk_usage(settings.scratch).free
+    if free < FREE_DISK_BYTES:
+        advice = f"free {FREE_DISK_BYTES >> 30} GB or more, or choose another place: --runs-dir DIR"
+        raise Fault(f"{settings.runs_dir} has {free >> 20} MB free", advice, free_bytes=free)
+    try:
+        rate, synced = _write_rate(settings.scratch, sync=True), _sync_seconds(settings.scratch)
+    except OSError as error:
+        raise Fault(f"{settings.runs_dir} cannot be written: {error.strerror}", "give another place: --runs-dir DIR") from error
+    return Finding(
+        f"{settings.runs_dir}: {free >> 30} GB free, {rate / 1e9:.2f} GB/s written and synced, {synced * 1e3:.1f} ms a small sync",
+        {"free_bytes": free, "write_bytes_per_s": rate, "sync_s": synced},
+    )
+
+
+def shared_memory(settings: Settings) -> Finding:
+    """Write a file in shared memory, where published weights lie."""
+    try:
+        free = shutil.disk_usage(SHARED_MEMORY).free
+        if free < FREE_SHARED_BYTES:
+            advice = "remove what is left there (`ls -l /dev/shm`), or mount it larger (a container: --shm-size=16g)"
+            raise Fault(f"{SHARED_MEMORY} has {free >> 20} MB free", advice, free_bytes=free)
+        rate = _write_rate(SHARED_MEMORY, sync=False)
+    except OSError as error:
+        advice = f"mount a tmpfs at {SHARED_MEMORY} that this account may write (a container: --shm-size=16g)"
+        raise Fault(f"{SHARED_MEMORY} cannot be written: {error.strerror}", advice) from error
+    return Finding(
+        f"{free >> 30} GB free, {rate / 1e9:.1f} GB/s written", {"free_bytes": free, "write_bytes_per_s": rate}
+    )
+
+
+def clock(settings: Settings) -> Finding:
+    """Compare this host's clock with the one of the file system that runs are written to."""
+    with tempfile.NamedTemporaryFile(dir=settings.scratch) as file:
+        before = time.time()
+        file.write(b"x")
+        file.flush()
+        os.fsync(file.fileno())
+        written, after = os.stat(file.name).st_mtime, time.time()
+    skew = max(before - written, written - after, 0.0)
+    if skew > CLOCK_SKEW_S:
+        raise Fault(
+            f"this host's clock and that of {settings.runs_dir} differ by {skew:.0f} s",
+            "synchronise the clocks (chrony, systemd-timesyncd)",
+            skew_s=skew,
+        )
+    return Finding(f"within {max(skew, after - before):.2f} s of the file system's", {"skew_s": skew})
+
+
+def processors(settings: Settings) -> Finding:
+    """Measure a float32 matrix product with one thread and with all that this process may use."""
+    cores = len(os.sched_getaffinity(0))
+    one, many = _product_rate(1), _product_rate(cores)
+    facts = {"cores": cores, "flops_one_thread": one, "flops_all_threads": many, "quota": _quota()}
+    quota = facts["quota"]
+    if cores > 1 and many < SLOWER_TOGETHER * one:
+        advice = "something else uses these cores, or a quota holds the process back: look at `top` and the container's limits"
+        raise Fault(
+            f"{cores} threads multiply at {many / 1e9:.0f} GFLOP/s, one alone at {one / 1e9:.0f}", advice, **facts
+        )
+    held = f", quota of {quota:.1f} cores" if quota is not None and quota < cores else ""
+    return Finding(f"{cores} cores, {one / 1e9:.0f} GFLOP/s on one, {many / 1e9:.0f} on all{held}", facts)
+
+
+def compiler(settings: Settings) -> Finding:
+    """Compile and load the kernels in C."""
+    try:
+        load_block_kernels()
+    except NoNativeKernelsError as error:
+        advice = "install a C compiler (Debian: apt-get install gcc). Without one, blocks on a CPU take twice as long"
+        raise Fault(str(error), advice) from error
+    return Finding(compiler_version() or "", {"compiler": compiler_version()})
+
+
+def network(settings: Settings) -> Finding:
+    """Connect to this host over loopback and over the address of its name."""
+    reached = []
+    for name in ("127.0.0.1", socket.gethostname()):
+        try:
+            with socket.create_server((name, 0)) as server:
+                address = server.getsockname()
+                with socket.create_connection(address[:2], timeout=LOOPBACK_S):
+                    reached.append(str(address[0]))
+        except OSError as error:
+            advice = "let the host's name resolve to one of its addresses (/etc/hosts), and allow connections to itself"
+            raise Fault(f"this host cannot be reached as {name}: {error}", advice, reached=reached) from error
+    return Finding(f"reached as {' and '.join(dict.fromkeys(reached))}", {"addresses": reached})
+
+
+def _write_rate(folder: Path, *, sync: bool) -> float:
+    """Return the bytes per second that a file of PIECE_BYTES is written with."""
+    data = os.urandom(1 << 20)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        began = time.perf_counter()
+        for _ in range(PIECE_BYTES >> 20):
+            file.write(data)
+        file.flush()
+        if sync:
+            os.fsync(file.fileno())
+        return PIECE_BYTES / (time.perf_counter() - began)
+
+
+def _sync_seconds(folder: Path) -> float:
+    """Return the median seconds of nine writes of 4 KB, each synced: a commit's cost."""
+    seconds = []
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        for _ in range(9):
+            began = time.perf_counter()
+            file.write(b"x" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+            seconds.append(time.perf_counter() - began)
+    return sorted(seconds)[4]
+
+
+def _product_rate(threads: int) -> float:
+    """Return the FLOP/s of a float32 product, the best of five."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        size = 1024
+        left, right = torch.ones(size, size), torch.ones(size, size)
+        torch.mm(left, right)
+        best = min(_seconds_of(lambda: torch.mm(left, right)) for _ in range(5))
+    finally:
+        torch.set_num_threads(before)
+    return 2 * size**3 / best
+
+
+def _seconds_of(act: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
+
+
+def _quota() -> float | None:
+    """Return the cores that the control group allows, or None without a quota."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    return None

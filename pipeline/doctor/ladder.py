@@ -1,0 +1,160 @@
+"""The ladder: tests of a machine in the order in which a run would meet their faults.
+
+    rung ──► Finding (measured)         ──► the next rung
+         ├─► Absent  (not on this machine) ──► the next rung
+         └─► Fault   (cause, what to do)   ──► stop
+
+Later rungs use what earlier ones have proven, so only the first fault is worth reading.
+"""
+
+from __future__ import annotations
+
+import platform
+import socket
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+class Status(StrEnum):
+    """The result of a rung."""
+
+    OK = "ok"
+    ABSENT = "not on this machine"
+    FAULT = "fault"
+    NOT_REACHED = "not reached"
+
+
+class Absent(Exception):
+    """The machine does not have what a rung tests. The message says what is missing."""
+
+
+class Fault(Exception):
+    """A rung found a fault. `cause` says what was found, `advice` what to do about it."""
+
+    def __init__(self, cause: str, advice: str, **facts: Any) -> None:
+        super().__init__(cause)
+        self.cause, self.advice, self.facts = cause, advice, facts
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The measurements of a rung that found no fault."""
+
+    text: str
+    """The result in one line."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Measurements by name, with their unit in the name. JSON."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the rungs test with."""
+
+    runs_dir: Path
+    """Directory that runs would be written to."""
+    scratch: Path
+    """Directory for the rungs' own files, on the same file system as `runs_dir`."""
+    model: str = "random:tiny"
+    """Model of the rungs that compute."""
+    threads: int = 1
+    """Threads of each process that computes."""
+    engines: Mapping[str, str] = field(default_factory=dict)
+    """Python interpreters of the engines in environments of their own, by `engine.kind`."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One test."""
+
+    name: str
+    title: str
+    """What it tests, in a few words."""
+    test: Callable[[Settings], Finding]
+    """Raises Absent or Fault."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a rung."""
+
+    name: str
+    title: str
+    status: Status
+    text: str
+    """The measurement, what is missing, or the cause of the fault."""
+    advice: str = ""
+    seconds: float = 0.0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def climb(
+    rungs: Sequence[Rung], settings: Settings, show: Callable[[Result], None] = lambda result: None
+) -> list[Result]:
+    """Test the rungs in order until one has a fault. Call `show` with each result, and return all of them; the rungs
+    after a fault are NOT_REACHED."""
+    results: list[Result] = []
+    for rung in rungs:
+        if results and results[-1].status in (Status.FAULT, Status.NOT_REACHED):
+            result = Result(rung.name, rung.title, Status.NOT_REACHED, "")
+        else:
+            result = _test(rung, settings)
+        results.append(result)
+        show(result)
+    return results
+
+
+def _test(rung: Rung, settings: Settings) -> Result:
+    began = time.monotonic()
+    try:
+        found = rung.test(settings)
+        outcome: tuple[Status, str, str, Mapping[str, Any]] = (Status.OK, found.text, "", found.facts)
+    except Absent as error:
+        outcome = Status.ABSENT, str(error), "", {}
+    except Fault as error:
+        outcome = Status.FAULT, error.cause, error.advice, error.facts
+    except Exception as error:  # whatever a library raises on a machine that nobody has seen yet
+        cause = f"{type(error).__name__}: {error}"
+        advice = "Stageline does not know this fault. Send the JSON report, which has the whole traceback"
+        outcome = Status.FAULT, cause, advice, {"traceback": traceback.format_exc()}
+    status, text, advice, facts = outcome
+    return Result(rung.name, rung.title, status, text, advice, time.monotonic() - began, facts)
+
+
+# ---- report ----------------------------------------------------------------------------------------------
+
+
+def machine() -> dict[str, Any]:
+    """Return the facts that a bug report begins with."""
+    return {
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "cpus": psutil.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def line(result: Result) -> str:
+    """Return a result as a line of the text report; a fault's advice is on a second line."""
+    mark = {Status.OK: "ok", Status.ABSENT: "--", Status.FAULT: "FAULT", Status.NOT_REACHED: "  "}[result.status]
+    text = f"not on this machine: {result.text}" if result.status is Status.ABSENT else result.text
+    shown = f"{mark:5} {result.name:16} {text or result.title}".rstrip()
+    return f"{shown}\n      what to do: {result.advice}" if result.advice else shown
+
+
+def conclusion(results: Sequence[Result]) -> str:
+    """Return the last line of the report."""
+    seconds = sum(result.seconds for result in results)
+    fault = next((result for result in results if result.status is Status.FAULT), None)
+    if fault is not None:
+        return f"stopped at {fault.name} ({fault.title}) after {seconds:.0f} s"
+    absent = sum(result.status is Status.ABSENT for result in results)
+    return f"no fault in {len(results) - absent} tests ({absent} are not for this machine), {seconds:.0f} s"

@@ -162,6 +162,23 @@ def _check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("more", nargs="*", metavar="CONFIG|key=value", help="further files and changes, as for `run`")
 
 
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--runs-dir", default="runs", metavar="DIR", help="where runs would be stored (default: runs)")
+    parser.add_argument("--out", default=".", metavar="DIR", help="where the two reports go (default: here)")
+    parser.add_argument("--model", default="random:tiny", help="model of the tests that compute (default: random:tiny)")
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="of a process (default: half)")
+    parser.add_argument(
+        "--engine",
+        action="append",
+        default=[],
+        metavar="KIND=PYTHON",
+        help="also test vllm or tensorrt_llm in this environment (default: those that `make engine-...` made here)",
+    )
+    parser.add_argument("--submit", metavar="CONFIG", help="test every node that this config asks Slurm for")
+    parser.add_argument("more", nargs="*", metavar="key=value", help="with --submit: changes of the config")
+    parser.add_argument("--dry-run", action="store_true", help="with --submit: print the script, and submit nothing")
+
+
 def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN")
     parser.add_argument("--step", type=int, help="default: the last that has rows")
@@ -246,6 +263,9 @@ COMMANDS = {
     "cancel": Command("pipeline.cli.cancel", "end a run's job", _cancel),
     "sweep": Command("pipeline.cli.sweep", "a run of each combination of some settings", _sweep),
     "check": Command("pipeline.cli.check", "say what a run would be refused for, or verify a run's directory", _check),
+    "doctor": Command(
+        "pipeline.cli.doctor", "test this machine, from its packages to a PPO update; write a report", _doctor
+    ),
     "inspect": Command(
         "pipeline.cli.inspect_step",
         "show the rows of a step: prompt, response, score, KL, version, advantage",

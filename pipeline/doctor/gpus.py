@@ -25,15 +25,23 @@ OLDEST_CAPABILITY = (8, 0)
 USED_BYTES = 1 << 30
 """Memory that others may have taken on a GPU that is to be used."""
 LINK_BYTES_PER_S = 25e9
-"""Rate of one NVLink in one direction, generations 2 to 4 (NVIDIA, A100 and H100 data sheets: 600 GB/s with 12 links and
-900 GB/s with 18, both directions together). Generation 5 has twice that."""
+"""Rate of one NVLink in one direction, generations 2 to 4 (NVIDIA's data sheets of A100 and H100: 600 GB/s with 12
+links and 900 GB/s with 18, both directions together). Generation 5 has twice that."""
 LINK_SHARE = 0.5
 """Share of the links' rate that a copy of COPY_BYTES must reach."""
 PCIE_BYTES_PER_S = 5e9
 """Slowest accepted copy between GPUs without NVLink: a third of PCIe 3.0 x16."""
 COPY_BYTES = 256 << 20
 _NVIDIA_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version")
-_FIELDS = ("index", "uuid", "name", "driver_version", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total")
+_FIELDS = (
+    "index",
+    "uuid",
+    "name",
+    "driver_version",
+    "memory.total",
+    "memory.used",
+    "ecc.errors.uncorrected.volatile.total",
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,8 @@ def driver(settings: Settings) -> Finding:
     if shutil.which("nvidia-smi") is None:
         if here:
             raise Fault(
-                f"there is {here[0]}, but no nvidia-smi", "install the driver's utilities, or give them to the container"
+                f"there is {here[0]}, but no nvidia-smi",
+                "install the driver's utilities (in the container, too)",
             )
         raise Absent("no NVIDIA driver")
     found = list_gpus()
@@ -72,8 +81,12 @@ def driver(settings: Settings) -> Finding:
         raise Fault(f"driver {found[0].driver} is for CUDA {speaks}, torch for {torch.version.cuda}", advice, **facts)
     if not torch.cuda.is_available():
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-        advice = "unset CUDA_VISIBLE_DEVICES" if shown is not None else "look at `dmesg`; a reboot may be due after an update"
-        raise Fault(f"nvidia-smi lists {len(found)} GPUs, but torch sees none", advice, CUDA_VISIBLE_DEVICES=shown, **facts)
+        advice = (
+            "unset CUDA_VISIBLE_DEVICES"
+            if shown is not None
+            else "look at `dmesg`; a reboot may be due after an update"
+        )
+        raise Fault(f"nvidia-smi lists {len(found)} GPUs, but torch sees none", advice, visible=shown, **facts)
     return Finding(f"driver {found[0].driver}, CUDA {torch.version.cuda}", facts)
 
 
@@ -86,7 +99,7 @@ def gpus(settings: Settings) -> Finding:
     for index in range(torch.cuda.device_count()):
         if torch.cuda.get_device_capability(index) < OLDEST_CAPABILITY:
             name = torch.cuda.get_device_name(index)
-            raise Fault(f"GPU {index} ({name}) has no bfloat16", "use an A100 or newer, or model.dtype=float16", **facts)
+            raise Fault(f"GPU {index} ({name}) has no bfloat16", "use an A100 or newer, or float16", **facts)
     for gpu in found:
         if gpu.uncorrected_errors:
             advice = f"drain the node and reset {gpu.uuid}; replace it if they come back"
@@ -172,9 +185,7 @@ def _cuda_of_driver() -> str | None:
 
 def _smi(*arguments: str) -> str:
     try:
-        done = subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SMI_S, check=False
-        )
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SMI_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise Fault(f"nvidia-smi does not answer in {SMI_S:g} s", "a GPU hangs: look at `dmesg`, reset it") from error
     if done.returncode:

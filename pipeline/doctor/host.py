@@ -70,16 +70,18 @@ def limits(settings: Settings) -> Finding:
 
 def disk(settings: Settings) -> Finding:
     """Write, sync and read a file where runs would be stored."""
-    free = shutil.disk_usage(settings.scratch).free
-    if free < FREE_DISK_BYTES:
-        advice = f"free {FREE_DISK_BYTES >> 30} GB or more, or choose another place: --runs-dir DIR"
-        raise Fault(f"{settings.runs_dir} has {free >> 20} MB free", advice, free_bytes=free)
     try:
+        free = shutil.disk_usage(settings.scratch).free
+        if free < FREE_DISK_BYTES:
+            advice = f"free {FREE_DISK_BYTES >> 30} GB or more, or choose another place: --runs-dir DIR"
+            raise Fault(f"{settings.runs_dir} has {free >> 20} MB free", advice, free_bytes=free)
         rate, synced = _write_rate(settings.scratch, sync=True), _sync_seconds(settings.scratch)
     except OSError as error:
-        raise Fault(f"{settings.runs_dir} cannot be written: {error.strerror}", "give another place: --runs-dir DIR") from error
+        cause = f"{settings.runs_dir} cannot be written: {error.strerror}"
+        raise Fault(cause, "give another place: --runs-dir DIR") from error
+    speed = f"{rate / 1e9:.2f} GB/s written and synced, {synced * 1e3:.1f} ms a small sync"
     return Finding(
-        f"{settings.runs_dir}: {free >> 30} GB free, {rate / 1e9:.2f} GB/s written and synced, {synced * 1e3:.1f} ms a small sync",
+        f"{settings.runs_dir}: {free >> 30} GB free, {speed}",
         {"free_bytes": free, "write_bytes_per_s": rate, "sync_s": synced},
     )
 
@@ -125,7 +127,7 @@ def processors(settings: Settings) -> Finding:
     facts = {"cores": cores, "flops_one_thread": one, "flops_all_threads": many, "quota": _quota()}
     quota = facts["quota"]
     if cores > 1 and many < SLOWER_TOGETHER * one:
-        advice = "something else uses these cores, or a quota holds the process back: look at `top` and the container's limits"
+        advice = "other programs use these cores, or a quota holds this one back: look at `top` and the container"
         raise Fault(
             f"{cores} threads multiply at {many / 1e9:.0f} GFLOP/s, one alone at {one / 1e9:.0f}", advice, **facts
         )

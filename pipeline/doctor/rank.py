@@ -14,20 +14,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter
 
-from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
+from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig, SamplingConfig
 from stages.models.host import MegatronHost
 from stages.models.memory import GangModels, state_bytes
 from stages.models.protocol import MODEL_ROLES, CriticBatch, PolicyBatch, Rank, Role
-from stages.models.sampling import SamplingConfig
 from stages.models.spec import read_spec
 from stages.ppo.config import PPOConfig
 from stages.publish import publish
+from storage.codec import decode, encode
 from storage.errors import DamagedWeights
 from storage.records import Advantages, Rollout
 from storage.weights import WeightBoard
@@ -35,7 +34,7 @@ from storage.weights import WeightBoard
 ROWS, PROMPT, RESPONSE = 8, 8, 24
 """Rows of the test's batch, and the most tokens of a prompt and of a response."""
 SEED = 0
-LEARNING_RATE = 1e-4
+LEARNING_RATE = 2e-5
 """Large enough for an update to change log-probs, small enough for rounding to stay rounding under Adam."""
 
 
@@ -88,10 +87,6 @@ class RankResult:
     published: Published | None
 
 
-RESULT = TypeAdapter(RankResult)
-JOB = TypeAdapter(RankJob)
-
-
 def batch(vocabulary: int) -> tuple[Rollout, Advantages]:
     """Return rows of random tokens with random advantages, the same on every machine."""
     rng = np.random.default_rng(SEED)
@@ -129,7 +124,6 @@ def run(job: RankJob, index: int, rendezvous: str) -> RankResult | None:
         published = _publish(host) if job.publish else None
         if index:
             return None
-        assert first is not None
         assert logprobs is not None
         return RankResult(
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU",
@@ -166,16 +160,12 @@ def opened(job: RankJob, index: int, rendezvous: str) -> Iterator[MegatronHost]:
         host.close()
 
 
-def _step(
-    host: MegatronHost, rollout: Rollout, advantages: Advantages
-) -> tuple[np.ndarray | None, str, dict[str, float]]:
-    """Run a step's forward passes and updates. Return the log-probs before it (None on ranks without them), the
-    policy's digest after it, and the losses."""
+def _step(host: MegatronHost, rollout: Rollout, advantages: Advantages) -> tuple[np.ndarray, str, dict[str, float]]:
+    """Run a step's forward passes and updates. Return the log-probs before it, the policy's digest after it, and the
+    losses."""
     policy, reference, values = host.policy_logprobs(rollout), host.ref_logprobs(rollout), host.values(rollout)
-    if policy is not None:
-        rollout = replace(rollout, sampler_logprobs=policy.policy_logprobs)
-    # every rank gets all rows: ranks without outputs compute with rank 0's
-    policy, reference, values, rollout = _from_rank_0(policy, reference, values, rollout)
+    policy, reference, values = _from_rank_0(policy, reference, values)
+    rollout = replace(rollout, sampler_logprobs=policy.policy_logprobs)
     metrics = host.update_policy(0, PolicyBatch(rollout, advantages, policy, reference, 0.1))
     metrics |= host.update_critic(0, CriticBatch(rollout, advantages, values))
     digest = host.digest(Role.POLICY)
@@ -185,16 +175,19 @@ def _step(
     return policy.policy_logprobs, digest, losses
 
 
-def _from_rank_0(*items: object) -> list:
-    if torch.distributed.get_world_size() == 1:
-        return list(items)
+def _from_rank_0(*items: Any) -> tuple[Any, ...]:
+    """Return rank 0's items on every rank."""
     box = [items]
-    torch.distributed.broadcast_object_list(box)
-    return list(box[0])
+    if torch.distributed.get_world_size() > 1:
+        torch.distributed.broadcast_object_list(box)
+    return box[0]
 
 
 def _publish(host: MegatronHost) -> Published | None:
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="stageline-doctor-") as folder, WeightBoard(folder) as board:
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="stageline-doctor-") as folder,
+        WeightBoard(folder) as board,
+    ):
         began = time.perf_counter()
         manifest = publish(host, board, 1)
         seconds = time.perf_counter() - began
@@ -228,9 +221,9 @@ def _peak_bytes() -> int:
 
 def main() -> int:
     job, index, rendezvous, result = sys.argv[1:]
-    found = run(JOB.validate_json(job), int(index), rendezvous)
+    found = run(decode(RankJob, job), int(index), rendezvous)
     if found is not None:
-        Path(result).write_bytes(RESULT.dump_json(found))
+        Path(result).write_text(encode(found))
     return 0
 
 

@@ -25,6 +25,7 @@ from pipeline.config.slurm import SlurmConfig, SlurmGangConfig, cpus_per_worker,
 from stages.models.protocol import Role
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "slurm/run.sbatch"
+DOCTOR_TEMPLATE = TEMPLATE.with_name("doctor.sbatch")
 _WORD = re.compile(r"@([A-Z]+)@")
 
 
@@ -66,6 +67,26 @@ def render(config: RunConfig, place: JobPlace) -> str:
         "LEAD": str(config.slurm.signal_lead_s),
     }
     template = TEMPLATE if config.slurm.template is None else Path(config.slurm.template)
+    return _filled(template, filled)
+
+
+def render_doctor(config: RunConfig, place: JobPlace, arguments: Sequence[str]) -> str:
+    """Return the script that runs `stageline doctor` once on each node that a run asks for."""
+    shape = job_shape(config)
+    components = f" --het-group=0-{len(shape.groups) - 1}" if shape.heterogeneous else ""
+    filled = {
+        "TITLE": place.title,
+        "DIRECTIVES": "\n".join(_directives(config.slurm, shape, place)),
+        "COMMAND": shlex.join([*start_command(config.slurm), "doctor", *arguments]),
+        "FOLDER": shlex.quote(str(place.folder)),
+        "ENVIRONMENT": "\n".join(_environment(config.slurm)),
+        "COMPONENTS": components,
+    }
+    return _filled(DOCTOR_TEMPLATE, filled)
+
+
+def _filled(template: Path, filled: Mapping[str, str]) -> str:
+    """Return a template with its words filled in. Raises ConfigError if it cannot be read, or has other words."""
     try:
         text = template.read_text("utf8")
     except (OSError, UnicodeDecodeError) as error:

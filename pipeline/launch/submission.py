@@ -18,7 +18,7 @@ from pipeline.config.loading import to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.launch.commands import JobRecord, job_state, read_record, submit, write_record
-from pipeline.launch.script import JobPlace, NodeGroup, job_shape, render
+from pipeline.launch.script import JobPlace, NodeGroup, job_shape, render, render_doctor
 from storage import files
 from storage.locks import lock_holder, open_lock
 
@@ -65,6 +65,26 @@ def submit_run(config: RunConfig) -> Submitted:
         output = paths.job / f"slurm-{job_id}.out"
         write_record(paths.job, JobRecord(job_id, str(output)))
     return Submitted(job_id, output, script)
+
+
+def doctor_script(config: RunConfig, folder: Path, arguments: Sequence[str]) -> str:
+    """Return the script of a job that runs `stageline doctor` with these arguments on every node that a run asks for.
+    Its output goes into `folder`."""
+    place = JobPlace(
+        title=f"Tests of the nodes that the run {config.name} of Stageline asks for.",
+        name=f"doctor-{config.name}",
+        run="",
+        folder=Path.cwd(),
+        output=_pattern(folder, "slurm-%j.out"),
+    )
+    return render_doctor(config, place, arguments)
+
+
+def submit_doctor(config: RunConfig, folder: Path, arguments: Sequence[str]) -> Submitted:
+    """Submit the job of `doctor_script`. Raises ConfigError if Slurm refuses it."""
+    script = folder / "doctor.sbatch"
+    job_id = _submit({script: doctor_script(config, folder, arguments)}, script, config)
+    return Submitted(job_id, folder / f"slurm-{job_id}.out", script)
 
 
 def array_script(configs: Sequence[RunConfig], folder: Path) -> str | None:

@@ -1,0 +1,121 @@
+"""`stageline doctor [--submit CONFIG]`: test this machine, from its packages to a PPO update and the engines.
+
+Stops at the first fault, explains it, and writes a report for people (.txt) and for a bug report (.json).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from pipeline.cli.answers import BAD_INPUT, DONE, print_line
+from pipeline.cli.submit import cluster_config
+from pipeline.config.errors import ConfigError
+from pipeline.doctor import engines, exchange, gpus, host, training
+from pipeline.doctor.ladder import Result, Rung, Settings, Status, climb, conclusion, line, machine
+from pipeline.launch.commands import require
+from pipeline.launch.submission import asked_for, doctor_script, submit_doctor
+from stages.engines.config import OTHER_ENVIRONMENTS, interpreter, made_interpreter
+
+RUNGS = (
+    Rung("packages", "versions of the installed packages", host.packages),
+    Rung("limits", "limits of this account", host.limits),
+    Rung("disk", "the disk of the runs", host.disk),
+    Rung("shared_memory", "the memory of published weights", host.shared_memory),
+    Rung("clock", "this host's clock", host.clock),
+    Rung("processors", "speed of the processors", host.processors),
+    Rung("compiler", "compiled kernels", host.compiler),
+    Rung("network", "connections to this host", host.network),
+    Rung("driver", "the NVIDIA driver and torch's CUDA", gpus.driver),
+    Rung("gpus", "the GPUs", gpus.gpus),
+    Rung("gpu_links", "copies between GPUs", gpus.gpu_links),
+    Rung("ranks", "sums over processes", exchange.ranks),
+    Rung("nodes", "sums over nodes", exchange.nodes),
+    Rung("float32", "an update in float32", training.float32),
+    Rung("bfloat16", "an update in bfloat16", training.bfloat16),
+    Rung("layouts", "tensor, pipeline and data parallelism", training.layouts),
+    Rung("publication", "published weights", training.publication),
+    Rung("memory", "measured and predicted memory", training.memory),
+    Rung("embedded", "the embedded engine", engines.embedded),
+    Rung("vllm", "vLLM", engines.vllm),
+    Rung("tensorrt_llm", "TensorRT-LLM", engines.tensorrt_llm),
+)
+"""All tests, in the order of the ladder."""
+
+
+def command(options: argparse.Namespace) -> int:
+    if options.submit is not None:
+        return _submit(options)
+    runs_dir, out = Path(options.runs_dir), Path(options.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".doctor-", dir=runs_dir))
+    except OSError as error:
+        key, folder = ("--out", out) if not out.is_dir() else ("--runs-dir", runs_dir)
+        raise ConfigError(key, f"given {str(folder)!r}; cannot be written: {error.strerror}") from error
+    try:
+        settings = Settings(
+            runs_dir=runs_dir.absolute(),
+            scratch=scratch,
+            model=options.model,
+            threads=options.threads or max(1, len(os.sched_getaffinity(0)) // 2),
+            engines=_engines(options.engine),
+        )
+        results = climb(RUNGS, settings, _show)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    print_line(conclusion(results))
+    _write(out, results)
+    return BAD_INPUT if any(result.status is Status.FAULT for result in results) else DONE
+
+
+def _submit(options: argparse.Namespace) -> int:
+    """Submit the tests to Slurm, on the nodes that a config asks for. The reports of all nodes go into one folder."""
+    config = cluster_config([options.submit, *options.more])
+    folder = Path(options.out, f"doctor-{config.name}").absolute()
+    arguments = ["--out", str(folder), "--runs-dir", config.runs_dir, "--model", options.model]
+    arguments += [f"--engine={text}" for text in options.engine]
+    if options.dry_run:
+        print_line(doctor_script(config, folder, arguments).rstrip("\n"))
+        return DONE
+    require()
+    submitted = submit_doctor(config, folder, arguments)
+    print_line(f"submitted job {submitted.job_id}: {asked_for(config)}")
+    print_line(f"  reports of its nodes, and what it prints: {folder}")
+    return DONE
+
+
+def _show(result: Result) -> None:
+    if result.status is not Status.NOT_REACHED:
+        print_line(line(result))
+
+
+def _engines(given: Sequence[str]) -> dict[str, str]:
+    """Return the interpreters of other engines: those given as KIND=PYTHON, and those that `make` has put here."""
+    found = {kind: python for kind in OTHER_ENVIRONMENTS if (python := made_interpreter(kind)) is not None}
+    for text in given:
+        kind, _, python = text.partition("=")
+        if kind not in OTHER_ENVIRONMENTS or not python:
+            kinds = " or ".join(OTHER_ENVIRONMENTS)
+            raise ConfigError("--engine", f"given {text!r}; must be KIND=PYTHON with KIND {kinds}")
+        found[kind] = python
+    return {kind: interpreter(python) for kind, python in found.items()}
+
+
+def _write(folder: Path, results: Sequence[Result]) -> None:
+    about = machine()
+    stem = folder / f"doctor-{socket.gethostname()}"
+    lines = [f"{name}: {value}" for name, value in about.items()]
+    lines += ["", *(line(result) for result in results), "", conclusion(results)]
+    stem.with_suffix(".txt").write_text("\n".join(lines) + "\n")
+    document = {"format": 1, "machine": about, "results": [asdict(result) for result in results]}
+    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    print_line(f"report: {stem}.txt, {stem}.json (for a bug report)")

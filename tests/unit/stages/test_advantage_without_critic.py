@@ -147,17 +147,7 @@ def test_values_belong_to_gae_alone() -> None:
     rollout, scores, reference, policy = make_step()
     values = Values(np.zeros_like(policy.entropy), np.zeros(len(SPANS), np.float32))
     with pytest.raises(ValueError, match="rloo with values"):
-        advantage(
-            rollout,
-            scores,
-            reference,
-            policy,
-            values,
-            PPOConfig(advantage="rloo"),
-            STEP,
-            BOUND,
-            {},
-            responses_per_prompt=RESPONSES,
-        )
+        advantage(rollout, scores, reference, policy, values, PPOConfig(advantage="rloo"), STEP, BOUND, {},
+                  responses_per_prompt=RESPONSES)  # fmt: skip
     with pytest.raises(ValueError, match="gae with no values"):
         run(make_step(), PPOConfig())

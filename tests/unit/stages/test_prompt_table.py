@@ -152,9 +152,3 @@ def test_the_digest_tells_tables_apart(tmp_path: Path) -> None:
     assert len(digests) == 4
     table().save(tmp_path / "prompts.npz")
     assert PromptTable.load(tmp_path / "prompts.npz").digest() == table().digest()
-
-
-def test_the_same_source_gives_the_same_table_again() -> None:
-    one, two = table(), table()
-    np.testing.assert_array_equal(one.tokens, two.tokens)
-    np.testing.assert_array_equal(one.train, two.train)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.errors import ConfigError
-from pipeline.config.loading import config_hash, flatten, load_config, load_yaml, to_yaml
+from pipeline.config.loading import config_hash, load_config, load_yaml, to_yaml
 from pipeline.config.preflight import engine_line
 from pipeline.config.run import RunConfig, run_problems
 from stages.models.protocol import Role
@@ -112,22 +112,6 @@ def test_an_engine_has_less_time_to_start_than_its_worker(base: Path) -> None:
     assert load(base, *vllm).engine_start_s == 240
     assert load(base, *vllm, "cluster.start_timeout_s=1000").engine_start_s == 800
     assert load(base, *vllm, "engine.start_s=299").engine_start_s == 299
-
-
-def test_what_follows_from_a_config(base: Path) -> None:
-    config = load(base, "evaluate.every=2", "evaluate.shards=4", "staleness=3")
-    assert config.seq == 8 + 64
-    assert (config.rows_per_shard, config.eval_rows_per_shard) == (8, 2)
-    assert config.graph().staleness == 3
-    assert {gang.name: gang.ordered for gang in config.gangs()} == {"generate": False, "train": True}
-    assert config.layouts().evaluate is not None
-
-
-def test_flatten_gives_key_paths(base: Path) -> None:
-    flat = flatten(load(base))
-    assert flat["ppo.kl.coef"] == "0.05"
-    assert flat["placement.gangs.generate.concurrent_shards"] == "2"
-    assert flat["evaluate.temperature"] == "None"
 
 
 @pytest.mark.parametrize(
@@ -247,6 +231,9 @@ REFUSED = {
     "model.policy.betas=[0.9,.nan]": "model.policy.betas",
     "model.lora.alpha=8": "model.lora.alpha",
     "model.lora.targets=[qkv]": "model.lora.targets",
+    "model.lora={rank: 8, targets: [q_proj, qkv]}": "model.lora.targets",
+    "model.lora={rank: 8, targets: []}": "model.lora.targets",
+    "model.lora={rank: 8, targets: [qkv, qkv]}": "model.lora.targets",
     "ppo.kl.target=5 ppo.kl.coef=0": "ppo.kl.target",
     "ppo.dual_clip=1.1": "ppo.dual_clip",
     "ppo.anchor=sampler ppo.correction=mask": "ppo.correction",

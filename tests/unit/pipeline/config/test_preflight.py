@@ -365,14 +365,6 @@ def test_a_layout_that_leaves_zeros_is_accepted(folder: Path) -> None:
     preflight(load(folder, gangs, roles))
 
 
-def test_a_window_is_the_models_context(folder: Path) -> None:
-    directory = model_directory(folder, model_type="mistral", sliding_window=16)
-    settings = (f"model.path={directory}", "sampling.max_new_tokens=8", "prompts.max_tokens=9")
-    with pytest.raises(ConfigError, match=r"17 tokens, but the model's context is 16: at most 8") as refusal:
-        preflight(load(folder, *settings))
-    assert refusal.value.key == "prompts.max_tokens"
-
-
 def test_a_resumed_run_keeps_its_prompts(folder: Path) -> None:
     """Their source may have changed, or be gone: the stored rollouts belong to the prompts that were."""
     first = preflight(load(folder)).prompts

@@ -59,11 +59,6 @@ def test_against_the_explicit_sum(gamma: float, lam: float, on_truncation: str) 
         np.testing.assert_allclose(g.numpy(), e, atol=1e-12)
 
 
-def test_lambda_one_gives_discounted_returns() -> None:
-    _, returns = gae(REWARDS, VALUES, BOOTSTRAP, MASK, TRUNCATED, 0.5, 1.0, "terminate")
-    assert returns.tolist() == [[0, 1 + 0.5 * 4, 4, 0], [0, 0, 2 + 0.5 * 3, 3]]
-
-
 def test_nothing_outside_the_mask_is_read_and_nothing_has_a_gradient() -> None:
     nan = float("nan")
     poisoned = gae(

@@ -60,7 +60,3 @@ def test_adaptive_coefficient_moves_toward_the_target_and_is_clipped() -> None:
 
 def test_a_step_larger_than_the_horizon_cannot_turn_the_sign() -> None:
     assert next_kl_coef(0.1, 0.0, 10**6, KLConfig(target=6.0, horizon=10)) == pytest.approx(0.08)
-
-
-def test_without_a_target_the_coefficient_is_the_configs() -> None:
-    assert next_kl_coef(0.7, 100.0, 100, KLConfig(coef=0.05, target=None)) == 0.05

@@ -112,13 +112,6 @@ def test_proximal_metrics_by_hand() -> None:
     )
 
 
-def test_kl_prox_sampler_is_unbiased() -> None:
-    """Exact expectation over mu's outcomes: mu is uniform, so that the four tokens are its four outcomes."""
-    prox = np.array([0.1, 0.2, 0.3, 0.4])
-    got = metrics.proximal_metrics(tokens(*np.log(prox)), tokens(*np.log([0.25] * 4)), versions(0, 0, 0, 0), MASK, 1)
-    assert got["kl/prox_sampler"] == pytest.approx(float((prox * np.log(prox / 0.25)).sum()))
-
-
 def test_without_fresh_tokens_the_fresh_mismatch_is_absent() -> None:
     got = metrics.proximal_metrics(tokens(-1, -1, -1, -1), tokens(-1, -1, -1, -1), versions(2, 2, 2, 2), MASK, 3)
     assert "mismatch/mean_abs" not in got

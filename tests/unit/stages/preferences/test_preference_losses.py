@@ -141,12 +141,6 @@ def test_pairs_of_one_prompt_are_a_cluster() -> None:
     np.testing.assert_allclose(dyadic_standard_error(values, unit, unit), by_double_loop(values, unit, unit))
 
 
-def test_independent_pairs_have_the_usual_one() -> None:
-    values = (np.random.default_rng(0).random(400) < 0.8).astype(float)
-    found = dyadic_standard_error(values, np.arange(400), np.arange(400, 800))
-    np.testing.assert_allclose(found, values.std() / 20)
-
-
 def test_it_is_the_spread_over_new_texts() -> None:
     """In 300 draws of 60 texts with all pairs, the mean standard error is the accuracies' spread. The error of
     independent pairs would be far smaller."""

@@ -433,6 +433,7 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ({"key_env": "JUDGE_KEY"}, r"args\.key_env: given 'JUDGE_KEY'; there is no such environment variable"),
         ({"key_env": "abcdef0123"}, r"args\.key_env: given '\(not shown\)'; there is no such environment variable"),
         ({"api_key": KEY}, r"args\.api_key: given '\(not shown\)'; no such argument; judge takes url"),
+        ({"on_unparsed": None}, r"args\.on_unparsed: given None; must be given"),
         ({"read": "tea leaves"}, r"args\.read: given 'tea leaves'; must be likelihood or text"),
         ({"concurrency": 0}, r"args\.concurrency: given 0"),
         ({"timeout_s": 0.0}, r"args\.timeout_s: given 0"),
@@ -516,8 +517,3 @@ def test_an_interrupt_where_an_event_loop_runs_ends_the_asking_too(request: pyte
         loop.run_until_complete(cell(served.url))
     loop.close()
     assert len(served.asked) == 1
-
-
-def test_the_stated_score_must_be_stated() -> None:
-    with pytest.raises(UnfitReward, match=r"args\.on_unparsed: given None; must be given"):
-        build_reward("judge", {"url": "http://h/v1", "model": "m", "rubric": RUBRIC}, "reward")

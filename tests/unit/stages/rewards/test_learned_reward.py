@@ -106,40 +106,14 @@ def test_an_ensemble_of_reward_models_is_their_mean(tmp_path: Path, path: str) -
     np.testing.assert_allclose(found.disagreement, both.std(axis=0), atol=2e-5)
 
 
-def _language_model(directory: Path) -> None:
-    write_model(directory, "random:tiny", {}, "float32")
+def _changed(write: Callable[[Path, dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    """Return a function that writes a reward model and then changes its directory, given its tensors."""
 
+    def change(directory: Path) -> None:
+        export_reward_model(directory)
+        write(directory, load_file(directory / "model.safetensors"))
 
-def _two_labels(directory: Path) -> None:
-    export_reward_model(directory)
-    tensors = load_file(directory / "model.safetensors")
-    save_file(tensors | {SCORE_WEIGHT: tensors[SCORE_WEIGHT].repeat(2, 1)}, directory / "model.safetensors")
-
-
-def _no_head(directory: Path) -> None:
-    export_reward_model(directory)
-    tensors = load_file(directory / "model.safetensors")
-    save_file({n: t for n, t in tensors.items() if n != SCORE_WEIGHT}, directory / "model.safetensors")
-
-
-def _damaged(directory: Path) -> None:
-    export_reward_model(directory)
-    (directory / "model.safetensors").write_bytes(b"half")
-
-
-def _no_weights(directory: Path) -> None:
-    export_reward_model(directory)
-    (directory / "model.safetensors").unlink()
-
-
-def _no_json(directory: Path) -> None:
-    export_reward_model(directory)
-    (directory / "config.json").write_text("{")
-
-
-def _no_eos(directory: Path) -> None:
-    export_reward_model(directory)
-    change_config(directory, eos_token_id=None)
+    return change
 
 
 def _unknown_family(directory: Path) -> None:
@@ -147,22 +121,31 @@ def _unknown_family(directory: Path) -> None:
     change_config(directory, model_type="bert")
 
 
-@pytest.mark.parametrize(
-    ("write", "said"),
-    [
-        (lambda directory: None, "stageline reward train"),
-        (_language_model, "no model for sequence classification"),
-        (_two_labels, "one score for each row"),
-        (_no_head, f"its files have no {SCORE_WEIGHT}"),
-        (_damaged, "stageline reward train"),
-        (_no_weights, "stageline reward train"),
-        (_no_json, "stageline reward train"),
-        (_no_eos, "stageline reward train"),
-        (_unknown_family, "bert"),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_what_is_no_reward_model_is_refused(tmp_path: Path, write: Callable[[Path], None], said: str) -> None:
+UNFIT: dict[str, tuple[Callable[[Path], object], str]] = {
+    "nothing": (lambda directory: None, "stageline reward train"),
+    "a language model": (
+        lambda directory: write_model(directory, "random:tiny", {}, "float32"),
+        "no model for sequence classification",
+    ),
+    "two labels": (
+        _changed(lambda d, t: save_file(t | {SCORE_WEIGHT: t[SCORE_WEIGHT].repeat(2, 1)}, d / "model.safetensors")),
+        "one score for each row",
+    ),
+    "no head": (
+        _changed(lambda d, t: save_file({n: t[n] for n in t if n != SCORE_WEIGHT}, d / "model.safetensors")),
+        f"its files have no {SCORE_WEIGHT}",
+    ),
+    "damaged": (_changed(lambda d, _: (d / "model.safetensors").write_bytes(b"half")), "stageline reward train"),
+    "no weights": (_changed(lambda d, _: (d / "model.safetensors").unlink()), "stageline reward train"),
+    "no JSON": (_changed(lambda d, _: (d / "config.json").write_text("{")), "stageline reward train"),
+    "no EOS": (_changed(lambda d, _: change_config(d, eos_token_id=None)), "stageline reward train"),
+    "unknown family": (_unknown_family, "bert"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_is_no_reward_model_is_refused(tmp_path: Path, name: str) -> None:
+    write, said = UNFIT[name]
     directory = tmp_path / "model"
     write(directory)
     with pytest.raises(UnfitReward, match=r"^reward\.parts\.kind\.args\.path: given ") as refusal:

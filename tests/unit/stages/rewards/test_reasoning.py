@@ -9,8 +9,7 @@ from contextlib import closing
 import pytest
 import reasoning_gym
 
-from stages.models.hf_files import ByteTokenizer
-from stages.prompts import read_source, tokenise
+from stages.prompts import read_source
 from stages.rewards.protocol import RewardFailed, Sample, Scored
 from stages.rewards.reasoning import ReasoningReward
 from storage.config import PromptsConfig
@@ -101,12 +100,3 @@ def test_a_source_that_cannot_work_is_refused_with_what_there_is(url: str, said:
     assert str(refusal.value).startswith("prompts.url: given 'reasoning-gym:")
     for part in said:
         assert part in str(refusal.value)
-
-
-def test_chat_problems_keep_their_messages_in_the_table() -> None:
-    config = PromptsConfig(url="reasoning-gym:chain_sum?size=3", format="chat", max_tokens=200, held_out=1)
-    table = tokenise(read_source(config), ByteTokenizer(), config, seed=0)
-    assert table.messages is not None
-    assert [m[0]["content"] for m in table.messages] == [
-        p["question"] for p in reasoning_gym.create_dataset("chain_sum", size=3, seed=0)
-    ]

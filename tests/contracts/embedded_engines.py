@@ -33,10 +33,7 @@ def make_engine(
 
 
 def check_update_in_flight(
-    path: Path,
-    drafters: Sequence[object] = (),
-    learn: Callable[[], None] | None = None,
-    **config: object,
+    path: Path, drafters: Sequence[object] = (), learn: Callable[[], None] | None = None, **config: object
 ) -> None:
     """See `assert_updates_in_flight`. `learn`: called after some rows, before the others."""
     old = random_llama(0, tied=True)

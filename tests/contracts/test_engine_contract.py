@@ -21,12 +21,7 @@ from stages.models.hf_files import read_tokenizer
 from stages.models.spec import RANDOM_TINY
 from stages.native.compile import NoNativeKernelsError
 from tests.contracts.embedded_engines import CPU, check_update_in_flight, make_engine
-from tests.contracts.engine_contract import (
-    EngineContract,
-    assert_close_in_bfloat16,
-    make_requests,
-    random_llama,
-)
+from tests.contracts.engine_contract import EngineContract, assert_close_in_bfloat16, make_requests, random_llama
 from tests.support.engines import assert_same_bits, by_row
 from tests.support.paths import SMOLLM2
 from tests.support.processors import KERNELS, needs_compiler

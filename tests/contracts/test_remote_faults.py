@@ -95,9 +95,7 @@ ODD_ANSWERS = {
     "tokens of another type": (row(tokens=array("int64", 3, 4)), r"tokens int64 \[2\]"),
     "more tokens than asked for": (
         row(
-            tokens=array("int32", *range(17)),
-            logprobs=array("float32", *[-1] * 17),
-            versions=array("int32", *[0] * 17),
+            tokens=array("int32", *range(17)), logprobs=array("float32", *[-1] * 17), versions=array("int32", *[0] * 17)
         ),
         "16 tokens at most",
     ),

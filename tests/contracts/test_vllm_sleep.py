@@ -98,8 +98,7 @@ def test_a_platform_that_cannot_sleep_is_refused_by_the_key(stand_in: Any, monke
 
 
 @pytest.mark.skipif(
-    environment_problem(PYTHON, ENVIRONMENTS["vllm"]) is not None,
-    reason="no environment with vLLM: make engine-vllm",
+    environment_problem(PYTHON, ENVIRONMENTS["vllm"]) is not None, reason="no environment with vLLM: make engine-vllm"
 )
 def test_the_stand_in_has_the_signatures_of_vllm() -> None:
     def of(python: str, *path: str) -> Any:

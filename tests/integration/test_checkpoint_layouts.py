@@ -88,8 +88,7 @@ def update(host: MegatronHost, step: int) -> None:
     advantages = Advantages(noise(), noise(), noise(), mask)
     logprobs = noise() - 5
     host.update_policy(
-        step,
-        PolicyBatch(rollout, advantages, PolicyLogprobs(logprobs, noise()), ReferenceLogprobs(logprobs), 0.1),
+        step, PolicyBatch(rollout, advantages, PolicyLogprobs(logprobs, noise()), ReferenceLogprobs(logprobs), 0.1)
     )
     host.update_critic(step, CriticBatch(rollout, advantages, Values(noise(), np.zeros(ROWS, np.float32))))
     for role in TRAINED:

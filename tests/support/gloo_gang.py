@@ -14,12 +14,7 @@ from stages.models.protocol import Rank
 
 def join(spec: WorkerSpec, collective_timeout_s: float) -> RollCall:
     rank = Rank(
-        spec.index,
-        spec.size,
-        spec.rendezvous,
-        1,
-        collective_timeout_s=collective_timeout_s,
-        listening=spec.listening,
+        spec.index, spec.size, spec.rendezvous, 1, collective_timeout_s=collective_timeout_s, listening=spec.listening
     )
     missing_ranks = RollCall(rank)
     dist.init_process_group(

@@ -48,11 +48,7 @@ class Host:
     @property
     def prefix(self) -> tuple[str, ...]:
         """Begins a command that is to run there."""
-        settings = {
-            "HOST_NAME": self.name,
-            "SHARED": " ".join(map(str, self.shared)),
-            "WORK": str(self.shared[0]),
-        }
+        settings = {"HOST_NAME": self.name, "SHARED": " ".join(map(str, self.shared)), "WORK": str(self.shared[0])}
         given = [f"{name}={value}" for name, value in settings.items()]
         inside = ["unshare", "--mount", "--uts", "--propagation", "private", "sh", "-c", _ENTER, "sh"]
         return ("ip", "netns", "exec", self.namespace, "env", *given, *inside)

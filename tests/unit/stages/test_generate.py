@@ -64,10 +64,7 @@ class TableEngine:
 def test_arrays_are_laid_out_as_the_record_says() -> None:
     engine = TableEngine(ANSWERS.values())
     rollout = generate(engine, PROMPTS, seed=1, step=2, version=4, sampling=SAMPLING, seq=6, pad_id=99)
-    assert engine.asked == [
-        Request(40, 1, 2, (11, 12), 4, SAMPLING),
-        Request(41, 1, 2, (21, 22, 23), 4, SAMPLING),
-    ]
+    assert engine.asked == [Request(40, 1, 2, (11, 12), 4, SAMPLING), Request(41, 1, 2, (21, 22, 23), 4, SAMPLING)]
     np.testing.assert_array_equal(rollout.row, [40, 41])
     np.testing.assert_array_equal(rollout.prompt_index, [7, 3])
     np.testing.assert_array_equal(rollout.tokens, [[11, 12, 5, 6, 2, 99], [21, 22, 23, 8, 99, 99]])

@@ -95,11 +95,7 @@ def test_a_directory_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ["--from-checkpoint", "a=1", "b=2"],
-        ["a=1", "--from-checkpoint", "b=2"],
-        ["a=1", "b=2", "--from-checkpoint"],
-    ],
+    [["--from-checkpoint", "a=1", "b=2"], ["a=1", "--from-checkpoint", "b=2"], ["a=1", "b=2", "--from-checkpoint"]],
 )
 def test_resumes_changes_stand_anywhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]

@@ -105,10 +105,7 @@ def test_fields_that_prompts_lack_are_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "args"),
-    [
-        ("answer", {}),
-        ("ensemble", {"members": {"a": {"kind": "answer"}, "b": {"kind": "judge", "args": GRADED}}}),
-    ],
+    [("answer", {}), ("ensemble", {"members": {"a": {"kind": "answer"}, "b": {"kind": "judge", "args": GRADED}}})],
 )
 def test_fields_are_looked_for_whoever_reads_them(folder: Path, kind: str, args: dict[str, Any]) -> None:
     said = refusal_of(folder, kind, args)

@@ -137,8 +137,7 @@ def test_a_healthy_run_raises_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("metric", "bad", "rule"),
-    [("policy/entropy", 0.01, "entropy"), ("kl/ref_per_token", 1.5, "kl")],
+    ("metric", "bad", "rule"), [("policy/entropy", 0.01, "entropy"), ("kl/ref_per_token", 1.5, "kl")]
 )
 def test_an_alarm_comes_when_its_rule_has_held_long_enough_and_once(metric: str, bad: float, rule: str) -> None:
     """Three in a row, broken by the fourth step; then five in a row: at steps 2 and 6."""

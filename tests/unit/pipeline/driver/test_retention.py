@@ -172,11 +172,7 @@ def evaluate(history: History, version: int, score: float, kl: float) -> None:
     [
         (KeepConfig(), None, [5, 10, 12, 15, 17]),  # all can be had again
         (KeepConfig(rollouts=1), None, [10, 12, 17]),  # 5 and 15 are evaluated, and not the best
-        (
-            KeepConfig(rollouts=1),
-            4.0,
-            [5, 12, 17],
-        ),  # 10 and 15 are beyond the budget
+        (KeepConfig(rollouts=1), 4.0, [5, 12, 17]),  # 10 and 15 are beyond the budget
         (KeepConfig(rollouts=1), 0.5, [12, 17]),  # all are
         (KeepConfig(exports=1), None, [10, 17]),
         (KeepConfig(exports=2), 4.0, [5, 15, 17]),

@@ -246,10 +246,7 @@ def test_workers_that_see_the_same_gpus_do_not_meet_on_one(tmp_path: Path) -> No
         ):
             assert [one["devices"] for one in (first, second, third)] == [[0], [1], [0]]
             assert "needs 1 GPUs; of the 1 that it sees 0 are free, others are train-1's" in fourth["refused"]
-        async with (
-            setting.joining("train", 0, gpus=["a"]),
-            setting.joining("train", 1, host="n2") as (_, without),
-        ):
+        async with setting.joining("train", 0, gpus=["a"]), setting.joining("train", 1, host="n2") as (_, without):
             assert without["refused"] == "host n2: it sees no GPU, unlike train-0 on host n1"
 
     asyncio.run(work(Setting(tmp_path)))

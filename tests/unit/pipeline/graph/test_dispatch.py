@@ -269,11 +269,7 @@ def test_what_hangs_on_a_lost_node_waits_again() -> None:
     assert machine.down("gen", 1) == {"generate 0.1", "score 0.1", "advantage 0.0"}
     assert machine.step() == []
     assert [machine.dispatch.losses(Address(stage, 0, 1)) for stage in ("generate", "score")] == [1, 0]
-    assert machine.done("generate", 0, 0) == [
-        "generate 0.1 > gen.0",
-        "score 0.1 > score.0",
-        "advantage 0.0 > score.0",
-    ]
+    assert machine.done("generate", 0, 0) == ["generate 0.1 > gen.0", "score 0.1 > score.0", "advantage 0.0 > score.0"]
 
 
 def test_a_done_child_stays_done() -> None:

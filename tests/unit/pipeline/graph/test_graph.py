@@ -61,10 +61,7 @@ FIRST_STEP = {
 }
 
 
-@pytest.mark.parametrize(
-    ("staleness", "generations"),
-    [(0, [1, 2, 3, 4]), (1, [0, 1, 2, 3]), (3, [0, 0, 0, 1])],
-)
+@pytest.mark.parametrize(("staleness", "generations"), [(0, [1, 2, 3, 4]), (1, [0, 1, 2, 3]), (3, [0, 0, 0, 1])])
 def test_whole_graph(staleness: int, generations: list[int]) -> None:
     """Five steps of one shard; `generations`: versions that generate steps 1 to 4."""
     expected = dict(FIRST_STEP)
@@ -117,8 +114,7 @@ def canaries(spec: GraphSpec) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize(
-    ("staleness", "older"),
-    [(0, [{0}, {1}, {2}, {3}]), (1, [{0}, {1}, {2}, {3}]), (2, [{0}, {1, 2}, {2, 3}, {3}])],
+    ("staleness", "older"), [(0, [{0}, {1}, {2}, {3}]), (1, [{0}, {1}, {2}, {3}]), (2, [{0}, {1, 2}, {2, 3}, {3}])]
 )
 def test_canaries_by_hand(staleness: int, older: list[set[int]]) -> None:
     """A canary of each trained version needs the rows of its step, the trainer's log-probs of them, and the last

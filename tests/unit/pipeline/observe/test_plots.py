@@ -5,15 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.plots import (
-    CURVES,
-    DrawnBox,
-    Panel,
-    lay_out,
-    panels_of,
-    plot_curves,
-    plot_timeline,
-)
+from pipeline.observe.plots import CURVES, DrawnBox, Panel, lay_out, panels_of, plot_curves, plot_timeline
 from pipeline.observe.summary import Box
 from pipeline.observe.timeline import middle_window
 from storage.address import Address

@@ -9,15 +9,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from pipeline.workers.messages import (
-    FailureKind,
-    MigrationDone,
-    Outcome,
-    RankFailure,
-    Report,
-    RowsReport,
-    SleepReport,
-)
+from pipeline.workers.messages import FailureKind, MigrationDone, Outcome, RankFailure, Report, RowsReport, SleepReport
 from stages.engines.row_loads import EngineLoad, RowLoad
 from storage import codec
 from storage.address import Address, Ref

@@ -21,10 +21,7 @@ WIDTH = SIZES.groups * (SIZES.queries_per_group + 2) * SIZES.dim
 KERNELS = {"torch": ComposedKernels, "portable": PortableKernels, "native": load_block_kernels}
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
-pytestmark = [
-    pytest.mark.parametrize("name", KERNELS),
-    pytest.mark.parametrize("dtype", DTYPES, ids=str),
-]
+pytestmark = [pytest.mark.parametrize("name", KERNELS), pytest.mark.parametrize("dtype", DTYPES, ids=str)]
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -7,7 +7,7 @@ import pytest
 
 from stages.engines.embedded.batch import Draws, keep, lay_out
 from stages.engines.embedded.drafts.drafters import Guesses, merge_guesses
-from stages.engines.embedded.rows import NO_GUESSES, DraftTree, Row, chain
+from stages.engines.embedded.rows import DraftTree, Row, chain
 from stages.engines.embedded.scheduler import Chunk
 from stages.engines.protocol import Request
 from stages.models.config import SamplingConfig
@@ -32,13 +32,6 @@ def test_a_tree_by_hand() -> None:
     assert FILM.only([4, 0, 3]) == DraftTree((14, 10, 13), (-1, -1, 1))
 
 
-def test_lines() -> None:
-    assert chain((5, 6)) == DraftTree((5, 6), (-1, 0))
-    assert chain((5, 6)).is_chain
-    assert NO_GUESSES.is_chain
-    assert not DraftTree((5, 6), (-1, -1)).is_chain
-
-
 def test_a_tree_in_a_pass() -> None:
     """A row of 14 tokens whose last is fed at position 13, with five guesses in cells 14 to 18 at positions 14, 15, 16,
     15, 14; and one that has none."""
@@ -49,16 +42,8 @@ def test_a_tree_in_a_pass() -> None:
     assert batch.drawn.tolist() == [0, 1, 2, 3, 4, 5, 7]
     assert batch.tables.tolist() == [[3, 7], [3, 0]]
     assert batch.tree_paths.cells.tolist() == [13, 14, 15, 16, 17, 18, 0, 1]
-    assert batch.tree_paths.starts.tolist() == [
-        14,
-        15,
-        16,
-        17,
-        14,
-        14,
-        1,
-        2,
-    ]  # the fourth and fifth guess are out of place
+    # the fourth and fifth guess are out of place
+    assert batch.tree_paths.starts.tolist() == [14, 15, 16, 17, 14, 14, 1, 2]
     assert batch.tree_paths.paths[4, :2].tolist() == [14, 17]
     assert batch.tree_paths.paths[5, :1].tolist() == [18]
     keys = dict(zip(batch.drawn.tolist(), batch.keys.tolist(), strict=True))

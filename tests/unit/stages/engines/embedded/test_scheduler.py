@@ -158,11 +158,6 @@ def test_drafts_never_send_a_row_back() -> None:
     assert scheduler.num_preemptions == 0
 
 
-def begin(scheduler: Scheduler) -> list[Chunk]:
-    """Plans a pass that is then under way."""
-    return scheduler.plan()
-
-
 def end(scheduler: Scheduler, chunks: list[Chunk]) -> None:
     for chunk in chunks:
         if chunk.samples:
@@ -179,17 +174,17 @@ def test_passes_under_way_share_the_rows() -> None:
     shared anew, and none is left out of a round."""
     rows = [make_row(i, (i, 50 + i)) for i in range(7)]
     scheduler = make_scheduler(8, 30, rows, depth=3)
-    passes = [begin(scheduler) for _ in range(3)]
+    passes = [scheduler.plan() for _ in range(3)]
     assert [numbers(chunks) for chunks in passes] == [[0, 1, 2], [3, 4, 5], [6]]
-    assert begin(scheduler) == []
+    assert scheduler.plan() == []
     end(scheduler, passes[0])
-    again = begin(scheduler)
+    again = scheduler.plan()
     assert numbers(again) == numbers(passes[0])
     for chunks in (passes[1], passes[2], again):
         end(scheduler, chunks)
     for row in rows[:2]:
         scheduler.retire(row)
-    rounds = [begin(scheduler) for _ in range(3)]
+    rounds = [scheduler.plan() for _ in range(3)]
     assert [numbers(chunks) for chunks in rounds] == [[2, 3], [4, 5], [6]]
 
 
@@ -199,24 +194,24 @@ def test_no_block_is_taken_from_a_pass_under_way() -> None:
     old, young = make_row(0, tuple(range(31))), make_row(1, tuple(range(40, 70)))
     scheduler = make_scheduler(2, 5, [old, young], depth=2)
     scheduler.pool.take()  # held by somebody else: admission wants one more than there is
-    first = begin(scheduler)
+    first = scheduler.plan()
     scheduler.running.append(scheduler.waiting.popleft())
-    second = begin(scheduler)
+    second = scheduler.plan()
     assert [numbers(first), numbers(second)] == [[0], [1]]
     end(scheduler, first)
-    end(scheduler, third := begin(scheduler))
+    end(scheduler, third := scheduler.plan())
     assert (numbers(third), len(old.tokens), len(old.blocks)) == ([0], 33, 2)
-    assert begin(scheduler) == []
+    assert scheduler.plan() == []
     assert (len(young.blocks), scheduler.num_preemptions) == (2, 0)
     end(scheduler, second)
-    assert numbers(begin(scheduler)) == [0]
+    assert numbers(scheduler.plan()) == [0]
     assert (young.blocks, scheduler.num_preemptions, list(scheduler.waiting)) == ([], 1, [young])
 
 
 def test_an_abandoned_row_leaves_when_its_pass_is_over() -> None:
     rows = [make_row(i, (i, 9)) for i in range(2)]
     scheduler = make_scheduler(2, 9, rows, depth=2)
-    first = begin(scheduler)
+    first = scheduler.plan()
     for row in rows:
         row.call.abandoned.set()
     assert scheduler.drop_abandoned() == [rows[1]]

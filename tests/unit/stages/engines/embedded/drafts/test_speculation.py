@@ -156,22 +156,6 @@ def test_choices_are_the_best_of_all(seed: int) -> None:
     assert rates[depth] == pytest.approx(max(rates))
 
 
-def test_depth_counts_the_time_of_drafting() -> None:
-    """One row, passes of 1 s, gains .8 and .6: 1, 1.8, 2.4 tokens in 1, 1 + d, 1 + 2d seconds."""
-
-    def depth(each: float) -> int:
-        return choose_depth(1, 1, [0.8, 0.6], 0.0, lambda k: 1.0, lambda length: each * length)
-
-    assert [depth(each) for each in (0.1, 0.75, 0.9)] == [2, 1, 0]
-
-
-def test_lengths_at_the_extremes() -> None:
-    flat, steep = PassCosts(FLAT), PassCosts(STEEP)
-    assert choose_guesses(16, 16, [[0.9, 0.8]] * 16, flat.seconds) == [[0, 1]] * 16
-    assert choose_guesses(16, 16, [[0.9, 0.8]] * 16, steep.seconds) == [[]] * 16
-    assert choose_guesses(1, 1, [], flat.seconds) == []
-
-
 def test_expected_speed_by_hand() -> None:
     """2 rows, acceptance .5 then .5: 1, 1.5, 1.75 tokens a row in 2, 4 + d and 6 + 2d seconds."""
     drafting = DraftingCosts(by_position=True, smallest_pass=1.0)

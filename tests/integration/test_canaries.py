@@ -19,13 +19,13 @@ from pipeline.driver.results import open_history
 from pipeline.observe.journal import EventKind, read_events
 from stages.canary import CANARY_TOKENS
 from storage.address import Address
-from tests.support.perturbed_board import DAMAGED
+from tests.support.faulty_runtimes import DAMAGED
 from tests.support.runs import ONE_GANG, QUIET, configure, finish, use_runtime
 
 pytestmark = pytest.mark.processes
 
-PERTURBED = "tests.support.perturbed_board:PerturbedBoardRuntime"
-STALE = "tests.support.perturbed_board:StaleBoardRuntime"
+PERTURBED = "tests.support.faulty_runtimes:PerturbedBoardRuntime"
+STALE = "tests.support.faulty_runtimes:StaleBoardRuntime"
 CHANGES = ("evaluate.every=0", *QUIET)
 
 

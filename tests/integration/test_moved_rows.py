@@ -35,7 +35,7 @@ def two_replicas(folder: Path, name: str, *overrides: str) -> RunConfig:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_runtime(monkeypatch, "tests.support.held_runtime:HeldRuntime")
+    use_runtime(monkeypatch, "tests.support.faulty_runtimes:HeldRuntime")
 
 
 def moves(config: RunConfig) -> list[Event]:

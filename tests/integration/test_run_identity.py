@@ -23,7 +23,7 @@ from pipeline.observe.journal import EventKind, read_events
 from storage import files
 from storage.address import Address
 from storage.weights import WeightBoard
-from tests.support.other_bits import INSTRUCTIONS
+from tests.support.faulty_runtimes import INSTRUCTIONS
 from tests.support.runs import ONE_GANG, QUIET, configure, finish, use_runtime
 
 pytestmark = pytest.mark.processes
@@ -201,7 +201,7 @@ def test_a_run_that_goes_on_elsewhere_begins_anew_at_a_checkpoint(
     history = open_history(saved_config(str(copy)))
     before = {commit.address: commit for commit in history.ledger.list()}
     kept = history.store.read(Address("generate", 1))
-    use_runtime(monkeypatch, "tests.support.other_bits:OtherBits")
+    use_runtime(monkeypatch, "tests.support.faulty_runtimes:OtherBits")
     said = refused([str(copy), "steps=3"], capsys)
     assert f"instructions: {INSTRUCTIONS}" in said
     assert "--from-checkpoint" in said

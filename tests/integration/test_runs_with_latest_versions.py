@@ -38,7 +38,7 @@ def versions_of(config: RunConfig) -> list[list[int]]:
 def late(folder: Path) -> RunConfig:
     """Step 1 begins with version 0, and goes on when version 1 is there, so that step 2 begins with that."""
     with pytest.MonkeyPatch.context() as patch:
-        use_runtime(patch, "tests.support.late_runtime:LateRuntime")
+        use_runtime(patch, "tests.support.faulty_runtimes:LateRuntime")
         return finish(configure(folder, "late", *LATEST, "evaluate.every=0"))
 
 
@@ -86,7 +86,7 @@ def test_a_lost_commit_is_made_again_by_the_version_that_sampled_it(late: RunCon
 
 def test_a_shard_that_is_made_anew_may_take_newer_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It had begun with version 0 when its process died; version 1 is there when it begins again."""
-    use_runtime(monkeypatch, "tests.support.late_runtime:DyingLateRuntime")
+    use_runtime(monkeypatch, "tests.support.faulty_runtimes:DyingLateRuntime")
     config = finish(configure(folder, "late-killed", *LATEST, "evaluate.every=2"))
     lost = [e for e in read_events(RunPaths(config.run_dir).events) if e.kind is EventKind.GANG_LOST]
     assert [event.gang for event in lost] == ["generate"]
@@ -98,7 +98,7 @@ def test_a_shard_that_is_made_anew_may_take_newer_weights(folder: Path, monkeypa
 
 def test_a_run_that_goes_on_keeps_what_is_committed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Published weights went with the driver: of them, only the newest is published again."""
-    use_runtime(monkeypatch, "tests.support.late_runtime:FailingLateRuntime")
+    use_runtime(monkeypatch, "tests.support.faulty_runtimes:FailingLateRuntime")
     config = configure(folder, "late-resumed", *LATEST, "evaluate.every=0", "mismatch.rows=0")
     with pytest.raises(StageFailed, match="as ordered"):
         finish(config)
@@ -124,7 +124,7 @@ def test_rows_in_flight_take_weights_as_they_are_published(
     """There is one slot, so that no other shard can bring version 1: the driver's order does, in the middle of the rows
     of step 1. Such a shard cannot be repeated, and says so; if its commit is lost, the way is back to before it."""
     monkeypatch.setenv("COLUMNS", "300")
-    use_runtime(monkeypatch, "tests.support.late_runtime:MidRowRuntime")
+    use_runtime(monkeypatch, "tests.support.faulty_runtimes:MidRowRuntime")
     one_slot = (
         "rollout.shards=1",
         "placement.gangs.generate.concurrent_shards=1",

@@ -38,7 +38,7 @@ def test_weights_with_a_flipped_bit_stay_unused(
     nothing had been."""
     config = configure(folder, "flipped_board", *QUIET)
     with monkeypatch.context() as patch:
-        use_runtime(patch, "tests.support.perturbed_board:FlippedBoardRuntime")
+        use_runtime(patch, "tests.support.faulty_runtimes:FlippedBoardRuntime")
         with pytest.raises(
             StageFailed, match=r"DamagedWeights: weights v2: \S+ is not what was published \(/\S+\.bin\)"
         ):
@@ -132,7 +132,7 @@ def test_a_death_before_the_rename_leaves_no_hole(
     """Stageline reads such files where the attempt left them; once its worker is built anew they are where any Zarr
     reader finds them, and at the end nothing is left of any attempt."""
     config = configure(folder, "unsettled", *QUIET)
-    use_runtime(monkeypatch, "tests.support.dying_settler:DyingSettlerRuntime")
+    use_runtime(monkeypatch, "tests.support.faulty_runtimes:DyingSettlerRuntime")
     pipeline.driver.run.run(config, Console(file=io.StringIO()))
     paths = RunPaths(config.run_dir)
     assert (paths.root / "died").exists()

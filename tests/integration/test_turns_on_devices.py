@@ -64,7 +64,7 @@ def test_who_has_nothing_to_do_passes_them_on(in_turns: RunConfig) -> None:
 def test_workers_that_do_not_leave_their_devices_are_lost_and_nothing_else_is(
     folder: Path, overlapped: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_runtime(monkeypatch, "tests.support.restless_runtime:RestlessRuntime")
+    use_runtime(monkeypatch, "tests.support.faulty_runtimes:RestlessRuntime")
     config = finish(configure(folder, "restless", TURNS, "cluster.deadline_s=8", *QUIET))
     lost = [(event.worker, event.detail or "") for event in events_of(config) if event.kind is EventKind.GANG_LOST]
     assert [worker for worker, _ in lost] == ["generate-0", "train-0", "generate-0"]

@@ -1,0 +1,289 @@
+"""Runtimes of real stages with one fault each: a process that dies, hangs, is late, or has weights that are not those
+that were trained. A test names one with `use_runtime`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.config.loading import load_yaml
+from pipeline.workers import weight_transfer
+from pipeline.workers.messages import Call, Outcome, WorkerSpec
+from pipeline.workers.runtime import StageRuntime
+from stages.engines.embedded.batch import Batch
+from stages.engines.embedded.migration import AcceptedRows
+from stages.engines.migration import MigratedRow
+from stages.models.protocol import PolicyBatch
+from storage import files
+from storage.address import Address
+from storage.weight_copies import OutgoingVersion
+from storage.weights import Manifest, WeightBoard
+from tests.support.waiting import until
+
+VICTIM = Address("generate", 1, 1)
+
+
+class DyingSettlerRuntime(StageRuntime):
+    """A runtime whose process dies once between a commit and the last rename of its files."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        store, died = self.parts.store, self.parts.config.run_dir / "died"
+        settle, move = store.settle, files.move
+
+        def dying(commit: Any) -> None:
+            if commit.address != VICTIM or died.exists():
+                settle(commit)
+                return
+            died.touch()
+            moved: list[str] = []
+
+            def dying_move(root: files.Root, source: str, target: str) -> bool:
+                moved.append(target)
+                if len(moved) == 5:
+                    os._exit(1)
+                return move(root, source, target)
+
+            files.move = dying_move
+            settle(commit)
+
+        store.settle = dying  # type: ignore[method-assign]
+
+
+class RestlessRuntime(StageRuntime):
+    """A runtime whose processes do not all leave their devices as they are told to: the engine's first dies of it, its
+    next one never answers, and the trainer's first cannot."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        self._who = (spec.gang, spec.incarnation)
+        self._asked = 0
+
+    def sleep(self) -> None:
+        self._asked += 1
+        match (*self._who, self._asked):
+            case ("generate", 0, 1):
+                os.kill(os.getpid(), signal.SIGKILL)
+            case ("generate", 1, 1):
+                threading.Event().wait()
+            case ("train", 0, 2):
+                raise RuntimeError("the device does not answer")
+        super().sleep()
+
+
+PASS_S = 0.01
+"""Before a move: hundreds of passes give the driver seconds to order it."""
+
+
+class HeldRuntime(StageRuntime):
+    """A runtime on which rows are sure to move: no replica begins before all have rows, and passes take their time
+    until some have moved. A file then makes the replica that accepted them stand still. In the run's `control/`:
+
+    - `begun@<worker>`: written by a replica before its first pass
+    - `taken@<worker>`: written by a replica when it has accepted rows: its process id
+    - `hold`: while it is there, a replica that has accepted rows computes no pass
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        if self.parts.engine is None:
+            return
+        config = self.parts.config
+        control = config.run_dir / "control"
+        replicas = config.placement.gangs[spec.gang].workers
+        engine = self.parts.engine._engine
+        runner = engine._runner
+        accept, submit = engine.migrate_in, runner.submit
+        accepted = False
+
+        def migrate_in(migrated: Sequence[MigratedRow]) -> AcceptedRows:
+            nonlocal accepted
+            incoming: AcceptedRows = accept(migrated)
+            accepted = True
+            staged = control / f".taken@{spec.name}"
+            staged.write_text(str(os.getpid()))
+            staged.rename(control / f"taken@{spec.name}")
+            return incoming
+
+        def held(batch: Batch) -> None:
+            (control / f"begun@{spec.name}").touch()
+            while len(list(control.glob("begun@*"))) < replicas or (accepted and (control / "hold").exists()):
+                time.sleep(0.01)
+            if not list(control.glob("taken@*")):
+                time.sleep(PASS_S)
+            submit(batch)
+
+        engine.migrate_in, runner.submit = migrate_in, held
+
+
+class LateRuntime(StageRuntime):
+    """A runtime. No shard of step 1 begins before version 1 is published."""
+
+    def run(self, call: Call) -> Outcome:
+        if call.address.stage == "generate" and call.address.step == 1:
+            until(lambda: self.parts.ledger.find(Address("publish", 1)), "version 1 is published")
+        return super().run(call)
+
+
+class DyingLateRuntime(LateRuntime):
+    """A runtime. The first shard of step 1 that could begin takes its process with it."""
+
+    def run(self, call: Call) -> Outcome:
+        died = self.parts.config.run_dir / "died"
+        if call.address == Address("generate", 1) and not died.exists():
+            until(lambda: self.parts.ledger.find(Address("publish", 1)), "version 1 is published")
+            died.touch()
+            os._exit(1)
+        return super().run(call)
+
+
+class FailingLateRuntime(LateRuntime):
+    """A runtime. The first attempt at scoring step 2 raises."""
+
+    def run(self, call: Call) -> Outcome:
+        failed = self.parts.config.run_dir / "failed"
+        if call.address.stage == "score" and call.address.step == 2 and not failed.exists():
+            failed.touch()
+            raise ValueError("as ordered")
+        return super().run(call)
+
+
+class MidRowRuntime(StageRuntime):
+    """A runtime. When the rows of step 1 have begun, their second pass waits until other weights
+    have come for them, which no shard can have asked for."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        if self.parts.engine is None:
+            return
+        engine, ledger = self.parts.engine._engine, self.parts.ledger
+        submit = engine._runner.submit
+        passes = 0
+
+        def held(batch: Batch) -> None:
+            nonlocal passes
+            passes += ledger.find(Address("generate", 0)) is not None
+            if passes == 2:
+                until(lambda: engine._admission.weights, "newer weights come for the rows in flight")
+            submit(batch)
+
+        engine._runner.submit = held
+
+
+DAMAGED = 2
+"""The version."""
+
+
+class PerturbingBoard(WeightBoard):
+    """Owns what `WeightBoard` does."""
+
+    def publish(
+        self, version: int, tensors: Mapping[str, np.ndarray], dtypes: Mapping[str, str] | None = None
+    ) -> Manifest:
+        if version == DAMAGED:
+            name = next(name for name in tensors if "down_proj" in name)
+            tensors = {**tensors, name: -tensors[name]}
+        return super().publish(version, tensors, dtypes)
+
+
+class PerturbedBoardRuntime(StageRuntime):
+    """Owns what `StageRuntime` does."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        self.parts.board = PerturbingBoard(self.parts.board.directory)
+
+
+class StaleBoard(WeightBoard):
+    """Owns what `WeightBoard` does."""
+
+    before: Mapping[str, np.ndarray]
+
+    def publish(
+        self, version: int, tensors: Mapping[str, np.ndarray], dtypes: Mapping[str, str] | None = None
+    ) -> Manifest:
+        if version == DAMAGED:
+            return super().publish(version, self.before, dtypes)
+        self.before = {name: tensor.copy() for name, tensor in tensors.items()}
+        return super().publish(version, tensors, dtypes)
+
+
+class StaleBoardRuntime(StageRuntime):
+    """Owns what `StageRuntime` does."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        self.parts.board = StaleBoard(self.parts.board.directory)
+
+
+class FlippedBoardRuntime(StageRuntime):
+    """A runtime. Once per run: a resumed one is left alone."""
+
+    def run(self, call: Call) -> Outcome:
+        result = super().run(call)
+        flipped = self.parts.config.run_dir / "flipped"
+        if (call.address.stage, call.version) == ("publish", DAMAGED) and not flipped.exists():
+            manifest = self.parts.board.manifest(DAMAGED)
+            file = np.memmap(self.parts.board.directory / manifest.file, np.uint8, "r+")
+            file[manifest.tensors[3].offset + 5] ^= 1
+            file.flush()
+            flipped.touch()
+        return result
+
+
+INSTRUCTIONS = "of another processor"
+
+
+class OtherBits(StageRuntime):
+    """A runtime as another machine would have it, for runs that go on elsewhere: a trained policy comes out a little
+    different, and the worker says that its processor is another."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        self.parts.numerics["instructions"] = INSTRUCTIONS
+        if self.parts.updates is None:
+            return
+        host = self.parts.updates.host
+        train = host.update_policy
+
+        def train_otherwise(step: int, batch: PolicyBatch) -> dict[str, float]:
+            advantages = replace(batch.advantages, advantages=batch.advantages.advantages * 1.01)
+            return train(step, replace(batch, advantages=advantages))
+
+        host.update_policy = train_otherwise  # type: ignore[method-assign]
+
+
+PIECE_BYTES, PIECES = 1 << 16, 3
+HELD_BYTES = PIECE_BYTES * PIECES
+VERSION = 1
+
+
+class HeldSender(StageRuntime):
+    """A runtime whose worker stops in the middle of sending a version to another host. In the run's `control/`:
+
+    - `sending`: written when the first version of a trained policy has been sent so far
+    - `hold`: while it is there, no more of it is sent
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        control: Path = load_yaml(spec.config_yaml).run_dir / "control"
+
+        class Held(OutgoingVersion):
+            def num_ready(self) -> int:
+                ready = super().num_ready()
+                if self.manifest.version != VERSION or not (control / "hold").exists():
+                    return ready
+                (control / "sending").touch()
+                return min(ready, HELD_BYTES)
+
+        weight_transfer.OutgoingVersion = Held  # type: ignore[misc]
+        weight_transfer.PIECE_BYTES = PIECE_BYTES
+        super().__init__(spec)

@@ -1,5 +1,5 @@
-"""`stageline check CONFIG [key=value...] | RUN`: find everything for which a run would be refused, or check a run's
-directory.
+"""`stageline check CONFIG [key=value...] [--as 16x8xH100-80] | RUN`: find everything for which a run would be refused,
+here or on a cluster that is not here, or check a run's directory.
 
 Starts nothing and writes nothing. For a config it also prints the memory that the run would need.
 """
@@ -7,35 +7,48 @@ Starts nothing and writes nothing. For a config it also prints the memory that t
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
 from pipeline.cli.answers import BAD_INPUT, DONE, config_of, output, print_line, saved_config
+from pipeline.config.devices import Worker, all_here
+from pipeline.config.errors import ConfigError, refusal, together
+from pipeline.config.fitting import describe_layout, devices_memory
+from pipeline.config.hardware import AS, read_cluster
 from pipeline.config.memory import (
-    DRIVER_BYTES,
+    HostMemory,
+    MemoryLimits,
+    PlannedRun,
+    WorkerMemory,
     gpus_here,
-    host_bytes,
+    hosts_memory,
     memory_limits,
     planned_run,
-    published_bytes,
     workers_memory,
 )
 from pipeline.config.preflight import check_run, device_notes, engine_line, unproven
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
-from pipeline.observe.tables import MemoryColumn, memory_table
+from pipeline.launch.elsewhere import Elsewhere, check_elsewhere
+from pipeline.observe.tables import MemoryColumn, memory_table, placement_table
 from stages.engines.capabilities import Device
+from stages.models.protocol import Role
 from stages.models.spec import read_spec
 
 
 def command(options: argparse.Namespace) -> int:
     if Path(options.target).is_dir():
+        if options.cluster is not None:
+            raise ConfigError(AS, f"given {options.cluster!r}; {options.target} is a run's directory: give its config")
         verify_run = import_module("pipeline.cli.verification").verify_run  # loads torch and Zarr
         report = verify_run(saved_config(options.target))
         output().print(report.render(), crop=False)  # a problem is one line, however long
         return DONE if report.sound else BAD_INPUT
     config = config_of([options.target, *options.more])
+    if options.cluster is not None:
+        return _check_elsewhere(config, options.target, options.cluster)
     checked = check_run(config, resume=False)
     prompts = checked.prompts
     _show_memory(config)
@@ -83,14 +96,98 @@ def _sandbox_line(key: str, protections: Mapping[str, str | None]) -> str:
 
 
 def _show_memory(config: RunConfig) -> None:
-    """Print the predicted memory of each gang's largest worker, by purpose."""
+    """Print the predicted memory of a run on this host."""
     limits = memory_limits(config)
-    run = planned_run(config, role_models(config, read_spec(config.model.path)), limits)
+    models = role_models(config, read_spec(config.model.path))
+    run = planned_run(config, models, on_gpus=limits.num_devices > 0)
+    _show_prediction(run, limits, all_here(config.gangs()))
+
+
+def _show_prediction(run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str]) -> None:
+    """Print the predicted memory of the workers by item, of the GPUs, and of the hosts."""
     workers = workers_memory(run)
-    columns = []
+    columns: list[MemoryColumn] = []
+    for gang in run.config.gangs():
+        columns += _worker_columns([worker for worker in workers if worker.worker[0] == gang.name])
+    output().print(memory_table("predicted memory of a worker, MiB", columns))
+    if limits.num_devices:
+        for device in _fullest(run, workers, hosts, limits):
+            print_line(device)
+    of_hosts = [MemoryColumn(name, host.items, host.total) for name, host in _alike(hosts_memory(run, workers, hosts))]
+    output().print(memory_table("predicted memory of a host, MiB", of_hosts, limits.host))
+
+
+def _worker_columns(workers: Sequence[WorkerMemory]) -> Iterator[MemoryColumn]:
+    """Yield the column of a gang's first worker and that of the largest of the others; one column if all are alike."""
+    first, *others = workers
+    largest = max(others, key=lambda worker: worker.total, default=first)
+    name = first.worker[0]
+    if all(worker.items == first.items for worker in others):
+        yield MemoryColumn(f"{name} (x {len(workers)})", first.items, first.total)
+        return
+    yield MemoryColumn(f"{name} 0", first.items, first.total)
+    yield MemoryColumn(f"{name} {largest.worker[1]}, largest of {len(others)} others", largest.items, largest.total)
+
+
+def _fullest(
+    run: PlannedRun, workers: Sequence[WorkerMemory], hosts: Mapping[Worker, str], limits: MemoryLimits
+) -> Iterator[str]:
+    """Yield a line about the fullest GPU of each gang."""
+    devices = devices_memory(run, workers, hosts, limits.num_devices)
+    for gang in dict.fromkeys(device.largest.worker[0] for device in devices):
+        most = max((d for d in devices if d.largest.worker[0] == gang), key=lambda device: device.num_bytes)
+        there = f" of {limits.device / 2**30:.1f}" if math.isfinite(limits.device) else ""
+        yield f"the fullest GPU of {gang}: {most.num_bytes / 2**30:.1f}{there} GiB (GPU {most.number} of {most.host})"
+
+
+def _alike(hosts: Sequence[HostMemory]) -> Iterator[tuple[str, HostMemory]]:
+    """Yield hosts with their names; those with the same memory once, with the number of the others."""
+    found: list[list[HostMemory]] = []
+    for host in hosts:
+        same = next((group for group in found if group[0].items == host.items), None)
+        found.append([host]) if same is None else same.append(host)
+    for first, *others in found:
+        yield first.host + (f" and {len(others)} more" if others else ""), first
+
+
+def _check_elsewhere(config: RunConfig, target: str, text: str) -> int:
+    """Check a config against a cluster that is not here, and print its placement and memory."""
+    cluster = read_cluster(text)
+    found = check_elsewhere(config, cluster, text)
+    whole = f"{cluster.nodes} nodes" if cluster.nodes > 1 else "a node"
+    gpus = f" with {cluster.gpus_per_node} GPUs" if cluster.gpus_per_node else ""
+    print_line(f"{text}: {whole}{gpus} ({cluster.hardware.description})")
+    output().print(placement_table([*_placement(config, found)]))
+    _show_prediction(found.run, found.limits, found.hosts)
+    if found.problems:
+        raise together([refusal(problem) for problem in found.problems])
+    device: Device = "cuda" if found.run.on_gpus else "cpu"
+    print_line(engine_line(config, device))
+    for missing in unproven(config, device):
+        print_line(f"not proven: {missing}")
+    for note in found.notes:
+        print_line(f"note: {note}")
+    print_line(f"{target}: would fit")
+    return DONE
+
+
+def _placement(config: RunConfig, found: Elsewhere) -> Iterator[tuple[str, str, str, str]]:
+    """Yield a row of the placement's table for each gang."""
     for gang in config.gangs():
-        of_gang = [worker for worker in workers if worker.worker[0] == gang.name]
-        largest = max(of_gang, key=lambda worker: worker.total)
-        columns.append(MemoryColumn(gang.name, len(of_gang), largest.items, largest.total))
-    shared = {"published weights": published_bytes(run), "driver": DRIVER_BYTES}
-    output().print(memory_table(columns, shared, host_bytes(run, workers), limits.host))
+        layout = config.placement.gangs[gang.name].layout
+        by_node: dict[str, list[int]] = {}
+        for index in range(gang.workers):
+            worker = gang.name, index
+            by_node.setdefault(found.hosts[worker], []).extend(found.devices[worker])
+        where = [f"{node}: {_numbers(gpus)}" if gpus else node for node, gpus in by_node.items()]
+        shown = "; ".join(where[:4]) + (f"; … {where[-1]}" if len(where) > 4 else "")
+        engines = f"tensor: {config.engine.tensor_parallel}, pipeline: {config.engine.pipeline_parallel} a replica"
+        laid_out = describe_layout(layout) if gang.ordered else engines if Role.GENERATE in gang.roles else ""
+        yield gang.name, str(gang.workers), laid_out, shown
+
+
+def _numbers(gpus: Sequence[int]) -> str:
+    """Return numbers of GPUs in words: `0-7`, or `0, 2`."""
+    known = sorted(set(gpus))
+    whole = len(known) > 2 and known == [*range(known[0], known[-1] + 1)]
+    return f"{known[0]}-{known[-1]}" if whole else ", ".join(map(str, known))

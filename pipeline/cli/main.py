@@ -160,6 +160,12 @@ def _logs(parser: argparse.ArgumentParser) -> None:
 def _check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="CONFIG|RUN", help="a config file, or a run's directory")
     parser.add_argument("more", nargs="*", metavar="CONFIG|key=value", help="further files and changes, as for `run`")
+    parser.add_argument(
+        "--as",
+        dest="cluster",
+        metavar="NODESxGPUSxHARDWARE",
+        help="check the config against a cluster that is not here, as 16x8xH100-80 (kinds: conf/hardware)",
+    )
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:

@@ -1,76 +1,137 @@
-"""Predict the memory of a run, by worker and purpose, before anything starts, and refuse a run that would not fit.
+"""Predict the memory of a run, by worker, host and purpose, before anything starts.
 
     stages.models.memory    a rank's models, from architecture and layout    ─┐
-    engine's weights, keys and values, drafts                                ─┼─► WorkerMemory ─► this host, each GPU
-    published weights, the libraries of a process                            ─┘
+    engine's weights, keys and values, drafts                                ─┼─► WorkerMemory ─► each GPU
+    processes, CUDA, publication, copies for checkpoints and exports         ─┘        │
+    the models' files and published weights, once per host                   ──────────┴─────► HostMemory
 
 On a host without GPUs everything lies in the host's memory. With GPUs, the models and their caches lie in GPU memory;
-the host holds the processes, a copy of the weights while they are read, and the published versions.
+the host holds the processes, copies of weights, the models' files, which all processes map, and the published versions.
 
 The prediction is an upper bound: the largest micro-batches that rows of any lengths can fill, and every slot of every
-engine in use. Differences between engines are in their capabilities (`EngineMemory`). The last part reads the memory of
-this host and its GPUs.
+engine in use. Differences between engines are in their capabilities (`EngineMemory`). `fitting` compares the prediction
+with what there is. All but the last part, which reads the memory of this host and its GPUs, is pure.
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
 
-from pipeline.config.devices import Worker, plan_devices
+from pipeline.config.devices import Worker, all_here, gpus_per_worker
+from pipeline.config.hardware import GIB
 from pipeline.config.role_models import read_model, role_models
 from pipeline.config.run import RunConfig
 from pipeline.graph.graph import Gang
 from stages.engines.capabilities import EngineMemory
 from stages.engines.config import HIDDEN_STATES_BYTES
 from stages.engines.embedded.kernels.blocks import block_bytes, blocks_for
-from stages.models.config import LayoutConfig, OptimizerConfig
-from stages.models.layouts import layout_problems, target_parts
+from stages.models.config import OptimizerConfig
 from stages.models.memory import (
+    CUDA_CONTEXT_BYTES,
     DTYPE_BYTES,
     GRADIENTS,
+    NCCL_BYTES,
     GangModels,
     MicroBatchSize,
     RowsSize,
+    checkpoint_bytes,
+    communicators,
     offloaded_bytes,
+    publication_bytes,
+    published_tensors,
     rank_bytes,
 )
 from stages.models.protocol import MODEL_ROLES, Role
-from stages.models.spec import EMBEDDING, ModelSpec, layer_and_part, read_spec, stored_bytes, tensor_shapes
-from storage.problems import Problem
+from stages.models.spec import ModelSpec, is_random, read_config, read_spec, stored_bytes, tensor_shapes
 
-GIB = 1 << 30
 PROCESS_BYTES = 500 << 20
 """A worker's process before any work: libraries, mostly torch's, and records. Measured: a worker that trains the tiny
 model in float32 takes 499 MiB in all."""
+CUDA_PROCESS_BYTES = 2 << 30
+"""What CUDA adds to a process in the host's memory: libraries and the driver's records. Not measured."""
 DRIVER_BYTES = 500 << 20
+ENGINE_WORK_BYTES = 3 << 30
+"""Memory of a GPU for CUDA graphs and buffers of an engine of another project, beside its weights and cache. vLLM:
+"CUDA graphs can take additional 1~3 GiB memory per GPU" (its log)."""
 _HEAD_BYTES = 110 << 20
 """A learned draft head and its optimizer, at hidden size `_HEAD_HIDDEN`; see engine.md."""
 _HEAD_HIDDEN = 576
-PROCESS, READING, EXPORTING, OFFLOADED = "process", "reading weights", "exporting", "offloaded"
-ENGINE_PROCESSES, SCORERS = "engine's processes", "reward models"
-_STAYING_ON_HOST = (PROCESS, ENGINE_PROCESSES, OFFLOADED, SCORERS)
-_ON_HOST = (*_STAYING_ON_HOST, READING, EXPORTING)
+
+
+class Phase(StrEnum):
+    """The times at which a worker's memory is looked at. It has the most at one of them."""
+
+    START = "start"
+    """Weights are read."""
+    STEP = "step"
+    """Rows are generated, or a model is trained."""
+    PUBLISH = "publish"
+    """A version is published, and perhaps exported."""
+
+
+_ALWAYS = frozenset(Phase)
+_LATER = _ALWAYS - {Phase.START}
+_STEP = frozenset({Phase.STEP})
+_PHASES = {
+    "activations": _STEP,
+    "logits": _STEP,
+    "refit": _STEP,
+    "publication": frozenset({Phase.PUBLISH}),
+    "publication on the host": frozenset({Phase.PUBLISH}),
+    "reading weights": frozenset({Phase.START}),
+    "Adam moments": _LATER,
+    "trunk cache": _LATER,
+    "KV cache": _LATER,
+    "draft head": _LATER,
+    "copies for checkpoints": _LATER,
+    "export": frozenset({Phase.PUBLISH}),
+    "exports": _LATER,
+}
+"""Phases by item; all for an item that is not named."""
+PROCESS, READING, OFFLOADED = "process", "reading weights", "offloaded"
+CONTEXT, NCCL, SCORERS = "CUDA context", "NCCL", "reward models"
+ENGINE_PROCESSES, ENGINE_WORK = "engine's processes", "engine's graphs and buffers"
+PUBLICATION, ON_HOST, CHECKPOINTS = "publication", "publication on the host", "copies for checkpoints"
+EXPORT, EXPORTS = "export", "exports"
+"""The last version's export, with no work after it; or exports that are written while training goes on."""
+_ON_HOST = frozenset({PROCESS, READING, OFFLOADED, ENGINE_PROCESSES, SCORERS, ON_HOST, CHECKPOINTS, EXPORT, EXPORTS})
 """Items that lie in the host's memory for a worker with a GPU."""
-_AFTER_READING = ("Adam moments", "activations", "logits", "trunk cache", "refit", "KV cache", "draft head")
-"""Items that are not allocated yet while weights are read."""
-_BEFORE_EXPORTING = ("activations", "logits")
-"""Items that are freed again when a version is exported."""
+_REMAINS = frozenset({CONTEXT, NCCL})
+"""Items that stay on the device while other gangs have it."""
+_COMPUTED_AGAIN = frozenset(
+    {GRADIENTS, "activations", "logits", "trunk cache", "refit", "KV cache", PUBLICATION, ENGINE_WORK}
+)
+"""Items that are freed, and not moved to the host, when other gangs get the device."""
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model that workers read."""
+
+    path: str
+    spec: ModelSpec
+    stored_bytes: int
+    """Size of its files."""
+    stored_dtype: str = "float32"
+
+    @property
+    def is_mapped(self) -> bool:
+        """True if all processes of a host share its files in memory; False if each makes its random weights."""
+        return not is_random(self.path)
 
 
 @dataclass(frozen=True)
 class PlannedScorer:
     """A reward model."""
 
-    spec: ModelSpec
+    model: PlannedModel
     dtype: str
-    stored_bytes: int
 
 
 @dataclass(frozen=True)
@@ -78,24 +139,21 @@ class PlannedRun:
     """A run as input of the prediction."""
 
     config: RunConfig
-    spec: ModelSpec
-    stored_bytes: int
-    """Size of the model's files, which are read whole."""
+    model: PlannedModel
+    """The model at `model.path`."""
     on_gpus: bool
-    own: Mapping[Role, ModelSpec] = field(default_factory=dict)
-    """Architectures of the roles whose model is not the policy's."""
+    own: Mapping[Role, PlannedModel] = field(default_factory=dict)
+    """Models of the roles whose model is not the policy's."""
     scorers: Sequence[PlannedScorer] = ()
     """Reward models. Every scoring worker holds all of them in its host's memory."""
 
+    @property
+    def spec(self) -> ModelSpec:
+        return self.model.spec
 
-@dataclass(frozen=True)
-class MemoryLimits:
-    """The available memory, in bytes."""
-
-    host: float
-    device: float
-    """Memory of each GPU."""
-    num_devices: int
+    @property
+    def own_specs(self) -> dict[Role, ModelSpec]:
+        return {role: model.spec for role, model in self.own.items()}
 
 
 @dataclass(frozen=True)
@@ -104,42 +162,99 @@ class WorkerMemory:
 
     worker: Worker
     items: Mapping[str, int]
+    on_gpu: bool
 
     @property
     def total(self) -> int:
-        """Largest number of bytes in use at once: while weights are read, in a step, or while a version is exported."""
-        reading = self._without(EXPORTING, *_AFTER_READING)
-        return max(reading, self._without(READING, EXPORTING), self._without(READING, *_BEFORE_EXPORTING))
+        """Most bytes in use at one time, on the device and the host together."""
+        return self._most(self.items)
+
+    @property
+    def device_items(self) -> dict[str, int]:
+        """The items on the worker's GPUs."""
+        return {name: number for name, number in self.items.items() if name not in _ON_HOST} if self.on_gpu else {}
 
     @property
     def on_device(self) -> int:
-        return self._without(*_ON_HOST)
+        """Most bytes on the worker's GPUs at one time, over all of them."""
+        return self._most(self.device_items)
 
     @property
-    def beside_device(self) -> int:
-        return max(self._without(*self.items.keys() - {*_STAYING_ON_HOST, kind}) for kind in (READING, EXPORTING))
+    def on_host(self) -> int:
+        """Most bytes in the host's memory at one time."""
+        return self._most(self.items.keys() & _ON_HOST) if self.on_gpu else self.total
+
+    @property
+    def remaining(self) -> int:
+        """Bytes on the device after the worker has left it to another gang."""
+        return sum(self.items.get(name, 0) for name in _REMAINS)
 
     @property
     def resting(self) -> int:
         """Bytes in the host's memory after the worker has left its device to another gang: everything except what is
         computed again. The host's copy is kept, since pinning memory takes longer than copying."""
-        return self._without(*_ON_HOST, GRADIENTS, "activations", "logits", "trunk cache", "refit", "KV cache")
+        return sum(self.items[name] for name in self.items.keys() - _ON_HOST - _REMAINS - _COMPUTED_AGAIN)
 
-    def _without(self, *names: str) -> int:
-        return sum(number for name, number in self.items.items() if name not in names)
+    def _most(self, names: Iterable[str]) -> int:
+        kept = [*names]
+        return max(sum(self.items[n] for n in kept if phase in _PHASES.get(n, _ALWAYS)) for phase in Phase)
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of one host's memory, by purpose."""
+
+    host: str
+    items: Mapping[str, int]
+    """The workers of each gang by its name, and what is there once for all of them."""
+    shared: int
+    """Bytes in /dev/shm, which are among the items."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.items.values())
 
 
 def workers_memory(run: PlannedRun) -> list[WorkerMemory]:
     """Return the predicted memory of every worker."""
-    gangs = run.config.gangs()
-    return [WorkerMemory((g.name, index), _items(run, g, index)) for g in gangs for index in range(g.workers)]
+    found, known = [], dict[tuple[object, ...], dict[str, int]]()
+    for gang in run.config.gangs():
+        layout = run.config.placement.gangs[gang.name].layout
+        for index in range(gang.workers):
+            # Megatron orders ranks by tensor, data, then pipeline
+            per_stage = gang.workers // layout.pipeline
+            stage, sends = (index // per_stage, index % per_stage == 0) if gang.ordered else (0, False)
+            key = gang.name, stage, sends, index == 0
+            if key not in known:
+                known[key] = _items(run, gang, stage, sends=sends, first=index == 0)
+            found.append(WorkerMemory((gang.name, index), known[key], run.on_gpus))
+    return found
 
 
-def published_bytes(run: PlannedRun) -> int:
-    """Return the bytes of published versions in shared memory: `board_bytes` for each board of this host."""
-    config = run.config
-    boards = {config.weights_dir(config.placement.roles[role]) for role in (Role.POLICY, Role.GENERATE)}
-    return len(boards) * board_bytes(run)
+def hosts_memory(run: PlannedRun, workers: Sequence[WorkerMemory], hosts: Mapping[Worker, str]) -> list[HostMemory]:
+    """Return the predicted memory of every host that has workers. The driver is on the first one."""
+    gangs = {gang.name: gang for gang in run.config.gangs()}
+    alternating = {name for group in run.config.placement.device_sharing for name in group}
+    found = []
+    for number, host in enumerate(dict.fromkeys(hosts.values())):
+        here = [worker for worker in workers if hosts[worker.worker] == host]
+        items: dict[str, int] = {}
+        for worker in here:
+            name = worker.worker[0]
+            resting = worker.resting if run.on_gpus and name in alternating else 0
+            items[name] = items.get(name, 0) + worker.on_host + resting
+        files = {m.path: m.stored_bytes for w in here for m in _models_of(run, gangs[w.worker[0]]) if m.is_mapped}
+        shared = len(_boards(run, [worker.worker for worker in here])) * board_bytes(run)
+        items |= {"model files": sum(files.values()), "published weights": shared}
+        items |= {"driver": DRIVER_BYTES} if not number else {}
+        found.append(HostMemory(host, {name: size for name, size in items.items() if size}, shared))
+    return found
+
+
+def host_bytes(run: PlannedRun, workers: Sequence[WorkerMemory]) -> int:
+    """Return the bytes of the whole run on a single host."""
+    (host,) = hosts_memory(run, workers, all_here(run.config.gangs()))
+    return host.total
 
 
 def board_bytes(run: PlannedRun) -> int:
@@ -147,175 +262,70 @@ def board_bytes(run: PlannedRun) -> int:
     return (run.config.staleness + 2) * DTYPE_BYTES[run.config.model.dtype] * _published_parameters(run)
 
 
-def host_bytes(run: PlannedRun, workers: Iterable[WorkerMemory]) -> int:
-    """Return the bytes of the whole run in this host's memory."""
-    device_sharing = {name for group in run.config.placement.device_sharing for name in group}
-    own = 0
-    for worker in workers:
-        own += worker.beside_device if run.on_gpus else worker.total
-        own += worker.resting if run.on_gpus and worker.worker[0] in device_sharing else 0
-    return own + published_bytes(run) + DRIVER_BYTES
+def _boards(run: PlannedRun, here: Sequence[Worker]) -> set[str | None]:
+    """Return the boards of a host with these workers: those of the policy's first rank and of the engines."""
+    roles, config = run.config.placement.roles, run.config
+    publishes = (roles[Role.POLICY], 0) in here
+    reads = any(name == roles[Role.GENERATE] for name, _ in here)
+    used = [roles[Role.POLICY]] * publishes + [roles[Role.GENERATE]] * reads
+    return {config.weights_dir(gang) for gang in used}
 
 
-def memory_problems(run: PlannedRun, limits: MemoryLimits) -> Iterator[Problem]:
-    """Yield a problem if the run is predicted not to fit. It names layouts that would fit."""
-    workers = workers_memory(run)
-    need = host_bytes(run, workers)
-    if need > limits.host:
-        gangs = run.config.gangs()
-        largest = max(gangs, key=lambda gang: sum(w.total for w in workers if w.worker[0] == gang.name))
-        yield _problem(run, limits, largest, "this host", need, limits.host)
-        return
-    for number, (on_device, gang) in enumerate(_by_device(run.config, workers, limits.num_devices)):
-        if on_device > limits.device:
-            yield _problem(run, limits, gang, f"GPU {number}", on_device, limits.device)
-            return
+def _models_of(run: PlannedRun, gang: Gang) -> list[PlannedModel]:
+    """Return the models whose files a gang's workers read."""
+    found = [run.own.get(role, run.model) for role in gang.roles & MODEL_ROLES]
+    found += [run.model] if Role.GENERATE in gang.roles or (gang.ordered and run.config.model.frozen_blocks) else []
+    return found + ([scorer.model for scorer in run.scorers] if Role.SCORE in gang.roles else [])
 
 
-def fitting_layouts(run: PlannedRun, limits: MemoryLimits, gang: Gang) -> list[LayoutConfig]:
-    """Return the layouts of a gang with which the run is predicted to fit, the cheapest first: less recomputation, then
-    fewer ranks per model."""
-    found, placement = [], run.config.placement
-    for layout in _layouts(run, gang):
-        gangs = {**placement.gangs, gang.name: replace(placement.gangs[gang.name], layout=layout)}
-        if _fits(replace(run, config=replace(run.config, placement=replace(placement, gangs=gangs))), limits):
-            found.append(layout)
-    return found
-
-
-def fitting_cache_mb(run: PlannedRun, limits: MemoryLimits) -> int:
-    """Return the largest `engine.kv_budget_mb`, at most the given one, with which the run is predicted to fit, or 0 if
-    none that fits can hold a row."""
+def _items(run: PlannedRun, gang: Gang, stage: int, *, sends: bool, first: bool) -> dict[str, int]:
+    """Return the items of a worker. `stage`, `sends`, `first`: of a rank (`publication_bytes`)."""
     config = run.config
-
-    def too_much(megabytes: int) -> bool:
-        engine = replace(config.engine, kv_budget_mb=megabytes)
-        return not _fits(replace(run, config=replace(config, engine=engine)), limits)
-
-    most = bisect.bisect_left(range(config.engine.kv_budget_mb + 1), True, key=too_much) - 1
-    return most if most << 20 >= row_cache_bytes(config, run.spec) else 0
-
-
-def _fits(run: PlannedRun, limits: MemoryLimits) -> bool:
-    workers = workers_memory(run)
-    devices = _by_device(run.config, workers, limits.num_devices)
-    return host_bytes(run, workers) <= limits.host and all(need <= limits.device for need, _ in devices)
-
-
-def describe_layout(layout: LayoutConfig) -> str:
-    """Return a layout in the form that a config has."""
-    modules = f", recompute_modules: [{', '.join(layout.recompute_modules)}]" if layout.recompute_modules else ""
-    return (
-        f"{{tensor: {layout.tensor}, pipeline: {layout.pipeline}, distributed_optimizer: "
-        f"{str(layout.distributed_optimizer).lower()}, recompute: {layout.recompute}{modules}}}"
-    )
-
-
-def _problem(run: PlannedRun, limits: MemoryLimits, gang: Gang, where: str, need: int, limit: float) -> Problem:
-    """Return the problem of a run that does not fit. `gang`: the one that takes the most memory."""
-    key, given, engine = f"placement.gangs.{gang.name}", run.config.placement.gangs[gang.name], run.config.engine
-    kind = "host" if where == "this host" else "device"
-    predicted = f"{where} would need {need / GIB:.2f} GiB and has {limit / GIB:.2f} (cluster.{kind}_memory_gb)"
-    fitting = [describe_layout(layout) for layout in fitting_layouts(run, limits, gang)] if gang.ordered else []
-    cache_mb = fitting_cache_mb(run, limits) if _engine_memory(run).reserves_cache else 0
-    if cache_mb and (Role.GENERATE in gang.roles or not fitting):
-        what = f"{predicted}; {engine.kind} takes all of its cache at its start: at most {cache_mb} fits"
-        return Problem("engine.kv_budget_mb", engine.kv_budget_mb, what)
-    if fitting:
-        what = f"{predicted}; it fits with {' or '.join(fitting[:3])}"
-        return Problem(f"{key}.layout", describe_layout(given.layout), what)
-    what = f"no layout of its ranks ({gang.workers}) fits" if gang.ordered else "its replicas take the most"
-    others = "smaller model.*.micro_batch_tokens, engine.max_rows or engine.kv_budget_mb, model.dtype=bfloat16"
-    return Problem(f"{key}.workers", given.workers, f"{predicted}; {what}: {others}, LoRA or more model.frozen_blocks")
-
-
-def _by_device(config: RunConfig, workers: Sequence[WorkerMemory], num_devices: int) -> list[tuple[int, Gang]]:
-    """Return (bytes of its workers, gang that has the most of them) for each GPU of this host that is used."""
-    gangs = {gang.name: gang for gang in config.gangs()}
-    hosts = {worker.worker: "" for worker in workers}
-    device_sharing = config.placement.device_sharing
-    plan = plan_devices(list(gangs.values()), config.replica_ranks, hosts, {"": num_devices}, device_sharing)
-    loads: list[dict[str, int]] = [{} for _ in range(num_devices)]
-    for worker in workers:
-        own = plan[worker.worker]
-        for number in own:
-            load, name = loads[number], worker.worker[0]
-            load[name] = load.get(name, 0) + worker.on_device // len(own)
-    return [(_at_once(load, device_sharing), gangs[max(load, key=load.__getitem__)]) for load in loads if load]
-
-
-def _at_once(load: Mapping[str, int], device_sharing: Sequence[Sequence[str]]) -> int:
-    """Return the bytes on a GPU at one time. `load`: bytes by gang. Of gangs that take turns, only the largest
-    counts."""
-    alternating = {name for group in device_sharing for name in group}
-    alone = sum(number for name, number in load.items() if name not in alternating)
-    return alone + sum(max((load.get(name, 0) for name in group), default=0) for group in device_sharing)
-
-
-def _layouts(run: PlannedRun, gang: Gang) -> Iterator[LayoutConfig]:
-    """Yield the layouts that can divide the gang's models and rows."""
-    config = run.config
-    given = config.placement.gangs[gang.name].layout
-    models = {role: run.own.get(role, run.spec) for role in gang.roles & MODEL_ROLES}
-    recomputes = (
-        LayoutConfig(),
-        LayoutConfig(recompute="selective", recompute_modules=["mlp"]),
-        LayoutConfig(recompute="full"),
-    )
-    degrees = sorted(itertools.product(_divisors(gang.workers), repeat=2), key=lambda pair: (math.prod(pair), pair[1]))
-    for saving, (tensor, pipeline), sharded in itertools.product(recomputes, degrees, (False, True)):
-        data, cut = divmod(gang.workers, tensor * pipeline)
-        rows = (config.rows_per_shard, config.rollout.rows // config.ppo.minibatches)
-        if cut or any(number % data for number in rows) or (sharded and data == 1):
-            continue
-        layout = replace(
-            given,
-            tensor=tensor,
-            pipeline=pipeline,
-            sequence_parallel=given.sequence_parallel and tensor > 1,
-            distributed_optimizer=sharded,
-            recompute=saving.recompute,
-            recompute_modules=saving.recompute_modules,
-        )
-        if not any(any(layout_problems(config.model, role, spec, layout)) for role, spec in models.items()):
-            yield layout
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _items(run: PlannedRun, gang: Gang, index: int) -> dict[str, int]:
-    items = {PROCESS: PROCESS_BYTES}
+    devices = gpus_per_worker(gang.roles, config.replica_ranks) if run.on_gpus else 0
+    items = {PROCESS: PROCESS_BYTES + (CUDA_PROCESS_BYTES if devices else 0), CONTEXT: devices * CUDA_CONTEXT_BYTES}
     if gang.ordered:
-        items |= _model_items(run, gang, index)
+        items |= _model_items(run, gang, stage, sends=sends, first=first)
     if Role.GENERATE in gang.roles:
         items |= _engine_items(run)
-    if gang.ordered or Role.GENERATE in gang.roles:
-        items[READING] = run.stored_bytes
+    read = _models_of(run, gang)
+    items[READING] = max((model.stored_bytes for model in read if not model.is_mapped), default=0)
     if Role.SCORE in gang.roles and run.scorers:  # they are then the only models of the gang
-        items[SCORERS] = sum(DTYPE_BYTES[scorer.dtype] * _parameters(scorer.spec) for scorer in run.scorers)
-        items[READING] = max(scorer.stored_bytes for scorer in run.scorers)
-    if Role.POLICY in gang.roles and index == 0:  # the whole model: as it is stored, and as it is written
-        items[EXPORTING] = run.stored_bytes + DTYPE_BYTES[run.config.model.dtype] * _parameters(run.spec)
+        items[SCORERS] = sum(DTYPE_BYTES[scorer.dtype] * parameters(scorer.model.spec) for scorer in run.scorers)
     return {name: number for name, number in items.items() if number}
 
 
-def _model_items(run: PlannedRun, gang: Gang, index: int) -> dict[str, int]:
-    """Return the items of a rank's models. Megatron orders ranks by tensor, data, then pipeline."""
+def _model_items(run: PlannedRun, gang: Gang, stage: int, *, sends: bool, first: bool) -> dict[str, int]:
+    """Return the items of a rank's models."""
     config = run.config
     settings = config.placement.gangs[gang.name]
     layout = settings.layout
     data = gang.workers // (layout.tensor * layout.pipeline)
     roles = gang.roles & MODEL_ROLES
-    models = GangModels(run.spec, config.model, layout, roles, data, settings.offload, run.own)
+    models = GangModels(run.spec, config.model, layout, roles, data, settings.offload, run.own_specs)
     optimizers = {Role.POLICY: config.model.policy, Role.CRITIC: config.model.critic}
     batches = {role: largest_micro_batch(optimizer, config) for role, optimizer in optimizers.items()}
-    stage = index // (layout.tensor * data)
-    device = "cuda" if run.on_gpus else "cpu"
     rows = RowsSize(config.seq, config.rollout.rows, config.rollout.rows * config.steps)
-    found = rank_bytes(models, batches, stage, rows=rows, device=device)
-    return found | {OFFLOADED: offloaded_bytes(models, stage)}
+    found = rank_bytes(models, batches, stage, rows=rows, device="cuda" if run.on_gpus else "cpu")
+    found[OFFLOADED] = offloaded_bytes(models, stage)
+    if config.checkpoint.every <= config.steps:
+        found[CHECKPOINTS] = checkpoint_bytes(models, stage, is_pinned=run.on_gpus)
+    if run.on_gpus:
+        found[NCCL] = communicators(layout, gang.workers) * NCCL_BYTES
+    if Role.POLICY in roles:
+        found[PUBLICATION], found[ON_HOST] = publication_bytes(
+            models, stage, sends=sends, first=first, on_gpu=run.on_gpus
+        )
+        found[EXPORTS if config.export.every else EXPORT] = _export_bytes(run) if first else 0
+    return found
+
+
+def _export_bytes(run: PlannedRun) -> int:
+    """Return the bytes of an export while it is written: a copy of what was trained, and the whole model in the run's
+    dtype unless its files have it in that dtype."""
+    config = run.config
+    number = DTYPE_BYTES[config.model.dtype]
+    converted = 0 if run.model.stored_dtype == config.model.dtype else number * parameters(run.spec)
+    return number * _published_parameters(run) + converted
 
 
 def largest_micro_batch(optimizer: OptimizerConfig, config: RunConfig) -> MicroBatchSize:
@@ -330,19 +340,22 @@ def largest_micro_batch(optimizer: OptimizerConfig, config: RunConfig) -> MicroB
 
 def _engine_items(run: PlannedRun) -> dict[str, int]:
     """Return the items of one replica, all of its ranks together."""
-    config, spec, engine, memory = run.config, run.spec, run.config.engine, _engine_memory(run)
+    config, spec, engine, memory = run.config, run.spec, run.config.engine, engine_memory(run)
     number, ranks = DTYPE_BYTES[engine.dtype], config.replica_ranks
     output_layer = spec.vocab_size * spec.hidden_size
-    packed = _parameters(spec) + (output_layer if spec.tied_embeddings else 0)  # the output layer is a copy
+    packed = parameters(spec) + (output_layer if spec.tied_embeddings else 0)  # the output layer is a copy
     refit = number * _published_parameters(run)
     if memory.refit_bytes is not None:  # the engine refits the whole model in place
-        refit = min(number * _parameters(spec), ranks * max(memory.refit_bytes, number * output_layer))
+        refit = min(number * parameters(spec), ranks * max(memory.refit_bytes, number * output_layer))
     budget = engine.kv_budget_mb << 20
     drafts = engine.embedded.speculation
     head = HIDDEN_STATES_BYTES + _HEAD_BYTES * spec.hidden_size // _HEAD_HIDDEN
-    processes = (ranks - 1) * PROCESS_BYTES
+    of_process = PROCESS_BYTES + (CUDA_PROCESS_BYTES if run.on_gpus else 0)
+    processes = (ranks - 1) * of_process
     if memory.process_bytes:  # the server, and its ranks if there are several
-        processes = memory.process_bytes * (1 if ranks == 1 else ranks + 1)
+        of_process += memory.process_bytes - PROCESS_BYTES
+        processes = of_process * (1 if ranks == 1 else ranks + 1)
+    work = ENGINE_WORK_BYTES if run.on_gpus and memory.process_bytes else 0
     return {
         "engine weights": number * packed,
         "refit": refit,
@@ -351,10 +364,13 @@ def _engine_items(run: PlannedRun) -> dict[str, int]:
         else min(budget, engine.max_rows * row_cache_bytes(config, run.spec)),
         "draft head": head if drafts.drafter in ("learned", "both") else 0,
         ENGINE_PROCESSES: processes,
+        ENGINE_WORK: ranks * work,
+        NCCL: ranks * NCCL_BYTES if run.on_gpus and ranks > 1 else 0,
     }
 
 
-def _engine_memory(run: PlannedRun) -> EngineMemory:
+def engine_memory(run: PlannedRun) -> EngineMemory:
+    """Return what the run's engine is known to take."""
     return run.config.capabilities("cuda" if run.on_gpus else "cpu").memory
 
 
@@ -364,25 +380,32 @@ def row_cache_bytes(config: RunConfig, spec: ModelSpec) -> int:
     return blocks_for(config.seq) * block_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, number)
 
 
-def _parameters(spec: ModelSpec) -> int:
+def parameters(spec: ModelSpec) -> int:
+    """Return the number of a model's parameters."""
     return sum(map(math.prod, tensor_shapes(spec).values()))
 
 
 def _published_parameters(run: PlannedRun) -> int:
-    """Return the number of published parameters: those of the policy that are trained, or with LoRA those that adapters
-    are merged into."""
-    frozen, total = run.config.model.frozen_blocks, 0
-    adapted = {*target_parts(run.config.model.lora)}
-    for name, shape in tensor_shapes(run.spec).items():
-        where = layer_and_part(name)
-        if adapted:
-            total += math.prod(shape) if where and where[0] >= frozen and where[1] in adapted else 0
-        elif not frozen or (name != EMBEDDING and (where is None or where[0] >= frozen)):
-            total += math.prod(shape)
-    return total
+    return sum(published_tensors(run.spec, run.config.model).values())
 
 
-# ---- Memory and GPUs of this host ------------------------------------------------------------------------
+# ---- memory and GPUs of this host ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """The memory of each host and GPU, in bytes."""
+
+    host: float
+    device: float
+    """Memory of a GPU."""
+    num_devices: int
+    """GPUs of a host."""
+    shared: float = math.inf
+    """Size of /dev/shm."""
+    origin: str = ""
+    """Where the numbers come from; empty: this host, or the config's own limits."""
+
 
 _GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 """Present where a driver for GPUs is: NVIDIA's, that of Windows' Linux, AMD's."""
@@ -416,22 +439,28 @@ def memory_limits(config: RunConfig) -> MemoryLimits:
     )
 
 
-def planned_run(config: RunConfig, models: Mapping[Role, ModelSpec], limits: MemoryLimits) -> PlannedRun:
+def planned_run(config: RunConfig, models: Mapping[Role, ModelSpec], *, on_gpus: bool) -> PlannedRun:
     """Return the input of the prediction for this run. `models`: the result of `role_models`."""
     path = config.model.path
-    own = {role: spec for role, spec in models.items() if config.model.path_of(role) != path}
     scorers = {(str(args["path"]), str(args.get("dtype", "float32"))) for args in config.scoring_models().values()}
+    others = {role: config.model.path_of(role) for role in models if config.model.path_of(role) != path}
     return PlannedRun(
         config,
-        models[Role.POLICY],
-        stored_bytes(path),
-        limits.num_devices > 0,
-        own,
-        scorers=tuple(PlannedScorer(read_spec(path), dtype, stored_bytes(path)) for path, dtype in sorted(scorers)),
+        _planned_model(path, models[Role.POLICY]),
+        on_gpus,
+        {role: _planned_model(other, models[role]) for role, other in others.items()},
+        [PlannedScorer(_planned_model(path, read_spec(path)), dtype) for path, dtype in sorted(scorers)],
     )
+
+
+def _planned_model(path: str, spec: ModelSpec) -> PlannedModel:
+    """Return a model with the size of its files; if they are not there, the size that its config.json means."""
+    content = read_config(path)
+    dtype = str(content.get("dtype") or content.get("torch_dtype") or "float32")
+    return PlannedModel(path, spec, stored_bytes(path) or DTYPE_BYTES.get(dtype, 4) * parameters(spec), dtype)
 
 
 def weights_bytes(config: RunConfig) -> int:
     """Return the bytes of published weights on each host that has any. For a config that `preflight` accepts."""
     models = role_models(config, read_model("model.path", config.model.path))
-    return board_bytes(planned_run(config, models, memory_limits(config)))
+    return board_bytes(planned_run(config, models, on_gpus=False))

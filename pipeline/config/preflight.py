@@ -20,9 +20,10 @@ from pathlib import Path
 from pipeline.config.changes import change_problems, sections, settings
 from pipeline.config.devices import THIS_HOST, all_here, device_problems, gpus_per_worker
 from pipeline.config.errors import ConfigError, all_of, refusal, refusals, together
+from pipeline.config.fitting import memory_problems
 from pipeline.config.identity import FILE, Identity, edited, read_identity
 from pipeline.config.loading import config_hash, read_saved
-from pipeline.config.memory import gpus_here, memory_limits, memory_problems, planned_run, row_cache_bytes
+from pipeline.config.memory import gpus_here, memory_limits, planned_run, row_cache_bytes
 from pipeline.config.open_files import descriptors_needed, most_descriptors
 from pipeline.config.paths import RunPaths, network_filesystem
 from pipeline.config.placement import gang_of
@@ -192,17 +193,39 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
     )
     if config.cluster.kind == "local":
         limits = memory_limits(config)
-        for problem in memory_problems(planned_run(config, models, limits), limits):
-            raise refusal(problem)
+        planned = planned_run(config, models, on_gpus=limits.num_devices > 0)
+        if too_little := [refusal(problem) for problem in memory_problems(planned, limits)]:
+            raise together(too_little)
     found: Preflight = tokenised
     _check_fields({part.key: part.fields for part in rewards}, found.prompts)
     return replace(found, sandboxes={part.key: part.protections for part in rewards if part.protections})
 
 
+def check_shapes(config: RunConfig, *, on_gpus: bool) -> Mapping[Role, ModelSpec]:
+    """Return the model of each role, after the checks that need its config.json alone: no weights, tokenizer, prompts,
+    rewards or directories are looked at. `on_gpus`: whether the run will compute on GPUs.
+
+    Raises:
+        ConfigError: names the key paths of the settings that cannot work.
+    """
+    model = read_model("model.path", config.model.path, weights=False)
+    for problem in blocks_problems(config.model, Role.POLICY, model):
+        raise refusal(problem)
+    models: Mapping[Role, ModelSpec] = all_of(
+        lambda: _check_roles(config, model, weights=False),
+        lambda: _check_context(config, model),
+        lambda: _check_token_ids(config, model),
+        lambda: _check_replicas(config, model),
+        lambda: _check_engine_device(config, "cuda" if on_gpus else "cpu"),
+        lambda: _check_cuda_only(config, on_gpus=on_gpus),
+    )[0]
+    return models
+
+
 def _checks_of_this_host(config: RunConfig) -> Iterator[Callable[[], None]]:
     """Yield the checks of this host. Other hosts are checked when their workers join."""
-    for check in (_check_engine, _check_devices, _check_cuda_only):
-        yield partial(check, config)
+    yield from (partial(check, config) for check in (_check_engine, _check_devices))
+    yield lambda: _check_cuda_only(config, on_gpus=gpus_here() > 0)
 
 
 def _check_descriptors(config: RunConfig) -> None:
@@ -217,9 +240,9 @@ def _check_descriptors(config: RunConfig) -> None:
         )
 
 
-def _check_roles(config: RunConfig, model: ModelSpec) -> Mapping[Role, ModelSpec]:
+def _check_roles(config: RunConfig, model: ModelSpec, *, weights: bool = True) -> Mapping[Role, ModelSpec]:
     """Return the model of each role. Raises ConfigError if its gang's layout cannot divide it."""
-    models = role_models(config, model)
+    models = role_models(config, model, weights=weights)
     for role, of_role in models.items():
         _check_layout(config, role, of_role)
         for problem in adapter_problems(config.model.lora, role, of_role):
@@ -395,16 +418,21 @@ def _check_replicas(config: RunConfig, model: ModelSpec) -> None:
 def _check_engine(config: RunConfig) -> None:
     """Raise ConfigError if the engine does not run on this host's devices, or is missing from its own environment."""
     kind, python = config.engine.kind, config.engine.python
-    device: Device = "cuda" if gpus_here() else "cpu"
-    if device not in config.capabilities(device).devices:
-        others = " or ".join(able(config.engine, device, lambda can: device in can.devices))
-        raise ConfigError("engine.kind", f"given {kind!r}; it needs a GPU, and this host has none: {others}")
+    _check_engine_device(config, "cuda" if gpus_here() else "cpu")
     if python is None:
         return
     found = environment_problem(python, ENVIRONMENTS[kind])
     if found is not None:
         need = f"{found}. `{OTHER_ENVIRONMENTS[kind]}` makes an environment, or engine.kind=embedded"
         raise ConfigError("engine.python", f"given {python!r}; {need}")
+
+
+def _check_engine_device(config: RunConfig, device: Device) -> None:
+    """Raise ConfigError if the engine does not run on these devices."""
+    if device not in config.capabilities(device).devices:
+        others = " or ".join(able(config.engine, device, lambda can: device in can.devices))
+        need = f"it needs a GPU, and the host has none: {others}"
+        raise ConfigError("engine.kind", f"given {config.engine.kind!r}; {need}")
 
 
 @dataclass(frozen=True)
@@ -459,18 +487,18 @@ def _check_devices(config: RunConfig) -> None:
     """Raise ConfigError if this host has too few GPUs for the workers."""
     gangs = config.gangs()
     placement, gpus = config.placement, {THIS_HOST: gpus_here()}
-    share, device_sharing = may_share(config), placement.device_sharing
+    share, device_sharing = may_share(config, gpus_here()), placement.device_sharing
     for problem in device_problems(
         gangs, config.replica_ranks, all_here(gangs), gpus, share=share, device_sharing=device_sharing
     ):
         raise refusal(problem)
 
 
-def may_share(config: RunConfig) -> bool:
+def may_share(config: RunConfig, num_gpus: int) -> bool:
     """Return True if gangs of a local run may share a GPU: `placement.share_devices`, by default if there is just
     one."""
     share = config.placement.share_devices
-    return gpus_here() == 1 if share is None else share
+    return num_gpus == 1 if share is None else share
 
 
 def device_notes(config: RunConfig) -> list[str]:
@@ -487,16 +515,16 @@ def device_notes(config: RunConfig) -> list[str]:
     ]
 
 
-def _check_cuda_only(config: RunConfig) -> None:
-    """Raise ConfigError for settings that need a GPU if this host has none."""
-    if gpus_here():
+def _check_cuda_only(config: RunConfig, *, on_gpus: bool) -> None:
+    """Raise ConfigError for settings that need a GPU if there is none."""
+    if on_gpus:
         return
     if config.model.tf32:
-        need = "TF32 is how NVIDIA GPUs may multiply float32, and this host has none: false"
+        need = "TF32 is how NVIDIA GPUs may multiply float32, and the host has none: false"
         raise ConfigError("model.tf32", f"given {config.model.tf32}; {need}")
     for name, gang in config.placement.gangs.items():
         if gang.offload == "idle":
-            need = "this host has no GPU whose memory would be freed: none, or gradients, which frees a CPU's too"
+            need = "the host has no GPU whose memory would be freed: none, or gradients, which frees a CPU's too"
             raise ConfigError(f"placement.gangs.{name}.offload", f"given {gang.offload!r}; {need}")
 
 

@@ -16,8 +16,9 @@ from stages.models.spec import EMBEDDING, ModelSpec, is_random, layer_and_part, 
 from storage.checkpoints import RECORD, export_faults, has_sums
 
 
-def read_model(key: str, path: str) -> ModelSpec:
-    """Return a model's architecture. Raises ConfigError, naming `key`, if the model cannot be used."""
+def read_model(key: str, path: str, *, weights: bool = True) -> ModelSpec:
+    """Return a model's architecture. Raises ConfigError, naming `key`, if the model cannot be used. `weights`: False if
+    its config.json is enough."""
     try:
         model = read_spec(path)
     except FileNotFoundError as error:
@@ -26,7 +27,7 @@ def read_model(key: str, path: str) -> ModelSpec:
         raise ConfigError(key, f"given {path!r}; its config.json is not JSON: {error}") from error
     except ValueError as error:
         raise ConfigError(key, f"given {path!r}; {error}") from error
-    if not is_random(path) and not any(Path(path).glob("*.safetensors")):
+    if weights and not is_random(path) and not any(Path(path).glob("*.safetensors")):
         raise ConfigError(key, f"given {path!r}; it holds no .safetensors file")
     return model
 
@@ -62,9 +63,9 @@ def check_output_layer(key: str, path: str) -> None:
         )
 
 
-def role_models(config: RunConfig, policy: ModelSpec) -> dict[Role, ModelSpec]:
+def role_models(config: RunConfig, policy: ModelSpec, *, weights: bool = True) -> dict[Role, ModelSpec]:
     """Return the architecture of each role's model; the critic's only if one is trained. `policy`: that of
-    `model.path`.
+    `model.path`. `weights`: False to look at no weights and tokenizers, which need not be there.
 
     Raises:
         ConfigError: a model of another role cannot be read, has an unfit head, another vocabulary, a context too short
@@ -76,10 +77,10 @@ def role_models(config: RunConfig, policy: ModelSpec) -> dict[Role, ModelSpec]:
         key, path = f"model.{role}_path", config.model.path_of(role)
         if path == config.model.path:
             continue
-        found[role] = other = read_model(key, path)
+        found[role] = other = read_model(key, path, weights=weights)
         if role is Role.REFERENCE:
             check_output_layer(key, path)
-        wrong = head_problem(path, other) if role is Role.CRITIC else None
+        wrong = head_problem(path, other) if weights and role is Role.CRITIC else None
         if wrong is not None:
             raise ConfigError(key, f"given {path!r}; {wrong}")
         _check_vocabulary(config, key, path, policy, other, exactly=role is Role.REFERENCE)
@@ -88,7 +89,7 @@ def role_models(config: RunConfig, policy: ModelSpec) -> dict[Role, ModelSpec]:
             raise ConfigError(
                 key, f"given {path!r}; {row} has {config.seq} tokens, its context is {other.max_positions}"
             )
-        if config.model.frozen_blocks:
+        if weights and config.model.frozen_blocks:
             _check_trunk(config, key, path, policy, other)
     for role, spec in found.items():
         for problem in blocks_problems(config.model, role, spec):

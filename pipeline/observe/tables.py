@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +21,9 @@ if TYPE_CHECKING:  # they load pandas and Zarr, and `stageline check` prints a t
 
 @dataclass(frozen=True)
 class MemoryColumn:
-    """Predicted memory of one worker of a gang, in bytes."""
+    """Predicted memory of one worker, or of one host or several alike, in bytes."""
 
-    gang: str
-    workers: int
+    heading: str
     items: Mapping[str, int]
     total: int
     """Less than the sum of the items if some are never in memory at the same time."""
@@ -147,22 +147,29 @@ def _number(value: float | None) -> str:
     return "-" if value is None else three(value)
 
 
-def memory_table(
-    columns: Sequence[MemoryColumn], shared: Mapping[str, int], host_bytes: float, limit_bytes: float
-) -> RenderableType:
-    """Return the predicted memory of a run: the largest worker of each gang, and the memory of this host."""
-    table = Table(title="predicted memory of a worker, MiB", title_justify="left")
-    table.add_column("")
+def memory_table(title: str, columns: Sequence[MemoryColumn], limit: float | None = None) -> Table:
+    """Return a table of predicted memory, a row per item. `limit`: bytes that each column may have at most."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("item")
     for column in columns:
-        table.add_column(f"{column.gang} (x {column.workers})", justify="right")
+        table.add_column(column.heading, justify="right")
     for item in dict.fromkeys(name for column in columns for name in column.items):
         table.add_row(item, *(_mebibytes(column.items.get(item, 0)) for column in columns))
     table.add_section()
-    table.add_row("together", *(_mebibytes(column.total) for column in columns))
-    others = ", ".join(f"{name} {_mebibytes(number)}" for name, number in shared.items())
-    gibibytes = 2**30
-    host = f"this host: {others} MiB; all {host_bytes / gibibytes:.2f} of {limit_bytes / gibibytes:.2f} GiB"
-    return Group(table, Text(host))
+    table.add_row("most at one time", *(_mebibytes(column.total) for column in columns))
+    if limit is not None and math.isfinite(limit):
+        table.add_row("there is", *[_mebibytes(int(limit))] * len(columns))
+    return table
+
+
+def placement_table(rows: Sequence[tuple[str, str, str, str]]) -> Table:
+    """Return a table of gangs: name, number of workers, layout, and the nodes with the GPUs of each."""
+    table = Table(title="placement", title_justify="left")
+    for heading in ("gang", "workers", "layout", "nodes and their GPUs"):
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*map(plain, row))
+    return table
 
 
 def _mebibytes(number: int) -> str:

@@ -11,19 +11,35 @@ r"""Predict the memory that the models of one rank take, in bytes, from the arch
 On one gang policy and critic train in turn. So the larger of their activations counts, plus the activations that the
 other keeps of all rows for its own update (`reuse_forward`). With LoRA only adapters and the critic's head are trained,
 and all roles share the frozen weights. Not counted: fragmentation, temporaries of the optimizer's step (a tensor or
-two), weights merged with adapters while a version is published (there are no activations then), and the communication
-library's memory.
+two).
+
+The last part counts what else a rank holds: the whole tensors of a publication, the copies of a checkpoint, and on a
+GPU the memory of CUDA and NCCL.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from stages.models.config import LayoutConfig, ModelConfig, Offload
-from stages.models.layouts import TARGET_PARTS, adapter_parameters
+from stages.models.layouts import SPLIT_BY_ROWS, TARGET_PARTS, adapter_parameters, target_parts
 from stages.models.protocol import Role
-from stages.models.spec import ModelSpec, layer_shapes, padded
+from stages.models.spec import (
+    EMBEDDING,
+    K_BIAS,
+    K_PROJ,
+    Q_BIAS,
+    Q_PROJ,
+    V_BIAS,
+    V_PROJ,
+    ModelSpec,
+    layer_and_part,
+    layer_shapes,
+    padded,
+    tensor_shapes,
+)
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -328,3 +344,108 @@ def rank_bytes(
         "logits": logits,
         "trunk cache": trunk_cache_bytes(gang, rows.of_run, rows.width),
     }
+
+
+# ---- publication, checkpoints, and what CUDA takes ------------------------------------------------------
+
+CUDA_CONTEXT_BYTES = 616 << 20
+"""A process's CUDA context with the kernels that torch loads as it needs them: 616 MiB in LMCache/LMCache#4019, about
+400 in pytorch/pytorch#109888. Not measured here."""
+NCCL_CHANNELS = 32
+_NCCL_SIMPLE, _NCCL_LL, _NCCL_LL128 = 1 << 22, 8 * 512 * 8 * 16, 120 * 640 * 8 * 8
+"""Bytes of a channel's buffer by protocol, from NCCL's src/init.cc and src/include/device.h: DEFAULT_BUFFSIZE; LINES x
+THREADS x STEPS x bytes of a line; ELEMS_PER_THREAD x THREADS x STEPS x 8."""
+NCCL_BYTES = NCCL_CHANNELS * (_NCCL_SIMPLE + _NCCL_LL + _NCCL_LL128)
+"""Buffers of a communicator on a GPU: 294 MiB, if all channels have one neighbour each (a ring)."""
+_FUSED = ((Q_PROJ, K_PROJ, V_PROJ), (Q_BIAS, K_BIAS, V_BIAS))
+
+
+def published_tensors(spec: ModelSpec, model: ModelConfig, pipeline: int = 1, stage: int = 0) -> dict[str, int]:
+    """Return the number of elements of each tensor that a pipeline stage publishes: the policy's trained ones, or with
+    LoRA those that adapters are merged into."""
+    frozen, adapted = model.frozen_blocks, {*target_parts(model.lora)}
+    per_stage = model.own_blocks(spec.num_layers, is_critic=False) // pipeline
+    found = {}
+    for name, shape in tensor_shapes(spec).items():
+        where = layer_and_part(name)
+        if where is None:
+            of_stage, trained = 0 if name == EMBEDDING else pipeline - 1, not (frozen and name == EMBEDDING)
+        else:
+            of_stage, trained = (where[0] - frozen) // per_stage, where[0] >= frozen
+        if adapted:
+            trained = trained and where is not None and where[1] in adapted
+        if trained and of_stage == stage:
+            found[name] = math.prod(shape)
+    return found
+
+
+def publication_bytes(gang: GangModels, stage: int, *, sends: bool, first: bool, on_gpu: bool) -> tuple[int, int]:
+    """Return the bytes (on the device, in the host's memory) of a publication (`weights.trained_tensors`).
+
+    Each tensor is gathered from the tensor-parallel ranks, as parts and as a whole, and moved to the host by the rank
+    of the stage that `sends`. The gang's `first` rank receives those of the other stages. On a CPU a tensor that is
+    whole on its rank is not copied, except queries, keys and values, which Megatron holds interleaved.
+    """
+    layout, number, lora = gang.layout, gang.dtype_bytes, gang.model.lora.rank
+    own = published_tensors(gang.spec, gang.model, layout.pipeline, stage)
+    largest = max(own.values(), default=0)
+    at_work = (2 if layout.tensor > 1 else 1) * number * largest + (2 * 4 * largest if lora else 0)
+    copied = own
+    if not (on_gpu or layout.tensor > 1 or lora):
+        copied = {name: n for name, n in own.items() if any(part in name for part in _FUSED[0])}
+    host = number * sum(copied.values()) if sends else 0
+    for other in range(1, layout.pipeline) if first else ():
+        host += number * sum(published_tensors(gang.spec, gang.model, layout.pipeline, other).values())
+    return (at_work, host) if on_gpu else (0, at_work + host)
+
+
+def checkpoint_bytes(gang: GangModels, stage: int, *, is_pinned: bool) -> int:
+    """Return the bytes of the copies that a rank makes of its part of all trained roles for a checkpoint, and keeps for
+    the next one: weights, masters and moments, 14 bytes a parameter of a 16-bit model and 12 of a float32 one. The
+    data-parallel ranks share them."""
+    whole = 0
+    for role in gang.trained:
+        kinds = (4, 4, 4) if gang.dtype_bytes == 4 else (gang.dtype_bytes, 4, 4, 4)
+        for elements in _trained_sizes(gang, role, stage):
+            whole += sum(pinned(number * elements) if is_pinned else number * elements for number in kinds)
+        whole += 3 * 4 * trained_parameters(gang, role, stage).float32
+    return -(-whole // gang.data_ranks)
+
+
+def pinned(num_bytes: int) -> int:
+    """Return the size of an allocation of pinned memory: torch rounds it up to a power of two, to use it again
+    (CachingHostAllocator)."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+
+
+def communicators(layout: LayoutConfig, ranks: int) -> int:
+    """Return the number of NCCL communicators of a rank that are used: of all ranks, of its tensor-parallel, pipeline
+    and data-parallel groups, and of the ranks that hold one copy of the model (for the norm of the gradients)."""
+    group = layout.tensor * layout.pipeline
+    used = (layout.tensor > 1, layout.pipeline > 1, ranks > group, group > 1)
+    return 1 + sum(used) if ranks > 1 else 0
+
+
+def _trained_sizes(gang: GangModels, role: Role, stage: int) -> Iterator[int]:
+    """Yield the elements of each trained tensor in `model.dtype` that a rank holds."""
+    spec, layout = padded(gang.spec_of(role), gang.layout.tensor), gang.layout
+    blocks, lora = gang.num_blocks(role) // layout.pipeline, gang.model.lora
+    if lora.rank:
+        shapes = layer_shapes(spec)
+        for target in lora.targets:
+            by_rows = target in SPLIT_BY_ROWS
+            for part in TARGET_PARTS[target]:
+                outputs, inputs = shapes[part]
+                whole, cut = (inputs, outputs) if by_rows else (outputs, inputs)
+                yield from [lora.rank * whole, lora.rank * cut // layout.tensor] * blocks
+        return
+    parts = {part: math.prod(shape) for part, shape in layer_shapes(spec).items()}
+    fused = [sum(parts.pop(part, 0) for part in group) for group in _FUSED]
+    sizes = {"qkv": fused[0], "qkv.bias": fused[1]} | parts
+    for part, elements in sizes.items():
+        split = part.startswith(("qkv", *_SPLIT))
+        yield from [elements // layout.tensor if split else elements] * blocks
+    beside = role_parameters(gang, role, stage).of_dtype - blocks * block_parameters(gang.spec_of(role), layout.tensor)
+    vocabulary = spec.vocab_size // layout.tensor * spec.hidden_size
+    yield from [vocabulary] * (beside // vocabulary)
+    yield beside % vocabulary

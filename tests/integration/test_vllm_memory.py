@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from pipeline.config.loading import load_config
-from pipeline.config.memory import PlannedRun, workers_memory
+from pipeline.config.memory import PlannedModel, PlannedRun, workers_memory
 from stages.engines.build import build_engine
 from stages.engines.remote.client import RemoteEngine
 from stages.engines.remote.environments import ENVIRONMENTS, environment_problem
@@ -34,7 +34,8 @@ def test_the_server_takes_what_is_predicted(tmp_path: Path) -> None:
     file, *own = arguments(tmp_path)
     settings = ("engine.kind=vllm", f"engine.python={PYTHON}", "engine.kv_budget_mb=1024", "engine.max_rows=4")
     config = load_config([file], [*own, *settings, f"model.path={tmp_path / 'llama'}"])
-    (worker,) = workers_memory(PlannedRun(config, read_spec(config.model.path), 0, on_gpus=False))
+    model = PlannedModel(config.model.path, read_spec(config.model.path), 0)
+    (worker,) = workers_memory(PlannedRun(config, model, on_gpus=False))
     predicted = sum(worker.items[name] for name in ("engine's processes", "engine weights", "KV cache"))
     with closing(build_engine(config.model.path, config.engine, max_seq=64, threads=1)) as engine:
         list(engine.generate(make_requests(4)))

@@ -11,7 +11,7 @@ import pytest
 from pipeline.config.changes import change_problems, sections
 from pipeline.config.errors import ConfigError
 from pipeline.config.loading import config_hash, load_config
-from pipeline.config.memory import memory_limits, planned_run
+from pipeline.config.memory import planned_run
 from pipeline.config.preflight import preflight
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
@@ -123,6 +123,6 @@ def test_a_local_judge_has_a_process_of_its_own_is_counted_and_held_to(folder: P
     assert said.startswith("placement.roles.score: given 'all'; reward.parts.judged is a model of the scoring worker's")
     config = load(folder, "local_judge", LOCAL, *SCORES_APART)
     spec = read_spec("random:tiny")
-    (scorer,) = planned_run(config, role_models(config, spec), memory_limits(config)).scorers
-    assert scorer.spec == spec
+    (scorer,) = planned_run(config, role_models(config, spec), on_gpus=False).scorers
+    assert scorer.model.spec == spec
     assert "reward.parts.judged.args" in state(config, preflight(config).prompts).identity.models

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from pipeline.config.errors import ConfigError
 from pipeline.config.identity import Identity, Statement, write_identity
 from pipeline.config.loading import load_config, to_yaml
-from pipeline.config.memory import memory_limits, planned_run, workers_memory
+from pipeline.config.memory import planned_run, workers_memory
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_run_directory, device_notes, preflight
 from pipeline.config.role_models import role_models
@@ -117,7 +117,7 @@ def test_replicas_that_need_more_gpus_than_there_are_are_refused(folder: Path, m
 @pytest.mark.parametrize(
     ("change", "key", "need"),
     [
-        ("model.tf32=true", "model.tf32", "this host has none: false"),
+        ("model.tf32=true", "model.tf32", "the host has none: false"),
         ("placement.gangs.all.offload=idle", "placement.gangs.all.offload", "none, or gradients"),
     ],
 )
@@ -292,10 +292,9 @@ def test_without_a_critic_its_model_is_not_looked_at(folder: Path) -> None:
     preflight(config)
     models = role_models(config, read_spec("random:tiny"))
     assert set(models) == {Role.POLICY, Role.REFERENCE}
-    limits = memory_limits(config)
-    (alone,) = workers_memory(planned_run(config, models, limits))
+    (alone,) = workers_memory(planned_run(config, models, on_gpus=False))
     with_one = load(folder)
-    (both,) = workers_memory(planned_run(with_one, role_models(with_one, read_spec("random:tiny")), limits))
+    (both,) = workers_memory(planned_run(with_one, role_models(with_one, read_spec("random:tiny")), on_gpus=False))
     assert alone.items["Adam moments"] < 0.6 * both.items["Adam moments"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from pipeline.config.errors import ConfigError
 from pipeline.config.identity import write_identity
 from pipeline.config.loading import load_config
-from pipeline.config.memory import host_bytes, memory_limits, planned_run, workers_memory
+from pipeline.config.memory import host_bytes, planned_run, workers_memory
 from pipeline.config.preflight import preflight
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
@@ -79,14 +79,14 @@ def test_a_smaller_vocabulary_is_refused(folder: Path) -> None:
 def test_every_scoring_worker_is_counted_with_the_model(folder: Path) -> None:
     def predicted(config: RunConfig) -> tuple[dict[str, int], int]:
         spec = read_spec(config.model.path)
-        run = planned_run(config, role_models(config, spec), memory_limits(config))
+        run = planned_run(config, role_models(config, spec), on_gpus=False)
         workers = workers_memory(run)
         (scoring,) = [worker for worker in workers if worker.worker == ("score", 0)]
         return dict(scoring.items), host_bytes(run, workers)
 
     items, total = predicted(load(folder))
     stored = (folder / "model" / "model.safetensors").stat().st_size
-    assert items["reading weights"] == stored
+    assert "reading weights" not in items, "a mapping that all processes of the host share"
     assert 0.9 * stored < items["reward models"] < 1.2 * stored, "both are float32"
     (folder / "model" / "config.json").rename(folder / "config.json")
     without, before = predicted(load(folder, "evaluate.reward.parts.learned={kind: vader, args: {path: null}}"))

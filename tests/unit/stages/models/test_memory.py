@@ -26,9 +26,14 @@ from stages.models.memory import (
     MicroBatchSize,
     RowsSize,
     activation_bytes,
+    checkpoint_bytes,
+    communicators,
     kept_bytes,
     logits_bytes,
     offloaded_bytes,
+    pinned,
+    publication_bytes,
+    published_tensors,
     rank_bytes,
     role_parameters,
     state_bytes,
@@ -354,3 +359,68 @@ def test_steps_without_training_have_no_rate(tmp_path: Path) -> None:
         policy, _ = batches(host)
         host.update_policy(0, policy)
         assert host.last_update(Role.POLICY) == {}
+
+
+# ---- publication, checkpoints, and what CUDA takes ------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=4, targets=["qkv", "fc1"])], ids=["all", "lora"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_copies_of_a_checkpoint_are_counted_to_the_byte(tmp_path: Path, lora: LoraConfig, dtype: Any) -> None:
+    model = ModelConfig(path="random:tiny", lora=lora, dtype=dtype)
+    with opened(tmp_path, model) as host:
+        train(host)
+        copied = 0
+        for role in (Role.POLICY, Role.CRITIC):
+            host.mark_clean(role)
+            (tmp_path / role).mkdir()
+            host.save(role, tmp_path / role)()
+            taken = host._trainers[role]._snapshot
+            assert taken is not None
+            copied += sum(shard.data.nbytes for shards in taken.tensors.values() for shard in shards)
+    assert copied == checkpoint_bytes(gang(model), 0, is_pinned=False)
+    assert copied < checkpoint_bytes(gang(model), 0, is_pinned=True) < 2 * copied
+
+
+@pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=4, targets=["qkv", "fc1"])], ids=["all", "lora"])
+@pytest.mark.parametrize("frozen_blocks", [0, 2])
+def test_published_tensors_are_those_that_are_published(tmp_path: Path, lora: LoraConfig, frozen_blocks: int) -> None:
+    model = ModelConfig(path="random:tiny", lora=lora, frozen_blocks=frozen_blocks)
+    with opened(tmp_path, model) as host:
+        published = host.trained_weights()
+    assert published is not None
+    assert {name: array.size for name, array in published.items()} == published_tensors(TINY, model)
+
+
+def test_the_stages_of_a_pipeline_publish_all_tensors_once() -> None:
+    model = ModelConfig(path="random:tiny")
+    whole = published_tensors(TINY, model)
+    stages = [published_tensors(TINY, model, 2, stage) for stage in range(2)]
+    assert stages[0].keys().isdisjoint(stages[1].keys())
+    assert stages[0] | stages[1] == whole
+
+
+def test_a_publication_needs_a_tensor_or_two_on_a_gpu_and_the_model_in_the_hosts_memory() -> None:
+    model = ModelConfig(path="random:tiny", dtype="bfloat16")
+    largest, whole = 256 * 64, sum(published_tensors(TINY, model).values())
+    cut = gang(model, LayoutConfig(tensor=2, pipeline=2), data_ranks=2)
+    second = sum(published_tensors(TINY, model, 2, 1).values())
+    first = publication_bytes(cut, 0, sends=True, first=True, on_gpu=True)
+    assert first == (2 * 2 * largest, 2 * whole)
+    assert publication_bytes(cut, 1, sends=True, first=False, on_gpu=True) == (2 * 2 * 176 * 64, 2 * second)
+    assert publication_bytes(cut, 1, sends=False, first=False, on_gpu=True) == (2 * 2 * 176 * 64, 0)
+    queries = 4 * 64 * (64 + 2 * 32)
+    alone = publication_bytes(gang(model), 0, sends=True, first=True, on_gpu=False)
+    assert alone == (0, 2 * (largest + queries)), "on a CPU other tensors are not copied"
+
+
+def test_pinned_memory_is_a_power_of_two() -> None:
+    assert [pinned(number) for number in (0, 1, 4096, 4097, 1 << 30)] == [0, 1, 4096, 8192, 1 << 30]
+
+
+def test_communicators_are_those_of_the_groups_that_are_used() -> None:
+    """All ranks; tensor, pipeline and data parallelism; one copy of the model."""
+    assert communicators(LayoutConfig(), 1) == 0
+    assert communicators(LayoutConfig(), 8) == 2
+    assert communicators(LayoutConfig(tensor=2, pipeline=2), 8) == 5
+    assert communicators(LayoutConfig(tensor=8), 8) == 3

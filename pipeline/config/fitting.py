@@ -1,0 +1,243 @@
+"""Compare the memory that a run is predicted to take with what there is, and find what would fit.
+
+    WorkerMemory, HostMemory (`memory`) ──► each host, its /dev/shm, each GPU ──► does not fit ──► Problem: the bytes
+    that are needed, those that there are, and the layouts or the cache with which it would fit
+
+Pure functions.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pipeline.config.devices import THIS_HOST, Worker, all_here, plan_devices
+from pipeline.config.hardware import GIB
+from pipeline.config.memory import (
+    HostMemory,
+    MemoryLimits,
+    PlannedRun,
+    WorkerMemory,
+    engine_memory,
+    hosts_memory,
+    row_cache_bytes,
+    workers_memory,
+)
+from pipeline.graph.graph import Gang
+from stages.models.config import LayoutConfig
+from stages.models.layouts import layout_problems
+from stages.models.protocol import MODEL_ROLES, Role
+from storage.problems import Problem
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The most bytes on one GPU at one time."""
+
+    host: str
+    number: int
+    num_bytes: int
+    largest: WorkerMemory
+    """The worker that takes the most of them."""
+
+
+def memory_problems(
+    run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str] | None = None
+) -> Iterator[Problem]:
+    """Yield a problem if a host's memory, a GPU's or /dev/shm is predicted to be too small. It names what would fit.
+    `hosts`: the host of each worker; None: all on this host."""
+    hosts = hosts or all_here(run.config.gangs())
+    workers = workers_memory(run)
+    of_hosts = hosts_memory(run, workers, hosts)
+    worst = max(of_hosts, key=lambda host: host.total)
+    if worst.total > limits.host:
+        yield _host_problem(run, limits, hosts, worst)
+    fullest = max(of_hosts, key=lambda host: host.shared)
+    if fullest.shared > limits.shared:
+        need = (
+            f"/dev/shm of {fullest.host} would hold {fullest.shared / GIB:.2f} GiB of published weights "
+            f"(staleness + 2 versions) and has {limits.shared / GIB:.2f}: make it larger, give a directory on another "
+            "filesystem, or a smaller staleness"
+        )
+        yield Problem("cluster.weights_dir", run.config.cluster.weights_dir, need)
+    by_gang: dict[str, DeviceMemory] = {}
+    for device in devices_memory(run, workers, hosts, limits.num_devices):
+        name = device.largest.worker[0]
+        if name not in by_gang or device.num_bytes > by_gang[name].num_bytes:
+            by_gang[name] = device
+    for device in by_gang.values():
+        if device.num_bytes > limits.device:
+            yield _device_problem(run, limits, hosts, device)
+
+
+def devices_memory(
+    run: PlannedRun, workers: Sequence[WorkerMemory], hosts: Mapping[Worker, str], num_devices: int
+) -> list[DeviceMemory]:
+    """Return the most bytes on each GPU that is used. Gangs that take turns are counted as `_at_once` says."""
+    config = run.config
+    sharing = config.placement.device_sharing
+    available = dict.fromkeys(hosts.values(), num_devices)
+    plan = plan_devices(config.gangs(), config.replica_ranks, hosts, available, sharing)
+    loads: dict[tuple[str, int], list[WorkerMemory]] = {}
+    for worker in workers:
+        for number in plan[worker.worker]:
+            loads.setdefault((hosts[worker.worker], number), []).append(worker)
+    shares = {worker.worker: max(1, len(plan[worker.worker])) for worker in workers}
+    return [
+        DeviceMemory(
+            host, number, _at_once(load, shares, sharing), max(load, key=lambda w: w.on_device // shares[w.worker])
+        )
+        for (host, number), load in sorted(loads.items(), key=lambda one: one[0][1])
+    ]
+
+
+def fitting_layouts(
+    run: PlannedRun, limits: MemoryLimits, gang: Gang, hosts: Mapping[Worker, str] | None = None
+) -> list[LayoutConfig]:
+    """Return the layouts of a gang with which the run is predicted to fit, the cheapest first: less recomputation, then
+    fewer ranks per model."""
+    found, placement = [], run.config.placement
+    for layout in _layouts(run, gang):
+        gangs = {**placement.gangs, gang.name: replace(placement.gangs[gang.name], layout=layout)}
+        if _fits(replace(run, config=replace(run.config, placement=replace(placement, gangs=gangs))), limits, hosts):
+            found.append(layout)
+    return found
+
+
+def fitting_cache_mb(run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str] | None = None) -> int:
+    """Return the largest `engine.kv_budget_mb`, at most the given one, with which the run is predicted to fit, or 0 if
+    none that fits can hold a row."""
+    config = run.config
+
+    def too_much(megabytes: int) -> bool:
+        engine = replace(config.engine, kv_budget_mb=megabytes)
+        return not _fits(replace(run, config=replace(config, engine=engine)), limits, hosts)
+
+    most = bisect.bisect_left(range(config.engine.kv_budget_mb + 1), True, key=too_much) - 1
+    return most if most << 20 >= row_cache_bytes(config, run.spec) else 0
+
+
+def _fits(run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str] | None) -> bool:
+    hosts = hosts or all_here(run.config.gangs())
+    workers = workers_memory(run)
+    of_hosts = hosts_memory(run, workers, hosts)
+    return (
+        all(host.total <= limits.host and host.shared <= limits.shared for host in of_hosts)
+        and all(one.num_bytes <= limits.device for one in devices_memory(run, workers, hosts, limits.num_devices))
+    )  # fmt: skip
+
+
+def _host_problem(run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str], host: HostMemory) -> Problem:
+    """Return the problem of a host whose memory is too small. It names the gang that takes the most of it."""
+    gangs = {gang.name: gang for gang in run.config.gangs()}
+    largest = max(host.items.keys() & gangs.keys(), key=lambda name: host.items[name])
+    listed = _largest(host.items)
+    origin = limits.origin or "cluster.host_memory_gb"
+    need = f"{host.host} would need {host.total / GIB:.2f} GiB ({listed}) and has {limits.host / GIB:.2f} ({origin})"
+    return _with_advice(run, limits, hosts, gangs[largest], need)
+
+
+def _device_problem(
+    run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str], device: DeviceMemory
+) -> Problem:
+    name, index = device.largest.worker
+    (gang,) = (gang for gang in run.config.gangs() if gang.name == name)
+    where = f"GPU {device.number}" + (f" of {device.host}" if device.host != THIS_HOST else "")
+    listed = _largest(device.largest.device_items)
+    origin = limits.origin or "cluster.device_memory_gb"
+    need = (
+        f"{where} would need {device.num_bytes / GIB:.2f} GiB ({name}-{index}: {listed}) and has "
+        f"{limits.device / GIB:.2f} ({origin})"
+    )
+    return _with_advice(run, limits, hosts, gang, need)
+
+
+def _largest(items: Mapping[str, int]) -> str:
+    """Return the three largest items in words."""
+    three = sorted(items.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{name} {number / GIB:.2f}" for name, number in three)
+
+
+def _with_advice(
+    run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str], gang: Gang, predicted: str
+) -> Problem:
+    """Return the problem of a run that does not fit, with what would. `gang`: the one that takes the most memory."""
+    key, given, engine = f"placement.gangs.{gang.name}", run.config.placement.gangs[gang.name], run.config.engine
+    fitting = [describe_layout(one) for one in fitting_layouts(run, limits, gang, hosts)] if gang.ordered else []
+    cache_mb = fitting_cache_mb(run, limits, hosts) if engine_memory(run).reserves_cache else 0
+    if cache_mb and (Role.GENERATE in gang.roles or not fitting):
+        what = f"{predicted}; {engine.kind} takes all of its cache at its start: at most {cache_mb} fits"
+        return Problem("engine.kv_budget_mb", engine.kv_budget_mb, what)
+    if fitting:
+        what = f"{predicted}; it fits with {' or '.join(fitting[:3])}"
+        return Problem(f"{key}.layout", describe_layout(given.layout), what)
+    what = f"no layout of its ranks ({gang.workers}) fits" if gang.ordered else "its replicas take the most"
+    others = "smaller model.*.micro_batch_tokens, engine.max_rows or engine.kv_budget_mb, model.dtype=bfloat16"
+    return Problem(
+        f"{key}.workers",
+        given.workers,
+        f"{predicted}; {what}: more ranks, {others}, LoRA or more model.frozen_blocks",
+    )
+
+
+def describe_layout(layout: LayoutConfig) -> str:
+    """Return a layout in the form that a config has."""
+    modules = f", recompute_modules: [{', '.join(layout.recompute_modules)}]" if layout.recompute_modules else ""
+    return (
+        f"{{tensor: {layout.tensor}, pipeline: {layout.pipeline}, distributed_optimizer: "
+        f"{str(layout.distributed_optimizer).lower()}, recompute: {layout.recompute}{modules}}}"
+    )
+
+
+def _at_once(
+    load: Sequence[WorkerMemory], shares: Mapping[Worker, int], device_sharing: Sequence[Sequence[str]]
+) -> int:
+    """Return the bytes of these workers on a GPU at one time. Of gangs that take turns only the largest counts, and
+    what the others leave on the device. `shares`: GPUs of each worker."""
+
+    by_gang: dict[str, tuple[int, int]] = {}
+    for one in load:
+        name, share = one.worker[0], shares[one.worker]
+        most, left = by_gang.get(name, (0, 0))
+        by_gang[name] = most + one.on_device // share, left + one.remaining // share
+    alternating = [[by_gang.pop(name) for name in group if name in by_gang] for group in device_sharing]
+    total = sum(most for most, _ in by_gang.values())
+    for group in alternating:
+        total += sum(left for _, left in group) + max((most - left for most, left in group), default=0)
+    return total
+
+
+def _layouts(run: PlannedRun, gang: Gang) -> Iterator[LayoutConfig]:
+    """Yield the layouts that can divide the gang's models and rows."""
+    config = run.config
+    given = config.placement.gangs[gang.name].layout
+    models = {role: run.own_specs.get(role, run.spec) for role in gang.roles & MODEL_ROLES}
+    recomputes = (
+        LayoutConfig(),
+        LayoutConfig(recompute="selective", recompute_modules=["mlp"]),
+        LayoutConfig(recompute="full"),
+    )
+    degrees = sorted(itertools.product(_divisors(gang.workers), repeat=2), key=lambda pair: (math.prod(pair), pair[1]))
+    for saving, (tensor, pipeline), sharded in itertools.product(recomputes, degrees, (False, True)):
+        data, cut = divmod(gang.workers, tensor * pipeline)
+        rows = (config.rows_per_shard, config.rollout.rows // config.ppo.minibatches)
+        if cut or any(number % data for number in rows) or (sharded and data == 1):
+            continue
+        layout = replace(
+            given,
+            tensor=tensor,
+            pipeline=pipeline,
+            sequence_parallel=given.sequence_parallel and tensor > 1,
+            distributed_optimizer=sharded,
+            recompute=saving.recompute,
+            recompute_modules=saving.recompute_modules,
+        )
+        if not any(any(layout_problems(config.model, role, spec, layout)) for role, spec in models.items()):
+            yield layout
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

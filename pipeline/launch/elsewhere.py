@@ -1,0 +1,188 @@
+"""Check a config against a cluster that is not here: nodes and GPUs of its workers, layouts, and memory.
+
+    local       every worker on one node
+    attached    gangs fill the GPUs of one node after the other; a tensor-parallel group or a replica stays on a node
+    Slurm       the nodes that the job would ask for (`script.job_shape`), if the config has a section `slurm`
+
+Nothing of this machine is looked at but the models' config.json.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.config.devices import Worker, device_problems, gpus_per_worker, plan_devices
+from pipeline.config.errors import refusal, together
+from pipeline.config.fitting import memory_problems
+from pipeline.config.hardware import AS, GIB, HardwareCluster
+from pipeline.config.memory import MemoryLimits, PlannedRun, planned_run
+from pipeline.config.preflight import check_shapes, may_share
+from pipeline.config.run import RunConfig
+from pipeline.config.slurm import SlurmConfig
+from pipeline.graph.graph import Gang
+from pipeline.launch.script import NodeGroup, job_shape
+from stages.models.spec import is_random
+from storage.problems import Problem
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A run on a cluster that is not here."""
+
+    run: PlannedRun
+    hosts: Mapping[Worker, str]
+    devices: Mapping[Worker, tuple[int, ...]]
+    """GPUs of each worker, as indices on its node."""
+    limits: MemoryLimits
+    problems: list[Problem]
+    """The problems of memory that is too small."""
+    notes: list[str]
+
+
+def check_elsewhere(config: RunConfig, cluster: HardwareCluster, text: str) -> Elsewhere:
+    """Return the placement of a run on a cluster, and the input of its memory prediction. `text`: the cluster as it was
+    given.
+
+    Raises:
+        ConfigError: lists the settings that cannot work there: models that layouts cannot divide; too few nodes, GPUs
+            or cores. (Too little memory is among the result, whose numbers a reader wants to see then.)
+    """
+    num_gpus = cluster.gpus_per_node if config.slurm.gpus or not is_slurm(config) else 0
+    models = check_shapes(config, on_gpus=num_gpus > 0)
+    gangs, ranks, sharing = config.gangs(), config.replica_ranks, config.placement.device_sharing
+    if problems := [*_node_problems(config, cluster, num_gpus)]:
+        raise together([refusal(problem) for problem in problems])
+    hosts = place(config, cluster, num_gpus)
+    available = dict.fromkeys(hosts.values(), num_gpus)
+    share = may_share(config, num_gpus) if _on_one_node(config) else bool(config.placement.share_devices)
+    for problem in device_problems(gangs, ranks, hosts, available, share=share, device_sharing=sharing):
+        raise refusal(problem)
+    limits = limits_of(config, cluster, num_gpus, text)
+    run = planned_run(config, models, on_gpus=num_gpus > 0)
+    devices = plan_devices(gangs, ranks, hosts, available, sharing)
+    problems = [*memory_problems(run, limits, hosts)]
+    return Elsewhere(run, hosts, devices, limits, problems, [*_notes(config, cluster)])
+
+
+def is_slurm(config: RunConfig) -> bool:
+    """Return True if the config says anything about a Slurm job."""
+    return config.slurm != SlurmConfig()
+
+
+def limits_of(config: RunConfig, cluster: HardwareCluster, num_gpus: int, text: str) -> MemoryLimits:
+    """Return the memory of a cluster's nodes and GPUs; at most the config's own limits."""
+    given = config.cluster
+    host = math.inf if given.host_memory_gb is None else given.host_memory_gb * GIB
+    device = math.inf if given.device_memory_gb is None else given.device_memory_gb * GIB
+    shared = math.inf if given.weights_dir is not None else cluster.shared_bytes
+    return MemoryLimits(
+        min(host, cluster.host_bytes), min(device, cluster.device_bytes), num_gpus, shared, f"{AS} {text}"
+    )
+
+
+def place(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> dict[Worker, str]:
+    """Return the node of every worker, as `node 3`. For configs without `_node_problems`."""
+    gangs = config.gangs()
+    if is_slurm(config):
+        number_of = dict(_in_job(config))
+    elif config.cluster.kind == "local":
+        number_of = {(gang.name, index): 0 for gang in gangs for index in range(gang.workers)}
+    else:
+        number_of = dict(_packed(config, cluster, num_gpus))
+    order = sorted(number_of, key=lambda worker: number_of[worker])
+    return {worker: f"node {number_of[worker]}" for worker in order}
+
+
+def _in_job(config: RunConfig) -> Iterator[tuple[Worker, int]]:
+    """Yield each worker with its node in the job: a gang's workers are spread over its nodes evenly, in order."""
+    first = 0
+    for group in job_shape(config).groups:
+        for step in group.steps:
+            for index in range(step.workers):
+                yield (step.gang, index), first + index // (step.workers // group.nodes)
+        first += group.nodes
+
+
+def _packed(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> Iterator[tuple[Worker, int]]:
+    """Yield each worker with its node if the gangs fill one node after the other. Gangs that take turns begin at the
+    same place. If GPUs are shared, gangs that find none left begin at the first node again."""
+    per_node, position = num_gpus or cluster.cores, 0
+    started: dict[str, int] = {}
+    for gang in sorted(config.gangs(), key=lambda gang: -_room(config, gang, num_gpus)):
+        each, side_by_side = _room(config, gang, num_gpus) // gang.workers, 1
+        if not each:
+            yield from (((gang.name, index), 0) for index in range(gang.workers))
+            continue
+        if gang.ordered:
+            side_by_side = min(config.placement.gangs[gang.name].layout.tensor, per_node)
+        turn = next((group for group in config.placement.device_sharing if gang.name in group), [])
+        at = next((started[name] for name in turn if name in started), position)
+        started[gang.name] = at
+        for index in range(gang.workers):
+            block = each * side_by_side
+            if index % side_by_side == 0 and at % per_node + block > per_node:
+                at = (at // per_node + 1) * per_node
+            yield (gang.name, index), at // per_node % cluster.nodes
+            at += each
+        position = max(position, at)
+
+
+def _room(config: RunConfig, gang: Gang, num_gpus: int) -> int:
+    """Return the GPUs of a gang, or without any the cores."""
+    if num_gpus:
+        return gang.workers * gpus_per_worker(gang.roles, config.replica_ranks)
+    return gang.workers * config.placement.gangs[gang.name].threads
+
+
+def _node_problems(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> Iterator[Problem]:
+    """Yield the problems of a run that asks for more nodes, GPUs or cores than there are."""
+    if is_slurm(config):
+        shape = job_shape(config)
+        if shape.nodes > cluster.nodes:
+            asked = ", ".join(f"{group.nodes} for {_names(group)}" for group in shape.groups)
+            need = f"the job asks for {shape.nodes} nodes ({asked}), there are {cluster.nodes}"
+            yield Problem("slurm.gangs", [*config.slurm.gangs], f"{need}: fewer nodes, or gangs beside one another")
+        for group in shape.groups:
+            yield from _group_problems(config, group, cluster, num_gpus)
+    elif config.cluster.kind == "attached" and num_gpus and not config.placement.share_devices:
+        rooms = {gang.name: _room(config, gang, num_gpus) for gang in config.gangs()}
+        rooms = {name: number for name, number in rooms.items() if number}
+        turns = [[rooms.pop(name) for name in group if name in rooms] for group in config.placement.device_sharing]
+        needed = sum(rooms.values()) + sum(max(group, default=0) for group in turns)
+        if needed > cluster.gpus:
+            listed = ", ".join(f"{gang.name} {_room(config, gang, num_gpus)}" for gang in config.gangs())
+            need = f"the gangs need {needed} GPUs ({listed}), there are {cluster.gpus}: fewer workers, or gangs that "
+            yield Problem("placement.gangs", [*config.placement.gangs], f"{need}take turns (placement.device_sharing)")
+
+
+def _group_problems(config: RunConfig, group: NodeGroup, cluster: HardwareCluster, num_gpus: int) -> Iterator[Problem]:
+    """Yield the problems of a job's nodes that need more GPUs or cores than a node has."""
+    for what, asked, available in (("GPUs", group.gpus, num_gpus), ("cores", group.cpus, cluster.cores)):
+        if asked > available:
+            need = f"a node for {_names(group)} would have {asked} {what} of theirs, and has {available}: more nodes, "
+            key = f"slurm.gangs.{group.steps[0].gang}.nodes"
+            yield Problem(key, group.nodes, f"{need}or fewer {'workers' if what == 'GPUs' else 'threads'}")
+
+
+def _names(group: NodeGroup) -> str:
+    return " and ".join(step.gang for step in group.steps) or "the driver"
+
+
+def _on_one_node(config: RunConfig) -> bool:
+    return config.cluster.kind == "local" and not is_slurm(config)
+
+
+def _notes(config: RunConfig, cluster: HardwareCluster) -> Iterator[str]:
+    """Yield what the check did not look at."""
+    if _on_one_node(config) and cluster.nodes > 1:
+        yield f"cluster.kind=local uses one of the {cluster.nodes} nodes; attached, or a section slurm, uses more"
+    path = config.model.path
+    if not is_random(path) and not any(Path(path).glob("*.safetensors")):
+        yield f"model.path={path} has no weights here: sizes come from its config.json"
+    yield (
+        "weights, tokenizer, prompts, rewards and directories were not looked at: `stageline check CONFIG` does, where "
+        "the run will be"
+    )

@@ -30,7 +30,7 @@ from stages.models.spec import read_spec
 from stages.models.weights import stage_tensors
 from stages.ppo.losses import LossStats
 from tests.support.families import random_model
-from tests.support.models import ALL_MODELS, opened, random_rollout
+from tests.support.models import ALL_MODELS, opened, random_advantages, random_rollout, update_both
 
 ROWS, SEQ = 8, 12
 TRAINED = (Role.POLICY, Role.CRITIC)

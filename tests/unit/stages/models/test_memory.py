@@ -46,7 +46,7 @@ from stages.models.spec import ModelSpec, read_config, read_spec, tensor_shapes
 from stages.models.work import UpdateWork, measured_peak, update_flops
 from stages.ppo.config import PPOConfig
 from tests.support.families import random_model
-from tests.support.models import ALL_MODELS, opened, random_rollout
+from tests.support.models import ALL_MODELS, opened, random_advantages, random_rollout, update_both
 from tests.unit.stages.models.test_model_update import batches, model_config
 
 TINY = read_spec("random:tiny")

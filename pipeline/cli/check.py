@@ -1,13 +1,15 @@
 """`stageline check CONFIG [key=value...] [--as 16x8xH100-80] | RUN`: find everything for which a run would be refused,
 here or on a cluster that is not here, or check a run's directory.
 
-Starts nothing and writes nothing. For a config it also prints the memory that the run would need.
+Starts nothing and writes nothing. For a config it also prints the memory that the run would need; with `--trace` also
+what its ranks do and take (`pipeline/cli/trace.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -47,6 +49,10 @@ def command(options: argparse.Namespace) -> int:
         output().print(report.render(), crop=False)  # a problem is one line, however long
         return DONE if report.sound else BAD_INPUT
     config = config_of([options.target, *options.more])
+    if options.trace:
+        with warnings.catch_warnings(action="ignore"):  # Megatron's, about what is not installed
+            show_trace = import_module("pipeline.cli.trace").show_trace  # loads torch
+        show_trace(config)
     if options.cluster is not None:
         return _check_elsewhere(config, options.target, options.cluster)
     checked = check_run(config, resume=False)

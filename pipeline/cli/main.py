@@ -166,6 +166,11 @@ def _check(parser: argparse.ArgumentParser) -> None:
         metavar="NODESxGPUSxHARDWARE",
         help="check the config against a cluster that is not here, as 16x8xH100-80 (kinds: conf/hardware)",
     )
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="also run a rank of each pipeline stage without GPUs and numbers; print its memory and its collectives",
+    )
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:

@@ -202,20 +202,21 @@ def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bo
         recompute_method="uniform" if layout.recompute == "full" else None,
         recompute_num_layers=1 if layout.recompute == "full" else None,
     )
-    stage = GPTModel(
-        config=config,
-        transformer_layer_spec=block_spec(
-            num_blocks // layout.pipeline, blueprint.products, blueprint.kernels, qk_norm=spec.qk_norm
-        ),
-        vocab_size=spec.vocab_size,
-        max_sequence_length=spec.max_positions,
-        pre_process=embedding,
-        post_process=output,
-        parallel_output=True,
-        share_embeddings_and_output_weights=tied,
-        position_embedding_type="rope",
-        rotary_base=spec.rope_theta,
-    )
+    with device:  # Megatron would leave torch's norms on the CPU
+        stage = GPTModel(
+            config=config,
+            transformer_layer_spec=block_spec(
+                num_blocks // layout.pipeline, blueprint.products, blueprint.kernels, qk_norm=spec.qk_norm
+            ),
+            vocab_size=spec.vocab_size,
+            max_sequence_length=spec.max_positions,
+            pre_process=embedding,
+            post_process=output,
+            parallel_output=True,
+            share_embeddings_and_output_weights=tied,
+            position_embedding_type="rope",
+            rotary_base=spec.rope_theta,
+        )
     if embedding and not blueprint.kernels.portable:
         # Megatron chooses the class itself; ours differs only in its forward
         stage.embedding.word_embeddings.__class__ = CpuEmbedding
@@ -224,7 +225,7 @@ def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bo
         # Megatron marks split weights when it initialises them; the gradient norm counts unmarked ones on one rank only
         if name in hf_conversion.SPLIT_AXES and not hasattr(parameter, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(parameter, True, hf_conversion.SPLIT_AXES[name], 1)
-    return stage.to(device)  # Megatron leaves torch's norms on the CPU
+    return stage
 
 
 def _output(blueprint: Blueprint, role: Role, weight: Parameter | None) -> HiddenOutput:

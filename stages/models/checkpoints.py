@@ -80,7 +80,7 @@ def snapshot(state: Sequence[ShardedTensor], common: Mapping[str, Any], spent: S
         if is_main_replica(shard.replica_id):
             copy = buffers.get(_place(shard))
             if copy is None:
-                copy = torch.empty(shard.data.shape, dtype=shard.dtype, pin_memory=shard.data.is_cuda)
+                copy = torch.empty(shard.data.shape, dtype=shard.dtype, pin_memory=not shard.data.is_cpu)
             copy.copy_(shard.data, non_blocking=True)
             tensors.setdefault(shard.key, []).append(dataclasses.replace(shard, data=copy))
     if torch.cuda.is_available():

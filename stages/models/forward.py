@@ -51,8 +51,12 @@ class MicroBatch:
     """int64 [S]: the sampled tokens, row by row."""
     predictors: Tensor
     """int64 [S]: for each sampled token the packed index of the token before it, whose hidden state predicts it."""
+    in_response: Tensor
+    """int64 [S]: the index of each sampled token in its response."""
     places: Tensor
     """int64 [tokens of the rows]: the index of each packed token in a flattened [B, T]."""
+    row_tokens: tuple[np.ndarray, ...]
+    """The tokens of each row, on the host: to read them from the device would wait for it."""
 
     def padded(self, per_token_N: Tensor) -> Tensor:
         """Return one number per packed token as [B, T], 0 at padding. Differentiable."""
@@ -91,6 +95,7 @@ def _micro_batch(
     filling = -total % multiple
     starts = np.cumsum(lengths) - lengths
     row_of, position = np.nonzero(own_mask)
+    packed = tokens[rows, :width][inside]
 
     def on_device(array: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.from_numpy(array).to(device, dtype)
@@ -98,12 +103,14 @@ def _micro_batch(
     return MicroBatch(
         rows,
         lengths,
-        on_device(np.pad(tokens[rows, :width][inside], (0, filling))),
+        on_device(np.pad(packed, (0, filling))),
         pack([*map(int, lengths), *([filling] if filling else [])], device),
         on_device(own_mask, torch.bool),
         on_device(tokens[rows, :width][own_mask]),
         on_device(starts[row_of] + position - 1),
+        on_device((own_mask.cumsum(1) - 1)[own_mask]),
         on_device(np.flatnonzero(inside)),
+        tuple(np.split(packed, starts[1:])),
     )
 
 
@@ -134,7 +141,7 @@ class KeptForwards:
 
 
 def _key(batch: MicroBatch) -> bytes:
-    return batch.lengths.tobytes() + batch.tokens.cpu().numpy().tobytes()
+    return b"".join(_digests(batch.row_tokens))
 
 
 def run_forward(
@@ -203,7 +210,7 @@ def hidden_states(model: GPTModel, trunk: Trunk | None, batch: MicroBatch) -> Te
     and on the others [N, 1, H], the input of the next stage."""
     if trunk is not None:
         stage = model if isinstance(model, GPTModel) else model.module
-        hidden = trunk.hidden(batch.tokens, batch.lengths)
+        hidden = trunk.hidden(batch)
         if torch.is_grad_enabled() and stage.config.recompute_granularity is not None:
             hidden.requires_grad_()  # recomputed modules get gradients only if their input requires one
         stage.set_input_tensor(hidden)
@@ -228,7 +235,7 @@ def response_logprobs(
         hidden_NH[F.pad(batch.predictors, filling)],
         weight_VH,
         F.pad(batch.targets, filling),
-        F.pad((batch.mask.cumsum(1) - 1)[batch.mask], filling),
+        F.pad(batch.in_response, filling),
         distribution,
         products,
         kernels,
@@ -281,12 +288,13 @@ class Trunk:
         self._counted = (0, 0)
 
     @torch.no_grad()
-    def hidden(self, tokens_N: Tensor, lengths: np.ndarray) -> Tensor:
-        """Return the frozen blocks' outputs for packed rows of these lengths: [N, 1, H], or this rank's [N / TP, 1, H]
-        under sequence parallelism. Tokens after the last row get zeros."""
+    def hidden(self, batch: MicroBatch) -> Tensor:
+        """Return the frozen blocks' outputs for a micro-batch's rows: [N, 1, H], or this rank's [N / TP, 1, H] under
+        sequence parallelism. Tokens after the last row get zeros."""
+        tokens_N, lengths = batch.tokens, batch.lengths
         starts = np.cumsum(lengths) - lengths
         row_tokens = [tokens_N[start : start + length] for start, length in zip(starts, lengths, strict=True)]
-        keys = _digests(row_tokens)
+        keys = _digests(batch.row_tokens)
         # held here as well, so that a cache smaller than the micro-batch still works
         rows = {key: self._rows[key] for key in keys if key in self._rows}
         missing = np.array([b for b, key in enumerate(keys) if key not in rows], dtype=int)
@@ -354,5 +362,5 @@ def _padded_widths(lengths: np.ndarray, multiple: int) -> np.ndarray:
     return -(-widths // multiple) * multiple
 
 
-def _digests(rows: Sequence[Tensor]) -> list[bytes]:
-    return [hashlib.blake2b(row.cpu().numpy().tobytes(), digest_size=16).digest() for row in rows]
+def _digests(rows: Sequence[np.ndarray]) -> list[bytes]:
+    return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in rows]

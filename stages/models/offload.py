@@ -42,7 +42,7 @@ class Residence:
         for storage in storages(self._tensors()):
             copy = next((own for own in spare if own.nbytes == storage.nbytes()), None)
             if copy is None:
-                copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda)
+                copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type != "cpu")
             else:
                 spare = [own for own in spare if own is not copy]
             copy.copy_(_bytes(storage), non_blocking=True)
@@ -66,7 +66,7 @@ def storages(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.nbytes():
-            seen[storage.data_ptr()] = storage
+            seen[storage._cdata] = storage
     yield from seen.values()
 
 

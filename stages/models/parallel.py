@@ -100,25 +100,31 @@ def join(rank: Rank, layout: LayoutConfig, seed: int) -> ParallelRank:
             world_size=rank.size,
             timeout=missing_ranks.timeout,
         )
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tensor,
-            pipeline_model_parallel_size=layout.pipeline,
-            create_gloo_process_groups=False,  # they would be second copies of the groups, used by nothing here
-            distributed_timeout_minutes=missing_ranks.timeout / timedelta(minutes=1),
-        )
-        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)  # sequence parallelism needs its generators
-        joined = ParallelRank(
-            tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-            tensor_size=layout.tensor,
-            pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            pipeline_size=layout.pipeline,
-            data_rank=parallel_state.get_data_parallel_rank(),
-            data_size=parallel_state.get_data_parallel_world_size(),
-            device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
-            missing_ranks=missing_ranks,
-        )
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        joined = create_groups(layout, seed, device, missing_ranks)
         undo.pop_all()
     return joined
+
+
+def create_groups(layout: LayoutConfig, seed: int, device: torch.device, missing_ranks: RollCall) -> ParallelRank:
+    """Create Megatron's groups in a process group that all ranks of the gang have joined."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        create_gloo_process_groups=False,  # they would be second copies of the groups, used by nothing here
+        distributed_timeout_minutes=missing_ranks.timeout / timedelta(minutes=1),
+    )
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)  # sequence parallelism needs its generators
+    return ParallelRank(
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=layout.tensor,
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=layout.pipeline,
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        device=device,
+        missing_ranks=missing_ranks,
+    )
 
 
 def leave() -> None:
@@ -274,38 +280,37 @@ def _is_of_a_collective(error: RuntimeError) -> bool:
 
 # ---- megatron-core without CUDA -------------------------------------------------------------------------
 
-
+CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "empty_like", "zeros_like", "arange")
 """torch functions that megatron-core calls with device="cuda"."""
 
 
-def run_megatron_without_cuda() -> None:
-    """Make megatron-core run on a torch without CUDA. A second call, or a call with CUDA, does nothing.
+def run_megatron_without_cuda(device: torch.device = CPU) -> None:
+    """Make megatron-core run on a torch without CUDA, on `device`. A second call, or a call with CUDA, does nothing.
 
     megatron-core asks for CUDA devices, generators and tensor type names by name. Its modules that are imported so far
-    get a copy of the torch module in which these are the CPU's. All other code in the process keeps the real torch,
-    except for two methods of Tensor: `cuda` returns the tensor, and `type` without arguments returns
+    get a copy of the torch module in which these are the device's. All other code in the process keeps the real torch,
+    except for two methods of Tensor: `cuda` moves the tensor to the device, and `type` without arguments returns
     "torch.cuda.FloatTensor". Call this in worker processes only."""
     if torch.cuda.is_available() or hasattr(torch.Tensor.type, "__wrapped__"):
         return
-    cpu = torch.device("cpu")
     cuda = _view(
         torch.cuda,
-        current_device=lambda: cpu,
+        current_device=lambda: device,
         synchronize=lambda device=None: None,
         # the CPU's generator replaces the device's
         get_rng_state=lambda device="cuda": torch.get_rng_state(),
         set_rng_state=lambda state, device="cuda": torch.set_rng_state(state),
         manual_seed=torch.manual_seed,
     )
-    view = _view(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
+    view = _view(torch, cuda=cuda, **{name: _on(device, getattr(torch, name)) for name in FACTORIES})
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and module.__dict__.get("torch") is torch:
             module.__dict__["torch"] = view
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
-    torch.Tensor.type = _cuda_type_name(torch.Tensor.type)  # type: ignore[method-assign]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self.to(device)  # type: ignore[method-assign]
+    torch.Tensor.type = _cuda_type_name(torch.Tensor.type, device)  # type: ignore[method-assign]
 
 
 def _view(module: ModuleType, **changes: Any) -> ModuleType:
@@ -316,26 +321,28 @@ def _view(module: ModuleType, **changes: Any) -> ModuleType:
     return view
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return the factory with device="cuda" replaced by the CPU."""
+def _on(device: torch.device, factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return the factory with device="cuda" replaced by `device`."""
 
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
-        device = kwargs.get("device")
-        if device is not None and str(device).startswith("cuda"):
-            kwargs["device"] = "cpu"
+        asked = kwargs.get("device")
+        if asked is not None and str(asked).startswith("cuda"):
+            kwargs["device"] = device
         return factory(*args, **kwargs)
 
     return create
 
 
-def _cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a Tensor.type that calls CPU tensors "torch.cuda.FloatTensor": megatron-core's optimizers compare this
-    name."""
+def _cuda_type_name(original: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Return a Tensor.type that calls the device's tensors "torch.cuda.FloatTensor": megatron-core's optimizers compare
+    this name."""
+    own = "torch." if device == CPU else f"torch.{device.type}."
 
     @functools.wraps(original)
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         name = original(self, *args, **kwargs)
-        return name.replace("torch.", "torch.cuda.", 1) if isinstance(name, str) and self.is_cpu else name
+        is_own = isinstance(name, str) and self.device.type == device.type
+        return name.replace(own, "torch.cuda.", 1) if is_own else name
 
     return type_name

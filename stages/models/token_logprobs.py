@@ -115,8 +115,8 @@ class _TokenLogprobs(torch.autograd.Function):
             inside_N, column_N = _inside(target_N, block)
             target_logit_N += torch.where(inside_N, z_NW.gather(1, column_N[:, None])[:, 0], 0)
             torch.amax(z_NW, 1, out=largest_KN[k])
-            if z_NW.nbytes <= kept_bytes:
-                kept_bytes -= z_NW.nbytes
+            kept_bytes -= z_NW.nbytes
+            if kept_bytes >= 0:  # the first blocks: a smaller last one may fit again, but `kept` has no gaps
                 kept.append(z_NW)
             below_NW = z_NW - largest_KN[k, :, None]
             weight_NW = below_NW.exp() if entropy != "none" else below_NW.exp_()
@@ -185,14 +185,14 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def _blocks(num_tokens: int, width: int, device: torch.device) -> list[slice]:
     """Return the blocks of the vocabulary, the same in the forward and the backward pass."""
-    size = max(MIN_BLOCK, BLOCK_BYTES[device.type] // (4 * max(1, num_tokens)))
+    size = max(MIN_BLOCK, BLOCK_BYTES["cpu" if device.type == "cpu" else "cuda"] // (4 * max(1, num_tokens)))
     return [slice(start, min(start + size, width)) for start in range(0, width, size)]
 
 
 def _operand(hidden_NH: Tensor, weight_VH: Tensor) -> Tensor:
     """Return the hidden states as `_logits` needs them: rounded to the weight's dtype."""
     rounded_NH = hidden_NH.to(weight_VH.dtype)
-    return rounded_NH if rounded_NH.is_cuda else rounded_NH.float()
+    return rounded_NH.float() if rounded_NH.is_cpu else rounded_NH
 
 
 def _logits(
@@ -200,7 +200,7 @@ def _logits(
 ) -> Tensor:
     """Return the float32 logits [N, W] of one block of the vocabulary, after temperature and exclusions. The
     distribution's tokens count from the block's first."""
-    if weight_WH.dtype == torch.bfloat16 and not weight_WH.is_cuda:
+    if weight_WH.dtype == torch.bfloat16 and weight_WH.is_cpu:
         z_NW = multiply_bfloat16(operand_NH, weight_WH.float())
     elif operand_NH.dtype == torch.float32:
         z_NW = multiply(operand_NH, weight_WH.float(), products)

@@ -331,10 +331,10 @@ class Trainer:
         """Yield the optimizer's tensors that are not the model's weights. (In float32 the weights are their own master
         weights.)"""
         (inner,) = self._optimizer.chained_optimizers
-        weights = {storage.data_ptr() for storage in storages(self.model.parameters())}
+        weights = {storage._cdata for storage in storages(self.model.parameters())}
         masters = [master.tensor for master in masters_of(inner)]
         moments = [state[moment] for state in self._adam.state.values() for moment in MOMENTS]
-        return (tensor for tensor in masters + moments if tensor.untyped_storage().data_ptr() not in weights)
+        return (tensor for tensor in masters + moments if tensor.untyped_storage()._cdata not in weights)
 
     def state_bytes(self) -> dict[str, int]:
         """Return the measured bytes of gradients, float32 masters and Adam moments, under the names of

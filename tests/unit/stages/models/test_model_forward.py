@@ -10,13 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from stages.models.config import ModelConfig, SamplingConfig
-from stages.models.forward import Trunk, cut_micro_batches, hidden_states
+from stages.models.forward import MicroBatch, Trunk, cut_micro_batches, hidden_states
 from stages.models.hf_weights import read_weights
 from stages.models.protocol import Role
 from stages.models.spec import read_config
+from storage.records import Rollout
 from tests.support.models import opened, random_rollout
 from tests.support.paths import SMOLLM2
-from tests.support.sampled_rows import rollout_of
 
 SEQ = 12
 CPU = torch.device("cpu")
@@ -110,20 +110,24 @@ def test_the_trunk_computes_each_row_once_and_forgets_the_oldest(tmp_path: Path)
         assert host.trunk_counts() == {"trunk/rows": 18, "trunk/computed_rows": 6}
         host.values(rollout)
         assert host.trunk_counts() == {"trunk/rows": 6, "trunk/computed_rows": 0}
-        (batch,) = cut_micro_batches(rollout.tokens, rollout.response_mask, np.arange(6), CPU, max_tokens=6 * SEQ)
-        whole = trunk.hidden(batch.tokens, batch.lengths)
+
+        def batch_of(rows: np.ndarray) -> MicroBatch:
+            (batch,) = cut_micro_batches(rollout.tokens, rollout.response_mask, rows, CPU, max_tokens=6 * SEQ)
+            return batch
+
+        batch = batch_of(np.arange(6))
+        whole = trunk.hidden(batch)
 
         # 64 float32 a token: room for the last rows only, so that the first ones are computed again
         small = Trunk(trunk.model, cache_bytes=int(batch.lengths[-3:].sum()) * 256)
-        torch.testing.assert_close(small.hidden(batch.tokens, batch.lengths), whole, rtol=0, atol=0)
-        rows = batch.tokens.split(batch.lengths.tolist())
-        small.hidden(torch.cat(rows[-3:]), batch.lengths[-3:])
+        torch.testing.assert_close(small.hidden(batch), whole, rtol=0, atol=0)
+        small.hidden(batch_of(batch.rows[-3:]))
         assert small.num_computed == 6
-        first = torch.cat(rows[:2])
-        again = small.hidden(first, batch.lengths[:2])
+        first = batch_of(batch.rows[:2])
+        again = small.hidden(first)
         assert small.num_computed == 8
         # bit for bit, though other rows ran beside them: a replay must not depend on what the cache held
-        torch.testing.assert_close(again, whole[: len(first)], rtol=0, atol=0)
+        torch.testing.assert_close(again, whole[: first.lengths.sum()], rtol=0, atol=0)
 
 
 @pytest.mark.smollm2
@@ -132,7 +136,17 @@ def test_smollm2_on_real_text_equals_transformers(tmp_path: Path) -> None:
     tokens = AutoTokenizer.from_pretrained(SMOLLM2)(text).input_ids
     assert len(tokens) > 15
     mask = np.arange(len(tokens))[None] >= 4
-    rollout = rollout_of([tokens], mask)
+    rollout = Rollout(
+        row=np.zeros(1, np.int64),
+        prompt_index=np.zeros(1, np.int64),
+        tokens=np.array([tokens], np.int32),
+        prompt_lengths=np.array([4], np.int32),
+        response_lengths=np.array([len(tokens) - 4], np.int32),
+        response_mask=mask,
+        sampler_logprobs=np.zeros(mask.shape, np.float32),
+        token_versions=np.where(mask, 0, -1).astype(np.int32),
+        finish_reason=np.ones(1, np.int8),
+    )
     with opened(tmp_path, ModelConfig(path=str(SMOLLM2), frozen_blocks=24)) as host:
         found = host.policy_logprobs(rollout)
     with torch.no_grad():

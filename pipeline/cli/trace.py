@@ -1,0 +1,142 @@
+"""`stageline check CONFIG --trace`: run one rank of each pipeline stage of each training gang without GPUs and without
+the other ranks (`stages.models.trace`), and print its memory beside the prediction, and its collectives.
+
+The traces run in processes of their own, since torch cannot forget a device; two at a time if there are two cores.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import groupby
+
+from rich.table import Table
+
+from pipeline.cli.answers import output, print_line
+from pipeline.config.run import RunConfig
+from pipeline.graph.graph import Gang
+from stages.models.fake_gpu import DEVICE, FILES, HOST, PINNED, Collective
+from stages.models.memory import GangModels, RowsSize, offloaded_bytes, rank_bytes
+from stages.models.protocol import MODEL_ROLES, Role
+from stages.models.spec import read_spec
+from stages.models.trace import TracedGang, TracedRank, trace_stage, worst_batch
+
+_MIB = 1 << 20
+
+
+def show_trace(config: RunConfig) -> None:
+    """Print the traces of all gangs that hold models."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that the device has no backend of its own
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    gangs = {gang.name: traced_gang(config, gang) for gang in config.gangs() if gang.ordered}
+    with ProcessPoolExecutor(min(2, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as processes:
+        # first the later stages, since the first stage collects their weights
+        later = {
+            (name, stage): processes.submit(trace_stage, gang, stage, {})
+            for name, gang in gangs.items()
+            for stage in range(1, gang.layout.pipeline)
+        }
+        found = {place: future.result() for place, future in later.items()}
+        first = {
+            name: processes.submit(
+                trace_stage, gang, 0, {rank.index: rank.sent for (of, _), rank in found.items() if of == name}
+            )
+            for name, gang in gangs.items()
+        }
+        for name, gang in gangs.items():
+            ranks = [first[name].result(), *(rank for (of, _), rank in found.items() if of == name)]
+            for rank in ranks:
+                _show_rank(name, gang, rank)
+            versions, published = config.staleness + 2, ranks[0].published_bytes
+            if published:
+                print_line(
+                    f"{name}: publishes {_mebibytes(published)} MiB a version; {versions} versions in shared memory "
+                    f"take {_mebibytes(versions * published)} MiB"
+                )
+
+
+def traced_gang(config: RunConfig, gang: Gang) -> TracedGang:
+    """Return a gang's input of the trace."""
+    settings = config.placement.gangs[gang.name]
+    return TracedGang(
+        config.model,
+        config.sampling,
+        config.ppo,
+        settings.layout,
+        gang.roles & MODEL_ROLES,
+        gang.workers,
+        config.prompts.max_tokens,
+        settings.offload,
+    )
+
+
+def predicted(gang: TracedGang, stage: int) -> tuple[int, int]:
+    """Return the predicted bytes of a rank of a stage for the rows that the trace runs: on its GPU, and offloaded to
+    the host."""
+    model = gang.model
+    own = {role: read_spec(model.path_of(role)) for role in gang.roles if model.path_of(role) != model.path}
+    models = GangModels(read_spec(model.path), model, gang.layout, gang.roles, gang.data_ranks, gang.offload, own)
+    batches = {role: worst_batch(gang, role) for role in (Role.POLICY, Role.CRITIC)}
+    width = max(batch.length for batch in batches.values())
+    num_rows = max(batch.rows for batch in batches.values()) * gang.data_ranks * gang.num_batches
+    rows = RowsSize(width, num_rows, num_rows)
+    sizes = {role: batch.size for role, batch in batches.items()}
+    return sum(rank_bytes(models, sizes, stage, rows=rows, device="cuda").values()), offloaded_bytes(models, stage)
+
+
+def _show_rank(name: str, gang: TracedGang, rank: TracedRank) -> None:
+    layout = gang.layout
+    title = f"{name}, rank {rank.index} of {gang.num_ranks}, stage {rank.stage} of {layout.pipeline}, MiB"
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for heading in ("GPU", "host", "pinned", "files", "calls", "moved"):
+        table.add_column(heading, justify="right")
+    for phase in rank.phases:
+        places = (_mebibytes(phase.peak.get(place, 0)) for place in (DEVICE, HOST, PINNED, FILES))
+        moved = sum(collective.num_bytes for collective in phase.collectives)
+        table.add_row(phase.name, *places, str(len(phase.collectives)), _mebibytes(moved))
+    output().print(table)
+    on_device, offloaded = predicted(gang, rank.stage)
+    traced = rank.peak(DEVICE)
+    print_line(
+        f"GPU at most: traced {_mebibytes(traced)} MiB, predicted {_mebibytes(on_device)} MiB "
+        f"({on_device / traced - 1:+.1%})"
+        + (f"; offloaded to the host: predicted {_mebibytes(offloaded)} MiB" if offloaded else "")
+    )
+    for phase in rank.phases:
+        for times, collectives in repeats(phase.collectives):
+            again = f"{times} x " if times > 1 else ""
+            print_line(f"  {phase.name}: {again}{'; '.join(map(_collective, collectives))}")
+
+
+def repeats(collectives: Sequence[Collective], longest: int = 16) -> Iterator[tuple[int, Sequence[Collective]]]:
+    """Yield (number of times, collectives) in order, where a sequence that follows itself is given once. The blocks of
+    a model all make the same few calls."""
+    start = 0
+    while start < len(collectives):
+        best = 1, 1
+        for length in range(1, min(longest, len(collectives) - start) + 1):
+            pattern, times = collectives[start : start + length], 1
+            while collectives[start + times * length : start + (times + 1) * length] == pattern:
+                times += 1
+            if times > 1 and times * length > best[0] * best[1]:
+                best = times, length
+        times, length = best
+        yield times, collectives[start : start + length]
+        start += times * length
+
+
+def _collective(collective: Collective) -> str:
+    shapes = ", ".join(f"{len(list(same))} x {list(shape)}" for shape, same in groupby(collective.shapes)).replace(
+        "1 x ", ""
+    )
+    size = (
+        f"{collective.num_bytes / _MIB:,.1f} MiB" if collective.num_bytes >= _MIB else f"{collective.num_bytes} bytes"
+    )
+    return f"{collective.operation} over {collective.group} ({collective.num_ranks}) {shapes or 'objects'}, {size}"
+
+
+def _mebibytes(number: int) -> str:
+    return f"{number / _MIB:,.0f}" if number else ""

@@ -1,0 +1,110 @@
+"""The trace of a gang on GPUs that are not there: its memory against the prediction, its collectives, its operations.
+
+A process that traces can use no other device afterwards, so every test runs it in one of its own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.cli.trace import predicted, repeats
+from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig, SamplingConfig
+from stages.models.fake_gpu import DEVICE, PINNED, Collective
+from stages.models.memory import DTYPE_BYTES
+from stages.models.protocol import MODEL_ROLES
+from stages.models.spec import read_spec, tensor_shapes
+from stages.models.trace import TracedGang, TracedRank, trace_stage
+from stages.ppo.config import PPOConfig
+
+
+def gang(path: str, ranks: int, *, tokens: int, new: int, dtype: Any = "bfloat16", **layout: Any) -> TracedGang:
+    optimizer = OptimizerConfig(micro_batch_tokens=tokens)
+    model = ModelConfig(path=path, dtype=dtype, policy=optimizer, critic=optimizer)
+    return TracedGang(
+        model, SamplingConfig(max_new_tokens=new), PPOConfig(), LayoutConfig(**layout), MODEL_ROLES, ranks, new
+    )
+
+
+def traced(given: TracedGang) -> list[TracedRank]:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        later = [process.submit(trace_stage, given, s, {}).result() for s in range(1, given.layout.pipeline)]
+        return [process.submit(trace_stage, given, 0, {r.index: r.sent for r in later}).result(), *later]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[TracedGang, list[TracedRank]]:
+    """TP2 x PP2 x DP2 with everything that shards."""
+    given = gang(
+        "random:tiny", 8, tokens=512, new=63, tensor=2, pipeline=2, sequence_parallel=True, distributed_optimizer=True
+    )
+    return given, traced(given)
+
+
+def test_state_and_published_bytes_are_exact(tiny: tuple[TracedGang, list[TracedRank]]) -> None:
+    _, ranks = tiny
+    spec = read_spec("random:tiny")
+    parameters = sum(torch.Size(shape).numel() for shape in tensor_shapes(spec).values())
+    assert ranks[0].published_bytes == DTYPE_BYTES["bfloat16"] * parameters
+    assert ranks[1].published_bytes == 0
+    for rank in ranks:
+        saved = {phase.name: phase.peak[PINNED] for phase in rank.phases if phase.peak.get(PINNED)}
+        assert set(saved) == {"checkpoint policy", "checkpoint critic"}
+
+
+def test_the_stages_send_each_other_what_the_other_expects(tiny: tuple[TracedGang, list[TracedRank]]) -> None:
+    _, (first, last) = tiny
+    for phase, other in zip(first.phases, last.phases, strict=True):
+        assert phase.name == other.name
+        for one, two in ((phase, other), (other, phase)):
+            sent = [c.shapes for c in one.collectives if c.operation == "send" and c.group == "pipeline"]
+            received = [c.shapes for c in two.collectives if c.operation == "recv" and c.group == "pipeline"]
+            assert sent == received
+
+
+def test_an_update_calls_no_operation_that_torch_refuses_in_deterministic_runs(
+    tiny: tuple[TracedGang, list[TracedRank]],
+) -> None:
+    """torch's documentation lists them: some have a deterministic form, the others raise an error."""
+    text = str(torch.use_deterministic_algorithms.__doc__)
+    deterministic, refused = text.split("will throw a")[0], text.split("will throw a")[1]
+    assert "index_add" in deterministic
+    assert "put_" in refused
+    called = {name.removeprefix("aten::").partition(".")[0] for rank in tiny[1] for name in rank.operations}
+    assert {"mm", "embedding", "_fused_adam_"} & called
+    names = set(re.findall(r"`(?:torch\.)?(?:Tensor\.|nn\.functional\.)?(\w+)", refused))
+    assert not called & names
+    assert called & set(re.findall(r"torch\.(?:Tensor\.)?(\w+)", deterministic)) <= DETERMINISTIC_FORM
+
+
+DETERMINISTIC_FORM = {"index_add", "index_add_", "index_put", "index_put_", "gather", "index", "cumsum", "scatter_add_"}
+"""Operations of an update of which torch has a deterministic form on CUDA."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "given",
+    [
+        gang("random:8b-shape", 4, tokens=8192, new=1024, tensor=4, sequence_parallel=True, distributed_optimizer=True),
+        gang(
+            "random:70b-shape", 64, tokens=8192, new=1024,
+            tensor=8, pipeline=4, sequence_parallel=True, distributed_optimizer=True, recompute="full",
+        ),
+    ],
+    ids=["8B", "70B"],
+)  # fmt: skip
+def test_the_prediction_is_within_a_tenth_of_the_trace(given: TracedGang) -> None:
+    for rank in traced(given):
+        on_device, _ = predicted(given, rank.stage)
+        assert on_device == pytest.approx(rank.peak(DEVICE), rel=0.1), f"stage {rank.stage}"
+
+
+def test_repeated_collectives_are_given_once() -> None:
+    a, b, c = (Collective(name, "tensor", 2, ((1,),), 4) for name in "abc")
+    assert list(repeats([c, a, b, a, b, a, b, c, c])) == [(1, [c]), (3, [a, b]), (2, [c])]
+    assert list(repeats([])) == []

@@ -218,6 +218,10 @@ def check_shapes(config: RunConfig, *, on_gpus: bool) -> Mapping[Role, ModelSpec
         lambda: _check_replicas(config, model),
         lambda: _check_engine_device(config, "cuda" if on_gpus else "cpu"),
         lambda: _check_cuda_only(config, on_gpus=on_gpus),
+        *(
+            partial(read_model, f"{where}.path", str(args["path"]), weights=False)
+            for where, args in config.scoring_models().items()
+        ),
     )[0]
     return models
 

@@ -29,6 +29,7 @@ from pipeline.workers.replica_rows import ReplicaRows
 from pipeline.workers.updates import ExactlyOnceUpdates
 from pipeline.workers.versioned_engine import VersionedEngine
 from pipeline.workers.weight_transfer import Fetcher
+from pipeline.workers.worker_process import bind_to_gpus
 from stages.engines.protocol import GenerationEngine
 from stages.models.hf_files import Tokenizer, read_tokenizer
 from stages.models.protocol import MODEL_ROLES, ModelHost, Rank, Role
@@ -177,6 +178,7 @@ def required(part: Held | None) -> Held:
 def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
     """Build what the roles of a worker's gang need. `same_layout`: see `StageRuntime`."""
     config = load_yaml(spec.config_yaml)
+    bind_to_gpus(_gpu_addresses())
     torch.set_num_threads(config.placement.gangs[spec.gang].threads)
     paths = RunPaths(config.run_dir)
     durability = config.storage.durability(unseen=True)
@@ -216,6 +218,15 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
     if config.takes_turns(spec.gang):
         parts.sleep()  # others may have the devices; the first call takes them
     return parts
+
+
+def _gpu_addresses() -> list[str]:
+    """Return the PCI addresses of this process's GPUs."""
+    if not torch.cuda.is_available():
+        return []
+    numbers = range(torch.cuda.device_count())
+    found: list[Any] = [torch.cuda.get_device_properties(number) for number in numbers]  # torch's stubs lack pci_*
+    return [f"{one.pci_domain_id:04x}:{one.pci_bus_id:02x}:{one.pci_device_id:02x}.0" for one in found]
 
 
 def _build_scorer(config: RunConfig) -> Scorer:

@@ -12,8 +12,8 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from pipeline.graph.graph import Gang
 from pipeline.workers.messages import pin_resource, slot_resource, worker_name
 from pipeline.workers.pipe_queue import Queues
 from stages.engines.remote.process import SCRATCH as ENGINE_SCRATCH
-from stages.models.protocol import Role
+from stages.models.protocol import MODEL_ROLES, Role
 from storage.host import process_alive
 
 _DASK_SETTINGS: dict[str, Any] = {
@@ -121,6 +121,41 @@ def worker_environment(threads: int, shared: bool, gpus: str | None = None) -> d
     }
 
 
+def trainer_environment(roles: Collection[str], gpus: str | None) -> dict[str, str]:
+    """Return the environment of a worker with these roles and GPUs if it only trains. A user's own values stay.
+
+    Segments that can grow keep the buffers of micro-batches of many sizes from leaving holes; an engine's CUDA graphs
+    want fixed ones. With one connection kernels start in the order in which they were launched, so that a collective of
+    sequence parallelism overlaps the product that it was launched before (Megatron asks for it)."""
+    if not gpus or Role.GENERATE in roles or MODEL_ROLES.isdisjoint(roles):
+        return {}
+    wanted = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # the older name of the first
+        del wanted["PYTORCH_ALLOC_CONF"]
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+
+
+def bind_to_gpus(addresses: Iterable[str], devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:
+    """Keep all threads of this process, and its later children, on the cores nearest to GPUs with these PCI addresses
+    (0000:1b:00.0), as far as it may use them. Return the cores; none, and no change, if the system does not know."""
+    near: set[int] = set()
+    for address in addresses:
+        listed = devices / address / "local_cpulist"
+        near |= set(_numbers(listed.read_text())) if listed.is_file() else set()
+    near &= os.sched_getaffinity(0)
+    for thread in os.listdir("/proc/self/task") if near else ():
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), near)
+    return near
+
+
+def _numbers(text: str) -> Iterator[int]:
+    """Yield the numbers of a list as Linux writes it: 0-3,8."""
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
 def worker_resources(gang: Gang, index: int, waiting: int = 0) -> dict[str, float]:
     """Return the Dask resources of one worker: a slot per concurrent shard, and a pin for nodes that need no slot.
     `waiting`: shards that wait for rows in other replicas and have no slot."""
@@ -163,7 +198,8 @@ def nanny_options(
         "memory_limit": 0,
         "dashboard_address": "127.0.0.1:0",  # Dask's HTTP server, without pages: `_DASK_SETTINGS`
         "extensions": _worker_extensions(),
-        "env": worker_environment(config.placement.gangs[gang.name].threads, shared, gpus),
+        "env": worker_environment(config.placement.gangs[gang.name].threads, shared, gpus)
+        | trainer_environment(gang.roles, gpus),
     }
 
 

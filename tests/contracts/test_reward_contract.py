@@ -21,6 +21,7 @@ from storage.config import PromptsConfig
 from storage.records import FinishReason, Rollout, Scores
 from tests.support.judge_server import asked_text, completion, serving
 from tests.support.reward_models import export_reward_model
+from tests.support.sampled_rows import rollout_of
 
 OWN = "tests.support.own_rewards"
 PROBLEMS = PromptsConfig(url="reasoning-gym:chain_sum?size=6&seed=3", max_tokens=200, held_out=1)
@@ -82,17 +83,7 @@ def rollout() -> Rollout:
         tokens[row, start : start + len(ids)] = ids
         mask[row, start : start + len(ids)] = True
     reasons = [FinishReason.STOP] * 5 + [FinishReason.LENGTH]
-    return Rollout(
-        row=np.arange(6),
-        prompt_index=np.arange(6),
-        tokens=tokens,
-        prompt_lengths=table.lengths,
-        response_lengths=mask.sum(axis=1).astype(np.int32),
-        response_mask=mask,
-        sampler_logprobs=np.where(mask, -1, 0).astype(np.float32),
-        token_versions=np.where(mask, 0, -1).astype(np.int32),
-        finish_reason=np.array(reasons, np.int8),
-    )
+    return rollout_of(tokens, mask, finish_reason=np.array(reasons, np.int8))
 
 
 def extras() -> list[dict[str, Any]]:

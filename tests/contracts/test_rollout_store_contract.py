@@ -22,6 +22,7 @@ from storage.ledger import Ledger
 from storage.records import Advantages, PolicyLogprobs, Record, ReferenceLogprobs, Rollout, Scores
 from storage.rollouts import RolloutStore
 from tests.support.processes import exit_status, start_python
+from tests.support.sampled_rows import rollout_of
 
 SHARDS, ROWS, SEQ = 3, 4, 6
 LAYOUTS = Layouts(step=Layout(SHARDS, ROWS, SEQ), evaluate=Layout(2, 2, SEQ))
@@ -46,17 +47,11 @@ def rollout(seed: int = 0, rows: int = ROWS) -> Rollout:
     g = np.random.default_rng(seed)
     mask = np.zeros((rows, SEQ), bool)
     mask[:, 2:5] = True
-    return Rollout(
-        row=np.arange(rows, dtype=np.int64),
-        prompt_index=g.integers(0, 1000, rows),
-        tokens=g.integers(0, 50_000, (rows, SEQ), dtype=np.int32),
-        prompt_lengths=np.full(rows, 2, np.int32),
-        response_lengths=np.full(rows, 3, np.int32),
-        response_mask=mask,
+    return rollout_of(
+        g.integers(0, 50_000, (rows, SEQ)), mask, version=5, prompt_index=g.integers(0, 1000, rows),
         sampler_logprobs=np.where(mask, -g.random((rows, SEQ)), 0).astype(np.float32),
-        token_versions=np.where(mask, 5, -1).astype(np.int32),
         finish_reason=np.ones(rows, np.int8),
-    )
+    )  # fmt: skip
 
 
 def advantages() -> Advantages:

@@ -20,6 +20,7 @@ from storage.config import Durability, Layout, Layouts
 from storage.ledger import Ledger
 from storage.records import Advantages, PolicyLogprobs, Record, ReferenceLogprobs, Rollout, Scores, Values
 from storage.rollouts import RolloutStore
+from tests.support.sampled_rows import rollout_of
 
 PROMPT, RESPONSE = 2, 4
 """Tokens of every prompt and response."""
@@ -99,17 +100,8 @@ def rollout(run: WrittenRun, version: int, rows: Sequence[int], seed: int = 0) -
     prompts = np.random.default_rng(0).integers(1, len(run.words), (64, PROMPT))[np.asarray(rows) % 64]
     tokens = np.concatenate([prompts, random.integers(1, len(run.words), (len(rows), RESPONSE))], axis=1)
     mask = np.broadcast_to(np.arange(SEQ) >= PROMPT, tokens.shape).copy()
-    full = np.full(len(rows), RESPONSE, np.int32)
-    return Rollout(
-        row=np.array(rows, np.int64),
-        prompt_index=np.array(rows, np.int64),
-        tokens=tokens.astype(np.int32),
-        prompt_lengths=np.full(len(rows), PROMPT, np.int32),
-        response_lengths=full,
-        response_mask=mask,
-        sampler_logprobs=np.where(mask, -1, 0).astype(np.float32),
-        token_versions=np.where(mask, version, -1).astype(np.int32),
-        finish_reason=np.zeros(len(rows), np.int8),
+    return rollout_of(
+        tokens, mask, version=version, row=np.array(rows, np.int64), prompt_index=np.array(rows, np.int64)
     )
 
 

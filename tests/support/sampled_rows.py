@@ -1,4 +1,4 @@
-"""What `advantage` reads of a step, drawn at random on given spans of tokens."""
+"""Rows of a step: given ones, and what `advantage` reads of a step, drawn at random on given spans of tokens."""
 
 from __future__ import annotations
 
@@ -6,8 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from storage.records import FinishReason, PolicyLogprobs, ReferenceLogprobs, Rollout
+
+
+def rollout_of(tokens: ArrayLike, response_mask: np.ndarray, *, version: int = 0, **arrays: np.ndarray) -> Rollout:
+    """Return rows sampled by one version, each with a response, with a log-prob of -1 for every sampled token; `arrays`
+    replaces fields."""
+    mask, rows = response_mask.astype(bool), np.arange(len(response_mask))
+    fields = {
+        "row": rows, "prompt_index": rows, "tokens": np.asarray(tokens, np.int32), "response_mask": mask,
+        "prompt_lengths": mask.argmax(axis=1).astype(np.int32), "response_lengths": mask.sum(axis=1).astype(np.int32),
+        "sampler_logprobs": np.where(mask, -1, 0).astype(np.float32),
+        "token_versions": np.where(mask, version, -1).astype(np.int32), "finish_reason": np.zeros(len(rows), np.int8),
+    }  # fmt: skip
+    return Rollout(**fields | arrays)
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cli.submit import cluster_config
+from pipeline.config.errors import ConfigError
+from pipeline.config.hardware import read_cluster
 from pipeline.config.loading import load_config, load_yaml, to_yaml
 from pipeline.config.placement import gang_of
 from pipeline.config.preflight import preflight
 from pipeline.graph.graph import run_nodes
+from pipeline.launch.elsewhere import check_elsewhere
+from pipeline.launch.submission import run_script
+from stages.models.spec import RANDOM_8B, RANDOM_70B, is_random, read_spec
 from tests.support.paths import ROOT
 
 RUNS = sorted((ROOT / "conf/run").glob("*.yaml"))
@@ -35,6 +41,46 @@ def test_it_takes_changes_from_the_command_line(path: Path) -> None:
     config = load_config([path], ["staleness=0", "ppo.kl.coef=0.25", "model.policy.betas=[0.8, 0.9]"])
     assert (config.staleness, config.ppo.kl.coef) == (0, 0.25)
     assert list(config.model.policy.betas) == [0.8, 0.9]
+
+
+CLUSTERS = ("1xH100-80", "2xH100-80", "8xH100-80", "16x8xH100-80")
+REFUSED = {
+    ("8xh100_8b", "1xH100-80"): {"placement.gangs.train.workers"},
+    ("8xh100_8b", "2xH100-80"): {"placement.gangs.train.workers"},
+    ("slurm_70b", "1xH100-80"): {"slurm.gangs", *(f"slurm.gangs.{g}.nodes" for g in ("train", "critic", "generate"))},
+    ("slurm_70b", "2xH100-80"): {"slurm.gangs", *(f"slurm.gangs.{g}.nodes" for g in ("train", "critic", "generate"))},
+    ("slurm_70b", "8xH100-80"): {"slurm.gangs"},
+}
+"""Configs that clusters are too small for, with the settings that the refusal names. All others fit."""
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_it_fits_on_a_cluster_or_the_refusal_names_why(
+    path: Path, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_config([path])
+    read = [config.model.path, *(str(args["path"]) for args in config.scoring_models().values())]
+    if missing := [one for one in read if not (is_random(one) or (ROOT / one / "config.json").is_file())]:
+        pytest.skip(f"no model in {', '.join(missing)}")
+    try:
+        refused = {problem.key for problem in check_elsewhere(config, read_cluster(cluster), cluster).problems}
+    except ConfigError as error:
+        refused = {one.key for one in error.each}
+    assert refused == REFUSED.get((path.stem, cluster), set())
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_it_has_a_script_for_slurm(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    script = run_script(cluster_config([str(path)]))
+    assert f"#SBATCH --job-name={path.stem}" in script
+
+
+@pytest.mark.parametrize(("shape", "alike"), [("llama-3.1-8b", RANDOM_8B), ("llama-3.1-70b", RANDOM_70B)])
+def test_shapes_are_those_of_the_random_models_of_their_size(shape: str, alike: str) -> None:
+    assert read_spec(str(ROOT / "conf/model" / shape)) == read_spec(alike)
 
 
 def test_tiny_passes_all_checks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,21 +12,14 @@ from stages.canary import CANARY_STEP, canary_logprob, canary_rows, compared, en
 from stages.engines.protocol import Completion, Request
 from stages.models.config import SamplingConfig
 from storage.records import FinishReason, PolicyLogprobs, Rollout
+from tests.support.sampled_rows import rollout_of
 
 SAMPLING = SamplingConfig(max_new_tokens=4, min_new_tokens=3, temperature=0.5)
 SEQ = 6
 TOKENS = np.array([[9, 5, 6, 7, 8, 0], [9, 9, 4, 2, 0, 0], [9, 3, 3, 3, 3, 0]], np.int32)
 MASK = np.array([[0, 1, 1, 1, 1, 0], [0, 0, 1, 1, 0, 0], [0, 1, 1, 1, 1, 0]], bool)
-ROLLOUT = Rollout(
-    row=np.array([4, 5, 6]),
-    prompt_index=np.arange(3),
-    tokens=TOKENS,
-    prompt_lengths=np.array([1, 2, 1], np.int32),
-    response_lengths=np.array([4, 2, 4], np.int32),
-    response_mask=MASK,
-    sampler_logprobs=np.where(MASK, -2.0, 0).astype(np.float32),
-    token_versions=np.where(MASK, 1, -1).astype(np.int32),
-    finish_reason=np.zeros(3, np.int8),
+ROLLOUT = rollout_of(
+    TOKENS, MASK, version=1, row=np.array([4, 5, 6]), sampler_logprobs=np.where(MASK, np.float32(-2), 0)
 )
 
 

@@ -16,7 +16,7 @@ from storage import files
 from storage.address import Address
 from storage.config import Layout
 from storage.errors import StoreError
-from storage.records import DESCRIPTIONS, STORED, FinishReason, Scores, describe
+from storage.records import DESCRIPTIONS, STORED, Scores
 from storage.rollout_root import BYTES, OFFSETS, Vocabulary, read_root_array, write_root
 from storage.rollouts import RecentRecords
 from storage.shards import Template, make_template
@@ -32,15 +32,6 @@ def test_every_stored_array_is_described() -> None:
     assert all({"long_name", "units"} <= attributes.keys() for attributes in DESCRIPTIONS.values())
     masks = {a["ancillary_variables"] for a in DESCRIPTIONS.values() if "ancillary_variables" in a}
     assert masks == {"response_mask", "loss_mask"} < fields
-
-
-def test_parts_and_flags_are_described() -> None:
-    assert describe("scores.brief")["long_name"] == "part brief of the score, before its weight"
-    assert "brief" in describe("disagreement.brief")["long_name"]
-    assert describe("an_array_of_an_extension") == {}
-    reasons = describe("finish_reason")
-    assert reasons["flag_values"] == [reason.value for reason in FinishReason]
-    assert reasons["flag_meanings"].split() == ["stop", "length"]
 
 
 def test_the_root_is_what_was_said_and_is_written_once(tmp_path: Path) -> None:

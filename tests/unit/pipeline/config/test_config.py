@@ -247,6 +247,7 @@ REFUSED = {
     "engine.update=inflight": "engine.update",
     "rollout.versions=latest alarms.staleness_steps=9 staleness=0": "alarms.staleness_steps",
     "alarms.staleness_steps=9": "alarms.staleness_steps",
+    "alarms.stop=[kl,reward]": "alarms.stop",
     "mismatch.rows=0 mismatch.stop=true": "mismatch.stop",
     "placement.roles.generate=train placement.roles.score=generate placement.gangs.train.workers=2": "placement.roles.generate",  # noqa: E501
     # estimators of advantages, each by itself in GRPO's or RLOO's usual form otherwise

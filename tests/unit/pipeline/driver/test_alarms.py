@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config
-from pipeline.config.sections import RULES, AlarmsConfig, alarms_problems
+from pipeline.config.sections import AlarmsConfig
 from pipeline.driver.alarms import Alarm, Alarms, AlarmStop, Quiet, count, heard, look, step_rules
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.graph import step_nodes
@@ -193,21 +192,3 @@ def test_who_is_quiet_for_too_long_is_told_of_once() -> None:
     quiet, _ = look(quiet, 23.0, ["b"], 6.0)
     _, overdue = look(look(quiet, 24.0, ["a", "b"], 6.0)[0], 30.0, ["a", "b"], 6.0)
     assert overdue == ["a"], "once it was not quiet, it may be told of again"
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("alarms.stop=[kl,reward]", "alarms.stop: given 'reward'; no such rule; the rules are trainer_idle,"),
-        ("alarms.trainer_idle_s=0", "alarms.trainer_idle_s: given 0.0; .*or null for no such alarm"),
-        ("alarms.steps=0", "alarms.steps: given 0"),
-        ("alarms.staleness_steps=9", "alarms.staleness_steps: given 9; needs rollout.versions=latest"),
-    ],
-)
-def test_alarms_that_cannot_work_are_refused(override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config([TINY], [override])
-
-
-def test_every_rule_may_stop_a_run() -> None:
-    assert list(alarms_problems(AlarmsConfig(stop=list(RULES)))) == []

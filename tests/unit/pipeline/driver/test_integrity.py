@@ -29,9 +29,10 @@ from storage.commits import Commit, provenance_here
 from storage.config import Durability, Layout, Layouts
 from storage.errors import DamagedCommit, StoreError
 from storage.ledger import SPAN, Ledger, first_step, segment_key
-from storage.records import Rollout, Scores
+from storage.records import Scores
 from storage.rollouts import RolloutStore
 from storage.weights import WeightBoard
+from tests.support.sampled_rows import rollout_of
 
 FIRST, SECOND = Address("score", 0), Address("score", 1)
 
@@ -168,16 +169,8 @@ def latest(tmp_path: Path) -> History:
 def sampled(history: History, versions: list[int]) -> Commit:
     """A shard of two rows of one prompt token and two sampled ones, of these versions."""
     mask = np.array([[False, True, True]] * 2)
-    rollout = Rollout(
-        row=np.arange(2, dtype=np.int64),
-        prompt_index=np.zeros(2, np.int64),
-        tokens=np.ones((2, 3), np.int32),
-        prompt_lengths=np.ones(2, np.int32),
-        response_lengths=np.full(2, 2, np.int32),
-        response_mask=mask,
-        sampler_logprobs=np.where(mask, np.float32(-1), np.float32(0)),
-        token_versions=np.array([[-1, *versions]] * 2, np.int32),
-        finish_reason=np.zeros(2, np.int8),
+    rollout = rollout_of(
+        np.ones((2, 3)), mask, prompt_index=np.zeros(2, int), token_versions=np.array([[-1, *versions]] * 2, np.int32)
     )
     return history.store.write(SHARD, rollout, provenance_here(inputs=(), seed=0, config_hash=""), mask=mask)
 

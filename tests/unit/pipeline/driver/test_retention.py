@@ -22,9 +22,10 @@ from storage.checkpoints import Checkpoints
 from storage.commits import provenance_here
 from storage.config import KeepConfig, Layout, Layouts, StorageConfig
 from storage.ledger import Ledger
-from storage.records import ReferenceLogprobs, Rollout, Scores
+from storage.records import ReferenceLogprobs, Scores
 from storage.rollouts import RolloutStore
 from tests.support.configs import arguments, write_config
+from tests.support.sampled_rows import rollout_of
 
 STEPS = 20
 WHERE = provenance_here(seed=0, config_hash="")
@@ -147,17 +148,7 @@ def test_the_newest_exports_stay(paths: RunPaths, history: History) -> None:
 def evaluate(history: History, version: int, score: float, kl: float) -> None:
     """Commits an evaluation of two rows of one token."""
     mask = np.array([[False, True, False]] * 2)
-    rollout = Rollout(
-        row=np.arange(2),
-        prompt_index=np.arange(2),
-        tokens=np.ones((2, 3), np.int32),
-        prompt_lengths=np.ones(2, np.int32),
-        response_lengths=np.ones(2, np.int32),
-        response_mask=mask,
-        sampler_logprobs=np.where(mask, -1, 0).astype(np.float32),
-        token_versions=np.where(mask, version, -1).astype(np.int32),
-        finish_reason=np.zeros(2, np.int8),
-    )
+    rollout = rollout_of(np.ones((2, 3)), mask, version=version)
     records = {
         "evaluate": rollout,
         "evaluate_score": Scores(np.full(2, score, np.float32)),

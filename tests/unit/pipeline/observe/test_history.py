@@ -17,6 +17,7 @@ from storage.config import Layout, Layouts
 from storage.ledger import Ledger
 from storage.records import ReferenceLogprobs, Rollout, Scores
 from storage.rollouts import RolloutStore
+from tests.support.sampled_rows import rollout_of
 
 SPEC = GraphSpec(steps=3, shards=2, staleness=1, eval_every=2, eval_shards=2)
 
@@ -46,17 +47,7 @@ def rollout(tokens: list[list[int]], prompts: list[int]) -> Rollout:
     lengths = np.array([len(row) for row in tokens], np.int32)
     padded = np.array([[9, *row, *[0] * (5 - len(row))] for row in tokens], np.int32)
     mask = (np.arange(6) >= 1) & (np.arange(6) <= lengths[:, None])
-    return Rollout(
-        row=np.arange(len(tokens)),
-        prompt_index=np.array(prompts),
-        tokens=padded,
-        prompt_lengths=np.ones(len(tokens), np.int32),
-        response_lengths=lengths,
-        response_mask=mask,
-        sampler_logprobs=np.where(mask, -1, 0).astype(np.float32),
-        token_versions=np.where(mask, 0, -1).astype(np.int32),
-        finish_reason=np.zeros(len(tokens), np.int8),
-    )
+    return rollout_of(padded, mask, prompt_index=np.array(prompts))
 
 
 def a_step(history: History) -> None:

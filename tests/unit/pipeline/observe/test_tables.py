@@ -23,8 +23,9 @@ from storage.address import Address
 from storage.commits import Provenance
 from storage.config import Layout, Layouts
 from storage.ledger import Ledger
-from storage.records import Rollout, Scores
+from storage.records import Scores
 from storage.rollouts import RolloutStore
+from tests.support.sampled_rows import rollout_of
 
 SUMMARY = Summary(
     steps=2, wall_s=10.0, samples_per_s=1.6, tokens_per_s=10.0, stage_s={"generate": 6.0, "update_policy": 7.0},
@@ -130,17 +131,7 @@ def evaluate(history: History, version: int, texts: list[tuple[str, str]], score
         tokens[row, : len(prompt + response)] = [ord(c) for c in prompt + response]
     starts, lengths = (np.array([len(text[i]) for text in texts], np.int32) for i in (0, 1))
     mask = (np.arange(6) >= starts[:, None]) & (np.arange(6) < (starts + lengths)[:, None])
-    rollout = Rollout(
-        row=np.arange(len(texts)),
-        prompt_index=np.arange(len(texts)),
-        tokens=tokens,
-        prompt_lengths=starts,
-        response_lengths=lengths,
-        response_mask=mask,
-        sampler_logprobs=np.where(mask, -1, 0).astype(np.float32),
-        token_versions=np.where(mask, version, -1).astype(np.int32),
-        finish_reason=np.zeros(len(texts), np.int8),
-    )
+    rollout = rollout_of(tokens, mask, version=version)
     provenance = Provenance((), (), 0, "test", "w", "h", 1, 1.0)
     history.store.write(Address("evaluate", version), rollout, provenance)
     history.store.write(Address("evaluate_score", version), Scores(np.array(scores, np.float32)), provenance)

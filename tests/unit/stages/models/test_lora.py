@@ -25,13 +25,12 @@ from stages.models.host import MegatronHost
 from stages.models.layouts import adapter_shapes
 from stages.models.memory import GangModels, MicroBatchSize, kept_bytes, state_bytes
 from stages.models.minibatches import rank_micro_batches
-from stages.models.protocol import CriticBatch, PolicyBatch, Role, StateError
+from stages.models.protocol import Role, StateError
 from stages.models.spec import read_spec
 from stages.models.weights import stage_tensors
 from stages.ppo.losses import LossStats
-from storage.records import Advantages
 from tests.support.families import random_model
-from tests.support.models import ALL_MODELS, opened, random_rollout
+from tests.support.models import ALL_MODELS, opened, random_advantages, random_rollout, update_both
 
 ROWS, SEQ = 8, 12
 TRAINED = (Role.POLICY, Role.CRITIC)
@@ -47,18 +46,8 @@ def update(host: MegatronHost, step: int = 0) -> dict[str, float]:
     """Update both models on a step's data as the stages would have made it, with random advantages and returns."""
     rng = np.random.default_rng([7, step])
     rollout = random_rollout(rng, ROWS, SEQ, version=step)
-    mask = rollout.response_mask
-    noise = [np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32) for _ in range(3)]
-    advantages = Advantages(*noise, mask)
-    policy, reference, values = host.policy_logprobs(rollout), host.ref_logprobs(rollout), host.values(rollout)
-    assert reference is not None
-    assert values is not None
-    rollout = dataclasses.replace(rollout, sampler_logprobs=policy.policy_logprobs)
-    metrics = host.update_policy(step, PolicyBatch(rollout, advantages, policy, reference, 0.2))
-    metrics |= host.update_critic(step, CriticBatch(rollout, advantages, values))
-    for role in TRAINED:
-        host.mark_clean(role)
-    return metrics
+    answers = host.policy_logprobs(rollout), host.ref_logprobs(rollout), host.values(rollout)
+    return update_both(host, step, rollout, random_advantages(rng, rollout.response_mask), answers)
 
 
 def logprobs(host: MegatronHost) -> np.ndarray:

@@ -41,13 +41,12 @@ from stages.models.memory import (
     trunk_cache_bytes,
     trunk_parameters,
 )
-from stages.models.protocol import CriticBatch, PolicyBatch, Role
+from stages.models.protocol import Role
 from stages.models.spec import ModelSpec, read_config, read_spec, tensor_shapes
 from stages.models.work import UpdateWork, measured_peak, update_flops
 from stages.ppo.config import PPOConfig
-from storage.records import Advantages
 from tests.support.families import random_model
-from tests.support.models import ALL_MODELS, opened, random_rollout
+from tests.support.models import ALL_MODELS, opened, random_advantages, random_rollout, update_both
 from tests.unit.stages.models.test_model_update import batches, model_config
 
 TINY = read_spec("random:tiny")
@@ -69,14 +68,8 @@ def gang(
 def train(host: MegatronHost) -> None:
     rng = np.random.default_rng(0)
     rollout = random_rollout(rng, 4, 12)
-    noise = np.where(rollout.response_mask, rng.normal(size=rollout.tokens.shape), 0).astype(np.float32)
-    advantages = Advantages(noise, noise, noise, rollout.response_mask)
-    policy, reference, values = host.policy_logprobs(rollout), host.ref_logprobs(rollout), host.values(rollout)
-    assert policy is not None
-    assert reference is not None
-    assert values is not None
-    host.update_policy(0, PolicyBatch(rollout, advantages, policy, reference, 0.0))
-    host.update_critic(0, CriticBatch(rollout, advantages, values))
+    answers = host.policy_logprobs(rollout), host.ref_logprobs(rollout), host.values(rollout)
+    update_both(host, 0, rollout, random_advantages(rng, rollout.response_mask), answers)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -14,9 +14,9 @@ from stages.models.forward import MicroBatch, Trunk, cut_micro_batches, hidden_s
 from stages.models.hf_weights import read_weights
 from stages.models.protocol import Role
 from stages.models.spec import read_config
-from storage.records import Rollout
 from tests.support.models import opened, random_rollout
 from tests.support.paths import SMOLLM2
+from tests.support.sampled_rows import rollout_of
 
 SEQ = 12
 CPU = torch.device("cpu")
@@ -136,17 +136,7 @@ def test_smollm2_on_real_text_equals_transformers(tmp_path: Path) -> None:
     tokens = AutoTokenizer.from_pretrained(SMOLLM2)(text).input_ids
     assert len(tokens) > 15
     mask = np.arange(len(tokens))[None] >= 4
-    rollout = Rollout(
-        row=np.zeros(1, np.int64),
-        prompt_index=np.zeros(1, np.int64),
-        tokens=np.array([tokens], np.int32),
-        prompt_lengths=np.array([4], np.int32),
-        response_lengths=np.array([len(tokens) - 4], np.int32),
-        response_mask=mask,
-        sampler_logprobs=np.zeros(mask.shape, np.float32),
-        token_versions=np.where(mask, 0, -1).astype(np.int32),
-        finish_reason=np.ones(1, np.int8),
-    )
+    rollout = rollout_of([tokens], mask)
     with opened(tmp_path, ModelConfig(path=str(SMOLLM2), frozen_blocks=24)) as host:
         found = host.policy_logprobs(rollout)
     with torch.no_grad():

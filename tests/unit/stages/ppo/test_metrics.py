@@ -19,8 +19,9 @@ from stages.ppo.masks import (
     state_values,
     token_weights,
 )
-from storage.records import FinishReason, Rollout
+from storage.records import FinishReason
 from tests.reference import oracles
+from tests.support.sampled_rows import rollout_of
 
 NAN = np.nan
 MASK = np.array([[0, 1, 1, 0], [0, 0, 1, 1]], dtype=bool)
@@ -144,12 +145,9 @@ def test_entropy_and_advantages() -> None:
 
 def test_responses() -> None:
     mask = np.array([[0, 1, 0, 0], [0, 1, 1, 1]], dtype=bool)
-    rollout = Rollout(
-        row=np.arange(2), prompt_index=np.arange(2), tokens=np.zeros((2, 4), np.int32),
-        prompt_lengths=np.ones(2, np.int32), response_lengths=mask.sum(1).astype(np.int32), response_mask=mask,
-        sampler_logprobs=np.zeros((2, 4), np.float32), token_versions=np.where(mask, 0, -1).astype(np.int32),
-        finish_reason=np.array([FinishReason.STOP, FinishReason.LENGTH], np.int8),
-    )  # fmt: skip
+    rollout = rollout_of(
+        np.zeros((2, 4)), mask, finish_reason=np.array([FinishReason.STOP, FinishReason.LENGTH], np.int8)
+    )
     assert metrics.response_metrics(rollout) == {
         "response/length_mean": 2.0,
         "response/length_max": 3.0,

@@ -17,6 +17,7 @@ from stages.rewards.protocol import Part, RewardFailed, Sample, Scored
 from stages.rewards.registry import UnfitReward, build_parts, build_reward
 from stages.score import score, token_batches
 from storage.records import FinishReason, Rollout
+from tests.support.sampled_rows import rollout_of
 
 
 def sample(response: str, prompt: str = "", **extra: object) -> Sample:
@@ -36,17 +37,7 @@ def make_rollout(prompts: list[str], responses: list[bytes], finished: list[bool
         tokens[i, : len(row)] = list(row)
         mask[i, len(prompt) : len(row)] = True
     reasons = [FinishReason.STOP if f else FinishReason.LENGTH for f in finished]
-    return Rollout(
-        row=np.arange(num) + 30,
-        prompt_index=np.arange(num),
-        tokens=tokens,
-        prompt_lengths=np.array([len(p) for p in prompts], np.int32),
-        response_lengths=np.array([len(r) for r in responses], np.int32),
-        response_mask=mask,
-        sampler_logprobs=np.zeros((num, seq), np.float32),
-        token_versions=np.where(mask, 0, -1).astype(np.int32),
-        finish_reason=np.array(reasons, np.int8),
-    )
+    return rollout_of(tokens, mask, row=np.arange(num) + 30, finish_reason=np.array(reasons, np.int8))
 
 
 @dataclass

@@ -12,7 +12,8 @@ from pipeline.observe.report.numbers import evenly, number, pieces
 from pipeline.observe.report.samples import SampleBudget, sample, shortened
 from pipeline.observe.rows import StageRows
 from stages.models.hf_files import ByteTokenizer
-from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Scores, Values
+from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Scores, Values
+from tests.support.sampled_rows import rollout_of
 
 
 def step_rows(
@@ -20,17 +21,11 @@ def step_rows(
 ) -> StageRows:
     """Two rows: prompt "ab", responses "cd" and "e" (of which the second was cut)."""
     mask = np.array([[0, 0, 1, 1], [0, 0, 1, 0]], bool)
-    rollout = Rollout(
-        row=np.array([4, 5]),
-        prompt_index=np.array([0, 1]),
-        tokens=np.array([[97, 98, 99, 100], [97, 98, 101, 0]], np.int32),
-        prompt_lengths=np.array([2, 2], np.int32),
-        response_lengths=np.array([2, 1], np.int32),
-        response_mask=mask,
+    rollout = rollout_of(
+        [[97, 98, 99, 100], [97, 98, 101, 0]], mask, row=np.array([4, 5]), finish_reason=np.array([0, 1], np.int8),
         sampler_logprobs=np.array([[0, 0, -1, -2], [0, 0, -0.5, 0]], np.float32),
         token_versions=np.array([[-1, -1, 2, 3], [-1, -1, 2, -1]], np.int32),
-        finish_reason=np.array([0, 1], np.int8),
-    )
+    )  # fmt: skip
     ours = np.array([[0, 0, -1.25, -2], [0, 0, -1.5, 0]], np.float32)
     values = np.array([[0, 0, 0.5, 0.75], [0, 0, 0.25, 0]], np.float32)
     return StageRows(

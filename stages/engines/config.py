@@ -60,6 +60,8 @@ class VllmConfig:
 
     compile: bool = False
     """Let vLLM compile the model. That takes minutes at each start with a cold cache."""
+    cuda_graphs: bool = True
+    """Capture decode passes once per size and replay them. Only on CUDA; no effect elsewhere."""
     prefix_caching: bool = True
     """Share the keys and values of a prompt among its rows."""
     sleep_level: int = setting(0, between(0, 2))

@@ -242,7 +242,8 @@ def test_a_refit_has_one_bucket_on_a_device_at_a_time(monkeypatch: pytest.Monkey
     monkeypatch.setattr(trtllm_adapter, "reduce_tensor", lambda tensor: ("handle", tensor.shape))
     monkeypatch.setattr(adapter, "_call", lambda method, handles: calls.append(handles))
     tensors = {f"model.layers.{i}.w": torch.zeros(1 << 19) for i in range(5)}
-    adapter.load({**tensors, "lm_head.weight": torch.zeros(8)})
+    monkeypatch.setattr(trtllm_adapter, "map_tensors", lambda _: {**tensors, "lm_head.weight": torch.zeros(8)})
+    adapter.load([])
     assert [handles is None for handles in calls] == [False] * 6 + [True]
     assert most == 2 * (1 << 20), "a bucket on each of two devices"
 
@@ -251,7 +252,7 @@ def test_weights_that_come_while_it_is_asleep_are_refused_by_name() -> None:
     adapter = bare_adapter(bucket_mb=1)
     adapter._asleep = True
     with pytest.raises(RuntimeError, match=r"TensorRT-LLM 1\.3\.0 is asleep: wake it"):
-        adapter.load({})
+        adapter.load([])
 
 
 def test_the_caches_share_is_of_what_is_free_beside_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:

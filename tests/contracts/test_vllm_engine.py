@@ -136,3 +136,17 @@ def test_a_model_that_vllm_does_not_support_is_refused_in_its_own_words(tmp_path
     path.write_text(path.read_text("utf8").replace("LlamaForCausalLM", "NoSuchForCausalLM"), "utf8")
     with pytest.raises(EngineLost, match=r"(?s)vllm_adapter.* could not start: .*NoSuchForCausalLM.*it said last:"):
         make_vllm(tmp_path)
+
+
+@pytest.mark.full
+def test_ranks_in_processes_of_their_own_draw_alike_and_map_new_weights(tmp_path: Path) -> None:
+    """Before and after a refit, whose tensors no queue of vLLM's carries."""
+    random_llama(0, True, HEAD_DIM).save_pretrained(tmp_path)
+    found = []
+    for ranks in (1, 2):
+        with closing(make_vllm(tmp_path, tensor_parallel=ranks)) as engine:
+            before = by_row(engine.generate(make_requests(4)))
+            engine.load_weights(1, trained_tensors(random_llama(1, True, HEAD_DIM)))
+            found.append((before, by_row(engine.generate(make_requests(4, version=1)))))
+    for one, two in zip(*found, strict=True):
+        assert_same_tokens(one, two, ROUNDING)

@@ -11,6 +11,7 @@ import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 import storage
-from stages.engines.remote.serving.adapter import Finished, Ready, ServedRow, Settings
+from stages.engines.remote.serving.adapter import Finished, Ready, ServedRow, Settings, map_tensors
 from stages.engines.remote.serving.draws import draw, fastest_choice
 
 
@@ -68,8 +69,8 @@ class ServedLlama:
                 finished.append(Finished(row.id, np.array(made, np.int32), np.array(made_logprobs, np.float32)))
         return finished
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._weights = {name: tensor.float().clone() for name, tensor in tensors.items()}
+    def load(self, places: Sequence[Mapping[str, Any]]) -> None:
+        self._weights = {name: tensor.float().clone() for name, tensor in map_tensors(places).items()}
 
     def made(self) -> dict[int, int]:
         return {number: len(made) for number, (_, made, _) in self._rows.items()}

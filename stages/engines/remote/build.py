@@ -30,7 +30,7 @@ _TENSORRT_LLM = "stages.engines.remote.serving.trtllm_adapter:TrtllmAdapter"
 def build_vllm(path: str, config: EngineConfig, **settings: Any) -> GenerationEngine:
     """Build vLLM in the environment of `engine.python`. The call is that of `build_engine`, the errors those of
     `build_remote`."""
-    extra = dataclasses.asdict(config.vllm)
+    extra = {**dataclasses.asdict(config.vllm), "parameters": _parameters(path)}
     return build_remote(path, config, adapter=_VLLM, stated=vllm_capabilities, extra=extra, **settings)
 
 
@@ -42,7 +42,7 @@ def build_tensorrt_llm(path: str, config: EngineConfig, **settings: Any) -> Gene
         "sleeps": own.unload_engine_train,
         "bucket_mb": own.bucket_mb,
         "cache": str(folder.absolute()),
-        "parameters": sum(map(math.prod, tensor_shapes(read_spec(path)).values())),
+        "parameters": _parameters(path),
     }
     settings = {"adapter": _TENSORRT_LLM, **settings}
     return build_remote(path, config, stated=tensorrt_llm_capabilities, extra=extra, **settings)
@@ -108,6 +108,10 @@ def build_remote(
         )
         stack.pop_all()
     return engine
+
+
+def _parameters(path: str) -> int:
+    return sum(map(math.prod, tensor_shapes(read_spec(path)).values()))
 
 
 def _model_files(path: str, max_seq: int) -> ModelFiles:

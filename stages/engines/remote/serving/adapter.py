@@ -95,9 +95,9 @@ class EngineAdapter(Protocol):
         """Generate a token of each running row. Return the rows that are finished now."""
         ...
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load the weights of the whole model. The tensors are mapped, read only, and gone after the call.
-        Everything cached under the old weights is dropped. Rows in flight, which exist only if
+    def load(self, places: Sequence[Mapping[str, Any]]) -> None:
+        """Load the weights of the whole model from these places, which `map_tensors` maps. The files may be gone after
+        the call. Everything cached under the old weights is dropped. Rows in flight, which exist only if
         `Capabilities.updates` has `inflight`, continue from their tokens."""
         ...
 

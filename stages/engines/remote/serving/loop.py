@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from stages.engines.remote.serving.adapter import EngineAdapter, ServedRow, Settings, machine_facts, map_tensors
+from stages.engines.remote.serving.adapter import EngineAdapter, ServedRow, Settings, machine_facts
 from stages.engines.remote.wire import PROTOCOL, Channel, ProtocolError, pack_array
 
 Messages = queue.SimpleQueue[dict[str, Any] | Exception | None]
@@ -126,7 +126,7 @@ class Server:
         for row_id, made in self._adapter.made().items() if self._rows else ():
             if row_id in self._rows:
                 self._rows[row_id].append((self._version, made))
-        self._adapter.load(map_tensors(message["tensors"]))
+        self._adapter.load(message["tensors"])
         self._version = message["version"]
         self._counters.refit_s += time.perf_counter() - started
         return {}

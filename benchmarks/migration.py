@@ -16,8 +16,8 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Collection, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,10 @@ class Replica:
         engine = build_embedded(path, config, max_seq=max_seq, threads=1, migratable=True)
         assert isinstance(engine, MigratingEngine)
         self.engine = engine
-        self.migratable, self.watch_load = self.engine, self.engine.watch_load
+        self.migratable = self
+        self.num_calls_migrated = 0
+        self.watch_load, self.deliver, self.wanted = engine.watch_load, engine.deliver, engine.wanted
+        self.give_back = engine.give_back
         self.asked: list[float] = []
         """When rows were asked for."""
         self.passes: list[float] = []
@@ -78,10 +81,16 @@ class Replica:
         self.asked.append(time.perf_counter())
         return self.engine.migrate_out(rows)
 
-    @contextmanager
-    def migrate_in(self, moved: Sequence[MigratedRow]) -> Iterator[AcceptedRows]:
-        with closing(self.engine.migrate_in(moved)) as incoming:
-            yield incoming
+    def migrate_in(self, moved: Sequence[MigratedRow]) -> AcceptedRows:
+        return self.engine.migrate_in(moved)
+
+    def rows_left(self) -> None:
+        """No shard waits for another version."""
+
+    def resident(self, versions: Set[int]) -> AbstractContextManager[None]:
+        """Every row has the one version."""
+        del versions
+        return nullcontext()
 
 
 def build(index: int, path: str, max_seq: int) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import AlarmsConfig
 from pipeline.driver.errors import StageFailed
-from pipeline.graph.dispatch import Dispatch
+from pipeline.graph.display import ShownDispatch
 from pipeline.observe.journal import EventKind, Journal
 from pipeline.observe.live import Progress
 from pipeline.observe.tracking import Tracker
@@ -36,7 +36,7 @@ class Alarms:
     """Owns the state of a run's alarm rules."""
 
     def __init__(
-        self, config: RunConfig, dispatch: Dispatch, journal: Journal, progress: Progress, tracker: Tracker
+        self, config: RunConfig, dispatch: ShownDispatch, journal: Journal, progress: Progress, tracker: Tracker
     ) -> None:
         self._limits = config.alarms
         self._bound = config.staleness

@@ -35,16 +35,16 @@ from pipeline.driver.graph_markers import task_key
 from pipeline.driver.supervision import (
     LOST,
     PEER_GRACE_S,
+    AttemptState,
     Supervision,
-    Verdict,
+    attempt_state,
     back_off_s,
     describe,
     error_of,
     error_of_rank,
     how_to_repeat,
-    passes,
+    may_succeed_later,
     restart_unit,
-    verdict,
 )
 from pipeline.graph.dispatch import Submit
 from pipeline.graph.graph import Mode, Node
@@ -73,7 +73,7 @@ class Attempt:
     """Time at which all its parents were done; None before."""
     num_ranks: int = 1
     """Number of ranks that run it together. Rank 0 has the future and reports for all of them."""
-    verdict_at: float = math.inf
+    fails_at: float = math.inf
     """Time from which its errors count as its own, and no longer as signs of a peer's death."""
     again_at: float = math.inf
     """Time at which its node is submitted again, after a transient error. Until then it holds its slot."""
@@ -266,7 +266,7 @@ class Attempts:
                 continue
             if attempt.again_at <= self._context.now():
                 self._reset(self._context.dispatch.lost([address]))
-            elif attempt.verdict_at <= self._context.now():
+            elif attempt.fails_at <= self._context.now():
                 self._failed(attempt)
             elif self._due(attempt) <= self._context.now():
                 self._overdue(address, attempt)
@@ -287,13 +287,13 @@ class Attempts:
         self.release(list(self._results))
 
     def _judge(self, attempt: Attempt) -> None:
-        match verdict(attempt.num_ranks, attempt.outcome is not None, attempt.errors.values()):
-            case Verdict.DONE:
+        match attempt_state(attempt.num_ranks, attempt.outcome is not None, attempt.errors.values()):
+            case AttemptState.DONE:
                 self._done(attempt)
-            case Verdict.FAILED:
+            case AttemptState.FAILED:
                 self._failed(attempt)
-            case Verdict.UNCLEAR:
-                attempt.verdict_at = min(attempt.verdict_at, self._context.now() + PEER_GRACE_S)
+            case AttemptState.UNCLEAR:
+                attempt.fails_at = min(attempt.fails_at, self._context.now() + PEER_GRACE_S)
 
     def _done(self, attempt: Attempt) -> None:
         node, gang, journal = attempt.submit.node, attempt.submit.gang, self._context.journal
@@ -348,7 +348,7 @@ class Attempts:
         if spent is not None:
             raise StageFailed(f"{node.address}: {spent}. That ends the run; a larger budget lets it go on") from spent
         times = dispatch.losses(node.address) + 1
-        if times >= self._context.cluster.attempts or not all(map(passes, attempt.errors.values())):
+        if times >= self._context.cluster.attempts or not all(map(may_succeed_later, attempt.errors.values())):
             repeat = how_to_repeat(node, self._context.settings.paths.root)
             raise self._supervision.failure(f"{node.address} raised", gang, attempt.errors, repeat)
         what = f"{node.address}: {describe(next(iter(attempt.errors.values())))[:500]}"

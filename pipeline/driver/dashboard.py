@@ -32,8 +32,7 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.graph_markers import GraphMarkers, marker_stage
 from pipeline.driver.run_view import RunView
-from pipeline.graph.dispatch import Dispatch
-from pipeline.graph.display import ROWS
+from pipeline.graph.display import ROWS, ShownDispatch
 from pipeline.graph.flow import Flow
 from pipeline.observe.graph_page import HEADERS, PATH, fragment, page
 from pipeline.observe.graph_view import Facts
@@ -94,7 +93,7 @@ class _Log(web.RequestHandler):
 def open_page(
     config: RunConfig,
     scheduler: Scheduler,
-    dispatch: Dispatch,
+    dispatch: ShownDispatch,
     flow: Flow,
     ledger: Ledger,
     board: WeightBoard | None,

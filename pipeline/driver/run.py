@@ -59,7 +59,7 @@ from pipeline.driver.session import (
     writable,
 )
 from pipeline.driver.tracked import SystemMetrics, previews, step_spans
-from pipeline.graph.dispatch import Dispatch
+from pipeline.graph.display import ShownDispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, weight_readers
 from pipeline.observe.evaluations import Evaluation
@@ -309,7 +309,7 @@ class _Driver(ExecutorEvents):
         self._outcomes: dict[Address, Outcome] = {}
         """Outcomes of the open steps' nodes."""
         self._graph = config.graph()
-        dispatch = self._dispatch = Dispatch(config.gangs(), config.placement.device_sharing)
+        dispatch = self._dispatch = ShownDispatch(config.gangs(), config.placement.device_sharing)
         self._alarms = Alarms(config, dispatch, self._journal, self._progress, self._tracker)
         self._executor = Executor(started.workers.client, dispatch, self._journal, _executor_settings(config), self)
         self._compactor = LedgerCompactor(self._graph, history.ledger, repairs.expendable)

@@ -22,8 +22,7 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.cluster import Cluster
 from pipeline.driver.graph_markers import GraphMarkers, marker_states
 from pipeline.driver.results import watch_runs
-from pipeline.graph.dispatch import Dispatch
-from pipeline.graph.display import NodeState
+from pipeline.graph.display import NodeState, ShownDispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Gang, GraphSpec
 from pipeline.observe.graph_view import (
@@ -65,7 +64,7 @@ class RunView:
         facts: Facts,
         spec: GraphSpec,
         gangs: Collection[Gang],
-        dispatch: Dispatch,
+        dispatch: ShownDispatch,
         flow: Flow,
         ledger: Ledger,
         board: WeightBoard | None,
@@ -181,7 +180,7 @@ def baseline(history: History) -> list[tuple[int, float]]:
     return [(evaluation.version, evaluation.mean) for evaluation in found if evaluation is not None]
 
 
-def at_work(config: RunConfig, dispatch: Dispatch, flow: Flow, seen: NodeEvents) -> tuple[GangView, ...]:
+def at_work(config: RunConfig, dispatch: ShownDispatch, flow: Flow, seen: NodeEvents) -> tuple[GangView, ...]:
     """Return what each gang is doing or waiting for."""
     gangs = config.gangs()
     busy = [status for status in dispatch.statuses() if status.state in (NodeState.RUNNING, NodeState.QUEUED)]
@@ -192,7 +191,7 @@ def at_work(config: RunConfig, dispatch: Dispatch, flow: Flow, seen: NodeEvents)
 def page(
     config: RunConfig,
     workers: Cluster,
-    dispatch: Dispatch,
+    dispatch: ShownDispatch,
     flow: Flow,
     history: History,
     board: WeightBoard | None,

@@ -39,7 +39,7 @@ from pipeline.driver.graph_markers import build_key
 from pipeline.graph.graph import Gang, Node
 from pipeline.observe.journal import EventKind
 from pipeline.workers.attached import JoinRefused, with_exit_reason
-from pipeline.workers.entry import build_worker, open_meeting
+from pipeline.workers.entry import build_worker, open_rendezvous
 from pipeline.workers.messages import (
     PEER_ERRORS,
     Built,
@@ -72,11 +72,11 @@ class RankError(Exception):
         """True if a later attempt may succeed."""
 
 
-class DisturbedRank(RankError, RuntimeError):
+class PeerLossSuspected(RankError, RuntimeError):
     """An error that a rank would also raise if a peer had died."""
 
 
-class Verdict(StrEnum):
+class AttemptState(StrEnum):
     """State of an attempt, from the reports and errors of its ranks."""
 
     OPEN = "open"
@@ -87,15 +87,15 @@ class Verdict(StrEnum):
     FAILED = "failed"
 
 
-def verdict(num_ranks: int, reported: bool, errors: Collection[BaseException]) -> Verdict:
+def attempt_state(num_ranks: int, reported: bool, errors: Collection[BaseException]) -> AttemptState:
     """Return the state of an attempt on `num_ranks` ranks. `reported`: rank 0 reported that all ranks did their part.
     `errors`: one for each rank that raised."""
     if reported:
-        return Verdict.DONE
+        return AttemptState.DONE
     if not errors:
-        return Verdict.OPEN
+        return AttemptState.OPEN
     own = any(isinstance(error, LOST) or not isinstance(error, PEER_ERRORS) for error in errors)
-    return Verdict.FAILED if own or len(errors) == num_ranks else Verdict.UNCLEAR
+    return AttemptState.FAILED if own or len(errors) == num_ranks else AttemptState.UNCLEAR
 
 
 def error_of(future: Future) -> BaseException:
@@ -106,19 +106,19 @@ def error_of(future: Future) -> BaseException:
 
 
 def error_of_rank(failure: RankFailure) -> BaseException:
-    """Return a rank's reported error, as a class that `verdict` knows."""
+    """Return a rank's reported error, as a class that `attempt_state` knows."""
     match failure.kind:
         case FailureKind.LOST:
             return WorkerLost(failure.worker, failure.incarnation)
         case FailureKind.MISSING:
             return RanksMissing(str(failure.address), failure.missing, failure.text)
         case FailureKind.PEER:
-            return DisturbedRank(failure.error, failure.text, failure.transient)
+            return PeerLossSuspected(failure.error, failure.text, failure.transient)
         case FailureKind.OWN:
             return RankError(failure.error, failure.text, failure.transient)
 
 
-def passes(error: BaseException) -> bool:
+def may_succeed_later(error: BaseException) -> bool:
     """Return True if a later attempt may succeed, since the stage is not to blame."""
     return error.transient if isinstance(error, RankError) else is_transient(error)
 
@@ -411,7 +411,7 @@ class Supervision:
             elif not worker.up:
                 self._give_up(key, self._overdue(worker), at_once=True)
             else:
-                self.lost(key, "did not come back")
+                self.lost(key, "it was a suspect, and did not finish its old attempts within another deadline")
 
     def close(self) -> None:
         """Release the builds. Does not end processes: their owner does."""
@@ -425,15 +425,15 @@ class Supervision:
         stop while it is built (which may raise StageFailed)."""
         awaited = {key: one for key, one in self._workers.items() if one.building is not None and not one.up}
         now, start_s = self._context.now(), self._context.settings.start_timeout_s
-        silences = self._heartbeats.look(heartbeats(self._context.client), now) if awaited else {}
+        silent = self._heartbeats.look(heartbeats(self._context.client), now) if awaited else {}
         for key, worker in awaited.items():
-            silent_s = silences.get(worker.spec.name)
+            silent_s = silent.get(worker.spec.name)
             if silent_s is None or worker.error is not None or self._workers[key] is not worker:
                 continue
             if not worker.here:
                 worker.here, worker.deadline = True, now + start_s
             elif stopped(silent_s, start_s):
-                self.lost(key, f"it said nothing for {silent_s:.0f} s while it was built")
+                self.lost(key, f"it sent no heartbeat for {silent_s:.0f} s while it was built")
 
     def _overdue(self, worker: _Worker) -> WorkersMissing:
         settings, name = self._context.settings, worker.spec.name
@@ -456,7 +456,7 @@ class Supervision:
         others = [self._workers[gang.name, i] for i in range(gang.workers) if i != key[1]]
         if gang.ordered or all(other.left_out for other in others):
             raise why
-        detail = f"{worker.spec.name} is left out, the rest of {gang.name} goes on: {why}"
+        detail = f"{worker.spec.name} is left out, and the rest of {gang.name} continues: {why}"
         detail += "" if at_once else f"; it is tried again in {again_s:g} s"
         self._context.journal.now(EventKind.WARNED, gang=gang.name, worker=worker.spec.name, detail=detail)
         self._on_down(key, False)
@@ -478,14 +478,14 @@ class Supervision:
 
     def _build(self, unit: Sequence[WorkerKey], incarnation: int, *, left_out: bool = False) -> None:
         """Submit the builds of a restart unit. They run as soon as the processes have joined. In a gang of several
-        ranks, rank 0 first publishes where the ranks meet."""
+        ranks, rank 0 first opens the rendezvous."""
         gang = self._context.gangs[unit[0][0]]
         specs = [self._spec(gang, index, incarnation) for _, index in unit]
-        meeting = self._submit("meet", open_meeting, specs[0]) if len(unit) > 1 else None
+        rendezvous = [self._submit("rendezvous", open_rendezvous, specs[0])] if len(unit) > 1 else []
         settings = self._context.settings
         limit_s = settings.cluster.arrival_timeout_s if settings.attached else settings.start_timeout_s
         for key, spec in zip(unit, specs, strict=True):
-            future = self._submit("build", build_worker, spec, *([] if meeting is None else [meeting]))
+            future = self._submit("build", build_worker, spec, *rendezvous)
             self._workers[key] = _Worker(spec, future, self._context.now() + limit_s, left_out=left_out)
             self._context.watch(future, key, None)
 

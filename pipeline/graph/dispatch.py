@@ -20,6 +20,8 @@ nothing submitted and nothing ready.
 
 When a worker is lost, its unfinished nodes and the nodes submitted on top of them go back to waiting. Finished nodes
 stay finished, since their output is in the store.
+
+`pipeline/graph/display.py` shows people what dispatch has decided.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from pipeline.graph.device_sharing import DeviceSharing, Pass
-from pipeline.graph.display import NodeStatus, Wait, WorkerQueues, node_state, waits
 from pipeline.graph.graph import Gang, Mode, Node
 from storage.address import Address
 
@@ -51,16 +52,20 @@ class Submit:
     """Number of an ORDERED node in the gang's order."""
 
 
-class _State(StrEnum):
+class State(StrEnum):
+    """State of a node. `NodeState` of display.py tells more."""
+
     WAITING = "waiting"
     SUBMITTED = "submitted"
     DONE = "done"
 
 
 @dataclass
-class _Entry:
+class Entry:
+    """A node in the window, and what became of it so far."""
+
     node: Node
-    state: _State = _State.WAITING
+    state: State = State.WAITING
     attempts: int = 0
     losses: int = 0
     blockers: int = 0
@@ -95,14 +100,13 @@ class Dispatch:
         """`device_sharing`: groups of gangs that share the same devices."""
         self._gangs = {gang.name: _GangState(gang) for gang in gangs}
         self._gang_of = {role: state for state in self._gangs.values() for role in state.gang.roles}
-        self._entries: dict[Address, _Entry] = {}
+        self._entries: dict[Address, Entry] = {}
         self._children: dict[Address, list[Address]] = {}
         self._ready = {(name, mode): ReadyNodes() for name in self._gangs for mode in Mode}
         """Waiting nodes that no parent holds back, by gang and mode. `next_submits` looks at nothing else."""
         self._readable: set[int] = set()
         """Versions of the weights that can be read."""
         self._device_sharing = DeviceSharing(device_sharing)
-        self._queues = WorkerQueues()
 
     @property
     def gangs(self) -> list[Gang]:
@@ -115,7 +119,7 @@ class Dispatch:
         never admitted belongs to an older, retired step and counts as done."""
         finished = set(committed)
         for node in nodes:
-            entry = _Entry(node, _State.DONE if node.address in finished else _State.WAITING)
+            entry = Entry(node, State.DONE if node.address in finished else State.WAITING)
             self._entries[node.address] = entry
             for address in node.parents:
                 parent = self._entries.get(address)
@@ -160,19 +164,17 @@ class Dispatch:
     def release_slot(self, address: Address) -> None:
         """Free the slot of a submitted node that only waits from now on. Its attempt goes on."""
         entry = self._entries.get(address)
-        if entry is not None and entry.state is _State.SUBMITTED:
+        if entry is not None and entry.state is State.SUBMITTED:
             self._release_capacity(entry)
             self._gang_of[entry.node.role].waiting.add(address)
-            self._queues.step_aside(address)
 
     def done(self, address: Address) -> bool:
         """Record that a node has its commit. Return False if it was done already (the second of two attempts)."""
         entry = self._entries[address]
-        if entry.state is _State.DONE:
+        if entry.state is State.DONE:
             return False
         self._release_capacity(entry)
-        self._queues.done(address)
-        self._set(entry, _State.DONE)
+        self._set(entry, State.DONE)
         return True
 
     def lost(self, addresses: Iterable[Address]) -> list[Address]:
@@ -181,15 +183,14 @@ class Dispatch:
         reset: list[Address] = []
         stack = list(addresses)
         for address in stack:
-            self._entries[address].losses += self._entries[address].state is _State.SUBMITTED
+            self._entries[address].losses += self._entries[address].state is State.SUBMITTED
         while stack:
             entry = self._entries[stack.pop()]
-            if entry.state is not _State.SUBMITTED:
+            if entry.state is not State.SUBMITTED:
                 continue
             self._release_capacity(entry)
             entry.submit = None
-            self._queues.lost(entry.node.address)
-            self._set(entry, _State.WAITING)
+            self._set(entry, State.WAITING)
             reset.append(entry.node.address)
             stack += [c for c in self._children.get(entry.node.address, ()) if c in self._entries]
         return reset
@@ -197,7 +198,7 @@ class Dispatch:
     def retire(self, addresses: Iterable[Address]) -> None:
         """Forget the done nodes of a step that nothing waits for any more."""
         for address in addresses:
-            assert self._entries[address].state is _State.DONE, f"{address} is retired before it is done"
+            assert self._entries[address].state is State.DONE, f"{address} is retired before it is done"
             del self._entries[address]
             self._children.pop(address, None)
 
@@ -237,19 +238,6 @@ class Dispatch:
         waiting = self._ready[gang, Mode.SLOT].nodes.values()
         return {self._version_for(node) for node in waiting if node.stage != "canary"}
 
-    def waits(self) -> dict[str, Wait]:
-        """Return what each idle gang waits for. A gang is idle if it is up, has nodes left and runs none."""
-        left = {address: entry.node for address, entry in self._entries.items() if entry.state is not _State.DONE}
-        running = {address for address in left if self._queues.is_running(address)}
-        gang_of = {role: state.gang.name for role, state in self._gang_of.items()}
-        found = waits(left, running, self._queues.before, gang_of)
-        up = {gang: wait for gang, wait in found.items() if self._gangs[gang].up}
-        return {gang: replace(wait, devices_of=self._device_sharing.holder(gang)) for gang, wait in up.items()}
-
-    def statuses(self) -> list[NodeStatus]:
-        """Return the status of every node in the window, in the order admitted."""
-        return [self._status(entry) for entry in self._entries.values()]
-
     def is_up(self, gang: str) -> bool:
         """Return True if a gang, or any replica of a pool, takes work."""
         return self._gangs[gang].up
@@ -269,24 +257,16 @@ class Dispatch:
 
     def is_done(self, address: Address) -> bool:
         """Return True if a node is done or retired."""
-        return address not in self._entries or self._entries[address].state is _State.DONE
+        return address not in self._entries or self._entries[address].state is State.DONE
 
     # ---- Internals -----------------------------------------------------------------------------------------------
 
-    def _status(self, entry: _Entry) -> NodeStatus:
-        submit, done = entry.submit, entry.state is _State.DONE
-        parents_done = all(map(self.is_done, entry.node.parents))
-        running = self._queues.is_running(entry.node.address)
-        state = node_state(done, entry.state is _State.SUBMITTED, parents_done, running)
-        worker = None if submit is None else (submit.gang, submit.replica)
-        return NodeStatus(entry.node, state, worker, entry.losses)
-
     @staticmethod
-    def _is_on(entry: _Entry, gang: str, replica: int) -> bool:
-        submit = entry.submit if entry.state is _State.SUBMITTED else None
+    def _is_on(entry: Entry, gang: str, replica: int) -> bool:
+        submit = entry.submit if entry.state is State.SUBMITTED else None
         return submit is not None and (submit.gang, submit.replica) == (gang, replica)
 
-    def _set(self, entry: _Entry, state: _State) -> None:
+    def _set(self, entry: Entry, state: State) -> None:
         """Change the state of a node, which may release its children or hold them back."""
         before, entry.state = entry.state, state
         self._update_ready(entry)
@@ -297,10 +277,10 @@ class Dispatch:
                 child.blockers += holds - held
                 self._update_ready(child)
 
-    def _update_ready(self, entry: _Entry) -> None:
+    def _update_ready(self, entry: Entry) -> None:
         """Add a node to the ready nodes or remove it, as its state says."""
         ready = self._ready[self._gang_of[entry.node.role].gang.name, self._mode(entry.node)]
-        if entry.state is _State.WAITING and not entry.blockers:
+        if entry.state is State.WAITING and not entry.blockers:
             ready.add(entry.node)
         else:
             ready.discard(entry.node)
@@ -308,12 +288,12 @@ class Dispatch:
     def _mode(self, node: Node) -> Mode:
         return self._gang_of[node.role].gang.mode(node.role)
 
-    def _releases(self, parent: _Entry, state: _State, child: Node) -> bool:
+    def _releases(self, parent: Entry, state: State, child: Node) -> bool:
         """Return True if a parent in this state no longer holds the child back."""
-        if state is _State.DONE:
+        if state is State.DONE:
             return True
         return (
-            state is _State.SUBMITTED
+            state is State.SUBMITTED
             and parent.node.scheduled_step == child.scheduled_step
             and self._mode(child) is Mode.FREE
         )
@@ -341,7 +321,7 @@ class Dispatch:
         for parent in state.out:
             for child in self._children.get(parent, ()):
                 entry = self._entries.get(child)
-                if entry is None or entry.state is not _State.WAITING or self._gang_of[entry.node.role] is not state:
+                if entry is None or entry.state is not State.WAITING or self._gang_of[entry.node.role] is not state:
                     continue
                 if entry.node < node and all(p in state.out or self.is_done(p) for p in entry.node.parents):
                     return True
@@ -366,9 +346,7 @@ class Dispatch:
         entry.submit = Submit(given, state.gang.name, mode, entry.attempts, replica, sequence)
         entry.attempts += 1
         entry.holds_capacity = True
-        self._set(entry, _State.SUBMITTED)
-        unfinished = [p for p in node.parents if not self.is_done(p)] if mode is Mode.FREE else ()
-        self._queues.hand_out(given, (state.gang.name, replica), state.gang.threads, unfinished)
+        self._set(entry, State.SUBMITTED)
         return entry.submit
 
     def _version_for(self, node: Node) -> int:
@@ -379,7 +357,7 @@ class Dispatch:
         assert allowed, f"{node.address} may start, and none of its versions can be read"
         return max(allowed)
 
-    def _release_capacity(self, entry: _Entry) -> None:
+    def _release_capacity(self, entry: Entry) -> None:
         submit = entry.submit
         if submit is None:
             return

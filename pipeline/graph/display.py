@@ -1,4 +1,6 @@
-"""Show people what every node and every gang is doing. No clock, no I/O, no Dask.
+"""Show people what every node and every gang is doing. Nothing is decided here. No clock, no I/O, no Dask.
+
+`ShownDispatch` is a dispatch that also answers questions of people. It follows what dispatch hands out.
 
 **Queues.** Workers do not report when a node begins. It follows from what dispatch knows: a worker runs as many nodes
 as it has threads, begins the most urgent one that can run, and interrupts none.
@@ -22,11 +24,12 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from pipeline.graph.graph import STAGE_ROLES, GraphSpec, Node, step_nodes, step_of
+from pipeline.graph.dispatch import Dispatch, Entry, State, Submit
+from pipeline.graph.graph import STAGE_ROLES, Gang, GraphSpec, Mode, Node, step_nodes, step_of
 from stages.models.protocol import Role
 from storage.address import Address
 
@@ -201,9 +204,10 @@ class Wait:
     def __str__(self) -> str:
         if self.devices_of is not None and self.ready == (self.node,):
             return f"{self.node} waits for the devices, which {self.devices_of} holds"
-        behind = [f"{address} (running)" for address in self.running]
-        behind += [f"{address} (waiting for a worker)" for address in self.ready]
-        return f"{self.node} waits for {', '.join(behind[:4])}{f' and {len(behind) - 4} more' if behind[4:] else ''}"
+        blockers = [f"{address} (running)" for address in self.running]
+        blockers += [f"{address} (waiting for a worker)" for address in self.ready]
+        more = f" and {len(blockers) - 4} more" if blockers[4:] else ""
+        return f"{self.node} waits for {', '.join(blockers[:4])}{more}"
 
 
 def waits(
@@ -243,3 +247,55 @@ def _wait(node: Address, parents: Mapping[Address, list[Address]], running: Set[
         seen.update(new)
         stack += new
     return Wait(node, tuple(sorted(running & set(ends))), tuple(sorted(set(ends) - running)))
+
+
+# ---- Dispatch, shown -----------------------------------------------------------------------------------------
+
+
+class ShownDispatch(Dispatch):
+    """A dispatch that knows what runs, what is queued, and what idle gangs wait for."""
+
+    def __init__(self, gangs: Iterable[Gang], device_sharing: Collection[Collection[str]] = ()) -> None:
+        super().__init__(gangs, device_sharing)
+        self._queues = WorkerQueues()
+
+    def next_submits(self) -> list[Submit]:
+        submits = super().next_submits()
+        for one in submits:
+            unfinished = [p for p in one.node.parents if not self.is_done(p)] if one.mode is Mode.FREE else ()
+            threads = self._gangs[one.gang].gang.threads
+            self._queues.hand_out(one.node, (one.gang, one.replica), threads, unfinished)
+        return submits
+
+    def release_slot(self, address: Address) -> None:
+        super().release_slot(address)
+        self._queues.step_aside(address)
+
+    def done(self, address: Address) -> bool:
+        self._queues.done(address)
+        return super().done(address)
+
+    def lost(self, addresses: Iterable[Address]) -> list[Address]:
+        reset = super().lost(addresses)
+        for address in reset:
+            self._queues.lost(address)
+        return reset
+
+    def statuses(self) -> list[NodeStatus]:
+        """Return the status of every node in the window, in the order admitted."""
+        return [self._status(entry) for entry in self._entries.values()]
+
+    def _status(self, entry: Entry) -> NodeStatus:
+        submit, parents_done = entry.submit, all(map(self.is_done, entry.node.parents))
+        running = self._queues.is_running(entry.node.address)
+        state = node_state(entry.state is State.DONE, entry.state is State.SUBMITTED, parents_done, running)
+        return NodeStatus(entry.node, state, None if submit is None else (submit.gang, submit.replica), entry.losses)
+
+    def waits(self) -> dict[str, Wait]:
+        """Return what each idle gang waits for. A gang is idle if it is up, has nodes left and runs none."""
+        left = {address: entry.node for address, entry in self._entries.items() if entry.state is not State.DONE}
+        running = {address for address in left if self._queues.is_running(address)}
+        gang_of = {role: state.gang.name for role, state in self._gang_of.items()}
+        found = waits(left, running, self._queues.before, gang_of)
+        up = {gang: wait for gang, wait in found.items() if self.is_up(gang)}
+        return {gang: replace(wait, devices_of=self._device_sharing.holder(gang)) for gang, wait in up.items()}

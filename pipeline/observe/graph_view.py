@@ -8,7 +8,7 @@ A running driver makes the record from its own state:
 
 Without a driver, `recorded_view` makes it from the run's directory:
 
-    ledger ──► Flow, Dispatch (as `resume` would start them) ──► states of nodes, waits, readers ──┐
+    ledger ──► Flow, ShownDispatch (as `resume` would start them) ──► states of nodes, waits, readers ──┐
     journal ──► nodes in progress, seconds, notes ─────────────────────────────────────────────────┴──► GraphView
 """
 
@@ -18,8 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pipeline.graph.dispatch import Dispatch
-from pipeline.graph.display import ROWS, NodeState, NodeStatus, Wait, waits, with_steps_over
+from pipeline.graph.display import ROWS, NodeState, NodeStatus, ShownDispatch, Wait, waits, with_steps_over
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Gang, GraphSpec, Node, evaluated
 from pipeline.observe.journal import Event
@@ -288,7 +287,7 @@ def recorded_view(
     seen = NodeEvents(ordered(gangs))
     for event in events:
         seen.take(event)
-    dispatch = Dispatch(gangs)
+    dispatch = ShownDispatch(gangs)
     for gang in gangs:
         dispatch.worker_up(gang.name, 0)
     committed = set(ledger.open_addresses())

@@ -12,8 +12,10 @@ import os
 import socket
 import sys
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from distributed import get_worker
@@ -33,29 +35,24 @@ if TYPE_CHECKING:  # they import torch, which the driver does not load
 
 
 class Runtime:
-    """The calls of a worker process. `WorkerSpec.runtime` names the subclass; its constructor takes the spec. A
+    """The code that a worker process runs. `WorkerSpec.runtime` names the subclass; its constructor takes the spec. A
     subclass without an engine or models needs only `run`."""
+
+    numerics: Mapping[str, str] = MappingProxyType({})
+    """Facts that the last bits of its results depend on, by name."""
+    rows: ReplicaRows | None = None
+    """The rows of a replica, if they may migrate to others."""
 
     def run(self, call: Call) -> Outcome:
         """Run a node, or find its commit."""
         raise NotImplementedError
 
-    @property
-    def numerics(self) -> dict[str, str]:
-        """Everything that the last bits of its results depend on, by name."""
-        return {}
-
-    @property
-    def rows(self) -> ReplicaRows | None:
-        """The rows of a replica, if they may migrate to others."""
-        return None
-
     def fetch_with(self, fetcher: Fetcher) -> None:
-        """Fetch versions of the weights that this host lacks with `fetcher`, from now on."""
+        """Use `fetcher` from now on for versions of the weights that this host lacks."""
 
     def take_weights(self, version: int) -> None:
         """Load a version for the rows in flight, if there are any and the engine updates in flight. Raises StoreError
-        and OSError if the version cannot be read."""
+        or OSError if the version cannot be read."""
 
     def sleep(self) -> None:
         """Free the devices until the next call. Does nothing if they are free. Raises RuntimeError during a call."""
@@ -69,40 +66,40 @@ class _Resident:
     spec: WorkerSpec
     runtime: Runtime
     begun: OrderedDict[tuple[Address, str], None] = field(default_factory=OrderedDict)
-    """The last calls that began here, by address and attempt: Dask never goes further back than the lineage that the
-    driver leaves it."""
+    """The last calls that began here, by address and attempt. Dask does not repeat older ones, because the driver
+    limits the lineage that Dask remembers."""
 
 
 _resident: _Resident | None = None
 _listening: socket.socket | None = None
-"""On rank 0 until it is built: the socket where the ranks of its gang will meet."""
+"""Socket at the gang's rendezvous, on rank 0 until it is built."""
 _MOST_RANKS = 4096
 """Most ranks that may wait for an answer at once."""
 _REMEMBERED = 16384
-"""Remembered calls: the nodes of 8 steps (`attempts.LINEAGE`) of 256 shards on one worker, and some more."""
+"""Number of remembered calls: more than 8 steps (`attempts.LINEAGE`) of 256 shards on one worker have."""
 
 
-def open_meeting(spec: WorkerSpec) -> str:
-    """Rank 0's part before a gang is built: listens where its ranks will meet, on the address by which the others reach
-    it, and says where that is. They may come at once; they are answered when rank 0 is built."""
+def open_rendezvous(spec: WorkerSpec) -> str:
+    """Open the rendezvous of a gang in rank 0's process and return its address. The other ranks may connect at once.
+    They are answered when rank 0 is built."""
     global _listening
     if _listening is not None:
-        _listening.close()  # of an incarnation that was not built
+        _listening.close()  # the socket of an incarnation that was not built
     host = get_address_host(get_worker().address)
     family, shown = (socket.AF_INET6, f"[{host}]") if ":" in host else (socket.AF_INET, host)
     _listening = socket.create_server((host, 0), family=family, backlog=_MOST_RANKS)
     return f"tcp://{shown}:{_listening.getsockname()[1]}"
 
 
-def build_worker(spec: WorkerSpec, meeting: str | None = None) -> Built:
-    """Make this process the worker that `spec` describes, and close whatever it was before. `meeting`: the address
-    where the ranks of its gang meet, if it has several."""
+def build_worker(spec: WorkerSpec, rendezvous: str | None = None) -> Built:
+    """Make this process the worker that `spec` describes, and close the worker that it was before. `rendezvous`:
+    address where the ranks of its gang find each other, if it has several."""
     global _resident, _listening
-    if meeting is not None:
-        spec = replace(spec, rendezvous=meeting)
-    if meeting is not None and spec.index == 0:
+    if rendezvous is not None:
+        spec = replace(spec, rendezvous=rendezvous)
+    if rendezvous is not None and spec.index == 0:
         if _listening is None:
-            raise WorkerLost(spec.name, spec.incarnation)  # it is not the process that the others were told of
+            raise WorkerLost(spec.name, spec.incarnation)  # another process opened the rendezvous
         spec = replace(spec, listening=_listening.detach())
         _listening = None
     if spec.log is not None:
@@ -112,7 +109,7 @@ def build_worker(spec: WorkerSpec, meeting: str | None = None) -> Built:
         _resident = None
     mirror = WeightMirror(get_worker(), spec.mirror) if spec.mirror is not None else None
     if mirror is not None:
-        mirror.open()  # before the models are loaded: other hosts may wait for what this one's board has
+        mirror.open()  # before the models are loaded, because other hosts may wait for versions on this host's board
     module, _, name = spec.runtime.partition(":")
     runtime: Runtime = getattr(importlib.import_module(module), name)(spec)
     _resident = _Resident(spec, runtime)
@@ -124,11 +121,11 @@ def build_worker(spec: WorkerSpec, meeting: str | None = None) -> Built:
     accept_refit_orders(get_worker(), runtime.take_weights)
     if mirror is not None:
         runtime.fetch_with(mirror)
-    return Built(str(get_worker().address), runtime.numerics, socket.gethostname())
+    return Built(str(get_worker().address), dict(runtime.numerics), socket.gethostname())
 
 
 def _write_to(path: Path, headline: str) -> None:
-    """Append everything that this process prints to a file, native code and the trace of a crash included."""
+    """Append everything that this process prints to a file, also what native code and a crash print."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -140,12 +137,12 @@ def _write_to(path: Path, headline: str) -> None:
 
 
 def run_node_task(call: Call, *parents: object) -> Ref | None:
-    """Run a node as a Dask task, and report its outcome to the driver by a message. Dask would have to fetch a result
-    from this process, which may have died or been stopped by then. `parents` are the parents' references: Dask needs
-    them for the edges; the node itself reads its inputs from the store.
+    """Run a node as a Dask task, and report its outcome to the driver in a message. A result would have to be fetched
+    from this process, which may have died or been stopped by then. `parents`: the parents' references, which Dask
+    needs for its edges. The node reads its inputs from the store.
 
-    To recover a result that died with a process, Dask runs a finished task again, and all ancestors that it has
-    dropped. Such a call must not reach a runtime that has gone on: the ledger answers it."""
+    Dask runs a finished task again, and its dropped ancestors, to recover a result that was lost with a process. Such a
+    call must not reach a runtime that is further on, so the ledger answers it."""
     del parents
     if not _is_for_this_process(call):
         commit = Ledger(call.ledger).find(call.address) if call.ledger is not None else None

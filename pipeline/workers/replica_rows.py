@@ -1,13 +1,17 @@
-"""The rows of the shards that run in a replica, here and in other replicas. `row_migration` sends and receives them."""
+"""The rows of the shards that run in a replica, here and in other replicas.
+
+engine (`MigratingEngine`) ◄── ReplicaRows: which shard, which version ◄── row_migration: sends and receives rows
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from pipeline.workers.versioned_engine import VersionedEngine
+from stages.engines.embedded.migration import AcceptedRows
 from stages.engines.migration import MigratedRow, key_of
 from stages.engines.protocol import Completion
 from stages.engines.row_loads import EngineLoad, MigrationRequest, RowKey
@@ -24,12 +28,14 @@ class Shard:
 
 
 class ReplicaRows:
-    """Tracks where the rows of the shards of this process are. Adds that to what `MigratingEngine` does."""
+    """Tracks where the rows of this process's shards are, and is the only caller of `MigratingEngine`'s migration."""
 
     def __init__(self, engine: VersionedEngine, below: int, timeout_s: float) -> None:
         """`below`: report the rows here to the driver while there are fewer than this. `timeout_s`: seconds without a
         message after which a replica that accepted rows counts as lost."""
-        self.engine, self.timeout_s = engine, timeout_s
+        assert engine.migratable is not None, "this engine's rows cannot migrate"
+        self._engine, self._rows = engine, engine.migratable
+        self.timeout_s = timeout_s
         self._below = below
         self._lock = threading.Lock()
         """Guards the fields below. No method of the engine is called under it."""
@@ -58,22 +64,31 @@ class ReplicaRows:
             return tuple(s.address for s in self._shards if s.keys & gone and not s.keys & self._here)
 
     def watch(self, report: Callable[[EngineLoad, tuple[Address, ...]], None]) -> None:
-        """Report the rows here, and `waiting`, whenever they change and there are fewer than `below`."""
+        """Report the rows here, and `waiting`, whenever they change and there are fewer than `below`. Call this before
+        rows migrate."""
 
         def listen(here: EngineLoad) -> None:
+            self._engine.rows_left()  # all unfinished rows of a call may be elsewhere now
             with self._lock:
                 self._here = frozenset(row.key for row in here.rows)
             report(here, self.waiting)
 
-        self.engine.watch_load(self._below, listen)
+        self._rows.watch_load(self._below, listen)
 
     def migrate_out(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]:
         """Take rows out of the engine for another replica."""
-        migrated = self.engine.migrate_out(rows)
+        migrated = self._rows.migrate_out(rows)
+        self._engine.rows_left()
         with self._lock:
             self._elsewhere.update((one.ticket, key_of(one.request)) for one in migrated)
             self._here -= set(self._elsewhere.values())
         return migrated
+
+    @contextmanager
+    def migrate_in(self, migrated: Sequence[MigratedRow]) -> Iterator[AcceptedRows]:
+        """Continue rows of another replica within the block. Raises RequestError for rows that cannot be accepted."""
+        with self._engine.resident({one.version for one in migrated}), closing(self._rows.migrate_in(migrated)) as rows:
+            yield rows
 
     def deliver(self, ticket: int, completion: Completion) -> None:
         """Return a row to its caller that another replica has finished."""
@@ -81,11 +96,15 @@ class ReplicaRows:
             key = self._elsewhere.pop(ticket, None)
             for shard in self._shards:
                 shard.finished_elsewhere += key in shard.keys
-        self.engine.migratable.deliver(ticket, completion)
+        self._rows.deliver(ticket, completion)
 
     def give_back(self, tickets: Collection[int]) -> None:
         """Continue these rows here after all."""
         with self._lock:
             for ticket in tickets:
                 self._elsewhere.pop(ticket, None)
-        self.engine.migratable.give_back(tickets)
+        self._rows.give_back(tickets)
+
+    def wanted(self, tickets: Collection[int]) -> set[int]:
+        """Return the rows in other replicas whose callers still wait."""
+        return self._rows.wanted(tickets)

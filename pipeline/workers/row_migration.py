@@ -124,7 +124,7 @@ async def _collect(comm: Comm, rows: ReplicaRows, left: set[int]) -> None:
             else:
                 rows.deliver(ticket, completion)
             left.discard(ticket)
-        unwanted = left - rows.engine.migratable.wanted(left)
+        unwanted = left - rows.wanted(left)
         if unwanted:
             left -= unwanted
             await comm.write({"dropped": sorted(unwanted)})
@@ -143,7 +143,7 @@ async def _receive(comm: Comm, rows: ReplicaRows, migrated: list[Any]) -> None:
     def host() -> None:
         """Run in a thread, since it waits for the engine."""
         try:
-            with rows.engine.migrate_in(migrated) as incoming:
+            with rows.migrate_in(migrated) as incoming:
                 loop.call_soon_threadsafe(accepted.set_result, incoming)
                 for item in incoming:
                     loop.call_soon_threadsafe(finished.put_nowait, item)

@@ -17,7 +17,6 @@ from pipeline.graph.graph import STAGE_ROLES
 from pipeline.workers.entry import Runtime
 from pipeline.workers.messages import Call, Outcome, WorkerSpec
 from pipeline.workers.parts import build_parts
-from pipeline.workers.replica_rows import ReplicaRows
 from pipeline.workers.stages import Computed, Output, binding_of
 from pipeline.workers.weight_transfer import Fetcher
 from storage.commits import Commit
@@ -34,6 +33,7 @@ class StageRuntime(Runtime):
         # Megatron recommends Transformer Engine and Apex in warnings. Its errors are still shown.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
         self.parts = build_parts(spec, same_layout=same_layout)
+        self.numerics, self.rows = self.parts.numerics, self.parts.rows
         self._last_sequence = -1
 
     def run(self, call: Call) -> Outcome:
@@ -82,14 +82,6 @@ class StageRuntime(Runtime):
         binding = binding_of(call.address.stage)
         assert isinstance(binding, Computed), f"{call.address.stage} cannot be computed without being committed"
         return binding.compute(self.parts, call)
-
-    @property
-    def numerics(self) -> dict[str, str]:
-        return self.parts.numerics
-
-    @property
-    def rows(self) -> ReplicaRows | None:
-        return self.parts.rows
 
     def fetch_with(self, fetcher: Fetcher) -> None:
         self.parts.fetcher = fetcher

@@ -1,17 +1,13 @@
-"""The two forms of a binding: what runs a stage in a worker.
+"""Every stage of the graph, and how a worker runs it.
 
-What a model of the run says of a shard's rows, without being changed. Every rank of the gang takes part.
+    Call ──► binding_of(stage) ─┬─► Computed.compute: inputs ──► Output, which the runtime stores and commits
+                                └─► SelfCommitting.run: changes or publishes weights, and commits by itself
 
-What needs no model of the run: scores of a shard's responses, and the advantages of a step.
+Sections: stages that apply a model without changing it (every rank of the gang takes part), scoring and advantages,
+sampling with an engine, updates and publication, and `STAGES`, the table of bindings.
 
-What an engine does: responses to a shard of training prompts, to a shard of those that are held out, and canaries.
-
-What changes the run's weights or gives them away: updates, exactly once; and publications, again where need be.
-
-Every stage of the graph and what runs it in a worker.
-
-To add a stage: a pure function in `stages/`, its role and its nodes in `pipeline/graph/graph.py`, and a binding here (a
-line in `STAGES`, or a call of `register` from a module that the worker imports).
+To add a stage: write a pure function in `stages/`, add its role and nodes to `pipeline/graph/graph.py`, and add a
+binding here (a line in `STAGES`, or a call of `register` from a module that the worker imports).
 """
 
 from __future__ import annotations
@@ -122,8 +118,8 @@ def value_shard(parts: WorkerParts, call: Call) -> Output:
 
 
 def score_shard(parts: WorkerParts, call: Call) -> Output:
-    """Score each response, sampled for training or for evaluation. Metrics: judge/PART/requests, judge/PART/cost, of
-    parts that count what they use up."""
+    """Score each response of a training or an evaluation shard. Parts that count their requests and costs add the
+    metrics judge/PART/requests and judge/PART/cost."""
     held_out = call.address.stage.startswith("evaluate")
     record = scores_of(parts, parts.read(call.inputs[0]), held_out=held_out)
     scorer = required(parts.scorer)
@@ -137,7 +133,7 @@ def score_shard(parts: WorkerParts, call: Call) -> Output:
 
 
 def scores_of(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Scores:
-    """Return a score for each of these rows. `held_out`: score with the parts of evaluations."""
+    """Return a score for each row. `held_out`: score with the parts of evaluations."""
     scorer, prompts = required(parts.scorer), required(parts.prompts)
     extras = [prompts.extra[i] for i in rollout.prompt_index]
     messages = None if prompts.messages is None else [prompts.messages[i] for i in rollout.prompt_index]
@@ -147,7 +143,7 @@ def scores_of(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Scores
 
 def advantage_step(parts: WorkerParts, call: Call) -> Output:
     """Compute advantages and returns of all rows of a step, and the state for the next step. Raises MissingOutput if
-    the step before has no commit: starting anew would give another KL coefficient."""
+    the step before has no commit: without its state, the KL coefficient would be another."""
     config, step = parts.config, call.address.step
     before = parts.ledger.get(Address("advantage", step - 1)).state if step else {}
     policy = parts.read_step("logprob", step) if config.ppo.proximal == "recompute" else None
@@ -174,7 +170,8 @@ DIFFERENCE, MOVED = "mismatch/canary_mean_abs", "mismatch/canary_moved"
 
 
 class MismatchAlarm(RuntimeError):
-    """Engine and trainer say different things with the same weights, and the config says that this ends the run."""
+    """Engine and trainer compute different log-probs with the same weights, and the config says that this ends the
+    run."""
 
 
 def generate_shard(parts: WorkerParts, call: Call) -> Output:
@@ -203,7 +200,8 @@ def evaluate_shard(parts: WorkerParts, call: Call) -> Output:
 
 
 def canary_once(parts: WorkerParts, call: Call) -> Output:
-    """Compare an engine's log-probs of the canaries with the trainer's. Raises MismatchAlarm if that ends the run."""
+    """Compare an engine's log-probs of the canaries with the trainer's. Raises MismatchAlarm if they differ too much
+    and `mismatch.stop` is true."""
     config = parts.config
     rollout: Rollout = parts.read(call.inputs[0])
     trainers: PolicyLogprobs | CanaryPolicyLogprobs = parts.read(call.inputs[1])
@@ -282,7 +280,7 @@ def _sample(
 # ---- weights ---------------------------------------------------------------------------------------------
 
 EXPORT = "export"
-"""The name of its work in the background."""
+"""Name of the export's work in the background."""
 
 
 def update_policy_once(parts: WorkerParts, call: Call) -> Commit | None:
@@ -325,7 +323,7 @@ def publish_version(parts: WorkerParts, call: Call) -> Commit | None:
     exported = bool(version and _is_exported(config, version)) and _begin_export(parts, version)
     with parts.clock.bookkeeping():
         manifest = publish(host, parts.board, version)
-    if version == config.steps:  # nobody would make good what is owed after this commit: a resume has no node left
+    if version == config.steps:  # a resume after this commit has no node left that could finish the exports
         _write_exports(parts, version, exported)
         required(parts.updates).background.settle_all()
     if manifest is not None and found is None:
@@ -343,18 +341,18 @@ def publish_version(parts: WorkerParts, call: Call) -> Commit | None:
 
 
 def _write_exports(parts: WorkerParts, version: int, exported: bool) -> None:
-    """Start writing every export that was begun: this version's, and those that dead processes did not finish."""
+    """Start to write this version's export, and the exports that dead processes began and did not finish."""
     if exported:
         _export(parts, version)
     if exported or version == parts.config.steps:
-        # the export before this one, if there was any, is over: whatever has begun is a dead process's
-        for owed in required(parts.updates).agree(lambda: _begun_exports(parts, version)):
-            _export(parts, owed)
+        # This process has no other export in progress, so every other one that is begun is a dead process's.
+        for unfinished in required(parts.updates).agree(lambda: _begun_exports(parts, version)):
+            _export(parts, unfinished)
 
 
 def _is_exported(config: RunConfig, version: int) -> bool:
-    """Return True if a version is exported when it is published: the last one, every n-th one, and, if the data to
-    rebuild it from will be deleted, every evaluated one, since it may become the best."""
+    """Return True if a version is exported when it is published. These are the last one, every n-th one, and, if the
+    data to rebuild them from will be deleted, all evaluated ones, because each may become the best."""
     if version == config.steps or (config.export.every and version % config.export.every == 0):
         return True
     return config.storage.keep.rollouts is not None and evaluated(config.graph(), version)
@@ -382,8 +380,8 @@ def _begun_exports(parts: WorkerParts, but: int) -> list[int]:
 
 
 def _export(parts: WorkerParts, version: int) -> None:
-    """Write the whole policy in Hugging Face layout from a copy, while the run goes on. A half-written export never has
-    the final name."""
+    """Write the policy in Hugging Face layout from a copy, while the run continues. A half-written export never has the
+    final name."""
     updates, target = required(parts.updates), parts.paths.weights(version)
     staged = _staged(target)
     write = updates.at(Role.POLICY, version).export(staged)
@@ -419,15 +417,15 @@ STAGES: dict[str, Binding] = {
     "evaluate_score": Computed(score_shard),
     "evaluate_reference": Computed(reference_shard),
 }
-"""Stage -> its binding: as many as `pipeline.graph.graph.STAGE_ROLES` has stages."""
+"""Stage -> its binding, for every stage of `pipeline.graph.graph.STAGE_ROLES`."""
 
 
 class UnboundStage(LookupError):
-    """A stage of the graph that nothing runs."""
+    """A stage of the graph has no binding."""
 
 
 def register(stage: str, binding: Binding) -> None:
-    """Bind a stage from elsewhere. Raises ValueError if it is bound already."""
+    """Add a binding from another module. Raises ValueError if the stage has one already."""
     if stage in STAGES:
         raise ValueError(f"stage {stage!r} is bound already")
     STAGES[stage] = binding

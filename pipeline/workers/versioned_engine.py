@@ -1,18 +1,17 @@
-"""A lock around an engine: shards of one version of the weights share it, and other versions wait."""
+"""An engine that shards of one version of the weights share, while shards of other versions wait."""
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 
 from pipeline.workers.bookkeeping import Clock
-from stages.engines.embedded.migration import AcceptedRows, MigratingEngine
-from stages.engines.migration import MigratedRow
+from stages.engines.embedded.migration import MigratingEngine
 from stages.engines.protocol import (
     NO_VERSION,
     EngineLost,
@@ -22,7 +21,6 @@ from stages.engines.protocol import (
     TensorPlace,
     WeightsError,
 )
-from stages.engines.row_loads import EngineLoad, MigrationRequest
 from storage.weights import BFLOAT16, TensorInfo, WeightBoard, WeightLease
 
 _BFLOAT16_EXPONENT = np.uint16(0x7F80)
@@ -53,12 +51,13 @@ class VersionedEngine:
         self._engine = engine
         self._in_flight = in_flight
         self._fetch = fetch
-        self._migrating = engine if isinstance(engine, MigratingEngine) else None
+        self.migratable = engine if isinstance(engine, MigratingEngine) else None
+        """The same engine, if its rows can migrate (see `ReplicaRows`)."""
         self._board = board
         self._version: int | None = None
         self._names: frozenset[str] = frozenset()
         """Names of the tensors in the last version."""
-        self._spoilt: str | None = None
+        self._broken: str | None = None
         """Why the engine cannot be used any more."""
         self._loading = False
         self._asleep = False
@@ -67,7 +66,7 @@ class VersionedEngine:
         """Number of shards, and of groups of other replicas' rows, in the engine."""
         self._exact = 0
         """Number of those that need exactly one version."""
-        self._turn = threading.Condition()
+        self._changed = threading.Condition()
         """Never held for long: the engine's thread takes it too."""
 
     @contextmanager
@@ -78,7 +77,7 @@ class VersionedEngine:
         board is not what was published."""
         exact = exact or not self._in_flight
         if not self._serves(version, exact) and not self._board.has(version):
-            with clock.bookkeeping():  # before its turn, so that other shards do not wait for the transfer
+            with clock.bookkeeping():  # before it enters, so that other shards do not wait for the transfer
                 self._fetch(version)
         self._enter(version, clock, exact)
         try:
@@ -89,7 +88,7 @@ class VersionedEngine:
     def take(self, version: int) -> None:
         """Load a version for the rows in flight, if the engine updates in flight. Waits for shards that need exactly
         one version. Does nothing without rows: the next shard loads its version. Raises the errors of `at`."""
-        with self._turn:
+        with self._changed:
             wanted = self._in_flight and self._inside > 0
         if wanted:
             with self.at(version, Clock()):
@@ -98,9 +97,9 @@ class VersionedEngine:
     def sleep(self) -> None:
         """Free the engine's devices until the next shard. Does nothing if they are free. Raises RuntimeError while
         shards are in the engine."""
-        with self._turn:
+        with self._changed:
             if self._inside or self._loading:
-                raise RuntimeError(f"{self._inside} shards are in the engine: it rests after them")
+                raise RuntimeError(f"{self._inside} shards are in the engine: it sleeps after them")
             if not self._asleep:
                 self._engine.sleep()
                 self._asleep = True
@@ -108,8 +107,8 @@ class VersionedEngine:
                     self._version = None
 
     def _enter(self, version: int, clock: Clock, exact: bool) -> None:
-        with self._turn:
-            self._turn.wait_for(lambda: self._may_enter(version, exact))
+        with self._changed:
+            self._changed.wait_for(lambda: self._may_enter(version, exact))
             if self._serves(version, exact):
                 self._inside += 1
                 self._exact += exact
@@ -129,19 +128,19 @@ class VersionedEngine:
                 self._version = version
             loaded = True
         finally:
-            with self._turn:
+            with self._changed:
                 self._loading = False
                 if loaded:
                     self._inside += 1
                     self._exact += exact
-                self._turn.notify_all()
+                self._changed.notify_all()
 
     def _load(self, version: int, lease: WeightLease) -> None:
         """Verify the published weights and load them. The bytes are read once here and once by the engine, which also
         checks that all numbers are finite. If the engine is another process, this one checks it while it computes the
         checksum. Raises EngineLost after a refit that failed half-way, which makes the engine unusable."""
-        if self._spoilt is not None:
-            raise EngineLost(self._spoilt)
+        if self._broken is not None:
+            raise EngineLost(self._broken)
         can = self._engine.capabilities
         elsewhere = "tensors" not in can.sources
         lease.verify(*[check_finite_numbers] if elsewhere else [])
@@ -155,18 +154,16 @@ class VersionedEngine:
         finally:
             if half_way:
                 self._version = None  # no shard may enter any more
-                self._spoilt = f"version {version} of the weights came in half-way: the engine must be built anew"
+                self._broken = f"a load of weights v{version} failed half-way: the engine must be built again"
 
     def _check_names(self, version: int, names: Set[str]) -> None:
         """Raise WeightsError, naming a tensor, unless this version has the same tensors as the last. A missing tensor
         would keep its old numbers."""
-        odd = names ^ self._names if self._names else frozenset()
-        if odd:
-            name = min(odd)
+        differing = names ^ self._names if self._names else frozenset()
+        if differing:
+            name = min(differing)
             has, lacks = (version, self._version) if name in names else (self._version, version)
-            raise WeightsError(
-                f"{name} (and {len(odd) - 1} more) is missing in version {lacks} of the weights; version {has} has it"
-            )
+            raise WeightsError(f"{name} (and {len(differing) - 1} more) is missing in weights v{lacks}; v{has} has it")
 
     def _serves(self, version: int, exact: bool) -> bool:
         """Return True if the engine is awake with weights that will do."""
@@ -180,58 +177,34 @@ class VersionedEngine:
             return False
         if self._serves(version, exact) or (not exact and self._exact == 0):
             return True
-        return self._inside == (self._migrating.num_calls_migrated if self._migrating else 0)
+        return self._inside == (self.migratable.num_calls_migrated if self.migratable else 0)
 
     def _leave(self, exact: bool) -> None:
-        with self._turn:
+        with self._changed:
             self._inside -= 1
             self._exact -= exact
-            self._turn.notify_all()
+            self._changed.notify_all()
 
     # ---- rows that migrate ----
 
-    @property
-    def migratable(self) -> MigratingEngine:
-        """The engine, if its rows can migrate. `watch_load`, `migrate_out` and `migrate_in` are called here instead."""
-        assert self._migrating is not None, "this engine's rows cannot migrate"
-        return self._migrating
-
-    def watch_load(self, below: int, listener: Callable[[EngineLoad], None]) -> None:
-        """See `MigratingEngine`. Call this before rows migrate: it also wakes shards that wait here for another version
-        when the last row of a call has finished here."""
-
-        def listen(here: EngineLoad) -> None:
-            with self._turn:  # all unfinished rows of a call may be elsewhere now
-                self._turn.notify_all()
-            listener(here)
-
-        self.migratable.watch_load(below, listen)
-
-    def migrate_out(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]:
-        """See `MigratingEngine`."""
-        migrated = self.migratable.migrate_out(rows)
-        with self._turn:
-            self._turn.notify_all()
-        return migrated
+    def rows_left(self) -> None:
+        """Wake shards that wait for another version: rows may have left for another replica, or have finished."""
+        with self._changed:
+            self._changed.notify_all()
 
     @contextmanager
-    def migrate_in(self, migrated: Sequence[MigratedRow]) -> Iterator[AcceptedRows]:
-        """Continue rows of another replica. Their version stays resident until the block ends or they have left again.
-        Raises RequestError for rows that cannot be accepted."""
-        with self._turn:
-            versions = {one.version for one in migrated}
+    def resident(self, versions: Set[int]) -> Iterator[None]:
+        """Keep the resident version for rows of another replica, until the block ends or they have left again. Raises
+        RequestError if `versions` are not exactly the resident one."""
+        with self._changed:
             if self._loading or self._asleep or versions != {self._version}:
                 raise RequestError(
-                    f"rows of versions {sorted(versions)} do not go on here: {self._version} is resident"
+                    f"rows of versions {sorted(versions)} cannot continue here: {self._version} is resident"
                 )
             self._inside += 1
             self._exact += not self._in_flight
         try:
-            incoming = self.migratable.migrate_in(migrated)
-            try:
-                yield incoming
-            finally:
-                incoming.close()
+            yield
         finally:
             self._leave(not self._in_flight)
 

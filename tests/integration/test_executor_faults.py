@@ -426,7 +426,9 @@ def test_a_replica_that_does_not_come_up_is_left_out_and_works_when_it_does(star
     run.assert_whole()
     (warned,) = run.events(EventKind.WARNED)
     assert (warned.gang, warned.worker) == ("generate", "generate-1")
-    assert str(warned.detail).startswith("generate-1 is left out, the rest of generate goes on: worker generate-1 did")
+    assert str(warned.detail).startswith(
+        "generate-1 is left out, and the rest of generate continues: worker generate-1 did"
+    )
     assert {line[1] for line in run.log("runs") if line[0].startswith("generate/step_000000")} == {"generate-0"}
     assert run.built("generate") == 2
 

@@ -20,7 +20,7 @@ from pipeline.driver.supervision import Supervision
 from pipeline.graph.graph import Gang
 from pipeline.observe.journal import EventKind
 from pipeline.workers.attached import JoinRefused, write_exit_reason
-from pipeline.workers.entry import build_worker, open_meeting
+from pipeline.workers.entry import build_worker, open_rendezvous
 from stages.models.protocol import Role
 
 ARRIVAL_S, START_S = 100.0, 30.0
@@ -113,10 +113,10 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Setting]:
 
 def test_rank_0_says_where_its_gang_meets_before_any_rank_is_built(begin: Callable[..., Setting]) -> None:
     setting = begin(ARRIVAL_S)
-    (meeting,) = [future for work, future in setting.submitted if work is open_meeting]
+    (rendezvous,) = [future for work, future in setting.submitted if work is open_rendezvous]
     builds = {future.key[1]: future.arguments[1:] for work, future in setting.submitted if work is build_worker}
-    assert meeting.key[:2] == ("meet-process", "train-0")
-    assert builds == {"generate-0": (), "generate-1": (), "train-0": (meeting,), "train-1": (meeting,)}
+    assert rendezvous.key[:2] == ("rendezvous-process", "train-0")
+    assert builds == {"generate-0": (), "generate-1": (), "train-0": (rendezvous,), "train-1": (rendezvous,)}
 
 
 def test_a_process_has_its_time_from_when_it_is_there(begin: Callable[..., Setting]) -> None:
@@ -128,7 +128,7 @@ def test_a_process_has_its_time_from_when_it_is_there(begin: Callable[..., Setti
     setting.look(ARRIVAL_S - 1)
     assert len(setting.warned) == 1
     assert setting.warned[0].startswith(
-        "generate-0 is left out, the rest of generate goes on: worker generate-0 did not"
+        "generate-0 is left out, and the rest of generate continues: worker generate-0 did not"
     )
     assert "cluster.start_timeout_s = 30" in setting.warned[0]
 
@@ -144,7 +144,7 @@ def test_a_process_stopped_while_it_is_built_is_missed_before_its_time_is_over(b
     assert setting.killed == []
     setting.look(23.0)
     assert sorted(setting.killed) == ["at train-0", "at train-1"]
-    assert setting.lost == ["it said nothing for 21 s while it was built"]
+    assert setting.lost == ["it sent no heartbeat for 21 s while it was built"]
     builds = [future.key[1:3] for work, future in setting.submitted if work is build_worker]
     assert builds[-2:] == [("train-0", 1), ("train-1", 1)]
 
@@ -194,6 +194,6 @@ def test_a_host_that_is_refused(begin: Callable[..., Setting]) -> None:
     setting.supervision.refused(JoinRefused("trian", 0, "host n1: the run has no gang 'trian'", fatal=False))
     setting.supervision.refused(JoinRefused("generate", 0, "host n2: its clock", fatal=True))
     assert ["host n1" in setting.warned[0], "host n2" in setting.warned[1]] == [True, True]
-    assert setting.warned[1].startswith("generate-0 is left out, the rest of generate goes on: ")
+    assert setting.warned[1].startswith("generate-0 is left out, and the rest of generate continues: ")
     with pytest.raises(ConfigError, match=r"cluster\.kind: given 'attached'; worker train-1: host n3: its clock"):
         setting.supervision.refused(JoinRefused("train", 1, "host n3: its clock", fatal=True))

@@ -15,7 +15,14 @@ from distributed.utils import color_of, key_split_group
 from pipeline.driver.attempts import LINEAGE, Attempt, Result, edges
 from pipeline.driver.context import WorkerKey
 from pipeline.driver.graph_markers import build_key, marker_key, marker_stage, task_key
-from pipeline.driver.supervision import Verdict, back_off_s, error_of_rank, passes, restart_unit, verdict
+from pipeline.driver.supervision import (
+    AttemptState,
+    attempt_state,
+    back_off_s,
+    error_of_rank,
+    may_succeed_later,
+    restart_unit,
+)
 from pipeline.graph.dispatch import Submit
 from pipeline.graph.graph import STAGE_ROLES, Gang, GraphSpec, Mode, Node, run_nodes
 from pipeline.workers.messages import Call, RankFailure, WorkerLost
@@ -37,25 +44,25 @@ WRONG = ValueError("no such colour")
 @pytest.mark.parametrize(
     ("num_ranks", "reported", "errors", "expected"),
     [
-        (1, 0, [], Verdict.OPEN),
-        (1, 1, [], Verdict.DONE),
-        (1, 0, [WRONG], Verdict.FAILED),
-        (1, 0, [LOST], Verdict.FAILED),
-        (1, 0, [PEER_DIED], Verdict.FAILED),  # it has no peers
-        (2, 0, [], Verdict.OPEN),
-        (2, 1, [], Verdict.DONE),
-        (2, 1, [PEER_DIED], Verdict.DONE),  # nobody says that all have done their part if one has not
-        (2, 0, [PEER_DIED], Verdict.UNCLEAR),  # the other may have died, or be about to raise what is wrong
-        (2, 0, [PEER_DIED, PEER_DIED], Verdict.FAILED),
-        (2, 0, [WRONG], Verdict.FAILED),  # the other hangs in a collective, and is not waited for
-        (2, 0, [LOST], Verdict.FAILED),  # a RuntimeError, but the news of a death itself
-        (2, 0, [CONNECTION_LOST], Verdict.FAILED),
-        (4, 0, [PEER_DIED, PEER_DIED], Verdict.UNCLEAR),
-        (4, 0, [PEER_DIED, LOST], Verdict.FAILED),
+        (1, 0, [], AttemptState.OPEN),
+        (1, 1, [], AttemptState.DONE),
+        (1, 0, [WRONG], AttemptState.FAILED),
+        (1, 0, [LOST], AttemptState.FAILED),
+        (1, 0, [PEER_DIED], AttemptState.FAILED),  # it has no peers
+        (2, 0, [], AttemptState.OPEN),
+        (2, 1, [], AttemptState.DONE),
+        (2, 1, [PEER_DIED], AttemptState.DONE),  # nobody says that all have done their part if one has not
+        (2, 0, [PEER_DIED], AttemptState.UNCLEAR),  # the other may have died, or be about to raise what is wrong
+        (2, 0, [PEER_DIED, PEER_DIED], AttemptState.FAILED),
+        (2, 0, [WRONG], AttemptState.FAILED),  # the other hangs in a collective, and is not waited for
+        (2, 0, [LOST], AttemptState.FAILED),  # a RuntimeError, but the news of a death itself
+        (2, 0, [CONNECTION_LOST], AttemptState.FAILED),
+        (4, 0, [PEER_DIED, PEER_DIED], AttemptState.UNCLEAR),
+        (4, 0, [PEER_DIED, LOST], AttemptState.FAILED),
     ],
 )
-def test_verdict(num_ranks: int, reported: int, errors: list[BaseException], expected: Verdict) -> None:
-    assert verdict(num_ranks, bool(reported), errors) is expected
+def test_verdict(num_ranks: int, reported: int, errors: list[BaseException], expected: AttemptState) -> None:
+    assert attempt_state(num_ranks, bool(reported), errors) is expected
 
 
 @pytest.mark.parametrize(
@@ -70,9 +77,9 @@ def test_verdict(num_ranks: int, reported: int, errors: list[BaseException], exp
     ],
 )
 def test_what_may_pass_is_tried_again_whichever_rank_raised_it(error: Exception, expected: bool) -> None:
-    assert passes(error) is expected
+    assert may_succeed_later(error) is expected
     call = Call(Address("update_policy", 0), "a0", 0, (), "train", "train-1", 0)
-    assert passes(error_of_rank(RankFailure.of(call, error))) is expected
+    assert may_succeed_later(error_of_rank(RankFailure.of(call, error))) is expected
 
 
 def test_back_off_doubles_and_has_an_end() -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pipeline.graph.device_sharing import Pass
-from pipeline.graph.dispatch import Dispatch
+from pipeline.graph.display import ShownDispatch
 from pipeline.graph.graph import Gang, GraphSpec, run_nodes
 from stages.models.protocol import Role
 from storage.address import Address
@@ -23,7 +23,7 @@ class Played:
     """Owns a run that is played through dispatch, with every node and every pass over when the player says so."""
 
     def __init__(self, spec: GraphSpec, device_sharing: tuple[tuple[str, ...], ...] = TURNS) -> None:
-        self.dispatch = Dispatch(GANGS, device_sharing)
+        self.dispatch = ShownDispatch(GANGS, device_sharing)
         self.left = {node.address for node in run_nodes(spec)}
         self.out: dict[Address, str] = {}
         self.passing: list[str] = []
@@ -147,7 +147,7 @@ def test_a_replica_that_takes_turns_cannot_be_spared() -> None:
     """Overdue, it would stay on devices that another gang is to have."""
     spared = []
     for device_sharing in ((), TURNS):
-        dispatch = Dispatch(GANGS, device_sharing)
+        dispatch = ShownDispatch(GANGS, device_sharing)
         for replica in (0, 1):
             dispatch.worker_up("generate", replica)
         spared.append(dispatch.can_spare("generate", 0))

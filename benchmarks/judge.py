@@ -54,7 +54,7 @@ ppo: {{advantage: reinforce_pp, epochs: 1, minibatches: 1}}
 placement:
   gangs: {{generate: {{concurrent_shards: 1}}, score: {{}}, collect: {{}}, train: {{}}}}
   roles: {{generate: generate, score: score, advantage: collect, reference: train, policy: train, critic: train}}
-tracking: {{uri: null, plots: false}}
+tracking: {{uri: null, report: false}}
 cluster: {{dashboard: null}}
 """
 

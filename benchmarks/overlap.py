@@ -109,7 +109,7 @@ def main() -> None:
                         f"staleness={arm.staleness}",
                         "evaluate.every=0",
                     )
-                    quiet = ("tracking.uri=null", "tracking.plots=false", "cluster.dashboard=null")
+                    quiet = ("tracking.uri=null", "tracking.report=false", "cluster.dashboard=null")
                     overrides = [*common, *changes, *arm.overrides, *fixed, *quiet]
                     measured = measure(load_config(base, overrides))
                     found.setdefault((workload, arm.name), []).append(measured)

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def long_config(directory: Path, steps: int, dashboard: bool) -> RunConfig:
     changes = (
         f"runs_dir={directory}", "name=long", f"steps={steps}", "evaluate.every=0", "tracking.uri=null",
-        "tracking.plots=false", "tracking.report=false", f"cluster.dashboard={'127.0.0.1:0' if dashboard else 'null'}",
+        "tracking.report=false", f"cluster.dashboard={'127.0.0.1:0' if dashboard else 'null'}",
         f"prompts.url={ROOT}/conf/data/tiny_prompts.jsonl",
     )  # fmt: skip
     return load_config([str(ROOT / "conf/run/tiny.yaml")], list(changes))

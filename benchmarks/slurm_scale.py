@@ -51,7 +51,7 @@ def noop_config(folder: Path, workers: int, nodes: int, steps: int, *, kind: str
     """A run whose pool has so many replicas, each with a shard of every step."""
     changes = [
         f"runs_dir={folder}", f"name=noop-{kind}", f"steps={steps}", "evaluate.every=0", "tracking.uri=null",
-        "tracking.plots=false", "tracking.report=false", "cluster.dashboard=null", f"cluster.kind={kind}",
+        "tracking.report=false", "cluster.dashboard=null", f"cluster.kind={kind}",
         "cluster.start_timeout_s=1200", "cluster.arrival_timeout_s=1200",
         f"prompts.url={ROOT}/conf/data/tiny_prompts.jsonl",
         f"placement.gangs.generate={{workers: {workers}, concurrent_shards: 1}}",

@@ -27,9 +27,9 @@ import torch
 
 from benchmarks.harness import arguments, measured_load, report, write_json
 from pipeline.observe.plots import plot_engine_costs
-from stages.engines.config import EngineConfig, SpeculationConfig
+from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
-from stages.engines.embedded.drafts.calibration import make_student
+from stages.engines.embedded.drafts.calibration import BRANCHES, make_student
 from stages.engines.embedded.drafts.costs import expected_speed
 from stages.engines.embedded.drafts.draft_head import KIND, LearnedDrafter
 from stages.engines.embedded.drafts.drafters import Drafter, NgramDrafter
@@ -98,9 +98,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new", type=int, default=64, help="tokens of a response")
     parser.add_argument("--train", type=float, default=120.0, help="seconds of training the head")
     parser.add_argument("--train-rows", type=int, default=256, help="responses of each workload and mode to train on")
-    parser.add_argument(
-        "--branches", type=int, default=SpeculationConfig().branches, help="guesses of the head for each position"
-    )
+    parser.add_argument("--branches", type=int, default=BRANCHES, help="guesses of the head for each position")
     parser.add_argument("--plot", type=Path, help="draw the measured costs to this file")
     parser.set_defaults(repeats=5)
 

@@ -51,8 +51,8 @@ class Ran:
 def run(config: str, steps: int, arm: str, folder: Path) -> Ran:
     name = arm.replace(" ", "-")
     settings = [
-        f"steps={steps}", f"name={name}", f"runs_dir={folder}", "tracking.uri=null", "tracking.plots=false",
-        "tracking.report=false", "cluster.dashboard=null", "evaluate.every=0", "checkpoint.every=1000", ARMS[arm],
+        f"steps={steps}", f"name={name}", f"runs_dir={folder}", "tracking.uri=null", "tracking.report=false",
+        "cluster.dashboard=null", "evaluate.every=0", "checkpoint.every=1000", ARMS[arm],
     ]  # fmt: skip
     if config == "demo":
         settings += ["sampling.max_new_tokens=64", "sampling.min_new_tokens=64", "engine.dtype=float32"]

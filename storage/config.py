@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from storage.problems import Problem, above, at_least, between, setting
+from storage.problems import Problem, above, at_least, between, setting, unread_problems
 
 
 @dataclass
@@ -127,8 +127,17 @@ class PreferencesConfig:
     """Refuse a longer row (error), or leave its pair out (skip)."""
 
 
+_OF_PAIRS = ("prompt", "chosen", "rejected")
+_OF_RATINGS = ("text", "rating", "spread", "raters", "min_gap", "group_texts", "held_out_pairs")
+
+
 def preferences_problems(config: PreferencesConfig) -> Iterator[Problem]:
     """Yield the problems of section `data` by itself."""
+    other, names = ("ratings", _OF_RATINGS) if config.kind == "pairs" else ("pairs", _OF_PAIRS)
+    yield from unread_problems("data", config, f"only data.kind={other} reads it (given {config.kind})", names)
+    if config.held_out_url is not None:
+        why = "data.held_out_url has the held-out rows: leave that out"
+        yield from unread_problems("data", config, why, ("held_out",))
     if config.held_out_url is None:
         yield from between(0, 1, " (0.2 is usual)", ends=False).problems({"data.held_out": config.held_out})
         if config.validation < 1 and config.held_out < 1 <= config.validation + config.held_out:

@@ -107,6 +107,22 @@ def constraints_of(section: Any) -> dict[str, tuple[Constraint, ...]]:
     return {one.name: one.metadata.get(_CONSTRAINTS, ()) for one in fields(section)}
 
 
+def unread_problems(key: str, section: Any, why: str, names: Collection[str] | None = None) -> Iterator[Problem]:
+    """Yield a problem for each setting of a section, and of the sections in it, that differs from its default although
+    nothing reads it.
+
+    `key`: the section's path. `why`: the reason, and what would make it count. `names`: settings to look at; None: all.
+    """
+    default = type(section)()
+    for name in [one.name for one in fields(section)] if names is None else names:
+        path, value, usual = f"{key}.{name}", getattr(section, name), getattr(default, name)
+        if is_dataclass(value):
+            yield from unread_problems(path, value, why)
+        elif value != usual:
+            shown = "null" if usual is None else str(usual).lower() if isinstance(usual, bool) else usual
+            yield Problem(path, value, f"{why}; or leave it at {shown}")
+
+
 def setting_problems(section: Any, key: str = "") -> Iterator[Problem]:
     """Yield the problems of every single setting of a section and of the sections in it. `key`: the section's path."""
     for name, constraints in constraints_of(section).items():

@@ -45,6 +45,12 @@ QUICK_RUNS = (
 """Integration tests that `make test` has too: whole runs with all stages, resume, refusals and reading of results."""
 
 
+@pytest.fixture
+def longest_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines draft as far as they can: by default they draft what pays on the machine at hand, maybe nothing."""
+    monkeypatch.setattr("stages.engines.embedded.drafts.calibration.LENGTHS", "longest")
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # one of several processes

@@ -10,15 +10,16 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.text import Text
 
-from pipeline.config.errors import ConfigError
+from pipeline.config.errors import ConfigError, together
 from pipeline.config.identity import FILE, read_identity
-from pipeline.config.loading import is_setting, load_config, load_yaml, read_saved
+from pipeline.config.loading import is_setting, load_config, load_yaml, read_saved, readable_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.config.trust import refuse_foreign
@@ -131,11 +132,21 @@ RESUMABLE = 75
 # ---- sources ---------------------------------------------------------------------------------------------
 
 
-def config_of(sources: Sequence[str]) -> RunConfig:
-    """Return the config of files and key=value overrides, each kind in the order given. Raises ConfigError."""
+def config_of(sources: Sequence[str], *, runs_here: bool = True) -> RunConfig:
+    """Return the config of files and key=value overrides, each kind in the order given. Raises ConfigError with
+    everything that is wrong; if the run is to be on this host, files that cannot be read are included."""
     files = [source for source in sources if "=" not in source]
+    overrides = [source for source in sources if "=" in source]
     _refuse_settings_as_files(files)
-    return load_config(files, [source for source in sources if "=" in source])
+    try:
+        return load_config(files, overrides)
+    except ConfigError as error:
+        refused = [one.key for one in error.each]
+        config = readable_config(files, overrides, refused) if runs_here else None
+        if config is None:
+            raise
+        unreadable = import_module("pipeline.config.preflight").unreadable  # reads models: not for a good config
+        raise together([error, *unreadable(config, refused)]) from error
 
 
 def _refuse_settings_as_files(files: Sequence[str]) -> None:

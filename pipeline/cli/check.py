@@ -48,7 +48,7 @@ def command(options: argparse.Namespace) -> int:
         report = verify_run(saved_config(options.target))
         output().print(report.render(), crop=False)  # a problem is one line, however long
         return DONE if report.sound else BAD_INPUT
-    config = config_of([options.target, *options.more])
+    config = config_of([options.target, *options.more], runs_here=options.cluster is None)
     if options.trace:
         with warnings.catch_warnings(action="ignore"):  # Megatron's, about what is not installed
             show_trace = import_module("pipeline.cli.trace").show_trace  # loads torch

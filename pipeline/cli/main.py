@@ -134,9 +134,9 @@ def _may_requeue(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--restart", required=True, type=int, metavar="N", help="the attempt: requeues before it")
     parser.add_argument("--because", required=True, metavar="TEXT", help="why it ended, unless that is noted already")
     parser.add_argument("--lost", action="store_true", help="its driver, workers or batch node were lost")
-    parser.add_argument("--restarts", required=True, type=int, metavar="N", help="slurm.restarts")
+    parser.add_argument("--restarts", required=True, type=int, metavar="N", help="most attempts that may be lost")
     parser.add_argument(
-        "--without-progress", required=True, type=int, metavar="N", help="slurm.requeues_without_progress"
+        "--without-progress", required=True, type=int, metavar="N", help="most requeues in a row without a commit"
     )
 
 

@@ -34,7 +34,6 @@ DECIDES_NOTHING = (
     "checkpoint.*",
     "storage.*",
     "engine.python",
-    "engine.start_s",
     "engine.tensorrt_llm.*",
     "placement.share_devices",
     "placement.device_sharing",

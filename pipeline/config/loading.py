@@ -41,15 +41,25 @@ from pipeline.config.reward_model import (
     validate_labelling,
     validate_reward_model,
 )
-from pipeline.config.run import RunConfig, run_problems, validate
+from pipeline.config.run import RunConfig, run_problems, set_default, validate
 from stages.engines.config import interpreter, made_interpreter
 from storage import files
 from storage.config import Durability
 from storage.problems import Problem, mentions, setting_problems
 from storage.redaction import redacted
 
-MOVED = {"ppo.center_scores": ["reward.normalize.mean"]}
-"""Former key -> its current keys."""
+MOVED = {
+    "cluster.move_rows_below": ["cluster.migrate_rows_below"],
+    "engine.slots": ["engine.max_rows"],
+    "engine.start_s": ["cluster.start_timeout_s"],
+    "placement.turns": ["placement.device_sharing"],
+    "ppo.center_scores": ["reward.normalize.mean"],
+    "slurm.constraint": ["slurm.sbatch"],
+    "slurm.container_image": ["slurm.command"],
+    "slurm.modules": ["slurm.environment"],
+    "slurm.qos": ["slurm.sbatch"],
+}
+"""Former key -> the current keys for the same purpose."""
 _HINTS: dict[Any, dict[str, Any]] = {}
 _GIVEN = {int: 1, float: 1.0}
 """Values that stand for missing numbers while other settings are checked; all other missing values are texts."""
@@ -243,6 +253,23 @@ def load_config(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str
             work and contradiction between settings.
     """
     return _finish(_loaded(RunConfig, _sources(files, overrides)))
+
+
+def readable_config(
+    files: Iterable[str | os.PathLike[str]], overrides: Iterable[str], refused: Collection[str]
+) -> RunConfig | None:
+    """Return a config that `load_config` refuses, with the refused settings at their defaults where they have one, so
+    that the files that the other settings name can be read. None: its sources cannot be merged."""
+    try:
+        merged, _ = _merge(RunConfig, _sources(files, overrides))
+        for key in OmegaConf.missing_keys(merged):
+            OmegaConf.update(merged, key, "given")
+        config: RunConfig = _to_object(merged)
+    except (ConfigError, OmegaConfBaseException):
+        return None
+    for key in refused:
+        set_default(config, key)
+    return config
 
 
 def load_reward_model_config(
@@ -494,7 +521,6 @@ MAY_DIFFER = {
     "placement.roles.critic": "none, or anywhere: it is trained in one process",
     "model.policy.*": "learning rate and the rest of the policy's optimizer",
     "model.critic.*": "likewise of the critic's",
-    "model.loss_scale.*": "of float16",
     "tracking.*": "where its MLflow run is kept",
 }
 """Pattern of keys in which a variant may differ -> what they decide."""

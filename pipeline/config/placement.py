@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.graph.graph import Gang, gangs_of
 from stages.models.config import LayoutConfig, Offload
 from stages.models.layouts import gang_problems
 from stages.models.protocol import MODEL_ROLES, Role
-from storage.problems import Constraint, Problem, at_least, local_directory, plain_name, setting
+from storage.problems import Constraint, Problem, at_least, local_directory, plain_name, setting, unread_problems
 
 
 @dataclass
@@ -71,6 +71,12 @@ DEFAULT_PLACEMENT: Mapping[str, Any] = {
 }
 """Placement if the config places no role, for one machine: an engine with two shards in flight, a scorer, and one
 process for all training. Settings that are given for the three gangs change them."""
+
+
+def default_placement() -> PlacementConfig:
+    """Return the placement of a config that places no role."""
+    gangs = {name: GangConfig(**settings) for name, settings in DEFAULT_PLACEMENT["gangs"].items()}
+    return PlacementConfig(gangs=gangs, roles=dict(DEFAULT_PLACEMENT["roles"]))
 
 
 def gang_of(placement: PlacementConfig, role: Role) -> str:
@@ -152,15 +158,11 @@ def _turn_problems(placement: PlacementConfig) -> Iterator[Problem]:
 
 def _unused_layout_problems(key: str, layout: LayoutConfig) -> Iterator[Problem]:
     """Yield a problem for each layout setting of a pool, which has no model to divide."""
-    for name, default in asdict(LayoutConfig()).items():
-        given = getattr(layout, name)
-        if given != default:
-            models = ", ".join(sorted(MODEL_ROLES))
-            need = (
-                f"that gang has none of {models}, which a layout is for: leave it at {default} "
-                "(engine.tensor_parallel and engine.pipeline_parallel cut an engine's model)"
-            )
-            yield Problem(f"{key}.{name}", given, need)
+    why = (
+        f"a layout divides the models of {', '.join(sorted(MODEL_ROLES))}, and that gang has none of these "
+        "(engine.tensor_parallel and engine.pipeline_parallel divide an engine's model)"
+    )
+    yield from unread_problems(key, layout, why)
 
 
 def _offload_problems(key: str, given: str, roles: Collection[str]) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ The first part tells which guarantees a run lacks because of its engine:
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -50,7 +50,7 @@ from stages.rewards.config import RewardPartsConfig
 from stages.rewards.protocol import Confined, ReadsFields
 from stages.rewards.registry import UnfitReward, build_parts, close_parts
 from storage.errors import StoreError
-from storage.problems import plain_name
+from storage.problems import Problem, mentions, plain_name
 from storage.prompts import PromptItem, PromptsError
 from storage.redaction import MARK, marked
 
@@ -224,6 +224,14 @@ def check_shapes(config: RunConfig, *, on_gpus: bool) -> Mapping[Role, ModelSpec
         ),
     )[0]
     return models
+
+
+def unreadable(config: RunConfig, refused: Collection[str]) -> list[ConfigError]:
+    """Return the errors of reading the model, the prompts and the rewards of a config of which some settings are
+    refused already. Errors that name a refused setting are left out."""
+    reading = (partial(_check_model, config), partial(_read_items, config), partial(_check_rewards, config, None))
+    errors = [error for several in refusals(*reading) for error in several.each]
+    return [error for error in errors if not mentions(Problem(error.key, None, error.message), refused)]
 
 
 def _checks_of_this_host(config: RunConfig) -> Iterator[Callable[[], None]]:

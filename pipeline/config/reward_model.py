@@ -7,7 +7,7 @@ run's.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,16 @@ from stages.models.layouts import gang_problems
 from stages.preferences.config import RewardTrainingConfig, TeacherConfig, teacher_problems
 from stages.rewards.config import JUDGES
 from storage.config import PreferencesConfig, PromptsConfig, preferences_problems, prompts_problems
-from storage.problems import Problem, above, at_least, local_directory, plain_name, setting, setting_problems
+from storage.problems import (
+    Problem,
+    above,
+    at_least,
+    local_directory,
+    plain_name,
+    setting,
+    setting_problems,
+    unread_problems,
+)
 
 
 @dataclass
@@ -223,6 +232,23 @@ def labelling_problems(config: LabelConfig) -> Iterator[Problem]:
         yield from engine_problems(config.engine)
         if config.engine.kind in OTHER_ENVIRONMENTS:
             yield Problem("engine.kind", config.engine.kind, "labelling samples with the embedded engine")
-    elif config.prompts.url:
-        need = f"of responses.model alone: responses.{named[0] if named else 'url'} brings its own prompts"
-        yield Problem("prompts.url", config.prompts.url, need)
+    yield from _unread_problems(config)
+
+
+def _unread_problems(config: LabelConfig) -> Iterator[Problem]:
+    """Yield the settings that are of another kind of responses than the given one."""
+    responses, of_kind = (
+        config.responses,
+        {"run": ("last_steps",), "url": ("prompt", "responses"), "model": ("per_prompt",)},
+    )
+    for kind, names in of_kind.items():
+        if not getattr(responses, kind):
+            yield from unread_problems("responses", responses, f"only responses.{kind} reads it: give that", names)
+    if not responses.model:
+        why = "only responses.model reads it, whose responses are sampled: give that"
+        if config.prompts.url:
+            yield Problem("prompts.url", config.prompts.url, f"{why}; or leave it out")
+        read = [one.name for one in fields(PromptsConfig) if one.name not in ("url", "held_out")]
+        yield from unread_problems("prompts", config.prompts, why, read)
+        yield from unread_problems("sampling", config.sampling, why)
+        yield from unread_problems("engine", config.engine, why)

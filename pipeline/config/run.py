@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pipeline.config.engine_needs import EngineNeeds, engine_needs
 from pipeline.config.errors import refusal, together
-from pipeline.config.placement import PlacementConfig, gang_of, placed_gangs, placement_problems
+from pipeline.config.placement import PlacementConfig, default_placement, gang_of, placed_gangs, placement_problems
 from pipeline.config.sections import (
     BFLOAT16_FLOOR_NATS,
     FLOAT32_FLOOR_NATS,
@@ -34,7 +34,7 @@ from pipeline.config.sections import (
 from pipeline.config.slurm import SlurmConfig, slurm_placement_problems, slurm_problems
 from pipeline.graph.graph import Gang, GraphSpec
 from stages.engines.capabilities import Capabilities, Device, capabilities_of
-from stages.engines.config import OTHER_ENVIRONMENTS, EngineConfig, engine_problems
+from stages.engines.config import EngineConfig, engine_problems
 from stages.models.config import ModelConfig, SamplingConfig, model_problems, sampling_problems
 from stages.models.protocol import MODEL_ROLES, Role
 from stages.models.spec import stored_bytes
@@ -42,6 +42,7 @@ from stages.ppo.config import GROUPED, PPOConfig, has_critic, ppo_problems, reso
 from stages.rewards.config import (
     JUDGE_BUDGET,
     JUDGES,
+    REASONING_SCHEME,
     RewardConfig,
     RewardPartsConfig,
     judge_notes,
@@ -61,6 +62,7 @@ from storage.problems import (
     plain_name,
     setting,
     setting_problems,
+    unread_problems,
 )
 
 _START_S = 300.0
@@ -153,8 +155,9 @@ class RunConfig:
 
     @property
     def engine_start_s(self) -> float:
-        """Seconds for an engine in an environment of its own to start, less than its worker's start timeout."""
-        return self.engine.start_s or 0.8 * self.start_timeout_s
+        """Seconds for an engine in an environment of its own to start: less than its worker's start timeout, so that
+        the error is the engine's own, with the end of its log."""
+        return 0.8 * self.start_timeout_s
 
     @property
     def start_timeout_s(self) -> float:
@@ -262,12 +265,30 @@ def run_problems(config: RunConfig) -> Iterator[Problem]:
     problems = _section_problems(config)
     yield from problems
     wrong = [problem.key for problem in problems]
-    sound = deepcopy(config) if wrong else config
-    if all(_set_default(sound, key) for key in wrong) and not (wrong and _section_problems(sound)):
-        yield from (problem for problem in _problems_across(sound) if not mentions(problem, wrong))
+    sound, replaced = _without_problems(config, wrong) if wrong else (config, [])
+    yield from (problem for problem in _problems_across(sound) if not mentions(problem, [*wrong, *replaced]))
 
 
-def _set_default(config: RunConfig, key: str) -> bool:
+def _without_problems(config: RunConfig, wrong: Sequence[str]) -> tuple[RunConfig, list[str]]:
+    """Return the config with these settings at their defaults, so that the others can be checked across sections; and
+    the sections that had to be replaced as a whole, since they would still have problems."""
+    sound, usual = deepcopy(config), _sound()
+    replaced = {key.partition(".")[0] for key in wrong if not set_default(sound, key)}
+    for section in replaced:
+        setattr(sound, section, getattr(usual, section))
+    for section in {problem.key.partition(".")[0] for problem in _section_problems(sound)}:
+        setattr(sound, section, getattr(usual, section))
+        replaced.add(section)
+    return sound, sorted(replaced)
+
+
+def _sound() -> RunConfig:
+    """Return a config without problems."""
+    reward, placement = RewardConfig(kind="characters"), default_placement()
+    return RunConfig(name="run", reward=reward, placement=placement)
+
+
+def set_default(config: RunConfig, key: str) -> bool:
     """Set a setting to its default. Return False if it is no setting of a section."""
     *path, name = key.split(".")
     owner: Any = config
@@ -318,6 +339,7 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
         )
         yield Problem("rollout.responses_per_prompt", config.rollout.responses_per_prompt, need)
     yield from _normalize_problems(config)
+    yield from _unread_problems(config)
     yield from _reuse_problems(config)
     yield from slurm_placement_problems(config.slurm, config.placement, config.replica_ranks)
     warmup = config.ppo.critic_warmup_steps
@@ -348,11 +370,8 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
             "or drain"
         )
         yield Problem("engine.update", config.engine.update, need)
-    if config.alarms.staleness_steps is not None and (config.rollout.versions == "exact" or not config.staleness):
-        need = (
-            "needs rollout.versions=latest and staleness of 1 or more: else every row is at the bound by design; or "
-            "null"
-        )
+    if config.alarms.staleness_steps is not None and config.rollout.versions == "exact":
+        need = "every row is at the bound by design under rollout.versions=exact: latest, or null"
         yield Problem("alarms.staleness_steps", config.alarms.staleness_steps, need)
     below = config.cluster.migrate_rows_below
     generating = config.placement.roles[Role.GENERATE]
@@ -363,9 +382,33 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
         yield Problem("cluster.migrate_rows_below", below, need)
 
 
+def _unread_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield the settings that settings of other sections leave without effect."""
+    if config.rollout.versions == "latest" and not config.staleness:
+        need = "no version is newer than the one that a step waits for under staleness=0: exact, or a higher staleness"
+        yield Problem("rollout.versions", config.rollout.versions, need)
+    if "critic" in config.alarms.stop and not config.has_critic:
+        need = f"ppo.advantage={config.ppo.advantage} trains no critic: leave it out"
+        yield Problem("alarms.stop", "critic", need)
+    if not config.takes_turns(gang_of(config.placement, Role.GENERATE)):
+        why = "the engine releases memory only while other gangs use its devices: name them in placement.device_sharing"
+        yield from unread_problems("engine.vllm", config.engine.vllm, why, ("sleep_level",))
+        yield from unread_problems("engine.tensorrt_llm", config.engine.tensorrt_llm, why, ("unload_engine_train",))
+    if config.prompts.url.startswith(REASONING_SCHEME):
+        why = f"problems of {REASONING_SCHEME} are made, not read from a field: a file as prompts.url"
+        yield from unread_problems("prompts", config.prompts, why, ("field",))
+
+
 def _normalize_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem if the advantage cancels the normalization of the mean."""
-    if config.reward.normalize.mean and config.reward.normalize.clip is None and config.ppo.advantage in GROUPED:
+    """Yield a problem if the advantage cancels a normalization."""
+    normalize, ppo = config.reward.normalize, config.ppo
+    if normalize.scale and normalize.clip is None and ppo.advantage == "group" and ppo.group_scale == "std":
+        need = (
+            "ppo.advantage=group divides by the deviation of each prompt's rewards, so that another division before it "
+            "changes nothing: false, a reward.normalize.clip, or ppo.group_scale=none"
+        )
+        yield Problem("reward.normalize.scale", True, need)
+    if normalize.mean and normalize.clip is None and ppo.advantage in GROUPED:
         need = (
             f"ppo.advantage={config.ppo.advantage} subtracts the mean of each prompt's responses, so that another one "
             "before it changes nothing: false, or a reward.normalize.clip, which is around that mean"
@@ -374,11 +417,7 @@ def _normalize_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _engine_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield the problems of settings that the engine cannot satisfy, and of its start timeout."""
-    start_s, limit_s = config.engine.start_s, config.start_timeout_s
-    if config.engine.kind in OTHER_ENVIRONMENTS and start_s is not None and start_s >= limit_s:
-        need = f"must be below cluster.start_timeout_s = {limit_s:.6g}, which would end the start first; or null"
-        yield Problem("engine.start_s", start_s, need)
+    """Yield the problems of settings that the engine cannot satisfy."""
     yield from engine_needs(
         EngineNeeds(
             engine=config.engine,

@@ -23,6 +23,16 @@ from storage.problems import Constraint, Problem, above, at_least, between, divi
 RULES = ("trainer_idle", "engine_silent", "staleness", "entropy", "kl", "critic", "first_updates")
 """Names of the alarms in the journal, in MLflow's tags, in the table at the end, and in `alarms.stop`."""
 
+_LIMITS = {
+    "trainer_idle": "trainer_idle_s",
+    "engine_silent": "engine_silent_s",
+    "staleness": "staleness_steps",
+    "entropy": "entropy_below",
+    "kl": "kl_above",
+    "critic": "critic_steps",
+}
+"""Rule -> the setting that switches it off. (first_updates is always on.)"""
+
 
 @dataclass
 class AlarmsConfig:
@@ -37,11 +47,11 @@ class AlarmsConfig:
     """staleness: steps in a row in which every token is at the staleness bound. For `rollout.versions: latest`; under
     `exact` every row is at the bound by design."""
     entropy_below: float | None = setting(0.05, above(0, ", or null for no such alarm"))
-    """entropy: nats per sampled token (`policy/entropy`) below which the policy's entropy has collapsed."""
+    """entropy: nats per sampled token (`policy/entropy`) below which the policy's entropy has collapsed; for
+    3 steps in a row."""
     kl_above: float | None = setting(1.0, above(0, ", or null for no such alarm"))
-    """kl: nats per token to the reference (`kl/ref_per_token`) above which the policy is too far from it."""
-    steps: int = setting(3, at_least(1))
-    """entropy, kl: steps in a row in which the limit is crossed."""
+    """kl: nats per token to the reference (`kl/ref_per_token`) above which the policy is too far from it; for 3 steps
+    in a row."""
     critic_steps: int | None = setting(20, at_least(1, ", or null for no such alarm"))
     """critic: steps in a row with a negative `critic/explained_variance`, which is worse than a constant."""
     stop: list[str] = setting([])
@@ -53,6 +63,9 @@ def alarms_problems(config: AlarmsConfig) -> Iterator[Problem]:
     for rule in config.stop:
         if rule not in RULES:
             yield Problem("alarms.stop", rule, f"no such rule; the rules are {', '.join(RULES)}")
+        elif rule in _LIMITS and getattr(config, _LIMITS[rule]) is None:
+            need = f"that rule is off (alarms.{_LIMITS[rule]}=null): give its limit, or leave it out"
+            yield Problem("alarms.stop", rule, need)
 
 
 # ---- checkpoint ------------------------------------------------------------------------------------------
@@ -207,6 +220,8 @@ def evaluate_problems(config: EvaluateConfig) -> Iterator[Problem]:
         idle = "nothing is evaluated (evaluate.every=0): leave it out, or evaluate"
         if config.select.max_kl is not None:
             yield Problem("evaluate.select.max_kl", config.select.max_kl, idle)
+        if config.temperature is not None:
+            yield Problem("evaluate.temperature", config.temperature, idle)
         if config.reward.given:
             yield Problem("evaluate.reward", config.reward.kind or [*config.reward.parts], idle)
 
@@ -278,6 +293,9 @@ def mismatch_problems(config: MismatchConfig) -> Iterator[Problem]:
     if config.stop and not config.rows:
         need = "without canaries (mismatch.rows=0) there is no alarm to stop at: set mismatch.rows, or false"
         yield Problem("mismatch.stop", config.stop, need)
+    if config.alarm_nats is not None and not config.rows:
+        need = "without canaries (mismatch.rows=0) nothing is compared with it: set mismatch.rows, or null"
+        yield Problem("mismatch.alarm_nats", config.alarm_nats, need)
 
 
 # ---- rollout ---------------------------------------------------------------------------------------------
@@ -337,10 +355,8 @@ class TrackingConfig:
     )
     """Name of a registered model in MLflow; the last version's weights become a version of it. null: none. Needs a
     sqlite:/// URI."""
-    plots: bool = True
-    """True: curves are drawn as PNG files at the end."""
     report: bool = True
-    """True: `report.html` is written at the end."""
+    """True: curves are drawn as PNG files, and `report.html` is written, at the end."""
 
 
 def tracking_problems(config: TrackingConfig) -> Iterator[Problem]:

@@ -20,8 +20,6 @@ _WRITTEN = {
     "-A": "slurm.account",
     "--array": "slurm.array_at_once",
     "-a": "slurm.array_at_once",
-    "--constraint": "slurm.constraint",
-    "-C": "slurm.constraint",
     "--cpus-per-task": "cpus_per_worker in slurm.gangs",
     "-c": "cpus_per_worker in slurm.gangs",
     "--gres": "slurm.gres",
@@ -38,8 +36,6 @@ _WRITTEN = {
     "-o": None,
     "--partition": "slurm.partition",
     "-p": "slurm.partition",
-    "--qos": "slurm.qos",
-    "-q": "slurm.qos",
     "--requeue": None,
     "--signal": "slurm.signal_lead_s",
     "--time": "slurm.time_limit",
@@ -47,8 +43,6 @@ _WRITTEN = {
 }
 """Options of sbatch that the script sets itself -> the setting that decides them; None: they are fixed."""
 _UNQUOTED = re.compile(r"[^\s'\"`$\\;&|<>]+")
-_FEATURES = re.compile(r"[\w.,:*&|()\[\]-]+")
-"""Slurm joins features with & and |, so the script quotes the line."""
 
 
 def _is_word(value: str) -> bool:
@@ -60,10 +54,6 @@ def _is_line(value: str) -> bool:
 
 
 _WORD = Constraint("one word, without spaces and without marks that a shell reads", _is_word)
-_CONSTRAINT = Constraint(
-    "features, joined by & or |, without spaces", lambda value: _FEATURES.fullmatch(value) is not None
-)
-_WORDS = Constraint(_WORD.need, _is_word, of_elements=True)
 _LINES = Constraint("one line, and not empty", _is_line, of_elements=True)
 _OPTIONS = Constraint(
     "one option of sbatch, as it is on the command line: --mem=0",
@@ -87,10 +77,8 @@ class SlurmGangConfig:
     """null: `placement.gangs.NAME.threads`, times the ranks of a replica."""
     partition: str | None = setting(None, _WORD)
     """Partition of these nodes; null: `slurm.partition`."""
-    constraint: str | None = setting(None, _CONSTRAINT)
-    """Constraint of these nodes; null: `slurm.constraint`."""
     sbatch: list[str] = setting([], _OPTIONS)
-    """Options of sbatch for these nodes: `--mem=0`."""
+    """Options of sbatch for these nodes: `--mem=0`, `--constraint=nvlink`."""
 
 
 @dataclass
@@ -101,19 +89,10 @@ class SlurmConfig:
     """Account that the job is charged to; null: the user's default."""
     partition: str | None = setting(None, _WORD)
     """Partition of the nodes; null: the cluster's default."""
-    qos: str | None = setting(None, _WORD)
-    """Quality of service; null: the account's default."""
-    constraint: str | None = setting(None, _CONSTRAINT)
-    """Features that the nodes must have."""
     time_limit: str | None = None
     """As Slurm writes it: days-hours:minutes:seconds, or in quotes hours:minutes:seconds; null: the partition's."""
     signal_lead_s: int = setting(180, between(1, _LONGEST_LEAD_S))
     """Seconds before the time limit at which the run is stopped, to be requeued. Slurm may be a minute early."""
-    restarts: int = setting(20, at_least(0))
-    """Attempts at a job that may lose their driver, workers or batch node; the job ends after one more. Time limits and
-    preemption do not count."""
-    requeues_without_progress: int = setting(3, at_least(1))
-    """Requeues in a row, for any reason, without a new commit; the job ends after these."""
     job: Literal["auto", "plain", "heterogeneous"] = "auto"
     """Kind of job. auto: heterogeneous if gangs need different nodes."""
     gpus: bool = True
@@ -122,16 +101,14 @@ class SlurmConfig:
     """Slurm's name of a GPU: `gpu`, or with its kind `gpu:h100`."""
     driver_cpus: int = setting(2, at_least(1))
     """CPUs of the batch node for driver and scheduler."""
-    modules: list[str] = setting([], _WORDS)
-    """Modules that `module load` loads, in this order."""
     environment: list[str] = setting([], _LINES)
-    """Lines of shell that run before anything else in the job."""
+    """Lines of shell that run before anything else in the job: `module load cuda`, `source .venv/bin/activate`."""
     command: str | None = None
-    """Command that starts Stageline on a node; null: the Python that submits."""
-    container_image: str | None = None
-    """Image in which `apptainer exec --nv` runs `slurm.command`, which must be given; null: no container."""
+    """Command that starts Stageline on a node, in a container too: `apptainer exec --nv IMAGE stageline`. null: the
+    Python that submits."""
     sbatch: list[str] = setting([], _OPTIONS)
-    """More options of sbatch for the whole job; in a heterogeneous job, for every component."""
+    """More options of sbatch for the whole job (`--qos=long`, `--constraint=h100`); in a heterogeneous job, for every
+    component."""
     template: str | None = None
     """Template of the script; null: Stageline's slurm/run.sbatch."""
     array_at_once: int | None = setting(None, at_least(1))
@@ -191,7 +168,7 @@ def slurm_problems(config: SlurmConfig) -> Iterator[Problem]:
     yield from _command_problems(config)
     for name, gang in config.gangs.items():
         yield from _gang_problems(f"slurm.gangs.{name}", gang)
-        own = [key for key in ("partition", "constraint", "sbatch") if getattr(gang, key)]
+        own = [key for key in ("partition", "sbatch") if getattr(gang, key)]
         if own and config.job == "plain":
             need = (
                 f"the nodes of a plain job are alike, and slurm.gangs.{name}.{own[0]} is given: auto, or heterogeneous"
@@ -233,7 +210,7 @@ def _gang_problems(key: str, gang: SlurmGangConfig) -> Iterator[Problem]:
     if gang.nodes is not None and gang.beside is not None:
         yield Problem(f"{key}.beside", gang.beside, f"must be null where {key}.nodes is given")
     yield from _option_problems(f"{key}.sbatch", gang.sbatch)
-    of_nodes: dict[str, object] = {"partition": gang.partition, "constraint": gang.constraint, "sbatch": gang.sbatch}
+    of_nodes: dict[str, object] = {"partition": gang.partition, "sbatch": gang.sbatch}
     for name, value in of_nodes.items():
         if value and gang.nodes is None:
             yield Problem(f"{key}.{name}", value, f"is of nodes that are the gang's own: needs {key}.nodes")
@@ -248,8 +225,6 @@ def _command_problems(config: SlurmConfig) -> Iterator[Problem]:
         else:
             if not words:
                 yield Problem("slurm.command", config.command, "must be a command")
-    elif config.container_image is not None:
-        yield Problem("slurm.command", None, "must say what starts Stageline in slurm.container_image: stageline")
 
 
 def _time_problems(config: SlurmConfig) -> Iterator[Problem]:

@@ -25,7 +25,6 @@ from stages.models.spec import is_random, read_spec
 PROMPTS, NEW_TOKENS, MAX_SEQ = 8, 24, 64
 TOLERANCE = 1e-3
 """Largest accepted difference of a log-prob from the reference's, in nats."""
-START_S = 600.0
 
 
 def embedded(settings: Settings) -> Finding:
@@ -55,7 +54,7 @@ def _remote(settings: Settings, kind: Literal["vllm", "tensorrt_llm"]) -> Findin
         folder = settings.scratch / f"model-{kind}"
         write_model(folder, model, {}, "float32")
         model = str(folder)
-    return _test(settings, model, EngineConfig(kind=kind, python=python, start_s=START_S))
+    return _test(settings, model, EngineConfig(kind=kind, python=python))
 
 
 def _test(settings: Settings, model: str, config: EngineConfig) -> Finding:

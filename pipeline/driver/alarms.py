@@ -22,6 +22,8 @@ from pipeline.observe.tracking import Tracker
 from pipeline.workers.messages import worker_name
 from stages.models.protocol import Role
 
+STEPS = 3
+"""Number of steps in a row in which entropy or KL must cross its limit. Single steps do so by chance."""
 FIRST_STEPS = 3
 """Number of steps, from the run's first, that the rule first_updates looks at."""
 FIRST_APPROX_KL, FIRST_RATIO = 0.2, 20.0
@@ -124,11 +126,11 @@ def step_rules(step: int, metrics: Mapping[str, float], limits: AlarmsConfig, st
     entropy = metrics.get("policy/entropy")
     if limits.entropy_below is not None and entropy is not None:
         text = f"policy/entropy is {entropy:.3g} nats a token, below {limits.entropy_below:g} (alarms.entropy_below)"
-        rules.append(Rule("entropy", not entropy >= limits.entropy_below, limits.steps, text))
+        rules.append(Rule("entropy", not entropy >= limits.entropy_below, STEPS, text))
     kl = metrics.get("kl/ref_per_token")
     if limits.kl_above is not None and kl is not None:
         text = f"kl/ref_per_token is {kl:.3g} nats, above {limits.kl_above:g} (alarms.kl_above)"
-        rules.append(Rule("kl", not kl <= limits.kl_above, limits.steps, text))
+        rules.append(Rule("kl", not kl <= limits.kl_above, STEPS, text))
     explained = metrics.get("critic/explained_variance")
     if limits.critic_steps is not None and explained is not None:
         text = f"critic/explained_variance is {explained:.3g}: the critic is worse than a constant"

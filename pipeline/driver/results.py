@@ -189,10 +189,9 @@ def conclude(
     if pairs:
         paths.samples.write_text(samples_table(pairs), "utf8")
         tracker.table(paths.samples)
-    if config.tracking.plots and history.steps_done():
-        for plot in draw(config, history):
-            tracker.artifact(plot, "plots")
     if config.tracking.report:
+        for plot in draw(config, history) if history.steps_done() else ():
+            tracker.artifact(plot, "plots")
         written = write_report([report_source(config, history, summary)], paths.report)
         tracker.artifact(written, "plots")
     note = _note(config, git_commit(), result_text(status, summary, ended))
@@ -282,9 +281,8 @@ def where_results_are(config: RunConfig, summary: Summary) -> dict[str, Path | s
     """Return the paths of a finished run's results, or commands that show them, by the label to show."""
     paths = RunPaths(config.run_dir)
     where: dict[str, Path | str] = {"summary": paths.summary}
-    if config.tracking.plots:
-        where |= {"learning curves": paths.plots / "curves.png", "timeline": paths.plots / "timeline.png"}
     if config.tracking.report:
+        where |= {"learning curves": paths.plots / "curves.png", "timeline": paths.plots / "timeline.png"}
         where["report"] = paths.report
     where["weights"] = paths.weights(config.steps)
     if summary.best is not None and summary.best.version != config.steps:

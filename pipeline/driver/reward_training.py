@@ -125,7 +125,7 @@ def _train_alone(config: RewardModelConfig, parts: TrainingParts, console: Conso
             tracker.metrics(outcome.steps, speeds)
         _write_results(config, parts, outcome, shown, summary)
         tracker.metrics(outcome.steps, {f"held_out/{name}": value for name, value in outcome.held_out.metrics.items()})
-        for name in ("summary.json", *([PLOT] if config.tracking.plots else [])):
+        for name in ("summary.json", *([PLOT] if config.tracking.report else [])):
             tracker.artifact(root / name, "")
         if config.tracking.register is not None:
             tracker.model(config.tracking.register, root / EXPORT)
@@ -288,7 +288,7 @@ def _write_results(
             if held_out.ratings is not None:
                 row["rating"] = float(held_out.ratings[number])
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
-    if config.tracking.plots:
+    if config.tracking.report:
         plots = importlib.import_module("pipeline.observe.plots")  # matplotlib loads slowly
         found: PartFigures = outcome.held_out
         plots.plot_reward_model(shown.curves, found.margins, found.reliability, root / PLOT, config.name)

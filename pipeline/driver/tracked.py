@@ -68,8 +68,6 @@ def _unread(config: RunConfig) -> Iterator[str]:
         yield from ("model.critic.", "model.critic_path", "model.critic_blocks")
     if not config.model.lora.rank:
         yield from ("model.lora.alpha", "model.lora.targets")
-    if config.model.dtype != "float16":
-        yield "model.loss_scale."
     if not config.evaluate.every:
         yield "evaluate.select."
 

@@ -40,8 +40,8 @@ _FORGOTTEN = ("Invalid job id", "not found")
 _KEYS = {
     "account": "slurm.account",
     "partition": "slurm.partition",
-    "qos": "slurm.qos",
-    "feature": "slurm.constraint",
+    "qos": "slurm.sbatch",
+    "feature": "slurm.sbatch",
     "node configuration": "slurm.gangs",
     "time limit": "slurm.time_limit",
     "gres": "slurm.gres",

@@ -20,6 +20,12 @@ from storage.errors import StoreError
 from storage.ledger import Ledger
 
 _FILE = "attempts.json"
+MOST_LOST = 20
+"""Number of attempts at a job that may lose their driver, workers or batch node. The job ends after one more: nodes
+that fail so often need somebody to look. Time limits and preemption do not count."""
+MOST_IDLE = 3
+"""Number of requeues in a row, for any reason, without a new commit, after which a job ends. Once may be bad luck, as
+when a node fails early; after three times it would go on for ever."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +64,10 @@ def refusal(ends: Sequence[AttemptEnd], *, restarts: int, requeues_without_progr
     unchanged = list(takewhile(lambda end: end.committed == last.committed, reversed(ends)))
     idle = last.restart - unchanged[-1].restart
     if idle >= requeues_without_progress:
-        limit = f"slurm.requeues_without_progress is {requeues_without_progress}"
-        return f"{_number(idle, 'requeue')} in a row committed nothing new ({limit})"
+        return f"{_number(idle, 'requeue')} in a row committed nothing new (at most {requeues_without_progress})"
     lost = sum(end.lost for end in ends)
     if lost > restarts:
-        return f"{_number(lost, 'attempt')} lost their driver, workers or batch node (slurm.restarts is {restarts})"
+        return f"{_number(lost, 'attempt')} lost their driver, workers or batch node (at most {restarts})"
     return None
 
 

@@ -22,6 +22,7 @@ from pipeline.config.errors import ConfigError
 from pipeline.config.placement import PlacementConfig
 from pipeline.config.run import RunConfig
 from pipeline.config.slurm import SlurmConfig, SlurmGangConfig, cpus_per_worker, gpus_of_worker, host_gang
+from pipeline.launch import requeues
 from stages.models.protocol import Role
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "slurm/run.sbatch"
@@ -60,10 +61,10 @@ def render(config: RunConfig, place: JobPlace) -> str:
         "RUN": place.run,
         "COMMAND": shlex.join(start_command(config.slurm)),
         "FOLDER": shlex.quote(str(place.folder)),
-        "ENVIRONMENT": "\n".join(_environment(config.slurm)),
+        "ENVIRONMENT": "\n".join(config.slurm.environment),
         "WORKERS": "\n".join(_workers(config.slurm, shape)),
-        "RESTARTS": str(config.slurm.restarts),
-        "IDLE": str(config.slurm.requeues_without_progress),
+        "RESTARTS": str(requeues.MOST_LOST),
+        "IDLE": str(requeues.MOST_IDLE),
         "LEAD": str(config.slurm.signal_lead_s),
     }
     template = TEMPLATE if config.slurm.template is None else Path(config.slurm.template)
@@ -79,7 +80,7 @@ def render_doctor(config: RunConfig, place: JobPlace, arguments: Sequence[str]) 
         "DIRECTIVES": "\n".join(_directives(config.slurm, shape, place)),
         "COMMAND": shlex.join([*start_command(config.slurm), "doctor", *arguments]),
         "FOLDER": shlex.quote(str(place.folder)),
-        "ENVIRONMENT": "\n".join(_environment(config.slurm)),
+        "ENVIRONMENT": "\n".join(config.slurm.environment),
         "COMPONENTS": components,
     }
     return _filled(DOCTOR_TEMPLATE, filled)
@@ -103,10 +104,7 @@ def _filled(template: Path, filled: Mapping[str, str]) -> str:
 
 def start_command(slurm: SlurmConfig) -> list[str]:
     """Return the command that starts Stageline on a node."""
-    command = [sys.executable, "-m", "pipeline.cli"] if slurm.command is None else shlex.split(slurm.command)
-    if slurm.container_image is None:
-        return command
-    return ["apptainer", "exec", "--nv", slurm.container_image, *command]
+    return [sys.executable, "-m", "pipeline.cli"] if slurm.command is None else shlex.split(slurm.command)
 
 
 def _directives(slurm: SlurmConfig, shape: JobShape, place: JobPlace) -> Iterator[str]:
@@ -115,7 +113,6 @@ def _directives(slurm: SlurmConfig, shape: JobShape, place: JobPlace) -> Iterato
         "output": str(place.output),
         "open-mode": "append",
         "account": slurm.account,
-        "qos": slurm.qos,
         "time": slurm.time_limit,
         "signal": f"B:USR1@{slurm.signal_lead_s}",
         "array": place.array,
@@ -147,7 +144,6 @@ def _together(shape: JobShape) -> NodeGroup:
         cpus=max(group.cpus for group in shape.groups),
         gpus=max(group.gpus for group in shape.groups),
         partition=first.partition,
-        constraint=first.constraint,
         sbatch=first.sbatch,
     )
 
@@ -158,20 +154,12 @@ def _of_nodes(slurm: SlurmConfig, group: NodeGroup) -> Iterator[str]:
     yield f"#SBATCH --nodes={group.nodes} --ntasks-per-node=1 --cpus-per-task={group.cpus}{gpus}"
     if group.partition is not None:
         yield f"#SBATCH --partition={group.partition}"
-    if group.constraint is not None:
-        yield f"#SBATCH --constraint={_sbatch_word(group.constraint)}"
     for option in group.sbatch:
         yield f"#SBATCH {option}"
 
 
 def _counted(step: Step) -> str:
     return f"{step.gang}: {step.workers} worker{'s' * (step.workers > 1)}"
-
-
-def _environment(slurm: SlurmConfig) -> Iterator[str]:
-    if slurm.modules:
-        yield f"module load {shlex.join(slurm.modules)} || exit 2"
-    yield from slurm.environment
 
 
 def _workers(slurm: SlurmConfig, shape: JobShape) -> Iterator[str]:
@@ -229,7 +217,6 @@ class NodeGroup:
     gpus: int
     """Likewise."""
     partition: str | None
-    constraint: str | None
     sbatch: tuple[str, ...]
 
 
@@ -262,7 +249,7 @@ def job_shape(config: RunConfig) -> JobShape:
     groups = [_group(config, None, on_batch_node)] * bool(on_batch_node)
     groups += [_group(config, host, of_host) for host, of_host in zip(own, members, strict=True)]
     groups[0] = replace(groups[0], cpus=groups[0].cpus + slurm.driver_cpus)
-    alike = len({(group.gpus, group.partition, group.constraint, group.sbatch) for group in groups}) == 1
+    alike = len({(group.gpus, group.partition, group.sbatch) for group in groups}) == 1
     heterogeneous = len(groups) > 1 and (slurm.job == "heterogeneous" or (slurm.job == "auto" and not alike))
     return JobShape(tuple(groups), heterogeneous)
 
@@ -295,7 +282,6 @@ def _group(config: RunConfig, host: str | None, gangs: Sequence[str]) -> NodeGro
         cpus=sum(step.cpus * step.workers // nodes for step in steps),
         gpus=_gpus_of_node({step.gang: step.gpus * step.workers // nodes for step in steps}, config.placement),
         partition=of_host.partition or slurm.partition,
-        constraint=of_host.constraint or slurm.constraint,
         sbatch=tuple(of_host.sbatch),
     )
 

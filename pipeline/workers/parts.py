@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -247,13 +247,14 @@ def _build_engine(config: RunConfig, spec: WorkerSpec) -> GenerationEngine:
     make = importlib.import_module("stages.engines.build").build_engine
     engine: GenerationEngine = make(
         config.model.path,
-        replace(config.engine, start_s=config.engine_start_s),
+        config.engine,
         max_seq=config.seq,
         threads=config.placement.gangs[spec.gang].threads,
         eos_token_ids=config.model.eos_token_ids,
         migratable=config.cluster.migrate_rows_below > 0,
         on_lost=partial(_end_process, spec.log),
         log=Path(spec.log) if spec.log is not None else None,
+        start_s=config.engine_start_s,
     )
     return engine
 

@@ -31,6 +31,7 @@ def build_engine(
     migratable: bool = False,
     on_lost: Callable[[str], None] | None = None,
     log: Path | None = None,
+    start_s: float | None = None,
 ) -> GenerationEngine:
     """Build the engine that `config.kind` names.
 
@@ -38,7 +39,8 @@ def build_engine(
     response, in tokens. `threads`: number of torch threads. `device`: device of the engine's first rank; None: the
     engine chooses. `eos_token_ids`: empty means the model's own. `migratable`: rows may continue in other engines
     (`MigratingEngine`). `on_lost`: called with the reason when a process of the engine is lost. `log`: log file of an
-    engine that runs in an environment of its own; None: no log.
+    engine that runs in an environment of its own; None: no log. `start_s`: seconds that such an engine has to
+    start; None: 600.
 
     Raises ValueError for settings that cannot work, WeightsError for weights that do not fit, and EngineLost if an
     engine in an environment of its own does not start."""
@@ -55,4 +57,5 @@ def build_engine(
         migratable=migratable,
         on_lost=on_lost,
         log=log,
+        start_s=start_s,
     )

@@ -114,6 +114,11 @@ _VLLM_SLEEPS: Mapping[int, Literal["cache", "weights"]] = {1: "cache", 2: "weigh
 level)."""
 
 
+TENSORRT_LLM_BUCKET_MB = 1024
+"""Size of the pieces in which new weights are copied to every rank's device: the largest tensor of a 70B model in
+bfloat16 (its embedding, 128256 x 8192) takes two, and a smaller piece would only mean more calls."""
+
+
 def vllm_capabilities(config: EngineConfig, device: Device) -> Capabilities:
     """Return the capabilities of vLLM. The draws are ours (`serving/vllm_adapter.py`), but sums depend on the other
     rows. vLLM refuses drafts together with a logits processor. With pipeline stages, batches are in flight between its
@@ -150,9 +155,7 @@ def tensorrt_llm_capabilities(config: EngineConfig, device: Device) -> Capabilit
         sleeps="weights" if config.tensorrt_llm.unload_engine_train else "nothing",
         speculation=False,
         devices=frozenset({"cuda"}),
-        memory=EngineMemory(
-            reserves_cache=True, refit_bytes=config.tensorrt_llm.bucket_mb << 20, process_bytes=_SERVER_BYTES
-        ),
+        memory=EngineMemory(reserves_cache=True, refit_bytes=TENSORRT_LLM_BUCKET_MB << 20, process_bytes=_SERVER_BYTES),
         measured=False,
     )
 

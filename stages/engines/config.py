@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from storage.problems import Problem, above, at_least, between, setting
+from storage.problems import Problem, at_least, between, setting, unread_problems
 
 OTHER_ENVIRONMENTS = {"vllm": "make engine-vllm", "tensorrt_llm": "make engine-trtllm"}
 """Kinds of engines that need a Python environment of their own, and the command that makes it."""
@@ -30,12 +30,6 @@ class SpeculationConfig:
     idle. both: lookup, and the head for rows where it promises more."""
     max_tokens: int = setting(6, at_least(1, ": a draft has at least 1 token"))
     """Longest draft of a row in a pass, in positions ahead."""
-    branches: int = setting(4, at_least(1, ": a position has at least 1 guess"))
-    """The learned head's guesses per position; the promising ones are verified side by side. 1: a single chain.
-    Triton's kernels support only that."""
-    lengths: Literal["measured", "longest"] = "measured"
-    """Draft lengths. measured: those that maximise the expected tokens per second, possibly 0. longest: as long as
-    there are drafts."""
 
 
 @dataclass
@@ -62,8 +56,6 @@ class VllmConfig:
     """Let vLLM compile the model. That takes minutes at each start with a cold cache."""
     cuda_graphs: bool = True
     """Capture decode passes once per size and replay them. Only on CUDA; no effect elsewhere."""
-    prefix_caching: bool = True
-    """Share the keys and values of a prompt among its rows."""
     sleep_level: int = setting(0, between(0, 2))
     """Memory that vLLM releases while other gangs use its devices. 0: none. 1: the cache; weights move to the host's
     memory. 2: also the weights, which are loaded again. vLLM cannot sleep on a CPU."""
@@ -75,11 +67,6 @@ class TensorrtLlmConfig:
 
     unload_engine_train: bool = False
     """Release the engine's memory while the trainer uses the device, weights included, which are loaded again."""
-    bucket_mb: int = setting(1024, at_least(1))
-    """Size of the pieces in which new weights are copied to every rank's device, in MB."""
-    cache: str | None = None
-    """Directory for compiled engines, reused by starts with the same model, layout and versions; null:
-    ~/.cache/stageline/tensorrt_llm."""
 
 
 @dataclass
@@ -92,9 +79,6 @@ class EngineConfig:
     python: str | None = None
     """Python interpreter of the environment of vLLM or TensorRT-LLM. null: the one that `make engine-vllm` or `make
     engine-trtllm` made below the working directory. The saved config has its absolute path."""
-    start_s: float | None = setting(None, above(0, " seconds, or null"))
-    """Seconds for vLLM or TensorRT-LLM to start with its model; null: 4/5 of `cluster.start_timeout_s`, which ends the
-    start of the whole worker."""
     max_rows: int = setting(16, at_least(1))
     """Most rows that are decoded together."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -120,6 +104,7 @@ def engine_problems(config: EngineConfig) -> Iterator[Problem]:
     """Yield the problems of section `engine` by itself."""
     yield from _environment_problems(config)
     yield from _other_kinds_problems(config)
+    yield from _embedded_problems(config.embedded)
     groups = config.embedded.pipeline_groups
     most = config.max_rows if config.pipeline_parallel > 1 else 1
     if groups is not None and not 1 <= groups <= most:
@@ -142,22 +127,21 @@ def _environment_problems(config: EngineConfig) -> Iterator[Problem]:
 
 def _other_kinds_problems(config: EngineConfig) -> Iterator[Problem]:
     """Yield the settings of other kinds of engines, which this engine would ignore."""
-    defaults = EngineConfig()
     for kind in ("embedded", "vllm", "tensorrt_llm"):
         if kind != config.kind:
-            given, without = (_leaves(f"engine.{kind}", asdict(getattr(one, kind))) for one in (config, defaults))
-            for key, value in given.items():
-                if value != without[key]:
-                    need = f"only engine.kind={kind} has it: leave it at {without[key]} with engine.kind={config.kind}"
-                    yield Problem(key, value, need)
+            why = f"only engine.kind={kind} reads it (given engine.kind={config.kind})"
+            yield from unread_problems(f"engine.{kind}", getattr(config, kind), why)
 
 
-def _leaves(key: str, section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a nested section by their key paths."""
-    found: dict[str, Any] = {}
-    for name, value in section.items():
-        found |= _leaves(f"{key}.{name}", value) if isinstance(value, Mapping) else {f"{key}.{name}": value}
-    return found
+def _embedded_problems(config: EmbeddedConfig) -> Iterator[Problem]:
+    """Yield the settings of the embedded engine that its other settings leave without effect."""
+    key, drafts = "engine.embedded", config.speculation
+    if drafts.drafter == "none":
+        why = "there are no drafts under engine.embedded.speculation.drafter=none: choose a drafter"
+        yield from unread_problems(f"{key}.speculation", drafts, why, ("max_tokens",))
+    if config.kernels in ("native", "torch"):
+        why = f"passes are captured with Triton's kernels alone (given engine.embedded.kernels={config.kernels})"
+        yield from unread_problems(key, config, why, ("cuda_graphs",))
 
 
 def made_interpreter(kind: str) -> str | None:

@@ -4,10 +4,10 @@ cannot work. Loads no torch."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal
 
-from storage.problems import Constraint, Problem, above, at_least, setting
+from storage.problems import Constraint, Problem, above, at_least, setting, unread_problems
 
 Offload = Literal["none", "gradients", "idle"]
 """The parts of a gang's models that leave its devices while they are idle: see `stages/models/offload.py`."""
@@ -73,18 +73,6 @@ class OptimizerConfig:
 
 
 @dataclass
-class LossScaleConfig:
-    """Under `model.dtype: float16`, the scale that the loss is multiplied by before the backward pass and the gradients
-    are divided by after it."""
-
-    initial: float = setting(65536.0, above(0))
-    """Scale at the start. It is doubled after 1000 optimizer steps with finite gradients, and halved by a gradient that
-    is not finite."""
-    minimum: float = setting(1.0, above(0, " (1 is usual)"))
-    """Lowest scale. At it, a gradient that is not finite counts for `ppo.max_skipped_steps`."""
-
-
-@dataclass
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021). With them only the adapters and the critic's head are trained."""
 
@@ -118,7 +106,6 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the models' forward and backward passes. Master weights and optimizer state are float32. On a CPU
     float16 runs in plain torch, several times as slow as the others."""
-    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     tf32: bool = False
     """CUDA only: round the operands of float32 products to TF32's 10 bits."""
     deterministic: bool = True
@@ -182,21 +169,12 @@ def model_problems(config: ModelConfig) -> Iterator[Problem]:
         yield Problem(
             "model.kernels", config.kernels, "has no float16: auto, torch or portable, or another model.dtype"
         )
-    yield from _loss_scale_problems(config)
+    if config.frozen_blocks == 0:
+        why = "no outputs are kept under model.frozen_blocks=0: freeze 1 block or more"
+        yield from unread_problems("model", config, why, ("trunk_cache_mb",))
     yield from _lora_problems(config.lora)
     yield from _optimizer_problems("model.policy", config.policy)
     yield from _optimizer_problems("model.critic", config.critic)
-
-
-def _loss_scale_problems(config: ModelConfig) -> Iterator[Problem]:
-    scale = config.loss_scale
-    for name, default in asdict(LossScaleConfig()).items() if config.dtype != "float16" else ():
-        if getattr(scale, name) != default:
-            need = f"scales the loss under model.dtype=float16 alone (given {config.dtype}): leave it at {default:g}"
-            yield Problem(f"model.loss_scale.{name}", getattr(scale, name), need)
-    if scale.initial < scale.minimum:
-        need = f"must be no less than model.loss_scale.minimum = {scale.minimum}"
-        yield Problem("model.loss_scale.initial", scale.initial, need)
 
 
 def _lora_problems(config: LoraConfig) -> Iterator[Problem]:
@@ -207,11 +185,9 @@ def _lora_problems(config: LoraConfig) -> Iterator[Problem]:
     elif not config.targets or len(set(config.targets)) < len(config.targets):
         need = f"must name one or more of {', '.join(LORA_TARGETS)}, each once (no adapters: model.lora.rank=0)"
         yield Problem("model.lora.targets", config.targets, need)
-    for name in ("alpha", "targets") if config.rank == 0 else ():
-        default = getattr(LoraConfig(), name)
-        if getattr(config, name) != default:
-            need = f"says nothing without adapters: give model.lora.rank (16, say), or leave it at {default}"
-            yield Problem(f"model.lora.{name}", getattr(config, name), need)
+    if config.rank == 0:
+        why = "there are no adapters under model.lora.rank=0: a rank above 0 (16 is usual)"
+        yield from unread_problems("model.lora", config, why, ("alpha", "targets"))
 
 
 def _optimizer_problems(key: str, config: OptimizerConfig) -> Iterator[Problem]:

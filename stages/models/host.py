@@ -32,7 +32,7 @@ from stages.models.offload import Residence, has_own_memory
 from stages.models.protocol import MODEL_ROLES, CriticBatch, PolicyBatch, Rank, Role, StateError
 from stages.models.spec import ModelSpec, padded, read_eos_ids, read_spec
 from stages.models.token_logprobs import Distribution, Entropy
-from stages.models.trainer import Minibatch, Trainer, UpdateLimits, learning_rate
+from stages.models.trainer import Minibatch, Trainer, learning_rate
 from stages.models.work import UpdateWork, synchronise
 from stages.ppo.config import PPOConfig
 from stages.ppo.masks import state_values
@@ -331,9 +331,9 @@ class MegatronHost:
         cut = minibatches(batch.rollout.num_rows, self._ppo.minibatches, self._ppo.epochs, self._seed, step)
         work = [self._minibatch(batch, rows, trainer.config, loss) for epoch in cut for rows in epoch]
         lr = learning_rate(trainer.config, step - held, self._total_steps - held)
-        limits = UpdateLimits(self._ppo.max_skipped_steps, self._ppo.target_kl if role is Role.POLICY else None)
+        target_kl = self._ppo.target_kl if role is Role.POLICY else None
         started = time.perf_counter()
-        stats, metrics = trainer.train(step, lr, self._trunk, work, limits)
+        stats, metrics = trainer.train(step, lr, self._trunk, work, target_kl)
         synchronise(self._parallel_rank.device)
         computed = [minibatch.rows for minibatch in work if not minibatch.empty][: len(stats)]
         if computed:

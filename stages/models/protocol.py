@@ -105,7 +105,7 @@ class ModelHost(Protocol):
         and then calls `mark_clean`.
 
         Deterministic on a CPU: the same weights, batch and layout give the same bits. Raises StateError on another
-        version, and NonFiniteGradientsError after `ppo.max_skipped_steps` optimizer steps in a row without a finite
+        version, and NonFiniteGradientsError after 8 optimizer steps in a row without a finite
         gradient."""
         ...
 

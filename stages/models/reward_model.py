@@ -53,7 +53,7 @@ from stages.models.spec import (
     read_config,
     read_spec,
 )
-from stages.models.trainer import Minibatch, Trainer, UpdateLimits, learning_rate
+from stages.models.trainer import Minibatch, Trainer, learning_rate
 from stages.ppo.losses import LossStats
 from stages.ppo.micro_batches import balanced, micro_batches
 from storage.checkpoints import write_sums
@@ -163,7 +163,7 @@ class RewardModel:
             empty=False,
         )
         lr = learning_rate(self._config, step, self._total_steps)
-        stats, metrics = trainer.train(step, lr, self._trunk, [minibatch], UpdateLimits(None))
+        stats, metrics = trainer.train(step, lr, self._trunk, [minibatch])
         trainer.dirty = False  # single steps are not committed: only the end of a training is kept
         named = gather.summarise_over_ranks(self._parallel_rank, stats)
         return named | {name: metrics[name] for name in ("lr", "grad_norm", "skipped_steps")}

@@ -45,7 +45,7 @@ from stages.models.checkpoints import (
     snapshot,
     torch_optimizer,
 )
-from stages.models.config import LossScaleConfig, Offload, OptimizerConfig
+from stages.models.config import Offload, OptimizerConfig
 from stages.models.forward import KeptForwards, MicroBatch, Trunk, run_backward
 from stages.models.offload import Residence, allocate, release, storages
 from stages.models.protocol import NonFiniteGradientsError, Role
@@ -72,14 +72,9 @@ class Minibatch:
     """True if no token of any rank's rows counts in the loss."""
 
 
-@dataclass(frozen=True)
-class UpdateLimits:
-    """The conditions that end an update early."""
-
-    max_skipped_steps: int | None
-    """Number of consecutive optimizer steps without a finite gradient, counted across PPO steps, that is an error."""
-    target_kl: float | None = None
-    """If a minibatch's approx_kl is above this, the update ends before that minibatch's optimizer step."""
+MAX_SKIPPED_STEPS = 8
+"""Number of consecutive optimizer steps without a finite gradient, counted across PPO steps, that is an error. One
+such step may be bad luck; after a whole update of them (2 epochs of 4 minibatches) weights or data are broken."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -141,7 +136,7 @@ class Trainer:
                 bf16=bf16,
                 params_dtype=blueprint.dtype,
                 use_distributed_optimizer=sharded,
-                **scaler_options(blueprint.model.loss_scale, blueprint.dtype),
+                **scaler_options(blueprint.dtype),
             ),
             [self._ddp],
             use_gloo_process_groups=False,
@@ -167,14 +162,19 @@ class Trainer:
         self.model.config.grad_scale_func = None
 
     def train(
-        self, step: int, lr: float, trunk: Trunk | None, minibatches: Sequence[Minibatch], limits: UpdateLimits
+        self,
+        step: int,
+        lr: float,
+        trunk: Trunk | None,
+        minibatches: Sequence[Minibatch],
+        target_kl: float | None = None,
     ) -> tuple[list[list[LossStats]], dict[str, float]]:
         """Run one PPO step: one optimizer step per minibatch, in order. It turns version `step` into `step + 1`.
 
         - An empty minibatch makes no optimizer step: AdamW's momentum and decay would move the weights without a
           gradient.
         - A minibatch whose gradient is not finite makes no optimizer step.
-        - A minibatch whose approx_kl is above `limits.target_kl` ends the update.
+        - A minibatch whose approx_kl is above `target_kl` ends the update before its optimizer step.
 
         All ranks decide alike: every rank knows all rows, and the gradient norm and the approx_kl are taken over all
         ranks.
@@ -188,7 +188,7 @@ class Trainer:
             counted as skipped) and the loss_scale at the end.
 
         Raises:
-            NonFiniteGradientsError: `limits.max_skipped_steps` was reached; raised on every rank.
+            NonFiniteGradientsError: MAX_SKIPPED_STEPS in a row had a gradient that is not finite; raised on every rank.
         """
         self._set_learning_rate(lr)
         stats: list[list[LossStats]] = []
@@ -205,7 +205,7 @@ class Trainer:
             stats.append(run_backward(self._ddp, trunk, minibatch.micro_batches, loss, self.kept))
             self._forget_forwards()  # the weights change
             self.dirty = True
-            if limits.target_kl is not None and self._approx_kl(stats[-1]) > limits.target_kl:
+            if target_kl is not None and self._approx_kl(stats[-1]) > target_kl:
                 stopped = sum(not left.empty for left in minibatches[number:])
                 break
             norm, overflow = self._step()
@@ -218,7 +218,7 @@ class Trainer:
                 continue
             skipped += 1
             self._skipped_in_a_row += 1
-            if self._skipped_in_a_row == limits.max_skipped_steps:
+            if self._skipped_in_a_row == MAX_SKIPPED_STEPS:
                 where = f"{self.role}, step {step}, minibatch {number + 1} of {len(minibatches)}"
                 raise NonFiniteGradientsError(f"{where}: {self._not_finite(minibatch, stats[-1], norm)}")
         self._ddp.eval()
@@ -407,7 +407,7 @@ class Trainer:
         of_loss = f"the loss of the micro-batches with rows {_listed(rows)}, and " if rows else ""
         return (
             f"{self._skipped_in_a_row} optimizer steps in a row had a gradient that is not finite "
-            f"(ppo.max_skipped_steps). Not finite are {of_loss}the gradients of {len(names)} parameters "
+            f"(a run ends at {MAX_SKIPPED_STEPS}). Not finite are {of_loss}the gradients of {len(names)} parameters "
             f"({_listed(names, 3)}), of norm {norm}. The minibatch's rows are "
             f"{_listed(sorted(minibatch.row_numbers[minibatch.rows].tolist()))}"
         )
@@ -437,18 +437,23 @@ def _listed(items: Sequence[object], most: int = 64) -> str:
 # ---- loss scale ------------------------------------------------------------------------------------------
 
 
+INITIAL_SCALE = 65536.0
+"""Loss scale at the start. It only has to be high enough: every gradient that is not finite halves it."""
+MINIMUM_SCALE = 1.0
+"""Lowest loss scale. If a gradient is not finite there, the scale is not to blame, and the step counts as skipped."""
 GROWTH_INTERVAL = 1000
-"""Number of consecutive optimizer steps with finite gradients after which the loss scale is doubled."""
+"""Number of consecutive optimizer steps with finite gradients after which the loss scale is doubled. Megatron's own
+default: at the next doubling too far, one step in a thousand is lost."""
 
 
-def scaler_options(config: LossScaleConfig, dtype: torch.dtype) -> dict[str, Any]:
+def scaler_options(dtype: torch.dtype) -> dict[str, Any]:
     """Return the loss-scale settings of Megatron's optimizer for a model of this dtype."""
     if dtype is not torch.float16:
         return {}
     return {
         "fp16": True,
-        "initial_loss_scale": config.initial,
-        "min_loss_scale": config.minimum,
+        "initial_loss_scale": INITIAL_SCALE,
+        "min_loss_scale": MINIMUM_SCALE,
         "loss_scale_window": GROWTH_INTERVAL,
         "hysteresis": 1,  # every overflow lowers the scale: a second try at the same scale would cost a minibatch
     }

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from storage.problems import Problem, above, at_least, between, finite, setting
+from storage.problems import Problem, above, at_least, between, finite, setting, unread_problems
 
 
 @dataclass
@@ -87,9 +87,6 @@ class PPOConfig:
     target_kl: float | None = setting(None, above(0, ", or null for none"))
     """Limit on `policy/approx_kl` of a minibatch, in nats per token. If it is crossed, this minibatch and the rest of
     the policy's update are skipped; null: no limit."""
-    max_skipped_steps: int | None = setting(8, at_least(1))
-    """Number of optimizer steps skipped in a row, because their gradient is not finite, at which the run stops and
-    names the rows; null: it never stops."""
     aggregation: Literal["token", "sequence"] = "token"
     """Loss of a minibatch: the mean over its sampled tokens, or the mean over its rows of each row's mean."""
     entropy_coef: float = setting(0.0, at_least(0))
@@ -194,6 +191,19 @@ def _estimator_problems(config: PPOConfig) -> Iterator[Problem]:
 
 def _dead_problems(config: PPOConfig) -> Iterator[Problem]:
     """Yield the settings that would have no effect."""
+    if config.kl.target is None:
+        why = "ppo.kl.coef is constant under ppo.kl.target=null: give a target"
+        yield from unread_problems("ppo.kl", config.kl, why, ("horizon",))
+    if config.mask_truncated and config.truncated == "bootstrap":
+        need = "cut responses are in no loss under ppo.mask_truncated=true: terminate, or ppo.mask_truncated=false"
+        yield Problem("ppo.truncated", config.truncated, need)
+    from_anchor = config.anchor == "proximal" and config.proximal != "sampler"
+    if config.target_kl is not None and config.epochs * config.minibatches == 1 and from_anchor:
+        need = (
+            "an update of one optimizer step (ppo.epochs x ppo.minibatches = 1) starts at the anchor, where its KL is "
+            "0: null, or more steps"
+        )
+        yield Problem("ppo.target_kl", config.target_kl, need)
     if config.kl.target is not None and config.kl.coef == 0:
         need = "steers ppo.kl.coef by factors, which 0 does not feel: a ppo.kl.coef above 0, or null"
         yield Problem("ppo.kl.target", config.kl.target, need)

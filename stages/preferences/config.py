@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from storage.problems import Problem, at_least, setting
+from storage.problems import Problem, at_least, setting, unread_problems
 
 
 @dataclass
@@ -26,8 +26,6 @@ class RewardTrainingConfig:
     """Validations in a row without a better one after which training ends; null: never before the last epoch."""
     normalise: bool = True
     """Set the bias at the end so that the scores of the training rows have mean 0."""
-    max_skipped_steps: int = setting(3, at_least(1))
-    """Number of optimizer steps in a row with a gradient that is not finite at which the training fails."""
 
 
 @dataclass
@@ -47,3 +45,5 @@ def teacher_problems(config: TeacherConfig, loss: str) -> Iterator[Problem]:
     if loss != "distill" and config.paths:
         need = f"a teacher's scores are learnt by train.loss=distill (given {loss}); or teacher.paths=[]"
         yield Problem("teacher.paths", config.paths, need)
+    if not config.paths:
+        yield from unread_problems("teacher", config, "there is no teacher: give teacher.paths", ("dtype",))

@@ -78,6 +78,11 @@ class TrainingOutcome:
     """Standard deviation of the training rows' scores before normalisation."""
 
 
+MAX_SKIPPED_STEPS = 3
+"""Number of optimizer steps in a row with a gradient that is not finite at which a training fails. After three
+the cause is the learning rate or the data, not chance."""
+
+
 @dataclass(frozen=True)
 class TrainingParts:
     """Inputs of a training."""
@@ -107,7 +112,7 @@ def train_reward_model(
     """Train, keep the state with the best validation accuracy (the first of equal ones), and measure it.
 
     Raises:
-        TrainingFailed: `train.max_skipped_steps` gradients in a row were not finite, or scores are not.
+        TrainingFailed: MAX_SKIPPED_STEPS gradients in a row were not finite, or scores are not.
     """
     total = sum(map(len, epochs))
     best, best_step, step, worse, skipped = -math.inf, 0, 0, 0, 0
@@ -116,9 +121,9 @@ def train_reward_model(
         metrics["loss"] = metrics.pop(LOSS)
         step += 1
         skipped = skipped + 1 if metrics["skipped_steps"] else 0
-        if skipped == config.max_skipped_steps:
+        if skipped == MAX_SKIPPED_STEPS:
             raise TrainingFailed(
-                f"{skipped} optimizer steps in a row had a gradient that is not finite (train.max_skipped_steps), the "
+                f"{skipped} optimizer steps in a row had a gradient that is not finite, the "
                 f"last is step {step} of {total}: a lower optimizer.lr, or model.dtype=float32, may help"
             )
         report(TrainingProgress(step, total, {f"train/{name}": value for name, value in metrics.items()}))

@@ -54,7 +54,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, printed: io.StringIO) -> 
     if absent is not None:
         pytest.skip(absent)
     folder = tmp_path_factory.mktemp("pages")
-    changes = ("steps=2", "evaluate.every=1", "checkpoint.every=1", "tracking.plots=false", "cluster.dashboard=null")
+    changes = ("steps=2", "evaluate.every=1", "checkpoint.every=1", "tracking.report=false", "cluster.dashboard=null")
     return finish_in(folder, "first-run", f"tracking.uri=sqlite:///{folder}/mlflow.db", *changes, printed=printed)
 
 

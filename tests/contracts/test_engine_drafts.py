@@ -89,6 +89,7 @@ class BushyDrafter(OracleDrafter):
         return Draft(DraftTree(tuple(tokens), tuple(parents)), "bushy")
 
 
+@pytest.mark.usefixtures("longest_drafts")
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_same_bits_with_any_drafts(temperature: float, kernels: str) -> None:
@@ -98,7 +99,7 @@ def test_same_bits_with_any_drafts(temperature: float, kernels: str) -> None:
     with closing(make_engine(RANDOM_TINY, 4, kernels=kernels)) as engine:
         expected = by_row(engine.generate(requests))
         assert engine.stats().draft_lengths == {}
-    speculation = SpeculationConfig(drafter="ngram", lengths="longest", max_tokens=5)
+    speculation = SpeculationConfig(drafter="ngram", max_tokens=5)
     for drafter in (None, WrongDrafter(), OracleDrafter(expected), BushyDrafter(expected)):
         drafters = [] if drafter is None else [drafter]
         engine = make_engine(RANDOM_TINY, 4, drafters=drafters, kernels=kernels, speculation=speculation)
@@ -137,6 +138,7 @@ class TaughtDrafter(LearnedDrafter):
             assert super().train()
 
 
+@pytest.mark.usefixtures("longest_drafts")
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("kind", ["learned", "both"])
@@ -151,7 +153,7 @@ def test_same_bits_with_learned_drafts(kind: str, temperature: float, kernels: s
         expected_later = by_row(engine.generate(later))
     head = TaughtDrafter(RANDOM_TINY, kernels)
     drafters = [head] if kind == "learned" else [NgramDrafter(), head]
-    speculation = SpeculationConfig(lengths="longest", max_tokens=5)
+    speculation = SpeculationConfig(max_tokens=5)
     with closing(make_engine(RANDOM_TINY, 4, drafters=drafters, kernels=kernels, speculation=speculation)) as engine:
         assert_same_bits(by_row(engine.generate(requests)), expected)
         assert "learned" not in engine.stats().drafted_tokens
@@ -166,11 +168,12 @@ def test_same_bits_with_learned_drafts(kind: str, temperature: float, kernels: s
         head.learn(16)
 
 
+@pytest.mark.usefixtures("longest_drafts")
 def test_the_head_learns() -> None:
     """Rows of one model: the share of right drafts rises with training, by a tenth at least."""
     requests = make_requests(30, max_new_tokens=40, min_new_tokens=40, temperature=0.7)
     head = TaughtDrafter(RANDOM_TINY)
-    speculation = SpeculationConfig(lengths="longest", max_tokens=2)
+    speculation = SpeculationConfig(max_tokens=2)
     rates = []
     with closing(make_engine(RANDOM_TINY, 8, drafters=[head], kernels="torch", speculation=speculation)) as engine:
         for steps in (16, 112, 0):
@@ -182,6 +185,7 @@ def test_the_head_learns() -> None:
     assert rates[1] > 1.1 * rates[0]
 
 
+@pytest.mark.usefixtures("longest_drafts")
 def test_learned_drafts_of_preempted_rows() -> None:
     """Little memory, much drafting: see `test_same_bits_when_rows_are_preempted`."""
     settings = SamplingConfig(max_new_tokens=40, min_new_tokens=40)
@@ -190,8 +194,7 @@ def test_learned_drafts_of_preempted_rows() -> None:
     with closing(make_engine(RANDOM_TINY, 24, drafters=[head], kernels="torch")) as engine:
         expected = by_row(engine.generate(requests))
         head.learn(32)
-    speculation = SpeculationConfig(lengths="longest")
-    engine = make_engine(RANDOM_TINY, 24, drafters=[head], kernels="torch", kv_budget_mb=1, speculation=speculation)
+    engine = make_engine(RANDOM_TINY, 24, drafters=[head], kernels="torch", kv_budget_mb=1)
     with closing(engine):
         assert_same_bits(by_row(engine.generate(requests)), expected)
         stats = engine.stats()
@@ -217,13 +220,13 @@ class BusyDrafter(WrongDrafter):
         return self.let_go.wait(60)
 
 
+@pytest.mark.usefixtures("longest_drafts")
 def test_rows_go_before_learning(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that arrives during a lesson is accepted meanwhile and runs next: no second lesson comes first. When it is
     done, learning goes on."""
     drafter = BusyDrafter()
     monkeypatch.setattr(calibration, "TRAIN_SHARE", 1.0)
-    speculation = SpeculationConfig(lengths="longest")
-    with closing(make_engine(RANDOM_TINY, drafters=[drafter], speculation=speculation)) as engine:
+    with closing(make_engine(RANDOM_TINY, drafters=[drafter])) as engine:
         by_row(engine.generate(make_requests(1, max_new_tokens=1)))
         assert drafter.learning.wait(60)
         drafter.log.clear()
@@ -249,6 +252,7 @@ def test_drafts_of_preempted_rows(kind: type[OracleDrafter]) -> None:
         assert sum(stats.drafted_tokens.values()) > 0
 
 
+@pytest.mark.usefixtures("longest_drafts")
 @pytest.mark.parametrize("kind", ["lookup-2", "learned"])
 def test_drafted_tokens_have_the_exact_distribution(kind: str, tmp_path: Path) -> None:
     """Second tokens of 4000 rows, drafted by lookup in the prompt or by a trained head, against the model's
@@ -261,10 +265,9 @@ def test_drafted_tokens_have_the_exact_distribution(kind: str, tmp_path: Path) -
     suppressed = [t for t in range(96) if t not in allowed]
     settings = SamplingConfig(3, 3, suppress_token_ids=suppressed)
     requests = [Request(i, 1, 1, prompt, 0, settings) for i in range(rows)]
-    speculation = SpeculationConfig(lengths="longest")
     head = TaughtDrafter(tmp_path)
     drafter = head if kind == "learned" else NgramDrafter()
-    with closing(make_engine(tmp_path, 64, drafters=[drafter], kernels="torch", speculation=speculation)) as engine:
+    with closing(make_engine(tmp_path, 64, drafters=[drafter], kernels="torch")) as engine:
         if kind == "learned":
             by_row(engine.generate([Request(i, 1, 2, prompt, 0, settings) for i in range(400)]))
             head.learn(64)
@@ -283,6 +286,7 @@ def test_drafted_tokens_have_the_exact_distribution(kind: str, tmp_path: Path) -
     assert statistic < 31.8  # chi-squared with 8 degrees of freedom: 1e-4 above
 
 
+@pytest.mark.usefixtures("longest_drafts")
 @pytest.mark.parametrize(("kind", "stages"), [("ngram", 1), ("learned", 1), ("learned", 2)])
 def test_update_in_flight_with_drafts(kind: str, stages: int, tmp_path: Path) -> None:
     random_llama(0, tied=True).save_pretrained(tmp_path)
@@ -291,10 +295,10 @@ def test_update_in_flight_with_drafts(kind: str, stages: int, tmp_path: Path) ->
         tmp_path,
         [NgramDrafter()] if kind == "ngram" else [head],
         learn=(lambda: head.learn(16)) if kind == "learned" else None,
-        speculation=SpeculationConfig(lengths="longest"),
         pipeline_parallel=stages,
     )
 
 
+@pytest.mark.usefixtures("longest_drafts")
 def test_a_row_that_fails_fails_alone_with_drafts(tmp_path: Path) -> None:
-    check_a_row_fails_alone(tmp_path, speculation=SpeculationConfig(drafter="both", lengths="longest"))
+    check_a_row_fails_alone(tmp_path, speculation=SpeculationConfig(drafter="both"))

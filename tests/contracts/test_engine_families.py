@@ -88,13 +88,14 @@ def test_a_missing_bias_is_named(tmp_path: Path) -> None:
         make_engine(tmp_path)
 
 
+@pytest.mark.usefixtures("longest_drafts")
 @pytest.mark.parametrize("family", ["Llama 3.1", "Qwen 2.5", "Qwen 3"])
 def test_guesses_change_no_bit(tmp_path: Path, family: str) -> None:
     """Drafts go through biases and norms at other places in a batch."""
     random_model(family).save_pretrained(tmp_path)
     with closing(make_engine(tmp_path)) as engine:
         expected = answers(engine, greedy_requests())
-    speculation = SpeculationConfig(drafter="ngram", lengths="longest")
+    speculation = SpeculationConfig(drafter="ngram")
     with closing(make_engine(tmp_path, speculation=speculation)) as engine:
         assert_same_bits(answers(engine, greedy_requests()), expected)
 

@@ -84,6 +84,7 @@ class TestPipelineParallel(OnRanks):
     tied, config = False, {"pipeline_parallel": 2}
 
 
+@pytest.mark.usefixtures("longest_drafts")
 @pytest.mark.parametrize(("dtype", "rows"), [("float32", 40), ("bfloat16", 80)])
 def test_stages_give_the_same_bits_as_one_process(dtype: str, rows: int) -> None:
     """Nothing is summed across stages. With little memory and with drafts, rows are preempted while others are in
@@ -92,7 +93,7 @@ def test_stages_give_the_same_bits_as_one_process(dtype: str, rows: int) -> None
     requests = [Request(i, 1, 1, tuple(range(3, 13 + i % 11)), 0, sampling) for i in range(rows)]
     with closing(make_engine(RANDOM_TINY, rows, dtype=dtype)) as engine:
         expected = by_row(engine.generate(requests))
-    speculation = SpeculationConfig(drafter="ngram", lengths="longest")
+    speculation = SpeculationConfig(drafter="ngram")
     settings = {"dtype": dtype, "pipeline_parallel": 2, "pipeline_groups": 3, "speculation": speculation}
     with closing(make_engine(RANDOM_TINY, rows, kv_budget_mb=1, **settings)) as engine:
         assert_same_bits(by_row(engine.generate(requests)), expected)

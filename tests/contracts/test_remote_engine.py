@@ -51,8 +51,8 @@ def make_served(
     update: Literal["drain", "inflight"] = "drain",
     **more: Any,
 ) -> RemoteEngine:
-    config = EngineConfig(python=python, max_rows=max_rows, start_s=start_s, update=update)
-    more["silence_s"] = silence_s
+    config = EngineConfig(python=python, max_rows=max_rows, update=update)
+    more |= {"silence_s": silence_s, "start_s": start_s}
     settings = {"adapter": "served_llama:ServedLlama", "modules": SUPPORT, "extra": {}, **more}
     return cast(
         RemoteEngine, build_remote(str(path), config, stated=vllm_capabilities, max_seq=MAX_SEQ, threads=1, **settings)

@@ -31,7 +31,7 @@ from stages.engines.build import build_engine
 from stages.engines.capabilities import tensorrt_llm_capabilities
 from stages.engines.config import EngineConfig, TensorrtLlmConfig
 from stages.engines.protocol import NO_VERSION, EngineLost, GenerationEngine, RequestError, WeightsError
-from stages.engines.remote.build import build_tensorrt_llm
+from stages.engines.remote import build
 from stages.engines.remote.client import RemoteEngine
 from stages.engines.remote.serving import trtllm_adapter
 from stages.engines.remote.serving.adapter import Settings
@@ -61,12 +61,15 @@ def real(path: Path, max_rows: int = 4) -> GenerationEngine:
     return build_engine(str(path), config, max_seq=MAX_SEQ, threads=1)
 
 
-def stand_in(path: Path, **settings: object) -> RemoteEngine:
-    own = TensorrtLlmConfig(cache=str(path.parent / "compiled"), **settings)  # type: ignore[arg-type]
+def stand_in(path: Path, *, bucket_mb: int = 1024, unload_engine_train: bool = False) -> RemoteEngine:
+    own = TensorrtLlmConfig(unload_engine_train=unload_engine_train)
     config = EngineConfig(kind="tensorrt_llm", python=sys.executable, max_rows=4, kv_budget_mb=64, tensorrt_llm=own)
-    engine = build_tensorrt_llm(
-        str(path), config, max_seq=MAX_SEQ, threads=1, modules=STAND_IN, adapter="trtllm_on_cpu:OnCpu"
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "cache_folder", lambda: path.parent / "compiled")
+        patch.setattr(build, "TENSORRT_LLM_BUCKET_MB", bucket_mb)
+        engine = build.build_tensorrt_llm(
+            str(path), config, max_seq=MAX_SEQ, threads=1, modules=STAND_IN, adapter="trtllm_on_cpu:OnCpu"
+        )
     return cast(RemoteEngine, engine)
 
 
@@ -154,7 +157,7 @@ def test_it_says_what_it_is(path: Path) -> None:
             "seeded",
             "nothing",
         )
-        assert len(list((path.parent / "compiled").iterdir())) == 1
+        assert len(list((path.parent / "compiled/tensorrt_llm").iterdir())) == 1
 
 
 @pytest.mark.parametrize("version", ["old", ""])

@@ -21,7 +21,7 @@ PAIRS = ROOT / "conf/data/tiny_pairs.jsonl"
 
 def train(folder: Path, name: str, *changes: str, exit_code: int = 0) -> Path:
     """The directory that a training leaves."""
-    fixed = (f"runs_dir={folder}", f"name={name}", f"data.url={PAIRS}", "tracking.uri=null", "tracking.plots=false")
+    fixed = (f"runs_dir={folder}", f"name={name}", f"data.url={PAIRS}", "tracking.uri=null", "tracking.report=false")
     assert main(["reward", "train", str(TINY), *fixed, *changes]) == exit_code
     return folder / name
 

@@ -75,7 +75,7 @@ def test_the_labels_train_a_reward_model(tmp_path: Path, served: Served, capsys:
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["pairs"], summary["dropped"], summary["orders_agree"]) == (72, {}, 1.0)
     assert "72 pairs of 24 prompts with 72 responses; left out: none" in capsys.readouterr().out
-    fixed = (f"runs_dir={tmp_path}", "name=learnt", "tracking.uri=null", "tracking.plots=false", "train.epochs=2")
+    fixed = (f"runs_dir={tmp_path}", "name=learnt", "tracking.uri=null", "tracking.report=false", "train.epochs=2")
     assert main(["reward", "train", str(TINY), *fixed, f"data.url={run / 'pairs.jsonl'}"]) == 0
 
     assert main([*arguments(tmp_path, served.url), given]) == 2
@@ -163,7 +163,10 @@ def test_sampled_responses_are_labelled_by_a_local_judge(tmp_path: Path, capsys:
         (["responses.url=gone.jsonl"], "responses.url: "),
         (["responses.run=nowhere"], "nowhere: holds no run"),
         (["responses.model=random:tiny"], "prompts.url: given ''; responses.model needs prompts to answer"),
-        (["responses.url=x.jsonl", "prompts.url=y.jsonl"], "prompts.url: given 'y.jsonl'; of responses.model alone"),
+        (
+            ["responses.url=x.jsonl", "prompts.url=y.jsonl"],
+            "prompts.url: given 'y.jsonl'; only responses.model reads it",
+        ),
         (["responses.url=x.jsonl", "judge.kind=vader"], "judge.kind: given 'vader'; must be judge or local_judge"),
         (["responses.url=x.jsonl", "judge.args.against=ideal"], "judge.args.against: given 'ideal'; responses are co"),
         (["responses.url=x.jsonl", "judge.args.rubric={prompt}"], "judge.args.rubric: "),

@@ -13,14 +13,14 @@ from pipeline.config.paths import RunPaths
 from pipeline.observe.journal import EventKind, read_events
 from tests.support.runs import arguments
 
-ALWAYS = ("alarms.entropy_below=100", "alarms.steps=2")
+ALWAYS = ("alarms.entropy_below=100", "steps=6")
 
 
 def test_an_alarm_ends_a_run_that_can_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     database = tmp_path / "mlflow.db"
     command = arguments(
         tmp_path, "stopped", *ALWAYS, "alarms.stop=[entropy]", f"tracking.uri=sqlite:///{database}",
-        "tracking.plots=false",
+        "tracking.report=false",
     )  # fmt: skip
     assert main(["run", *command]) == 3
     paths = RunPaths(tmp_path / "runs/stopped")
@@ -28,13 +28,13 @@ def test_an_alarm_ends_a_run_that_can_be_resumed(tmp_path: Path, capsys: pytest.
     assert "That ends the run (alarms.stop)" in captured.err
     assert f"`stageline resume {paths.root}` continues this run" in captured.err
     alarms = [event for event in read_events(paths.events) if event.kind is EventKind.ALARM]
-    assert [(event.rule, event.step) for event in alarms] == [("entropy", 1)], "after two steps in a row"
+    assert [(event.rule, event.step) for event in alarms] == [("entropy", 2)], "after three steps in a row"
     assert main(["resume", str(paths.root), "alarms.stop=[]"]) == 0
     assert "alarm: entropy" in capsys.readouterr().out
     summary = json.loads(paths.summary.read_text())
-    assert summary["steps"] == 4
+    assert summary["steps"] == 6
     assert summary["alarms_by_rule"] == {"entropy": 2}, "counted anew from the resume on"
     assert summary["alarms"] == 0
     with sqlite3.connect(database) as tracked:
         tags = dict(tracked.execute("select key, value from tags").fetchall())
-    assert tags["alarm.entropy"].endswith("below 100 (alarms.entropy_below), 2 steps in a row")
+    assert tags["alarm.entropy"].endswith("below 100 (alarms.entropy_below), 3 steps in a row")

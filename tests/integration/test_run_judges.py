@@ -80,7 +80,7 @@ def test_a_judge_that_vanishes_stops_the_run_which_goes_on_where_it_was(
         file = str(judged_by(folder, "judged", served.url))
         sources = [file, *arguments(folder, "judged")[1:], *CHANGES]
         mlflow = f"tracking.uri=sqlite:///{folder}/judged.db"
-        assert main(["run", *sources, mlflow, "tracking.plots=false"]) == 3
+        assert main(["run", *sources, mlflow, "tracking.report=false"]) == 3
         shown = "".join(capsys.readouterr())
         assert "has answered nothing for" in shown
         assert "retry_s = 5" in shown
@@ -89,7 +89,7 @@ def test_a_judge_that_vanishes_stops_the_run_which_goes_on_where_it_was(
         gone = False
         before = len(served.asked)
         assert main(["resume", str(run)]) == 0
-        config = load_config([file], [*sources[1:], mlflow, "tracking.plots=false"])
+        config = load_config([file], [*sources[1:], mlflow, "tracking.report=false"])
         distinct = {row["key"] for row in answers(run)}
         assert len(served.asked) - before == len(distinct) - ANSWERED
         assert served.headers[0]["Authorization"] == f"Bearer {KEY}"

@@ -66,8 +66,7 @@ def settings(folder: Path, tracking: str, judge: str, prompts: str) -> dict[str,
         "slurm": {
             "environment": [f"export OWN_KEY={CANARY}-environment"],
             "sbatch": [f"--export=ALL,MY_TOKEN={CANARY}-sbatch"],
-            "container_image": "image.sif",
-            "command": f"env API_KEY={CANARY}-container stageline",
+            "command": f"apptainer exec --env API_KEY={CANARY}-container image.sif stageline",
         },
         "reward": {
             "parts": {

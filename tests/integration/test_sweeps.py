@@ -18,7 +18,7 @@ def test_runs_share_a_parent(
     for name, value in WRITER_ENV.items():
         monkeypatch.setenv(name, value)
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    file, *changes = arguments(tmp_path, "swept", ONE_GANG, "steps=1", "evaluate.every=1", "tracking.plots=false")
+    file, *changes = arguments(tmp_path, "swept", ONE_GANG, "steps=1", "evaluate.every=1", "tracking.report=false")
     sweep = ["sweep", file, "--here", *changes, f"tracking.uri={uri}", "ppo.kl.coef=0.02,0.1"]
     assert main(sweep) == 0
     table = capsys.readouterr().out.splitlines()[-3:]

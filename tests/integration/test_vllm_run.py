@@ -30,7 +30,7 @@ def with_vllm(folder: Path, name: str, staleness: int) -> RunConfig:
     changes = [
         f"runs_dir={folder}", f"name={name}", "steps=2", f"staleness={staleness}", "engine.kind=vllm",
         f"engine.python={PYTHON}", "model.dtype=float32", "engine.dtype=float32",
-        "evaluate.every=0", "tracking.uri=null", "tracking.plots=false", "cluster.dashboard=null",
+        "evaluate.every=0", "tracking.uri=null", "tracking.report=false", "cluster.dashboard=null",
     ]  # fmt: skip
     return load_config([str(ROOT / "conf/run/demo.yaml")], changes)
 

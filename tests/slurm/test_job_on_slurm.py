@@ -15,6 +15,7 @@ from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
+from pipeline.launch import requeues
 from pipeline.launch.submission import Submitted, array_script, submit_array, submit_run
 from tests.support import stand_in
 from tests.support.commits import commit_nothing
@@ -26,10 +27,15 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.processes
 
 
-def submitted(slurm: SlurmCluster, folder: Path, name: str, *changes: str) -> tuple[RunConfig, Submitted]:
-    """A job of one node whose driver is there."""
+def submitted(
+    slurm: SlurmCluster, folder: Path, name: str, *changes: str, most_lost: int = 20, most_idle: int = 3
+) -> tuple[RunConfig, Submitted]:
+    """A job of one node whose driver is there. Its script has the two limits of its requeues."""
     config = of_stand_in(folder, name, *changes)
-    job = submit_run(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(requeues, "MOST_LOST", most_lost)
+        patch.setattr(requeues, "MOST_IDLE", most_idle)
+        job = submit_run(config)
     wait_for_output(job, "driver of attempt 0")
     return config, job
 
@@ -131,7 +137,7 @@ def test_whose_batch_node_fails_is_requeued(slurm: SlurmCluster, tmp_path: Path)
     ranks = placement("{train: {workers: 2}, engines: {}}", generate="engines", score="engines", others="train")
     plain = (ranks, "slurm.gangs={train: {nodes: 2}}", "slurm.sbatch=[--nodelist=n1]", "slurm.job=plain")
     config, job = submitted(slurm, tmp_path, "headless", *component)
-    _, last = submitted(slurm, tmp_path, "given-up", "slurm.restarts=0", *plain)
+    _, last = submitted(slurm, tmp_path, "given-up", *plain, most_lost=0)
     assert [slurm.show(one.job_id)["BatchHost"] for one in (job, last)] == ["n1", "n1"]
     for one in (job, last):
         watch = (str(one.output), "the batch node $host failed", "SLURMD_NODENAME=n2")
@@ -148,7 +154,7 @@ def test_whose_batch_node_fails_is_requeued(slurm: SlurmCluster, tmp_path: Path)
 
 
 def test_a_time_limit_uses_no_restart_but_must_leave_time_for_a_commit(slurm: SlurmCluster, tmp_path: Path) -> None:
-    config, job = submitted(slurm, tmp_path, "slow", "slurm.restarts=0", "slurm.requeues_without_progress=2")
+    config, job = submitted(slurm, tmp_path, "slow", most_lost=0, most_idle=2)
     for restart in range(1, 3):
         slurm.call("scancel", "--batch", "--signal=USR1", job.job_id)
         start_again(slurm, job, restart)
@@ -158,12 +164,12 @@ def test_a_time_limit_uses_no_restart_but_must_leave_time_for_a_commit(slurm: Sl
     end(config, 75)
     shown = wait_for(slurm, job, "FAILED")
     assert (shown["Restarts"], shown["ExitCode"]) == ("3", "75:0")
-    wait_for_output(job, "not requeued: 1 attempt lost their driver, workers or batch node (slurm.restarts is 0)")
+    wait_for_output(job, "not requeued: 1 attempt lost their driver, workers or batch node (at most 0)")
 
 
 def test_what_slurm_itself_requeues_for_ever_ends_without_progress(slurm: SlurmCluster, tmp_path: Path) -> None:
     """A job of one node, whose script is gone with its node: only the next attempt can say that it is enough."""
-    config, job = submitted(slurm, tmp_path, "hopeless", "slurm.requeues_without_progress=1")
+    config, job = submitted(slurm, tmp_path, "hopeless", most_idle=1)
     slurm.kill_node(slurm.show(job.job_id)["BatchHost"])
     start_again(slurm, job, 1)
     slurm.call("scontrol", "requeue", job.job_id)

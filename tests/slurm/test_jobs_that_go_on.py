@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def undisturbed(slurm: SlurmCluster, folder: Path) -> RunConfig:
     """A plain job, from `submit` to its end."""
-    tracking = (f"tracking.uri=sqlite:///{folder}/mlflow.db", "tracking.plots=false", "cluster.dashboard=127.0.0.1:0")
+    tracking = (f"tracking.uri=sqlite:///{folder}/mlflow.db", "tracking.report=false", "cluster.dashboard=127.0.0.1:0")
     config, job = submitted(folder, "undisturbed", *tracking)
     assert "hetjob" not in (RunPaths(config.run_dir).job / "run.sbatch").read_text()
     eventually(lambda: nodes_of_workers(config.run_dir) == WHERE, f"every worker is on its node: {printed(config)}")

@@ -18,7 +18,7 @@ from pipeline.config.run import RunConfig
 from tests.support.paths import TINY, TINY_PROMPTS
 
 ALL_ROLES = ("generate", "score", "reference", "policy", "critic")
-QUIET = ("tracking.uri=null", "tracking.plots=false", "tracking.report=false")
+QUIET = ("tracking.uri=null", "tracking.report=false")
 
 
 def placement(gangs: str, **roles: str) -> str:

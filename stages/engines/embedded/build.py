@@ -42,6 +42,7 @@ def build_embedded(
     drafters: Sequence[object] = (),
     on_lost: Callable[[str], None] | None = None,
     log: object = None,
+    start_s: object = None,
 ) -> EmbeddedEngine:
     """Return an `EmbeddedEngine`; one whose rows may migrate (`MigratingEngine`) if `migratable`.
 

@@ -11,37 +11,44 @@ from typing import Any
 
 import torch
 
-from stages.engines.capabilities import Capabilities, Device, tensorrt_llm_capabilities, vllm_capabilities
+from stages.engines.capabilities import (
+    TENSORRT_LLM_BUCKET_MB,
+    Capabilities,
+    Device,
+    tensorrt_llm_capabilities,
+    vllm_capabilities,
+)
 from stages.engines.config import EngineConfig, interpreter
 from stages.engines.protocol import GenerationEngine
 from stages.engines.remote.client import RemoteEngine, RemoteSettings
 from stages.engines.remote.process import ServerProcess
 from stages.engines.remote.weights import ModelFiles
 from stages.models.spec import read_eos_ids, read_spec, tensor_shapes
+from stages.native.compile import cache_folder
 
 _VLLM = "stages.engines.remote.serving.vllm_adapter:VllmAdapter"
 _START_S = 600.0
+"""Seconds for an engine to start with its model, outside a run. A run gives it less than its worker has."""
 _SILENCE_S = 60.0
 """Longest time without a message from an engine's process, which sends one every second. Then it counts as lost."""
-"""`engine.start_s` where no run says how long its workers have."""
 _TENSORRT_LLM = "stages.engines.remote.serving.trtllm_adapter:TrtllmAdapter"
 
 
 def build_vllm(path: str, config: EngineConfig, **settings: Any) -> GenerationEngine:
     """Build vLLM in the environment of `engine.python`. The call is that of `build_engine`, the errors those of
     `build_remote`."""
-    extra = {**dataclasses.asdict(config.vllm), "parameters": _parameters(path)}
+    # Rows of a prompt share its keys and values: it changes no number, and costs next to nothing where none are shared.
+    extra = {**dataclasses.asdict(config.vllm), "prefix_caching": True, "parameters": _parameters(path)}
     return build_remote(path, config, adapter=_VLLM, stated=vllm_capabilities, extra=extra, **settings)
 
 
 def build_tensorrt_llm(path: str, config: EngineConfig, **settings: Any) -> GenerationEngine:
     """Build TensorRT-LLM in the environment of `engine.python`; otherwise like `build_vllm`."""
     own = config.tensorrt_llm
-    folder = Path(own.cache) if own.cache is not None else Path.home() / ".cache/stageline/tensorrt_llm"
     extra = {
         "sleeps": own.unload_engine_train,
-        "bucket_mb": own.bucket_mb,
-        "cache": str(folder.absolute()),
+        "bucket_mb": TENSORRT_LLM_BUCKET_MB,
+        "cache": str(cache_folder() / "tensorrt_llm"),
         "parameters": _parameters(path),
     }
     settings = {"adapter": _TENSORRT_LLM, **settings}
@@ -64,6 +71,7 @@ def build_remote(
     on_lost: Callable[[str], None] | None = None,
     log: Path | None = None,
     modules: Path | None = None,
+    start_s: float | None = None,
     silence_s: float = _SILENCE_S,
 ) -> GenerationEngine:
     """Start an engine behind `adapter` (`module:Class`) in the environment of `engine.python`, with settings
@@ -99,7 +107,7 @@ def build_remote(
                 max_seq=max_seq,
                 max_rows=config.max_rows,
                 eos_ids=frozenset(eos_token_ids or read_eos_ids(path)),
-                start_s=_START_S if config.start_s is None else config.start_s,
+                start_s=_START_S if start_s is None else start_s,
                 silence_s=silence_s,
                 in_flight=config.update == "inflight",
             ),

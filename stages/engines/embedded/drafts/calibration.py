@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -29,6 +30,12 @@ _GUESSES = 32
 large part of the pass."""
 HEAD_VOCAB = 4096
 """Tokens that the learned head can draft: the most frequent ones in the responses."""
+LENGTHS: Literal["measured", "longest"] = "measured"
+"""Lengths of drafts. measured: those that maximise the expected tokens per second, possibly 0. longest: as long as
+there are drafts, which is slower wherever drafts are often refused; tests use it to have drafts on any machine."""
+BRANCHES = 4
+"""The learned head's guesses per position, of which the promising ones are verified side by side. The fifth is rarely
+the right one. Triton's kernels verify a single chain."""
 TRAIN_SHARE = 0.5
 """Most of the engine's idle time that is spent on training the head."""
 
@@ -51,13 +58,13 @@ def build_speculation(
     if not drafters:
         return None
     costs = PassCosts({1: 1.0, 2: 1.0})
-    if config.lengths == "measured":
+    if LENGTHS == "measured":
         costs = measure_costs(runner, pool, max_seq=max_seq, threads=threads)
     return Speculation(
         drafters,
         costs,
         config.max_tokens,
-        config.lengths,
+        LENGTHS,
         time.perf_counter,
         TRAIN_SHARE,
         branching=runner.supports_trees,
@@ -72,7 +79,7 @@ def named_drafters(engine: EngineConfig, path: str, runner: Runner, device: torc
         drafters.append(NgramDrafter())
     if config.drafter in ("learned", "both"):
         own = load_native_kernels() if runner.kernels == "native" else TorchKernels()
-        branches = config.branches if runner.supports_trees else 1
+        branches = BRANCHES if runner.supports_trees else 1
         drafters.append(LearnedDrafter(make_student(path, device), own, getattr(torch, engine.dtype), branches))
     return drafters
 

@@ -111,7 +111,6 @@ def test_an_engine_has_less_time_to_start_than_its_worker(base: Path) -> None:
     vllm = ("engine.kind=vllm", "model.path=x", "engine.python=x")
     assert load(base, *vllm).engine_start_s == 240
     assert load(base, *vllm, "cluster.start_timeout_s=1000").engine_start_s == 800
-    assert load(base, *vllm, "engine.start_s=299").engine_start_s == 299
 
 
 @pytest.mark.parametrize(
@@ -159,9 +158,8 @@ REFUSED = {
     # engines of other projects
     "engine.kind=vllm model.path=x": "engine.python",
     "engine.python=x": "engine.python",
-    "VLLM engine.start_s=300": "engine.start_s",
     "VLLM engine.embedded.speculation.drafter=ngram": "engine.embedded.speculation.drafter",
-    "VLLM engine.tensorrt_llm.bucket_mb=7": "engine.tensorrt_llm.bucket_mb",
+    "VLLM engine.tensorrt_llm.unload_engine_train=true": "engine.tensorrt_llm.unload_engine_train",
     "engine.vllm.compile=true": "engine.vllm.compile",
     "VLLM engine.update=inflight engine.pipeline_parallel=2": "engine.update",
     "engine.kind=vllm engine.python=x": "model.path",
@@ -225,8 +223,6 @@ REFUSED = {
     "placement.gangs.generate.offload=idle": "placement.gangs.generate.offload",
     "model.dtype=float16 model.kernels=native": "model.kernels",
     "model.dtype=float16 model.products=onednn": "model.products",
-    "model.loss_scale.initial=256": "model.loss_scale.initial",
-    "model.loss_scale.minimum=.inf model.dtype=float16": "model.loss_scale.minimum",
     # numbers that are none, and what would be neither an error nor of use
     "model.policy.betas=[0.9,.nan]": "model.policy.betas",
     "model.lora.alpha=8": "model.lora.alpha",
@@ -240,12 +236,11 @@ REFUSED = {
     "placement.gangs.generate.layout.tensor=2": "placement.gangs.generate.layout.tensor",
     "placement.gangs.generate.layout={recompute: full}": "placement.gangs.generate.layout.recompute",
     "placement.gangs.train.layout={recompute: selective, recompute_modules: [mlp, mlp]}": "placement.gangs.train.layout.recompute_modules",  # noqa: E501
-    "model.dtype=float16 model.loss_scale.initial=0.5": "model.loss_scale.initial",
     "placement.gangs.train.layout.sequence_parallel=true": "placement.gangs.train.layout.sequence_parallel",
     # things that exclude one another
     "evaluate.every=1 prompts.held_out=1": "prompts.held_out",
     "engine.update=inflight": "engine.update",
-    "rollout.versions=latest alarms.staleness_steps=9 staleness=0": "alarms.staleness_steps",
+    "rollout.versions=latest staleness=0": "rollout.versions",
     "alarms.staleness_steps=9": "alarms.staleness_steps",
     "alarms.stop=[kl,reward]": "alarms.stop",
     "mismatch.rows=0 mismatch.stop=true": "mismatch.stop",
@@ -271,6 +266,19 @@ REFUSED = {
     "evaluate.every=0 evaluate.select.max_kl=5": "evaluate.select.max_kl",
     "evaluate.every=2 evaluate.select.max_kl=5 evaluate.temperature=0.5": "evaluate.temperature",
     "evaluate={every: 2, reward: {parts: {a: {kind: vader, weight: 0}}}}": "evaluate.reward.parts",
+    # settings that nothing reads, beside the ones above
+    "VLLM engine.vllm.sleep_level=1": "engine.vllm.sleep_level",
+    "TRTLLM engine.tensorrt_llm.unload_engine_train=true": "engine.tensorrt_llm.unload_engine_train",
+    "engine.embedded.speculation.max_tokens=3": "engine.embedded.speculation.max_tokens",
+    "engine.embedded={kernels: torch, cuda_graphs: false}": "engine.embedded.cuda_graphs",
+    "model.trunk_cache_mb=10": "model.trunk_cache_mb",
+    "ppo.kl.horizon=100": "ppo.kl.horizon",
+    "ppo.truncated=bootstrap ppo.mask_truncated=true": "ppo.truncated",
+    "ppo.target_kl=0.1 ppo.epochs=1 ppo.minibatches=1": "ppo.target_kl",
+    "evaluate.every=0 evaluate.temperature=0.5": "evaluate.temperature",
+    "mismatch.rows=0 mismatch.alarm_nats=0.1": "mismatch.alarm_nats",
+    "alarms.stop=[staleness]": "alarms.stop",
+    "prompts.url=reasoning-gym:chain_sum prompts.field=text": "prompts.field",
     # not overrides at all
     "=1": "=1",
 }

@@ -78,6 +78,49 @@ def test_values_are_looked_at_beside_what_is_refused(base: Path, overrides: tupl
     assert [error.key for error in caught.value.each] == keys
 
 
+MISTAKES = """
+name: a/b
+seed: -1
+steps: 2
+model: {path: nowhere, dtype: float8, policy: {lr: fast}, lora: {rank: 4, targets: [all]}}
+prompts: {url: missing.jsonl, feild: text}
+rollout: {rows: 30, shards: 4}
+sampling: {temperature: 0}
+engine: {kind: embeded, max_rows: 0}
+reward: {kind: vadr}
+ppo: {clip: 2, minibatches: 7, critic_warmup_steps: 2}
+placement:
+  gangs: {generate: {wrokers: 3}, score: {}, train: {}}
+  roles: {generate: generate, score: score, reference: train, policy: tran, critic: train}
+evaluate: {every: 0, select: {max_kl: 3}}
+mismatch: {rows: 0, stop: true}
+alarms: {stop: [reward]}
+checkpoint: {every: 10, keep_every: 15}
+export: {every: -1}
+tracking: {uri: "file:///x"}
+cluster: {port: 99999}
+slurm: {time_limit: tomorrow}
+storage: {fsync: maybe}
+"""
+FOUND = {
+    "name", "seed", "model.path", "model.dtype", "model.policy.lr", "model.lora.targets", "prompts.url",
+    "prompts.feild", "rollout.shards",
+    "sampling.temperature", "engine.kind", "engine.max_rows", "reward.kind", "ppo.clip",
+    "ppo.minibatches", "ppo.critic_warmup_steps", "placement.gangs.generate.wrokers", "placement.roles.policy",
+    "evaluate.select.max_kl", "mismatch.stop", "alarms.stop", "checkpoint.keep_every", "export.every", "tracking.uri",
+    "cluster.port", "slurm.time_limit", "storage.fsync",
+}  # fmt: skip
+
+
+def test_mistakes_of_every_kind_and_section_come_in_one_round(base: Path) -> None:
+    """Unknown keys, types, choices, ranges, sections, rules across sections, missing files, and unknown rewards."""
+    base.write_text(MISTAKES)
+    with pytest.raises(ConfigError) as caught:
+        config_of([str(base)])
+    keys = [error.key for error in caught.value.each]
+    assert sorted(keys) == sorted(FOUND)
+
+
 def test_settings_without_a_value_are_said_at_once() -> None:
     with pytest.raises(ConfigError, match=r"^model.path: has no value.*\nname: has no value.*\nprompts.url: has no"):
         load_config([])
@@ -177,6 +220,7 @@ def test_a_run_lies_inside_runs_dir(base: Path, name: str) -> None:
 
 
 RLOO = ("ppo.advantage=rloo", "rollout.responses_per_prompt=2")
+GROUP = ("ppo.advantage=group", "rollout.responses_per_prompt=2", "ppo.kl.where=loss")
 
 
 # ---- settings that would do nothing ----------------------------------------------------------------------------------
@@ -188,6 +232,8 @@ RLOO = ("ppo.advantage=rloo", "rollout.responses_per_prompt=2")
         (("ppo.group_scale=none",), "ppo.group_scale"),
         ((*RLOO, "ppo.group_scale=none"), "ppo.group_scale"),
         ((*RLOO, "reward.normalize.mean=true"), "reward.normalize.mean"),
+        ((*GROUP, "reward.normalize.scale=true"), "reward.normalize.scale"),
+        ((*RLOO, "alarms.stop=[critic]"), "alarms.stop"),
     ],
 )
 def test_a_setting_that_would_do_nothing_is_refused(base: Path, overrides: tuple[str, ...], key: str) -> None:
@@ -208,7 +254,7 @@ def test_nothing_ends_a_reward_that_ships_with_stageline(base: Path) -> None:
 def test_the_same_where_it_does_something(base: Path) -> None:
     grouped = ("ppo.advantage=group", "rollout.responses_per_prompt=4", "ppo.kl.where=loss")
     load(base, *grouped, "ppo.group_scale=none")
-    load(base, *grouped, "reward.normalize={mean: true, clip: 2}")
+    load(base, *grouped, "reward.normalize={mean: true, scale: true, clip: 2}")
     load(base, "reward.normalize.mean=true")
 
 

@@ -240,8 +240,8 @@ def test_a_process_of_an_engines_own_is_in_the_hosts_memory(tmp_path: Path) -> N
 
 def test_tensorrt_llm_takes_its_whole_cache_and_a_bucket(tmp_path: Path) -> None:
     own = ("engine.kind=tensorrt_llm", "engine.python=x", "model.path=x", "sampling.min_new_tokens=0")
-    found = items(planned(tmp_path, *own, "engine.tensorrt_llm.bucket_mb=2048", on_gpus=True), "generate")
-    assert (found["KV cache"], found["refit"]) == (512 << 20, 2048 << 20)
+    found = items(planned(tmp_path, *own, on_gpus=True), "generate")
+    assert (found["KV cache"], found["refit"]) == (512 << 20, 1024 << 20)
 
 
 def test_a_cache_that_is_taken_whole_and_does_not_fit_is_refused_by_its_key(tmp_path: Path) -> None:

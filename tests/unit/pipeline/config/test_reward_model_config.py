@@ -49,6 +49,10 @@ def test_tiny_passes_all_checks(monkeypatch: pytest.MonkeyPatch) -> None:
         ("layout.sequence_parallel=true", "layout.sequence_parallel", "layout.tensor of 2"),
         ("tracking.uri=file:///x", "tracking.uri", "sqlite"),
         ("data.held_out=2", "data.held_out", "between 0 and 1"),
+        ("data.min_gap=2", "data.min_gap", "only data.kind=ratings reads it"),
+        ("data.kind=ratings data.chosen=best", "data.chosen", "only data.kind=pairs reads it"),
+        ("data.held_out_url=x data.held_out=0.3", "data.held_out", "data.held_out_url has the held-out rows"),
+        ("teacher.dtype=bfloat16", "teacher.dtype", "give teacher.paths"),
         ("name=a/b", "name", "letters"),
         ("model.path=nowhere", "model.path", "nowhere"),
         ("model.frozen_blocks=4", "model.frozen_blocks", "the model has 4 blocks: at most 3"),
@@ -83,6 +87,23 @@ def test_a_refusal_is_one_message_and_exit_code_2(
 @pytest.mark.parametrize("path", sorted((ROOT / "conf/label").glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_shipped_labelling_loads(path: Path) -> None:
     assert load_label_config([path], ["responses.url=x.jsonl"]).judge.kind == "judge"
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("responses.last_steps=2", "responses.last_steps"),
+        ("responses.per_prompt=8", "responses.per_prompt"),
+        ("prompts.max_tokens=8", "prompts.max_tokens"),
+        ("sampling.temperature=0.5", "sampling.temperature"),
+        ("engine.embedded.kernels=torch", "engine.embedded.kernels"),
+    ],
+)
+def test_settings_of_other_responses_are_refused(change: str, key: str) -> None:
+    """The responses of a file are neither a run's nor sampled."""
+    with pytest.raises(ConfigError) as refused:
+        load_label_config([ROOT / "conf/label/kinder.yaml"], ["responses.url=x.jsonl", change])
+    assert [error.key for error in refused.value.each] == [key]
 
 
 def test_a_run_in_its_directory_is_told_whose_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,8 +32,6 @@ def test_time_limits_are_read_as_slurm_reads_them(limit: str, expected: float) -
         ("slurm.time_limit=0-00:02:00", "slurm.time_limit", "more than slurm.signal_lead_s = 180"),
         ("slurm.account='a b'", "slurm.account", "must be one word"),
         ("slurm.partition=$(id)", "slurm.partition", "must be one word"),
-        ("slurm.constraint='a b'", "slurm.constraint", "joined by & or |"),
-        ("slurm.modules=['cuda; rm']", "slurm.modules[0]", "must be one word"),
         ("slurm.environment=['']", "slurm.environment[0]", "must be one line"),
         ("slurm.sbatch=[mem=0]", "slurm.sbatch[0]", "must be one option of sbatch"),
         ("slurm.sbatch=[--array=0-3]", "slurm.sbatch[0]", "is in the script already, as slurm.array_at_once says"),
@@ -44,7 +42,6 @@ def test_time_limits_are_read_as_slurm_reads_them(limit: str, expected: float) -
         ("slurm.gangs={train: {nodes: 2}}", "slurm.gangs.train.nodes", "must divide the workers of train, which are 1"),
         ("slurm.gangs={score: {beside: train}}", "slurm.gangs.score.beside", "a gang with nodes of its own (none)"),
         ("slurm.gangs={train: {nodes: 1, beside: score}}", "slurm.gangs.train.beside", "must be null where"),
-        ("slurm.gangs={train: {constraint: h100}}", "slurm.gangs.train.constraint", "needs slurm.gangs.train.nodes"),
         ("slurm.gangs={train: {nodes: 0}}", "slurm.gangs.train.nodes", "must be 1 or more"),
     ],
 )
@@ -59,7 +56,6 @@ def test_what_cannot_work_is_refused(change: str, key: str, need: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "key", "need"),
     [
-        (("slurm.container_image=a.sif",), "slurm.command", "what starts Stageline in slurm.container_image"),
         (('slurm.command="it\'s"',), "slurm.command", "a command as a shell reads it (No closing quotation)"),
         (("slurm.gangs={train: {nodes: 1, partition: p}}", "slurm.job=plain"), "slurm.job", "auto, or heterogeneous"),
         (

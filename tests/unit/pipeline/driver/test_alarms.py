@@ -67,9 +67,10 @@ def watch(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
 
 
 def test_an_alarm_is_an_event_a_line_and_a_tag(watch: Callable[..., Watched]) -> None:
-    watched = watch("alarms.steps=1")
-    watched.alarms.step(7, {"policy/entropy": 0.01})
-    text = "policy/entropy is 0.01 nats a token, below 0.05 (alarms.entropy_below)"
+    watched = watch()
+    for step in (5, 6, 7):
+        watched.alarms.step(step, {"policy/entropy": 0.01})
+    text = "policy/entropy is 0.01 nats a token, below 0.05 (alarms.entropy_below), 3 steps in a row"
     assert watched.raised() == [("entropy", 7, text)]
     assert f"ALARM: entropy: {text}" in watched.screen.getvalue()
     assert watched.tags.kept == {"alarm.entropy": text}
@@ -77,12 +78,14 @@ def test_an_alarm_is_an_event_a_line_and_a_tag(watch: Callable[..., Watched]) ->
 
 
 def test_an_alarm_that_makes_further_work_worthless_ends_the_run(watch: Callable[..., Watched]) -> None:
-    watched = watch("alarms.steps=1", "alarms.stop=[kl]")
+    watched = watch("alarms.stop=[kl]")
     watched.alarms.step(0, {"policy/entropy": 0.01})
+    for step in (1, 2):
+        watched.alarms.step(step, {"policy/entropy": 0.01, "kl/ref_per_token": 3.0})
     with pytest.raises(
         AlarmStop, match=r"kl: kl/ref_per_token is 3 nats, above 1 .*That ends the run \(alarms\.stop\)"
     ):
-        watched.alarms.step(1, {"policy/entropy": 0.01, "kl/ref_per_token": 3.0})
+        watched.alarms.step(3, {"policy/entropy": 0.01, "kl/ref_per_token": 3.0})
     assert [rule for rule, _, _ in watched.raised()] == ["entropy", "kl"], "it is kept before it ends the run"
 
 
@@ -146,7 +149,7 @@ def test_an_alarm_comes_when_its_rule_has_held_long_enough_and_once(metric: str,
 
 def test_what_is_no_number_is_out_of_bounds() -> None:
     broken = {"policy/entropy": float("nan"), "kl/ref_per_token": float("nan")}
-    assert alarms_of([broken], AlarmsConfig(steps=1)) == [("entropy", 0), ("kl", 0)]
+    assert alarms_of([broken] * 3, AlarmsConfig()) == [("entropy", 2), ("kl", 2)]
 
 
 def test_a_step_without_the_metric_neither_counts_nor_ends_the_count() -> None:

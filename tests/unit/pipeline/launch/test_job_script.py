@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config
-from pipeline.launch.script import TEMPLATE, JobPlace, render, start_command
+from pipeline.launch.script import TEMPLATE, JobPlace, render
 from tests.support.paths import TINY
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -30,17 +30,14 @@ FORMS = {
     "heterogeneous": (
         "placement.gangs.train={workers: 4, threads: 8}",
         "placement.gangs.generate={workers: 8, threads: 2}",
-        "slurm.gangs={train: {nodes: 2, constraint: h100&nvlink, sbatch: [--mem=0]}, generate: {nodes: 1}}",
+        "slurm.gangs={train: {nodes: 2, sbatch: ['--constraint=\"h100&nvlink\"', --mem=0]}, generate: {nodes: 1}}",
         "slurm.account=rlhf",
         "slurm.partition=gpu",
-        "slurm.qos=long",
         "slurm.time_limit=1-12:00:00",
         "slurm.gres=gpu:h100",
-        "slurm.modules=[cuda/12.4, python/3.11]",
-        "slurm.environment=['source .venv/bin/activate', 'export NCCL_DEBUG=WARN']",
-        "slurm.sbatch=[--mail-type=FAIL]",
-        "slurm.container_image=/shared/stageline.sif",
-        "slurm.command=stageline",
+        "slurm.environment=['module load cuda/12.4 || exit 2', 'source .venv/bin/activate', 'export NCCL_DEBUG=WARN']",
+        "slurm.sbatch=[--qos=long]",
+        "slurm.command='apptainer exec --nv /shared/stageline.sif stageline'",
     ),
 }
 """Form -> changes of tiny.yaml."""
@@ -62,13 +59,6 @@ def test_nothing_of_a_site_is_in_the_template() -> None:
     """Options of sbatch, modules and paths come from the config."""
     lines = TEMPLATE.read_text("utf8").splitlines()
     assert [line for line in lines if line.startswith("#SBATCH") or "module" in line.partition("#")[0]] == []
-
-
-def test_a_container_is_around_whatever_is_started() -> None:
-    image = "slurm.container_image=/images/it.sif"
-    config = load_config([TINY], [image, "slurm.command='python -m pipeline.cli'"])
-    command = ["apptainer", "exec", "--nv", "/images/it.sif", "python", "-m", "pipeline.cli"]
-    assert start_command(config.slurm) == command
 
 
 def test_a_sites_own_template_must_have_every_word(tmp_path: Path) -> None:

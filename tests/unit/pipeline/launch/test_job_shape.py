@@ -21,7 +21,7 @@ def load(*changes: str) -> RunConfig:
 
 
 def group(nodes: int, steps: tuple[Step, ...], cpus: int, gpus: int) -> NodeGroup:
-    return NodeGroup(nodes, steps, cpus, gpus, partition=None, constraint=None, sbatch=())
+    return NodeGroup(nodes, steps, cpus, gpus, partition=None, sbatch=())
 
 
 def test_without_nodes_of_their_own_all_are_on_the_batch_node() -> None:
@@ -48,7 +48,7 @@ def test_nodes_that_are_alike_make_a_plain_job_with_the_policys_first() -> None:
     "unlike",
     [
         "slurm.gangs.generate.gpus_per_worker=4",
-        "slurm.gangs.generate.constraint=h100",
+        "slurm.gangs.generate.sbatch=[--constraint=h100]",
         "slurm.gangs.generate.partition=large",
         "slurm.gangs.generate.sbatch=[--mem=0]",
         "slurm.job=heterogeneous",

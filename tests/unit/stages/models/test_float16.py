@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from stages.models import trainer
-from stages.models.config import LayoutConfig, LossScaleConfig, ModelConfig, OptimizerConfig
+from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.host import MegatronHost
 from stages.models.protocol import NonFiniteGradientsError, PolicyBatch, Role, StateError
 from stages.ppo.config import PPOConfig
@@ -24,12 +24,16 @@ TOO_LARGE = 2.0**28
 """A loss scale under which float16 gradients of the tiny model are infinite."""
 
 
-def model_config(dtype: str = "float16", scale: LossScaleConfig | None = None) -> ModelConfig:
+@pytest.fixture(autouse=True)
+def two_skipped_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "MAX_SKIPPED_STEPS", 2)
+
+
+def model_config(dtype: str = "float16") -> ModelConfig:
     optimizer = OptimizerConfig(lr=1e-3, decay="constant", weight_decay=0.1, micro_batch_rows=3)
     return ModelConfig(
         path="random:tiny",
         dtype=dtype,  # type: ignore[arg-type]
-        loss_scale=scale or LossScaleConfig(),
         policy=optimizer,
         critic=optimizer,
     )
@@ -45,8 +49,8 @@ def batch(step: int = 0, scale: float = 1.0) -> PolicyBatch:
     return PolicyBatch(rollout, Advantages(noise, noise, noise, mask), None, ReferenceLogprobs(sampled), 0.0)
 
 
-def ppo(max_skipped_steps: int | None = 2, epochs: int = 1) -> PPOConfig:
-    return PPOConfig(epochs=epochs, minibatches=1, proximal="sampler", max_skipped_steps=max_skipped_steps)
+def ppo(epochs: int = 1) -> PPOConfig:
+    return PPOConfig(epochs=epochs, minibatches=1, proximal="sampler")
 
 
 def update(host: MegatronHost, step: int) -> dict[str, float]:
@@ -75,9 +79,10 @@ def test_an_update_is_near_that_of_float32(tmp_path: Path, layout: LayoutConfig)
         assert np.abs(weights[name] - array).mean() < 2e-4, name
 
 
-def test_an_overflow_lowers_the_scale_and_is_no_skipped_step(tmp_path: Path) -> None:
-    """More of them in a row than `ppo.max_skipped_steps`, none of which trains anything."""
-    with opened(tmp_path, model_config(scale=LossScaleConfig(initial=TOO_LARGE)), ppo(2, epochs=4)) as host:
+def test_an_overflow_lowers_the_scale_and_is_no_skipped_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them in a row than MAX_SKIPPED_STEPS, none of which trains anything."""
+    monkeypatch.setattr(trainer, "INITIAL_SCALE", TOO_LARGE)
+    with opened(tmp_path, model_config(), ppo(epochs=4)) as host:
         before = host.digest(Role.POLICY)
         metrics = update(host, 0)
         assert host.digest(Role.POLICY) == before
@@ -89,10 +94,11 @@ def test_an_overflow_lowers_the_scale_and_is_no_skipped_step(tmp_path: Path) -> 
         assert host.digest(Role.POLICY) != before
 
 
-def test_at_its_minimum_the_scale_is_not_to_blame(tmp_path: Path) -> None:
+def test_at_its_minimum_the_scale_is_not_to_blame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One overflow to the minimum, then two gradients that count."""
-    scale = LossScaleConfig(initial=TOO_LARGE, minimum=TOO_LARGE / 2)
-    with opened(tmp_path, model_config(scale=scale), ppo(2)) as host:
+    monkeypatch.setattr(trainer, "INITIAL_SCALE", TOO_LARGE)
+    monkeypatch.setattr(trainer, "MINIMUM_SCALE", TOO_LARGE / 2)
+    with opened(tmp_path, model_config(), ppo()) as host:
         assert update(host, 0)["policy/overflow_steps"] == 1
         assert update(host, 1)["policy/skipped_steps"] == 1
         with pytest.raises(NonFiniteGradientsError, match="2 optimizer steps in a row"):
@@ -101,8 +107,8 @@ def test_at_its_minimum_the_scale_is_not_to_blame(tmp_path: Path) -> None:
 
 def test_the_scale_grows_after_its_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "GROWTH_INTERVAL", 2)
-    scale = LossScaleConfig(initial=256)
-    with opened(tmp_path, model_config(scale=scale), ppo()) as host:
+    monkeypatch.setattr(trainer, "INITIAL_SCALE", 256.0)
+    with opened(tmp_path, model_config(), ppo()) as host:
         assert [update(host, step)["policy/loss_scale"] for step in range(4)] == [256, 512, 512, 1024]
 
 
@@ -110,7 +116,8 @@ def test_the_scale_is_part_of_the_state(tmp_path: Path, monkeypatch: pytest.Monk
     """Saved after an overflow and one of two steps of growth, in another process: the same bits and the same scale as
     where nothing was interrupted; and back at version 0 it is the first."""
     monkeypatch.setattr(trainer, "GROWTH_INTERVAL", 2)
-    model = model_config(scale=LossScaleConfig(initial=1024))
+    monkeypatch.setattr(trainer, "INITIAL_SCALE", 1024.0)
+    model = model_config()
     (tmp_path / "saved").mkdir()
     with opened(tmp_path, model, ppo()) as host:
         first = update(host, 0)

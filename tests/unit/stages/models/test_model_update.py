@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 
+from stages.models import trainer
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.forward import KeptForwards, MicroBatch
 from stages.models.hf_weights import read_weights
@@ -420,9 +421,10 @@ def poisoned(batch: PolicyBatch, row: int) -> PolicyBatch:
     return dataclasses.replace(batch, advantages=dataclasses.replace(batch.advantages, advantages=advantages))
 
 
-def test_skipped_steps_in_a_row_end_the_run_and_name_the_rows(tmp_path: Path) -> None:
+def test_skipped_steps_in_a_row_end_the_run_and_name_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two in the first step, a third in the second: the count outlives the step, and a save; a step made ends it."""
-    ppo = PPOConfig(epochs=2, minibatches=1, max_skipped_steps=3)
+    monkeypatch.setattr(trainer, "MAX_SKIPPED_STEPS", 3)
+    ppo = PPOConfig(epochs=2, minibatches=1)
     (tmp_path / "saved").mkdir()
     with opened(tmp_path, model_config(), ppo) as host:
         for step in (0, 1):
@@ -447,8 +449,8 @@ def test_skipped_steps_in_a_row_end_the_run_and_name_the_rows(tmp_path: Path) ->
     assert re.search(r"the gradients of \d+ parameters \(\S+, \S+, \S+ and \d+ more\), of norm (nan|inf)", message)
 
 
-def test_skipped_steps_without_a_limit_go_on(tmp_path: Path) -> None:
-    with opened(tmp_path, model_config(), PPOConfig(epochs=2, minibatches=1, max_skipped_steps=None)) as host:
+def test_skipped_steps_below_the_limit_go_on(tmp_path: Path) -> None:
+    with opened(tmp_path, model_config(), PPOConfig(epochs=2, minibatches=1)) as host:
         metrics = host.update_policy(0, poisoned(batches(host)[0], 6))
     assert (metrics["policy/skipped_steps"], metrics["policy/optimizer_steps"]) == (2, 0)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from stages.models.hf_files import Tokenizer
-from stages.rewards.protocol import Batched, Part, RewardFailed, Sample, Scored
+from stages.rewards.protocol import Part, RewardFailed, Sample, Scored
 from storage.problems import plain_name
 from storage.records import FinishReason, Rollout, Scores
 
@@ -108,11 +108,9 @@ def token_batches(lengths: Sequence[int], budget: int | None) -> Iterator[list[i
 def _scored(part: Part, samples: Sequence[Sample]) -> tuple[dict[str, np.ndarray], set[str]]:
     """Return a part's numbers by the names that its reward gives them ("": the only one), float32 [rows]; an ensemble's
     disagreement; and which of them are only measured."""
-    reward = part.reward
-    budget = reward.batch_tokens if isinstance(reward, Batched) else None
     found: dict[str, np.ndarray] = {}
     measured: set[str] = set()
-    for rows in token_batches([len(s.prompt_ids) + len(s.response_ids) for s in samples], budget):
+    for rows in token_batches([len(s.prompt_ids) + len(s.response_ids) for s in samples], part.reward.batch_tokens):
         batch = [samples[row] for row in rows]
         given = _call(part, batch)
         named = _named(part, given)

@@ -47,7 +47,6 @@ from stages.models.protocol import Role
 from stages.models.spec import ModelSpec
 from stages.prompts import PromptTable, read_source, tokenise
 from stages.rewards.config import RewardPartsConfig
-from stages.rewards.protocol import Confined, ReadsFields
 from stages.rewards.registry import UnfitReward, build_parts, close_parts
 from storage.errors import StoreError
 from storage.problems import Problem, mentions, plain_name
@@ -477,8 +476,8 @@ def _check_parts(section: RewardPartsConfig, key: str) -> list[_BuiltPart]:
     return [
         _BuiltPart(
             keys[part.name],
-            part.reward.fields if isinstance(part.reward, ReadsFields) else frozenset(),
-            part.reward.protections if isinstance(part.reward, Confined) else {},
+            part.reward.fields,
+            part.reward.protections,
         )
         for part in parts
     ]

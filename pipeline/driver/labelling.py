@@ -45,8 +45,8 @@ from stages.prompts import PromptTable, read_source, tokenise
 from stages.rewards.config import JUDGE_BUDGET, undelimited
 from stages.rewards.judges.labels import TIE, Candidates, label, pairs_of
 from stages.rewards.judges.rubric import Ask, Rubric
-from stages.rewards.protocol import BudgetSpent, Counts, RewardFailed
-from stages.rewards.registry import UnfitReward, build_reward, close_reward
+from stages.rewards.protocol import BudgetSpent, RewardFailed
+from stages.rewards.registry import UnfitReward, build_reward
 from storage.address import Address
 from storage.errors import DroppedOutput
 from storage.prompts import PromptsError, is_chat
@@ -61,6 +61,10 @@ class _Judge(Protocol):
 
     rubric: Rubric
     ask: Ask
+
+    def counts(self) -> Mapping[str, float]:
+        """See `Reward`."""
+        ...
 
 
 def label_responses(config: LabelConfig, source: RunConfig | None, console: Console) -> dict[str, Any]:
@@ -92,7 +96,7 @@ def label_responses(config: LabelConfig, source: RunConfig | None, console: Cons
     except RewardFailed as error:
         raise StageFailed(f"{error}. Start it again with the same config to go on") from error
     finally:
-        close_reward(reward)
+        reward.close()
 
 
 def _check_directory(config: LabelConfig) -> None:
@@ -183,7 +187,7 @@ def _label_all(
     verdicts = sorted(_read(root / VERDICTS), key=lambda row: row["number"])
     rows = [row for of_prompt in verdicts for row in of_prompt["rows"]]
     summary = _summary(config, candidates, rows, sum((Counter(v["dropped"]) for v in verdicts), Counter()))
-    summary["judge"] = dict(judge.counts()) if isinstance(judge, Counts) else {}
+    summary["judge"] = dict(judge.counts())
     _replace(root / "summary.json", json.dumps(summary, indent=2) + "\n")
     _replace(root / PAIRS, _lines(rows))
     _say(console, summary)

@@ -36,7 +36,7 @@ from stages.models.protocol import MODEL_ROLES, ModelHost, Rank, Role
 from stages.models.weights import machine_numerics, software
 from stages.prompts import PromptTable
 from stages.publish import is_published
-from stages.rewards.protocol import Closable, Part
+from stages.rewards.protocol import Part
 from storage.address import Address
 from storage.checkpoints import Checkpoints
 from storage.commits import Commit, Provenance, provenance_here
@@ -68,8 +68,7 @@ class Scorer:
 
     def close(self) -> None:
         for part in {id(part): part for part in (*self.training, *self.held_out)}.values():
-            if isinstance(part.reward, Closable):
-                part.reward.close()
+            part.reward.close()
 
 
 @dataclass(eq=False)

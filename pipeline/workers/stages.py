@@ -42,7 +42,6 @@ from stages.models.numerics import peak_bytes
 from stages.models.protocol import Role
 from stages.prompts import EVALUATION_STEP, held_out_prompts, training_prompts
 from stages.publish import publish
-from stages.rewards.protocol import Counts
 from stages.score import score
 from storage.address import Address
 from storage.commits import Commit
@@ -126,7 +125,6 @@ def score_shard(parts: WorkerParts, call: Call) -> Output:
     counts = {
         f"judge/{part.name}/{name}": value
         for part in (scorer.held_out if held_out else scorer.training)
-        if isinstance(part.reward, Counts)
         for name, value in part.reward.counts().items()
     }
     return Output(record, {"score/mean": float(record.scores.mean()), **counts})

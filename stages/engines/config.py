@@ -13,8 +13,6 @@ from storage.problems import Problem, at_least, between, setting, unread_problem
 
 OTHER_ENVIRONMENTS = {"vllm": "make engine-vllm", "tensorrt_llm": "make engine-trtllm"}
 """Kinds of engines that need a Python environment of their own, and the command that makes it."""
-
-
 HIDDEN_STATES_BYTES = 64 << 20
 """Memory of the hidden states that a learned draft head learns from, 2 bytes a number: three quarters for finished
 rows, a quarter for rows in flight."""
@@ -101,7 +99,7 @@ class EngineConfig:
 
 
 def engine_problems(config: EngineConfig) -> Iterator[Problem]:
-    """Yield the problems of section `engine` by itself."""
+    """Yield the problems of section `engine` that do not depend on other sections."""
     yield from _environment_problems(config)
     yield from _other_kinds_problems(config)
     yield from _embedded_problems(config.embedded)

@@ -11,12 +11,10 @@ p is the softmax of the logits without the suppressed tokens, without EOS before
 (0: the arg max is taken; p is then that of temperature 1). Law 4: the token at a position, counted from the prompt's
 first token, is argmax(log p + Gumbel noise keyed by (seed, step, row, position)), the noise of
 stages/engines/embedded/sampling.py, so a row's tokens do not depend on the batch it ran in or on the engine that
-ran it. An engine of which this (or anything else) does not hold says so in its `Capabilities` (capabilities.py), which
-is all that a run asks about an engine. `build_engine` (build.py) makes one of a config.
+ran it. An engine for which this (or anything else) does not hold says so in its `Capabilities` (capabilities.py), which
+is all that a run asks about an engine. `build_engine` (build.py) builds an engine from a config.
 
-What every engine does with a call before a row runs: what it refuses, and that it can be given up from then on.
-
-What every engine refuses of new weights before it takes any of them in.
+The functions at the end check requests and new weights, as every engine does before it accepts them.
 """
 
 from __future__ import annotations
@@ -47,12 +45,12 @@ class WeightsError(ValueError):
 
 
 class EngineLost(RuntimeError):
-    """The engine has stopped, with the rows in it: it must be built anew."""
+    """The engine has stopped and lost its rows. It must be built anew."""
 
 
 class RowsLost(RuntimeError):
-    """Rows of a call were in another engine and came back unfinished, and the weights that they need are not resident
-    any more: the call is to be made again, with its version resident. Only of engines whose rows can migrate."""
+    """Rows of a call came back unfinished from another engine, and the weights that they need are no longer resident.
+    Make the call again with its version resident. Raised only by engines whose rows can migrate."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class MappedTensors(dict[str, torch.Tensor]):
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], places: Mapping[str, TensorPlace], *, finite: bool = False
     ) -> None:
-        """`finite`: whoever made this has read all numbers, and they are."""
+        """`finite`: True if the caller has checked that all numbers are finite."""
         super().__init__(tensors)
         self.places, self.finite = dict(places), finite
 
@@ -94,8 +92,8 @@ class Request:
     """Version of the weights to sample with; the oldest allowed one if the engine updates in flight."""
     sampling: SamplingConfig
     forced: tuple[int, ...] = ()
-    """Tokens of the response that are given and not drawn, `sampling.max_new_tokens` of them: each comes back with the
-    log-prob that it has under these weights, computed as for a token that was drawn. Empty: all are drawn."""
+    """Tokens of the response that are given instead of drawn, `sampling.max_new_tokens` of them. Each is returned with
+    its log-prob under these weights, computed as for a drawn token. Empty: all tokens are drawn."""
 
 
 @dataclass(frozen=True)
@@ -123,12 +121,12 @@ class EngineStats:
     """Rows in flight per decode step / max_rows."""
     kv_peak_fraction: float
     preemptions: int
-    """Rows sent back for want of KV memory; they were resumed."""
+    """Rows that were preempted for lack of KV memory and resumed later."""
     refit_s: float
-    """Spent on checking and packing new weights."""
+    """Seconds spent on checking and packing new weights."""
     busy_s: float
     prompt_tokens: int = 0
-    """Fed, those of resumed rows and of their responses included."""
+    """Prompt tokens fed, with those of resumed rows and of their responses."""
     shared_tokens: int = 0
     """Prompt tokens not fed, because another row's keys and values served."""
     drafted_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -138,14 +136,13 @@ class EngineStats:
     draft_lengths: Mapping[int, int] = field(default_factory=dict)
     """Number of times that a decoding row had this many draft tokens in a batch; 0: none."""
     rank_busy_s: tuple[float, ...] = ()
-    """Seconds that each rank computed, where several hold the model (one number where one does): of `busy_s` it is the
-    share in which the rank was of use."""
+    """Seconds that each rank of the model computed, within `busy_s`."""
     rows_given: int = 0
-    """Sent to another engine before they were finished."""
+    """Rows that migrated to another engine."""
     rows_taken: int = 0
-    """Come from another engine."""
+    """Rows that migrated here from another engine."""
     accepted_positions: Mapping[int, int] = field(default_factory=dict)
-    """Drafted tokens that were right, by how many of the draft's were before them."""
+    """Accepted draft tokens, by the number of tokens before them in the draft."""
 
 
 class GenerationEngine(Protocol):
@@ -232,16 +229,16 @@ def check_ability(request: Request, can: Capabilities) -> None:
         problem = "is given its tokens, which this engine cannot score"
     elif can.distributions == "plain":
         if sampling.temperature not in (0, 1):
-            problem = f"is drawn at temperature {sampling.temperature}; this engine's log-probs are those of 0 and 1"
+            problem = f"is drawn at temperature {sampling.temperature}; this engine has log-probs only for 0 and 1"
         elif sampling.suppress_token_ids or sampling.min_new_tokens:
-            problem = "has tokens that are not allowed, of which this engine's log-probs know nothing"
+            problem = "excludes tokens, which this engine's log-probs ignore"
     if problem is not None:
         raise RequestError(f"row {request.row} {problem}")
 
 
 def begun(results: Iterator[Completion | None]) -> Iterator[Completion]:
-    """A generator, past the None that it yields first: one that has not begun leaves its `finally` out when it is
-    closed, and so would keep its rows."""
+    """Return a generator past the None that it yields first. If it had not begun, closing it would skip its `finally`,
+    and it would keep its rows."""
     next(results)
     return cast(Iterator[Completion], results)
 
@@ -269,7 +266,7 @@ def check_tensors(spec: ModelSpec, tensors: Mapping[str, torch.Tensor], *, compl
     for name, tensor in tensors.items():
         if name == LM_HEAD and spec.tied_embeddings:
             if EMBEDDING not in tensors or not torch.equal(tensor, tensors[EMBEDDING]):
-                raise WeightsError(f"{LM_HEAD} is tied to {EMBEDDING} in this model and must come with it, equal to it")
+                raise WeightsError(f"{LM_HEAD} is tied to {EMBEDDING} in this model: give both, with equal numbers")
         elif name not in expected:
             raise WeightsError(f"{name} is no tensor of this model ({spec.num_layers} blocks)")
         elif tuple(tensor.shape) != expected[name]:

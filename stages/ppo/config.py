@@ -8,6 +8,8 @@ from typing import Literal
 
 from storage.problems import Problem, above, at_least, between, finite, setting, unread_problems
 
+KLEstimator = Literal["k1", "k2", "k3"]
+
 
 @dataclass
 class KLConfig:
@@ -15,7 +17,7 @@ class KLConfig:
 
     where: Literal["reward", "loss"] = "reward"
     """reward: subtracted from the rewards of tokens. loss: added to the policy's loss."""
-    estimator: Literal["k1", "k2", "k3"] = "k1"
+    estimator: KLEstimator = "k1"
     """Estimator of the KL per token (Schulman 2020): k1 log-ratio, k2 half its square, k3 ratio - 1 - log-ratio."""
     coef: float = setting(0.05, at_least(0))
     """Weight of the penalty, and the first weight under an adaptive controller."""

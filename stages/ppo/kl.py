@@ -1,19 +1,18 @@
-"""The distance to the reference policy: estimators per token, the same as a loss, and the adaptive coefficient.
+"""The KL penalty: estimators per token, the same as a loss, and the adaptive coefficient. It is computed only here:
+`token_rewards` subtracts `token_kl` from the rewards, or `losses` adds `token_kl_loss` to the policy's loss.
 
-All estimate KL(pi || pi_ref) from tokens drawn from pi, with d_t = log pi(token t) - log pi_ref(token t).
+All estimators estimate KL(pi || pi_ref) from tokens drawn from pi, with d_t = log pi(token t) - log pi_ref(token t).
 Source of k1, k2, k3: J. Schulman, "Approximating KL divergence", 2020.
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 from beartype import beartype
 from jaxtyping import Float, jaxtyped
 from torch import Tensor
 
-from stages.ppo.config import KLConfig
+from stages.ppo.config import KLConfig, KLEstimator
 
 MAX_RELATIVE_ERROR = 0.2
 """Ziegler et al. 2019 clip the controller's relative error to +- 20 %."""
@@ -21,9 +20,9 @@ MAX_RELATIVE_ERROR = 0.2
 
 @jaxtyped(typechecker=beartype)
 def token_kl(
-    logprobs: Float[Tensor, "rows seq"], ref_logprobs: Float[Tensor, "rows seq"], estimator: Literal["k1", "k2", "k3"]
+    logprobs: Float[Tensor, "rows seq"], ref_logprobs: Float[Tensor, "rows seq"], estimator: KLEstimator
 ) -> Float[Tensor, "rows seq"]:
-    """Estimate of KL(pi || pi_ref) at every token, in nats.
+    """Return an estimate of KL(pi || pi_ref) at every token, in nats.
 
     k1 = d                   unbiased, either sign
     k2 = d^2 / 2             biased, never negative
@@ -43,7 +42,7 @@ def token_kl(
 def token_kl_loss(
     new_logprobs: Float[Tensor, "rows seq"],
     ref_logprobs: Float[Tensor, "rows seq"],
-    estimator: Literal["k1", "k2", "k3"],
+    estimator: KLEstimator,
 ) -> Float[Tensor, "rows seq"]:
     """Return `token_kl` as a loss term: the same numbers, with a gradient in `new_logprobs` that lowers the KL.
 
@@ -68,8 +67,8 @@ def next_kl_coef(coef: float, kl_per_response: float, rows: int, cfg: KLConfig) 
         beta' = beta * (1 + e * rows / horizon)
 
     `kl_per_response` is `kl/ref` of `stages.ppo.metrics`, in nats: the distance of pi_prox, which is trained, not of
-    the policy that sampled. rows / horizon is cut at 1, so that a step larger than the horizon moves beta by 20 % at
-    most and cannot turn its sign.
+    the policy that sampled. rows / horizon is cut at 1, so that a step larger than the horizon changes beta by 20 %
+    at most and cannot turn its sign.
     """
     if cfg.target is None:
         return cfg.coef

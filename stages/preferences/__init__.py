@@ -1,1 +1,1 @@
-"""Reward models learnt from human judgements: data, losses, measures, the training loop."""
+"""Reward models learnt from judgements or from teachers: data, losses, measures, training loop."""

@@ -18,7 +18,7 @@ from storage.config import PreferencesConfig
 from storage.preferences import JudgedPair, Judgement, PreferencesError, RatedText
 
 _PAIRS, _EPOCH = 3, 4
-"""Keep the uses of one seed apart."""
+"""Keys that give the uses of one seed different random numbers."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class JudgedRows:
     pairs: Pairs
     """For ratings: the pairs that are measured. The pairs to train on are drawn anew for every epoch."""
     units: np.ndarray
-    """int64 [rows]: number of the row's prompt (of ratings: of itself)."""
+    """int64 [rows]: number of the row's prompt; for ratings, its own number."""
     texts: list[str]
     ratings: np.ndarray | None = None
     """float64 [rows]"""
@@ -100,9 +100,7 @@ def tokenise_judgements(
         else:
             pairs.append((numbers[0], numbers[1]))
     if not rows:
-        raise PreferencesError(
-            "data.url", f"{config.url} holds nothing of data.max_tokens = {config.max_tokens} or less"
-        )
+        raise PreferencesError("data.url", f"{config.url} has no row of data.max_tokens = {config.max_tokens} or less")
     ratings = errors = None
     if rated:
         ratings = np.array([text.rating for text in rated])
@@ -112,7 +110,7 @@ def tokenise_judgements(
     else:
         measured = Pairs(*(np.array(side, np.int64) for side in zip(*pairs, strict=True)))
     if not len(measured):
-        raise PreferencesError("data.min_gap", f"given {config.min_gap}; no two texts of a part differ by as much")
+        raise PreferencesError("data.min_gap", f"given {config.min_gap}; no two ratings of a part differ by as much")
     return JudgedRows(TokenRows.of(rows), measured, np.array(of_rows, np.int64), texts, ratings, errors)
 
 
@@ -187,7 +185,7 @@ def _token_rows(judgement: Judgement, tokenizer: Tokenizer) -> Iterator[list[int
 
 
 def _continuation(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the tokens of a text that follows other text: without the tokens that begin every text."""
+    """Return the tokens of a text that follows other text, without the tokens that begin every text."""
     tokens, beginning = tokenizer.encode(text), tokenizer.encode("")
     return tokens[len(beginning) :] if tokens[: len(beginning)] == beginning else tokens
 

@@ -1,4 +1,5 @@
-"""The losses of a reward model: Bradley–Terry on pairs, or the square error of ratings.
+"""The losses of a reward model (Bradley–Terry on pairs, or the square error of ratings), and measures of its agreement
+with people.
 
 With K responses to a prompt compared in all C(K, 2) pairs, as one group (Ouyang et al. 2022, equation 1):
 
@@ -6,8 +7,8 @@ With K responses to a prompt compared in all C(K, 2) pairs, as one group (Ouyang
 
 Both losses are sums of weight * term with weights over the whole minibatch: add them over micro-batches and ranks.
 
-Its agreement with people: accuracy on pairs with its standard error, calibration, margin, and the best accuracy that
-the noise of the ratings allows. Pure, in float64.
+The measures are accuracy on pairs with its standard error, calibration, margin, and the best accuracy that the noise of
+the ratings allows. They are pure functions, in float64.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from stages.ppo.losses import LossStats
 from stages.preferences.data import Group
 
 LOSS = "critic/loss"
-"""The trainer's name of the loss: for it a reward model is a critic."""
+"""The trainer's name of the loss, since it treats a reward model as a critic."""
 
 
 @jaxtyped(typechecker=beartype)
@@ -62,7 +63,7 @@ def regression_loss(
 
 
 def pair_loss_of(groups: Sequence[Group], num_rows: int) -> ScoreLoss:
-    """Return the Bradley–Terry loss of a minibatch's groups, which all count the same. `num_rows`: rows of the whole
+    """Return the Bradley–Terry loss of a minibatch's groups, which have equal weights. `num_rows`: rows of the whole
     part."""
     better = np.concatenate([group.pairs.better for group in groups])
     worse = np.concatenate([group.pairs.worse for group in groups])
@@ -70,7 +71,7 @@ def pair_loss_of(groups: Sequence[Group], num_rows: int) -> ScoreLoss:
 
     def loss(scores: Tensor, rows: np.ndarray) -> tuple[Tensor, LossStats]:
         position = _positions(rows, num_rows)
-        here = np.flatnonzero(position[better] >= 0)  # a group is never cut: the other row is here too
+        here = np.flatnonzero(position[better] >= 0)  # a group is never divided, so the other row is here too
 
         def chosen(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array[here]).to(scores.device)
@@ -109,7 +110,7 @@ NUM_BINS = 10
 
 @dataclass(frozen=True)
 class Reliability:
-    """Pairs by how sure the model is of its order, from 0.5 to 1 in equal steps. A bin without pairs has NaN."""
+    """Pairs in bins of equal width by the model's confidence in their order, 0.5 to 1. A bin without pairs has NaN."""
 
     confidence: np.ndarray
     """[bins]: mean of sigma(|margin|)."""
@@ -125,18 +126,18 @@ class Reliability:
 
 
 def right_order(margins: np.ndarray) -> np.ndarray:
-    """Return 1 for a pair whose margin (better less worse) is above 0, 0 below, a half for a tie."""
+    """Return 1 for each pair whose margin (better minus worse) is above 0, 0 if it is below, 0.5 for a tie."""
     return (margins > 0) + 0.5 * (margins == 0)
 
 
 def dyadic_standard_error(values: np.ndarray, first: np.ndarray, second: np.ndarray) -> float:
-    """Return the standard error of the mean of pairs' values. Pairs that share a member are not independent, so it is
-    that of dyadic clusters (Aronow, Samii and Assenova 2015, equation 3):
+    """Return the standard error of the mean of pairs' values. Pairs that share a member are not independent, so this
+    uses dyadic clusters (Aronow, Samii and Assenova 2015, equation 3):
 
         Var = 1 / P^2  sum over pairs p, q with a common member of  e_p e_q,     e = value - mean
 
-    `first`, `second`: int [pairs], each pair's members; the same number for a pair within one cluster (a prompt). A
-    negative sum, which few pairs can give, counts as that of independent pairs."""
+    `first`, `second`: int [pairs], each pair's members; the same number for a pair within one cluster (a prompt). If
+    the sum is negative, which is possible with few pairs, the pairs count as independent."""
     errors = values - values.mean()
     size = int(max(first.max(), second.max())) + 1
     distinct = first != second
@@ -148,7 +149,7 @@ def dyadic_standard_error(values: np.ndarray, first: np.ndarray, second: np.ndar
 
 
 def spearman(first: np.ndarray, second: np.ndarray) -> float:
-    """Rank correlation: Pearson's of the ranks, of equal numbers the mean of theirs."""
+    """Return the rank correlation: Pearson's of the ranks, where equal numbers share their mean rank."""
     return float(np.corrcoef(_ranks(first), _ranks(second))[0, 1])
 
 
@@ -169,10 +170,10 @@ def reliability(margins: np.ndarray) -> Reliability:
 
 
 def best_accuracy(ratings: np.ndarray, standard_errors: np.ndarray, better: np.ndarray, worse: np.ndarray) -> float:
-    """Return the accuracy on pairs of noisy ratings of a judge who knows every text's true mean (the opinion of
-    everybody, not of these few people): the mean probability that the true means are in the observed order.
+    """Return the best possible accuracy on pairs of noisy ratings: the mean probability that the true means (the
+    opinion of everybody, not of these few people) are in the observed order.
 
-    A text's true mean is normal around m over texts, with what the ratings' variance has beyond their errors:
+    True means are normal around m. Their variance is the ratings' variance minus that of the errors:
 
         tau^2 = max(0, var(ratings) - mean(se^2)),   b = tau^2 / (tau^2 + se^2)
         true | rating ~ N(m + b (rating - m), b se^2)

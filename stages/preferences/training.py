@@ -1,9 +1,9 @@
-"""The training of a reward model, as every rank of its gang runs it: epochs of optimizer steps, a validation now and
-then, the best state kept, and the figures on what was held out.
+"""Train a reward model: epochs of optimizer steps with validations between them. The best state is kept, and measured
+on the held-out set. Every rank of the gang runs this.
 
     consumes   judged rows of training, validation and held-out set (the same on every rank)
     reports    a `TrainingProgress` after every optimizer step and every validation; on every rank
-    returns    an `TrainingOutcome`, with the best state in the model
+    returns    a `TrainingOutcome`, with the best state in the model
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from storage.config import PreferencesConfig
 
 
 class TrainingFailed(RuntimeError):
-    """A training that cannot go on; says at which step, and why."""
+    """The training cannot go on. The message says at which step, and why."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class PartFigures:
     scores: np.ndarray
     """float32 [rows]"""
     margins: np.ndarray
-    """float64 [pairs]: of the better row less of the worse."""
+    """float64 [pairs]: score of the better row minus that of the worse."""
     metrics: dict[str, float]
-    """accuracy, accuracy_se, margin; of Bradley-Terry scores loss and ece; with a teacher agreement, spearman,
-    teacher_accuracy, accuracy_of_teachers; with ratings correlation, and with their spread best_accuracy."""
+    """accuracy, accuracy_se, margin. Bradley-Terry: also loss, ece. With a teacher: also agreement, spearman,
+    teacher_accuracy, accuracy_of_teachers. With ratings: also correlation; with their standard errors best_accuracy."""
     reliability: Reliability | None
     """Calibration of Bradley-Terry scores."""
 
@@ -67,7 +67,7 @@ class TrainingOutcome:
     """Result of a whole training."""
 
     best_step: int
-    """Optimizer steps that the state kept had made."""
+    """Number of optimizer steps of the kept state."""
     steps: int
     validation: PartFigures
     held_out: PartFigures

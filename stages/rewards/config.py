@@ -16,12 +16,12 @@ from storage.problems import Problem, above, finite, plain_name, setting
 JUDGES = ("judge", "local_judge")
 """Kinds that ask a language model."""
 JUDGE_BUDGET = ("max_requests", "max_cost", "prompt_price", "completion_price")
-"""Arguments of a judge that say how much may be asked, and decide no score."""
+"""Arguments of a judge that limit its requests and costs. They do not change any score."""
 TIMEOUT_S, RETRY_S = 60.0, 300.0
 """Default seconds of one request to a judge or of a batch in a user's own reward, and of the longest silence of a
 judge."""
 REASONING_SCHEME = "reasoning-gym:"
-"""Prefix of prompt sources whose problems are made by seed (stages/rewards/reasoning.py)."""
+"""Prefix of prompt sources that generate problems from a seed (stages/rewards/reasoning.py)."""
 
 
 @dataclass
@@ -70,15 +70,15 @@ class RewardPartsConfig:
     parts: dict[str, PartConfig] = field(default_factory=dict)
     """Parts by name; the score is their weighted sum."""
     trust_answers: bool = False
-    """Let code that may evaluate sampled text score it also where the kernel cannot confine that code."""
+    """Score even if this host's kernel cannot confine code that evaluates sampled text."""
 
     @property
     def given(self) -> bool:
         return bool(self.kind is not None or self.args or self.parts)
 
     def named(self, key: str) -> Mapping[str, tuple[str, PartConfig]]:
-        """Name of each part -> (the key path of its settings, the settings). The short form's part is named after its
-        kind. `key`: of this section."""
+        """Return name -> (key path of the settings, the settings) of every part. In the short form the part has the
+        name of its kind. `key`: key path of this section."""
         if self.kind is not None:
             name = self.kind.rpartition(":")[2].rpartition(".")[2]
             return {name: (key, PartConfig(self.kind, args=self.args))}
@@ -93,7 +93,7 @@ class RewardConfig(RewardPartsConfig):
 
 
 def reward_problems(config: RewardConfig) -> Iterator[Problem]:
-    """Yield the problems of section `reward` by itself."""
+    """Yield the problems of section `reward` that do not depend on other sections."""
     if not config.given:
         need = (
             "a run needs a reward: reward.kind=NAME for one part, or reward.parts={NAME: {kind: .., weight: .., args: "
@@ -114,27 +114,26 @@ def source_problems(config: RewardPartsConfig, key: str, prompts_url: str) -> It
 def reward_model_parts(
     config: RewardPartsConfig, key: str, kinds: tuple[str, ...] = ("model",)
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (key path of the arguments, the arguments) of every part that is a reward model, or of another of `kinds`,
-    inside ensembles too."""
+    """Yield (key path of the arguments, the arguments) of every part of these kinds, inside ensembles too."""
     for where, part in config.named(key).values():
         yield from _models_of({"kind": part.kind, "args": part.args}, where, kinds)
 
 
 def judge_problems(config: RewardPartsConfig, key: str, responses: int, deadline_s: float) -> Iterator[Problem]:
-    """Yield the problems of the section's judges in a run with this number of responses to a scored prompt and this
+    """Yield the problems of the section's judges. `responses`: responses to a scored prompt. `deadline_s`: the run's
     deadline of a node."""
     for where, args in reward_model_parts(config, key, JUDGES):
         if args.get("against") == "group" and responses < 2:
             need = (
-                "compares the responses to a prompt, of which there is one here: rollout.responses_per_prompt of 2 or "
-                "more, and for evaluations, which sample one response, an evaluate.reward of its own"
+                "compares the responses to a prompt, and there is only one: set rollout.responses_per_prompt to 2 or "
+                "more; evaluations sample one response and need an evaluate.reward of their own"
             )
             yield Problem(f"{where}.against", "group", need)
         waits = [args.get("retry_s", RETRY_S), args.get("timeout_s", TIMEOUT_S)]
         if "url" in args and all(isinstance(s, int | float) for s in waits) and sum(waits) >= deadline_s:
             need = (
                 f"with timeout_s = {waits[1]:g} must be less than cluster.deadline_s = {deadline_s:g}, after which the "
-                "node is taken for lost"
+                "node counts as lost"
             )
             yield Problem(f"{where}.retry_s", waits[0], need)
 
@@ -149,8 +148,8 @@ def judge_notes(config: RewardPartsConfig, key: str) -> Iterator[str]:
 def undelimited(where: str) -> str:
     """Return the note about a judge with `delimit: false` in the arguments at this key path."""
     return (
-        f"{where}.delimit is false: the judge cannot tell a response from its rubric, unless the rubric has delimiters "
-        "of its own that no response can hold (docs/judges.md)"
+        f"{where}.delimit is false: the judge cannot tell a response from its rubric, unless the rubric has its own "
+        "delimiters that no response can contain (docs/judges.md)"
     )
 
 
@@ -166,18 +165,18 @@ def _models_of(part: Mapping[str, Any], where: str, kinds: tuple[str, ...]) -> I
 def parts_problems(config: RewardPartsConfig, key: str) -> Iterator[Problem]:
     """Yield the problems of a section with parts, if there are any."""
     if config.kind is not None and config.parts:
-        need = f"{key}.kind is the short form of a single part: give either that or {key}.parts"
+        need = f"{key}.kind is the short form for a single part: give either it or {key}.parts"
         yield Problem(f"{key}.kind", config.kind, need)
     elif config.kind is None and config.args:
-        need = f"without {key}.kind they are nobody's: set it, or {key}.parts.NAME.args"
+        need = f"need {key}.kind; or set {key}.parts.NAME.args"
         yield Problem(f"{key}.args", config.args, need)
     for name, part in config.parts.items():
         yield from plain_name(dots=False).problems({f"{key}.parts.{name}": name})
         if ":" not in part.kind and part.timeout_s != TIMEOUT_S:
             need = (
-                f"{part.kind} has no time-out for a batch: leave it out (it is for rewards of your own, module:function"
+                f"{part.kind} has no time-out for a batch: leave it out (it is for your own rewards, module:function"
                 + {
-                    "ensemble": ", each member of an ensemble having its own in args)",
+                    "ensemble": "; members of an ensemble have theirs in args)",
                     "format": "; args.timeout_s bounds one answer)",
                     "reasoning_gym": "; args.timeout_s bounds one answer)",
                 }.get(part.kind, ")")
@@ -186,8 +185,10 @@ def parts_problems(config: RewardPartsConfig, key: str) -> Iterator[Problem]:
         if ":" not in part.kind and part.kind != "ensemble":
             for setting in ("network", "environment", "writes"):
                 if given := getattr(part, setting):
-                    need = f"{part.kind} needs none: it is for rewards of your own (module:function)"
+                    need = f"is for your own rewards (module:function); leave it out for {part.kind}"
                     yield Problem(f"{key}.parts.{name}.{setting}", given, need)
     if config.parts and not any(part.weight for part in config.parts.values()):
         weights = {name: part.weight for name, part in config.parts.items()}
-        yield Problem(f"{key}.parts", weights, "every weight is 0, so that every score would be: set one that is not")
+        yield Problem(
+            f"{key}.parts", weights, "all weights are 0, so all scores would be 0: set at least one that is not"
+        )

@@ -1,10 +1,9 @@
-"""Rewards from reward models in Hugging Face layout: exports of `stageline reward train`, or any causal language model
-with one score for a row; and the mean of several.
+"""Rewards from reward models in Hugging Face layout (exports of `stageline reward train`, or any causal language model
+with one score for a row), and ensembles of rewards.
 
     a row's token ids, as they were sampled ──► + EOS, if they do not end in one ──► the head at the last token
 
-Settings are checked when the reward is built. The model itself is loaded with the first rows, in a process that scores,
-once for all its users.
+Settings are checked when the reward is built. The model is loaded when the first rows are scored, once per process.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ from stages.models.hf_files import head_problem, is_classifier, read_tokenizer, 
 from stages.models.protocol import ALONE, Rank
 from stages.models.spec import SCORE_WEIGHT, read_eos_ids, read_spec
 from stages.rewards.config import NOTHING, Allowed
-from stages.rewards.protocol import Batched, Confined, Counts, ReadsFields, Sample, Scored
-from stages.rewards.registry import UnfitReward, build_reward, close_reward, closing_on_error
+from stages.rewards.protocol import Reward, Sample, Scored
+from stages.rewards.registry import UnfitReward, build_reward, closing_on_error
 from storage.problems import Problem
 
 _WANTED = "give the directory of a reward model: RUN/model, which `stageline reward train` exports"
 
 
-class ModelReward:
-    """A reward model of this process. The score is the model's, bias included, of the sampled token ids of prompt,
-    response and EOS."""
+class ModelReward(Reward):
+    """Owns a use of a reward model of this process. It scores the token ids of prompt, response and EOS as they were
+    sampled; the score includes the model's bias."""
 
     def __init__(self, path: str, dtype: str = "float32", batch_tokens: int | None = None) -> None:
         """Raises UnfitReward, naming the argument.
 
         Args:
             path: the model's directory.
-            dtype: of its forward.
-            batch_tokens: rows are packed into passes of so many tokens; None: one row a pass, so that its score does
-                not depend on other rows.
+            dtype: dtype of the forward pass.
+            batch_tokens: most tokens of a pass, into which rows are packed; None: one row per pass, so that its score
+                does not depend on other rows.
         """
         wrong = _path_problem(path)
         if wrong is not None:
@@ -75,13 +74,13 @@ class ModelReward:
 
 
 def _path_problem(path: object) -> str | None:
-    """Why there is no reward model at a path; None where there is one."""
+    """Return why there is no reward model at a path, or None if there is one."""
     if not isinstance(path, str) or not path:
         return f"is no path: {_WANTED}"
     try:
         spec = read_spec(path)
         if not is_classifier(path):
-            return f"its config.json names no model for sequence classification, so that it has no head: {_WANTED}"
+            return f"its config.json names no model for sequence classification, so it has no score head: {_WANTED}"
         if tensor_shape(path, SCORE_WEIGHT) is None:
             return f"its files have no {SCORE_WEIGHT}: {_WANTED}"
         wrong = head_problem(path, spec)
@@ -96,7 +95,7 @@ def _path_problem(path: object) -> str | None:
 
 DTYPES = ("float32", "bfloat16")
 EACH_ALONE = 1
-"""Tokens of a micro-batch, at most: a longer row has one to itself."""
+"""Most tokens of a micro-batch; a longer row is alone in one."""
 
 
 class Holds(StrEnum):
@@ -177,9 +176,10 @@ HERE = _ProcessModels()
 # ---- ensemble --------------------------------------------------------------------------------------------
 
 
-class EnsembleReward:
-    """An ensemble. The score is the mean of its members. The disagreement, their standard deviation (divided by their
-    number), shows where a policy has left the region that they were made for (Coste et al., arXiv 2310.02743)."""
+class EnsembleReward(Reward):
+    """Owns the members of an ensemble. The score is their mean. The disagreement is their standard deviation (with
+    divisor n); it shows where a policy has left the region that they were trained on (Coste et al., arXiv
+    2310.02743)."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class EnsembleReward:
         _directory: Path | None = None,
         _allowed: Allowed = NOTHING,
     ) -> None:
-        """`members`: name -> {kind, args}. `timeout_s`: for users' own rewards among them."""
+        """`members`: name -> {kind, args}. `timeout_s`: seconds for a batch in users' own rewards among them."""
         if len(members) < 2:
             raise ValueError(f"members has {len(members)}: an ensemble has 2 or more, as NAME: {{kind: .., args: ..}}")
         with closing_on_error() as undo:
@@ -196,17 +196,18 @@ class EnsembleReward:
             for name, member in members.items():
                 args = member.get("args", {})
                 if "kind" not in member or member.keys() - {"kind", "args"} or not isinstance(args, Mapping):
-                    raise ValueError(f"members.{name} is {member!r}: it must have a kind, may have args, and no more")
+                    raise ValueError(
+                        f"members.{name} is {member!r}: it must have a kind and may have args, nothing else"
+                    )
                 kind, where = str(member["kind"]), f"members.{name}"
                 reward = build_reward(kind, args, where, timeout_s, _directory, _allowed)
-                undo.callback(close_reward, reward)
+                undo.callback(reward.close)
                 self._members.append(reward)
         self.deterministic = all(member.deterministic for member in self._members)
-        budgets = [m.batch_tokens for m in self._members if isinstance(m, Batched) and m.batch_tokens is not None]
+        budgets = [m.batch_tokens for m in self._members if m.batch_tokens is not None]
         self.batch_tokens = min(budgets, default=None)
-        reading = [member.fields for member in self._members if isinstance(member, ReadsFields)]
-        self.fields = frozenset[str]().union(*reading)
-        confined = [member.protections for member in self._members if isinstance(member, Confined)]
+        self.fields = frozenset[str]().union(*(member.fields for member in self._members))
+        confined = [member.protections for member in self._members]
         self.protections = {name: how for one in confined for name, how in one.items()}
         self.protections |= {name: None for one in confined for name, how in one.items() if how is None}
 
@@ -222,20 +223,20 @@ class EnsembleReward:
         return Scored({"": scores.mean(axis=0).tolist()}, scores.std(axis=0).tolist(), measured)
 
     def counts(self) -> Mapping[str, float]:
-        """Return the sums of what the members count."""
+        """Return the sums of the members' counts."""
         total: dict[str, float] = {}
         for member in self._members:
-            for name, value in member.counts().items() if isinstance(member, Counts) else ():
+            for name, value in member.counts().items():
                 total[name] = total.get(name, 0) + value
         return total
 
     def close(self) -> None:
         for member in self._members:
-            close_reward(member)
+            member.close()
 
 
 def _total(given: Sequence[float] | Scored, rows: int) -> np.ndarray:
-    """Return a member's numbers, float64 [rows]. Raises ValueError for another number of them."""
+    """Return a member's scores, float64 [rows]. Raises ValueError for a wrong number of scores."""
     parts = given.parts.values() if isinstance(given, Scored) else [given]
     arrays = [np.asarray(part, np.float64) for part in parts]
     for array in arrays:

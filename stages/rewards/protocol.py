@@ -1,16 +1,17 @@
-"""The protocol of rewards: rules, users' own, reward models, judges.
+"""The base class of rewards: rules, users' own, reward models, judges.
 
 A reward is called with the rows of a shard, or with batches of them, in a worker of the role `score`, while other
-shards are still generated. It may take its time there (a model, an answer over HTTP): nothing but the `advantage` of
-its own step waits for it, where that has a gang of its own (`placement.roles.advantage`). What it holds (a process, a
-model, a connection) it gives back in `close`, if it has one.
+shards are still generated. It may take its time there (a model, an answer over HTTP): only the `advantage` node of its
+own step waits for it, if that node runs on another gang (`placement.roles.advantage`).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -46,52 +47,32 @@ class Scored:
     """Numbers that are stored and logged like parts, but do not count."""
 
 
-class Reward(Protocol):
-    """A function that scores samples. Its constructor takes `reward.parts.NAME.args`, and raises ValueError, naming the
-    argument, if one cannot work."""
+class Reward(ABC):
+    """A function that scores samples, and what a run must know about it. The constructor takes `reward.parts.NAME.args`
+    and raises ValueError, naming the argument, if one cannot work."""
 
     deterministic: bool
-    """Same sample, same score, always, whatever is scored beside it: lets `replay` demand a difference of 0."""
-
-    def __call__(self, samples: Sequence[Sample]) -> Sequence[float] | Scored:
-        """One finite number per sample, or several by name."""
-        ...
-
-
-@runtime_checkable
-class Batched(Protocol):
-    """A reward that takes so many tokens at a time."""
-
-    batch_tokens: int | None
+    """True if a sample always gets the same score, whatever is scored beside it. `replay` then demands a difference of
+    0."""
+    batch_tokens: int | None = None
     """Most tokens of a call, prompts and responses padded to the longest of its rows; a single row may have more. None:
     all rows of the shard."""
+    fields: frozenset[str] = frozenset()
+    """Names of the prompts' fields that it reads. Every prompt must have them."""
+    protections: Mapping[str, str | None] = MappingProxyType({})
+    """If it runs code in a sandbox: what the code is kept from (files, network, processes) -> the mechanism that
+    enforces it; None: nothing does."""
 
+    @abstractmethod
+    def __call__(self, samples: Sequence[Sample]) -> Sequence[float] | Scored:
+        """Return one finite number per sample, or several by name."""
 
-@runtime_checkable
-class ReadsFields(Protocol):
-    """A reward that needs fields of the prompts."""
+    def counts(self) -> Mapping[str, float]:
+        """Return what has been used up so far, over all processes of the run, by name (`requests`, `cost`)."""
+        return {}
 
-    @property
-    def fields(self) -> frozenset[str]:
-        """Their names: every prompt must have them."""
-        ...
-
-
-@runtime_checkable
-class Closable(Protocol):
-    """A reward that holds something."""
-
-    def close(self) -> None: ...
-
-
-@runtime_checkable
-class Confined(Protocol):
-    """A reward that runs code in a sandbox."""
-
-    @property
-    def protections(self) -> Mapping[str, str | None]:
-        """What the code is kept from (files, network, processes) -> what enforces it; None: nothing does."""
-        ...
+    def close(self) -> None:  # noqa: B027
+        """Free processes, models and connections. A second call does nothing."""
 
 
 @dataclass(frozen=True)
@@ -103,18 +84,9 @@ class Part:
     reward: Reward
 
 
-@runtime_checkable
-class Counts(Protocol):
-    """A reward that uses something up, which a run's metrics show."""
-
-    def counts(self) -> Mapping[str, float]:
-        """Return what has been used up so far, over all processes of the run, by name (`requests`, `cost`)."""
-        ...
-
-
 class RewardFailed(ValueError):
-    """A reward could not score a batch: says which, of which rows, and why."""
+    """A reward could not score a batch. The message says which rows, and why."""
 
 
 class BudgetSpent(RewardFailed):
-    """A judge's budget is used up. The run ends, and can go on with a larger one."""
+    """A judge's budget is used up. The run ends, and can be resumed with a larger one."""

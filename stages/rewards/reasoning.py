@@ -1,10 +1,10 @@
-"""Tasks of `reasoning-gym`: prompts made by seed, and their answers checked by the library's own scorers.
+"""Prompts from tasks of `reasoning-gym`, generated from a seed, and a reward that uses the library's own scorers.
 
     prompts.url: reasoning-gym:chain_sum?size=500&seed=1&max_terms=3&instruction=tags
 
-names a task, how many problems and of which seed, the task's own settings, and what is said after each question. A
-prompt's fields say which problem it is; the scorer makes the problem again from them, since what a task knows of a
-problem (fractions, graphs, boards) is not always what JSON gives back. Scorers run in a sandbox (reasoning_tasks.py).
+The URL has the task, the number of problems and their seed, the task's own settings, and the instruction after each
+question. A prompt's fields identify its problem, and the scorer generates the problem again from them, since a task's
+data (fractions, graphs, boards) does not always survive JSON. Scorers run in a sandbox (reasoning_tasks.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, get_args
 from urllib.parse import parse_qsl
 
 from stages.rewards.config import NOTHING, REASONING_SCHEME, Allowed
-from stages.rewards.protocol import Sample, Scored
+from stages.rewards.protocol import Reward, Sample, Scored
 from stages.rewards.reasoning_tasks import Extract, known_tasks, make_task
 from stages.rewards.sandbox.answers import ANSWER_S, STOPPED, AnswerScorer
 from storage.config import PromptsConfig
@@ -30,7 +30,7 @@ INSTRUCTIONS = {
 """Named texts that may follow a question: `instruction=`; any other text is used as it is."""
 
 
-class ReasoningReward:
+class ReasoningReward(Reward):
     """The task's own score of the response's answer: 1 for the right one, 0 for none; some tasks give partial scores.
     For prompts of `reasoning-gym:`.
 
@@ -40,9 +40,9 @@ class ReasoningReward:
     deterministic = True
 
     def __init__(self, extract: Extract = "tags", timeout_s: float = ANSWER_S, _allowed: Allowed = NOTHING) -> None:
-        """`extract`: which part of a response is its answer: the last text between <answer> and </answer>, its last
-        number, or all of it. `timeout_s`: for one answer; a slower one is wrong. Raises UnconfinedAnswers if this host
-        cannot confine evaluated text, unless it is trusted."""
+        """`extract`: the part of a response that is its answer: the last text between <answer> and </answer>, its last
+        number, or all of it. `timeout_s`: seconds for one answer; a slower one is wrong. Raises UnconfinedAnswers if
+        this host cannot confine evaluated text, unless it is trusted."""
         if extract not in get_args(Extract):
             raise ValueError(f"extract is {extract!r}: must be one of {', '.join(get_args(Extract))}")
         args = {"extract": extract}
@@ -75,7 +75,7 @@ def problems(config: PromptsConfig) -> list[PromptItem]:
     try:
         task = make_task(name, json.dumps(settings, sort_keys=True))
         made = [task[index] for index in range(int(settings["size"]))]
-    except (AssertionError, ValueError, TypeError) as error:  # what the library's own checks raise
+    except (AssertionError, ValueError, TypeError) as error:  # raised by the library's own checks
         why = str(error) or type(error).__name__
         raise PromptsError(f"prompts.url: given {config.url!r}; {name} refuses {settings}: {why}") from error
     items = []
@@ -97,7 +97,7 @@ def _check(url: str, name: str, settings: Mapping[str, Any]) -> None:
     known = [field.name for field in dataclasses.fields(tasks[name][1])]
     for setting in settings:
         if setting not in known:
-            need = f"{name} has no {setting!r}, but {', '.join(known)}, and instruction"
+            need = f"{name} has no {setting!r}; it has {', '.join(known)}, and instruction"
             raise PromptsError(f"prompts.url: given {url!r}; {need}")
     if not isinstance(settings["size"], int) or settings["size"] < 1 or not isinstance(settings["seed"], int):
         raise PromptsError(f"prompts.url: given {url!r}; size must be 1 or more, seed a whole number")

@@ -1,7 +1,7 @@
-"""Tasks of `reasoning-gym` and their scorers. The scorers run in a sandbox: they may evaluate an answer as Python.
+"""Tasks of `reasoning-gym` and their scorers. The scorers run in a sandbox, since they may evaluate an answer as
+Python.
 
-The one place that imports reasoning_gym, which takes a second: when it is needed. Loads no other part of Stageline but
-rewards.
+Only this module imports reasoning_gym, when it is needed, since that takes a second.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Answers:
         return self._answer(fields["response"]) or ""
 
     def prepare(self, fields: Mapping[str, Any]) -> Callable[[], float]:
-        """Make the problem of a response (`problem`: the prompt's fields). Raises RewardFailed where it is another one
-        than the run's."""
+        """Generate the problem of a response (`problem`: the prompt's fields). Raises RewardFailed if it is not the
+        problem that the run's prompt has."""
         asked = fields["problem"]
         task = make_task(asked["task"], json.dumps(asked["settings"], sort_keys=True))
         problem = _problem(task, int(asked["index"]))
         if str(problem["answer"]) != asked["answer"]:
             name = f"{asked['task']} {asked['index']}"
-            need = f"its answer is {problem['answer']!r} here and was {asked['answer']!r}: another reasoning-gym"
-            raise RewardFailed(f"problem {name} is not what the run's prompts were made of; {need}")
+            need = f"its answer is {problem['answer']!r} here and was {asked['answer']!r} (another version?)"
+            raise RewardFailed(f"problem {name} differs from the run's prompt; {need}")
         return lambda: task.score_answer(self._answer(fields["response"]), problem)
 
     def _answer(self, response: str) -> str | None:
@@ -52,8 +52,8 @@ class Answers:
 
 
 def last_tagged(response: str) -> str | None:
-    """Return what reasoning_gym.utils.extract_answer does, in time that grows with the response's length; the library's
-    regular expression takes the square of it where many `<answer>` are never closed."""
+    """Return the same as reasoning_gym.utils.extract_answer, in linear time. The library's regular expression takes
+    quadratic time if many `<answer>` are never closed."""
     found, position = None, 0
     while (start := response.find(_OPEN, position)) >= 0 and (end := response.find(_CLOSE, start + len(_OPEN))) >= 0:
         found, position = response[start + len(_OPEN) : end].strip(), end + len(_CLOSE)

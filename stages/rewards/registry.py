@@ -1,6 +1,6 @@
-"""Rewards by name, built when they are needed: some load libraries that take a second.
+"""Build rewards by their kind. Modules are imported when they are needed, since some take a second.
 
-built-in kind      registry ──► `module:name` ──► made of `args`, in this process
+built-in kind      REWARDS ──► `module:name` ──► called with `args`, in this process
 module:function    a user's own ──► a process of its own (user.py)
 """
 
@@ -19,7 +19,7 @@ from beartype import BeartypeConf
 from beartype.door import is_bearable
 
 from stages.rewards.config import NOTHING, Allowed, RewardPartsConfig
-from stages.rewards.protocol import Closable, Part, Reward
+from stages.rewards.protocol import Part, Reward
 from stages.rewards.sandbox.answers import UnconfinedAnswers
 from stages.rewards.sandbox.process import Confinement
 from stages.rewards.user import UserReward
@@ -40,17 +40,17 @@ REWARDS: dict[str, str] = {
     "repetition": "stages.rewards.rules:RepetitionPenalty",
     "vader": "stages.rewards.rules:VaderReward",
 }
-"""Kind -> `module:name` of what makes it from `args`."""
+"""Kind -> class that is called with `args`, as `module:name`."""
 KEYS = "attached"
 """Folder in a run's directory with the keys of its workers (pipeline/config/paths.py)."""
 _NUMBERS = BeartypeConf(is_pep484_tower=True)
 """An integer is a float too."""
 _SECRET = re.compile(r"(^|_)(key|apikey|secret|password|auth|authorization|bearer|token)($|_)", re.IGNORECASE)
-"""Names of arguments that somebody may have put a key into, which is then not shown."""
+"""Names of arguments that may hold a secret; messages do not show their values."""
 
 
 class UnfitReward(ValueError):
-    """Settings that make no reward: `problem` names the key, what was given and what would work."""
+    """Settings from which no reward can be built. `problem`: the key, the given value and what would work."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(f"{problem.key}: given {problem.given!r}; {problem.need}")
@@ -68,10 +68,10 @@ def build_parts(config: RewardPartsConfig, key: str, directory: Path | None = No
                 reward = build_reward(part.kind, part.args, where, part.timeout_s, directory, allowed)
             except UnconfinedAnswers as error:
                 need = (
-                    f"{where} ({part.kind}) may evaluate what a model sampled, and {error}; true scores it all the same"
+                    f"{where} ({part.kind}) may evaluate sampled text, and {error}; true scores without that protection"
                 )
                 raise UnfitReward(Problem(f"{key}.trust_answers", False, need)) from error
-            undo.callback(close_reward, reward)
+            undo.callback(reward.close)
             parts.append(Part(name, part.weight, reward))
         return tuple(parts)
 
@@ -87,13 +87,13 @@ def build_reward(
     """Build the reward of a kind. `key`: path of its settings. `directory`: as for `build_parts`.
 
     Raises:
-        UnconfinedAnswers: it may evaluate answers, is not trusted to, and this host cannot confine it.
-        UnfitReward: an unknown kind or argument (the message lists the known ones), a missing one, or one that cannot
-            work.
+        UnconfinedAnswers: the reward may evaluate answers, the config does not trust it, and this host cannot confine
+            it.
+        UnfitReward: a kind or argument is unknown (the message lists the known ones), missing or cannot work.
     """
     if ":" in kind:
         if not all(word.isidentifier() for word in kind.replace(":", ".", 1).split(".")):
-            need = "a reward of your own is module:function or module:Class, and a module is named as in an import"
+            need = "your own reward must be module:function or module:Class, with the module named as in an import"
             raise UnfitReward(Problem(f"{key}.kind", kind, need))
         reward = UserReward(kind, dict(args), timeout_s, _confinement(allowed, key, directory))
         if reward.refusal is not None:
@@ -101,7 +101,7 @@ def build_reward(
             raise UnfitReward(Problem(f"{key}.{setting}", kind if setting == "kind" else dict(args), need))
         return reward
     if kind not in REWARDS:
-        need = f"known are {', '.join(sorted(REWARDS))}; and your own, as module:function or module:Class"
+        need = f"known are {', '.join(sorted(REWARDS))}, and your own as module:function or module:Class"
         raise UnfitReward(Problem(f"{key}.kind", kind, need))
     module, _, name = REWARDS[kind].partition(":")
     make: Callable[..., Reward] = getattr(importlib.import_module(module), name)
@@ -110,7 +110,7 @@ def build_reward(
     own = {name: value for name, value in ours.items() if name in inspect.signature(make).parameters}
     try:
         return make(**args, **own)
-    except UnfitReward as error:  # of a reward that is made of others
+    except UnfitReward as error:  # raised by a reward that consists of others
         inner = error.problem
         raise UnfitReward(Problem(f"{key}.args.{inner.key}", inner.given, inner.need)) from error
     except (ValueError, TypeError) as error:
@@ -118,7 +118,8 @@ def build_reward(
 
 
 def _confinement(allowed: Allowed, key: str, directory: Path | None) -> Confinement:
-    """Return what a user's own code may do. Raises UnfitReward for what it is promised and there is not."""
+    """Return the confinement of a user's own code. Raises UnfitReward for an environment variable or a path that the
+    config allows and that does not exist."""
     for name in allowed.environment:
         if name not in os.environ:
             raise UnfitReward(Problem(f"{key}.environment", name, "there is no such environment variable here"))
@@ -134,13 +135,7 @@ def close_parts(*groups: tuple[Part, ...]) -> None:
     """Close the rewards of these parts. Closing twice is harmless."""
     for parts in groups:
         for part in parts:
-            close_reward(part.reward)
-
-
-def close_reward(reward: Reward) -> None:
-    """Close a reward, if it can be closed."""
-    if isinstance(reward, Closable):
-        reward.close()
+            part.reward.close()
 
 
 @contextmanager
@@ -152,7 +147,7 @@ def closing_on_error() -> Iterator[ExitStack]:
 
 
 def _check_arguments(make: Callable[..., Reward], kind: str, args: Mapping[str, Any], key: str) -> None:
-    """Raise UnfitReward for an unknown argument, one of another type, and a missing one."""
+    """Raise UnfitReward for an argument that is unknown, has another type, or is missing."""
     taken = {n: p for n, p in inspect.signature(make, eval_str=True).parameters.items() if not n.startswith("_")}
     names = ", ".join(taken) or "no arguments"
     for name, value in args.items():

@@ -1,6 +1,5 @@
-"""Rewards that are a line of arithmetic on the text or its tokens.
-
-A reward from VADER, the rule-based sentiment scorer (Hutto and Gilbert 2014).
+"""Rewards computed by a rule from the text or its tokens. One of them is VADER, a rule-based sentiment scorer (Hutto
+and Gilbert 2014).
 """
 
 from __future__ import annotations
@@ -12,18 +11,18 @@ from typing import Any
 
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-from stages.rewards.protocol import RewardFailed, Sample, Scored
+from stages.rewards.protocol import Reward, RewardFailed, Sample, Scored
 from stages.rewards.sandbox.answers import ANSWER_S, STOPPED, AnswerScorer
 
 ANSWER_TAGS = r".*<answer>[^<]+</answer>\s*"
-"""A response that ends in its answer, in tags: what the prompts of `reasoning-gym` may ask for."""
+"""Matches a response that ends in its answer in tags, which the prompts of `reasoning-gym` may ask for."""
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
-class CharacterReward:
-    """Share of the response's characters that are among `characters`; 0 for an empty response. Cheap to learn: the
-    signal for tests and for the random tiny model."""
+class CharacterReward(Reward):
+    """Share of the response's characters that are among `characters`; 0 for an empty response. It is easy to learn, so
+    tests and the random tiny model use it."""
 
     characters: str
     deterministic = True
@@ -38,7 +37,7 @@ class CharacterReward:
 
 
 @dataclass(frozen=True)
-class LengthReward:
+class LengthReward(Reward):
     """1 for a response of `target` characters, falling linearly to 0 at none and at twice as many."""
 
     target: int
@@ -52,16 +51,13 @@ class LengthReward:
         return [max(0.0, 1.0 - abs(len(s.response) - self.target) / self.target) for s in samples]
 
 
-@dataclass(frozen=True)
-class AnswerReward:
-    """1 where the last number in the response equals the prompt's field `field`, else 0."""
+class AnswerReward(Reward):
+    """1 if the last number in the response equals the prompt's field `field`, else 0."""
 
-    field: str = "answer"
     deterministic = True
 
-    @property
-    def fields(self) -> frozenset[str]:
-        return frozenset({self.field})
+    def __init__(self, field: str = "answer") -> None:
+        self.field, self.fields = field, frozenset({field})
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
         return [float(self._right(sample)) for sample in samples]
@@ -79,15 +75,15 @@ class AnswerReward:
         return number is not None and float(number) == wanted
 
 
-class FormatReward:
-    """1 where the whole response matches `pattern` (Python's `re`, where a dot is also a line's end), else 0.
+class FormatReward(Reward):
+    """1 if the whole response matches `pattern` (Python's `re`; a dot also matches a line's end), else 0.
 
-    Owns the process that matches: some patterns take for ever on some texts, and nothing within a process ends that."""
+    Owns the process that matches: some patterns take for ever on some texts, and only ending the process stops that."""
 
     deterministic = True
 
     def __init__(self, pattern: str = ANSWER_TAGS, timeout_s: float = ANSWER_S) -> None:
-        """`timeout_s`: for one response; a slower one does not match."""
+        """`timeout_s`: seconds for one response; a slower one does not match."""
         try:
             re.compile(pattern)
         except re.error as error:
@@ -117,9 +113,9 @@ class Matches:
 
 
 @dataclass(frozen=True)
-class OverlongPenalty:
+class OverlongPenalty(Reward):
     """0 up to `free` tokens, falling linearly to -1 at `most`, and -1 beyond: soft overlong punishment (DAPO, arXiv
-    2503.14476, eq. 13). A response's tokens are all that were sampled, its EOS included."""
+    2503.14476, eq. 13). All sampled tokens count, the EOS too."""
 
     free: int
     most: int
@@ -135,9 +131,9 @@ class OverlongPenalty:
 
 
 @dataclass(frozen=True)
-class RepetitionPenalty:
-    """-(1 - distinct / all n-grams of the response's tokens): 0 where none comes twice, near -1 where one is repeated
-    all along; 0 for a response of fewer than `n` tokens."""
+class RepetitionPenalty(Reward):
+    """-(1 - distinct / all n-grams of the response's tokens): 0 if none occurs twice, near -1 if one is repeated
+    throughout, 0 for a response of fewer than `n` tokens."""
 
     n: int = 3
     deterministic = True
@@ -155,7 +151,7 @@ class RepetitionPenalty:
 
 
 @dataclass(frozen=True)
-class MissingEosPenalty:
+class MissingEosPenalty(Reward):
     """-1 for a response that was cut by the length limit, else 0."""
 
     deterministic = True
@@ -174,9 +170,8 @@ def last_number(text: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class VaderReward:
-    """The compound score, from -1 (negative) to 1 (positive), of the response alone: its prompt's mood is not its
-    merit."""
+class VaderReward(Reward):
+    """The compound score of the response without its prompt, from -1 (negative) to 1 (positive)."""
 
     deterministic = True
     _analyzer: SentimentIntensityAnalyzer = field(default_factory=SentimentIntensityAnalyzer, repr=False)

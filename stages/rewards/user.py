@@ -1,12 +1,13 @@
-"""A reward that a user wrote, in a process of its own: `module:function` or `module:Class`.
+"""A reward that a user wrote (`module:function` or `module:Class`), in a process of its own.
 
     worker                                             sandbox (user_main.py)
-      start ──kind, args──────────────────────────────► import, look at the arguments ──► ready | refused
-      batch ──samples─────────────────────────────────► call ──► numbers | what it raised, of which row
-      close, or this process ends (however) ──────────► ends, and all that it started
+      start ──kind, args──────────────────────────────► import, check the arguments ──► ready | refused
+      batch ──samples─────────────────────────────────► call ──► numbers | its exception and the row
+      close, or this process ends (however) ──────────► ends, with all processes that it started
 
-Whatever the function does (crash, hang, fill its memory) is an error of its batch, which names rows; the worker goes
-on. A process that was ended from outside is started once more for the same batch: scoring changes nothing.
+If the function crashes, hangs or fills its memory, its batch fails with an error that names the rows, and the worker
+continues. If the process was killed from outside, it is started once more for the same batch, since scoring has no side
+effects.
 """
 
 from __future__ import annotations
@@ -15,36 +16,32 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stages.rewards.protocol import RewardFailed, Sample, Scored
+from stages.rewards.protocol import Reward, RewardFailed, Sample, Scored
 from stages.rewards.sandbox.process import START_S, Confinement, Sandbox, SandboxEnded, SandboxExpired
 
 _ANYTHING = Confinement()
 
 
-class UserReward:
+class UserReward(Reward):
     """The sandbox that a user's function runs in."""
 
     def __init__(self, kind: str, args: dict[str, Any], timeout_s: float, confinement: Confinement = _ANYTHING) -> None:
-        """Start it and wait until the function is there. `refusal` says what keeps it from being used."""
+        """Start the process and wait until it has the function. Sets `refusal` if the function cannot be used."""
         self._kind, self._args, self._timeout_s = kind, args, timeout_s
         self._lock = threading.Lock()
         self._sandbox: Sandbox | None = None
         self.refusal: tuple[str, str] | None = None
-        """("kind" or "args", what is wrong with it and what would work)."""
+        """("kind" or "args", what is wrong and what would work); None: nothing is wrong."""
         self.deterministic = True
-        self.batch_tokens: int | None = None
         try:
             self._sandbox = Sandbox("stages.rewards.user_main:serve", {"kind": kind, "args": args}, confinement)
+            self.protections = self._sandbox.protections
             self._await_function()
         except (SandboxEnded, SandboxExpired) as error:
             self._refuse(error)
 
-    @property
-    def protections(self) -> Mapping[str, str | None]:
-        return {} if self._sandbox is None else self._sandbox.protections
-
     def __call__(self, samples: Sequence[Sample]) -> list[float] | Scored:
-        """Return what the function gives. Raises RewardFailed, naming rows."""
+        """Return the function's scores. Raises RewardFailed, naming rows."""
         request = {"samples": [vars(sample) for sample in samples]}
         with self._lock:
             answer = self._answer(request, samples)
@@ -60,12 +57,12 @@ class UserReward:
         return Scored(answer["parts"], answer["disagreement"], answer.get("measured", {}))
 
     def close(self) -> None:
-        """End the process and all that it started, in the middle of whatever they do. Twice is harmless."""
+        """Kill the process and all that it started. A second call does nothing."""
         if self._sandbox is not None:
             self._sandbox.close()
 
     def _answer(self, request: Mapping[str, Any], samples: Sequence[Sample]) -> Mapping[str, Any]:
-        """Ask the process, and if it ended ask a new one, once."""
+        """Ask the process; if it ended, start a new one and ask that, once."""
         assert self._sandbox is not None
         before = ""
         while True:
@@ -73,7 +70,7 @@ class UserReward:
                 answer: Mapping[str, Any] = self._sandbox.ask(request, self._timeout_s)
                 return answer
             except SandboxExpired:
-                need = f"took longer than {self._timeout_s:g} s (timeout_s of its part), {self._rows(samples)}"
+                need = f"took longer than its part's timeout_s = {self._timeout_s:g} s, {self._rows(samples)}"
                 raise RewardFailed(f"{self._kind} {need}: its process was ended") from None
             except SandboxEnded as error:
                 if before:
@@ -88,7 +85,7 @@ class UserReward:
                 raise RewardFailed(f"{self._kind}: {before}, and then: {self.refusal[1]}") from None
 
     def _await_function(self) -> None:
-        """Receive what the process says of the function."""
+        """Wait until the process has imported the function or refused it."""
         assert self._sandbox is not None
         answer = self._sandbox.ask(None, max(START_S, self._timeout_s))
         if "refused" in answer:
@@ -102,7 +99,7 @@ class UserReward:
         if isinstance(error, SandboxExpired):
             self.refusal = ("kind", f"its module was not imported within {max(START_S, self._timeout_s):g} s")
         else:
-            self.refusal = ("kind", f"its process did not get as far as the function: {error}")
+            self.refusal = ("kind", f"its process ended before it had the function: {error}")
 
     @staticmethod
     def _rows(samples: Sequence[Sample]) -> str:

@@ -1,10 +1,9 @@
 """The program that serves a user's reward, in its sandbox.
 
-    start     {kind, args}      import the function, or make the object ──► ready, or what is wrong with which
-    after it  {samples}         call it ──► its numbers, or what it raised and of which row
+    start     {kind, args}      import the function, or make the object ──► ready, or the setting that is wrong, and why
+    after it  {samples}         call it ──► its numbers, or its exception and the row
 
-The working directory comes first among the places that modules are imported from. Loads no other part of Stageline but
-the protocol of rewards.
+Modules are imported from the working directory first. Of Stageline, only the reward's base class is loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from stages.rewards.sandbox.channel import SandboxChannel
 _SEARCH_S = 10.0
 """Seconds to find out which single row of a batch raises."""
 _MOST_NAMES = 10
-"""Most functions of a module that a message names."""
+"""Most functions that an error message lists."""
 
 Function = Callable[[Sequence[Sample]], Any]
 
@@ -48,7 +47,7 @@ def serve(channel: SandboxChannel, start: Mapping[str, Any]) -> None:
     while True:
         samples = [_sample(fields) for fields in channel.receive()["samples"]]
         answer = _answer(function, samples)
-        if os.getpid() != serving:  # the function forked, and its child has come back too: one answer is enough
+        if os.getpid() != serving:  # the function forked, and this is the child: the parent answers
             os._exit(1)
         channel.send(answer)
 
@@ -90,7 +89,7 @@ def _own_names(module: ModuleType) -> str:
 
 
 def _about(function: Function) -> dict[str, Any]:
-    """Return the attributes that describe it. Raises _Refused."""
+    """Return the function's attributes `deterministic` and `batch_tokens`. Raises _Refused."""
     owner = function.func if isinstance(function, partial) else function
     budget = getattr(owner, "batch_tokens", None)
     if budget is not None and not (isinstance(budget, int) and budget >= 1):
@@ -103,11 +102,11 @@ def _check_arguments(kind: str, target: Function, given: Mapping[str, Any]) -> N
     try:
         parameters = [*inspect.signature(target).parameters.values()]
     except ValueError as error:
-        raise _Refused("kind", f"{kind} does not say which arguments it takes: write a function in Python") from error
+        raise _Refused("kind", f"the arguments of {kind} cannot be inspected: write a function in Python") from error
     first = parameters[0].name if parameters else ""
     if not inspect.isclass(target):
         if not parameters:
-            raise _Refused("kind", f"{kind} takes no argument: the first is a list of samples")
+            raise _Refused("kind", f"{kind} takes no argument: the first must be the list of samples")
         parameters = parameters[1:]
     names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes = f"{kind} takes {', '.join(names) or 'no arguments'}"
@@ -117,9 +116,9 @@ def _check_arguments(kind: str, target: Function, given: Mapping[str, Any]) -> N
         raise _Refused("args", f"no such argument: {', '.join(unknown)}; {takes}")
     if missing and not inspect.isclass(target):
         called = f"a reward function is called with one list of `Sample`, as its first argument ({first})"
-        raise _Refused("args", f"{called}, and with args: without {', '.join(missing)}, which must be given; {takes}")
+        raise _Refused("args", f"{called}, and with args; {', '.join(missing)} must be given; {takes}")
     if missing:
-        raise _Refused("args", f"without {', '.join(missing)}, which must be given; {takes}")
+        raise _Refused("args", f"{', '.join(missing)} must be given; {takes}")
 
 
 def _answer(function: Function, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -144,7 +143,7 @@ def _answer(function: Function, samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _numbers(given: Any) -> dict[str, Any]:
-    """Raise TypeError, naming what came, if these are not numbers."""
+    """Return the scores as JSON. Raises TypeError, with the given value, if they are not numbers."""
     if isinstance(given, Scored):
         spread = None if given.disagreement is None else _floats(given.disagreement)
         parts, measured = ({str(n): _floats(v) for n, v in of.items()} for of in (given.parts, given.measured))
@@ -156,13 +155,15 @@ def _numbers(given: Any) -> dict[str, Any]:
 
 def _floats(given: Any) -> list[float]:
     if isinstance(given, str | bytes) or not hasattr(given, "__iter__"):
-        raise TypeError(f"it gave {given!r:.80}: a list of one number per sample, or a dict of such lists, is needed")
+        raise TypeError(
+            f"it returned {given!r:.80}; it must return a list of one number per sample, or a dict of such lists"
+        )
     numbers = []
     for position, value in enumerate(given):
         try:
             numbers.append(float(value))
         except (TypeError, ValueError):
-            raise TypeError(f"it gave {value!r:.80} for sample {position}: a number is needed") from None
+            raise TypeError(f"it returned {value!r:.80} for sample {position}, which is not a number") from None
     return numbers
 
 

@@ -45,14 +45,14 @@ def make_served(
     path: Path,
     max_rows: int = 4,
     *,
-    silence_s: float = 60.0,
+    message_timeout_s: float = 60.0,
     start_s: float = 600.0,
     python: str = sys.executable,
     update: Literal["drain", "inflight"] = "drain",
     **more: Any,
 ) -> RemoteEngine:
     config = EngineConfig(python=python, max_rows=max_rows, update=update)
-    more |= {"silence_s": silence_s, "start_s": start_s}
+    more |= {"message_timeout_s": message_timeout_s, "start_s": start_s}
     settings = {"adapter": "served_llama:ServedLlama", "modules": SUPPORT, "extra": {}, **more}
     return cast(
         RemoteEngine, build_remote(str(path), config, stated=vllm_capabilities, max_seq=MAX_SEQ, threads=1, **settings)
@@ -104,7 +104,7 @@ def test_a_tensor_that_is_left_out_later_is_refused(path: Path) -> None:
     with closing(make_served(path)) as engine:
         engine.load_weights(1, tensors)
         del tensors["model.norm.weight"]
-        with pytest.raises(WeightsError, match=r"model\.norm\.weight .*came with the last weights"):
+        with pytest.raises(WeightsError, match=r"model\.norm\.weight .*was in the last weights"):
             engine.load_weights(2, tensors)
         assert engine.version == 1
 
@@ -114,7 +114,7 @@ def test_a_tensor_that_is_left_out_later_is_refused(path: Path) -> None:
     [
         ("raise", "RuntimeError: the machine is on fire"),
         ("SIGKILL", "ended with status -9"),
-        ("SIGSTOP", "said nothing"),
+        ("SIGSTOP", "sent nothing"),
     ],
 )
 def test_a_lost_server_is_told_and_ended(path: Path, fault: str, reason: str) -> None:
@@ -125,7 +125,7 @@ def test_a_lost_server_is_told_and_ended(path: Path, fault: str, reason: str) ->
         told.append(text)
         heard.set()
 
-    engine = make_served(path, silence_s=3.0, extra={"fault": fault, "at": 3}, on_lost=on_lost)
+    engine = make_served(path, message_timeout_s=3.0, extra={"fault": fault, "at": 3}, on_lost=on_lost)
     with closing(engine), ThreadPoolExecutor(2) as threads:
         server = server_of(engine)
         calls = [threads.submit(lambda: list(engine.generate(make_requests(4)))) for _ in range(2)]

@@ -88,8 +88,8 @@ def row(number: int = 0, **fields: Any) -> dict[str, Any]:
 
 ODD_ANSWERS = {
     "no row": ({"kind": "row"}, "whose id is None"),
-    "a row that none has": (row(99), "id 99, which none has"),
-    "a row without log-probs": (row(logprobs=None), "no array"),
+    "a row that none has": (row(99), "id 99, which was not sent"),
+    "a row without log-probs": (row(logprobs=None), "not an array"),
     "fewer log-probs than tokens": (row(logprobs=array("float32", -1)), r"logprobs float32 \[1\]"),
     "fewer versions than tokens": (row(versions=array("int32", 0)), r"versions int32 \[1\]"),
     "tokens of another type": (row(tokens=array("int64", 3, 4)), r"tokens int64 \[2\]"),
@@ -97,7 +97,7 @@ ODD_ANSWERS = {
         row(
             tokens=array("int32", *range(17)), logprobs=array("float32", *[-1] * 17), versions=array("int32", *[0] * 17)
         ),
-        "16 tokens at most",
+        "at most 16 tokens",
     ),
     "an answer to nobody": ({"kind": "done", "call": 77}, "answer to call 77"),
     "another kind of message": ({"kind": "zzz"}, "kind 'zzz'"),
@@ -173,9 +173,9 @@ def test_what_cannot_be_said_leaves_nothing_in_flight(path: Path) -> None:
 
 def test_a_server_stopped_at_its_start_is_missed(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By its silence, long before its time to start is over."""
-    monkeypatch.setattr("stages.engines.remote.client._START_SILENCE_S", 2.0)
-    with pytest.raises(EngineLost, match=r"said nothing for 3 s while it started"):
-        make_served(path, extra={"fault": "SIGSTOP", "at": 0}, silence_s=3.0)
+    monkeypatch.setattr("stages.engines.remote.client._START_MESSAGE_TIMEOUT_S", 2.0)
+    with pytest.raises(EngineLost, match=r"sent nothing for 3 s while it started"):
+        make_served(path, extra={"fault": "SIGSTOP", "at": 0}, message_timeout_s=3.0)
 
 
 @pytest.mark.parametrize("program", ["/bin/true", "/bin/false"])
@@ -247,8 +247,8 @@ def test_closing_leaves_neither_guard_nor_directory(path: Path) -> None:
 def test_a_server_that_does_not_listen_holds_nobody_up(path: Path) -> None:
     """More is sent than fits into the socket while it is stopped: callers get EngineLost when it is missed."""
     many = [dataclasses.replace(request, row=i) for i, request in enumerate(make_requests(1) * 20_000)]
-    with closing(make_served(path, silence_s=3.0)) as engine, ThreadPoolExecutor(1) as threads:
+    with closing(make_served(path, message_timeout_s=3.0)) as engine, ThreadPoolExecutor(1) as threads:
         server_of(engine).suspend()
         call = threads.submit(lambda: list(engine.generate(many)))
-        with pytest.raises(EngineLost, match="said nothing for 3 s"):
+        with pytest.raises(EngineLost, match="sent nothing for 3 s"):
             call.result()

@@ -13,9 +13,9 @@ import pytest
 
 from stages.models.hf_files import ByteTokenizer
 from stages.prompts import tokenise
-from stages.rewards.protocol import Batched, Part, Sample, Scored
+from stages.rewards.protocol import Part, Sample, Scored
 from stages.rewards.reasoning import problems
-from stages.rewards.registry import REWARDS, UnfitReward, build_reward, close_reward
+from stages.rewards.registry import REWARDS, UnfitReward, build_reward
 from stages.score import samples_of, score
 from storage.config import PromptsConfig
 from storage.records import FinishReason, Rollout, Scores
@@ -106,8 +106,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def part(case: Case) -> Iterator[Part]:
     reward = build_reward(case.kind, case.args, "reward", timeout_s=60)
     yield Part("part", 1.0, reward)
-    close_reward(reward)
-    close_reward(reward)  # twice is harmless
+    reward.close()
+    reward.close()  # twice is harmless
 
 
 def scored(part: Part, rows: np.ndarray | slice = slice(None)) -> Scores:
@@ -144,8 +144,7 @@ def test_a_row_has_the_same_score_whatever_is_beside_it(part: Part) -> None:
 
 def test_it_says_how_it_is_to_be_called(part: Part) -> None:
     assert isinstance(part.reward.deterministic, bool)
-    if isinstance(part.reward, Batched):
-        assert part.reward.batch_tokens is None or part.reward.batch_tokens > 0
+    assert part.reward.batch_tokens is None or part.reward.batch_tokens > 0
 
 
 def test_it_answers_with_numbers_or_named_numbers(part: Part) -> None:
@@ -177,7 +176,7 @@ def test_an_argument_that_cannot_work_is_refused(case: Case) -> None:
 
 
 def test_an_unknown_kind_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(UnfitReward, match=r"reward\.kind: given 'vadr'; known are answer, characters, .* vader; and"):
+    with pytest.raises(UnfitReward, match=r"reward\.kind: given 'vadr'; known are answer, characters, .* vader, and"):
         build_reward("vadr", {}, "reward")
     with pytest.raises(UnfitReward, match=r"reward\.args\.target: given None; must be given; length takes target"):
         build_reward("length", {}, "reward")

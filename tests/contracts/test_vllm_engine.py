@@ -134,7 +134,7 @@ def test_a_model_that_vllm_does_not_support_is_refused_in_its_own_words(tmp_path
     random_llama(0, True, HEAD_DIM).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(path.read_text("utf8").replace("LlamaForCausalLM", "NoSuchForCausalLM"), "utf8")
-    with pytest.raises(EngineLost, match=r"(?s)vllm_adapter.* could not start: .*NoSuchForCausalLM.*it said last:"):
+    with pytest.raises(EngineLost, match=r"(?s)vllm_adapter.* could not start: .*NoSuchForCausalLM.*its last output:"):
         make_vllm(tmp_path)
 
 

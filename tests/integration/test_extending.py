@@ -18,7 +18,8 @@ from tests.support.paths import ROOT
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 RECIPES = {
-    "A reward", "A prompt source", "A metric", "A stage", "A model family", "An engine",
+    "A reward", "A prompt source", "A metric", "An estimator of the KL penalty",
+    "A stage", "A model family", "An engine",
 }  # fmt: skip
 PLACEMENT = "placement={gangs: {all: {}}, roles: {generate: all, score: all, reference: all, policy: all, critic: all}}"
 
@@ -95,6 +96,7 @@ def run(copy: Path) -> Path:
         "cluster.dashboard=null",
         "reward={kind: brevity, args: {limit: 40}}",
         "prompts.url=questions.json", "prompts.field=question", "prompts.max_tokens=24", "engine.kind=uniform",
+        "ppo.kl.estimator=abs",
     )  # fmt: skip
     text = (copy / "conf/run/tiny.yaml").read_text("utf8")
     text = text.replace("reward: {kind: characters, args: {characters: aeiou}}\n", "")
@@ -130,6 +132,11 @@ def test_a_metric_is_added(run: Path) -> None:
     metrics = commit(run, "advantage")["metrics"]
     assert isinstance(metrics, dict)
     assert metrics["reward/range"] >= 0
+
+
+def test_a_kl_estimator_is_added(copy: Path) -> None:
+    code = "import torch; from stages.ppo.kl import token_kl as kl; print(kl(*torch.tensor([[[-3.]], [[-1.]]]), 'abs'))"
+    assert python(copy, "-c", code).strip() == "tensor([[2.]])"
 
 
 def test_a_stage_is_added(run: Path, copy: Path) -> None:

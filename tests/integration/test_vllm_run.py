@@ -44,7 +44,7 @@ def servers() -> list[psutil.Process]:
 @pytest.mark.smollm2
 @pytest.mark.parametrize(
     ("number", "staleness", "reason"),
-    [(signal.SIGKILL, 0, "ended with status -9"), (signal.SIGSTOP, 1, "said nothing for 10 s")],
+    [(signal.SIGKILL, 0, "ended with status -9"), (signal.SIGSTOP, 1, "sent nothing for 10 s")],
 )
 def test_a_lost_servers_shard_is_made_again(
     number: signal.Signals, staleness: int, reason: str, tmp_path: Path

@@ -29,13 +29,13 @@ from stages.native.compile import cache_folder
 _VLLM = "stages.engines.remote.serving.vllm_adapter:VllmAdapter"
 _START_S = 600.0
 """Seconds for an engine to start with its model, outside a run. A run gives it less than its worker has."""
-_SILENCE_S = 60.0
-"""Longest time without a message from an engine's process, which sends one every second. Then it counts as lost."""
+_MESSAGE_TIMEOUT_S = 60.0
+"""Most seconds without a message from an engine's process, which sends one every second. Then it counts as lost."""
 _TENSORRT_LLM = "stages.engines.remote.serving.trtllm_adapter:TrtllmAdapter"
 
 
 def build_vllm(path: str, config: EngineConfig, **settings: Any) -> GenerationEngine:
-    """Build vLLM in the environment of `engine.python`. The call is that of `build_engine`, the errors those of
+    """Build vLLM in the environment of `engine.python`. Takes the arguments of `build_engine`; raises the errors of
     `build_remote`."""
     # Rows of a prompt share its keys and values: it changes no number, and costs next to nothing where none are shared.
     extra = {**dataclasses.asdict(config.vllm), "prefix_caching": True, "parameters": _parameters(path)}
@@ -72,7 +72,7 @@ def build_remote(
     log: Path | None = None,
     modules: Path | None = None,
     start_s: float | None = None,
-    silence_s: float = _SILENCE_S,
+    message_timeout_s: float = _MESSAGE_TIMEOUT_S,
 ) -> GenerationEngine:
     """Start an engine behind `adapter` (`module:Class`) in the environment of `engine.python`, with settings
     `extra`. `stated`: returns its capabilities on the device that it reports.
@@ -80,9 +80,11 @@ def build_remote(
     `log`: file for the server's output; None: the output is kept for errors only. `modules`: a folder that `adapter`
     may be imported from. Raises ValueError for settings that cannot work, OSError for an interpreter that cannot be
     run, and EngineLost with the last lines of the server's log."""
-    assert config.python is not None, "the config's checks have seen to it"
-    if migratable:  # a run's config is refused before: `pipeline/config/engine_needs.py`
-        raise ValueError(f"rows of engine.kind={config.kind} cannot move between replicas (cluster.migrate_rows_below)")
+    assert config.python is not None, "checked with the config"
+    if migratable:  # `pipeline/config/engine_needs.py` refuses such a config before
+        raise ValueError(
+            f"rows of engine.kind={config.kind} cannot migrate between replicas (cluster.migrate_rows_below)"
+        )
     files = _model_files(path, max_seq)
     with ExitStack() as stack:
         server = ServerProcess(interpreter(config.python), log, modules)
@@ -108,7 +110,7 @@ def build_remote(
                 max_rows=config.max_rows,
                 eos_ids=frozenset(eos_token_ids or read_eos_ids(path)),
                 start_s=_START_S if start_s is None else start_s,
-                silence_s=silence_s,
+                message_timeout_s=message_timeout_s,
                 in_flight=config.update == "inflight",
             ),
             version=version,
@@ -123,7 +125,7 @@ def _parameters(path: str) -> int:
 
 
 def _model_files(path: str, max_seq: int) -> ModelFiles:
-    """Return the model's files. Raises ValueError for a model that has positions for fewer than `max_seq` tokens."""
+    """Return the model's files. Raises ValueError if the model has positions for fewer than `max_seq` tokens."""
     files = ModelFiles(path)
     if not 0 < max_seq <= files.spec.max_positions:
         raise ValueError(f"max_seq is {max_seq}; {path!r} has positions for {files.spec.max_positions} tokens")

@@ -2,15 +2,15 @@
 
     callers' threads ──rows──► socket ──► server ──finished rows──► reader thread ──► each caller's queue
 
-Weights do not go through the socket: the server maps the file that they lie in (`protocol.MappedTensors`), or one that
-the client writes for tensors that lie in none. New weights come in when no row is in flight (drain), or between two
-steps of the engine (inflight).
+Weights do not go through the socket: the server maps the file that holds them (`protocol.MappedTensors`), or a file
+that the client writes for tensors that are in no file. New weights are loaded when no row is in flight (drain), or
+between two steps of the engine (inflight).
 
-A server that ends, says nothing for `silence_s`, fails, or says what the protocol does not have, is gone for good:
-whoever waits gets EngineLost, and so does `on_lost`. One whose loop hangs, while the process goes on to say that it is
-there, is not noticed here: it takes whoever waits for its rows (`cluster.deadline_s`).
+A server is lost for good if it ends, fails, sends nothing for `message_timeout_s`, or breaks the protocol. Then all
+waiting callers get EngineLost, and `on_lost` is called. A server whose loop hangs while its process still sends beats
+is not noticed here; the deadline of the node that waits for its rows (`cluster.deadline_s`) ends it.
 
-What a server says, held against the protocol (`wire`) before anybody relies on it.
+The functions at the end check a server's messages against the protocol (`wire`).
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from stages.engines.remote.weights import ModelFiles
 from stages.engines.remote.wire import PROTOCOL, ProtocolError, frame, unpack_array
 from storage.records import FinishReason
 
-_START_SILENCE_S = 30.0
+_START_MESSAGE_TIMEOUT_S = 30.0
 """Seconds without a message before a starting server counts as hung. Loading libraries from a cold disk blocks its
 interpreter."""
 
 
 @dataclass(frozen=True)
 class RemoteSettings:
-    """How to reach the engine, and what it holds. `server`: the fields of `serving.adapter.Settings`."""
+    """How to reach the engine, and its sizes. `server`: the fields of `serving.adapter.Settings`."""
 
     adapter: str
     """`module:Class`, in the server's environment."""
@@ -64,11 +64,10 @@ class RemoteSettings:
     eos_ids: Set[int]
     start_s: float
     """Seconds until the engine has loaded its model."""
-    silence_s: float
-    """Longest time without a word from the server, which says something every second; while it starts, 30 s if that is
-    more."""
+    message_timeout_s: float
+    """Most seconds without a message from the server, which sends one every second; at least 30 s while it starts."""
     in_flight: bool = False
-    """Rows go on under new weights."""
+    """True: rows continue under new weights."""
 
 
 @dataclass(eq=False)
@@ -80,7 +79,7 @@ class _Call:
 
 
 class RemoteEngine:
-    """Owns the server, the thread that hears it, and the rows in flight; implements `GenerationEngine`."""
+    """Owns the server, the thread that receives its messages, and the rows in flight; implements `GenerationEngine`."""
 
     def __init__(
         self,
@@ -97,12 +96,12 @@ class RemoteEngine:
         self._server, self._files, self._settings, self._on_lost = server, files, settings, on_lost
         self._ids = itertools.count()
         self._given = 0
-        """Ids of rows that the server has heard of are below."""
+        """Rows with lower ids have been sent to the server."""
         self._calls: dict[int, _Call] = {}
         """The call of each row in flight."""
         self._answers: dict[int, queue.SimpleQueue[dict[str, Any] | EngineLost]] = {}
         self._changed = threading.Condition()
-        """Held while rows, weights or the engine's state change; never while the server is waited for."""
+        """Held while rows, weights or the engine's state change; never while waiting for the server."""
         self._loading = self._asleep = self._closing = False
         self._failure: EngineLost | None = None
         self._load_lock = threading.Lock()
@@ -214,13 +213,13 @@ class RemoteEngine:
         """Return the answer to hello: the first message that is no beat (a server that hangs in its start sends beats
         too). Raises TimeoutError that says what took too long."""
         settings, begun_at = self._settings, time.monotonic()
-        silence_s = max(settings.silence_s, _START_SILENCE_S)
+        timeout_s = max(settings.message_timeout_s, _START_MESSAGE_TIMEOUT_S)
         while (left_s := begun_at + settings.start_s - time.monotonic()) > 0:
             try:
-                message = self._server.channel.receive(min(silence_s, left_s))
+                message = self._server.channel.receive(min(timeout_s, left_s))
             except TimeoutError as error:
-                if silence_s < left_s:
-                    raise TimeoutError(f"said nothing for {silence_s:g} s while it started") from error
+                if timeout_s < left_s:
+                    raise TimeoutError(f"sent nothing for {timeout_s:g} s while it started") from error
                 break
             if message is None or message["kind"] != "beat":
                 return message
@@ -231,7 +230,7 @@ class RemoteEngine:
         try:
             reason = self._take_messages()
         except TimeoutError:
-            reason = f"said nothing for {self._settings.silence_s:g} s"
+            reason = f"sent nothing for {self._settings.message_timeout_s:g} s"
         except ConnectionResetError:  # it was killed before it had read all that this side sent
             reason = f"ended {self._server.how_it_ended()}"
         except Exception as error:  # whatever it is: nobody else would tell those who wait
@@ -241,7 +240,7 @@ class RemoteEngine:
             if not self._closing:
                 self._server.close()
                 if self._on_lost is not None:
-                    self._on_lost(self._said_of_it(reason))  # first: it may end this process, and no stage fails
+                    self._on_lost(self._about_server(reason))  # first: it may end this process, and no stage fails
         finally:
             with self._changed:
                 self._failure = lost
@@ -255,7 +254,7 @@ class RemoteEngine:
         """Take messages until the connection ends, and return the reason of its end. Raises ProtocolError for a message
         that makes no sense here."""
         while True:
-            message = self._server.channel.receive(self._settings.silence_s)
+            message = self._server.channel.receive(self._settings.message_timeout_s)
             if message is None:
                 return f"ended {self._server.how_it_ended()}"
             kind = message["kind"]
@@ -271,7 +270,7 @@ class RemoteEngine:
     def _answer(self, message: dict[str, Any]) -> None:
         number = read_id(message, "call")
         if number not in self._answers:
-            raise ProtocolError(f"an answer to call {number}, which nobody waits for")
+            raise ProtocolError(f"an answer to call {number}, which was not made")
         self._answers[number].put(message)
 
     def _deliver(self, message: Mapping[str, Any]) -> None:
@@ -280,8 +279,8 @@ class RemoteEngine:
             call = self._calls.get(number)
             if call is None:
                 if not 0 <= number < self._given:
-                    raise ProtocolError(f"a row with the id {number}, which none has")
-                return  # it was given up while it finished
+                    raise ProtocolError(f"a row with id {number}, which was not sent")
+                return  # its caller left while it finished
             request = call.requests[number]
             result = self._result(request, message)
             del self._calls[number], call.requests[number]
@@ -314,7 +313,7 @@ class RemoteEngine:
             self._give_up(call)
 
     def _give_up(self, call: _Call) -> None:
-        """Tell the server that nobody waits for the rest of a call's rows."""
+        """Abort the rows of a call that are not finished."""
         with self._changed:
             left = [i for i in call.requests if self._calls.pop(i, None) is not None]
             if left and self._failure is None:
@@ -355,12 +354,12 @@ class RemoteEngine:
         """Return a new exception for each caller: an exception that is raised twice collects both traces."""
         return EngineLost(f"the engine has stopped: {self._failure}" if not self._closing else "the engine has stopped")
 
-    def _lost(self, what: str) -> EngineLost:
-        return EngineLost(f"{self._said_of_it(what)}; it said last:{self._server.last_lines()}")
+    def _lost(self, event: str) -> EngineLost:
+        return EngineLost(f"{self._about_server(event)}; its last output:{self._server.last_lines()}")
 
-    def _said_of_it(self, what: str) -> str:
+    def _about_server(self, event: str) -> str:
         who = f"{self.engine} ({self._settings.adapter})" if self.engine else self._settings.adapter
-        return f"the server of {who} {what}"
+        return f"the server of {who} {event}"
 
     def _on_the_wire(self, number: int, request: Request) -> dict[str, Any]:
         """Return the fields of `serving.adapter.ServedRow`."""
@@ -408,7 +407,7 @@ def read_ready(message: Mapping[str, Any]) -> ServerReady:
 
 
 def read_id(message: Mapping[str, Any], name: str) -> int:
-    """Return a number that this side gave. Raises ProtocolError for anything else."""
+    """Return an id of this side. Raises ProtocolError for anything else."""
     value = message.get(name)
     if not isinstance(value, int):
         raise ProtocolError(f"a message {message['kind']!r} whose {name} is {value!r:.80}")
@@ -424,7 +423,7 @@ def read_row(message: Mapping[str, Any], longest: int) -> tuple[np.ndarray, np.n
     is_row = all(arrays[name].dtype == dtype for name, dtype in names.items()) and tokens.ndim == 1
     if not is_row or not tokens.shape == logprobs.shape == versions.shape or not 1 <= len(tokens) <= longest:
         shapes = ", ".join(f"{name} {array.dtype} {list(array.shape)}" for name, array in arrays.items())
-        raise ProtocolError(f"a row of {shapes}, where {longest} tokens at most were asked for")
+        raise ProtocolError(f"a row of {shapes}; at most {longest} tokens were requested")
     return tokens, logprobs, versions
 
 

@@ -54,14 +54,16 @@ def environment_problem(python: str, wanted: Environment) -> str | None:
     except subprocess.TimeoutExpired:
         return f"it did not answer in {_LOOK_S:g} s"
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["it said nothing"]
-        return f"it is no Python that can be asked what it has: {lines[-1]}"
+        lines = done.stderr.strip().splitlines() or ["no output"]
+        return f"it cannot list its modules: {lines[-1]}"
     try:
         missing, version, of_python = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        return "it is no Python that can be asked what it has: it said nothing"
+        return "it cannot list its modules: no output"
     if tuple(of_python) < _OLDEST_PYTHON:
-        return f"it is Python {of_python[0]}.{of_python[1]}; must be {_OLDEST_PYTHON[0]}.{_OLDEST_PYTHON[1]} or newer"
+        return (
+            f"it is Python {of_python[0]}.{of_python[1]}, but must be {_OLDEST_PYTHON[0]}.{_OLDEST_PYTHON[1]} or newer"
+        )
     if missing:
         return f"its environment lacks {', '.join(missing)}"
     if version is None or not any(version == known or version.startswith(f"{known}.") for known in wanted.versions):

@@ -1,10 +1,10 @@
-"""End an engine's server and everything that it started when the process that started it is gone, however that went.
+"""Kill an engine's server with all its children when the process that started it ends, however it ends.
 
-    python guard.py GROUP FOLDER    GROUP: the server's process group; FOLDER: is removed then
+    python guard.py GROUP FOLDER    GROUP: the server's process group; FOLDER: a folder to remove then
 
-The server cannot do this itself: it may be stopped or stuck, and its children outlive it. Standard input is a pipe from
-the watched process. Nobody writes to it, and it ends with that process and not with one of its threads. `process.py`
-runs this file by its path, in a session of its own.
+The server cannot do this itself: it may be stopped or stuck, and its children would outlive it. Standard input is a
+pipe from the watched process. Nobody writes to it, and it closes when that process ends. `process.py` runs this file by
+its path, in a session of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import suppress
 
 def main(group: int, folder: str) -> None:
     sys.stdin.buffer.read()
-    with suppress(ProcessLookupError, PermissionError):  # nothing of it is left
+    with suppress(ProcessLookupError, PermissionError):  # the group has ended
         os.killpg(group, signal.SIGKILL)
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,7 +1,7 @@
-"""The server's process: started in another Python environment, watched, ended.
+"""Start, watch and end the server's process in another Python environment.
 
-this process ──┬──► server ──► what it starts     one process group, which ends as a whole
-               └──► guard.py                      ends it where this process cannot any more
+this process ──┬──► server ──► its children      one process group, which ends as a whole
+               └──► guard.py                     ends the group if this process dies
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ LAST_LINES = 15
 _END_S = 10.0
 """Seconds for a process to end after it has closed its connection."""
 SCRATCH = "stageline-engine-"
-"""Begins the name of a server's directory in the temporary folder; the id of the process that started it follows."""
+"""Prefix of a server's directory in the temporary folder; the id of the process that started it follows."""
 _SERVER = "stages.engines.remote.serving.server"
 _NOT_PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD")
 
 
 class ServerProcess:
-    """Owns the process with all that it starts, our end of the connection to it, and its log. None of it outlives this
-    process, however that ends."""
+    """Owns the process with all its children, our end of the connection, and its log. All of them end with this
+    process, however it ends."""
 
     def __init__(self, python: str, log: Path | None, modules: Path | None = None) -> None:
-        """`python`: the interpreter of the other environment, as an absolute path. `log`: file that its output is
-        appended to; None: a temporary file. `modules`: a folder that a user's own adapters are imported from. Raises
+        """`python`: absolute path of the other environment's interpreter. `log`: file to which its output is appended;
+        None: a temporary file. `modules`: a folder that a user's own adapters are imported from. Raises
         OSError, naming `python`, if it cannot be run."""
         with ExitStack() as stack:
             prefix = f"{SCRATCH}{os.getpid()}-"
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)))
-            # Of this project these alone, not what is installed beside them (of `storage` the draw needs `private`).
+            # Of this project only these two packages, and nothing that is installed beside them.
             for package in (stages, storage):
                 (folder / package.__name__).symlink_to(Path(str(package.__file__)).parent)
             path = [str(folder), *([str(modules)] if modules is not None else [])]
@@ -64,7 +64,7 @@ class ServerProcess:
                     stdout=output,
                     stderr=output,
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # so that what it starts is ended with it
+                    start_new_session=True,  # so that its children end with it
                 )
             stack.callback(self._end)
             watching = subprocess.Popen(
@@ -75,7 +75,7 @@ class ServerProcess:
                 start_new_session=True,
             )
             stack.enter_context(watching)
-            stack.callback(watching.kill)  # before the server: its process id may then be another's
+            stack.callback(watching.kill)  # before the server, whose process id may be reused afterwards
             self._closing = threading.Lock()
             self._stack = stack.pop_all()
 
@@ -92,7 +92,7 @@ class ServerProcess:
         try:
             return f"with status {self.process.wait(_END_S)}"
         except subprocess.TimeoutExpired:
-            return "its connection, and goes on"
+            return "its connection but still runs"
 
     def close(self) -> None:
         """End the server at once, with everything that it started. Its memory is free when this returns. A second call
@@ -101,6 +101,6 @@ class ServerProcess:
             self._stack.close()
 
     def _end(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # nothing of it is left
-            os.killpg(self.process.pid, signal.SIGKILL)  # also where it has ended itself: its ranks may go on
+        with suppress(ProcessLookupError, PermissionError):  # the group has ended
+            os.killpg(self.process.pid, signal.SIGKILL)  # also if it has ended by itself, since its ranks may still run
         self.process.wait()

@@ -1,4 +1,4 @@
-"""The places of a model's tensors on this host, so that another process can map them: in the model's own files, on the
+"""Find a model's tensors in files of this host, so that another process can map them: in the model's own files, on the
 weight board, or in a temporary file."""
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from stages.models.spec import ModelSpec, read_spec, tensor_shapes
 _SHARED_MEMORY = Path("/dev/shm")
 _HEADER = struct.Struct("<Q")
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Safetensors' names, and ours."""
+"""Safetensors' name of a dtype -> ours."""
 
 
 class ModelFiles:
-    """Owns what is known of a model's weights: where each tensor lies."""
+    """The place of each of a model's tensors."""
 
     def __init__(self, path: str) -> None:
         """`path`: a Hugging Face directory. Raises FileNotFoundError if it has no weights, WeightsError if they are
@@ -36,23 +36,20 @@ class ModelFiles:
         if missing:
             raise WeightsError(f"{missing[0]} (and {len(missing) - 1} more) is missing in {path}")
         self._refitted: frozenset[str] = frozenset()
-        """Names that a refit has brought: their values in the model's own files are no longer true."""
+        """Names of tensors that a refit has replaced. Their values in the model's own files are out of date."""
 
     @contextmanager
     def complete(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[list[TensorPlace]]:
         """Yield the places of all tensors of the model, with these in place of the model's own, until the block ends.
 
-        Raises WeightsError, naming the tensor, for a tensor that the model does not have, that has another shape, or
-        that has numbers which are not finite. Raises it too if a tensor is missing that an earlier call gave: its
-        values are no longer known."""
+        Raises WeightsError, naming the tensor, if the model has no such tensor, or if a shape differs or a number is
+        not finite. Raises it also if a tensor is missing that an earlier call had, since its values are unknown."""
         check_tensors(self.spec, tensors, complete=False)
         if not (isinstance(tensors, MappedTensors) and tensors.finite):
             check_finite(tensors)
         lost = sorted(self._refitted - tensors.keys())
         if lost:
-            raise WeightsError(
-                f"{lost[0]} (and {len(lost) - 1} more) came with the last weights and is missing in these"
-            )
+            raise WeightsError(f"{lost[0]} (and {len(lost) - 1} more) was in the last weights and is missing in these")
         mapped = dict(tensors.places) if isinstance(tensors, MappedTensors) else {}
         with tempfile.NamedTemporaryFile(dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None) as written:
             new = {name: mapped.get(name) or _write(written, name, tensor) for name, tensor in tensors.items()}

@@ -5,7 +5,7 @@
 
     client → server    hello     protocol, version (of the model's own weights), adapter, settings: sent first, once
                        generate  rows: each with an `id` that no other row has
-                       abort     ids: nobody waits for these rows any more
+                       abort     ids: forget these rows
                        load      call, version, tensors: file and place of each tensor of the whole model
                        sleep, wake, stats    call
                        close
@@ -39,11 +39,11 @@ _LENGTH = struct.Struct(">I")
 _TIME = struct.Struct("ll")
 """The system's `timeval`: seconds, microseconds."""
 _LARGEST = 1 << 30
-"""Bytes: rows are kilobytes. More is another protocol's bytes, taken for a length."""
+"""Most bytes of a message; rows have kilobytes. A larger length comes from another protocol."""
 
 
 class ProtocolError(RuntimeError):
-    """Bytes that are not this protocol's."""
+    """Bytes or a message that this protocol does not have."""
 
 
 class Channel:
@@ -65,7 +65,7 @@ class Channel:
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any] | None:
         """Return the next message; None if the other side has closed. Raises TimeoutError if nothing at all arrives
-        for `timeout_s`, ProtocolError for bytes that are no message."""
+        for `timeout_s`, ProtocolError for bytes that are not a message."""
         self._limit(timeout_s)
         head = self._exactly(_LENGTH.size)
         if head is None:
@@ -85,7 +85,7 @@ class Channel:
         return message
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # the other side was faster
+        with contextlib.suppress(OSError):  # the other side has closed already
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
@@ -128,4 +128,4 @@ def unpack_array(message: Any) -> np.ndarray:
     try:
         return np.frombuffer(message["data"], np.dtype(message["dtype"])).reshape(message["shape"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ProtocolError(f"no array: {error}") from error
+        raise ProtocolError(f"not an array: {error}") from error

@@ -1,15 +1,14 @@
-"""A judge's answers on disk: what was asked is never asked again, whatever became of the process that asked.
+"""A judge's answers on disk. An answered question is never asked again, even if the process that asked has died.
 
-    DIRECTORY/answers-*.jsonl    one file for each process that ever asked; whole lines are appended
+    DIRECTORY/answers-*.jsonl    one file per process that asked; whole lines are appended
       {key, model, messages, text, likeliest, time, seconds, attempts}
 
     question ──► key ──► index (SQLite, private to this process, on disk) ──► file, place, length ──► one line is read
 
-`key` is a digest of all that was sent, so that files of several judges and runs may lie together. Each process writes a
-file of its own and reads everybody's: that needs no locks, which not every filesystem has between hosts. The index is
-made anew from the files by each process, in a temporary file that the system removes with the process, so that memory
-does not grow with the number of answers. A last line that is cut short is a question that is asked again; so is a
-damaged line, with a warning.
+`key` is a digest of the whole request, so files of several judges and runs may share a directory. Each process writes
+its own file and reads all files. This needs no locks, which some filesystems lack between hosts. Each process builds
+the index from the files, in a temporary file that disappears with the process, so memory does not grow with the number
+of answers. If a line is cut short or damaged, its question is asked again (with a warning if it is damaged).
 """
 
 from __future__ import annotations
@@ -36,34 +35,35 @@ RETRY_S = 60.0
 """Seconds for which a transient error of the filesystem is retried."""
 _HEAD = re.compile(rb'\{"key": "([0-9a-f]{32})", ')
 _LONGEST_LINE = 64 << 20
-"""Bytes; an answer has 16 MiB at most."""
+"""Bytes. An answer has at most 16 MiB."""
 _BATCH = 10_000
-"""Lines that are put into the index together."""
+"""Lines that are inserted into the index together."""
 
 
 def question_key(body: Mapping[str, Any]) -> str:
-    """Return the digest of what is sent to a judge: its model, the messages, how it is to answer."""
+    """Return the digest of a request to a judge: its model, the messages, and how to answer."""
     return sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @dataclass
 class _File:
-    """A file of answers, and how far the index knows it."""
+    """A file of answers, and how much of it is in the index."""
 
     number: int
     path: Path | None
-    """None: this process's own, where there is no directory."""
+    """None: this process's own file, if there is no directory."""
     read: int = 0
     """Bytes whose lines are in the index."""
     size: int = 0
-    """Bytes that it had when it was last looked at."""
+    """Its size in bytes when it was last read."""
 
 
 class AnswerCache:
-    """This process's file of answers, and an index of all files of the directory. Several threads may use it."""
+    """Owns this process's file of answers and an index of all files in the directory. Thread-safe."""
 
     def __init__(self, directory: Path | None) -> None:
-        """None: answers are kept in a temporary file until `close`. Nothing is made before the first question."""
+        """`directory`: None keeps answers in a temporary file until `close`. No file is created before the first
+        answer."""
         self._directory = directory
         self._lock = threading.Lock()
         self._database: sqlite3.Connection | None = None
@@ -87,7 +87,7 @@ class AnswerCache:
             return answer
 
     def refresh(self) -> None:
-        """Read what other processes have added."""
+        """Read the answers that other processes have added."""
         with self._lock:
             if self._directory is None or not self._directory.is_dir():
                 return
@@ -106,7 +106,7 @@ class AnswerCache:
             file.read += len(data)
 
     def close(self) -> None:
-        """End the file and the index. Twice is harmless; what is added later begins another file."""
+        """Close the file and the index. A second call does nothing; a later `add` begins another file."""
         with self._lock:
             if self._descriptor >= 0:
                 os.close(self._descriptor)
@@ -117,7 +117,7 @@ class AnswerCache:
 
     def _index(self) -> sqlite3.Connection:
         if self._database is None:
-            # An empty name: a temporary file without a name, of which SQLite holds 2 MB in memory.
+            # The empty name makes a temporary file without a name. SQLite keeps 2 MB of it in memory.
             self._database = sqlite3.connect("", check_same_thread=False, isolation_level=None)
             self._database.execute(
                 "CREATE TABLE answers (key BLOB PRIMARY KEY, file INTEGER, start INTEGER, length INTEGER) WITHOUT ROWID"
@@ -134,7 +134,7 @@ class AnswerCache:
         return self._files.setdefault(path, _File(len(self._files), path))
 
     def _append(self, data: bytes) -> _File:
-        """Return the file that it was written to, behind the `read` bytes of before."""
+        """Append to this process's file, after the `read` bytes that it has, and return the file."""
         if self._own is None:
             path = None
             if self._directory is None:
@@ -196,7 +196,7 @@ class AnswerCache:
                         rows.clear()
         except PermissionError:
             if first:
-                _say(f"{path}: is not to be read; its questions are asked again")
+                _say(f"{path}: cannot be read (permission); its questions are asked again")
             return
         self._put(rows)
         if damaged or len(line) == _LONGEST_LINE:
@@ -208,5 +208,5 @@ def _packed(key: str) -> bytes:
 
 
 def _say(text: str) -> None:
-    """In the worker's log."""
+    """Write a warning to the worker's log."""
     print(f"WARNING: {text}", file=sys.stderr, flush=True)

@@ -70,7 +70,7 @@ class Budget:
 
 
 class Spending:
-    """This process's file about a judge's use. Several threads may use it."""
+    """Owns this process's file about a judge's use. Thread-safe."""
 
     def __init__(self, budget: Budget, directory: Path | None, judge: str) -> None:
         """`judge`: a name of the judge, the same in every process. `directory` None: only this process counts. Nothing
@@ -89,7 +89,7 @@ class Spending:
             end = self.budget.end(before + self._others()) if self.budget.limited else None
             if end is not None:
                 self._write(before)
-                raise BudgetSpent(f"{end}; every answer that came is kept")
+                raise BudgetSpent(f"{end}; all answers so far are kept")
 
     def answered(self, prompt_tokens: int, completion_tokens: int) -> None:
         """Count the tokens of an answer."""
@@ -112,9 +112,9 @@ class Spending:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(directory / self._file, os.O_WRONLY | os.O_CREAT, 0o600)
             try:
-                os.pwrite(descriptor, data, 0)  # always as long: a reader sees the numbers of before, or these
+                os.pwrite(descriptor, data, 0)  # always the same length: a reader sees either the old numbers or these
             finally:
-                os.close(descriptor)  # a network filesystem shows it to others now
+                os.close(descriptor)  # on a network filesystem, closing makes it visible to others
 
         retried(write, str(directory), RETRY_S)
 
@@ -125,7 +125,7 @@ class Spending:
         for path in self._directory.glob(f"spent-{self._judge}-*.txt"):
             numbers = path.read_text("utf8", errors="replace").split() if path.name != self._file else []
             if len(numbers) not in (0, 3) or not all(number.isdecimal() for number in numbers):
-                need = "write what it counted: requests, prompt tokens, completion tokens (three numbers)"
+                need = "write the numbers that it had: requests, prompt tokens, completion tokens"
                 raise RewardFailed(f"{path} is damaged; {need}")
             total += Spent(*map(int, numbers))
         return total

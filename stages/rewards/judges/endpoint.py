@@ -1,13 +1,12 @@
-"""Asking a judge behind an OpenAI-compatible endpoint (`POST URL/chat/completions`): vLLM, trtllm-serve and others.
+"""Ask a judge behind an OpenAI-compatible endpoint (`POST URL/chat/completions`): vLLM, trtllm-serve and others.
 
-    questions ──► at most `concurrency` at once ──► answer ──► kept at once
+    questions ──► at most `concurrency` at once ──► answer ──► stored at once
                         ▲        │ 429, 5xx, no connection, too slow, no JSON
-                        └─ wait ─┘ as long as Retry-After says (all questions do), or longer each time
+                        └─ wait ─┘ as long as Retry-After says (for all questions), or longer each time
 
-The judge is given up when a request fails that would be tried again later than `retry_s` after its last answer;
-then nothing is scored, and what was answered until then is kept. So it is when the judge's budget is used up; but
-requests that are under way then are waited for, since they are paid. The one place that imports aiohttp, when the first
-question is asked.
+The call fails when a request fails and its next try would be more than `retry_s` after the judge's last answer. Then no
+row is scored, and the answers so far are kept. It also fails when the judge's budget is used up, after the running
+requests have ended, since they are paid for. Only this module imports aiohttp, when the first question is asked.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from stages.rewards.judges.rubric import Answer, Question
 from stages.rewards.protocol import BudgetSpent, RewardFailed
 
 _AGAIN = frozenset({408, 425, 429, *range(500, 600)})
-"""HTTP statuses that may pass (gateways have their own beyond 504)."""
+"""HTTP statuses of errors that may pass (gateways have their own beyond 504)."""
 _SHORTEST_S, _LONGEST_S = 0.5, 30.0
 _SAID_EVERY_S = 10.0
 _SHOWN = 300
-"""Characters of a server's message that a person is shown."""
+"""Most characters of a server's message in an error."""
 _LARGEST = 16 << 20
-"""Bytes of an answer: more is none."""
+"""Most bytes of an answer."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,12 @@ class Endpoint:
 
     url: str
     key_env: str | None
-    """Environment variable with the key; its value is read when it is sent, and is kept nowhere."""
+    """Environment variable with the key. Its value is read for each call and stored nowhere."""
     concurrency: int
     timeout_s: float
     """Longest time of one request, in seconds."""
     retry_s: float
-    """Longest silence of the judge in seconds; running requests may then still finish."""
+    """Most seconds without an answer of the judge. Running requests may still finish then."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Received:
-    """An answer, and what it took."""
+    """An answer, with the time and the tries that it took."""
 
     answer: Answer
     seconds: float
@@ -74,11 +73,11 @@ class Received:
 
 @dataclass(frozen=True)
 class _Refusal:
-    """A request that had no answer, and may have one later."""
+    """A request that failed, and may succeed later."""
 
     why: str
     wait_s: float | None
-    """Seconds to wait, as the server asked; None: it did not ask."""
+    """Seconds to wait, if the server asked for it."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +86,11 @@ class _Completion:
 
     answer: Answer
     tokens: tuple[int, int] | None
-    """Tokens of the prompt and of the completion, by the server's count; None: it gave none."""
+    """Tokens of the prompt and of the completion, if the server counted them."""
 
 
 class _Retries:
-    """What all questions of a call share about the judge: its last answer, and the time until which it wants no
+    """The state of the judge, shared by all questions of a call: when it last answered, and until when it wants no
     requests."""
 
     def __init__(self, now: float, retry_s: float) -> None:
@@ -99,7 +98,7 @@ class _Retries:
         self._said = -math.inf
 
     def say(self, now: float, text: str) -> None:
-        """In the worker's log, now and then: all questions meet the same."""
+        """Write to the worker's log, but not too often, since all questions fail alike."""
         if now - self._said > _SAID_EVERY_S:
             self._said = now
             print(text, file=sys.stderr, flush=True)
@@ -112,11 +111,11 @@ def ask_endpoint(
     endpoint: Endpoint, asked: Mapping[str, Asked], keep: Callable[[str, Received], None], spending: Spending
 ) -> dict[str, Answer]:
     """Return the answer to each question, by its key. `keep` is called with each answer when it arrives. May be called
-    inside an event loop, as in a notebook; the loop then stands still until all is answered.
+    inside an event loop, as in a notebook; the loop then waits until all is answered.
 
     Raises:
-        RewardFailed: the judge refuses a request for good, or was silent for `retry_s`; names a row.
-        BudgetSpent: by `spending`; running requests were answered and kept.
+        RewardFailed: the judge refuses a request for good, or gave no answer for `retry_s`; names a row.
+        BudgetSpent: the budget is used up; running requests were answered and kept.
     """
     try:
         return _finished(_ask_all(endpoint, asked, keep, spending))
@@ -197,7 +196,7 @@ async def _until_answered(
             if outcome.tokens is not None:
                 spending.answered(*outcome.tokens)
             elif spending.budget.priced:
-                need = "its server counts no tokens (`usage`), which have prices here: leave prices and max_cost out"
+                need = "its server counts no tokens (`usage`), so they cannot be priced: leave prices and max_cost out"
                 raise RewardFailed(f"the judge at {endpoint.url} answered {asked.question}, but {need}")
             return Received(outcome.answer, round(now - started, 3), attempts)
         longer_s = min(_LONGEST_S, _SHORTEST_S * 2.0 ** min(attempts - 1, 30))
@@ -206,7 +205,7 @@ async def _until_answered(
             asks = "" if outcome.wait_s is None else f" It asks to be left alone for {wait_s:g} s."
             raise RewardFailed(
                 f"the judge at {endpoint.url} has answered nothing for {now - retries.answered:.0f} s of retry_s = "
-                f"{endpoint.retry_s:g}; the last that came of {asked.question}, attempt {attempts}: {outcome.why}."
+                f"{endpoint.retry_s:g}; the last error, for {asked.question}, attempt {attempts}: {outcome.why}."
                 f"{asks} Nothing is scored without it; all answers so far are kept"
             )
         retries.say(now, f"judge at {endpoint.url}: {outcome.why}; {asked.question} is asked again in {wait_s:g} s")
@@ -217,7 +216,7 @@ async def _until_answered(
 
 
 async def _request(session: Any, url: str, asked: Asked, limit_s: float, key: str | None) -> _Completion | _Refusal:
-    """Raise RewardFailed for an answer that no later request would change."""
+    """Send a request. Raises RewardFailed for an error that no later request would change."""
     aiohttp = importlib.import_module("aiohttp")
     try:
         async with session.post(
@@ -233,7 +232,7 @@ async def _request(session: Any, url: str, asked: Asked, limit_s: float, key: st
     except (aiohttp.ClientError, OSError) as error:
         return _Refusal(_without(key, f"{type(error).__name__}: {error}"), None)
     except ValueError as error:
-        return _Refusal(_without(key, f"its answer is no text: {error}"), None)
+        return _Refusal(_without(key, f"its answer is not text: {error}"), None)
     if text is None:
         return _Refusal(f"HTTP {status}, and more than {_LARGEST >> 20} MiB", None)
     said = f"HTTP {status}: {_without(key, ' '.join(text.split()))[:_SHOWN]}"
@@ -249,15 +248,16 @@ async def _request(session: Any, url: str, asked: Asked, limit_s: float, key: st
             _without(key, str(choice["message"].get("content") or "")), _likeliest(choice) if wants else None
         )
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError):
-        return _Refusal(f"no chat completion, but {said}", None)
+        return _Refusal(f"it is no chat completion: {said}", None)
     if wants and answer.likeliest == ():
-        need = "its server offers no top_logprobs, by which read: likelihood judges: read: text"
+        need = "its server offers no top_logprobs, which read: likelihood needs; use read: text"
         raise RewardFailed(f"the judge at {url} answered {asked.question} without them: {need}")
     return _Completion(answer, _tokens(completion))
 
 
 async def _read_text(response: Any) -> str | None:
-    """None where it is larger than any answer. JSON is UTF-8; what comes with an error's status may be anything."""
+    """Return the text of a response, or None if it is too large. JSON is UTF-8; the text of an error may be
+    anything."""
     data = bytearray()
     async for part in response.content.iter_chunked(1 << 16):
         data += part
@@ -267,8 +267,8 @@ async def _read_text(response: Any) -> str | None:
 
 
 def retry_after_s(header: str, now: float) -> float | None:
-    """Seconds that a Retry-After asks for, which is a number of them or a date; None where it is neither. `now`: in
-    seconds since the epoch."""
+    """Return the seconds that a Retry-After asks for. It is a number of seconds or a date; None if it is neither.
+    `now`: seconds since the epoch."""
     with suppress(ValueError):
         return max(0.0, float(header))
     with suppress(ValueError, TypeError):
@@ -291,7 +291,7 @@ def _likeliest(choice: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
     top = content[0].get("top_logprobs") or () if content else ()
     named = [(str(one["token"]), float(one["logprob"])) for one in top]
     if any(math.isnan(log_prob) or log_prob == math.inf for _, log_prob in named):
-        raise ValueError("log-probs that are no numbers")
+        raise ValueError("log-probs that are not numbers")
     possible = tuple((token, log_prob) for token, log_prob in named if log_prob > -math.inf)
     if named and not possible:
         raise ValueError("no token is possible")
@@ -299,5 +299,5 @@ def _likeliest(choice: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
 
 
 def _without(key: str | None, text: str) -> str:
-    """Return a text of the server without the key, which it may have repeated."""
+    """Return a text of the server without the key, which the server may have repeated."""
     return text if not key else text.replace(key, "***")

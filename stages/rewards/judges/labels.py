@@ -1,5 +1,5 @@
-"""From a judge's verdicts to a preference set: rows of prompt, chosen and rejected response, as the training of a
-reward model reads them. Pure, but for the asking.
+"""Turn a judge's verdicts into a preference set: rows of prompt, chosen and rejected response, from which a reward
+model is trained. Pure, except for the calls of `ask`.
 
     candidates of a prompt ──► pairs ──► judge, both orders (or a grade each) ──► label, or why there is none
 """
@@ -18,8 +18,8 @@ from stages.rewards.judges.rubric import Ask, BothOrders, Rubric, compare, grade
 from stages.rewards.protocol import Sample
 
 TIE, UNPARSED, EQUAL, BLANK, ALONE = "ties", "unparsed", "equal", "blank", "alone"
-"""Why a pair has no label: margin too small, an answer that counts for nothing, the same text twice, an empty text;
-and a prompt with one response has no pair."""
+"""Why a pair has no label: the margin is too small, an answer is not valid, both texts are equal, a text is empty; or
+the prompt has only one response."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ Asking = Sequence[tuple[Candidates, Sequence[tuple[int, int]]]]
 
 @dataclass(frozen=True)
 class _Judged:
-    """A pair as it was judged."""
+    """The verdict on a pair."""
 
     gap: float
-    """Above 0: the first is the better one."""
+    """Above 0 if the first response is better."""
     if_first: Mapping[str, float]
     """Record of the judge's verdicts, with the chosen response first."""
     if_second: Mapping[str, float]
@@ -53,8 +53,8 @@ class _Judged:
 def pairs_of(
     candidates: Candidates, number: int, seed: int, most: int | None
 ) -> tuple[list[tuple[int, int]], Counter[str]]:
-    """Pairs of responses that can be compared, by their numbers: all of them, or `most` that are drawn; and how many
-    cannot be. `number`: of the prompt in its source."""
+    """Return the pairs of responses that can be compared (all, or a random choice of `most`), and how many pairs cannot
+    be compared. `number`: number of the prompt in its source."""
     dropped = Counter({ALONE: 1} if len(candidates.responses) < 2 else {})
     usable: list[tuple[int, int]] = []
     for one, other in combinations(range(len(candidates.responses)), 2):
@@ -118,7 +118,7 @@ def _sample(candidates: Candidates, response: str, number: int) -> Sample:
 
 
 def _graded(rubric: Rubric, ask: Ask, asked: Asking) -> list[list[_Judged | None]]:
-    """Return each pair's verdict by a grade for each response; None: a grade could not be read."""
+    """Return each pair's verdict from a grade for each response; None if a grade could not be read."""
     places = [(number, response) for number, (_, pairs) in enumerate(asked) for response in sorted({*sum(pairs, ())})]
     samples = [_sample(asked[n][0], asked[n][0].responses[response], n) for n, response in places]
     grades = dict(zip(places, grade(rubric, ask, samples), strict=True))
@@ -135,7 +135,7 @@ def _graded(rubric: Rubric, ask: Ask, asked: Asking) -> list[list[_Judged | None
 
 
 def _compared(rubric: Rubric, ask: Ask, asked: Asking) -> list[list[_Judged | None]]:
-    """Return each pair's verdict by the shares from both orders."""
+    """Return each pair's verdict from the comparisons in both orders."""
     questions = [
         (_sample(candidates, candidates.responses[one], number), candidates.responses[one], candidates.responses[other])
         for number, (candidates, pairs) in enumerate(asked)
@@ -146,11 +146,12 @@ def _compared(rubric: Rubric, ask: Ask, asked: Asking) -> list[list[_Judged | No
 
 
 def _of_orders(both: BothOrders) -> _Judged | None:
-    ahead, behind = both.first_shown_first, both.first_shown_last
-    if ahead is None or behind is None:
+    shown_first, shown_last = both.first_shown_first, both.first_shown_last
+    if shown_first is None or shown_last is None:
         return None
 
-    def named(shown_first: float, shown_last: float) -> dict[str, float]:
-        return {"chosen_shown_first": round(shown_first, 6), "chosen_shown_last": round(shown_last, 6)}
+    def named(first: float, last: float) -> dict[str, float]:
+        return {"chosen_shown_first": round(first, 6), "chosen_shown_last": round(last, 6)}
 
-    return _Judged(ahead + behind - 1, named(ahead, behind), named(1 - behind, 1 - ahead))
+    gap = shown_first + shown_last - 1
+    return _Judged(gap, named(shown_first, shown_last), named(1 - shown_last, 1 - shown_first))

@@ -1,7 +1,7 @@
-"""The rewards of kind `judge` and `local_judge`: the same rubric and the same verdicts, of a model behind an endpoint
-or in this process.
+"""The rewards of kind `judge` and `local_judge`. Both read the same rubric and return the same verdicts; one asks a
+model behind an endpoint, the other a model of this process.
 
-    rows ──► questions ──┬─ judge ──► cache ─ what it lacks ─► endpoint ──► first token's likeliest, or text ─┐
+    rows ──► questions ──┬─ judge ──► cache ─ if not there ──► endpoint ──► first token's likeliest, or text ─┐
                          └─ local_judge ──► chat template ──► model ──► the next token's likeliest ───────────┴─► scores
 """
 
@@ -27,24 +27,23 @@ from stages.rewards.judges.budget import Budget, Spending
 from stages.rewards.judges.endpoint import Asked, Endpoint, Received, ask_endpoint
 from stages.rewards.judges.rubric import GROUP, Answer, Question, make_rubric, scored
 from stages.rewards.learned import DTYPES, EACH_ALONE, HERE, Holds, Loading
-from stages.rewards.protocol import RewardFailed, Sample, Scored
+from stages.rewards.protocol import Reward, RewardFailed, Sample, Scored
 from stages.rewards.registry import UnfitReward
 from storage.problems import Problem, above, at_least
 
 ANSWERS = "judge"
-"""Directory of a judge's answers, and of what it has used up, in a run's."""
+"""Folder in a run's directory with a judge's answers and its use."""
 MOST_LIKELIEST = 20
-"""Tokens that servers name with their log-probs, at most, unless they are told otherwise."""
+"""Most tokens for which servers return log-probs by default."""
 Reads = Literal["likelihood", "text"]
 
 
-class JudgeReward:
-    """A judge behind an endpoint, with its cache of answers and its budget. The score is the grade, or how much better
-    than others a response was found; see `verdicts.scored`."""
+class JudgeReward(Reward):
+    """Owns the cache of answers of a judge behind an endpoint. The score is the grade, or how much better than others a
+    response was found; see `rubric.scored`."""
 
     deterministic = False
-    """A server's last bits depend on what else it computes; what the cache has is the same for ever."""
-    batch_tokens: int | None = None
+    """A server's last bits depend on its other requests; cached answers never change."""
 
     def __init__(
         self,
@@ -75,19 +74,20 @@ class JudgeReward:
         """Raises UnfitReward, naming the argument.
 
         Args:
-            url: of the API, including its version: http://HOST:8000/v1.
-            model: the server's name of it.
+            url: URL of the API, including its version: http://HOST:8000/v1.
+            model: the model's name on the server.
             on_unparsed, rubric, rubric_file, answers, against, system, delimit: see `make_rubric`.
             read: the likeliest first tokens, or the text of the answer.
-            max_tokens: of an answer that is read as text.
+            max_tokens: most tokens of an answer that is read as text.
             likeliest: number of tokens whose log-probs are requested.
-            key_env: environment variable with the server's key; None: it needs none.
+            key_env: environment variable with the server's key; None: the server needs no key.
             concurrency: simultaneous requests of each scoring worker.
-            timeout_s: of a request. retry_s: longest silence of the judge before the run stops.
-            cache: directory of its answers; None: `judge` in the run's, or none outside a run.
+            timeout_s: time-out of a request.
+            retry_s: most seconds without an answer before the run stops.
+            cache: directory of its answers; None: `judge` in the run's directory, or none outside a run.
             body: more fields of the request; null removes one.
             max_requests, max_cost: the run's budget for this judge; None: no limit.
-            prompt_price, completion_price: of a million tokens, in the unit of `max_cost`.
+            prompt_price, completion_price: price of a million tokens, in the unit of `max_cost`.
         """
         self.rubric = make_rubric(rubric, rubric_file, answers, on_unparsed, against, system, delimit)
         self.fields = self.rubric.fields
@@ -127,8 +127,8 @@ class JudgeReward:
         return scored(self.rubric, self.ask, samples)
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
-        """Return the answers, in the order of the questions. Of what the cache lacks, the judge is asked; each question
-        once. Raises RewardFailed."""
+        """Return the answers, in the order of the questions. The judge is asked once for each question that is not in
+        the cache. Raises RewardFailed."""
         asked = [Asked(question, {**self._body, "messages": list(question.messages)}) for question in questions]
         keys = [question_key(one.body) for one in asked]
         self._cache.refresh()
@@ -150,7 +150,7 @@ class JudgeReward:
         return [found[key] for key in keys]
 
     def counts(self) -> Mapping[str, float]:
-        """Return the requests, and what they cost where tokens have prices, of all of the run's processes so far."""
+        """Return the requests of all processes of the run so far, and their cost if tokens have prices."""
         total, budget = self._spending.total(), self._spending.budget
         return {"requests": total.requests} | ({"cost": budget.cost(total)} if budget.priced else {})
 
@@ -158,9 +158,9 @@ class JudgeReward:
         self._cache.close()
 
 
-class LocalJudgeReward:
-    """A language model of this process as a judge. Its verdict is that of `JudgeReward` with `read: likelihood` on a
-    server with the same model: by the next token after the chat template."""
+class LocalJudgeReward(Reward):
+    """Owns a use of a language model of this process as a judge. It reads the next token after the chat template, so
+    its verdict is that of `JudgeReward` with `read: likelihood` on a server with the same model."""
 
     def __init__(
         self,
@@ -181,10 +181,10 @@ class LocalJudgeReward:
         Args:
             path: the model's directory, with a chat template.
             on_unparsed, rubric, rubric_file, answers, against, system, delimit: see `make_rubric`.
-            likeliest: an answer counts if it is among so many likeliest tokens.
-            dtype: of the forward.
-            pass_tokens: questions are packed into passes of so many tokens; None: one question a pass, so that its
-                verdict does not depend on other questions.
+            likeliest: an answer counts if it is among this many likeliest tokens.
+            dtype: dtype of the forward pass.
+            pass_tokens: most tokens of a pass, into which questions are packed; None: one question per pass, so that
+                its verdict does not depend on other questions.
         """
         self.rubric = make_rubric(rubric, rubric_file, answers, on_unparsed, against, system, delimit)
         self.fields = self.rubric.fields
@@ -201,7 +201,7 @@ class LocalJudgeReward:
         try:
             self._tokenizer.apply_chat_template([*first, {"role": "user", "content": "x"}])
         except (ValueError, TemplateError) as error:
-            need = f"its chat template cannot say the rubric's messages ({error}): give an instruction-tuned model"
+            need = f"its chat template cannot express the rubric's messages ({error}): give an instruction-tuned model"
             raise UnfitReward(Problem("path", path, need)) from error
         self.deterministic = pass_tokens is None and against != GROUP
         self._likeliest = likeliest
@@ -213,7 +213,8 @@ class LocalJudgeReward:
         return scored(self.rubric, self.ask, samples)
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
-        """Raise RewardFailed for a question that is longer than the model's context."""
+        """Return the answers, in the order of the questions. Raises RewardFailed for a question that is longer than the
+        model's context."""
         rows = [self._tokenizer.apply_chat_template(question.messages) for question in questions]
         for question, row in zip(questions, rows, strict=True):
             if len(row) > self._context:
@@ -246,7 +247,7 @@ def _refuse_odd_url(url: str) -> None:
     except ValueError:
         odd = True
     if odd:
-        need = "must be the URL of an API, up to and with its version: http://HOST:8000/v1"
+        need = "must be the URL of an API, including its version: http://HOST:8000/v1"
         raise UnfitReward(Problem("url", url if "@" not in url else "(not shown)", need))
     if "@" in parts.netloc or parts.query or parts.fragment:
         need = "must hold no user, password or query, since configs are logged: key_env names a variable with the key"
@@ -256,14 +257,14 @@ def _refuse_odd_url(url: str) -> None:
 
 
 _NOT_IN_BODY = {
-    "messages": "they are the rubric's, and `system`: leave it out",
-    "stream": "an answer is read whole: leave it out",
+    "messages": "the messages come from the rubric and `system`: leave it out",
+    "stream": "answers are read as a whole: leave it out",
     "n": "one answer is read: leave it out",
 }
 
 
 def _refuse_odd_body(body: Mapping[str, Any]) -> None:
-    """Fields that would be overwritten, or make an answer that cannot be read."""
+    """Refuse fields that would be overwritten, or would make the answer unreadable."""
     for name, need in _NOT_IN_BODY.items():
         if body.get(name):
             raise UnfitReward(Problem(f"body.{name}", body[name], need))
@@ -298,13 +299,13 @@ def _refuse_clear_key(url: str, key_env: str | None) -> None:
 
 
 def _model_problem(path: str) -> str | None:
-    """Why there is no language model at a path; None where there is one."""
+    """Return why there is no language model at a path, or None if there is one."""
     try:
         read_spec(path)
         if not is_random(path):
             weight_files(path)
         if is_classifier(path):
-            return "it is a reward model, which answers no questions: kind: model scores with it"
+            return "it is a reward model, which cannot answer questions; use kind: model to score with it"
         read_tokenizer(path)
     except (OSError, ValueError) as error:
         return f"{error}: give the directory of an instruction-tuned language model in Hugging Face layout"

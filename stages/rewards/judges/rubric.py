@@ -1,18 +1,18 @@
-"""The questions for a judge, and the reading of its answers: a text with named fields, filled in for each row. Pure.
+"""Fill in a judge's questions for each row, and read its answers. Pure.
 
-    graded       {prompt} {response}              one question for a row
-    pairwise     {prompt} {first} {second}        two for each pair: either response comes first once
+    graded       {prompt} {response}              one question per row
+    pairwise     {prompt} {first} {second}        two questions per pair: each response comes first once
     both         {NAME}                           the prompt's field NAME in its source
 
 A response is data. A policy that is trained on the verdict will find texts that address the judge. So each response is
 put between tags, `<response-TAG>` and `</response-TAG>`, and the message begins by saying so. TAG is a digest of the
-responses themselves, drawn again while it occurs in one of them: no response can close its own tags, and a replay asks
-the same.
+responses, computed again while it occurs in one of them. So no response can close its own tags, and a replay asks the
+same question.
 
 An answer becomes a number in one of two ways:
 
-likelihood   sum over answers a of P(a) worth(a), P restricted to the answers, of the first token text         the worth
-of the last word
+    likelihood   sum over answers a of P(a) worth(a), where P is the first token's distribution over the answers
+    text         the worth of the last word
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from stages.rewards.registry import UnfitReward
 from storage.problems import Problem
 
 GROUP = "group"
-"""`against`: the other responses to the same prompt."""
+"""Value of `against` that compares with the other responses to the same prompt."""
 GRADES: dict[str, float] = {"1": 1.0, "2": 2.0, "3": 3.0, "4": 4.0, "5": 5.0}
 CHOICES: dict[str, float] = {"A": 1.0, "B": 0.0}
-"""Answers where the config has none, graded and pairwise."""
+"""Default answers of a graded and of a pairwise judge."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """The questions about a row."""
+    """A question about a row."""
 
     messages: tuple[Mapping[str, str], ...]
     row: int
     """Row number, for messages to people."""
     prompt: str
-    """The other row, for messages to people."""
+    """The row's prompt, for messages to people."""
 
     def __str__(self) -> str:
         return f"row {self.row} (prompt {self.prompt[:60]!r})"
@@ -57,16 +57,16 @@ class Rubric:
     """A judge's task."""
 
     pieces: tuple[tuple[str, str | None], ...]
-    """A text, and the field that comes after it; None: none."""
+    """Texts, each with the name of the field after it, or None."""
     answers: Mapping[str, float]
-    """Worth of each answer; pairwise: how much better the first response is, 0 to 1."""
+    """Worth of each answer. Pairwise: how much better the first response is, 0 to 1."""
     on_unparsed: float
     """Worth of any other answer."""
     against: str | None = None
     """None: graded. Pairwise: `GROUP`, or the prompt's field with the answer to compare with."""
     system: str | None = None
     delimit: bool = True
-    """Responses are put between tags."""
+    """True: put responses between tags."""
 
     @property
     def fields(self) -> frozenset[str]:
@@ -75,7 +75,8 @@ class Rubric:
         return frozenset(named | ({self.against} if self.against not in (None, GROUP) else set()))
 
     def question(self, sample: Sample, responses: Mapping[str, str]) -> Question:
-        """Filled. `responses`: by the name of their fields. Raises RewardFailed for a field that the prompt lacks."""
+        """Return the question about a row. `responses`: by the name of their field. Raises RewardFailed if the prompt
+        lacks a field."""
         values, note = {"prompt": prompt_text(sample), **responses}, ""
         if self.delimit:
             tag = _tag(responses.values())
@@ -102,7 +103,7 @@ def make_rubric(
 ) -> Rubric:
     """Return the rubric of a judge's arguments. Raises UnfitReward, naming the argument."""
     if (rubric is None) == (rubric_file is None):
-        need = "give either that or rubric_file, a path: the text that the judge reads, with {prompt} and the like"
+        need = "give either rubric, the text that the judge reads, with {prompt} and the like, or rubric_file, its path"
         raise _unfit("rubric", rubric, need)
     if rubric_file is not None:
         try:
@@ -117,7 +118,7 @@ def make_rubric(
     if not all(map(math.isfinite, worth.values())) or len(set(worth.values())) < 2:
         raise _unfit("answers", worth, "must be worth finite numbers that are not all the same")
     if against is not None and not all(0 <= value <= 1 for value in worth.values()):
-        raise _unfit("answers", worth, "how much better the first is: 0 to 1, as in {A: 1, B: 0, C: 0.5}")
+        raise _unfit("answers", worth, "must say how much better the first is, 0 to 1, as in {A: 1, B: 0, C: 0.5}")
     if not math.isfinite(on_unparsed):
         raise _unfit("on_unparsed", on_unparsed, "must be a finite number")
     if against is not None and not against:
@@ -164,10 +165,14 @@ def _pieces(key: str, text: str, against: str | None) -> tuple[tuple[str, str | 
     try:
         parsed = [*string.Formatter().parse(text)]
     except ValueError as error:
-        raise _unfit(key, text, f"{error}: a brace that is none of a field is written twice") from error
+        raise _unfit(key, text, f"{error}: write a brace that belongs to no field twice") from error
     for _, name, form, conversion in parsed:
         if name is not None and (not name.isidentifier() or form or conversion):
-            raise _unfit(key, text, f"{{{name}}} is no field: a name alone; a brace that is none is written twice")
+            raise _unfit(
+                key,
+                text,
+                f"{{{name}}} is not a field name; write a brace that belongs to no field twice",
+            )
     named = {name for _, name, _, _ in parsed}
     missing = sorted(_given_fields(against) - {"prompt"} - named)
     if missing:
@@ -178,7 +183,7 @@ def _pieces(key: str, text: str, against: str | None) -> tuple[tuple[str, str | 
         raise _unfit(key, text, need)
     others = {"first", "second"} if against is None else {"response"}
     if others & named:
-        need = f"{{{min(others & named)}}} is of {'pairwise' if against is None else 'graded'} judges (against)"
+        need = f"{{{min(others & named)}}} is for {'pairwise' if against is None else 'graded'} judges (against)"
         raise _unfit(key, text, need)
     return tuple((before, name) for before, name, _, _ in parsed)
 
@@ -251,8 +256,8 @@ def compare(rubric: Rubric, ask: Ask, pairs: Sequence[tuple[Sample, str, str]]) 
     ]
     found = [verdict(answer, rubric.answers) for answer in ask(questions)]
     return [
-        BothOrders(ahead, None if behind is None else 1 - behind)
-        for ahead, behind in zip(found[::2], found[1::2], strict=True)
+        BothOrders(shown_first, None if swapped is None else 1 - swapped)
+        for shown_first, swapped in zip(found[::2], found[1::2], strict=True)
     ]
 
 
@@ -277,7 +282,7 @@ def scored(rubric: Rubric, ask: Ask, samples: Sequence[Sample]) -> Scored:
 def _against_others(
     rubric: Rubric, ask: Ask, samples: Sequence[Sample]
 ) -> list[list[tuple[float | None, float | None]]]:
-    """Both orders' verdicts of each row, for each that it was compared with."""
+    """Return each row's verdicts in both orders, one pair for each response that it was compared with."""
     if rubric.against != GROUP:
         pairs = [(sample, sample.response, rubric.reference(sample)) for sample in samples]
         return [[(c.first_shown_first, c.first_shown_last)] for c in compare(rubric, ask, pairs)]
@@ -285,9 +290,10 @@ def _against_others(
     asked = [(samples[one], samples[one].response, samples[other].response) for one, other in numbers]
     found: list[list[tuple[float | None, float | None]]] = [[] for _ in samples]
     for (one, other), both in zip(numbers, compare(rubric, ask, asked), strict=True):
-        ahead, behind = both.first_shown_first, both.first_shown_last
-        found[one].append((ahead, behind))
-        found[other].append((None if ahead is None else 1 - ahead, None if behind is None else 1 - behind))
+        verdicts = both.first_shown_first, both.first_shown_last
+        found[one].append(verdicts)
+        first, last = (None if value is None else 1 - value for value in verdicts)
+        found[other].append((first, last))
     return found
 
 

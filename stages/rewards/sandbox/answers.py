@@ -1,13 +1,13 @@
 """Score sampled text with code that may evaluate it, one answer at a time.
 
-    worker            sandbox: the scorer, loaded once            fork of it, confined further
+    worker            sandbox: the scorer, loaded once            its fork, with fewer rights
       ask ──fields──►   may the answer run code?
-                          no: the fork that such answers share ──►  prepare: the run's own; score: reads the answer
-                          yes: a fork of its own ────────────────►  the same, and ends
-      ◄───score, or why it was stopped────────────────────────────  one number, no more
+                          no: the fork that such answers share ──►  prepare the problem, score the answer
+                          yes: a fork of its own ────────────────►  the same, then end
+      ◄───score, or why it was stopped────────────────────────────  a single number
 
-An answer that runs code sees the scorer as it was loaded, and cannot change it for later answers. It can forge its own
-score, up to 1, because it is evaluated in its scorer's process.
+An answer that runs code starts from the freshly loaded scorer, and cannot change it for later answers. It can forge its
+own score, up to 1, because it is evaluated in its scorer's process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ STOPPED = "stopped"
 _MEMORY_BYTES = 2 << 30
 """Address space of an answer and its scorer."""
 _LONGEST_S = START_S + 10.0
-"""Beyond the time for an answer: for the sandbox, which stops an answer by itself, to prepare it and to reply."""
+"""Seconds beyond the time for an answer, in which the sandbox prepares it and replies. The sandbox itself stops a slow
+answer."""
 _LONGEST_REASON = 300
 _LONGEST_REPLY_BYTES = 1 << 16
 _SLOW = "it took too long"
@@ -49,11 +50,11 @@ _STRING = re.compile(r"['\"]|__|\.\s*[^\W\d]")
 
 
 class UnconfinedAnswers(Exception):
-    """This host lacks what text needs that is evaluated: says what."""
+    """This host cannot confine text that is evaluated. The message says what it lacks."""
 
 
 class AnswerScorer:
-    """The process that scores answers. One thread at a time uses it."""
+    """Owns the process that scores answers. One thread at a time uses it."""
 
     def __init__(self, make: str, args: Mapping[str, Any], timeout_s: float, *, trust: bool = True) -> None:
         """`make`: `module:name` of a function that makes an `AnswerScoring` from `args`, in the sandbox. `timeout_s`:
@@ -74,8 +75,8 @@ class AnswerScorer:
             raise UnconfinedAnswers(f"this host cannot keep an answer that is evaluated from {', '.join(missing)}")
 
     def __call__(self, asked: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
-        """Return the scores, 0 of an answer that was stopped; and for each 1 if it was. Raises RewardFailed where a
-        problem could not be prepared."""
+        """Return the score of each answer (0 if it was stopped), and for each 1 if it was stopped, else 0. Raises
+        RewardFailed if a problem could not be prepared."""
         scores, stopped = [0.0] * len(asked), [0.0] * len(asked)
         first = ""
         for row, fields in enumerate(asked):
@@ -96,7 +97,7 @@ class AnswerScorer:
         self._sandbox.close()
 
     def _reply(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what the sandbox says of an answer. One that takes the sandbox along was stopped."""
+        """Return the sandbox's reply. An answer that ends the whole sandbox counts as stopped."""
         try:
             if self._lost:
                 self._sandbox.restart()
@@ -119,11 +120,12 @@ class AnswerScoring(Protocol):
     """The scorer that a sandbox loads."""
 
     def evaluated(self, fields: Mapping[str, Any]) -> str:
-        """Return the text that `score` may evaluate as code, "" where it evaluates none."""
+        """Return the text that the scorer may evaluate as code, "" if it evaluates none."""
         ...
 
     def prepare(self, fields: Mapping[str, Any]) -> Callable[[], float]:
-        """Return what scores the answer, 0 to 1. Whatever this raises is the run's fault, not the answer's."""
+        """Return a function that scores the answer, 0 to 1. An exception here is an error of the run, not of the
+        answer."""
         ...
 
 
@@ -131,18 +133,18 @@ def serve(channel: SandboxChannel, start: Mapping[str, Any]) -> None:
     """Score the answers that come over the channel, in forks of this process."""
     scorer: AnswerScoring = resolve(start["make"])(**start["args"])
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for output in (1, 2):  # what text prints is in nobody's log
+    for output in (1, 2):  # output of evaluated text does not go to the log
         os.dup2(nowhere, output)
     gc.collect()
-    gc.freeze()  # a fork's collector would copy the page of every object
+    gc.freeze()  # a collection in a fork would copy every page that holds an object
     channel.send({})
     shared: _Fork | None = None
     while True:
         fields = channel.receive()
         alone = may_run_code(scorer.evaluated(fields))
         if alone:
-            with suppress(Exception):  # the fork says what is wrong
-                scorer.prepare(fields)  # here once, not again in every fork
+            with suppress(Exception):  # the fork reports what is wrong
+                scorer.prepare(fields)  # cached here once for all forks
         fork = shared if shared is not None and not alone else _Fork(scorer, start["timeout_s"])
         reply = fork.ask(fields)
         channel.send(reply)  # the worker sends the next answer while this fork ends
@@ -177,10 +179,10 @@ class _Fork:
         self._channel = SandboxChannel(ours)
 
     def ask(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return {score}, {stopped: why}, or {error} where it lies with the run's problem."""
+        """Return {score}, {stopped: why}, or {error} if the run's problem is at fault."""
         try:
             self._channel.send(fields, START_S)
-            first = self._channel.receive(START_S)  # from before the answer is looked at
+            first = self._channel.receive(START_S)  # sent before the answer is evaluated
         except (TimeoutError, EOFError, OSError) as error:
             return {"error": f"row {fields['row']}: its problem could not be made: {_one_line(error)}"}
         if first:
@@ -220,13 +222,13 @@ def _score_all(scorer: AnswerScoring, end: socket.socket, timeout_s: float) -> N
             fields = channel.receive()
             try:
                 score = scorer.prepare(fields)
-            except Exception as error:  # whatever a task's own code raises: the worker names it
+            except Exception as error:  # any exception of a task's own code; the worker reports it
                 channel.send(str(error) if isinstance(error, RewardFailed) else _one_line(error))
                 continue
             channel.send("")
             seconds = math.ceil(time.process_time() + timeout_s)
             resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
-            random.seed(0)  # a scorer may draw
+            random.seed(0)  # a scorer may use random numbers
             try:
                 said: float | str = float(score())
             except BaseException as error:  # text may raise anything, SystemExit included

@@ -1,4 +1,4 @@
-"""Messages between a process and the one that it confines: JSON, each after its length."""
+"""Messages between a worker and a confined process: JSON, each preceded by its length."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SandboxChannel:
         """End both directions, also for a thread that waits in another call of this end."""
         try:
             self._end.shutdown(socket.SHUT_RDWR)
-        except OSError:  # it is over already
+        except OSError:  # the other end is closed already
             return
 
     def close(self) -> None:

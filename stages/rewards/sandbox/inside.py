@@ -6,13 +6,13 @@
           code                                               whatever it starts
             whatever it starts
 
-The worker sees only the keeper, which ends as the code ended. When the worker ends (in any way), or asks for it,
-everything beneath the keeper is killed, whatever sessions and groups it has made.
+The worker sees only the keeper, which ends with the exit status of the code. When the worker ends (in any way) or asks
+for it, all processes beneath the keeper are killed, also those in other sessions and process groups.
 
-    first message   the order (`process.Sandbox`)   confine, answer with what is in force
+    first message   the order (`process.Sandbox`)   confine this process, answer with the protections in force
     afterwards      the function `serve` of the order has the channel
 
-Loads no other part of Stageline until it is confined.
+No other part of Stageline is loaded until the process is confined.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ MOST_PROCESSES = 4096
 _LARGEST_FILE_BYTES = 1 << 34
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _CODE = ("/usr", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/sys/devices/system/cpu")
-"""Besides Python's own folders, what is read where only code may be read."""
+"""Besides Python's own folders: paths that can be read where only code may be read."""
 _SHARED_MEMORY = "/dev/shm"
 _LIMITED_PER_NAMESPACE = (6, 14)
-"""First Linux version in which `kernel.pid_max` is a setting of each namespace; before, it is the host's."""
+"""First Linux version in which `kernel.pid_max` belongs to a namespace; before, it belongs to the host."""
 
 
 def main() -> None:
@@ -58,20 +58,20 @@ def main() -> None:
     except (EOFError, OSError):
         return
     in_force = _confine(order, channel, parent)
-    with suppress(EOFError, OSError):  # the worker has gone, or wants no more
+    with suppress(EOFError, OSError):  # the worker has ended or closed the channel
         channel.send(in_force)
         resolve(order["serve"])(channel, order["start"])
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """Return what `module:name` names."""
+    """Return the object that `module:name` names."""
     module, _, attribute = name.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
     return found
 
 
 def _confine(order: Mapping[str, Any], channel: SandboxChannel, parent: int) -> dict[str, str | None]:
-    """Leave a keeper behind and confine this process. Return protection -> what enforces it, None: nothing does."""
+    """Leave a keeper behind and confine this process. Return protection -> the mechanism that enforces it, or None."""
     network, answers, use = order["network"], order["answers"], order["use"]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     spaces = "namespaces" in use and _namespaces_work(network)
@@ -80,7 +80,7 @@ def _confine(order: Mapping[str, Any], channel: SandboxChannel, parent: int) -> 
         for folder in filter(os.path.isdir, order["hidden"]):
             kernel.mount_memory(folder, readonly=True)
         kernel.mount_memory(_SHARED_MEMORY)
-        scratch = _SHARED_MEMORY  # goes with the namespace
+        scratch = _SHARED_MEMORY  # disappears with the namespace
     else:
         kernel.adopt_orphans()
         scratch = tempfile.mkdtemp(prefix="stageline-scratch-")
@@ -116,19 +116,21 @@ def _confine(order: Mapping[str, Any], channel: SandboxChannel, parent: int) -> 
 
 
 def _own_writes(scratch: str, *, shared: bool) -> list[str]:
-    """Return where a user's own code may write. `shared`: its semaphores are among those of all processes."""
+    """Return where a user's own code may write. `shared`: without a namespace its semaphores are in the host's
+    folder."""
     return [scratch, *([_SHARED_MEMORY] if shared else []), *_DEVICES, *glob("/dev/nvidia*")]
 
 
 def _python_folders(root: str) -> list[str]:
-    """Return where Python and its packages are, and of Stageline's root (which may hold runs) the code alone."""
+    """Return the folders of Python and its packages, and of Stageline only those with code, since its root may hold
+    runs."""
     installed = Path(root).name.endswith("-packages")
     packages = [path for path in sys.path if path and (installed or not Path(root).is_relative_to(path))]
     return [sys.prefix, sys.base_prefix, *packages, *(f"{root}/{package}" for package in ("stages", "storage"))]
 
 
 def _namespaces_work(network: bool) -> bool:
-    """Return True if this host lets its user have namespaces: a child that has tried says so."""
+    """Return True if this host lets this user create namespaces. A child tries it."""
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1] == 0
@@ -141,8 +143,8 @@ def _namespaces_work(network: bool) -> bool:
 
 
 def _fork_and_keep(channel: SandboxChannel, scratch: str | None) -> None:
-    """Return in a child. This process stays as its keeper, and ends as the child does. `scratch`: a folder to delete
-    then, where there are no namespaces, in which case the keeper also looks for what else the child has started."""
+    """Return in a child. This process stays as its keeper and ends as the child does. `scratch`: without namespaces, a
+    folder to delete then; the keeper also kills the child's other descendants."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     child = os.fork()
     if not child:
@@ -154,7 +156,7 @@ def _fork_and_keep(channel: SandboxChannel, scratch: str | None) -> None:
         with suppress(ProcessLookupError, ChildProcessError):  # it has just ended
             os.kill(child, signal.SIGKILL)
             if scratch is None:
-                os.waitpid(child, 0)  # which waits for all of its namespace
+                os.waitpid(child, 0)  # returns when its whole namespace has ended
         if scratch is not None:
             _clear(scratch)
         os._exit(0)
@@ -184,7 +186,7 @@ def _clear(scratch: str) -> None:
 
 def _become_first(channel: SandboxChannel) -> None:
     """Return in a child. This process, the first of its namespace, waits for orphans and ends when the child does."""
-    with suppress(OSError):  # a container may hide parts of /proc, and then has no second one
+    with suppress(OSError):  # a container that hides parts of /proc cannot mount another
         kernel.mount_processes()
     if tuple(map(int, os.uname().release.split("-")[0].split(".")[:2])) >= _LIMITED_PER_NAMESPACE:
         with suppress(OSError):
@@ -200,7 +202,7 @@ def _become_first(channel: SandboxChannel) -> None:
 
 
 def _wait_for(child: int) -> int:
-    """Return how a child ended (negative: by which signal). Waits for adopted orphans on the way."""
+    """Return a child's exit status (negative: the signal that ended it). Also reaps adopted orphans."""
     while True:
         pid, status = os.wait()
         if pid == child:
@@ -208,7 +210,7 @@ def _wait_for(child: int) -> int:
 
 
 def _end_like(code: int) -> NoReturn:
-    """End as the code did, 128 + N standing for signal N."""
+    """End with the code's exit status; 128 + N stands for signal N."""
     number = -code if code < 0 else code - 128
     if number in {*signal.Signals}:
         if number not in (signal.SIGKILL, signal.SIGSTOP):

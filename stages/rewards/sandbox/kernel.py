@@ -1,8 +1,8 @@
-"""System calls that confine a process: files (Landlock), system calls (seccomp), sight of others (namespaces).
+"""Confine a process: its files (Landlock), its system calls (seccomp), its view of other processes (namespaces).
 
-Made through ctypes, with the standard library only. Every function confines the calling process and its later children
-for good, and raises OSError if the kernel refuses. Numbers are those of linux/landlock.h, linux/seccomp.h and the
-tables of system calls of the two known machines.
+System calls are made through ctypes, with the standard library only. Every function confines the calling process and
+its later children for good, and raises OSError if the kernel refuses. The numbers come from linux/landlock.h,
+linux/seccomp.h and the tables of system calls of the two known machines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _READS = 1 << 0 | 1 << 2 | 1 << 3  # execute, read a file, read a folder
 _OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15  # the rights that a rule about a file may name
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
-"""Version of Landlock -> rights about files, which are the lowest bits: 3 brought truncation, 5 devices' ioctl."""
+"""Version of Landlock -> number of rights about files, which are the lowest bits. Version 3 added truncation, version 5
+ioctl on devices."""
 _BIND_AND_CONNECT_TCP, _ABSTRACT_SOCKETS_AND_SIGNALS = 0b11, 0b11
 
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
@@ -34,7 +35,7 @@ _MODE_FILTER = 2
 _AF_UNIX = 1
 
 _MACHINES = {"x86_64": (0xC000003E, 0, 126), "aarch64": (0xC00000B7, 1, 91)}
-"""Machine -> what the kernel calls it, its column in _CALLS, its number of `capset`."""
+"""Machine -> the kernel's constant for it, its column in _CALLS, its number of `capset`."""
 _CALLS = {
     "add_key": (248, 217), "bpf": (321, 280), "chmod": (90, 53), "chown": (92, 54), "clone": (56, 220),
     "clone3": (435, 435), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "fchown": (93, 55),
@@ -55,13 +56,13 @@ _CALLS = {
     "unshare": (272, 97), "userfaultfd": (323, 282), "utime": (132, 88), "utimensat": (280, 88),
     "utimes": (235, 88), "vfork": (58, 220),
 }  # fmt: skip
-"""Numbers on x86_64 and aarch64. Where the second machine lacks an old call, the number is that of the call that has
-taken its place; `fork` and `vfork` are `clone` there."""
+"""Numbers on x86_64 and aarch64. If aarch64 lacks an old call, the number is that of its successor; `fork` and `vfork`
+are `clone` there."""
 _NEVER = (
     "add_key", "bpf", "io_uring_enter", "io_uring_register", "io_uring_setup", "keyctl", "perf_event_open",
     "request_key", "setns", "unshare", "userfaultfd",
 )  # fmt: skip
-"""Refused to everybody: they reach round the other filters (io_uring opens sockets), or into the kernel."""
+"""Always refused: they bypass the other filters (io_uring opens sockets) or reach into the kernel."""
 _NOT_FOR_ANSWERS = (
     "chmod", "chown", "fchmod", "fchmodat", "fchmodat2", "fchown", "fchownat", "fremovexattr", "fsetxattr",
     "futimesat", "ioprio_set", "lchown", "lremovexattr", "lsetxattr", "migrate_pages", "mq_open", "mq_unlink",
@@ -71,11 +72,11 @@ _NOT_FOR_ANSWERS = (
     "setpriority", "setxattr", "setxattrat", "shmat", "shmctl", "shmget", "socket", "socketpair", "truncate", "utime",
     "utimensat", "utimes",
 )  # fmt: skip
-"""Refused to sampled text besides: whatever reaches another process, or changes what stands beside a file's bytes,
-which Landlock does not watch."""
+"""Also refused to sampled text: calls that reach another process, or change a file's metadata, which Landlock does not
+protect."""
 _SIGNALS_BY_FILES = {"fcntl": (8, 10, 15), "ioctl": (0x8901, 0x8902)}
-"""Commands that make a file send its signals to another process, and choose which: F_SETOWN, F_SETSIG, F_SETOWN_EX;
-FIOSETOWN, SIOCSPGRP."""
+"""Commands that choose a file's signals and the process that gets them: F_SETOWN, F_SETSIG, F_SETOWN_EX; FIOSETOWN,
+SIOCSPGRP."""
 
 
 def _checked(result: int) -> int:
@@ -97,7 +98,7 @@ def _prctl(option: int, *arguments: object) -> None:
 
 
 def landlock_version() -> int:
-    """Return the version of Landlock that the kernel offers, 0 where it offers none."""
+    """Return the kernel's version of Landlock, 0 if it has none."""
     try:
         return _syscall(_LANDLOCK_CREATE, None, 0, 1)
     except OSError:
@@ -105,7 +106,8 @@ def landlock_version() -> int:
 
 
 def can_filter_calls() -> bool:
-    """Return True if system calls can be filtered here: their numbers are known, and the kernel does it."""
+    """Return True if system calls can be filtered: their numbers are known for this machine, and the kernel has
+    seccomp."""
     try:
         _prctl(_PR_GET_SECCOMP)
     except OSError:
@@ -148,8 +150,8 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 def enter_namespaces(*, network: bool) -> None:
     """Give this process its own users, mounts, System V objects and (unless `network`) network, and its children their
-    own process ids: the first of them is process 1 there, and when it ends all of them do. The user stays who he is,
-    without a right over what is outside. Needs a process of one thread."""
+    own process ids: the first child is process 1 there, and when it ends all of them do. The user id stays the same,
+    without rights outside. The process must have a single thread."""
     user, group = os.getuid(), os.getgid()
     flags = _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWPID | (0 if network else _CLONE_NEWNET)
     _checked(_libc.unshare(flags))
@@ -166,7 +168,7 @@ def mount_memory(folder: str, *, readonly: bool = False) -> None:
 
 
 def mount_processes() -> None:
-    """Show under /proc the processes of this namespace alone. Called by its process 1."""
+    """Show only the processes of this namespace under /proc. Call this in its process 1."""
     _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
 
 
@@ -189,8 +191,8 @@ def drop_capabilities() -> None:
 
 
 def filter_calls(*, network: bool, answers: bool) -> None:
-    """Refuse system calls (EPERM): sockets but Unix ones unless `network`, and what reaches round other limits; for
-    `answers` also new processes, signals to others, and every socket."""
+    """Refuse system calls (EPERM): calls that bypass other limits and, unless `network`, all sockets but Unix ones; for
+    `answers` also new processes, signals to others, and all sockets."""
     machine, column, _ = _MACHINES[platform.machine()]
     numbers = {call: columns[column] for call, columns in _CALLS.items()}
     refuse = _Filter(machine)
@@ -199,7 +201,7 @@ def filter_calls(*, network: bool, answers: bool) -> None:
         refuse.call(numbers[call])
     if answers:
         refuse.unless_flagged(numbers["clone"], _CLONE_THREAD)
-        for call in ("fork", "vfork"):  # which are `clone` itself on aarch64: it has been looked at by then
+        for call in ("fork", "vfork"):  # on aarch64 these are `clone`, which the filter has handled before
             refuse.call(numbers[call])
         for call in ("kill", "tgkill", "tkill"):
             refuse.unless_first(numbers[call], os.getpid())
@@ -223,7 +225,7 @@ class _Filter:
     _ALLOWED, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
     _NUMBER_AT, _MACHINE_AT, _FIRST_ARGUMENT_AT, _SECOND_ARGUMENT_AT = 0, 4, 16, 24
     _X32 = 0x40000000
-    """From here on stand the calls of a third table of x86_64."""
+    """First number of x86_64's third table of system calls."""
 
     def __init__(self, machine: int) -> None:
         self._program = [

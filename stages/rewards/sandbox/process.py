@@ -1,11 +1,9 @@
-"""A process that is confined: users' own rewards, and scorers of text that may evaluate it.
+"""The worker's side of a confined process, for users' own rewards and for scorers that may evaluate text.
 
-    worker                                              sandbox (inside.py)
-      order ──what to confine, what to serve────────────► keeper, code ──► what is in force
-      ask ────a message─────────────────────────────────► serve ──► its answer
-      too long, close, or this process ends (however) ──► everything that was started in it is killed
-
-The worker's part is small: it starts the process, sends messages, and waits no longer than it was told to.
+worker                                              sandbox (inside.py)
+  order ──what to confine, what to serve────────────► keeper, code ──► protections in force
+  ask ────a message─────────────────────────────────► serve ──► its answer
+  too long, close, or this process ends (however) ──► all processes in it are killed
 """
 
 from __future__ import annotations
@@ -24,12 +22,11 @@ from typing import Any
 from stages.rewards.sandbox.channel import SandboxChannel
 
 START_S = 120.0
-"""Seconds for a process to start and import what it serves, which may load a model; longer if a
-batch may take longer."""
+"""Seconds for a process to start and import its code, which may load a model; longer if a batch may take longer."""
 USED = ("landlock", "namespaces", "seccomp")
 """Features of the kernel that a sandbox uses if they exist."""
 PROTECTIONS = ("files", "network", "processes")
-"""What a sandbox may protect: files other than its own, the network, and other processes' memory, keys and lives."""
+"""What a sandbox may protect: files other than its own, the network, and other processes (memory, keys, signals)."""
 _ROOT = Path(__file__).resolve().parents[3]
 _NOTICE_S = 30.0
 """Seconds to notice the end of a process after its channel broke."""
@@ -45,7 +42,7 @@ _PASSED_ON = frozenset(
     )
 )  # fmt: skip
 _PASSED_ON_BEGINNINGS = ("GOMP_", "KMP_", "LC_", "MALLOC_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_")
-"""Names of environment variables that a sandbox has too: none of them holds a key."""
+"""Environment variables that a sandbox gets too, and beginnings of their names. None of them holds a secret."""
 
 
 class SandboxEnded(Exception):
@@ -61,10 +58,10 @@ class Confinement:
     """Permissions of a sandbox."""
 
     answers: bool = False
-    """It is for text that a model sampled: it reads nothing but code, and writes nothing."""
+    """True for text that a model sampled: it can read only code, and write nothing."""
     network: bool = False
     environment: tuple[str, ...] = ()
-    """Environment variables that it has besides."""
+    """Further environment variables that it gets."""
     writes: tuple[str, ...] = ()
     """Files and folders that it may write, besides a scratch folder of its own."""
     hidden: tuple[str, ...] = ()
@@ -81,7 +78,7 @@ class Sandbox:
         self._child: _Child | None = None
         self._closed = False
         self.protections: Mapping[str, str | None] = {}
-        """Each of PROTECTIONS -> what enforces it, None where nothing does."""
+        """Each of PROTECTIONS -> the mechanism that enforces it, or None."""
         self.restart()
 
     def restart(self) -> None:
@@ -129,7 +126,7 @@ class Sandbox:
             raise SandboxEnded(child.how_it_ended()) from None
 
     def close(self) -> None:
-        """End the process and all that it started, in the middle of whatever they do. Twice is harmless."""
+        """Kill the process and all that it started. A second call does nothing."""
         self._closed = True
         if self._child is not None:
             self._child.end()
@@ -186,16 +183,17 @@ class _Child:
 
 
 def _environment(confinement: Confinement) -> dict[str, str]:
-    """Return the environment of a sandbox: Python's and the libraries' settings, and what it was promised."""
+    """Return the environment of a sandbox: settings of Python and of libraries, and the variables that it was
+    promised."""
     names = {n for n in os.environ if n in _PASSED_ON or n.startswith(_PASSED_ON_BEGINNINGS)}
     given = {name: os.environ[name] for name in sorted(names | {*confinement.environment}) if name in os.environ}
     given["PYTHONPATH"] = os.pathsep.join(p for p in (str(_ROOT), os.environ.get("PYTHONPATH")) if p)
-    if confinement.answers:  # the same score in every process, and no threads, which would not outlive a fork
+    if confinement.answers:  # the same score in every process; no threads, since a fork loses them
         given |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return given
 
 
 def _caches() -> list[str]:
-    """Return where downloads of Hugging Face are kept, which what has the network may add to."""
+    """Return the folders of Hugging Face's downloads. A sandbox with network access may write there."""
     home = os.environ.get("HF_HOME") or str(Path("~/.cache/huggingface").expanduser())
     return [home, *(os.environ[name] for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE") if name in os.environ)]

@@ -1,5 +1,5 @@
-"""The interface between the server's loop and an engine of another project, which one file per engine implements;
-the facts about an environment that last bits depend on; and mapped weights of another process.
+"""The interface between the server's loop and an engine of another project. Each engine implements it in one file. The
+end of the file has the facts about an environment that last bits depend on, and maps weights of another process.
 
 Runs in the engine's own Python environment.
 """
@@ -73,13 +73,13 @@ class Ready:
     engine: str
     version: str
     facts: Mapping[str, str]
-    """Everything that the last bits of its results depend on, besides the facts of the machine (`machine_facts`)."""
+    """What the last bits of its results depend on, besides `machine_facts`."""
     device: str
     """Device that it computes on: cpu or cuda."""
 
 
 class EngineAdapter(Protocol):
-    """Owns an engine; called by one thread. A method that raises ends the server, unless it says otherwise."""
+    """Owns an engine. One thread calls it. If a method raises, the server ends."""
 
     ready: Ready
 
@@ -114,8 +114,8 @@ class EngineAdapter(Protocol):
     def wake(self) -> None: ...
 
     def load_now(self) -> tuple[float, int]:
-        """Share of the memory of keys and values that is taken now, and how many rows were sent back for want of it
-        since the last call."""
+        """Return the share of the cache's memory that is in use, and the number of rows that were preempted for lack of
+        it since the last call."""
         ...
 
     def close(self) -> None: ...

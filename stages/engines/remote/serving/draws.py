@@ -17,8 +17,7 @@ from stages.engines.remote.serving.adapter import ServedRow
 from stages.native.compile import NoNativeKernelsError
 
 Choose = Callable[[torch.Tensor, list[float], np.ndarray], tuple[torch.Tensor, torch.Tensor]]
-"""Function from logits [rows, vocab], temperatures and keys [rows] to tokens and log-probs, as `sampling.draw.sample`
-has them."""
+"""A function from logits [rows, vocab], temperatures and keys [rows] to tokens and log-probs, as `sampling.sample`."""
 
 
 @functools.cache
@@ -49,7 +48,9 @@ def draw(
         np.array([row.row for row in rows]),
         np.array([len(row.tokens) + n for row, n in pairs]),
     )
-    tokens, logprobs = choose(logits.contiguous(), temperatures, keys)  # an engine may have padded the vocabulary
+    tokens, logprobs = choose(
+        logits.contiguous(), temperatures, keys
+    )  # contiguous only if the engine has not padded the vocabulary
     for i, token in forced.items():
         tokens[i], logprobs[i] = token, given[i]
     return tokens, logprobs

@@ -100,7 +100,7 @@ class Server:
         for row in finished:
             replaced = self._rows.pop(row.id, None)
             if replaced is None:
-                continue  # nobody waits for it any more
+                continue  # it was aborted
             if not np.isfinite(row.logprobs).all():
                 self._channel.send("broken", id=row.id, error="has logits that are not finite")
                 continue

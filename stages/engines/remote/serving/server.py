@@ -1,11 +1,11 @@
-"""The server: an engine of another project behind `wire`, in that project's Python environment.
+"""The server: an engine of another project, in that project's Python environment.
 
-    beat thread   ──once a second, from the first moment on, whatever else is going on──► socket
+    beat thread   ──once a second, from the start───────────────────────────────────────► socket
     reader thread ──messages──► loop.py: rows in, a token for each, finished rows out ──► socket
 
-Started by `process.py` as `python -m stages.engines.remote.serving.server FD`, where FD is its end of a socket pair (no
-port, no path, no one else can connect). It ends when the other end closes; where it cannot, `guard.py` ends it. What it
-prints goes to its log.
+`process.py` starts it as `python -m stages.engines.remote.serving.server FD`, where FD is its end of a socket pair, so
+nobody else can connect. It ends when the other end closes; if it cannot, `guard.py` ends it. Its output goes to its
+log.
 """
 
 from __future__ import annotations
@@ -38,14 +38,17 @@ def _read(channel: Channel, messages: queue.SimpleQueue[dict[str, Any] | Excepti
             message = channel.receive()
         except OSError:
             message = None
-        except Exception as error:  # the loop raises it: without this thread nobody would hear the other side
+        except Exception as error:  # the loop raises it
             message = error
         messages.put(message)
 
 
 def main(descriptor: int) -> int:
     """Serve until the other end closes. Return the exit status: 1 if the engine could not start, or failed."""
-    for of_terminal in (signal.SIGINT, signal.SIGHUP):  # they reach the whole terminal; the driver ends the run
+    for of_terminal in (
+        signal.SIGINT,
+        signal.SIGHUP,
+    ):  # the terminal sends them to all its processes; the driver ends the run
         signal.signal(of_terminal, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=descriptor))
     closed = threading.Event()
@@ -53,13 +56,13 @@ def main(descriptor: int) -> int:
     try:
         hello = channel.receive()
         if hello is not None:
-            loop = importlib.import_module("stages.engines.remote.serving.loop")  # with torch, which takes a while
+            loop = importlib.import_module("stages.engines.remote.serving.loop")  # imports torch, which takes seconds
             messages: queue.SimpleQueue[dict[str, Any] | Exception | None] = queue.SimpleQueue()
             threading.Thread(target=_read, args=(channel, messages), daemon=True).start()
             loop.serve(channel, hello, messages)
     except (BrokenPipeError, ConnectionResetError):
-        return 0  # nobody is there to hear of it
-    except BaseException as error:  # whatever it is: the client is told, the log has the rest
+        return 0  # the client has gone
+    except BaseException as error:  # report any error to the client; the log has the traceback
         traceback.print_exc()
         channel.send("failed", error=f"{type(error).__name__}: {error}")
         return 1
@@ -70,7 +73,7 @@ def main(descriptor: int) -> int:
 
 
 if __name__ == "__main__":
-    # Without waiting for threads and exit handlers of the engine: nothing here is left to be saved.
+    # Exit without waiting for the engine's threads and exit handlers: there is nothing to save.
     sys.stderr.flush()
     status = main(int(sys.argv[1]))
     sys.stdout.flush()

@@ -1,20 +1,19 @@
-"""TensorRT-LLM as it is served. Checked against recorded signatures (tests/support/trtllm_stand_in); never run.
+"""Serve TensorRT-LLM. Checked against recorded signatures (tests/support/trtllm_stand_in); never run.
 
     rows ──► AsyncLLM.generate_async, a task each ──► token ids, log-probs of the logits, a reason to finish
     load ──► bucket by bucket: a copy on every device, its handles to `WorkerExtension.update_weights`; then None
 
-- **Its draws are its own**, by a seed for each row: law 4 does not hold, and it says so (`draws: seeded`). Log-probs
-  are those of the logits as they are. So a row is drawn at temperature 1 from all tokens (or is the arg max), and log
-  mu is right; anything else is refused before it comes here. Given tokens cannot be scored: nothing recorded does.
-- **No speculation**: log-probs beside it are refused or wrong, so it is not asked for.
-- **Weights** come in when no row is in flight, in place. A refit that fails half-way leaves mixed weights: whatever it
-  raises ends the server, and the replica is built anew. Without Ray no recorded version can do it.
-- **What is compiled** at the start is kept for the next one (`trtllm_api.keep_compiled`).
+- **Draws**: TensorRT-LLM draws with a seed per row, so law 4 does not hold (`draws: seeded`). Its log-probs are those
+of
+  the raw logits. They are right only for rows drawn from all tokens at temperature 1, or by arg max; other rows are
+  refused before. No recorded call scores given tokens.
+- **Speculation** is off, since log-probs with it are refused or wrong. - **Weights** are loaded in place when no row is
+in flight. A refit that fails half-way leaves mixed weights, so any error
+  ends the server, and the replica is built anew. Every recorded version needs Ray for this.
+- **Compiled engines** are kept for the next start (`keep_compiled`).
 
-What is used of TensorRT-LLM, found in the version that is there: its calls for reinforcement learning are marked as
-prototypes and move between versions, so each is looked for, and an error names the version that lacks it.
-
-Checked against recorded signatures (tests/support/trtllm_stand_in); never run.
+TensorRT-LLM marks its calls for reinforcement learning as prototypes, and they differ between versions. So `find_api`
+looks for each of them, and an error names the version that lacks one.
 
 Runs in the engine's own Python environment.
 """
@@ -40,7 +39,7 @@ from stages.engines.remote.serving.adapter import Finished, Ready, ServedRow, Se
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _POLL_S = 0.02
-"""Longest time without a look at what the client says."""
+"""Longest time between two looks at the client's messages."""
 _MAX_NUM_TOKENS = 8192
 """TensorRT-LLM's own choice."""
 _MOST_OF_FREE = 0.9
@@ -48,7 +47,7 @@ _MOST_OF_FREE = 0.9
 
 
 class TrtllmAdapter:
-    """Owns the engine, and the loop that its calls run in."""
+    """Owns the engine and the event loop of its calls."""
 
     def __init__(self, settings: Settings) -> None:
         """Build the engine. Raises MissingFeatureError, or RuntimeError that names the version, for settings that it
@@ -63,7 +62,7 @@ class TrtllmAdapter:
         self._api = find_api(sleeps=settings.extra["sleeps"])
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[asyncio.Task[Finished], int] = {}
-        """Rows in flight, those that nobody waits for any more included, and their ids."""
+        """Rows in flight, aborted ones included, and their ids."""
         self._has_weights, self._asleep = True, False
         self._llm = self._loop.run_until_complete(self._start())
         facts = {"dtype": settings.dtype, "max_rows": str(settings.max_rows), "ranks": str(ranks)}

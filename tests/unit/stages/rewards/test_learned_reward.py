@@ -20,7 +20,7 @@ from stages.models.spec import SCORE_WEIGHT
 from stages.rewards.config import PartConfig, RewardPartsConfig, reward_model_parts
 from stages.rewards.learned import ModelReward
 from stages.rewards.protocol import Sample, Scored
-from stages.rewards.registry import UnfitReward, build_reward, close_reward
+from stages.rewards.registry import UnfitReward, build_reward
 from tests.support.families import random_model
 from tests.support.reward_models import change_config, export_reward_model
 
@@ -43,8 +43,8 @@ def make() -> Iterator[Callable[..., ModelReward]]:
 
     yield one
     for reward in made:
-        close_reward(reward)
-        close_reward(reward)
+        reward.close()
+        reward.close()
     assert not dist.is_initialized()
 
 
@@ -89,7 +89,7 @@ def test_a_process_holds_one_of_each_model(tmp_path: Path, path: str, make: Call
     assert second(samples()) != scores
     assert again(samples()) == scores
     assert again._model is first._model
-    close_reward(first)
+    first.close()
     assert again(samples()) == scores
 
 
@@ -98,7 +98,7 @@ def test_an_ensemble_of_reward_models_is_their_mean(tmp_path: Path, path: str) -
     members = {"a": {"kind": "model", "args": {"path": path}}, "b": {"kind": "model", "args": {"path": other}}}
     reward = build_reward("ensemble", {"members": members}, "reward")
     found = reward(samples())
-    close_reward(reward)
+    reward.close()
     assert isinstance(found, Scored)
     both = np.stack([by_transformers(path), by_transformers(other)])
     np.testing.assert_allclose(found.parts[""], both.mean(axis=0), atol=2e-5)

@@ -19,7 +19,7 @@ from stages.models.hf_weights import write_model
 from stages.rewards.judges.rewards import JudgeReward, LocalJudgeReward
 from stages.rewards.learned import ModelReward
 from stages.rewards.protocol import RewardFailed, Sample, Scored
-from stages.rewards.registry import UnfitReward, build_reward, close_reward
+from stages.rewards.registry import UnfitReward, build_reward
 from tests.support.judge_server import language_model, serving
 from tests.support.paths import ROOT
 from tests.support.reward_models import export_reward_model
@@ -48,8 +48,8 @@ def make() -> Iterator[Callable[..., LocalJudgeReward]]:
 
     yield one
     for judge in made:
-        close_reward(judge)
-        close_reward(judge)
+        judge.close()
+        judge.close()
     assert not dist.is_initialized()
 
 
@@ -112,7 +112,7 @@ def test_it_shares_the_process_with_a_reward_model(tmp_path: Path, make: Callabl
     judge = make("random:tiny", **GRADED)
     before = judge(samples())
     assert len(learned([Sample("a", "b", prompt_ids=(97,), response_ids=(98,))])) == 1
-    close_reward(learned)
+    learned.close()
     assert judge(samples()) == before
 
 
@@ -142,7 +142,7 @@ def test_settings_that_cannot_work_are_refused_by_their_key(given: dict[str, Any
 
 def test_what_answers_no_questions_is_refused(tmp_path: Path) -> None:
     path = export_reward_model(tmp_path / "model")
-    with pytest.raises(UnfitReward, match="it is a reward model, which answers no questions: kind: model"):
+    with pytest.raises(UnfitReward, match="it is a reward model, which cannot answer questions; use kind: model"):
         LocalJudgeReward(path, 0.0, **GRADED)
 
 
@@ -156,5 +156,5 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").unlink()
     settings.pop("chat_template", None)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(UnfitReward, match="its chat template cannot say the rubric's messages"):
+    with pytest.raises(UnfitReward, match="its chat template cannot express the rubric's messages"):
         LocalJudgeReward(str(tmp_path), 0.0, **GRADED)

@@ -80,7 +80,7 @@ def test_a_row_of_another_source_is_named() -> None:
 def test_a_problem_of_another_library_is_an_error_of_the_run() -> None:
     (item, *_) = source("chain_sum?size=1&seed=5")
     other = Sample("p", "5", extra=item.extra | {"answer": "another"}, row=4)
-    with closing(ReasoningReward()) as reward, pytest.raises(RewardFailed, match=r"row 4: .*another reasoning-gym"):
+    with closing(ReasoningReward()) as reward, pytest.raises(RewardFailed, match=r"row 4: .*another version"):
         reward([other])
 
 

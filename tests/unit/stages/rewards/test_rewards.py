@@ -13,7 +13,7 @@ from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 from stages.models.hf_files import ByteTokenizer
 from stages.rewards.config import PartConfig, RewardConfig, RewardPartsConfig, reward_problems
-from stages.rewards.protocol import Part, RewardFailed, Sample, Scored
+from stages.rewards.protocol import Part, Reward, RewardFailed, Sample, Scored
 from stages.rewards.registry import UnfitReward, build_parts, build_reward
 from stages.score import score, token_batches
 from storage.records import FinishReason, Rollout
@@ -41,7 +41,7 @@ def make_rollout(prompts: list[str], responses: list[bytes], finished: list[bool
 
 
 @dataclass
-class Recorder:
+class Recorder(Reward):
     """Keeps its samples and gives out fixed scores."""
 
     scores: Any
@@ -161,9 +161,9 @@ def test_parts_have_names_weights_and_settings_of_their_own() -> None:
     ("config", "key", "said"),
     [
         (RewardConfig(), "reward.parts", "needs a reward"),
-        (RewardConfig(args={"a": 1}), "reward.args", "nobody's"),
+        (RewardConfig(args={"a": 1}), "reward.args", "need reward.kind"),
         (RewardConfig(kind="vader", parts={"a": PartConfig("vader")}), "reward.kind", "short form"),
-        (RewardConfig(parts={"a": PartConfig("vader", weight=0.0)}), "reward.parts", "every weight is 0"),
+        (RewardConfig(parts={"a": PartConfig("vader", weight=0.0)}), "reward.parts", "all weights are 0"),
         (RewardConfig(parts={"a.b": PartConfig("vader")}), "reward.parts.a.b", "letters, digits"),
     ],
 )

@@ -178,7 +178,7 @@ def test_unprotected_answers_are_evaluated_only_if_trusted(
     used: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "USED", used)
-    with pytest.raises(UnfitReward, match="may evaluate what a model sampled, and this host cannot keep") as refusal:
+    with pytest.raises(UnfitReward, match="may evaluate sampled text, and this host cannot keep") as refusal:
         build_parts(RewardPartsConfig(kind="reasoning_gym"), "reward")
     assert refusal.value.problem.key == "reward.trust_answers"
     parts = build_parts(RewardPartsConfig(kind="reasoning_gym", trust_answers=True), "reward")

@@ -118,7 +118,7 @@ def test_a_process_that_was_killed_is_started_again() -> None:
         (":score", {}, "reward.kind", "given ':score'; a reward of your own is module:function or module:Class"),
         (f"{OWN}:Uncallable", {}, "reward.kind", "needs a method __call__(samples)"),
         (f"{OWN}:OddBatches", {}, "reward.kind", "batch_tokens is 'many': must be an integer of 1 or more"),
-        ("math:hypot", {}, "reward.kind", "does not say which arguments it takes"),
+        ("math:hypot", {}, "reward.kind", "cannot be inspected"),
     ],
 )
 def test_what_cannot_be_called_is_refused(kind: str, args: dict[str, Any], key: str, said: str) -> None:

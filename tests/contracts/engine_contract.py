@@ -103,16 +103,23 @@ def oracle_logprobs(model: PreTrainedModel, request: Request, tokens: np.ndarray
     return (logits / (request.sampling.temperature or 1.0)).log_softmax(-1)
 
 
+def assert_logprobs(
+    model: PreTrainedModel, request: Request, completion: Completion, atol: float = 1e-4
+) -> torch.Tensor:
+    """The completion's log-probs are the model's; returns those of every token, [new, vocab]."""
+    expected = oracle_logprobs(model, request, completion.tokens)
+    chosen = expected[range(len(completion.tokens)), completion.tokens.tolist()]
+    np.testing.assert_allclose(completion.logprobs, chosen.numpy(), atol=atol)
+    return expected
+
+
 def assert_greedy_of(
     model: PreTrainedModel, completions: Mapping[int, Completion], requests: Sequence[Request]
 ) -> None:
     """The tokens that `greedy_requests` ask for, and their log-probs, are those of the model."""
     for request in requests:
-        completion = completions[request.row]
-        expected = oracle_logprobs(model, request, completion.tokens)
-        chosen = expected[range(GREEDY_TOKENS), completion.tokens.tolist()]
-        np.testing.assert_allclose(completion.logprobs, chosen.numpy(), atol=1e-4)
-        np.testing.assert_array_equal(completion.tokens, expected.argmax(-1).numpy())
+        expected = assert_logprobs(model, request, completions[request.row])
+        assert completions[request.row].tokens.tolist() == expected.argmax(-1).tolist()
 
 
 def assert_close_in_bfloat16(
@@ -276,9 +283,7 @@ class CoreContract:
         assert engine.version == 7
         changed = 0
         for request, completion in self._run(engine, self.requests(4, version=7)):
-            expected = oracle_logprobs(other, request, completion.tokens)
-            chosen = expected[range(len(completion.tokens)), completion.tokens.tolist()]
-            np.testing.assert_allclose(completion.logprobs, chosen.numpy(), atol=1e-4)
+            assert_logprobs(other, request, completion)
             assert set(completion.versions.tolist()) == {7}
             changed += completion.tokens.tolist() != before[request.row].tokens.tolist()
         assert changed == 4
@@ -302,9 +307,7 @@ class CoreContract:
         mixed.load_state_dict(tensors | new, strict=False)
         engine.load_weights(1, new)
         for request, completion in self._run(engine, self.requests(3, version=1)):
-            expected = oracle_logprobs(mixed, request, completion.tokens)
-            chosen = expected[range(len(completion.tokens)), completion.tokens.tolist()]
-            np.testing.assert_allclose(completion.logprobs, chosen.numpy(), atol=1e-4)
+            assert_logprobs(mixed, request, completion)
 
     def test_engine_keeps_no_view_of_the_tensors_it_was_given(
         self, engine: GenerationEngine, model: LlamaForCausalLM
@@ -502,9 +505,7 @@ class ScoringContract:
         for request in forced:
             completion = found[request.row]
             assert tuple(completion.tokens.tolist()) == request.forced
-            expected = oracle_logprobs(model, request, completion.tokens)
-            chosen = expected[range(len(request.forced)), list(request.forced)]
-            np.testing.assert_allclose(completion.logprobs, chosen.numpy(), atol=1e-4)
+            assert_logprobs(model, request, completion)
         assert_same_tokens({row: found[40 + row] for row in free}, free)
 
     @pytest.mark.parametrize(
@@ -530,9 +531,7 @@ class AnyDistributionContract:
     def test_logprobs_are_of_the_sampled_distribution(self, engine: GenerationEngine, model: LlamaForCausalLM) -> None:
         requests = make_requests(6, temperature=0.7, suppress_token_ids=[5, 40, 41], min_new_tokens=6)
         for request, completion in self._run(engine, requests):
-            expected = oracle_logprobs(model, request, completion.tokens)
-            chosen = expected[range(len(completion.tokens)), completion.tokens.tolist()]
-            np.testing.assert_allclose(completion.logprobs, chosen.numpy(), atol=1e-4)
+            assert_logprobs(model, request, completion)
             assert not {5, 40, 41} & set(completion.tokens.tolist())
 
     def test_end_of_sequence_and_length(self, engine: GenerationEngine) -> None:

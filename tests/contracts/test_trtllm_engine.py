@@ -22,7 +22,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -39,10 +38,10 @@ from stages.engines.remote.serving.trtllm_adapter import TrtllmAdapter, buckets
 from tests.contracts.engine_contract import (
     EOS,
     MAX_SEQ,
+    assert_logprobs,
     assert_same_tokens,
     contract_of,
     make_requests,
-    oracle_logprobs,
     random_llama,
     trained_tensors,
 )
@@ -94,9 +93,7 @@ def engine(request: pytest.FixtureRequest, path: Path) -> Iterator[GenerationEng
 def assert_of_the_model(engine: GenerationEngine, model: LlamaForCausalLM, temperature: float = 1.0) -> None:
     requests = make_requests(5, version=engine.version, temperature=temperature)
     for row, completion in by_row(engine.generate(requests)).items():
-        expected = oracle_logprobs(model, requests[row], completion.tokens)
-        chosen = expected[range(len(completion.tokens)), completion.tokens.tolist()]
-        np.testing.assert_allclose(completion.logprobs, chosen.numpy(), atol=1e-3)
+        expected = assert_logprobs(model, requests[row], completion, atol=1e-3)
         ended = len(completion.tokens) < 16
         assert (completion.tokens[-1] == EOS) == (ended or EOS in completion.tokens)
         if temperature == 0:

@@ -24,19 +24,10 @@ SMOLLM2 = ModelSpec(
     rope_theta=1e5,
     tied_embeddings=True,
 )
-SMALL = ModelSpec(
-    num_layers=5,
-    hidden_size=12,
-    num_heads=6,
-    num_kv_heads=3,
-    head_dim=4,
-    intermediate_size=17,
-    vocab_size=31,
-    max_positions=8,
-    norm_eps=1e-5,
-    rope_theta=1e4,
-    tied_embeddings=False,
-)
+SMALL = replace(
+    SMOLLM2, num_layers=5, hidden_size=12, num_heads=6, head_dim=4, intermediate_size=17, vocab_size=31,
+    max_positions=8, tied_embeddings=False,
+)  # fmt: skip
 
 
 def test_stages_have_about_equal_work() -> None:

@@ -181,10 +181,6 @@ def test_one_error_stays_as_it_is_and_of_each_key_one_thing_is_said() -> None:
             "for a mapping",
         ),
         ("reward.args=3", "reward.args: given 3 (in {}); must be a mapping of names to settings"),
-        (
-            "placement.gangs.train.concurrent_shards=two",
-            "placement.gangs.train.concurrent_shards: given 'two' (in {}); must be a whole number",
-        ),
     ],
 )
 def test_wrong_types_are_said_in_words(base: Path, override: str, said: str) -> None:
@@ -219,27 +215,7 @@ def test_a_run_lies_inside_runs_dir(base: Path, name: str) -> None:
         load(base, f"name='{name}'")
 
 
-RLOO = ("ppo.advantage=rloo", "rollout.responses_per_prompt=2")
-GROUP = ("ppo.advantage=group", "rollout.responses_per_prompt=2", "ppo.kl.where=loss")
-
-
 # ---- settings that would do nothing ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (("ppo.group_scale=none",), "ppo.group_scale"),
-        ((*RLOO, "ppo.group_scale=none"), "ppo.group_scale"),
-        ((*RLOO, "reward.normalize.mean=true"), "reward.normalize.mean"),
-        ((*GROUP, "reward.normalize.scale=true"), "reward.normalize.scale"),
-        ((*RLOO, "alarms.stop=[critic]"), "alarms.stop"),
-    ],
-)
-def test_a_setting_that_would_do_nothing_is_refused(base: Path, overrides: tuple[str, ...], key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(base, *overrides)
-    assert caught.value.key == key
 
 
 def test_nothing_ends_a_reward_that_ships_with_stageline(base: Path) -> None:

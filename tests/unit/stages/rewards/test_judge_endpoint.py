@@ -86,7 +86,7 @@ def by_length(body: Mapping[str, Any]) -> Reply:
     return completion(f"Grade: {min(5, len(asked_text(body).partition('-> ')[2]))}")
 
 
-def device_sharing(*replies: Reply | Callable[[Mapping[str, Any]], Reply]) -> Callable[[Mapping[str, Any]], Reply]:
+def in_turn(*replies: Reply | Callable[[Mapping[str, Any]], Reply]) -> Callable[[Mapping[str, Any]], Reply]:
     """One after another, whoever asks; the last for ever."""
     left, lock = list(replies), threading.Lock()
 
@@ -145,7 +145,7 @@ def test_as_many_requests_at_once_as_the_limit_and_no_more(limit: int) -> None:
 
 
 def test_rubbish_is_counted_and_gets_the_stated_score() -> None:
-    with serving(device_sharing(completion("no idea"), completion("4"))) as served:
+    with serving(in_turn(completion("no idea"), completion("4"))) as served:
         found = judge_of(served, concurrency=1)(samples("a", "b"))
     assert found == Scored({"": [-1.0, 4.0]}, None, {"unparsed": [1.0, 0.0]})
 
@@ -170,7 +170,7 @@ def test_rubbish_is_counted_and_gets_the_stated_score() -> None:
     ids=lambda reply: f"{reply.status} {reply.body[:40] or 'cut'} {dict(reply.headers)}",
 )
 def test_what_may_pass_is_tried_again(passing: Reply, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(device_sharing(passing, passing, by_length)) as served:
+    with serving(in_turn(passing, passing, by_length)) as served:
         assert scores(judge_of(served, cache=str(tmp_path)), "aa") == [2.0]
     assert len(served.asked) == 3
     (record,) = records(tmp_path)
@@ -181,7 +181,7 @@ def test_what_may_pass_is_tried_again(passing: Reply, tmp_path: Path, capsys: py
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
 def test_log_probs_that_are_no_numbers_are_no_answer(odd: float, tmp_path: Path) -> None:
     """Kept, they would be met again by every resume."""
-    with serving(device_sharing(completion("5", [("5", odd), ("1", -1.0)]), completion("5", LIKELIEST))) as served:
+    with serving(in_turn(completion("5", [("5", odd), ("1", -1.0)]), completion("5", LIKELIEST))) as served:
         assert 3.9 < scores(judge_of(served, read="likelihood", cache=str(tmp_path)), "a")[0] < 4.0
     assert len(records(tmp_path)) == 1
 
@@ -229,7 +229,7 @@ def test_a_judge_that_asks_to_be_left_alone_for_too_long_is_given_up_at_once() -
 def test_a_judge_that_vanishes_is_waited_for_and_then_is_an_error(vanished: str, retry_s: float, came: str) -> None:
     """Never a zero. The message names the limit, the row and what came last."""
     over = threading.Event()
-    limits = device_sharing(*(Reply("later", 429, {"Retry-After": wait}) for wait in ("0.001", "0.001", "3600")))
+    limits = in_turn(*(Reply("later", 429, {"Retry-After": wait}) for wait in ("0.001", "0.001", "3600")))
 
     def judge(body: Mapping[str, Any]) -> Reply:
         if vanished == "slow":
@@ -252,7 +252,7 @@ def test_a_judge_that_vanishes_is_waited_for_and_then_is_an_error(vanished: str,
 def test_answers_survive_and_only_the_rest_is_asked_again(tmp_path: Path) -> None:
     """The judge vanishes after two answers; a later process asks for the third alone, and then nothing."""
     refuse = Reply("gone", 410)
-    with serving(device_sharing(by_length, by_length, refuse)) as served, pytest.raises(RewardFailed, match="HTTP 410"):
+    with serving(in_turn(by_length, by_length, refuse)) as served, pytest.raises(RewardFailed, match="HTTP 410"):
         judge_of(served, cache=str(tmp_path), concurrency=1)(samples("a", "bb", "ccc"))
     with serving(by_length) as served:
         again = judge_of(served, cache=str(tmp_path))
@@ -320,7 +320,7 @@ def test_answers_are_not_held_in_memory(tmp_path: Path) -> None:
 
 def test_a_budget_ends_the_asking_and_a_larger_one_goes_on(tmp_path: Path) -> None:
     """Requests under way are answered and kept; a continued run counts the earlier requests."""
-    with serving(device_sharing(Reply("later", 503), by_length)) as served:
+    with serving(in_turn(Reply("later", 503), by_length)) as served:
         judge = judge_of(served, max_requests=6, concurrency=3, _directory=tmp_path)
         with pytest.raises(BudgetSpent, match=r"max_requests = 6 is used up; every answer that came is kept"):
             judge(samples(*"abcdefgh"))
@@ -381,7 +381,7 @@ def test_a_budget_of_money_counts_the_servers_tokens(tmp_path: Path) -> None:
 def test_the_key_is_sent_and_kept_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a server that repeats it wherever it can."""
     monkeypatch.setenv("JUDGE_KEY", KEY)
-    with serving(device_sharing(completion(f"{KEY} 5"), Reply(f"bad key {KEY}", 401))) as served:
+    with serving(in_turn(completion(f"{KEY} 5"), Reply(f"bad key {KEY}", 401))) as served:
         judge = judge_of(served, key_env="JUDGE_KEY", cache=str(tmp_path))
         assert scores(judge, "a") == [5.0]
         with pytest.raises(RewardFailed, match=r"HTTP 401: bad key \*\*\*") as failed:
@@ -479,7 +479,7 @@ def test_a_key_is_not_sent_in_the_clear_to_another_host(url: str, sent: bool, mo
 
 
 def test_an_ensemble_of_judges_keeps_what_each_measured() -> None:
-    with serving(device_sharing(completion("4"), completion("what?"))) as served:
+    with serving(in_turn(completion("4"), completion("what?"))) as served:
         args = judge_args(served, on_unparsed=2.0)
         members = {"a": {"kind": "judge", "args": args}, "b": {"kind": "judge", "args": args}}
         given = build_reward("ensemble", {"members": members}, "reward")(samples("x"))
@@ -492,7 +492,7 @@ def test_it_is_asked_where_an_event_loop_runs_already() -> None:
     async def cell(url: str, response: str) -> list[float]:
         return scores(judge_of(url), response)
 
-    with serving(device_sharing(by_length, Reply("no such model", 404))) as served:
+    with serving(in_turn(by_length, Reply("no such model", 404))) as served:
         assert asyncio.run(cell(served.url, "aaa")) == [3.0]
         with pytest.raises(RewardFailed, match="HTTP 404"):
             asyncio.run(cell(served.url, "b"))

@@ -15,7 +15,7 @@ from pipeline.config.loading import flatten, to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.driver import results
 from pipeline.driver.errors import StageFailed
-from pipeline.driver.tracked import SystemMetrics, gang_metrics, off_metrics, tracked_params
+from pipeline.driver.tracked import SystemMetrics, gang_metrics, off_metrics, previews, tracked_params
 from pipeline.graph.graph import Node, step_nodes
 from pipeline.observe.history import History
 from pipeline.observe.journal import AppendFailed, EventKind, Journal
@@ -23,6 +23,7 @@ from pipeline.observe.live import Screen
 from pipeline.observe.tracking import Dataset, NullTracker, RunStatus
 from pipeline.workers.messages import Outcome
 from storage.redaction import redacted
+from tests.support.report_runs import WrittenRun, write_run
 from tests.support.runs import configure, placement
 
 THREE = placement(
@@ -130,16 +131,6 @@ def test_what_fails_after_an_error_is_a_note_of_it(tmp_path: Path) -> None:
     assert printed.getvalue().splitlines() == error.__notes__
 
 
-def ran(history: History, step: int, stages: set[str]) -> list[tuple[Node, Outcome]]:
-    """Return nodes of a step with their outcomes, as the driver has them."""
-    found = []
-    for node in step_nodes(history.spec, step):
-        commit = history.ledger.find(node.address)
-        if node.stage in stages and commit is not None:
-            found.append((node, Outcome(node.address, commit.ref(), "w-0", 0, 1.0, 2.0, 0.0)))
-    return found
-
-
 def test_sums_by_gang() -> None:
     gpu = {"utilization": 50, "memory-used": 10}
     workers: list[tuple[str, dict[str, Any]]] = [
@@ -181,3 +172,29 @@ def test_every_ten_seconds_from_the_runs_beginning() -> None:
     assert [step for step, _ in tracker.given] == [70, 81]
     assert tracker.given[0][1]["system/own-gang/memory_bytes"] == 3.0
     assert tracker.given[0][1]["system/driver/memory_bytes"] > 0
+
+
+def ran(history: History, step: int, stages: set[str]) -> list[tuple[Node, Outcome]]:
+    """Return nodes of a step with their outcomes, as the driver has them."""
+    found = []
+    for node in step_nodes(history.spec, step):
+        commit = history.ledger.find(node.address)
+        if node.stage in stages and commit is not None:
+            found.append((node, Outcome(node.address, "a0", commit.ref(), "w-0", 0, 1.0, 2.0, 0.0)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [{"update_policy"}, {"advantage", "update_policy"}, {"generate", "advantage", "update_policy"}],
+    ids=["after a resume, the updates alone", "the rows are an earlier driver's", "all is this driver's"],
+)
+def test_a_step_is_shown_whole_whoever_ran_it(tmp_path: Path, stages: set[str]) -> None:
+    history = write_run(tmp_path, WrittenRun("demo", steps=3)).history
+    asked, answered = previews("demo", 2, ran(history, 2, stages), history)
+    assert (asked, answered) == ("demo · step 2 · v1", "reward 0.235 KL 0.5")
+
+
+def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
+    history = write_run(tmp_path, WrittenRun("demo", steps=3, done=1)).history
+    assert previews("demo", 2, [], history) == ("demo · step 2", "")

@@ -78,14 +78,6 @@ def divides(samples: Sequence[Sample]) -> list[float]:
     return [1 / (len(sample.response) - 3) for sample in samples]
 
 
-def too_few(samples: Sequence[Sample]) -> list[float]:
-    return [1.0] * (len(samples) - 1)
-
-
-def not_a_number(samples: Sequence[Sample]) -> list[float]:
-    return [float("nan") if s.response == "xyz" else 0.0 for s in samples]
-
-
 def nothing(samples: Sequence[Sample]) -> None:
     return None
 

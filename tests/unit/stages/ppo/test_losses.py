@@ -209,6 +209,8 @@ def test_gradient_is_zero_where_the_clip_says_so_and_w_u_a_elsewhere(w: float) -
     assert stats.sums["policy/weight_mean"].item() == pytest.approx(w)
     assert stats.sums["policy/weight_outside"].item() == pytest.approx(float(w > 2.0))
     assert stats.sums["policy/approx_kl"].item() == pytest.approx(sum(u - 1 - math.log(u) for u in U) / 6)
+    _, stats = policy_loss(new, torch.zeros_like(new), inputs, PPOConfig(correction="mask"), 0.0)
+    assert stats.sums["policy/weight_outside"].item() == pytest.approx(float(not 0.5 <= w <= 2.0))
 
 
 @pytest.mark.parametrize(

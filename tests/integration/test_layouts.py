@@ -33,7 +33,7 @@ from stages.ppo.micro_batches import minibatches
 from tests.support.families import random_model
 from tests.support.models import ALL_MODELS, random_advantages, random_rollout, update_both
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]  # the first test waits for all cases
 
 ROWS, SEQ, SEED, UPDATES, SAVED = 8, 13, 3, 5, 2
 TRAINED = (Role.POLICY, Role.CRITIC)

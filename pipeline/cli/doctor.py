@@ -69,12 +69,22 @@ def command(options: argparse.Namespace) -> int:
             threads=options.threads or max(1, len(os.sched_getaffinity(0)) // 2),
             engines=_engines(options.engine),
         )
-        results = climb(RUNGS, settings, _show)
+        results = climb(_rungs_until(options.until), settings, _show)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     print_line(conclusion(results))
     _write(out, results)
     return BAD_INPUT if any(result.status is Status.FAULT for result in results) else DONE
+
+
+def _rungs_until(name: str | None) -> tuple[Rung, ...]:
+    """Return the rungs up to and with the one of that name; None: all. Raises ConfigError for an unknown name."""
+    names = [rung.name for rung in RUNGS]
+    if name is None:
+        return RUNGS
+    if name not in names:
+        raise ConfigError("--until", f"given {name!r}; must be one of {', '.join(names)}")
+    return RUNGS[: names.index(name) + 1]
 
 
 def _submit(options: argparse.Namespace) -> int:
@@ -83,6 +93,7 @@ def _submit(options: argparse.Namespace) -> int:
     folder = Path(options.out, f"doctor-{config.name}").absolute()
     arguments = ["--out", str(folder), "--runs-dir", config.runs_dir, "--model", options.model]
     arguments += [f"--engine={text}" for text in options.engine]
+    arguments += [f"--until={options.until}"] if options.until is not None else []
     if options.dry_run:
         print_line(doctor_script(config, folder, arguments).rstrip("\n"))
         return DONE
@@ -112,7 +123,7 @@ def _engines(given: Sequence[str]) -> dict[str, str]:
 
 def _write(folder: Path, results: Sequence[Result]) -> None:
     about = machine()
-    stem = folder / f"doctor-{socket.gethostname()}"
+    stem = folder / f"doctor-{os.environ.get('SLURMD_NODENAME') or socket.gethostname()}"
     lines = [f"{name}: {value}" for name, value in about.items()]
     lines += ["", *(line(result) for result in results), "", conclusion(results)]
     stem.with_suffix(".txt").write_text("\n".join(lines) + "\n")

@@ -185,6 +185,7 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
         metavar="KIND=PYTHON",
         help="also test vllm or tensorrt_llm in this environment (default: those that `make engine-...` made here)",
     )
+    parser.add_argument("--until", metavar="TEST", help="the last test (default: all)")
     parser.add_argument("--submit", metavar="CONFIG", help="test every node that this config asks Slurm for")
     parser.add_argument("more", nargs="*", metavar="key=value", help="with --submit: changes of the config")
     parser.add_argument("--dry-run", action="store_true", help="with --submit: print the script, and submit nothing")

@@ -21,6 +21,17 @@ from pipeline.doctor.ladder import Fault, Finding, Settings
 from stages.models.kernels.native import load_block_kernels
 from stages.native.compile import NoNativeKernelsError, compiler_version
 
+OPTIONAL = (
+    "transformer_engine",
+    "apex",
+    "flash-attn",
+    "triton",
+    "torchao",
+    "vllm",
+    "nvidia-nccl-cu13",
+    "nvidia-nccl-cu12",
+)
+"""Packages that change what a library does where they are installed, for the report."""
 SHARED_MEMORY = Path("/dev/shm")
 """File system of the published weights."""
 OPEN_FILES = 1024
@@ -53,7 +64,8 @@ def packages(settings: Settings) -> Finding:
             wrong.append(f"{wanted.name} is {found[wanted.name]}, needs {wanted.specifier}")
     if wrong:
         raise Fault("; ".join(wrong), "run `make install` in the clone, or install these versions", versions=found)
-    return Finding(f"{len(found)} packages, torch {torch.__version__}", {"versions": found})
+    optional = {name: _version_or_none(name) for name in OPTIONAL}
+    return Finding(f"{len(found)} packages, torch {torch.__version__}", {"versions": found, "optional": optional})
 
 
 def limits(settings: Settings) -> Finding:
@@ -158,6 +170,13 @@ def network(settings: Settings) -> Finding:
             advice = "let the host's name resolve to one of its addresses (/etc/hosts), and allow connections to itself"
             raise Fault(f"this host cannot be reached as {name}: {error}", advice, reached=reached) from error
     return Finding(f"reached as {' and '.join(dict.fromkeys(reached))}", {"addresses": reached})
+
+
+def _version_or_none(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def _write_rate(folder: Path, *, sync: bool) -> float:

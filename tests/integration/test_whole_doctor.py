@@ -10,9 +10,8 @@ import pytest
 from pipeline.cli.main import main
 from tests.support.paths import TINY
 
-pytestmark = pytest.mark.full
 
-
+@pytest.mark.full
 def test_this_machine_has_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["doctor", "--out", str(tmp_path / "out"), "--runs-dir", str(tmp_path)])
     printed = capsys.readouterr().out
@@ -31,3 +30,9 @@ def test_a_job_tests_the_nodes_that_a_config_asks_for(tmp_path: Path, capsys: py
     script = capsys.readouterr().out
     assert "#SBATCH --nodes=1" in script
     assert "doctor --out" in script
+
+
+@pytest.mark.parametrize("option", ["--until=no_such_test", "--engine=vllm"])
+def test_an_option_that_means_nothing_is_refused(tmp_path: Path, option: str) -> None:
+    assert main(["doctor", "--out", str(tmp_path), "--runs-dir", str(tmp_path), option]) == 2
+    assert not [*tmp_path.glob("doctor-*")]

@@ -57,7 +57,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a node knows about its work before the work is done. `provenance_here` fills in this process."""
+    """The facts about a node's work that are known before the work is done. `provenance_here` fills in this process."""
 
     inputs: tuple[Input, ...]
     weight_versions: tuple[int, ...]

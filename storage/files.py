@@ -198,7 +198,7 @@ def remove_tree(root: Root, key: str) -> None:
 
 
 def remove_empty(root: Root, keys: Iterable[str]) -> None:
-    """Remove those of the directories that are empty. (Object stores have none.)"""
+    """Remove the directories that are empty. (Object stores have no directories.)"""
     for key in keys if root.fs is None else ():
         with suppress(OSError):
             os.rmdir(root.at(key))
@@ -270,7 +270,7 @@ def _fill(stream: IO[bytes], data: bytes) -> None:
 
 
 _MOST_SYNCS = 8
-"""Most syncs at once. A journalling filesystem writes together what is asked for together."""
+"""Most syncs at once. A journalling filesystem combines syncs that run at the same time."""
 
 
 def _sync_together(descriptors: Sequence[int]) -> None:
@@ -283,7 +283,7 @@ def _sync_together(descriptors: Sequence[int]) -> None:
 
 
 def _beside(one: Callable[[], None], other: Callable[[], str]) -> str:
-    """Run both at once and return the result of `other`. Raises what either raised, after both have ended."""
+    """Run both at once and return the result of `other`. Raises the error of either, after both have ended."""
     with ThreadPoolExecutor(1) as thread:
         made = thread.submit(other)
         one()
@@ -291,7 +291,7 @@ def _beside(one: Callable[[], None], other: Callable[[], str]) -> str:
 
 
 def _unlink_if_there(path: str) -> None:
-    with suppress(OSError):  # one that stays is no file of the store, and is removed at the run's end
+    with suppress(OSError):  # a leftover is no file of the store, and is removed at the run's end
         os.unlink(path)
 
 
@@ -324,7 +324,7 @@ def _link(root: Root, temporary: str, path: str) -> bool:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        # A server may have linked it, and its answer been lost: then the file of that name is ours.
+        # A server may have made the link although its answer was lost. Then the file of that name is ours.
         if not os.path.samefile(temporary, path):
             return False
     _sync_directory_of(root, path)
@@ -340,9 +340,9 @@ TRANSIENT = frozenset(
         errno.EPIPE, errno.ESHUTDOWN,
     }
 )  # fmt: skip
-"""Errors of a network filesystem, or of a disk behind it, that may pass."""
+"""Transient errors of a network filesystem, or of a disk behind it."""
 REFUSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EMFILE})
-"""Errors that stay until a person acts."""
+"""Permanent errors: they stay until a person acts."""
 
 _SHORTEST_S, _LONGEST_S = 0.05, 2.0
 
@@ -353,9 +353,9 @@ def retried(act: Callable[[], Answer], path: str, retry_s: float) -> Answer:
     """Return `act()`, which works on `path`, and retry it while it raises transient errors.
 
     Raises:
-        StoreRefused: full, read only, not permitted.
-        StoreUnavailable: the same transient error for longer than `retry_s`.
-        OSError: every other.
+        StoreRefused: an error of `REFUSING`.
+        StoreUnavailable: transient errors for longer than `retry_s`.
+        OSError: any other error.
     """
     give_up: float | None = None
     pause_s = _SHORTEST_S

@@ -9,8 +9,8 @@ releases a lock when the last process that shares it ends.
 
 Some shared filesystems keep flock within a host, so two hosts could both have the lock. Therefore the holder writes its
 identity into the file and sets the file's time every `BEAT_S`. A process that finds another host's name in the file
-waits until that holder is silent: until the time has not changed for `SILENCE_S`, or is `LONG_AGO_S` old by the file
-server's clock.
+waits until that holder is silent: until the time has not changed for `HOLDER_TIMEOUT_S`, or is `STALE_S` old by the
+file server's clock.
 """
 
 from __future__ import annotations
@@ -110,10 +110,11 @@ def _described(pid: int) -> str:
 
 
 BEAT_S = 2.0
-SILENCE_S = 30.0
-LONG_AGO_S = 300.0
+HOLDER_TIMEOUT_S = 30.0
+STALE_S = 300.0
 _LOOKS, _PAUSE_S = 3, 0.05
-"""Of a file that another process of this host has: one that only looks (`holder`) has it for an instant."""
+"""Number of looks at a file that another process of this host has locked, and the seconds between them. A process that
+only asks for the holder (`holder`) has the lock for an instant."""
 _WATCH_S = 0.5
 """Seconds between looks at a file whose last holder was on another host."""
 
@@ -139,7 +140,7 @@ class HeldByAnother(Exception):
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Hold a file within the block. Waits up to `SILENCE_S` if the last holder was on another host.
+    """Hold a file within the block. Waits up to `HOLDER_TIMEOUT_S` if the last holder was on another host.
 
     Raises:
         HeldByAnother: another process has it.
@@ -159,7 +160,7 @@ def held(path: Path) -> Iterator[None]:
         finally:
             over.set()
             beats.join()
-            with suppress(OSError):  # of a disk that is gone: the next holder waits for our silence
+            with suppress(OSError):  # the disk is gone: the next holder waits until our time-out
                 os.ftruncate(lock.fileno(), 0)
 
 
@@ -169,7 +170,7 @@ def holder(path: Path) -> str | None:
         with path.open() as lock:
             last = _last_holder(lock)
             if last is not None and last.boot != boot_identity():
-                return str(last) if time.time() - os.fstat(lock.fileno()).st_mtime < LONG_AGO_S else None
+                return str(last) if time.time() - os.fstat(lock.fileno()).st_mtime < STALE_S else None
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -178,7 +179,7 @@ def holder(path: Path) -> str | None:
         return None
     except PermissionError:  # another user's; it has a name in it until it ends by itself
         found = path.stat()
-        there = found.st_size > 0 and time.time() - found.st_mtime < LONG_AGO_S
+        there = found.st_size > 0 and time.time() - found.st_mtime < STALE_S
         return (lock_holder(path) or "another user's process") if there else None
     return None
 
@@ -206,13 +207,13 @@ def _take(lock: IO[str], path: Path) -> None:
             time.sleep(_PAUSE_S)
             continue
         if _time(path) != first:
-            raise HeldByAnother(f"{last}, which shows signs of life,")
+            raise HeldByAnother(f"{last}, which is alive,")
         age_s = _age_s(path) if age_s is None else age_s
-        if age_s > LONG_AGO_S or time.monotonic() - began > SILENCE_S:
+        if age_s > STALE_S or time.monotonic() - began > HOLDER_TIMEOUT_S:
             if locked:
                 return
             # A file server keeps the lock of a host that is gone until it has noticed.
-            raise HeldByAnother(f"{last}, silent for {SILENCE_S:g} s, whose lock the filesystem has not let go,")
+            raise HeldByAnother(f"{last}, silent for {HOLDER_TIMEOUT_S:g} s, whose lock the filesystem has not let go,")
         time.sleep(_WATCH_S)
 
 
@@ -251,5 +252,5 @@ def _age_s(path: Path) -> float:
 
 def _beat(lock: IO[str], over: threading.Event) -> None:
     while not over.wait(BEAT_S):
-        with suppress(OSError):  # of a filesystem that is away: the next beat may come through
+        with suppress(OSError):  # the filesystem is away: the next heartbeat may succeed
             os.utime(lock.fileno())

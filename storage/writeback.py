@@ -1,4 +1,4 @@
-"""Work that a thread of a process does while the process goes on. Standard library only."""
+"""Work in the background of a process. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 MOST_WAITING = 8
-"""Most pieces of work that wait. If there are more, the disk does not keep up and waiting gains nothing."""
+"""Most pieces of work that wait. With more the disk does not keep up, and a longer queue gains nothing."""
 
 
 class Writeback:
@@ -16,7 +16,7 @@ class Writeback:
     `submit`, or `close`, raises what a piece of work raised."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="behind")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="writeback")
         self._pending: deque[Future[None]] = deque()
         self._lock = threading.Lock()
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from pipeline.config.paths import RunPaths
 from pipeline.driver.errors import StageFailed
-from pipeline.driver.retention import close_what_is_over
+from pipeline.driver.retention import close_finished_segments
 from pipeline.graph.graph import (
     SHARDED,
     STAGE_ROLES,
@@ -93,7 +93,7 @@ def mend(history: History, paths: RunPaths, before: Mapping[Address, str] = _NON
     aside = {**before, **set_damaged_aside(ledger, paths)}
     closed = ledger.closed_until()
     lost = expendable(history, paths.checkpoints, set(ledger.addresses(from_step=closed)), closed)
-    close_what_is_over(history.spec, ledger, lost)
+    close_finished_segments(history.spec, ledger, lost)
     looked_at = ledger.addresses(from_step=ledger.closed_until())  # closed records have closed inputs
     by_step = sorted(looked_at, key=lambda address: address.step)  # reads each segment once
     commits = [commit for commit in map(ledger.find, by_step) if commit is not None]

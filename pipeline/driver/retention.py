@@ -198,7 +198,7 @@ def all_committed(spec: GraphSpec, ledger: Ledger, expendable: Collection[Addres
     return all(node.address.step < first or node.address in there for node in nodes)
 
 
-def close_what_is_over(spec: GraphSpec, ledger: Ledger, expendable: Collection[Address]) -> None:
+def close_finished_segments(spec: GraphSpec, ledger: Ledger, expendable: Collection[Address]) -> None:
     """Close segments again that were opened for a damaged record, if that record is expendable. Call it before workers
     start; the run then begins after these segments, as before."""
     if not expendable:
@@ -228,7 +228,7 @@ class LedgerCompactor:
     def __init__(self, spec: GraphSpec, ledger: Ledger, expendable: Collection[Address] = frozenset()) -> None:
         """`expendable`: nodes that count as done, and have no record."""
         self._ledger = ledger
-        self._outlived = expendable
+        self._expendable = expendable
         self._margin = _margin(spec)
         self.first_step = ledger.closed_until()
         """First open step. All earlier steps are over and closed."""
@@ -245,7 +245,7 @@ class LedgerCompactor:
         """Record that all nodes of a step are done, and close the segments that can be closed. `addresses`: the step's
         nodes, some of which (a publication, an evaluation) are numbered as a later step's."""
         for address in addresses:
-            if address.step >= self.first_step and address not in self._outlived:
+            if address.step >= self.first_step and address not in self._expendable:
                 self._addresses[first_step(address.step)].append(address)
         self._over.add(step)
         while self._next_over in self._over:

@@ -50,7 +50,7 @@ from storage.weights import WeightBoard
 
 _ASKED_S = 5.0
 """Seconds after a request during which each `look` makes a new view."""
-_PATIENCE_S = 3.0
+_TIMEOUT_S = 3.0
 """Longest time that a request waits for the driver's next `look`."""
 _READS = 64
 """Most commits that one `look` reads for the curves, since a long run that is resumed has many."""
@@ -116,7 +116,7 @@ class RunView:
         """Return the view of the driver's next `look`. If that does not come soon, return the last view, whose time
         says how old it is. None while the workers are being started."""
         self._asked = asked = time.monotonic()
-        while self._made < asked - 1.0 and time.monotonic() < asked + _PATIENCE_S:
+        while self._made < asked - 1.0 and time.monotonic() < asked + _TIMEOUT_S:
             await asyncio.sleep(0.05)
         return self._latest
 

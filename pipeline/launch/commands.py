@@ -17,7 +17,7 @@ from pipeline.config.errors import ConfigError
 from storage import files
 from storage.errors import StoreError
 
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 """Seconds to wait for a busy controller."""
 _OVER = frozenset(
     {
@@ -138,9 +138,9 @@ def cancel(job_id: str) -> None:
 
 def _call(*command: str) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE_S)
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 1, "", f"{command[0]} did not answer in {_PATIENCE_S:g} s")
+        return subprocess.CompletedProcess(command, 1, "", f"{command[0]} did not answer in {_TIMEOUT_S:g} s")
 
 
 def _fields(line: str) -> Mapping[str, str]:

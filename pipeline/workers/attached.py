@@ -1,41 +1,38 @@
-"""`stageline worker`: one worker of an attached run, on whatever host this is, from joining to its end.
+"""`stageline worker`: one worker of an attached run on any host, from joining the run to its end.
 
-    scheduler file? ──► connect ──► join (joining.py) ──► nanny ──fork──► worker process, which the nanny starts again
-        │ none yet, or nobody listens there:                │                            when it dies
-        └── look again until the deadline                   │
-                     the connection ends, the run is over, a signal comes  ──► the process is killed, this one ends
+    scheduler file? ──► connect ──► join ──► nanny ──fork──► worker process; when it dies, the nanny starts a new one
+        │ none yet, or nobody listens there            │
+        └── look again until the deadline              │
+             the connection ends, the run is over, or a signal comes ──► kill the worker process and end
 
-Nothing outlives it: the worker process ends when this one does, however that ends, and this one ends when the driver
-does. The last worker of a run on a host removes the host's board of published weights (host_boards.py).
+The worker process ends with this process, and this process ends with the driver, however either ends.
 
-How a worker on any host joins an attached run: what it says of itself and its host, and what it is answered.
+**Joining.** The worker describes itself and its host, and the driver's scheduler decides
+(`driver/attached_workers.py`):
 
     `stageline worker`                                        the driver's scheduler
-      looks at its host ──JoinRequest──────────────────────►  judges it (driver/roster.py)
+      looks at its host ──JoinRequest──────────────────────►  accepts or refuses
                         ◄──{"devices": ...} or {"refused": why}──
-      starts its nanny  ◄════ the connection stays open ════► whoever's end goes, goes for the other, too
+      starts its nanny  ◄════ the connection stays open ════► when one side ends, so does the other
                         ◄──{"over": why}──────────────────    the run has ended
 
-Boards of published weights on a host: who uses them, and who removes them.
+**Boards of published weights on a host.** All users of a board share a lock:
 
     stageline-NAME-HASH         the board (storage/weights.py)
-    stageline-NAME-HASH.lock    locked by every process that uses the board, as long as it lives: a local run's driver,
-                                each attached worker. Its text is the lock file of an attached run's driver
+    stageline-NAME-HASH.lock    locked by every process that uses the board: a local run's driver, each attached
+                                worker. Its text is the path of the lock file of an attached run's driver
 
-The system lets go of a lock when its owner dies, however that goes. The last user that ends by itself removes the
-board. A board whose users were all killed is removed by the next user of any board beside it, if its run is dead:
+The system releases a lock when its process ends, however it ends. The last user that ends in order removes the board.
+If all users were killed, the next user of any board beside it removes it, provided that its run is dead:
 
-- A local run is dead if nobody has the board's lock, because its driver would have it.
-- An attached run's driver lives on any host. It may start workers here again, and they need the board: so the run is
-  dead only if nobody has the driver's lock either (storage/locks.py).
+- A local run is dead if nobody holds the board's lock, because its driver would hold it.
+- An attached run's driver may run on any host and may start workers here again, which need the board. So the run is
+  dead only if nobody holds the driver's lock either (storage/locks.py).
 
-A new user takes the lock of its own board before it looks at others, so no run removes its own.
+A new user locks its own board before it looks at others, so no run removes its own board.
 
-Network interfaces and addresses of this host.
-
-Why a worker's process has ended itself, in a file beside its log: Dask tells the driver that it did, and not why.
-
-Standard library only.
+The last sections find this host's network addresses, and keep the reason why a worker process ended itself, because
+Dask only tells the driver that it ended.
 """
 
 from __future__ import annotations
@@ -91,20 +88,20 @@ from storage.locks import holder, is_named, open_lock, take_lock
 
 _PEM = re.compile(r"\s*-----BEGIN [A-Z ]+-----\n")
 _LOOK_S = 0.2
-"""Between looks at what is not there yet."""
+"""Seconds between two looks for something that does not exist yet."""
 _CONNECT_S = 5.0
 _ANSWER_S = 60.0
 """Seconds for the scheduler to judge a request."""
-_LAST_WORDS_S = 2.0
+_REASON_S = 2.0
 """Seconds for the driver to give its reason after Dask has dropped the worker."""
 
 
 class WorkerRefused(RuntimeError):
-    """This worker cannot be one of the run's: the message says why, and names the host."""
+    """The run cannot use this worker. The message names the host and the reason."""
 
 
 class Ending(Enum):
-    """Why a worker ended."""
+    """Reason why a worker ended."""
 
     RUN_OVER = "the run has ended"
     DRIVER_LOST = "the driver is gone"
@@ -114,7 +111,7 @@ class Ending(Enum):
 
 @dataclass(frozen=True)
 class WantedWorker:
-    """The worker to become, of which run, and how to find that run."""
+    """The worker to become, its run, and where to find the run."""
 
     gang: str
     index: int
@@ -138,13 +135,13 @@ def run_worker(wanted: WantedWorker, say: Callable[[str], None]) -> Ending:
             want this worker or this host.
         StoreError: the GPUs of this host cannot be listed.
     """
-    # Dask's own messages are of no use to anybody here; the driver's journal says what is lost.
+    # Dask's own messages help nobody here. The driver's journal records losses.
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
     return asyncio.run(_AttachedWorker(wanted, say).run())
 
 
 class _AttachedWorker:
-    """Owns one worker's way through one attempt of a driver."""
+    """Owns one worker from joining one driver to its end."""
 
     def __init__(self, wanted: WantedWorker, say: Callable[[str], None]) -> None:
         self._wanted = wanted
@@ -185,9 +182,9 @@ class _AttachedWorker:
             try:
                 file = _read(path)
             except FileNotFoundError:
-                why = f"there is no scheduler file in {path.parent}: has the run begun, with cluster.kind=attached, "
-                why += "and is this directory on a filesystem that the driver's host mounts, too?"
-            except OSError as error:  # of a network filesystem, and may pass
+                why = f"there is no scheduler file in {path.parent}: has the run started with cluster.kind=attached, "
+                why += "and is this directory on a filesystem that the driver's host mounts too?"
+            except OSError as error:  # a network filesystem may recover
                 why = f"{path} cannot be read: {error.strerror}"
             else:
                 _gang_of(_config_of(file, path), self._wanted)
@@ -196,7 +193,7 @@ class _AttachedWorker:
                 except OSError as error:
                     why = f"the driver does not answer at {file.address} (process {file.process} on host {file.host}): "
                     why += f"{error}"
-                    # Of a run's directory a later attempt's file would count; a file of its own is what it is.
+                    # In a run's directory a later driver's file would count. A file that the user named stays the same.
                     if isinstance(error, FatalCommClosedError) and path == self._wanted.file and _still(file, path):
                         need = f"who listens there has another certificate than {path}"
                         raise WorkerRefused(f"host {host_name()}: {why}: {need}") from error
@@ -261,7 +258,7 @@ class _AttachedWorker:
         if starting.done() and not starting.cancelled() and starting.exception() is not None:
             self._say(f"{self._wanted.name} on host {host_name()}: its process did not start: {starting.exception()}")
         if not (over.done() or signalled.done()):
-            await asyncio.wait({over}, timeout=_LAST_WORDS_S)
+            await asyncio.wait({over}, timeout=_REASON_S)
         ending = over.result() if over.done() else Ending.PROCESS_GONE
         for wait in (*waits, starting):
             wait.cancel()
@@ -280,17 +277,17 @@ async def _over(comm: Comm) -> Ending:
 
 
 async def _end(nanny: Nanny) -> None:
-    """End the worker process at once, whatever it is doing, without a restart."""
+    """End the worker process at once, whatever it is doing. It is not restarted."""
     nanny.close_gracefully()
     if nanny.pid is not None:
         with suppress(ProcessLookupError):
             os.kill(nanny.pid, signal.SIGKILL)
     with suppress(OSError, TimeoutError):
-        await asyncio.wait_for(nanny.close(timeout=_LAST_WORDS_S), 2 * _LAST_WORDS_S)
+        await asyncio.wait_for(nanny.close(timeout=_REASON_S), 2 * _REASON_S)
 
 
 def security_of(file: SchedulerFile) -> Security:
-    """Return the run's certificate, which everyone has who can read the scheduler file."""
+    """Return the run's certificate. Everyone who can read the scheduler file has it."""
     both = {f"tls_{role}_cert": file.certificate for role in ("scheduler", "worker", "client")}
     both |= {f"tls_{role}_key": file.key for role in ("scheduler", "worker", "client")}
     return Security(require_encryption=True, tls_ca_file=file.certificate, **both)
@@ -338,8 +335,8 @@ def _config_of(file: SchedulerFile, path: Path) -> RunConfig:
     try:
         return load_yaml(file.config)
     except ConfigError as error:
-        first = error.each[0]  # the others say no more of why, and a worker's refusal is one line
-        raise WorkerRefused(f"host {host_name()}: the config in {path} is none of this version's: {first}") from error
+        first = error.each[0]  # one line is enough for a refusal
+        raise WorkerRefused(f"host {host_name()}: this version cannot read the config in {path}: {first}") from error
 
 
 def _newest_file(run_dir: Path | None) -> Path:
@@ -386,8 +383,8 @@ def _own_address(file: SchedulerFile, interface: str | None) -> str:
 
 
 def _network_environment(address: str, *, given: bool) -> dict[str, str]:
-    """Return the environment under which gloo and NCCL use the interface that has an address. What is set already
-    stays, unless the interface was `given`: then everything of the run is on that one."""
+    """Return the environment in which gloo and NCCL use the interface that has this address. Variables that are set
+    already stay, unless the config or the command line names the interface (`given`)."""
     name = interface_with(address)
     wanted = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - (set() if given else os.environ.keys())
     return {} if name is None else dict.fromkeys(wanted, name)
@@ -400,7 +397,7 @@ JOIN = "stageline_join"
 REFUSALS = "stageline-refusals"
 """Dask topic on which the scheduler reports workers that it refused: `JoinRefused` as a dict."""
 _MUST_AGREE = ("stageline", "dask", "distributed", "msgpack", "cloudpickle")
-"""Packages that two processes which exchange objects must have in one version, beside Python's."""
+"""Packages whose versions must agree between processes that exchange objects. Python's version must agree too."""
 _GPU_IDENTITIES = (
     "import torch; [print(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]"
 )
@@ -419,13 +416,13 @@ class JoinRequest:
     """Seconds since the epoch, on its host."""
     versions: dict[str, str]
     gpus: list[str]
-    """Identities of those that it sees, in its order."""
+    """Identities of the GPUs that it sees, in its order."""
     shared: str
     """Fault of the run's directory as the worker's host sees it; empty: none."""
     wrote: str
     """Name of the file that it wrote there, for the driver to read."""
     board_free: int
-    """Bytes that are free, or the run's own already, where its host has published weights."""
+    """Bytes on its host that are free for published weights or already hold this run's."""
 
     def message(self) -> dict[str, Any]:
         return asdict(self)
@@ -441,14 +438,14 @@ class JoinRequest:
 
 @dataclass(frozen=True)
 class JoinRefused:
-    """A worker was refused."""
+    """The refusal of a worker."""
 
     gang: str
     index: int
     text: str
-    """Why, with the host's name."""
+    """Reason, with the host's name."""
     fatal: bool
-    """True: the worker belongs to the run, and its host is not fit. False: the run does not need this worker."""
+    """True: the worker belongs to the run, but its host is unfit. False: the run does not need this worker."""
 
 
 def versions_here() -> dict[str, str]:
@@ -475,14 +472,14 @@ def look_at_host(file: SchedulerFile, gang: str, index: int, board: Path) -> Joi
         shared=_look_at_directory(file, wrote),
         wrote=wrote,
         board_free=_free_bytes(board),
-        # Last: what is above may take longer than clocks may differ by, and the driver compares when it hears of it.
+        # Read last: the lines above may take longer than the clocks may differ.
         clock=time.time(),
     )
 
 
 def gpu_identities() -> list[str]:
-    """Return the identities of the GPUs that this process may see, in its order. A process of its own asks for them, so
-    that this one holds no device."""
+    """Return the identities of the GPUs that this process may see, in its order. A child process asks for them, so
+    that this process holds no device."""
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         return []
     done = subprocess.run([sys.executable, "-c", _GPU_IDENTITIES], capture_output=True, text=True, check=False)
@@ -543,13 +540,13 @@ def board_of_host(board: Path, driver_lock: Path | None = None) -> Iterator[None
         try:
             yield
         finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # of two that end at once, one must find the other gone
+            fcntl.flock(lock, fcntl.LOCK_UN)  # if two end at once, the second must find the lock free
             _remove_if_unused(lock, path)
 
 
 def _remove_boards_of_dead_runs(folder: Path) -> None:
     for path in folder.glob(f"{BOARD_PREFIX}*{_LOCK}"):
-        with suppress(OSError):  # gone meanwhile, another user's, or the driver's filesystem is away: it stays
+        with suppress(OSError):  # removed meanwhile, another user's, or the driver's filesystem is away: leave it
             found = path.lstat()
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
                 continue
@@ -560,7 +557,7 @@ def _remove_boards_of_dead_runs(folder: Path) -> None:
 
 
 def _is_dead(driver_lock: Path) -> bool:
-    """Return True if nobody drives an attached run. A filesystem that is not mounted here says nothing of its runs."""
+    """Return True if nobody drives an attached run. Return False if its filesystem is not mounted here."""
     return driver_lock.parents[1].is_dir() and holder(driver_lock) is None
 
 
@@ -568,14 +565,14 @@ def _remove_if_unused(lock: IO[str], path: Path) -> None:
     """Remove a board and its lock, unless a process holds the lock."""
     with suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if is_named(lock, path):  # else another removed it, and the board is theirs who came after that
+        if is_named(lock, path):  # otherwise it was removed, and the board belongs to a later user
             shutil.rmtree(path.with_name(path.name.removesuffix(_LOCK)), ignore_errors=True)
             path.unlink(missing_ok=True)
 
 
 def _shared_lock(path: Path) -> IO[str]:
-    """Return a file of that name that this process and others hold a lock on. Raises StoreError if another process
-    keeps it."""
+    """Return the lock file at `path`, locked together with others. Raises StoreError if another process keeps it
+    exclusively."""
     while True:
         held = open_lock(path)
         try:
@@ -615,7 +612,7 @@ def interface_with(address: str) -> str | None:
 def route_address(host: str) -> str:
     """Return the address of this host by which `host` reaches it. Raises OSError if there is no route."""
     with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 1))  # sends nothing: asks for the route
+        probe.connect((host, 1))  # sends nothing, only finds the route
         return str(probe.getsockname()[0])
 
 
@@ -623,39 +620,39 @@ def family_of(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-# ---- last words ------------------------------------------------------------------------------------------
+# ---- reason of an end ------------------------------------------------------------------------------------------
 
 _LONGEST = 500
-"""Characters: it becomes part of an event."""
+"""Longest reason in characters, because it becomes part of an event."""
 
 
-def write_exit_reason(log: str | None, words: str) -> None:
+def write_exit_reason(log: str | None, reason: str) -> None:
     """Write the reason of this process's end beside its log. `log`: the process's log; None: write nothing."""
     if log is not None:
-        with suppress(OSError):  # a full disk does not keep it from ending
-            _beside(log).write_text(" ".join(words.split())[:_LONGEST], "utf8")
+        with suppress(OSError):  # the process ends even if the disk is full
+            _beside(log).write_text(" ".join(reason.split())[:_LONGEST], "utf8")
 
 
 def with_exit_reason(why: str, log: str | None) -> str:
-    """Return the driver's reason of an end together with the one that the process left, which is removed."""
-    words = "" if log is None else _take(_beside(log))
-    return f"{why}: {words}" if words else why
+    """Return the driver's reason of an end together with the process's own reason. Remove the file of the latter."""
+    reason = "" if log is None else _take(_beside(log))
+    return f"{why}: {reason}" if reason else why
 
 
 def clear_exit_reason(log: str | None) -> None:
-    """Remove a reason that an earlier process left and no driver has read: it is not the next process's."""
+    """Remove a reason that an earlier process left and that no driver has read."""
     if log is not None:
         _take(_beside(log))
 
 
 def _take(file: Path) -> str:
     try:
-        words = file.read_text("utf8")
+        reason = file.read_text("utf8")
         file.unlink()
     except (OSError, UnicodeDecodeError):
         return ""
-    return words
+    return reason
 
 
 def _beside(log: str) -> Path:
-    return Path(f"{log}.last_words")
+    return Path(f"{log}.exit_reason")

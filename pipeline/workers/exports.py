@@ -1,9 +1,7 @@
-"""What a worker writes while it goes on: checkpoints and exports, from copies that were taken before.
+"""Writing in the background while a worker computes, and the files that complete an exported policy.
 
-Standard library only.
-
-What makes the export of a policy whole: its model card (what it is, by which run, as the Hugging Face hub shows it),
-and the sums of its files.
+Checkpoints and exports are written from copies that were taken before. An exported policy gets a model card for the
+Hugging Face hub, and checksums of all its files.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ from storage.redaction import redacted_text
 
 
 class BackgroundWriter:
-    """Owns a thread that does one piece of work after another, in the order in which they were handed in: so the ranks
-    of a gang, which hand in the same ones, meet in the same order. Of each name one piece is on its way at most. What
-    a piece raises is raised by the next call that names it, or by `close`."""
+    """Owns a thread that does one piece of work after another, in the order of submission. The ranks of a gang submit
+    the same pieces, so they do collective work in the same order. At most one piece of each name is pending. The next
+    call with its name, or `close`, raises the error of a piece that failed."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="background-writer")
@@ -77,13 +75,13 @@ Made by {version} PPO updates of the Stageline run `{name}` from `{model}`.
 | responses | up to {max_new_tokens} tokens, temperature {temperature:g} |
 | weights | {dtype} |
 
-It loads with `AutoModelForCausalLM.from_pretrained`. What the reward measures is all that it was trained for; licence
-and limits are those of the model that it started from.
+Load it with `AutoModelForCausalLM.from_pretrained`. It was trained only for what the reward measures. Licence and
+limits are those of the model that it started from.
 """
 
 
 def describe_export(directory: Path, config: RunConfig, version: int, config_hash: str) -> None:
-    """Write README.md into a finished export, and then the checksums of all its files, which complete it."""
+    """Write README.md into a finished export, and then the checksums of all its files. These make it complete."""
     kl, base = config.ppo.kl, config.model.path
     parts = [f"{part.weight:g} · `{name}` (`{part.kind}`)" for name, (_, part) in config.reward.named("reward").items()]
     text = _CARD.format(

@@ -1,15 +1,17 @@
-"""The driver's orders to workers: load new weights under running rows, and free the devices.
+"""Orders of the driver to workers: load new weights for rows in flight, and free the devices.
 
     a version is published ──► take ──► a replica with rows in flight loads it between two passes;
-                                        another one waits for a shard that names its version
+                                        a replica without rows loads it when a shard needs it
 
-A lost or late `take` does no harm: the rows go on within their staleness bound, and the next shard brings its version.
+A lost or late `take` does no harm: the rows continue within their staleness bound, and the next shard loads its
+version.
 
-    a gang is idle ──► rest ──► the engine frees its cache, models move to the host ──► SleepReport
+    a gang is idle ──► sleep ──► the engine frees its cache, models move to the host ──► SleepReport
     the next call  ──► the worker moves back what it needs
 
-Gangs that share devices (`placement.device_sharing`) take turns. No other gang may use the devices before the report.
-The driver repeats an order that may be lost. A worker answers a repeated order with the first answer and does nothing.
+Only one of the gangs that share devices (`placement.device_sharing`) holds them. No other gang may use them before the
+report. The driver repeats an order, since it may be lost. A worker answers a repeated order with its first answer and
+does nothing.
 """
 
 from __future__ import annotations
@@ -50,9 +52,9 @@ def order_take(client: Client, workers: Iterable[str], version: int) -> None:
     notify(client, workers, TAKE, version=version)
 
 
-# ---- resting ---------------------------------------------------------------------------------------------
+# ---- sleep ------------------------------------------------------------------------------------------------
 
-REST = "stageline_rest"
+SLEEP = "stageline_sleep"
 """Name of the handler."""
 
 
@@ -80,11 +82,11 @@ def accept_sleep_orders(worker: Worker, spec: WorkerSpec, sleep: Callable[[], No
             worker.log_event(REPORTS, codec.encode(report))
 
     async def start(number: int) -> None:
-        threading.Thread(target=act, args=(number,), name="rest", daemon=True).start()
+        threading.Thread(target=act, args=(number,), name="sleep", daemon=True).start()
 
-    worker.handlers[REST] = start
+    worker.handlers[SLEEP] = start
 
 
 def order_sleep(client: Client, workers: Iterable[str], number: int) -> None:
     """Order workers, by address, to free their devices. Does not wait. `number`: the order's, larger each time."""
-    notify(client, workers, REST, number=number)
+    notify(client, workers, SLEEP, number=number)

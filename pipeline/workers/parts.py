@@ -1,5 +1,7 @@
-"""The parts of a worker process: an engine for `generate`, a reward and a tokenizer for `score`, a model host for
-`policy`, `critic` and `reference`, and what every stage needs beside them. A worker builds what its gang's roles need.
+"""The parts that a worker process is built from: engine, reward and tokenizer, model host, stores.
+
+`generate` needs an engine, `score` a reward and a tokenizer, and `policy`, `critic` and `reference` a model host. Every
+stage needs the ledger and the stores. A worker builds only the parts that the roles of its gang need.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ Held = TypeVar("Held")
 
 @dataclass(frozen=True)
 class Scorer:
-    """Owns what `score` needs."""
+    """Owns the rewards and the tokenizer of `score`."""
 
     training: tuple[Part, ...]
     held_out: tuple[Part, ...]
@@ -93,9 +95,9 @@ class WorkerParts:
     updates: ExactlyOnceUpdates | None = None
     """The models, on the ranks of a gang that has any."""
     fetcher: Fetcher | None = None
-    """Brings versions that this host lacks, from others."""
+    """Copies versions that this host lacks from other hosts."""
     numerics: dict[str, str] = field(default_factory=dict)
-    """Everything that the last bits of this worker's results depend on: see stages/models/weights.py."""
+    """Facts that the last bits of this worker's results depend on (stages/models/weights.py)."""
     warnings: list[str] = field(default_factory=list)
     """Warnings for a person that the driver has not received yet."""
 
@@ -127,14 +129,14 @@ class WorkerParts:
             return self.store.read_step(stage, step, self.config.rollout.shards)
 
     def collectives_of(self, call: Call) -> AbstractContextManager[None]:
-        """Return a context for a call on a rank of a gang: a collective that fails in it names the call and the ranks
-        that did not come."""
+        """Return a context for a call on a rank of a gang. A collective that fails in it names the call and the missing
+        ranks."""
         if self.updates is None or self.spec.size == 1:
             return nullcontext()
         return self.updates.host.collectives_of(f"{call.address} (number {call.sequence} of gang {call.gang})")
 
     def attempt_name(self, call: Call) -> str:
-        """Return a name that no other run of the same call has, since Dask may run a task twice."""
+        """Return a name that is unique even if Dask runs the same call twice."""
         return f"{call.attempt}-{self.spec.incarnation}-{threading.get_native_id()}"
 
     def provenance(self, call: Call, started: float, weight_versions: tuple[int, ...]) -> Provenance:
@@ -196,7 +198,7 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
         board=WeightBoard(paths.board(config.weights_dir(spec.gang)) if spec.mirror is None else spec.mirror.board),
         numerics=software() | machine_numerics(),
     )
-    # What a killed run left on this host. Weights may be on their way to their commit, as long as who wrote them lives.
+    # Remove weights that a killed run left on this host, but not those whose living publisher is about to commit them.
     parts.board.tidy(lambda manifest: is_published(ledger, manifest) or _being_published(parts.board, manifest))
     gang = next(g for g in config.gangs() if g.name == spec.gang)
     if gang.roles & {Role.GENERATE, Role.SCORE}:
@@ -215,7 +217,7 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
         parts.updates = _build_updates(parts, _build_host(config, spec, gang.roles & MODEL_ROLES), same_layout)
         parts.numerics |= parts.updates.host.numerics()
     if config.takes_turns(spec.gang):
-        parts.sleep()  # others may have the devices; the first call takes them
+        parts.sleep()  # another gang may hold the devices; the first call wakes the models
     return parts
 
 
@@ -237,7 +239,7 @@ def _build_scorer(config: RunConfig) -> Scorer:
 
 
 def _being_published(board: WeightBoard, manifest: Manifest) -> bool:
-    """Return True if a living process wrote a version here, so that its commit may still come."""
+    """Return True if a living process wrote a version here, so that it may still be committed."""
     return not is_copy(manifest) and owner_alive(board.directory / manifest.file)
 
 
@@ -306,7 +308,7 @@ def _build_updates(parts: WorkerParts, host: ModelHost, same_layout: bool) -> Ex
 
 
 def _end_process(log: str | None, reason: str) -> None:
-    """End this process: a replica that has lost a rank is lost as a whole, and is built anew."""
+    """End this process. A replica that has lost a rank is lost as a whole, and is built again."""
     print(f"{reason}: its replica ends", file=sys.stderr, flush=True)
     write_exit_reason(log, reason)
     os._exit(1)

@@ -1,10 +1,10 @@
-"""Training on rollouts that another run recorded: what a variant does instead of sampling.
+"""Train a variant on rollouts that another run recorded, instead of sampling.
 
     generate, score, reference (stored) ──┬─► logprob, value (the variant's own models) ──► advantage ──► updates
-                                          └ sampler_logprobs and token_versions as recorded: the correction is theirs
+                                          └─ sampler_logprobs and token_versions as recorded, for the correction
 
-Everything of a step happens in this process and in the pipeline's order, shard by shard where the pipeline has shards:
-a variant that differs in nothing ends in its parent's bits.
+A step runs in this process and in the pipeline's order, and shard by shard where the pipeline has shards. So a variant
+without any difference ends with the bits of the recorded run.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from storage.rollouts import RolloutStore
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A step that was trained on recorded rollouts."""
+    """The results of a step that was trained on recorded rollouts."""
 
     step: int
     metrics: Mapping[str, float]
     digests: Mapping[str, str]
-    """Digests by role, of version `step + 1`."""
+    """Digests of version `step + 1`, by role."""
 
 
 def train_recorded(
     host: ModelHost, store: RolloutStore, config: RunConfig, steps: range, state: Mapping[str, Any]
 ) -> Iterator[RecordedStep]:
-    """Train the policy of `host`, and its critic if there is one, on the rollouts in `store`. They are at version
-    `steps.start`. Yield each step when its updates are done. `state`: the state that `advantage` of the step before
-    returned; empty at step 0. One rank only.
+    """Train the policy of `host`, and its critic if there is one, on the rollouts in `store`. The models must be at
+    version `steps.start`. Yield each step when its updates are done. `state`: the state that `advantage` of the step
+    before returned; empty at step 0. One rank only.
 
-    Raises MissingOutput and StoreError if something recorded is missing or changed."""
+    Raises MissingOutput or StoreError if recorded data is missing or damaged."""
     for step in steps:
         rollouts: list[Rollout] = [store.read(Address("generate", step, s)) for s in range(config.rollout.shards)]
         policy = _logprobs(host, rollouts) if config.ppo.proximal == "recompute" else None

@@ -1,11 +1,11 @@
-"""The scheduler file of an attached run: what a worker on any host needs to join, and the run's certificate with it.
+"""The scheduler file of an attached run: the scheduler's address, the run's certificate and its config, for workers.
 
     RUN/attached/                   mode 0700
-      scheduler-000001.json         mode 0600; one for each attempt of a driver at the run, the newest counts
-      shared-000001                 in which every worker must read what the file says
+      scheduler-000001.json         mode 0600; one for each driver of the run; the newest counts
+      shared-000001                 a file whose content every worker must find as the scheduler file states it
 
-Whoever can read it can join, and have every worker run anything. The driver removes it when it ends in order; what a
-killed driver left, the next one removes.
+Everybody who can read the scheduler file can join, and can make every worker run anything. The driver removes the file
+when it ends in order. The next driver removes the file of a killed one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ANSWER_S = 5.0
 
 @dataclass(frozen=True)
 class SchedulerFile:
-    """The message of one driver to its workers."""
+    """The content of a scheduler file: one driver's message to its workers."""
 
     attempt: int
     """Number of this driver among the drivers of the run, from 1."""
@@ -41,10 +41,10 @@ class SchedulerFile:
     host: str
     """The driver's."""
     process: int
-    """The driver's, on its host."""
+    """Process id of the driver on its host."""
     run_dir: str
     working_dir: str
-    """The driver's, which relative paths of the config begin at."""
+    """Working directory of the driver, where relative paths of the config begin."""
     nonce: str
     """The content of `shared-NNNNNN` in the run's directory."""
     certificate: str = field(repr=False)
@@ -58,7 +58,7 @@ class SchedulerFile:
 
     @property
     def shared(self) -> Path:
-        """The file by which a host is known to see the driver's directory."""
+        """File that shows if a host sees the driver's directory."""
         return RunPaths(Path(self.run_dir)).attached / f"shared-{self.stem}"
 
 
@@ -74,15 +74,17 @@ def file_of_attempt(run_dir: Path, attempt: int) -> Path:
 def newest_attempt(run_dir: Path) -> int:
     """Return the number of a run's newest scheduler file; 0 if there is none."""
     try:
-        names = os.listdir(RunPaths(run_dir).attached)  # asks a network filesystem anew, as a look for one name may not
+        names = os.listdir(
+            RunPaths(run_dir).attached
+        )  # unlike a look for one name, this asks a network filesystem again
     except OSError:
         return 0
     return max((int(match[1]) for name in names if (match := _NAME.fullmatch(name))), default=0)
 
 
 def write_scheduler_file(path: Path, content: SchedulerFile) -> None:
-    """Write the file, readable for this user alone. It appears under its name when it is complete. Raises OSError,
-    FileExistsError if a file has that name; then nothing is left of this one, which holds a key."""
+    """Write the file, which only this user can read. It gets its name when it is complete. Raises FileExistsError if
+    the name is taken, or another OSError. Then no copy of the key is left."""
     staged = path.with_name(f".{path.name}.{os.getpid()}")
     staged.unlink(missing_ok=True)
     descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -100,7 +102,7 @@ def _link(staged: Path, path: Path) -> None:
     try:
         os.link(staged, path)
     except FileExistsError:
-        if not staged.samefile(path):  # it is where a server's answer was lost, and the link asked for again
+        if not staged.samefile(path):  # the same file if a server linked it, and only its answer was lost
             raise
 
 
@@ -113,12 +115,12 @@ def remove_scheduler_file(path: Path, nonce: str) -> None:
 
 def driver_answers(file: SchedulerFile) -> bool:
     """Return True if the driver that wrote this file is alive: a process at its address has the certificate's key, or
-    accepts a connection without a word, as a stopped process does. Wait up to 10 s."""
+    accepts a connection without answering, as a stopped process does. Waits up to 10 s."""
     address = urlsplit(file.address)
     try:
         context = ssl.create_default_context(cadata=file.certificate)
         context.check_hostname = False
-        context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # Dask's certificates lack what that asks for
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # Dask's certificates lack an extension that this flag requires
         with socket.create_connection((address.hostname, address.port), _ANSWER_S) as connection:
             try:
                 context.wrap_socket(connection).close()

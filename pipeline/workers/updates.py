@@ -1,19 +1,19 @@
 """Law 3: an update happens exactly once, by version.
 
-The resident policy and critic each have a version. Before a node that needs version i runs, `at` brings the model
-there: nothing to do in the ordinary case; otherwise (this process is new, or an update failed half-way) the newest
-checkpoint c <= i is loaded, or the start weights, and updates c .. i-1 run again on their stored inputs. A replayed
-update must give the digest that its commit holds.
+The resident policy and critic each have a version. Before a node that needs version i runs, `at` brings the model to
+it. Usually that is a no-op. If this process is new, or an update failed half-way, it loads the newest checkpoint
+c <= i, or the start weights, and runs updates c .. i-1 again on their stored inputs. A replayed update must give the
+digest that its commit holds.
 
     newest checkpoint c ──► saved with the digest that update c-1 committed? ──► every byte verified? ──► loads? ──►
     digest of the weights as saved? ──► updates c .. i-1
                │ any no
-               └► a warning, and the one before it
+               └► a warning, and the checkpoint before it
 
-A checkpoint is copied in memory between two updates, and written while the next ones run. A process that dies over it
-leaves nothing that counts.
+A checkpoint is copied in memory between two updates, and written while the next ones run. A process that dies while it
+writes leaves only files that do not count.
 
-In a gang every rank does this together; rank 0's view of ledger and checkpoints decides and is broadcast, since two
+In a gang every rank does this together. Rank 0 looks at ledger and checkpoints, decides, and broadcasts, because two
 ranks could look at different moments.
 """
 
@@ -43,16 +43,16 @@ from storage.rollouts import RolloutStore
 
 
 def committed_meta(ledger: Ledger, role: Role, version: int) -> dict[str, Any] | None:
-    """Return what a checkpoint of this version must say of itself, from the commit of the update that made the version:
-    another run's checkpoint is as complete as this run's own. The digest is of the whole model, whatever the layout.
-    None without a commit."""
+    """Return the meta data that a checkpoint of this version must have, from the commit of the update that made the
+    version. So another run's complete checkpoint is refused. The digest covers the whole model in any layout. Return
+    None if there is no commit."""
     commit = ledger.find(Address(UPDATE_STAGE[role], version - 1)) if version else None
     return None if commit is None else _meta(str(commit.digest))
 
 
 def is_usable(checkpoints: Checkpoints, ledger: Ledger, role: Role, version: int) -> bool:
-    """Return True if every byte of a checkpoint is what was saved, its weights are those that were committed, and its
-    pickles hold nothing but data."""
+    """Return True if every byte of a checkpoint is as it was saved, its weights are the committed ones, and its pickles
+    hold only data."""
     expected = committed_meta(ledger, role, version)
     if expected is None:
         return False
@@ -89,9 +89,9 @@ class ExactlyOnceUpdates:
         bookkeeping: Callable[[], AbstractContextManager[None]] = nullcontext,
         warn: Callable[[str], None] = print,
     ) -> None:
-        """`same_layout`: the models are laid out as those that made the commits, so that an update run again must give
-        the committed digest; checkpoints are loaded in either case. `bookkeeping`: entered while the store is read, so
-        that its time does not count as training. `warn`: called on rank 0 with what a person should read."""
+        """`same_layout`: the models have the layout that made the commits, so a replayed update must give the committed
+        digest. Checkpoints are loaded in either case. `bookkeeping`: entered while the store is read, so that its time
+        does not count as training. `warn`: called on rank 0 with a warning for people."""
         self.host = host
         self._rank = rank
         self._ranks = ranks
@@ -109,11 +109,11 @@ class ExactlyOnceUpdates:
         self._damaged: dict[Role, set[int]] = {}
         """Versions whose checkpoints this process could not use."""
         self._replayed: dict[Role, int] = {}
-        """Updates that ran again since the last new one."""
+        """Number of updates that ran again since the last new one."""
         self.background = BackgroundWriter()
 
     def agree(self, look: Callable[[], Any]) -> Any:
-        """Return the result of `look()` on rank 0 to every rank; the other ranks do not call it."""
+        """Return to every rank the result of `look()` on rank 0. The other ranks do not call it."""
         if self._ranks == 1:
             return look()
         box = [look() if self._rank == 0 else None]
@@ -124,7 +124,7 @@ class ExactlyOnceUpdates:
         """Return the host with `role` resident at `version`.
 
         Raises:
-            ReplayMismatch: see there.
+            ReplayMismatch: a replayed update gave another digest.
             MissingOutput: an update in between was never committed.
         """
         host = self.host
@@ -218,9 +218,9 @@ class ExactlyOnceUpdates:
         if self._same_layout and commit.digest != digest:
             raise ReplayMismatch(
                 f"{commit.address}: committed weights have digest {commit.digest}, these have {digest}: another "
-                "layout, thread count, processor or library version than the one that committed them? Go on there; or "
-                "`stageline resume RUN --from-checkpoint` archives what was committed after the newest checkpoint, and "
-                "makes it anew here"
+                "layout, thread count, processor or library version than the one that committed them? Continue there; "
+                "or `stageline resume RUN --from-checkpoint` archives all commits after the newest checkpoint, and "
+                "computes them again here"
             )
 
     def _restore(self, role: Role, version: int) -> None:
@@ -235,7 +235,7 @@ class ExactlyOnceUpdates:
                 break
             fault, meta = self._verified(role, saved)
             if fault is None:
-                resident = -1  # from here on the role is the checkpoint's, or nobody's
+                resident = -1  # a load that fails leaves no usable weights
                 fault = self._loaded(role, saved, meta)
             if fault is None:
                 resident = saved
@@ -252,7 +252,7 @@ class ExactlyOnceUpdates:
                 )
 
     def _verified(self, role: Role, saved: int) -> tuple[str | None, dict[str, Any]]:
-        """Return (the fault of a checkpoint, its meta data as saved). The fault is None if the bytes are undamaged and
+        """Return the fault of a checkpoint and its saved meta data. The fault is None if the bytes are undamaged and
         hold the weights that this run committed. Each rank reads a share."""
         expected = self.agree(lambda: committed_meta(self._ledger, role, saved))
         try:
@@ -295,8 +295,8 @@ class ExactlyOnceUpdates:
             if sums is None:
                 return
             self._checkpoints.finish(str(role), version, path, _meta(digest), sums)
-            # A resumed run may have to publish the version that the oldest open generation reads: the checkpoint that
-            # it is rebuilt from stays, however few are to be kept.
+            # A resumed run may have to publish the version that the oldest open generation reads. So the checkpoint to
+            # rebuild it from stays, even if `checkpoint.keep` is smaller.
             oldest = max(0, version - self._staleness)
             newer = [v for v in self._checkpoints.versions(str(role)) if v > oldest and v not in damaged]
             self._checkpoints.prune(str(role), max(self._keep, len(newer) + 1), damaged, self._keep_every)

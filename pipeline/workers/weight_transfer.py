@@ -1,25 +1,26 @@
-"""Brings published weights to hosts that lack them, over connections of Dask's between workers: each host has a board
-of its own, and a version comes to each host once.
+"""Copy published weights to hosts that lack them, over Dask connections between workers. Each host has its own board,
+and a version is copied to each host once.
 
     reader (its board lacks v)              publisher                          earlier asker (its host has, or gets, v)
     ──────────────────────────              ─────────                          ─────────────
     has the host's lock for v
-    ask ──────────────────────────────────► manifest, and from whom
-                                            └ the first two: from itself
-        ◄──manifest, "ask that one"──────── └ others: asker (k - 2) / 2
+    ask ──────────────────────────────────► manifest, and whom to ask
+                                            └ the first two askers: the publisher
+        ◄──manifest, "ask that one"──────── └ asker k: asker (k - 2) / 2
     ask ─────────────────────────────────────────────────────────────────────► as soon as it has them:
         two pieces asked for ahead; checked  ◄─────────pieces────────────────  the bytes of its own file
         and appended in a thread
     link the manifest: v exists here
 
-So the publisher sends two copies, whatever the number of hosts, and every other host hands on what it has while more
-arrives. Nothing is sent that was not asked for, which is all the flow control there is. Whoever sends may vanish at any
-time: the reader asks the publisher again, by its name (a restarted one has another address, and the same board), and
-goes on where it stopped. The tree is in the publisher's memory only and may be forgotten.
+So the publisher sends two copies, whatever the number of hosts. Every other host passes on the bytes that it has while
+more arrive. A sender sends only pieces that were asked for, and no other flow control is needed. A sender may die at
+any time: the reader then asks the publisher again, by its name, because a restarted publisher has another address and
+the same board. It continues where it stopped. Only the publisher's memory has the tree of askers, and losing it is
+harmless.
 
-The driver notifies readers of a new version when it is published, so that it has often come when it is needed, and
-when nobody reads a version any more. Either message may be lost: a version is fetched when it is needed, and a
-copy that stayed goes with the board's directory.
+The driver notifies readers when a version is published, so that it has often arrived before it is needed, and when
+nobody reads a version any more. Both messages may be lost: a version is fetched when it is needed, and a copy that
+stays is removed with the board's directory.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ SEND, FETCH, RELEASE, REMOVE = (f"stageline_{what}_weights" for what in ("send",
 FAN_OUT = 2
 """Hosts that one host sends a version to."""
 PIECE_BYTES = 16 << 20
-"""A multiple of every system's page."""
+"""Bytes of a piece: a multiple of every system's page size."""
 _PIECES_AHEAD = 2
-"""Asked for and not yet here: one is on its way while the next is got ready."""
+"""Pieces that were asked for and have not arrived: one travels while the sender prepares the next."""
 _LOOK_S = 0.005
-"""Between looks at a file that grows."""
+"""Seconds between two looks at a growing file."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
-"""Between two tries."""
+"""Seconds between two tries."""
 _CONNECT_S = 5.0
 _VERSIONS_REMEMBERED = 8
 _REMOVAL_S = 5.0
@@ -60,14 +61,14 @@ _REMOVAL_S = 5.0
 
 @dataclass(frozen=True)
 class Fetched:
-    """Weights that were brought from other hosts."""
+    """Time and size of the weights that were copied from other hosts."""
 
     seconds: float = 0.0
     num_bytes: int = 0
 
 
 class Fetcher(Protocol):
-    """A mirror as a runtime sees it."""
+    """The part of a mirror that a runtime uses."""
 
     def fetch(self, version: int) -> None: ...
 
@@ -75,12 +76,12 @@ class Fetcher(Protocol):
 
 
 class _SourceLost(Exception):
-    """The asked process is gone, hangs, or is not ready."""
+    """The process that was asked has died, hangs, or is not ready."""
 
     def __init__(self, message: str, redirected: bool) -> None:
         super().__init__(message)
         self.redirected = redirected
-        """True: the source was an earlier asker; the publisher itself may well be alive."""
+        """True if the source was an earlier asker. The publisher itself may still be alive."""
 
 
 @contextmanager
@@ -99,12 +100,12 @@ class _Source:
     address: str
     manifest: Manifest
     other: str | None
-    """Whom to ask instead."""
+    """Address of the process to ask instead, or None."""
     redirected: bool
 
 
 class WeightMirror:
-    """Owns what a worker process does for its host's board; from `open` on, until the process ends."""
+    """Sends and receives versions for the board of a worker's host, from `open` on until the process ends."""
 
     def __init__(self, worker: Worker, spec: MirrorSpec) -> None:
         self._worker = worker
@@ -113,17 +114,17 @@ class WeightMirror:
         self._askers: dict[int, list[str]] = {}
         """Addresses by version, in the order in which they asked this process."""
         self._arriving: set[int] = set()
-        """Versions that this process is bringing here."""
+        """Versions that this process is receiving."""
         self._unread: set[int] = set()
         """Versions that nobody reads any more."""
         self._fetched = Fetched()
         self._counting = threading.Lock()
 
     def open(self) -> None:
-        """Begin to send, and to carry out the driver's orders."""
+        """Begin to answer askers and to obey the driver's orders."""
         self._worker.handlers |= {SEND: self._send, FETCH: self._ahead, RELEASE: self._release, REMOVE: self._remove}
 
-    # ---- what a runtime sees -------------------------------------------------------------------------------------
+    # ---- for the runtime -------------------------------------------------------------------------------------
 
     def fetch(self, version: int) -> None:
         """Wait until the board has the version. Do not call this in the worker's own thread.
@@ -136,7 +137,7 @@ class WeightMirror:
         self._fetch(version, wait=True)
 
     def fetched(self) -> Fetched:
-        """Return what this process has brought here since the last call."""
+        """Return the time and size of the copies that this process received since the last call."""
         with self._counting:
             fetched, self._fetched = self._fetched, Fetched()
         return fetched
@@ -144,7 +145,7 @@ class WeightMirror:
     # ---- orders --------------------------------------------------------------------------------------------------
 
     async def _ahead(self, version: int) -> None:
-        """Bring a version before anybody needs it. An error is ignored: it will occur again, and be reported, when the
+        """Fetch a version before anybody needs it. An error is only printed: it occurs again, and is reported, when the
         version is needed."""
 
         def work() -> None:
@@ -166,9 +167,9 @@ class WeightMirror:
     # ---- sending -------------------------------------------------------------------------------------------------
 
     async def _send(self, comm: Comm, version: int, asker: str | None, digest: str | None) -> Status:
-        """Tell which parts a version has and who sends it; if this process does, send what is asked for until the other
-        side closes. `asker`: may be redirected to another source; None: was redirected already. `digest`: the version
-        must have this one."""
+        """Answer with a version's manifest and its source. If this process is the source, send the pieces that are
+        asked for until the other side closes. `asker`: it may be redirected to another source; None: it was redirected
+        already. `digest`: the digest that the version must have."""
         try:
             with await self._find(version, digest) as outgoing:
                 source = self._other_source(version, asker) if asker is not None else None
@@ -187,7 +188,7 @@ class WeightMirror:
         return Status.dont_reply
 
     async def _find(self, version: int, digest: str | None) -> OutgoingVersion:
-        """Return a version to send. Raises MissingOutput if it is neither here nor on its way."""
+        """Return a version to send. Raises MissingOutput if it is neither here nor arriving."""
         while True:
             arriving = version in self._arriving
             try:
@@ -198,7 +199,7 @@ class WeightMirror:
             await asyncio.sleep(_LOOK_S)
 
     def _other_source(self, version: int, asker: str) -> str | None:
-        """Return the earlier asker that shall serve this one; None for the first few."""
+        """Return the earlier asker that should serve this one, or None for the first askers."""
         if version not in self._askers and len(self._askers) == _VERSIONS_REMEMBERED:
             del self._askers[next(iter(self._askers))]
         askers = self._askers.setdefault(version, [])
@@ -211,16 +212,16 @@ class WeightMirror:
 
     def _fetch(self, version: int, *, wait: bool) -> None:
         while not self._board.has(version):
-            wait_s = 2 * self._spec.timeout_s if wait else 0.0  # who has the turn gives up before
+            wait_s = 2 * self._spec.timeout_s if wait else 0.0  # the process that receives gives up before
             with receiving(self._board, version, wait_s=wait_s) as ours:
                 if not ours:
                     return
                 if not self._board.has(version):
-                    asyncio.run_coroutine_threadsafe(self._bring(version), self._worker.loop.asyncio_loop).result()
+                    asyncio.run_coroutine_threadsafe(self._copy(version), self._worker.loop.asyncio_loop).result()
                     return
 
-    async def _bring(self, version: int) -> None:
-        """Ask until the version has arrived. Pieces from a source that was lost need not be sent again."""
+    async def _copy(self, version: int) -> None:
+        """Ask until the version has arrived. Keep the pieces that came from a lost source."""
         started = time.perf_counter()
         give_up, furthest, pause_s = time.monotonic() + self._spec.timeout_s, 0, _SHORTEST_PAUSE_S
         incoming: IncomingVersion | None = None
@@ -238,7 +239,7 @@ class WeightMirror:
                         continue
                 except _SourceLost as error:
                     may_redirect, reason = may_redirect and not error.redirected, str(error)
-                except DamagedWeights as error:  # on its way, or in between: nothing of it can be trusted
+                except DamagedWeights as error:  # damaged by the source or on the way: trust no piece
                     assert incoming is not None
                     incoming.close()
                     incoming, may_redirect, reason = None, False, str(error)
@@ -247,7 +248,7 @@ class WeightMirror:
                     give_up = time.monotonic() + self._spec.timeout_s
                 if time.monotonic() > give_up:
                     raise StoreError(
-                        f"weights v{version} did not come from {self._spec.publisher}: nothing for "
+                        f"weights v{version} did not arrive from {self._spec.publisher}: nothing for "
                         f"{self._spec.timeout_s:g} s (cluster.start_timeout_s, or a third of cluster.deadline_s, if "
                         f"that is less); last: {reason}"
                     )
@@ -266,14 +267,14 @@ class WeightMirror:
 
     @asynccontextmanager
     async def _source(self, version: int, may_redirect: bool) -> AsyncIterator[_Source]:
-        """Yield the process that sends a version: the publisher, or the one that it names. Raises MissingOutput if the
-        publisher has no such version."""
+        """Yield the process that sends a version: the publisher, or the process that it names. Raises MissingOutput if
+        the publisher does not have the version."""
         with _lost_if_it_fails(self._spec.publisher, False):
             identity = self._worker.scheduler.identity()
             workers = (await asyncio.wait_for(identity, self._spec.message_timeout_s))["workers"]
         address = next((a for a, worker in workers.items() if worker["name"] == self._spec.publisher), None)
         if address is None:
-            raise _SourceLost(f"{self._spec.publisher} is not there", False)
+            raise _SourceLost(f"{self._spec.publisher} is not connected", False)
         question = {"version": version, "asker": self._worker.address if may_redirect else None, "digest": None}
         async with self._connected(address, question, redirected=False) as source:
             if source.other is None:
@@ -292,7 +293,7 @@ class WeightMirror:
             with _lost_if_it_fails(address, redirected):
                 await comm.write({"op": SEND, **question})
                 answer = await asyncio.wait_for(comm.read(), message_timeout_s)
-            if answer is None:  # its process has just been started
+            if answer is None:  # the process has just started
                 raise _SourceLost(f"{address} does not send weights yet", redirected)
             if "missing" in answer:
                 raise _SourceLost(answer["missing"], True) if redirected else MissingOutput(answer["missing"])
@@ -301,7 +302,7 @@ class WeightMirror:
             comm.abort()
 
     async def _receive(self, source: _Source, incoming: IncomingVersion) -> None:
-        """Receive the missing pieces. While a piece is read, the one before is checked and written."""
+        """Receive the missing pieces. The piece before is checked and written while the next one is read."""
         total = incoming.manifest.file_bytes
         asked = arrived = incoming.num_bytes
         appending: asyncio.Task[None] | None = None
@@ -330,17 +331,17 @@ class WeightMirror:
 
 
 def order_fetch(client: Client, workers: Iterable[str], version: int) -> None:
-    """Order readers, by address, to bring a version to their hosts. Do not wait."""
+    """Order readers, by address, to copy a version to their hosts. Does not wait."""
     notify(client, workers, FETCH, version=version)
 
 
 def order_release(client: Client, workers: Iterable[str], versions: Iterable[int]) -> None:
-    """Tell readers, by address, that nobody reads these versions any more. Do not wait."""
+    """Tell readers, by address, that nobody reads these versions any more. Does not wait."""
     notify(client, workers, RELEASE, versions=sorted(versions))
 
 
 def remove_boards(client: Client, workers: Iterable[str]) -> None:
-    """Make the hosts of these workers remove their boards, and wait, but not for workers that do not answer."""
+    """Make the hosts of these workers remove their boards. Waits a few seconds for those that do not answer."""
 
     async def remove() -> None:
         orders = [asyncio.create_task(getattr(client.rpc(worker), REMOVE)()) for worker in workers]
@@ -354,7 +355,7 @@ def remove_boards(client: Client, workers: Iterable[str]) -> None:
 
 
 def notify(client: Client, workers: Iterable[str], order: str, **what: Any) -> None:
-    """Send an order to workers, by address. Nobody waits for it, and it may be lost."""
+    """Send an order to workers, by address. Does not wait; the order may be lost."""
 
     async def send(worker: str) -> None:
         with suppress(OSError):

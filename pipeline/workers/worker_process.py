@@ -1,4 +1,4 @@
-"""A worker process, wherever it runs: what it is started with, and the nanny that starts it again when it dies.
+"""How a worker process is started: environment, resources, forkserver, and the nanny that restarts it when it dies.
 
 driver, or `stageline worker` ──► forkserver (imports torch; terminal signals blocked) ─fork──► worker processes
   └ nannies
@@ -33,10 +33,10 @@ from storage.host import process_alive
 
 _DASK_SETTINGS: dict[str, Any] = {
     "distributed.scheduler.work-stealing": False,
-    # A death fails what ran there at once: the driver decides what is lost, Dask must not run a collective again alone.
+    # A death fails its tasks at once. The driver decides what to repeat: Dask must not repeat one rank of a collective.
     "distributed.scheduler.allowed-failures": 0,
-    "distributed.scheduler.worker-ttl": None,  # long native calls hold the GIL; `cluster.deadline_s` is our own
-    # Whoever is not registered so long after a death is closed for good, also if that was another, later death.
+    "distributed.scheduler.worker-ttl": None,  # long native calls hold the GIL; we have `cluster.deadline_s`
+    # After this time Dask closes a lost worker for good, even if it has come back and died a second time.
     "distributed.deploy.lost-worker-timeout": "1000 days",
     "distributed.worker.daemon": False,
     "distributed.worker.http.routes": [],  # it has neither TLS nor a password
@@ -49,8 +49,8 @@ _DASK_SETTINGS: dict[str, Any] = {
     "distributed.worker.memory.terminate": False,
     "distributed.comm.timeouts.connect": "60s",
     "distributed.admin.tick.limit": "60s",
-    "distributed.admin.low-level-log-length": 100,  # of each of many logs that hold on to whole messages
-    "distributed.nanny.pre-spawn-environ": {},  # it would be set in the driver itself; see FORKSERVER_ENVIRONMENT
+    "distributed.admin.low-level-log-length": 100,  # Dask has many logs, and each keeps whole messages
+    "distributed.nanny.pre-spawn-environ": {},  # Dask would set it in the driver; see FORKSERVER_ENVIRONMENT
 }
 
 
@@ -70,12 +70,12 @@ def _malloc_thresholds() -> tuple[int, int]:
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = _malloc_thresholds()
 FORKSERVER_ENVIRONMENT = {
-    # Dask runs tasks in threads of their own, whose heaps glibc limits to 64 MiB each: what is larger, or does not fit,
-    # would be mapped and unmapped every time
+    # Dask runs tasks in threads, and glibc limits a thread's heap to 64 MiB. Larger buffers would be mapped and
+    # unmapped every time.
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(_MMAP_THRESHOLD),
     "MALLOC_TRIM_THRESHOLD_": str(_TRIM_THRESHOLD),
-    # Libraries that are loaded before the fork read these then. torch's own number is `placement.gangs.*.threads`.
+    # Libraries that are loaded before the fork read these variables. torch's own number is `placement.gangs.*.threads`.
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -87,13 +87,12 @@ PRELOADED = ("stages.models.host", "stages.engines.embedded.engine", "storage.ro
 """Modules that the forkserver imports once for all workers: importing torch and Megatron takes each process seconds.
 None of them may start a thread, since a process with threads must not fork."""
 _SCRATCH = "stageline-dask-"
-"""Begins the name of a process's directory of Dask's in the temporary folder; its process id follows, as that of the
-worker does in `ENGINE_SCRATCH`."""
+"""Prefix of a process's Dask directory in the temporary folder. The process id follows, as in `ENGINE_SCRATCH`."""
 OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGHUP})
-"""Signals that a terminal sends to every process of a command (Ctrl-C, and when it is closed), and that the driver must
-answer alone."""
+"""Signals that a terminal sends to every process of a command, at Ctrl-C and when it is closed. Only the driver must
+react to them."""
 _ANY = 1_000_000.0
-"""Capacity of a pin that limits nothing: threads do."""
+"""Capacity of a pin. It limits nothing, because the number of threads does."""
 
 
 def _worker_extensions() -> dict[str, Any]:
@@ -107,8 +106,8 @@ def wait_policy(shared: bool) -> str:
 
 def worker_environment(threads: int, shared: bool, gpus: str | None = None) -> dict[str, str]:
     """Return the environment of a worker's process, in addition to the forkserver's. `shared`: it shares its cores.
-    `gpus`: `CUDA_VISIBLE_DEVICES`, so that libraries in the process see only its own devices, from 0 on; None: what
-    this process has."""
+    `gpus`: `CUDA_VISIBLE_DEVICES`, so that libraries in the process see only its own devices, numbered from 0. None:
+    inherit the value of this process."""
     return {
         **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
         "OMP_NUM_THREADS": str(threads),
@@ -226,7 +225,7 @@ def dask_settings() -> Iterator[None]:
 
 
 def ending_signals() -> frozenset[signal.Signals]:
-    """Return the signals that end a driver or a `stageline worker`: all but a hang-up that `nohup` has it ignore."""
+    """Return the signals that end a driver or a `stageline worker`. SIGHUP is not among them under `nohup`."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return frozenset({signal.SIGTERM, signal.SIGINT} | (set() if ignored else {signal.SIGHUP}))
 
@@ -235,13 +234,13 @@ def start_forkserver(*, shared: bool) -> None:
     """Start the forkserver, the process that all workers are forked from, unless this process has one already.
 
     It has imported `PRELOADED`, so a worker starts seconds sooner, and blocks the terminal's signals for all of them.
-    OpenMP reads its settings at the import: `shared` is whether the workers share cores."""
+    OpenMP reads its settings at the import. `shared`: the workers share cores."""
     environment = {**FORKSERVER_ENVIRONMENT, "OMP_WAIT_POLICY": wait_policy(shared)}
     before = {name: os.environ.get(name) for name in environment}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, OF_TERMINAL)
-    sys.warnoptions.append("ignore:resource_tracker")  # it cleans up after killed workers; it need not say so
+    sys.warnoptions.append("ignore:resource_tracker")  # it warns whenever it cleans up after killed workers
     try:
-        resource_tracker.ensure_running()  # which lifts the mask
+        resource_tracker.ensure_running()  # this lifts the mask
         signal.pthread_sigmask(signal.SIG_BLOCK, OF_TERMINAL)
         os.environ.update(environment)
         context = get_mp_context()  # preloads distributed

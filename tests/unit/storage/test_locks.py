@@ -187,13 +187,13 @@ def test_a_holder_shows_signs_of_life(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_living_holder_on_another_host_keeps_others_out(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     instead_of_sleeping(monkeypatch, lambda: os.utime(elsewhere))
     assert holder(elsewhere) == "process 7 on n1"
-    with pytest.raises(HeldByAnother, match="process 7 on n1, which shows signs of life"), held(elsewhere):
+    with pytest.raises(HeldByAnother, match="process 7 on n1, which is alive"), held(elsewhere):
         pass
 
 
 def test_a_silent_holder_elsewhere_is_waited_for_and_replaced(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that was requeued comes to another host soon after the first one died."""
-    monkeypatch.setattr(locks, "SILENCE_S", 0.01)
+    monkeypatch.setattr(locks, "HOLDER_TIMEOUT_S", 0.01)
     waits: list[None] = []
     instead_of_sleeping(monkeypatch, lambda: waits.append(None))
     with held(elsewhere):
@@ -211,7 +211,7 @@ def test_nobody_waits_for_who_has_long_been_silent(elsewhere: Path, monkeypatch:
 
 
 def test_a_lock_that_the_filesystem_has_not_let_go_is_named(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "SILENCE_S", 0.0)
+    monkeypatch.setattr(locks, "HOLDER_TIMEOUT_S", 0.0)
     instead_of_sleeping(monkeypatch, lambda: None)
     with elsewhere.open() as theirs:
         fcntl.flock(theirs, fcntl.LOCK_EX)

@@ -11,7 +11,7 @@ import pytest
 from distributed import Worker
 
 from pipeline.workers.messages import REPORTS, SleepReport, WorkerSpec
-from pipeline.workers.orders import REST, accept_sleep_orders
+from pipeline.workers.orders import SLEEP, accept_sleep_orders
 from storage import codec
 
 
@@ -27,7 +27,7 @@ class FakeWorker:
         self.said.put(codec.decode(SleepReport, message))
 
     def order(self, number: int) -> SleepReport:
-        asyncio.run(self.handlers[REST](number))
+        asyncio.run(self.handlers[SLEEP](number))
         return self.said.get(timeout=30)
 
 

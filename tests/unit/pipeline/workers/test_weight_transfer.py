@@ -287,7 +287,7 @@ def test_without_a_publisher_retries_end(tmp_path: Path, wires: Wires) -> None:
             reader = await others.host("generate-0")
             await publisher.worker.close()
             with pytest.raises(
-                StoreError, match=r"v3 did not come from train-0: nothing for 0.2 s .*train-0 is not the"
+                StoreError, match=r"v3 did not arrive from train-0: nothing for 0.2 s .*train-0 is not con"
             ):
                 await reader.fetch()
             assert list(reader.board.directory.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Stage `advantage`: from the records of all rows of a step to what the two updates train on.
+"""Stage `advantage`: compute the inputs of the two updates from the records of all rows of a step.
 
     scores ─missing EOS, normalising─► R ┐
     log pi (or log mu), log pi_ref ──────┴─► r_t ──(whitening)──► GAE ──► returns, advantages ──whitening──► Advantages
@@ -6,8 +6,8 @@
                                               r_t ──► an estimator without a critic (`ppo.advantage`) ──┘
 
 A pure function, computed in float64. It sees the whole step, since whitening, groups of responses to one prompt, the
-running moments of scores and the KL controller are defined over the step and not over a shard. What passes from step to
-step is `state`: small, JSON, and part of every checkpoint because it is part of the stage's output.
+running moments of scores and the KL controller are defined over the step and not over a shard. `state` passes from step
+to step: it is small, JSON, and part of the stage's output, and so of every checkpoint.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _AS_THEY_ARE = NormalizeConfig()
 
 
 class StalenessError(RuntimeError):
-    """A row sampled by weights older than the staleness bound allows, or newer than the step: the graph makes it
-    impossible, so the graph is wrong. Names the row."""
+    """A row was sampled by weights older than the staleness bound allows, or newer than the step. The graph should make
+    this impossible. The message names the row."""
 
 
 def advantage(

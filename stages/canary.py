@@ -1,7 +1,8 @@
-"""Stages `canary_logprob` and `canary`: trainer and engine, both at one version of the weights, on the same few tokens.
+"""Stages `canary_logprob` and `canary`: trainer and engine score the same few tokens with one version of the weights.
 
-Under staleness no row is fresh, so that an engine which did not take its weights, or not all of them, looks like one
-that is merely behind. These rows tell the two apart: whatever version sampled them, both score them with version v.
+Under staleness no row is fresh, so an engine that did not load its weights, or not all of them, looks like an engine
+with older weights. Canaries show the difference: trainer and engine both score them with version v, whatever version
+sampled them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from stages.ppo.metrics import canary_metrics
 from storage.records import CanaryLogprobs, CanaryPolicyLogprobs, Rollout
 
 CANARY_STEP = 2**31 - 2
-"""Stands for the step in the keys of these rows: no step of a run has it, and evaluations have another."""
+"""Step number in the keys of these rows. No step of a run has it, and evaluations have another."""
 
 
 CANARY_TOKENS = 8
@@ -61,9 +62,9 @@ def canary_requests(rollout: Rollout, sampling: SamplingConfig, *, seed: int, ve
 
 
 def sampled_by(part: Rollout, version: int) -> bool:
-    """Return True if one version sampled all that counts of these rows, as always without staleness. Then the engine
-    has already given the answer, and need not be asked again if the trainer agrees. (If the trainer differs it is
-    asked: a run that is resumed after an alarm has other engines.)"""
+    """Return True if `version` sampled all compared tokens of these rows, as always without staleness. Then the
+    engine's log-probs are known, and it is not asked again if the trainer agrees. (If the trainer differs, it is asked:
+    a run that is resumed after an alarm has other engines.)"""
     return bool((part.token_versions[part.response_mask] == version).all())
 
 

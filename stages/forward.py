@@ -1,8 +1,8 @@
-"""Stage `logprob`: the proximal policy, log pi_prox of every sampled token by the weights at the step's start.
+"""The stages that run a forward pass over a shard's sampled tokens.
 
-Stage `reference`: log pi_ref of every sampled token, by the frozen start policy.
-
-Stage `value`: the critic's value of the state before each sampled token, by its weights at the step's start.
+logprob      log pi_prox of each token and entropies, by the policy's weights at the step's start
+reference    log pi_ref of each token, by the frozen start policy
+value        the value of the state before each token, by the critic's weights at the step's start
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `generate` stage: prompts of a shard to sampled responses, by whatever engine there is."""
+"""Stage `generate`: sample responses to the prompts of a shard, with any engine."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ from storage.prompts import PromptItem, PromptsError, batch_indices, held_out_by
 from storage.records import PromptBatch
 
 EVALUATION_STEP = 2**31 - 1
-"""Stands for the step in the noise of evaluations: the same for every version, so that they are paired by prompt."""
+"""Step number in the noise of evaluations. It is the same for all versions, so their samples are paired by prompt."""
 
 
 @dataclass(frozen=True)
 class PromptTable:
-    """A source's prompts as tokens, and which of them are held out."""
+    """A source's prompts as tokens, divided into training and held-out prompts."""
 
     tokens: np.ndarray
     """int32 [prompts prompt_seq], right-padded."""
@@ -45,7 +45,7 @@ class PromptTable:
 
     def save(self, path: Path) -> None:
         """Write `path` (.npz), beside it .jsonl with the extra fields, and for a chat source .chat.jsonl with the
-        messages. `path` is written last and atomically, so it exists only if all are whole."""
+        messages. `path` is written last and atomically, so it exists only if all are complete."""
         path.with_suffix(".jsonl").write_text("".join(json.dumps(e, default=str) + "\n" for e in self.extra), "utf8")
         if self.messages is not None:
             path.with_suffix(".chat.jsonl").write_text("".join(json.dumps(m) + "\n" for m in self.messages), "utf8")
@@ -102,7 +102,7 @@ def _read_lines(path: Path) -> list[Any]:
 
 
 def read_source(config: PromptsConfig) -> list[PromptItem]:
-    """Return all prompts of a source: a file's, or problems that are made by seed. Raises PromptsError."""
+    """Return all prompts of a source: a file, or problems generated from a seed. Raises PromptsError."""
     return reasoning.problems(config) if config.url.startswith(REASONING_SCHEME) else load_texts(config)
 
 

@@ -1,4 +1,4 @@
-"""Stage `publish`: the policy's trained weights become a version that every engine of the host can map and read."""
+"""Stage `publish`: write the policy's trained weights as a version that every engine of the host can map."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def publish(models: ModelHost, board: WeightBoard, version: int) -> Manifest | N
     weights = models.trained_weights()
     if weights is None:
         return None
-    # numpy has no bfloat16: the models hand out its bit pattern, and no weight is an integer
+    # numpy has no bfloat16: uint16 is its bit pattern, since no weight is an integer
     patterns = {name: BFLOAT16 for name, array in weights.items() if array.dtype == np.uint16}
     return board.publish(version, weights, patterns)
 

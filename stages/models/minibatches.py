@@ -113,7 +113,7 @@ def policy_loss_of(
         "mask": advantages.loss_mask,
         "advantages": advantages.advantages,
         "sampler_logprobs": rollout.sampler_logprobs,
-        "optimizer_steps_behind": np.where(rollout.response_mask, (step - versions) * steps_per_update, 0).astype(
+        "stale_optimizer_steps": np.where(rollout.response_mask, (step - versions) * steps_per_update, 0).astype(
             np.int64
         ),
     }

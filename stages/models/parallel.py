@@ -3,7 +3,7 @@ one layout at a time. `run_megatron_without_cuda` lets the same code run on CPUs
 
 **Rendezvous.** The ranks of a gang connect to a key-value store in rank 0's process. No shared filesystem is needed.
 
-    rank 0 listens ──► tcp://ADDRESS:PORT, given to the others ──► every rank: `store_of` ──► notes (`RollCall`),
+    rank 0 listens ──► tcp://ADDRESS:PORT, given to the others ──► every rank: `store_of` ──► notes (`CollectiveWatch`),
        └── its own `store_of` serves there                                                      process groups
 
 The store listens on the one address of rank 0's host that the other ranks use; on one host that is loopback. It has no
@@ -60,7 +60,7 @@ class ParallelRank:
     data_rank: int
     data_size: int
     device: torch.device
-    missing_ranks: RollCall
+    missing_ranks: CollectiveWatch
 
     @property
     def first_stage(self) -> bool:
@@ -90,7 +90,7 @@ def join(rank: Rank, layout: LayoutConfig, seed: int) -> ParallelRank:
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(rank.device)
-    missing_ranks = RollCall(rank)
+    missing_ranks = CollectiveWatch(rank)
     with ExitStack() as undo:  # if joining fails, the process belongs to no gang
         undo.callback(leave)
         dist.init_process_group(
@@ -106,7 +106,9 @@ def join(rank: Rank, layout: LayoutConfig, seed: int) -> ParallelRank:
     return joined
 
 
-def create_groups(layout: LayoutConfig, seed: int, device: torch.device, missing_ranks: RollCall) -> ParallelRank:
+def create_groups(
+    layout: LayoutConfig, seed: int, device: torch.device, missing_ranks: CollectiveWatch
+) -> ParallelRank:
     """Create Megatron's groups in a process group that all ranks of the gang have joined."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
@@ -177,7 +179,7 @@ _ANSWER_S = 2.0
 """Additional wait for rank 0's process, which keeps the notes, to answer."""
 
 
-class RollCall:
+class CollectiveWatch:
     """Owns this rank's notes in its gang's store."""
 
     def __init__(self, rank: Rank) -> None:
@@ -212,14 +214,14 @@ class RollCall:
             if not _is_of_a_collective(error):
                 raise
             try:
-                found = self._call_the_roll(where)
+                found = self._find_missing(where)
             except dist.DistNetworkError:  # rank 0, which keeps the notes, has ended; the driver sees that by itself
                 raise error from None
             if found is None:
                 raise
             raise found from error
 
-    def _call_the_roll(self, where: str) -> RanksMissing | None:
+    def _find_missing(self, where: str) -> RanksMissing | None:
         """Return an error with the ranks that have not seen a collective fail, or None if all have. Rank 0's process
         keeps the notes: if it does not answer, rank 0 is the missing one. Raises DistNetworkError if it has ended."""
         answer: SimpleQueue[RanksMissing | dist.DistNetworkError | None] = SimpleQueue()
@@ -227,7 +229,7 @@ class RollCall:
         def ask() -> None:
             try:
                 self._note("gave_up", where)
-                missing = self._silent_ranks()
+                missing = self._ranks_without_note()
                 answer.put(RanksMissing(where, missing, self._detail(missing)) if missing else None)
             except dist.DistNetworkError as error:
                 answer.put(error)
@@ -243,7 +245,7 @@ class RollCall:
             raise found
         return found
 
-    def _silent_ranks(self) -> tuple[int, ...]:
+    def _ranks_without_note(self) -> tuple[int, ...]:
         """Return the ranks without a note that a collective failed for them too, after waiting for the notes."""
         notes = {index: f"gave_up/{index}" for index in range(self._size)}
         try:

@@ -223,7 +223,7 @@ def _alone(recorder: Recorder) -> Iterator[None]:
     def join(rank: Rank, layout: LayoutConfig, seed: int) -> ParallelRank:
         parallel.run_megatron_without_cuda(device)
         dist.init_process_group(_BACKEND, store=FakeStore(), rank=rank.index, world_size=rank.size)
-        joined = parallel.create_groups(layout, seed, device, parallel.RollCall(replace(rank, index=0, size=1)))
+        joined = parallel.create_groups(layout, seed, device, parallel.CollectiveWatch(replace(rank, index=0, size=1)))
         recorder.group_names = _group_names()
         return joined
 

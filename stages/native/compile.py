@@ -1,14 +1,13 @@
-"""Compiles kernels in C on the machine they run on, and loads them.
+"""Compile kernels in C on the machine they run on, and load them.
 
-They need no header of Python or torch, so a C compiler suffices and seconds do. A library is kept in the user's cache
-folder under a digest of sources, compiler and its version, flags and processor. What is loaded runs with this user's
-rights, so the folder must be this user's own, and closed to others. Where there is no home (a container's user without
-a name), it is in the temporary folder.
+They include no header of Python or torch, so they need only a C compiler and compile in seconds. A library is kept in
+the user's cache folder under a digest of sources, compiler, flags and processor. Loaded code runs with this user's
+rights, so the folder must belong to this user and be closed to others. A user without a home (in some containers) has
+it in the temporary folder.
 
 $CC names another compiler, $STAGELINE_CFLAGS more flags (the tests' sanitizers).
 
-What is given to kernels in C is looked at before its address is passed on: C would read and write whatever lies
-there.
+The functions at the end check the arguments of kernels, since C reads and writes whatever is at an address.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _COMPILE_TIMEOUT_S = 120
 
 
 class NoNativeKernelsError(RuntimeError):
-    """This machine cannot build or load them; says why."""
+    """This machine cannot build or load the kernels. The message says why."""
 
 
 def build_library(name: str, folder: Path, sources: Sequence[str], headers: Sequence[str] = ()) -> Path:
@@ -75,8 +74,8 @@ def compiler_flags() -> tuple[str, ...]:
 
 
 def compiler_version() -> str | None:
-    """Return the C compiler's version on one line; None if there is none. (After an upgrade another compiler may lie
-    behind the same path.)"""
+    """Return the C compiler's version on one line, or None if there is no compiler. (An upgrade may replace the
+    compiler at the same path.)"""
     compiler = _compiler()
     return None if compiler is None else _version_of(compiler)
 

@@ -45,8 +45,8 @@ INLINE void store(void *to, int64_t i, int dtype, float x) {
 
 /* e^x for |x| <= 87, clamped there (Cephes' expf, about 1 ulp): plain arithmetic, so that loops of it are vectorised. */
 INLINE float exp_(float x) {
-    /* as bits: of a choice compilers make paths of their own, with the constants worked into what follows, and execute
-     * both; e^87 is where that ends in denormal numbers, each of which may cost hundreds of cycles */
+    /* Selected by bit masks. For a condition compilers make two paths with the constants folded in, and execute both;
+     * the path of -87 ends in denormal numbers, each of which may cost hundreds of cycles. */
     uint32_t below = -(uint32_t)(x < -87.0f), above = -(uint32_t)(x > 87.0f);
     x = float_of((bits_of(x) & ~(below | above)) | (bits_of(-87.0f) & below) | (bits_of(87.0f) & above));
     float n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
@@ -79,8 +79,8 @@ INLINE float log_(float x) {
     return f + p + e * 0.693359375f;
 }
 
-/* How a record is laid out that `native.py` builds as well: the function `layout_NAME` writes the offsets of the fields
- * named, in their order, then the record's size and -1, as far as there is space; `compile.py` compares them. */
+/* The layout of a record that `native.py` builds too. The function `layout_NAME` writes the offsets of the named fields,
+ * in their order, then the record's size and -1, as far as there is space; `compile.py` compares them. */
 #define LAYOUT(record, ...) \
     void layout_##record(int64_t *to, int space) { \
         const int64_t layout[] = {__VA_ARGS__, (int64_t)sizeof(struct record), -1}; \

@@ -12,10 +12,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
-    """From here on this process ends when the thread that started it does, also where it is stopped, or stuck in a
-    native call: Linux kills it. Elsewhere the end of its connection has to do. `parent`: the process that it must be a
-    child of; where that has ended before it could be asked for, this one ends at once. `by`: the signal that it is
-    sent, for a process that has something to end first."""
+    """Let Linux kill this process when the thread that started it ends, even if this process is stopped or stuck in a
+    native call. Other systems have no such call; there the process ends with its connection. `parent`: id of the
+    expected parent; if it has ended already, this process ends at once. `by`: the signal to send, for a process that
+    must clean up first."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
         if parent is not None and os.getppid() != parent:

@@ -7,18 +7,21 @@
 Both losses are sums of weight_t * term_t (see `stages.ppo.masks`): add them over the micro-batches and ranks of a
 minibatch to get its loss. A framework that AVERAGES gradients over n ranks needs them multiplied by n.
 
-Stats of the policy loss. Sums: policy/loss (all terms), policy/surrogate, policy/kl_ref (rho * k, under `kl.where:
-loss`), policy/entropy, policy/approx_kl (k3 of KL(anchor || pi)), policy/clipfrac (tokens whose gradient the clip
-removed), policy/dual_clipfrac (those whose gradient the dual clip removed, where there is one), policy/ratio_mean (of
-u); with anchor proximal also policy/weight_mean (of w before the correction) and policy/weight_outside (share of tokens
-that the correction cut or dropped). Maxima: policy/ratio_max, policy/weight_max. In all of them a u beyond exp(80)
-counts as that, where the clips take something smaller anyway; where nothing bounds it (A < 0 without a dual clip) it
-makes the loss infinite.
+Stats of the policy loss (`LossStats`). Sums:
+
+    policy/loss             all terms                      policy/surrogate       the first term
+    policy/kl_ref           rho * k, if `kl.where: loss`   policy/entropy         H
+    policy/approx_kl        k3 of KL(anchor || pi)         policy/ratio_mean      u
+    policy/clipfrac         share of tokens whose gradient the clip removed
+    policy/dual_clipfrac    share of tokens whose gradient the dual clip removed, if there is a dual clip
+    policy/weight_mean      w before the correction, with anchor proximal
+    policy/weight_outside   share of tokens that the correction cut or dropped, with anchor proximal
+
+Maxima: policy/ratio_max, policy/weight_max. A u beyond exp(80) counts as exp(80) if the clips bound its term. If
+nothing bounds it (A < 0 without a dual clip), the loss is infinite.
 
 Sources: Schulman et al. 2017 (clip), Yu et al. 2025 (DAPO: clip_high), Ye et al. 2019 (dual clip), Hilton et al. 2022
 and AReaL, Fu et al. 2025 (decoupled objective).
-
-What a loss reports beside its value, in a form that can be combined over micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from stages.ppo.config import PPOConfig
 from stages.ppo.kl import token_kl_loss
 
 LARGEST_LOG_RATIO = 80.0
-"""exp(80) = 5.5e34: float32 ends at exp(88.7), and a clip that is met far below."""
+"""exp(80) = 5.5e34. float32 ends at exp(88.7), and clips act far below."""
 
 
 @jaxtyped(typechecker=beartype)
@@ -56,7 +59,7 @@ class PolicyLossInputs:
     """log pi_prox; needed under `proximal: recompute`, None otherwise."""
     ref_logprobs: Float[Tensor, "rows seq"] | None
     """Needed under `kl.where: loss`, None otherwise."""
-    optimizer_steps_behind: Int[Tensor, "rows seq"]
+    stale_optimizer_steps: Int[Tensor, "rows seq"]
     """s_prox - s_mu: optimizer steps from the weights that drew the token to the start of this update, i.e.
     (step - token_versions) * epochs * minibatches, as if none had been left out. Read under `proximal: loglinear`."""
     optimizer_steps_taken: int
@@ -79,21 +82,21 @@ class ValueLossInputs:
 def loglinear_proximal(
     new_logprobs: Float[Tensor, "rows seq"],
     sampler_logprobs: Float[Tensor, "rows seq"],
-    optimizer_steps_behind: Int[Tensor, "rows seq"],
+    stale_optimizer_steps: Int[Tensor, "rows seq"],
     optimizer_steps_taken: int,
 ) -> Float[Tensor, "rows seq"]:
     """Return log pi_prox without a forward of its own, interpolated between mu and pi by optimizer steps; detached.
 
         log pi_prox = log mu + alpha * (log pi - log mu)
-        alpha       = (s_prox - s_mu) / (s_pi - s_mu) = behind / (behind + taken)
+        alpha       = (s_prox - s_mu) / (s_pi - s_mu) = stale / (stale + taken)
 
     alpha is 0 for a fresh token (pi_prox = mu) and 1 before the first optimizer step of the update (pi_prox = pi, also
     for a fresh token, where the quotient is 0/0: at that moment pi IS pi_prox, whatever the engine's numerics).
     """
     if optimizer_steps_taken == 0:
         return new_logprobs.detach()
-    behind = optimizer_steps_behind.to(new_logprobs.dtype)
-    alpha = behind / (behind + optimizer_steps_taken)
+    stale = stale_optimizer_steps.to(new_logprobs.dtype)
+    alpha = stale / (stale + optimizer_steps_taken)
     return torch.lerp(sampler_logprobs, new_logprobs.detach(), alpha).detach()
 
 
@@ -258,8 +261,8 @@ def _proximal_logprobs(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs,
                 raise ValueError("ppo.proximal: recompute needs policy_logprobs")
             return torch.where(inputs.mask, inputs.policy_logprobs, 0).detach()
         case "loglinear":
-            behind = torch.where(inputs.mask, inputs.optimizer_steps_behind, 0)
-            return loglinear_proximal(log_pi, log_mu, behind, inputs.optimizer_steps_taken)
+            stale = torch.where(inputs.mask, inputs.stale_optimizer_steps, 0)
+            return loglinear_proximal(log_pi, log_mu, stale, inputs.optimizer_steps_taken)
         case "sampler":
             return log_mu.detach()
         case "auto":

@@ -1,4 +1,4 @@
-"""The numbers that must be watched, from the records of one step (all of its rows), in numpy float64.
+"""Compute the metrics of a step from the records of all its rows, in numpy float64.
 
 Every metric is taken over sampled tokens (or over responses) only. A metric that is undefined for a step (the mismatch
 on fresh tokens when every token is stale, say) is absent, never NaN and never a made-up zero.

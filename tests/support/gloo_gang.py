@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 
 from pipeline.workers.messages import WorkerSpec
-from stages.models.parallel import RollCall
+from stages.models.parallel import CollectiveWatch
 from stages.models.protocol import Rank
 
 
-def join(spec: WorkerSpec, collective_timeout_s: float) -> RollCall:
+def join(spec: WorkerSpec, collective_timeout_s: float) -> CollectiveWatch:
     rank = Rank(
         spec.index, spec.size, spec.rendezvous, 1, collective_timeout_s=collective_timeout_s, listening=spec.listening
     )
-    missing_ranks = RollCall(rank)
+    missing_ranks = CollectiveWatch(rank)
     dist.init_process_group(
         "gloo", store=missing_ranks.store, rank=spec.index, world_size=spec.size, timeout=missing_ranks.timeout
     )

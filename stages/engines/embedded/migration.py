@@ -288,7 +288,7 @@ def engine_load(
 
 
 def pack_row(row: Row, ticket: int, version: int, cache: np.ndarray | None) -> MigratedRow:
-    """Return a row in the form in which it travels."""
+    """Return a row as a `MigratedRow`."""
     return MigratedRow(
         ticket=ticket,
         request=row.request,

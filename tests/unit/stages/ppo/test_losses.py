@@ -53,7 +53,7 @@ def make_batch(cfg: PPOConfig, taken: int = 3) -> tuple[Tensor, Tensor, PolicyLo
         sampler_logprobs=mu,
         policy_logprobs=prox if cfg.proximal == "recompute" else None,
         ref_logprobs=mu + normal(0.5) if cfg.kl.where == "loss" else None,
-        optimizer_steps_behind=4 * torch.randint(0, 3, mask.shape, generator=g),
+        stale_optimizer_steps=4 * torch.randint(0, 3, mask.shape, generator=g),
         optimizer_steps_taken=taken,
     )
     return new, entropy, inputs
@@ -105,7 +105,7 @@ def test_policy_loss_against_the_loop(cfg: PPOConfig, taken: int) -> None:
         new.tolist(), entropy.tolist(), inputs.sampler_logprobs.tolist(),
         unused if inputs.policy_logprobs is None else inputs.policy_logprobs.tolist(),
         unused if inputs.ref_logprobs is None else inputs.ref_logprobs.tolist(),
-        inputs.advantages.tolist(), inputs.mask.tolist(), inputs.optimizer_steps_behind.tolist(), taken,
+        inputs.advantages.tolist(), inputs.mask.tolist(), inputs.stale_optimizer_steps.tolist(), taken,
         clip_eps=cfg.clip, anchor=cfg.anchor, correction=cfg.correction, cap=cfg.correction_cap,
         proximal=cfg.proximal, aggregation=cfg.aggregation, entropy_coef=cfg.entropy_coef,
         kl_where=cfg.kl.where, kl_estimator=cfg.kl.estimator, kl_coef=KL_COEF, clip_high=cfg.clip_high,
@@ -151,7 +151,7 @@ def test_nothing_outside_the_mask_reaches_loss_gradient_or_stats(proximal: str) 
 
     bad = dataclasses.replace(
         inputs,
-        optimizer_steps_behind=torch.where(inputs.mask, inputs.optimizer_steps_behind, -3),
+        stale_optimizer_steps=torch.where(inputs.mask, inputs.stale_optimizer_steps, -3),
         **{n: poison(v) for n, v in vars(inputs).items() if isinstance(v, Tensor) and v.is_floating_point()},
     )
     bad_new, bad_entropy = (poison(x.detach()).requires_grad_() for x in (new, entropy))
@@ -188,7 +188,7 @@ def six_tokens(w: float, **changes: object) -> tuple[Tensor, PolicyLossInputs]:
     inputs = PolicyLossInputs(
         mask=mask, weights=token_weights(mask, "token", torch.float64),
         advantages=torch.tensor([A], dtype=torch.float64), sampler_logprobs=prox - math.log(w), policy_logprobs=prox,
-        ref_logprobs=None, optimizer_steps_behind=torch.zeros(1, 6, dtype=torch.int64), optimizer_steps_taken=1,
+        ref_logprobs=None, stale_optimizer_steps=torch.zeros(1, 6, dtype=torch.int64), optimizer_steps_taken=1,
     )  # fmt: skip
     return new, dataclasses.replace(inputs, **changes)
 
@@ -301,10 +301,10 @@ def test_decoupled_equals_vanilla_ppo_when_nothing_is_stale() -> None:
 def test_loglinear_ends_and_middle() -> None:
     mu = torch.tensor([[-1.0, -1.0, -1.0]], dtype=torch.float64)
     new = torch.tensor([[-3.0, -3.0, -3.0]], dtype=torch.float64, requires_grad=True)
-    behind = torch.tensor([[0, 4, 12]])
-    assert loglinear_proximal(new, mu, behind, 4)[0].tolist() == [-1.0, -2.0, -2.5]  # alpha 0, 1/2, 3/4
-    assert not loglinear_proximal(new, mu, behind, 4).requires_grad
-    at_start = loglinear_proximal(new, mu, behind, 0)
+    stale = torch.tensor([[0, 4, 12]])
+    assert loglinear_proximal(new, mu, stale, 4)[0].tolist() == [-1.0, -2.0, -2.5]  # alpha 0, 1/2, 3/4
+    assert not loglinear_proximal(new, mu, stale, 4).requires_grad
+    at_start = loglinear_proximal(new, mu, stale, 0)
     assert torch.equal(at_start, new)
     assert not at_start.requires_grad
 
@@ -330,7 +330,7 @@ def test_loglinear_trains_as_if_its_interpolation_were_a_recomputed_policy() -> 
     """Same loss and same gradient as `recompute` given those numbers: neither u's anchor nor w pulls on pi."""
     cfg = PPOConfig(proximal="loglinear")
     new, entropy, inputs = make_batch(cfg)
-    prox = loglinear_proximal(new, inputs.sampler_logprobs, inputs.optimizer_steps_behind, inputs.optimizer_steps_taken)
+    prox = loglinear_proximal(new, inputs.sampler_logprobs, inputs.stale_optimizer_steps, inputs.optimizer_steps_taken)
     given = dataclasses.replace(inputs, policy_logprobs=prox)
     losses = [
         policy_loss(new, entropy, i, c, 0.0)[0] for i, c in [(inputs, cfg), (given, PPOConfig(proximal="recompute"))]
@@ -413,7 +413,7 @@ def train_table(cfg: PPOConfig, kl_coef: float, reward: Tensor) -> tuple[float, 
         inputs = PolicyLossInputs(
             mask=mask, weights=old.exp()[:, None], advantages=(r - (old.exp() * r).sum())[:, None],
             sampler_logprobs=old[:, None], policy_logprobs=old[:, None], ref_logprobs=ref[:, None],
-            optimizer_steps_behind=torch.zeros(4, 1, dtype=torch.int64), optimizer_steps_taken=0,
+            stale_optimizer_steps=torch.zeros(4, 1, dtype=torch.int64), optimizer_steps_taken=0,
         )  # fmt: skip
         loss, _ = policy_loss(log_p[:, None], torch.zeros_like(log_p)[:, None], inputs, cfg, kl_coef)
         (grad,) = torch.autograd.grad(loss, theta)
@@ -442,7 +442,7 @@ def test_the_kls_gradient_is_that_of_fresh_tokens_whoever_drew_them(estimator: A
             mask=torch.ones(4, 1, dtype=torch.bool), weights=drawn_by.exp()[:, None],
             advantages=torch.zeros(4, 1, dtype=torch.float64), sampler_logprobs=drawn_by[:, None],
             policy_logprobs=prox[:, None], ref_logprobs=ref[:, None],
-            optimizer_steps_behind=torch.zeros(4, 1, dtype=torch.int64), optimizer_steps_taken=0,
+            stale_optimizer_steps=torch.zeros(4, 1, dtype=torch.int64), optimizer_steps_taken=0,
         )  # fmt: skip
         loss, _ = policy_loss(log_p[:, None], torch.zeros(4, 1, dtype=torch.float64), inputs, cfg, 1.0)
         (grad,) = torch.autograd.grad(loss, theta)

@@ -34,7 +34,7 @@ INLINE int index_of(const float *numbers, int count, float wanted) {
 
 /* Returns the indices of the `wanted` largest of `count` scores, in falling order, and the gap of each to the largest
  * (INFINITY for a score of -INFINITY). Overwrites the scores. */
-INLINE void best_of(float *scores, int count, int wanted, int64_t *chosen, float *behind) {
+INLINE void best_of(float *scores, int count, int wanted, int64_t *chosen, float *gaps) {
     enum { PART = 64 };
     int parts = (count + PART - 1) / PART;
     float tops[parts], largest = 0.0f;
@@ -47,7 +47,7 @@ INLINE void best_of(float *scores, int count, int wanted, int64_t *chosen, float
         part[at] = -INFINITY;
         tops[p] = largest_of(part, size);
         if (k == 0) largest = best;
-        chosen[k] = p * PART + at, behind[k] = best == -INFINITY ? INFINITY : largest - best;
+        chosen[k] = p * PART + at, gaps[k] = best == -INFINITY ? INFINITY : largest - best;
     }
 }
 
@@ -66,10 +66,10 @@ INLINE void choose_guesses(float *scores, int items, int count, int branches, fl
                            const struct guesses *guesses, int64_t at) {
     int wanted = branches > 1 ? branches : 2; /* the gap to the second best is the best one's confidence */
     int64_t slots[items * wanted];
-    float behind[items * wanted], sums[items * wanted], chosen[branches];
+    float gaps[items * wanted], sums[items * wanted], chosen[branches];
     for (int i = 0; i < items; i++) {
-        best_of(scores + (int64_t)i * count, count, wanted, slots + i * wanted, behind + i * wanted);
-        for (int k = 0; k < wanted; k++) sums[i * wanted + k] = totals[i] + behind[i * wanted + k];
+        best_of(scores + (int64_t)i * count, count, wanted, slots + i * wanted, gaps + i * wanted);
+        for (int k = 0; k < wanted; k++) sums[i * wanted + k] = totals[i] + gaps[i * wanted + k];
     }
     for (int j = 0; j < branches; j++) {
         int best = 0;
@@ -78,7 +78,7 @@ INLINE void choose_guesses(float *scores, int items, int count, int branches, fl
         int rank = best % wanted;
         guesses->slots[at + j] = slots[best], guesses->parents[at + j] = best / wanted;
         guesses->ranks[at + j] = sums[best] == INFINITY ? -1 : rank;
-        guesses->gaps[at + j] = behind[rank ? best : best + 1];
+        guesses->gaps[at + j] = gaps[rank ? best : best + 1];
         chosen[j] = sums[best], sums[best] = INFINITY;
     }
     memcpy(totals, chosen, sizeof(chosen));

@@ -213,7 +213,9 @@ def _take(lock: IO[str], path: Path) -> None:
             if locked:
                 return
             # A file server keeps the lock of a host that is gone until it has noticed.
-            raise HeldByAnother(f"{last}, silent for {HOLDER_TIMEOUT_S:g} s, whose lock the filesystem has not let go,")
+            raise HeldByAnother(
+                f"{last}, silent for {HOLDER_TIMEOUT_S:g} s, whose lock the filesystem has not released,"
+            )
         time.sleep(_WATCH_S)
 
 

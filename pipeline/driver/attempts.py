@@ -99,7 +99,7 @@ class Result:
 def edges(
     child: Node, worker: WorkerKey, attempts: Mapping[Address, Attempt], results: Mapping[Address, Result]
 ) -> list[Future]:
-    """Return the parents' futures that a child on this worker depends on (the module docstring says which and why)."""
+    """Return the parents' futures that a child on this worker depends on (see the module docstring)."""
     found = []
     for parent in child.parents:
         result = results.get(parent)

@@ -162,7 +162,7 @@ class Dispatch:
         return not self._device_sharing.shares(gang) and any(replica != worker for replica in self._gangs[gang].free)
 
     def release_slot(self, address: Address) -> None:
-        """Free the slot of a submitted node that only waits from now on. Its attempt goes on."""
+        """Free the slot of a submitted node that only waits from now on. Its attempt continues."""
         entry = self._entries.get(address)
         if entry is not None and entry.state is State.SUBMITTED:
             self._release_capacity(entry)

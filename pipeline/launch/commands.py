@@ -1,6 +1,6 @@
-"""Slurm's own commands, called as a person would. What they complain of is passed on in their words.
+"""Slurm's commands, called as a person would call them, and the record of a run's newest job (`job/job.json`).
 
-What is kept of a job beside its run: `job/job.json`.
+Slurm's complaints are passed on in its own words.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ _OVER = frozenset(
         "TIMEOUT",
     }
 )
-"""States after which nothing comes. A job that Slurm is about to requeue is never seen in one: it is COMPLETING until
-it is PENDING."""
+"""Final states. A job that Slurm is about to requeue is never in one of them: it is COMPLETING until it is PENDING."""
 _FORGOTTEN = ("Invalid job id", "not found")
 """Parts of scontrol's answer for a job, and for an array's task, that Slurm has forgotten."""
 _KEYS = {
@@ -47,7 +46,7 @@ _KEYS = {
     "gres": "slurm.gres",
     "array": "slurm.array_at_once",
 }
-"""Words of Slurm's complaints -> the setting that they are about."""
+"""Word in Slurm's complaints -> the setting that it is about."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def submit(script: Path) -> str:
     """Submit a script and return the job's number.
 
     Raises:
-        ConfigError: Slurm refuses the job: its own reason, and the setting that it is about.
+        ConfigError: Slurm refuses the job. It has Slurm's reason, and the setting that it is about.
     """
     done = _call("sbatch", "--parsable", str(script))
     if done.returncode:
@@ -100,7 +99,7 @@ def job_state(job_id: str) -> JobState | None:
     """Return Slurm's state of a job, or None if Slurm has forgotten the job or this host has no Slurm.
 
     Raises:
-        ConfigError: Slurm does not answer, which says nothing of the job.
+        ConfigError: Slurm does not answer, so the state is unknown.
     """
     if not there():
         return None
@@ -127,13 +126,13 @@ def cancel(job_id: str) -> None:
     """End a job, or remove it from the queue.
 
     Raises:
-        ConfigError: Slurm refuses to, or there is none here.
+        ConfigError: Slurm refuses, or this host has no Slurm.
     """
     if not there():
         raise ConfigError("cancel", "no scancel on the path: cancel on a login node of the cluster")
     done = _call("scancel", job_id)
     if done.returncode:
-        raise ConfigError("cancel", f"Slurm refuses to: {_said(done.stderr)}")
+        raise ConfigError("cancel", f"Slurm refuses to cancel the job: {_said(done.stderr)}")
 
 
 def _call(*command: str) -> subprocess.CompletedProcess[str]:
@@ -155,7 +154,7 @@ def _said(complaint: str) -> str:
 
 
 def _key_of(complaint: str) -> str:
-    """Return the setting that an error message is about, as far as its words tell."""
+    """Return the setting that an error message is about, by its words; `slurm` if they name none."""
     return next((key for word, key in _KEYS.items() if word in complaint.lower()), "slurm")
 
 
@@ -169,7 +168,7 @@ class JobRecord:
     """The newest job of a run."""
 
     job_id: str
-    """The job's number; of a task of an array with the task's number: 12_3."""
+    """Number of the job, or of a task of an array, as in 12_3."""
     output: str
     """File of the job's output."""
 

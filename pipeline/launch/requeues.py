@@ -1,11 +1,13 @@
-"""Decide whether a job may be requeued again, from how its attempts ended (`job/attempts.json`).
+"""Decide whether a job may be requeued again, from the ends of its attempts (`job/attempts.json`).
 
-    an attempt ends ────► its script, or another node, asks ────► its end is noted ───────► requeue, or end the job
-    an attempt starts ──► its script asks about the one before ──► noted if it is not yet ──► go on, or end the job
+An attempt is one start of the job by Slurm.
 
-The second question is about attempts that Slurm itself requeued: a preempted job, or one whose only node failed. Nobody
-asked when those ended. The file is in the run's directory, so no node takes it along when it fails. Progress is what
-the ledger holds, so it does not matter how far a driver came.
+    an attempt ends ────► its script, or another node, asks ────► its end is recorded ─────► requeue, or end the job
+    an attempt starts ──► its script asks about the one before ──► recorded if it is not ──► continue, or end the job
+
+The second question is for attempts that Slurm itself requeued: a preempted job, or one whose only node failed. Nothing
+ran that could ask when they ended. The file is in the run's directory, so it survives a node's failure. Progress is
+measured by the ledger's commits.
 """
 
 from __future__ import annotations
@@ -76,15 +78,15 @@ def _number(count: int, thing: str) -> str:
 
 
 def committed_so_far(ledger: Ledger) -> tuple[int, int]:
-    """Return the number of closed steps, and of commits in later steps. Every commit changes them, little else does.
-    No commit is opened: it takes as long for a long run, and damaged commits do not matter."""
+    """Return the number of closed steps, and of commits in later steps. Every commit changes one of them. No commit is
+    opened, so a long run takes no longer, and damaged commits do no harm."""
     closed = ledger.closed_until()
     return closed, sum(address.step >= closed for address in ledger.open_addresses())
 
 
 def note_end(folder: Path, job_id: str, end: AttemptEnd) -> Sequence[AttemptEnd]:
-    """Add the end of an attempt to those in a run's `job/`, and return all of this job, oldest first. The end that was
-    noted first stays. Another job's are dropped: whoever submits again has mended something.
+    """Record the end of an attempt in a run's `job/`, and return the ends of all attempts of this job, oldest first. An
+    end that is recorded already stays. Ends of an earlier job are dropped, because a new submission starts afresh.
 
     Raises:
         StoreError: the file is damaged.

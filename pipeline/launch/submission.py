@@ -24,7 +24,7 @@ from storage.locks import lock_holder, open_lock
 
 _SCRIPT, _CONFIG = "run.sbatch", "config.yaml"
 _LOCK = "submitting"
-"""Name of the lock of a process that submits a run."""
+"""Lock file of the process that submits a run."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ def submit_doctor(config: RunConfig, folder: Path, arguments: Sequence[str]) -> 
 
 
 def array_script(configs: Sequence[RunConfig], folder: Path) -> str | None:
-    """Return the script of runs that are the tasks of one array, kept in `folder`; None if they cannot be: Slurm has no
-    arrays of heterogeneous jobs, and all tasks are alike. The script names the runs, since a task may start long after
-    another array of the same sweep was submitted, and Slurm keeps each array's script."""
+    """Return the script of an array whose tasks are these runs; it is kept in `folder`. Return None if that is
+    impossible: Slurm has no arrays of heterogeneous jobs, and all tasks of an array have the same resources. The script
+    lists the runs, because a task may start long after the next array of the same sweep was submitted."""
     at_once = configs[0].slurm.array_at_once
     runs = "".join(f"    {shlex.quote(str(config.run_dir.absolute()))}\n" for config in configs)
     place = JobPlace(
@@ -177,8 +177,8 @@ def _described(group: NodeGroup, gres: str) -> str:
 
 
 def _pattern(folder: Path, name: str) -> Path:
-    """Return a file's name as sbatch reads it, which gives a meaning to % in the folder's name. Raises ConfigError for
-    a folder that cannot be expressed: sbatch reads lines, and after a backslash no other mark."""
+    """Return a file's path as sbatch expects it, with % escaped. Raises ConfigError for a folder that sbatch cannot
+    name, because it has a line break or a backslash."""
     if re.search(r"[\\\n\r]", str(folder)):
         need = "Slurm writes no output below a directory with a \\ or the end of a line in its name"
         raise ConfigError("runs_dir", f"given {str(folder)!r}; {need}")
@@ -198,7 +198,7 @@ def _submit(kept: Mapping[Path, str], script: Path, config: RunConfig) -> str:
 
 @contextmanager
 def _put_back(paths: Sequence[Path]) -> Iterator[None]:
-    """Restore these files if the block fails: a run does not go on with files of a refused submission."""
+    """Restore these files if the block fails, so that no run uses files of a refused submission."""
     before = {path: path.read_bytes() if path.exists() else None for path in paths}
     try:
         yield
@@ -213,4 +213,4 @@ def _put_back(paths: Sequence[Path]) -> Iterator[None]:
 
 def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write(files.open_root(str(path.parent)), path.name, content, private=True)  # keys, in the environment's lines
+    files.write(files.open_root(str(path.parent)), path.name, content, private=True)  # the script may hold keys

@@ -15,7 +15,7 @@ from storage.redaction import redacted
 
 _OPEN, _CLOSE = "[{(", "]})"
 _IN_COMMON = ("name", "runs_dir")
-"""Settings that, like all of section `tracking`, the runs of a sweep have in common."""
+"""Settings that must be the same for all runs of a sweep. All of section `tracking` must be, too."""
 
 
 @dataclass(frozen=True)

@@ -215,5 +215,5 @@ def test_a_lock_that_the_filesystem_has_not_let_go_is_named(elsewhere: Path, mon
     instead_of_sleeping(monkeypatch, lambda: None)
     with elsewhere.open() as theirs:
         fcntl.flock(theirs, fcntl.LOCK_EX)
-        with pytest.raises(HeldByAnother, match="whose lock the filesystem has not let go"), held(elsewhere):
+        with pytest.raises(HeldByAnother, match="whose lock the filesystem has not released"), held(elsewhere):
             pass

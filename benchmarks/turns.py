@@ -25,7 +25,7 @@ import psutil
 
 from benchmarks.harness import arguments, measured_load, report, write_json
 from pipeline.observe.journal import Event, EventKind, read_events
-from pipeline.observe.summary import boxes
+from pipeline.observe.timeline import boxes
 from storage.ledger import Ledger
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -22,7 +22,7 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.observe.evaluations import best_evaluation
 from pipeline.observe.history import History
-from pipeline.observe.rows import write_rows
+from pipeline.observe.row_tables import write_rows
 from pipeline.workers.exports import describe_export
 from pipeline.workers.parts import required
 from stages.models.protocol import Role

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -17,9 +17,8 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.driver.tracked import span_name
 from pipeline.graph.graph import step_nodes
-from pipeline.observe.rows import PART_COLUMN, row_table, shards_of_step
+from pipeline.observe.rows import PART_COLUMN, row_columns, shards_of_step, text_of_tokens
 from pipeline.observe.tables import InspectRow, inspect_table
-from stages.models.hf_files import read_tokenizer
 from storage.errors import DroppedOutput, MissingOutput
 
 
@@ -72,19 +71,20 @@ def inspect_step(config: RunConfig, step: int, rows: int) -> RenderableType:
 
 def step_rows(config: RunConfig, step: int) -> list[InspectRow]:
     """Return the rows of a step's generated shards. Results that do not exist yet are None."""
-    decode = read_tokenizer(config.model.path).decode
-    tables = [row_table(shard, decode) for shard in shards_of_step(open_history(config), step)]
-    return [_inspected(line) for table in tables for line in table.to_dict("records")]
+    decode = text_of_tokens(str(config.run_dir), config.model.path)
+    tables = [row_columns(shard, decode) for shard in shards_of_step(open_history(config), step)]
+    lines = (dict(zip(table, line, strict=True)) for table in tables for line in zip(*table.values(), strict=True))
+    return [_inspected(line) for line in lines]
 
 
-def _inspected(line: Mapping[Hashable, Any]) -> InspectRow:
-    """Return a row for the table. `line`: a line of `row_table`."""
+def _inspected(line: Mapping[str, Any]) -> InspectRow:
+    """Return a row for the table. `line`: a line of `row_columns`."""
 
     def number(name: str) -> float | None:
         value = float(line[name])
         return None if math.isnan(value) else value
 
-    parts = {str(name).removeprefix(PART_COLUMN): float(v) for name, v in line.items() if _is_part(name)}
+    parts = {name.removeprefix(PART_COLUMN): float(v) for name, v in line.items() if name.startswith(PART_COLUMN)}
     return InspectRow(
         row=int(line["row"]),
         prompt=line["prompt"],
@@ -95,7 +95,3 @@ def _inspected(line: Mapping[Hashable, Any]) -> InspectRow:
         advantage=number("advantage_mean"),
         parts=parts,
     )
-
-
-def _is_part(name: Hashable) -> bool:
-    return str(name).startswith(PART_COLUMN)

@@ -3,8 +3,8 @@
 Exit codes: 0 done, 2 bad input (or `check` found faults in a run), 3 a stage failed, 4 a worker's driver disappeared,
 75 a job ended early, 130 interrupted (3, 75, 130: resumable).
 
-Each command has its own file with a function `command(options)` that returns the exit code. The file is imported when
-the command is called, so that `stageline --help` does not wait for torch.
+Each command is a function of `options` that returns the exit code. Its module is imported when the command is called,
+so that `stageline --help` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _EXIT_CODES = (
-    "exit codes: 0 done, 2 bad input (nothing was started) or a run that `check` finds not sound, 3 a stage failed, or "
-    "what it has stored, 4 a worker's driver is gone, 75 a job ended early, 130 interrupted (3, 75, 130: resumable)"
+    "exit codes: 0 done, 2 bad input (nothing was started) or `check` found faults in a run, 3 a stage or the storage "
+    "failed, 4 a worker's driver disappeared, 75 a job ended early, 130 interrupted (3, 75, 130: resumable)"
 )
 
 
@@ -24,7 +24,8 @@ _EXIT_CODES = (
 class Command:
     """A command as the parser knows it."""
 
-    module: str
+    function: str
+    """`module:function`; of a module alone, its function `command`."""
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
 
@@ -32,9 +33,10 @@ class Command:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     options = _parse(arguments)
-    module = importlib.import_module(COMMANDS[options.command].module)
+    module, _, function = COMMANDS[options.command].function.partition(":")
+    command = getattr(importlib.import_module(module), function or "command")
     exit_code = importlib.import_module("pipeline.cli.answers").exit_code
-    code: int = exit_code(module.command, options)
+    code: int = exit_code(command, options)
     return code
 
 
@@ -78,43 +80,50 @@ def _run_here(parser: argparse.ArgumentParser) -> None:
 
 def _json_lines(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--json-lines", action="store_true", help="for programs: one JSON object a line (docs/running.md), no tables"
+        "--json-lines",
+        action="store_true",
+        help="print one JSON object per line for programs (docs/running.md), no tables",
     )
 
 
 def _resume(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN", help="the run's directory, for example runs/demo")
     parser.add_argument(
-        "changes", nargs="*", metavar="key=value", help="changes of what may change: see docs/running.md"
+        "changes",
+        nargs="*",
+        metavar="key=value",
+        help="settings to change; docs/running.md lists those that may change",
     )
     parser.add_argument(
         "--from-checkpoint",
         action="store_true",
-        help="archive what was committed after the newest usable checkpoint, and make it anew on this machine",
+        help="archive the outputs committed after the newest usable checkpoint, and compute them again on this machine",
     )
     _json_lines(parser)
 
 
 def _worker(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", nargs="?", metavar="RUN", help="the run's directory, as this host sees it")
-    parser.add_argument("--scheduler-file", metavar="FILE", help="instead of RUN: the file that the driver has written")
+    parser.add_argument("--scheduler-file", metavar="FILE", help="instead of RUN: the file that the driver wrote")
     parser.add_argument("--gang", required=True, metavar="NAME", help="a gang of `placement.gangs`")
     parser.add_argument("--index", required=True, type=int, help="its rank or replica, from 0")
     parser.add_argument(
-        "--interface", metavar="NAME", help="network interface (default: that of the config, or of the route)"
+        "--interface",
+        metavar="NAME",
+        help="network interface (default: that of the config, or of the route to the driver)",
     )
     parser.add_argument(
         "--wait",
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="for the driver to be there (default 300)",
+        help="how long to wait for the driver (default 300)",
     )
 
 
 def _submit(parser: argparse.ArgumentParser) -> None:
     _run(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print the script, and submit nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the script without submitting it")
 
 
 def _sweep(parser: argparse.ArgumentParser) -> None:
@@ -122,17 +131,21 @@ def _sweep(parser: argparse.ArgumentParser) -> None:
         "sources",
         nargs="+",
         metavar="CONFIG|key=value,value",
-        help="as for `run`; a setting with several values makes a run of each combination",
+        help="as for `run`; settings with several values make one run per combination",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the runs, and start nothing")
-    parser.add_argument("--here", action="store_true", help="in turn on this host, also where there is Slurm")
+    parser.add_argument("--dry-run", action="store_true", help="print the runs without starting them")
+    parser.add_argument(
+        "--here", action="store_true", help="run them one after the other on this host, even if there is Slurm"
+    )
 
 
 def _may_requeue(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN")
     parser.add_argument("--job", required=True, metavar="ID", help="Slurm's number of the job")
-    parser.add_argument("--restart", required=True, type=int, metavar="N", help="the attempt: requeues before it")
-    parser.add_argument("--because", required=True, metavar="TEXT", help="why it ended, unless that is noted already")
+    parser.add_argument(
+        "--restart", required=True, type=int, metavar="N", help="number of requeues before this attempt"
+    )
+    parser.add_argument("--because", required=True, metavar="TEXT", help="why it ended, if no reason is recorded yet")
     parser.add_argument("--lost", action="store_true", help="its driver, workers or batch node were lost")
     parser.add_argument("--restarts", required=True, type=int, metavar="N", help="most attempts that may be lost")
     parser.add_argument(
@@ -151,15 +164,15 @@ def _cancel(parser: argparse.ArgumentParser) -> None:
 
 def _logs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN")
-    parser.add_argument("--gang", metavar="NAME", help="its workers' output; default: the job's")
-    parser.add_argument("--index", type=int, help="of one worker: its rank, or the replica's number")
-    parser.add_argument("--lines", type=int, default=20, help="of each file's end (default 20)")
-    parser.add_argument("--follow", action="store_true", help="go on as they print, until Ctrl-C")
+    parser.add_argument("--gang", metavar="NAME", help="show the output of this gang's workers; default: the job's")
+    parser.add_argument("--index", type=int, help="show one worker only: its rank, or number of the replica")
+    parser.add_argument("--lines", type=int, default=20, help="number of lines from the end of each file (default 20)")
+    parser.add_argument("--follow", action="store_true", help="keep printing new lines until Ctrl-C")
 
 
 def _check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="CONFIG|RUN", help="a config file, or a run's directory")
-    parser.add_argument("more", nargs="*", metavar="CONFIG|key=value", help="further files and changes, as for `run`")
+    parser.add_argument("more", nargs="*", metavar="CONFIG|key=value", help="more files and changes, as for `run`")
     parser.add_argument(
         "--as",
         dest="cluster",
@@ -193,19 +206,23 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN")
-    parser.add_argument("--step", type=int, help="default: the last that has rows")
+    parser.add_argument("--step", type=int, help="default: the last step that has rows")
     parser.add_argument("--rows", type=int, default=10, help="how many rows to show (default 10)")
 
 
 def _dashboard(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN")
-    parser.add_argument("--port", type=int, help="default: 8788, or another one where that is taken")
+    parser.add_argument("--port", type=int, help="default: 8788, or another port if it is taken")
 
 
 def _report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dirs", nargs="+", metavar="RUN", help="of several, each is compared with the first")
     parser.add_argument(
-        "--out", metavar="FILE", help="default: report.html in the run's directory; of several runs, here"
+        "run_dirs", nargs="+", metavar="RUN", help="one or several runs; each is compared with the first"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="default: report.html in the run's directory, or in this directory for several runs",
     )
 
 
@@ -215,12 +232,12 @@ def _replay(parser: argparse.ArgumentParser) -> None:
         "changes",
         nargs="*",
         metavar="key=value",
-        help="with --updates: train a variant on the recorded rollouts, as a run of its own (name=...)",
+        help="with --updates: train a variant on the recorded rollouts, as a separate run (name=...)",
     )
     parser.add_argument(
-        "--updates", metavar="A:B", help="updates A to B - 1 of all trained models, from the stored rollouts"
+        "--updates", metavar="A:B", help="repeat updates A to B - 1 of all trained models, from the stored rollouts"
     )
-    parser.add_argument("--step", type=int, help="with --stage: one node")
+    parser.add_argument("--step", type=int, help="with --stage: repeat one node")
     parser.add_argument("--stage")
     parser.add_argument("--shard", type=int, default=0)
 
@@ -234,25 +251,27 @@ def _export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--version", type=_version, help="a number, or `best` by the evaluations; default: the newest")
     parser.add_argument("--to", metavar="DIR", help="default: weights/vNNNNNN in the run's directory")
     parser.add_argument(
-        "--rollouts", metavar="FILE.parquet", help="instead of weights: every row of the run, with its text and numbers"
+        "--rollouts",
+        metavar="FILE.parquet",
+        help="instead of weights, write every row of the run with its text and numbers",
     )
 
 
 def _sync(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN")
-    parser.add_argument("--to", metavar="URI", help="another MLflow, which gets the whole run (default: tracking.uri)")
+    parser.add_argument(
+        "--to", metavar="URI", help="another MLflow store, which gets the whole run (default: tracking.uri)"
+    )
 
 
 def _reward(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     text = "learn a reward model from judgements, or from the scores of a larger one"
-    ships = (
-        "Configs that ship: conf/reward/. Every key: docs/reward_models.md. It ends with RUN/model, for kind: model."
-    )
+    ships = "Example configs: conf/reward/. Every key: docs/reward_models.md. Writes RUN/model, for `kind: model`."
     _run(actions.add_parser("train", help=text, description=text, epilog=ships))
-    text = "have a judge make a preference set: pairs of responses, the better one named"
+    text = "let a judge make a preference set: pairs of responses, with the better one named"
     ships = (
-        "A config that ships: conf/label/. Every key: docs/judges.md. It ends with RUN/pairs.jsonl, for reward train."
+        "Example config: conf/label/. Every key: docs/judges.md. Writes RUN/pairs.jsonl, for `stageline reward train`."
     )
     label = actions.add_parser("label", help=text, description=text, epilog=ships)
     _run(label)
@@ -261,20 +280,26 @@ def _reward(parser: argparse.ArgumentParser) -> None:
 
 COMMANDS = {
     "run": Command("pipeline.cli.run", "run a config to its last step", _run_here),
-    "resume": Command("pipeline.cli.resume", "continue an interrupted run from its directory", _resume),
+    "resume": Command("pipeline.cli.run:resume", "continue an interrupted run from its directory", _resume),
     "worker": Command(
-        "pipeline.cli.worker", "be one worker, on this host, of a run with cluster.kind=attached", _worker
+        "pipeline.cli.worker", "run one worker on this host, for a run with cluster.kind=attached", _worker
     ),
-    "submit": Command("pipeline.cli.submit", "have Slurm run a config, and go on with it after every requeue", _submit),
-    "job": Command("pipeline.cli.job", "start a run or go on with it: what a cluster's job runs", _run),
+    "submit": Command(
+        "pipeline.cli.submit", "submit a run as a Slurm job, which continues it after every requeue", _submit
+    ),
+    "job": Command("pipeline.cli.run:job", "start or continue a run: the command of a cluster's job", _run),
     "may-requeue": Command(
-        "pipeline.cli.may_requeue", "say whether a cluster's job may be requeued: what its script asks", _may_requeue
+        "pipeline.cli.slurm_jobs:may_requeue",
+        "tell the script of a cluster's job if the job may be requeued",
+        _may_requeue,
     ),
-    "status": Command("pipeline.cli.status", "how far a run is, and what becomes of its job", _status),
-    "logs": Command("pipeline.cli.logs", "what a run's job prints, or the workers of a gang", _logs),
-    "cancel": Command("pipeline.cli.cancel", "end a run's job", _cancel),
-    "sweep": Command("pipeline.cli.sweep", "a run of each combination of some settings", _sweep),
-    "check": Command("pipeline.cli.check", "say what a run would be refused for, or verify a run's directory", _check),
+    "status": Command("pipeline.cli.status", "show the progress of runs and the state of their jobs", _status),
+    "logs": Command("pipeline.cli.logs", "show the output of a run's job, or of the workers of a gang", _logs),
+    "cancel": Command("pipeline.cli.slurm_jobs:cancel", "end a run's job", _cancel),
+    "sweep": Command("pipeline.cli.sweep", "start one run per combination of some settings", _sweep),
+    "check": Command(
+        "pipeline.cli.check", "find all problems of a config before a run, or verify a run's directory", _check
+    ),
     "doctor": Command(
         "pipeline.cli.doctor", "test this machine, from its packages to a PPO update; write a report", _doctor
     ),
@@ -284,18 +309,18 @@ COMMANDS = {
         _inspect,
     ),
     "dashboard": Command(
-        "pipeline.cli.dashboard", "serve the graph of a run that has ended as a page for a browser", _dashboard
+        "pipeline.cli.dashboard", "serve the page of a run's graph for a browser, also after the run", _dashboard
     ),
-    "report": Command("pipeline.cli.report", "write a run, or several beside one another, as one HTML file", _report),
+    "report": Command("pipeline.cli.report", "write one HTML file about a run, or several runs side by side", _report),
     "replay": Command(
         "pipeline.cli.replay",
-        "run a node, or a range of updates, again from stored inputs; or train a variant",
+        "repeat a node or a range of updates from stored inputs, or train a variant",
         _replay,
     ),
     "export": Command(
         "pipeline.cli.export", "write a version of the policy in Hugging Face layout, or all rows as Parquet", _export
     ),
-    "sync": Command("pipeline.cli.sync", "deliver to MLflow what of a run is not there yet", _sync),
-    "reward": Command("pipeline.cli.reward", "train a reward model, or have a judge label responses", _reward),
+    "sync": Command("pipeline.cli.sync", "deliver the rest of a run's tracking data to MLflow", _sync),
+    "reward": Command("pipeline.cli.reward", "train a reward model, or let a judge label responses", _reward),
 }
-"""Module and arguments of each command, by name."""
+"""Function and arguments of each command, by name."""

@@ -7,7 +7,6 @@ as in the run itself. A run that is still going may be opened; the next call see
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,18 +21,9 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.observe.history import History
 from pipeline.observe.journal import run_starts
-from pipeline.observe.rows import (
-    StageRows,
-    no_rows,
-    row_table,
-    shards_of_evaluation,
-    shards_of_step,
-    step_arrays,
-    stored_steps,
-    token_table,
-)
-from storage import files
-from storage.rollout_root import BYTES, OFFSETS, Decode, Vocabulary, read_root_array
+from pipeline.observe.row_tables import no_rows, row_table, step_arrays, token_table
+from pipeline.observe.rows import StageRows, shards_of_evaluation, shards_of_step, stored_steps, text_of_tokens
+from storage.rollout_root import Decode
 
 
 @dataclass(frozen=True)
@@ -111,16 +101,6 @@ def open_run(path: str | os.PathLike[str]) -> OpenedRun:
 
 def opened(config: RunConfig) -> OpenedRun:
     """Return the run of a config that its directory holds."""
-    return OpenedRun(config.run_dir, config, open_history(config), text_of_tokens(config))
-
-
-def text_of_tokens(config: RunConfig) -> Decode:
-    """Return a function from token ids to text: by the vocabulary in the store, or else by the tokenizer of
-    `model.path`."""
-    root = files.open_root(str(config.run_dir))
-    data, offsets = (read_root_array(root, name) for name in (BYTES, OFFSETS))
-    if data is not None and offsets is not None:
-        return Vocabulary.from_arrays(data, offsets).text
-    tokenizers = importlib.import_module("stages.models.hf_files")  # torch and transformers take seconds to import
-    decode: Decode = tokenizers.read_tokenizer(config.model.path).decode
-    return decode
+    return OpenedRun(
+        config.run_dir, config, open_history(config), text_of_tokens(str(config.run_dir), config.model.path)
+    )

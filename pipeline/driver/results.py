@@ -32,8 +32,11 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.tracked import off_metrics, tracked_params
 from pipeline.graph.graph import run_nodes
+from pipeline.observe.curves import read_curves
 from pipeline.observe.evaluations import best_evaluation
+from pipeline.observe.graph_view import ordered
 from pipeline.observe.history import EVALUATION_METRIC, STEP_METRIC, History, evaluation_metrics
+from pipeline.observe.incidents import worker_losses
 from pipeline.observe.journal import journal_exists, read_events, run_starts
 from pipeline.observe.live import Screen
 from pipeline.observe.provenance import (
@@ -50,7 +53,7 @@ from pipeline.observe.report.page import report
 from pipeline.observe.report.source import RunSource, Sameness
 from pipeline.observe.rows import response_pairs, samples_table
 from pipeline.observe.summary import Summary, summarise
-from pipeline.observe.timeline import overlap_by_step
+from pipeline.observe.timeline import overlap_by_step, run_timeline
 from pipeline.observe.tracking import (
     Dataset,
     MlflowTracker,
@@ -254,7 +257,7 @@ def summarise_run(config: RunConfig, history: History) -> Summary:
     evaluations = history.evaluations()
     best = best_evaluation(evaluations, config.evaluate.select.max_kl)
     events = read_events(paths.events) if journal_exists(paths.events) else ()
-    return summarise(events, steps, evaluations, parents, software_versions(), best)
+    return summarise(events, steps, evaluations, parents, software_versions(), best, ordered(config.gangs()))
 
 
 def draw(config: RunConfig, history: History) -> list[Path]:
@@ -263,17 +266,12 @@ def draw(config: RunConfig, history: History) -> list[Path]:
     # imported late, since matplotlib takes a second
     plots: Any = importlib.import_module("pipeline.observe.plots")
     curves, timeline = paths.plots / "curves.png", paths.plots / "timeline.png"
-    starts = run_starts(paths.events)
-    of_steps = {step: history.step_metrics(step, starts) for step in history.steps_done()}
-    metrics = {step: of_step for step, of_step in of_steps.items() if STEP_METRIC in of_step}  # otherwise it is lost
-    held_out: dict[str, list[tuple[int, float]]] = {}
-    for evaluation in history.evaluations():
-        means = {"reward/mean": evaluation.mean} | {f"reward/{name}/mean": v for name, v in evaluation.parts.items()}
-        for name, mean in means.items():
-            held_out.setdefault(name, []).append((evaluation.version, mean))
-    parts = list(dict.fromkeys([*config.reward.parts, *config.evaluate.reward.parts]))
-    plots.plot_curves(metrics, plots.panels_of(parts), held_out, curves, config.name)
-    plots.plot_timeline(read_events(paths.events), timeline, config.name)
+    events = list(read_events(paths.events))
+    plots.plot_curves(read_curves(history, run_starts(paths.events), history.evaluations()), curves, config.name)
+    losses = [(loss.at, loss.worker) for loss in worker_losses(events).found]
+    drawn = run_timeline(events)
+    if drawn is not None:
+        plots.plot_timeline(drawn, losses, timeline, config.name)
     return [curves, timeline]
 
 
@@ -337,6 +335,7 @@ def report_source(config: RunConfig, history: History, summary: Summary) -> RunS
         decode=decode,
         sameness=_sameness(config, identity),
         software=identity.latest.software if identity is not None else {},
+        together=ordered(config.gangs()),
         remarks=tuple(remarks),
     )
 

@@ -65,9 +65,10 @@ from pipeline.graph.graph import Node, weight_readers
 from pipeline.observe.evaluations import Evaluation
 from pipeline.observe.graph_view import ordered
 from pipeline.observe.history import History, alarm_text, evaluation_metrics
+from pipeline.observe.incidents import WorkerLosses
 from pipeline.observe.journal import Event, EventKind, Journal, run_starts
 from pipeline.observe.live import Progress, Screen
-from pipeline.observe.node_events import NodeEvents, WorkerLosses
+from pipeline.observe.node_events import NodeEvents
 from pipeline.observe.provenance import dashboard_tags, started_by
 from pipeline.observe.rows import chosen, response_pairs
 from pipeline.observe.summary import Summary
@@ -172,8 +173,7 @@ class StartedRun:
     progress: Progress
     numerics: NumericsWatch
     seen: NodeEvents
-    """Receives every event of the journal; `losses` too."""
-    losses: WorkerLosses
+    """Receives every event of the journal."""
     tracked: frozenset[int]
     """Steps whose metrics the tracker already has."""
 
@@ -236,12 +236,11 @@ def _started(run: Run) -> Iterator[StartedRun | None]:
         if workers.dashboard is not None:
             run.tracker.tags(dashboard_tags(workers.dashboard, os.environ))
         progress = open_progress(config, run.screen, links(config, workers), len(tracked))
-        seen, losses = NodeEvents(ordered(config.gangs())), WorkerLosses()
+        seen = NodeEvents(WorkerLosses(ordered(config.gangs())))
 
         def heard(event: Event) -> None:
             progress.event(event)
             seen.take(event)
-            losses.take(event)
 
         with progress, Journal(paths.events, heard) as journal:
             for version, mean in baseline(history):
@@ -252,7 +251,7 @@ def _started(run: Run) -> Iterator[StartedRun | None]:
             for warning in ready.warnings:
                 journal.now(EventKind.WARNED, detail=warning)
             numerics = NumericsWatch(config, ready.identity, journal, run.tracker.tags)
-            yield StartedRun(run, board, workers, journal, progress, numerics, seen, losses, frozenset(tracked))
+            yield StartedRun(run, board, workers, journal, progress, numerics, seen, frozenset(tracked))
             journal.now(EventKind.RUN_FINISHED)
 
 
@@ -390,7 +389,7 @@ class _Driver(ExecutorEvents):
             return
         self._tracked.add(step)
         metrics = self._history.step_metrics(step, [self._began], known)
-        lines, lost = self._started.losses.over(step, metrics)
+        lines, lost = self._started.seen.losses.over(step, metrics)
         self._tracker.metrics(step, metrics | lost)
         self._progress.step(step, metrics)
         for line in lines:

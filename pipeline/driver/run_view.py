@@ -26,7 +26,7 @@ from pipeline.graph.display import NodeState, ShownDispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Gang, GraphSpec
 from pipeline.observe.graph_view import (
-    Curves,
+    CurveCache,
     Facts,
     GangView,
     GraphView,
@@ -81,7 +81,7 @@ class RunView:
         self._board = board
         self._events = events
         self._markers = markers
-        self._curves = Curves(spec, ledger)
+        self._curves = CurveCache(spec, ledger)
         self._sizes: dict[int, int] = {}
         self._asked = float("-inf")
         self._made = float("-inf")
@@ -106,9 +106,8 @@ class RunView:
             nodes=nodes,
             gangs=gang_views(self._gangs, nodes, self._dispatch.waits(), self._dispatch.is_up),
             versions=self._versions(),
-            points=self._curves.points(done, _READS),
-            held_out=self._curves.held_out(done),
-            notes=tuple(self._events.notes),
+            curves=self._curves.curves(done, _READS),
+            incidents=tuple(self._events.incidents),
         )
         self._made = time.monotonic()
 

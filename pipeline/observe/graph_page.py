@@ -1,16 +1,12 @@
 """The page `/stageline` as HTML, for running and for ended runs.
 
 `page` renders the whole page. `fragment` renders the part that an open page fetches again every second. The last part
-draws the SVGs: the grid of steps and stages with the staleness edges, and the curves. Pure functions of `GraphView`.
-All text from the run is escaped, the page loads nothing from other hosts, and its content security policy allows only
-its own script, by hash.
+draws the grid of steps and stages with the staleness edges. The learning curves are drawn in the browser, by the script
+that draws them in the report. Pure functions of `GraphView`. All text from the run is escaped.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,7 +14,10 @@ from html import escape
 from urllib.parse import quote
 
 from pipeline.graph.display import NodeState
+from pipeline.observe.curves import panels_of
 from pipeline.observe.graph_view import GangView, GraphView, NodeView, VersionView, short, stages_of, work_text
+from pipeline.observe.html import embedded, policy, static
+from pipeline.observe.metric_catalogue import PANELS
 from storage.address import Address
 
 PATH = "stageline"
@@ -27,67 +26,10 @@ REFRESH_S = 1.0
 """Seconds between two fetches of an open page. A hidden page does not fetch."""
 _SHOWN_NODES = 8
 """Most nodes shown by name per gang; the others are counted."""
-_STYLE = """
-:root { --bg: #fff; --fg: #1f2937; --dim: #6b7280; --line: #e5e7eb; --odd: #f9fafb; --edge: #7c3aed;
-  --waiting: #e5e7eb; --ready: #fcd34d; --queued: #bfdbfe; --running: #3b82f6;
-  --done: #86c79b; --lost: #dc2626; --in: #1f2937; }
-@media (prefers-color-scheme: dark) { :root { --bg: #14181f; --fg: #e5e7eb; --dim: #9ca3af; --line: #2c3440;
-  --odd: #191e27; --edge: #a78bfa; --waiting: #323a46; --ready: #b98a1c; --queued: #1e4976;
-  --done: #2f7d4f; --in: #f3f4f6; } }
-body { margin: 0; font: 14px/1.45 system-ui, sans-serif; background: var(--bg); color: var(--fg); }
-main { padding: 14px 22px; max-width: 1500px; }
-h1 { font-size: 19px; margin: 0; } h2 { font-size: 14px; margin: 20px 0 6px; }
-nav, .dim { color: var(--dim); } nav a { color: var(--edge); margin-right: 14px; } nav code { margin-right: 14px; }
-.graph { display: flex; } .stages { flex: none; } .scroll { overflow-x: auto; min-width: 0; }
-.two { display: flex; flex-wrap: wrap; gap: 8px 40px; }
-.two > section { flex: 1 1 520px; max-width: 860px; }
-table { border-collapse: collapse; } td, th { text-align: left; padding: 3px 16px 3px 0; vertical-align: top; }
-th { color: var(--dim); font-weight: normal; } tr + tr td { border-top: 1px solid var(--line); }
-.row { fill: none; } .row.odd { fill: var(--odd); } text { fill: var(--fg); font-size: 12px; }
-.head, .in { text-anchor: middle; } .head { fill: var(--dim); } .in { font-size: 11px; fill: var(--in); }
-.waiting { fill: var(--waiting); } .ready { fill: var(--ready); } .queued { fill: var(--queued); }
-.running { fill: var(--running); }
-.done { fill: var(--done); } .lost { stroke: var(--lost); stroke-width: 2; }
-.edge { fill: none; stroke: var(--edge); stroke-width: 1.6; opacity: .75; } .tip { fill: var(--edge); }
-.edge.waits { stroke-dasharray: 5 4; }
-.curve .title { font-weight: 600; } .tick { text-anchor: end; fill: var(--dim); } .low { fill: var(--dim); }
-.line { fill: none; stroke: var(--running); stroke-width: 1.8; } .dot { fill: var(--edge); }
-.key { display: inline-block; width: 12px; height: 12px; border-radius: 2px; margin: 0 5px -1px 14px; }
-.key.waiting { background: var(--waiting); } .key.ready { background: var(--ready); }
-.key.queued { background: var(--queued); }
-.key.running { background: var(--running); } .key.done { background: var(--done); }
-.alarm, .failed, .lost-note { color: var(--lost); } .over { opacity: .5; } h2 .dim { font-weight: normal; }
-"""
-_SCRIPT = f"""
-const shown = document.getElementById("view");
-const scrolled = to => {{ const box = shown.querySelector(".scroll"); if (box) box.scrollLeft = to; }};
-let busy = false;
-async function look() {{
-  if (document.hidden || busy) return;
-  busy = true;
-  try {{
-    const answer = await fetch(shown.dataset.from);
-    const box = shown.querySelector(".scroll");
-    const atEnd = !box || box.scrollLeft + box.clientWidth >= box.scrollWidth - 2;
-    const at = atEnd ? 1e6 : box.scrollLeft;
-    if (answer.ok) shown.innerHTML = await answer.text();
-    scrolled(at);
-    shown.classList.toggle("over", !answer.ok);
-  }} catch {{ shown.classList.add("over"); }}
-  busy = false;
-}}
-scrolled(1e6);
-setInterval(look, {1000 * REFRESH_S:.0f});
-"""
-
-
-def _policy() -> str:
-    digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
-    return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; connect-src 'self'"
-
-
+_STYLE = ("base.css", "figures.css", "stageline.css")
+_SCRIPT = ("text.js", "dom.js", "curves.js", "stageline.js")
 HEADERS = {
-    "Content-Security-Policy": _policy(),
+    "Content-Security-Policy": policy(static(*_STYLE), static(*_SCRIPT), "connect-src 'self'"),
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
@@ -98,18 +40,20 @@ def page(view: GraphView) -> str:
     """Return the whole page. It fetches the `fragment` again from `PATH`/view."""
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
-        f"<title>{escape(view.facts.name)} - Stageline</title><style>{_STYLE}</style></head><body><main>"
-        f'<div id="view" data-from="{PATH}/view">{fragment(view)}</div></main>'
-        f"<script>{_SCRIPT}</script></body></html>"
+        f"<title>{escape(view.facts.name)} - Stageline</title><style>{static(*_STYLE)}</style></head><body><main>"
+        f'<div id="view" data-from="{PATH}/view" data-every-ms="{1000 * REFRESH_S:.0f}">{fragment(view)}</div></main>'
+        f"<script>{static(*_SCRIPT)}</script></body></html>"
     )
 
 
 def fragment(view: GraphView) -> str:
     """Return the part of the page that changes: the whole content."""
     facts = view.facts
-    rewards = [(float(point.step), point.reward) for point in view.points]
-    divergences = [(float(point.step), point.kl) for point in view.points]
-    held_out = [(float(version), mean) for version, mean in view.held_out]
+    learning = {
+        "runs": [{"name": facts.name, "curves": view.curves}],
+        "panels": panels_of([view.curves], PANELS[:2]),
+        "comparison": None,
+    }
     graph = f"<div class=graph>{stage_labels(view)}<div class=scroll>{grid(view)}</div></div>"
     sections = [
         f"<h1>{escape(facts.name)} <span class=dim>step {view.steps_done} of {facts.steps}, {_state(view)}</span></h1>",
@@ -122,10 +66,9 @@ def fragment(view: GraphView) -> str:
         f"<section><h2>Weights {'in memory' if view.live else 'still to be read'}</h2>{_versions(view.versions)}",
         "</section>",
         "</div><div class=two>",
-        f"<section><h2>Learning</h2>{curve('reward', rewards, held_out, dots_name='held-out')}"
-        f"{curve('KL', divergences, unit=' nats a response')}"
-        f"{'' if rewards or held_out else '<p class=dim>No step is over yet.</p>'}</section>",
-        f"<section><h2>Events</h2>{_notes(view)}</section></div>",
+        f'<section><h2>Learning curves</h2><div class="learning" data-curves="{escape(embedded(learning))}"></div>'
+        f"{'' if learning['panels'] else '<p class=dim>No step is finished yet.</p>'}</section>",
+        f"<section><h2>Events</h2>{_incidents(view)}</section></div>",
     ]
     return "".join(sections)
 
@@ -190,16 +133,20 @@ def _versions(versions: tuple[VersionView, ...]) -> str:
     return f"<table><tr><th>version</th><th></th><th>still to be read by</th></tr>{''.join(rows)}</table>"
 
 
-def _notes(view: GraphView) -> str:
-    if not view.notes:
-        return "<p class=dim>Nothing out of the ordinary.</p>"
+def _incidents(view: GraphView) -> str:
+    if not view.incidents:
+        return "<p class=dim>No alarm, loss, failure or warning.</p>"
     rows = [
-        f"<tr><td class=dim>{time.strftime('%H:%M:%S', time.localtime(note.at))}</td>"
-        f'<td class="{"lost-note" if note.kind == "lost" else escape(note.kind)}">{escape(note.kind)}</td>'
-        f"<td>{escape(note.text[:400])}</td></tr>"
-        for note in reversed(view.notes)
+        f"<tr><td class=dim>{time.strftime('%H:%M:%S', time.localtime(one.at))}</td>"
+        f"<td{' class=bad' if one.kind in _BAD else ''}>{escape(one.kind)}</td>"
+        f"<td>{escape(one.where)}</td><td>{escape(one.text[:400])}</td></tr>"
+        for one in reversed(view.incidents)
     ]
-    return f"<table>{''.join(rows)}</table>"
+    return f"<table><tr><th>time</th><th>event</th><th>where</th><th>details</th></tr>{''.join(rows)}</table>"
+
+
+_BAD = frozenset({"alarm", "failed", "lost"})
+"""Kinds of incidents that are shown in red."""
 
 
 # ---- SVG drawings ----------------------------------------------------------------------------------------
@@ -241,7 +188,7 @@ def grid(view: GraphView) -> str:
     columns = sorted({node.scheduled_step for node in view.nodes})
     x_of = {scheduled_step: i * (COLUMN_W + GAP) for i, scheduled_step in enumerate(columns)}
     y_of = {stage: HEAD_H + i * ROW_H for i, stage in enumerate(stages)}
-    parts = [*_rows(stages, "grid", len(columns) * (COLUMN_W + GAP)), _ARROW]
+    parts = [*_rows(stages, "steps", len(columns) * (COLUMN_W + GAP)), _ARROW]
     for scheduled_step in columns:
         head = "start" if scheduled_step < 0 else f"step {scheduled_step}"
         parts.append(f'<text class="head" x="{x_of[scheduled_step] + COLUMN_W / 2}" y="17">{head}</text>')
@@ -254,7 +201,7 @@ def grid(view: GraphView) -> str:
 
 _ARROW = (
     '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto">'
-    '<path d="M0,0 L8,4 L0,8 z" class="tip"/></marker></defs>'
+    '<path d="M0,0 L8,4 L0,8 z" class="arrow"/></marker></defs>'
 )
 
 
@@ -336,42 +283,3 @@ def _staleness_edges(view: GraphView, x_of: Mapping[int, int], y_of: Mapping[str
             f'data-to="{escape(short(children[0].address))}"><title>{names}</title></path>'
         )
     return parts
-
-
-def curve(
-    name: str,
-    points: Sequence[tuple[float, float]],
-    dots: Sequence[tuple[float, float]] = (),
-    *,
-    unit: str = "",
-    dots_name: str = "",
-) -> str:
-    """Return the drawing of a line of (step, y) with its minimum and maximum, and of another series as dots on the same
-    axes. The title has the last value of both. Values that are not finite are skipped; empty if there are no others."""
-    line = [(x, y) for x, y in points if math.isfinite(y)]
-    extra = [(x, y) for x, y in dots if math.isfinite(y)]
-    both = line + extra
-    if not both:
-        return ""
-    width, height, left, top = 430, 120, 58, 22
-    xs, ys = [x for x, _ in both], [y for _, y in both]
-    low, high, first, last = min(ys), max(ys), min(xs), max(xs)
-
-    def at(x: float, y: float) -> str:
-        across = (x - first) / (last - first) if last > first else 0.5
-        up = (y - low) / (high - low) if high > low else 0.5
-        return f"{left + across * (width - left - 12):.1f},{top + (1 - up) * (height - top - 22):.1f}"
-
-    parts = [f'<svg class="curve" width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img">']
-    said = [f"{name} {line[-1][1]:.4g}{unit}"] if line else []
-    said += [f"{dots_name} {extra[-1][1]:.4g} (dots)"] if extra else []
-    parts.append(f'<text class="title" x="6" y="14">{escape(" · ".join(said))}</text>')
-    parts.append(f'<text class="tick" x="{left - 6}" y="{top + 6}">{high:.3g}</text>')
-    parts.append(f'<text class="tick" x="{left - 6}" y="{height - 20}">{low:.3g}</text>')
-    parts.append(f'<text class="low" x="{left}" y="{height - 5}">step {first:g}</text>')
-    parts.append(f'<text class="tick" x="{width - 6}" y="{height - 5}">{last:g}</text>')
-    parts.append(f'<polyline class="line" points="{" ".join(at(x, y) for x, y in line)}"/>')
-    for x, y in [*extra, *(line[-1:] if len(line) == 1 else [])]:
-        cx, cy = at(x, y).split(",")
-        parts.append(f'<circle class="dot" cx="{cx}" cy="{cy}" r="3.5"><title>{x:g}: {y:.4g}</title></circle>')
-    return "".join([*parts, "</svg>"])

@@ -21,8 +21,11 @@ from dataclasses import dataclass, field, replace
 from pipeline.graph.display import ROWS, NodeState, NodeStatus, ShownDispatch, Wait, waits, with_steps_over
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Gang, GraphSpec, Node, evaluated
+from pipeline.observe.curves import MOST_POINTS, HeldOutPoint, RunCurves, number
+from pipeline.observe.history import EVALUATION_METRIC, STEP_METRIC
+from pipeline.observe.incidents import Incident, WorkerLosses
 from pipeline.observe.journal import Event
-from pipeline.observe.node_events import NodeEvents, Note
+from pipeline.observe.node_events import NodeEvents
 from stages.models.protocol import Role
 from storage.address import Address
 from storage.ledger import Ledger
@@ -91,16 +94,6 @@ class VersionView:
 
 
 @dataclass(frozen=True)
-class Point:
-    """Mean reward and KL of a step."""
-
-    step: int
-    reward: float
-    kl: float
-    """KL to the reference, nats per response."""
-
-
-@dataclass(frozen=True)
 class Facts:
     """Facts about a run that are not in its graph."""
 
@@ -130,11 +123,10 @@ class GraphView:
     """Nodes of the open steps and of some before, parents first."""
     gangs: tuple[GangView, ...]
     versions: tuple[VersionView, ...]
-    points: tuple[Point, ...]
-    held_out: tuple[tuple[int, float], ...]
-    """(version, mean score of the held-out prompts)."""
-    notes: tuple[Note, ...]
-    """Notes in order of time, the latest last."""
+    curves: RunCurves
+    """Reward and KL."""
+    incidents: tuple[Incident, ...]
+    """The latest incidents, in order of time."""
 
     @property
     def staleness_edges(self) -> tuple[tuple[Address, Address], ...]:
@@ -231,9 +223,6 @@ def stages_of(nodes: Iterable[NodeView]) -> list[str]:
 
 # ---- view of a run's directory ---------------------------------------------------------------------------
 
-MOST_POINTS = 400
-"""Most points of a curve; a longer run is sampled at that many steps."""
-
 
 def gang_views(
     gangs: Iterable[Gang],
@@ -246,28 +235,32 @@ def gang_views(
 
 
 @dataclass
-class Curves:
-    """The points of the curves, with a cache: each commit is read from the ledger once."""
+class CurveCache:
+    """Reads reward and KL from the commits of a run, each commit once."""
 
     spec: GraphSpec
     ledger: Ledger
-    _points: dict[int, Point] = field(default_factory=dict)
+    _metrics: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    """Metrics of `advantage` by step."""
     _held_out: dict[int, float] = field(default_factory=dict)
+    """Mean score by version."""
 
-    def points(self, steps_done: int, most_reads: int = MOST_POINTS) -> tuple[Point, ...]:
-        """Return points of the steps before `steps_done`, evenly spaced if there are many. Reads at most `most_reads`
-        steps that are not in the cache."""
+    def curves(self, steps_done: int, most_reads: int = MOST_POINTS) -> RunCurves:
+        """Return the curves of the steps before `steps_done`, evenly spaced if there are many. Reads at most
+        `most_reads` steps that are not in the cache."""
         stride = max(1, -(-steps_done // MOST_POINTS))
         wanted = range((steps_done - 1) % stride, steps_done, stride)
-        self._points = {step: point for step, point in self._points.items() if step in wanted}
-        for step in [step for step in reversed(wanted) if step not in self._points][:most_reads]:
+        self._metrics = {step: metrics for step, metrics in self._metrics.items() if step in wanted}
+        for step in [step for step in reversed(wanted) if step not in self._metrics][:most_reads]:
             commit = self.ledger.find(Address("advantage", step))
-            if commit is not None and "reward/mean" in commit.metrics:
-                metrics = commit.metrics
-                self._points[step] = Point(step, metrics["reward/mean"], metrics.get("kl/ref", float("nan")))
-        return tuple(self._points[step] for step in sorted(self._points))
+            if commit is not None and STEP_METRIC in commit.metrics:
+                self._metrics[step] = commit.metrics
+        steps = sorted(self._metrics)
+        metrics = {name: [number(self._metrics[step].get(name)) for step in steps] for name in (STEP_METRIC, "kl/ref")}
+        held_out = [HeldOutPoint(version, number(mean), None) for version, mean in self._evaluated(steps_done)]
+        return RunCurves(steps, steps_done, metrics if steps else {}, {EVALUATION_METRIC: held_out} if held_out else {})
 
-    def held_out(self, newest: int) -> tuple[tuple[int, float], ...]:
+    def _evaluated(self, newest: int) -> list[tuple[int, float]]:
         """Return (version, mean score) of the evaluated versions up to `newest` whose shards are all scored."""
         for version in range(newest + 1):
             if evaluated(self.spec, version) and version not in self._held_out:
@@ -276,7 +269,7 @@ class Curves:
                 scores = [c.metrics["score/mean"] for c in found if c is not None and "score/mean" in c.metrics]
                 if len(scores) == len(shards):
                     self._held_out[version] = sum(scores) / len(scores)
-        return tuple(sorted(self._held_out.items()))
+        return sorted(self._held_out.items())
 
 
 def recorded_view(
@@ -284,7 +277,7 @@ def recorded_view(
 ) -> GraphView:
     """Return the state of a run without a driver, as `resume` would find it. Nodes in progress at the end of the
     journal are RUNNING or QUEUED."""
-    seen = NodeEvents(ordered(gangs))
+    seen = NodeEvents(WorkerLosses(ordered(gangs)))
     for event in events:
         seen.take(event)
     dispatch = ShownDispatch(gangs)
@@ -305,7 +298,6 @@ def recorded_view(
     gang_of = role_gangs(gangs)
     statuses = _as_seen(dispatch.statuses(), gang_of, seen)
     nodes = node_views(shown_steps(spec, statuses, flow.admitted), gang_of, seen, flow.admitted)
-    curves = Curves(spec, ledger)
     return GraphView(
         facts=facts,
         live=False,
@@ -316,9 +308,8 @@ def recorded_view(
         nodes=nodes,
         gangs=gang_views(gangs, nodes, _waits_as_seen(statuses, gang_of, seen)),
         versions=tuple(VersionView(v, None, readers) for v, readers in flow.readers.items() if v in published),
-        points=curves.points(flow.steps_done),
-        held_out=curves.held_out(flow.steps_done),
-        notes=tuple(seen.notes),
+        curves=CurveCache(spec, ledger).curves(flow.steps_done),
+        incidents=tuple(seen.incidents),
     )
 
 

@@ -1,12 +1,13 @@
-"""The catalogue of all metrics: unit, x-axis and healthy range, and the selection for the tracking.
+"""The catalogue of all metrics: what each means, and where it is shown. To add a metric, see docs/extending.md.
 
-docs/metrics.md explains each metric; a test keeps list and page equal. In a name, a part in angle brackets stands for
-any word: `time/<stage>_s`.
+    METRICS    unit, x-axis and healthy range of every metric; docs/metrics.md explains them, a test keeps both equal
+    TERMINAL   metrics on the line of a step and in the live panel
+    PANELS     metrics in the learning curves: report, plots/curves.png and, of the first panels, `/stageline`
+    OVERVIEW   metrics that MLflow's page shows first; MLflow gets every metric of a step but those of `NEVER`
 
-    a step's metrics ──► without duplicates, constants, zeros of rare events ──► plus the overview ──► tracker
-
-`findings` returns the unhealthy numbers that the display shows in red. Alarms (`alarms.*`) are for problems that need
-attention at once. Pure functions; standard library only.
+In a name, a part in angle brackets stands for any word: `time/<stage>_s`. `findings` returns the unhealthy numbers that
+the display shows in red. Alarms (`alarms.*`) are for problems that need attention at once. Pure functions; standard
+library only.
 """
 
 from __future__ import annotations
@@ -30,6 +31,63 @@ class Metric:
     """Range of a healthy run; "-" if there is none."""
 
 
+# ---- where metrics are shown -----------------------------------------------------------------------------
+
+TERMINAL = (
+    ("reward/mean", "reward", ""),
+    ("kl/ref", "KL", ""),
+    ("staleness/max", "staleness", ""),
+    ("samples_per_s", "", " responses/s"),
+    ("tokens_per_s", "", " tokens/s"),
+)
+"""(name, label, unit) of the metrics of a step on the terminal."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture of the learning curves."""
+
+    title: str
+    unit: str
+    series: tuple[tuple[str, str], ...]
+    """(name of a metric, its label). A `*` in a name stands for any text; such a series is shown if several metrics fit
+    it, with the part's name before the label."""
+    healthy: float | None = None
+    """Value of a healthy run, drawn as a dashed line."""
+
+
+PANELS = (
+    Panel("Reward", "mean score", (("reward/mean", "training"), ("eval/reward_mean", "held-out"))),
+    Panel("KL to the reference", "nats per response", (("kl/ref", "training"), ("eval/kl", "held-out"))),
+    Panel("Parts of the reward", "before weights", (("reward/*/mean", "training"), ("eval/*/mean", "held-out"))),
+    Panel("Entropy of the policy", "nats per token", (("policy/entropy_start", "at the step's start"),)),
+    Panel("Response length", "tokens", (("response/length_mean", "training"), ("eval/length_mean", "held-out"))),
+    Panel("Explained variance of the critic", "fraction", (("critic/explained_variance", "critic"),), 1.0),
+    Panel("Clipped", "fraction of tokens", (("policy/clipfrac", "policy"), ("critic/clipfrac", "critic"))),
+    Panel("Policy's change in an update", "nats per token", (("policy/approx_kl", "approx. KL"),)),
+    Panel("Gradient norm", "before clipping", (("policy/grad_norm", "policy"), ("critic/grad_norm", "critic"))),
+    Panel(
+        "Trainer against sampler",
+        "mean |difference| of log-probs, nats",
+        (("mismatch/mean_abs_all", "all tokens"), ("mismatch/canary_mean_abs", "at one version")),
+        0.0,
+    ),
+    Panel("Staleness", "versions", (("staleness/mean", "mean"), ("staleness/max", "max"))),
+    Panel("Effective sample size", "fraction", (("ess/fraction", "of the tokens"),), 1.0),
+    Panel("Prompts whose responses score alike", "fraction", (("group/equal_fraction", "of the prompts"),)),
+    Panel("Speed", "samples/s", (("samples_per_s", "samples/s"),)),
+    Panel(
+        "Seconds of a step",
+        "s",
+        (
+            ("time/step_s", "step"),
+            ("time/generate_s", "generate"),
+            ("time/update_policy_s", "update policy"),
+            ("time/update_critic_s", "update critic"),
+        ),
+    ),
+)
+"""The learning curves. On the report, readers can choose any other metric."""
 OVERVIEW = {
     "reward/mean": "Overview/reward",
     "eval/reward_mean": "Overview/held_out_reward",
@@ -264,20 +322,3 @@ def findings(recent: Sequence[Mapping[str, float]], first_entropy: float | None 
     if len(explained) == CRITIC_STEPS and not any(value >= 0 for value in explained):
         found.append(f"explained variance {explained[-1]:.2f} < 0 for {CRITIC_STEPS} steps")
     return found
-
-
-def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Return the last values as small columns: a flat line if all are equal, a blank for NaN or infinity."""
-    shown = list(values)[-width:]
-    finite = [value for value in shown if value - value == 0]
-    if not finite:
-        return " " * len(shown)
-    low, span = min(finite), max(finite) - min(finite)
-    ticks = "▁▂▃▄▅▆▇█"
-
-    def tick(value: float) -> str:
-        if value - value != 0:
-            return " "
-        return ticks[3] if span == 0 else ticks[min(7, int(8 * (value - low) / span))]
-
-    return "".join(map(tick, shown))

@@ -1,11 +1,8 @@
-"""The rows of a run with the outputs of all stages, and the forms in which people read them.
+"""The rows of a run with the outputs of all stages.
 
 - `StageRows`: the rows of a shard, a step or an evaluation. Only committed arrays are read, each checked against its
   CRC-32 (storage/rollouts.py), so arrays of a dead or late attempt are never seen.
-- `row_table`, `token_table`, `step_arrays`: tables with one line per row or per sampled token, and all arrays of some
-  steps as one data set. Missing outputs are NaN. The tables need the memory of one shard or step.
-- `write_rows`: one Parquet file for users without Zarr, with the columns of `row_table` and lists of the tokens and
-  their numbers. Each step becomes a row group, so memory use is that of one step.
+- `row_columns`: the numbers and texts of each row. pipeline/observe/row_tables.py makes tables and files of them.
 - `response_pairs`: the responses to the held-out prompts before and after training.
 """
 
@@ -13,21 +10,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
-import pyarrow
-import pyarrow.parquet
-import xarray as xr
 
 from pipeline.observe.history import History
+from stages.models.hf_files import read_tokenizer
+from storage import files
 from storage.address import Address
-from storage.commits import Commit
 from storage.errors import StoreError
 from storage.records import (
     SCORE_PREFIX,
@@ -38,9 +31,8 @@ from storage.records import (
     Rollout,
     Scores,
     Values,
-    describe,
 )
-from storage.rollout_root import Decode
+from storage.rollout_root import BYTES, OFFSETS, Decode, Vocabulary, read_root_array
 
 
 @dataclass(frozen=True)
@@ -85,24 +77,6 @@ class StageRows:
             if record is not None and name in record.arrays():
                 return np.asarray(record.arrays()[name])
         return None
-
-
-def no_rows() -> StageRows:
-    """Return zero rows; their tables have all columns."""
-    none, ints, floats = np.zeros((0, 1), bool), np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32)
-    number, whole = np.zeros(0, np.int32), np.zeros(0, np.int64)
-    rollout = Rollout(
-        row=whole,
-        prompt_index=whole,
-        tokens=ints,
-        prompt_lengths=number,
-        response_lengths=number,
-        response_mask=none,
-        sampler_logprobs=floats,
-        token_versions=ints,
-        finish_reason=np.zeros(0, np.int8),
-    )
-    return StageRows(0, 0, rollout)
 
 
 def stored_steps(history: History, *, whole: bool = False) -> list[int]:
@@ -164,28 +138,26 @@ def _read(history: History, stage: str, step: int, shard: int = 0) -> Any:
     return None if history.ledger.find(address) is None else history.store.read(address)
 
 
-# ---- tables and data set ---------------------------------------------------------------------------------
+def text_of_tokens(run_dir: str, model: str) -> Decode:
+    """Return a function from token ids to text, without special tokens: by the vocabulary in a run's store, or else by
+    the tokenizer of the model, which takes seconds to load."""
+    root = files.open_root(run_dir)
+    data, offsets = (read_root_array(root, name) for name in (BYTES, OFFSETS))
+    if data is not None and offsets is not None:
+        return Vocabulary.from_arrays(data, offsets).text
+    decode: Decode = read_tokenizer(model).decode
+    return decode
 
-TOKEN_COLUMNS = {
-    "sampler_logprob": "sampler_logprobs",
-    "policy_logprob": "policy_logprobs",
-    "ref_logprob": "ref_logprobs",
-    "entropy": "entropy",
-    "value": "values",
-    "reward": "rewards",
-    "advantage": "advantages",
-    "return": "returns",
-}
-"""Column of `token_table` -> field of the records."""
+
+# ---- columns ---------------------------------------------------------------------------------------------
+
 PART_COLUMN = "score."
 """Prefix of the columns of a score's parts."""
-OF_STEP = ("generate", "score", "reference", "logprob", "value", "advantage")
-"""Stages whose arrays are stored in a step's group."""
 
 
-def row_table(rows: StageRows, decode: Decode) -> pd.DataFrame:
-    """Return a table with one line per row: its origin, its text and its numbers. Sums and means are over the sampled
-    tokens, in float64; `kl` is the sum of the log-ratios to the reference, nats per response."""
+def row_columns(rows: StageRows, decode: Decode) -> dict[str, Any]:
+    """Return the columns of a table with one line per row: its origin, its text and its numbers. Sums and means are
+    over the sampled tokens, in float64; `kl` is the sum of the log-ratios to the reference, nats per response."""
     rollout, mask = rows.rollout, rows.rollout.response_mask
     lengths = rollout.response_lengths.astype(np.int64)
     sampled_by = np.where(mask, rollout.token_versions, -1)
@@ -215,31 +187,12 @@ def row_table(rows: StageRows, decode: Decode) -> pd.DataFrame:
     rewards = rows.array("rewards")
     table["reward_sum"] = _or_missing(None if rewards is None else _sum(rewards, mask), rollout)
     table["trained_on"] = np.zeros(rollout.num_rows, bool) if trained is None else trained.any(axis=1)
-    return pd.DataFrame(table)
+    return table
 
 
 def score_column(array: str) -> str:
     """Return the column of an array of `Scores`: `score.NAME` for a part, or `disagreement.NAME`."""
     return array.replace(SCORE_PREFIX, PART_COLUMN, 1)
-
-
-def token_table(rows: StageRows, decode: Decode) -> pd.DataFrame:
-    """Return a table with one line per sampled token: its position in the response (from 0), its text and its
-    numbers."""
-    rollout = rows.rollout
-    where, at = np.nonzero(rollout.response_mask)
-    ids = rollout.tokens[where, at]
-    table: dict[str, Any] = {
-        "step": np.full(len(where), rows.step),
-        "row": rollout.row[where],
-        "position": at - rollout.prompt_lengths[where],
-        "token": ids,
-        "text": [decode([token]) for token in ids.tolist()],
-        "version": rollout.token_versions[where, at],
-    }
-    missing = np.full(len(where), np.nan, np.float32)
-    arrays = {column: rows.array(name) for column, name in TOKEN_COLUMNS.items()} | {"log_ratio": rows.log_ratio}
-    return pd.DataFrame(table | {n: missing if a is None else a[where, at] for n, a in arrays.items()})
 
 
 def prompt_ids(rollout: Rollout) -> list[np.ndarray]:
@@ -252,45 +205,6 @@ def response_ids(rollout: Rollout) -> list[np.ndarray]:
     return [row[mask] for row, mask in zip(rollout.tokens, rollout.response_mask, strict=True)]
 
 
-def step_arrays(history: History, steps: Iterable[int], decode: Decode) -> xr.Dataset:
-    """Return every array of these steps over (step, row, token), with the text of prompts and responses.
-
-    Missing outputs are NaN, -1 or False. All arrays are in memory at once."""
-    numbers = [*steps]
-    arrays: dict[str, np.ndarray] = {}
-    texts = {name: np.full((len(numbers), history.rows), "", object) for name in ("prompt", "response")}
-    for position, step in enumerate(numbers):
-        for stage in OF_STEP:
-            for commit in _commits(history, stage, step):
-                record = history.store.read(commit.address)
-                start = commit.address.shard * commit.rows  # a whole step is shard 0
-                of_shard = slice(start, start + commit.rows)
-                for name, array in record.arrays().items():
-                    whole = arrays.setdefault(name, _blank(array, len(numbers), history.rows))
-                    whole[position, of_shard] = array
-                if isinstance(record, Rollout):
-                    texts["prompt"][position, of_shard] = [decode(ids.tolist()) for ids in prompt_ids(record)]
-                    texts["response"][position, of_shard] = [decode(ids.tolist()) for ids in response_ids(record)]
-    dimensions = ("step", "row", "token")
-    variables = {name: (dimensions[: array.ndim], array, describe(name)) for name, array in arrays.items()}
-    variables.pop("row", None)
-    texted = {name: (dimensions[:2], array, {"long_name": f"text of the {name}"}) for name, array in texts.items()}
-    return xr.Dataset(variables | texted, {"step": numbers, "row": np.arange(history.rows)})
-
-
-def _commits(history: History, stage: str, step: int) -> Iterator[Commit]:
-    for shard in range(1 if stage == "advantage" else history.spec.shards):
-        commit = history.ledger.find(Address(stage, step, shard))
-        if commit is not None:
-            yield commit
-
-
-def _blank(array: np.ndarray, num_steps: int, num_rows: int) -> np.ndarray:
-    """Return an array for all rows of some steps, filled with the store's value for missing elements."""
-    fill: Any = {"f": np.nan, "i": -1}.get(array.dtype.kind, False)
-    return np.full((num_steps, num_rows, *array.shape[1:]), fill, array.dtype)
-
-
 def _sum(array: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Return the sum of each row over the sampled tokens."""
     return np.where(mask, array, 0.0).sum(axis=1, dtype=np.float64)
@@ -298,89 +212,6 @@ def _sum(array: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 def _or_missing(array: np.ndarray | None, rollout: Rollout) -> np.ndarray:
     return np.full(rollout.num_rows, np.nan, np.float32) if array is None else array
-
-
-# ---- Parquet file ----------------------------------------------------------------------------------------
-
-_LISTS: Mapping[str, pyarrow.DataType] = {
-    "prompt_ids": pyarrow.int32(),
-    "response_ids": pyarrow.int32(),
-    "versions": pyarrow.int32(),
-    "sampler_logprobs": pyarrow.float32(),
-    "policy_logprobs": pyarrow.float32(),
-    "ref_logprobs": pyarrow.float32(),
-    "entropies": pyarrow.float32(),
-    "values": pyarrow.float32(),
-    "rewards": pyarrow.float32(),
-    "advantages": pyarrow.float32(),
-    "returns": pyarrow.float32(),
-}
-"""Columns with a list per row. All but `prompt_ids` have one element per token of the response."""
-_FIELDS = {"versions": "token_versions", "entropies": "entropy"}
-"""Column -> field of the records, for the columns with another name."""
-_TEXTS = ("prompt", "response", "finish_reason")
-_WHOLE = ("step", "shard", "row", "prompt_index", "version_first", "version_last", "prompt_length", "response_length")
-
-
-def write_rows(path: Path, history: History, steps: Iterable[int], decode: Decode) -> int:
-    """Write the rows of these steps and return their number. The file appears only when it is complete. Raises
-    StoreError and DroppedOutput as `shards_of_step` does."""
-    numbers, written = [*steps], 0
-    staged = path.with_name(f".{path.name}.part")
-    schema = _schema(_score_columns(history, numbers))
-    try:
-        with pyarrow.parquet.ParquetWriter(staged, schema, compression="zstd") as file:
-            for step in numbers:
-                tables = [_whole_table(shard, decode, schema) for shard in shards_of_step(history, step)]
-                if tables:
-                    table = pyarrow.concat_tables(tables)
-                    file.write_table(table)
-                    written += table.num_rows
-        staged.replace(path)
-    finally:
-        staged.unlink(missing_ok=True)
-    return written
-
-
-def _score_columns(history: History, steps: Iterable[int]) -> list[str]:
-    """Return the columns of the score's parts, which are the same in all scored steps."""
-    for step in steps:
-        commit = history.ledger.find(Address("score", step, 0))
-        if commit is not None:
-            none = {name: np.zeros(0, np.float32) for name in commit.arrays}
-            scores = Scores.from_arrays(none)
-            return [score_column(name) for name in scores.arrays() if name != "scores"]
-    return []
-
-
-def _schema(score_columns: Iterable[str]) -> pyarrow.Schema:
-    fields = [(name, pyarrow.int64()) for name in _WHOLE]
-    fields += [(name, pyarrow.string()) for name in _TEXTS]
-    numbers = ("score", *score_columns, "kl", "entropy_mean", "value_mean", "reward_sum", "advantage_mean")
-    fields += [(name, pyarrow.float64()) for name in numbers]
-    fields += [("trained_on", pyarrow.bool_())]
-    return pyarrow.schema([*fields, *((name, pyarrow.list_(kind)) for name, kind in _LISTS.items())])
-
-
-def _whole_table(rows: StageRows, decode: Decode, schema: pyarrow.Schema) -> pyarrow.Table:
-    frame = row_table(rows, decode)
-    columns: dict[str, Any] = {name: frame[name].to_numpy() for name in frame} | _lists(rows)
-    missing = [None] * len(frame)
-    arrays = [
-        pyarrow.array(columns.get(field.name, missing), field.type, from_pandas=True, safe=False) for field in schema
-    ]
-    return pyarrow.Table.from_arrays(arrays, schema=schema)
-
-
-def _lists(rows: StageRows) -> dict[str, list[Any]]:
-    """Return the list columns, without those that have no output yet."""
-    arrays = {column: rows.array(_FIELDS.get(column, column)) for column in _LISTS}
-    made = {
-        column: [row[mask] for row, mask in zip(array, rows.rollout.response_mask, strict=True)]
-        for column, array in arrays.items()
-        if array is not None
-    }
-    return {"prompt_ids": prompt_ids(rows.rollout), "response_ids": response_ids(rows.rollout), **made}
 
 
 # ---- responses before and after --------------------------------------------------------------------------

@@ -1,9 +1,8 @@
 """The summary of a run (`summary.json`), computed from the journal's events and the numbers of each step. Pure
 functions: no clock, no I/O.
 
-A **box** is one execution of a node on one rank: [finished - seconds, finished]. A gang is **busy** while one of its
-boxes is open. It is **computing** while a box is open and not in its last `store_s` seconds (the time on store and
-ledger counts as the end of a box). The **busiest gang** is busy for the longest time, so it sets the step time.
+A gang is **computing** while a box (pipeline/observe/timeline.py) is open and not in its last `store_s` seconds. The
+**busiest gang** is busy for the longest time, so it sets the step time.
 
     overhead_fraction = (A + B) / wall
       A  time the busiest gang is busy but not computing                     (store, ledger)
@@ -12,9 +11,7 @@ ledger counts as the end of a box). The **busiest gang** is busy for the longest
 A box is ready when its node's last parent finished, or when the node was submitted if no parent is recorded. So
 waiting for another gang's result is not overhead; it counts in `idle`.
 
-A training gang that is **lost** trains again when the first update that started after the loss has finished. By then
-the gang is built, its models are restored and the updates since their checkpoint have run again. The time in between
-is lost time, except while no driver ran.
+The time in which a trainer was lost (pipeline/observe/incidents.py) does not include time without a driver.
 """
 
 from __future__ import annotations
@@ -23,28 +20,24 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from pipeline.observe.evaluations import EvaluatedVersion, Evaluation, in_numbers, paired
+from pipeline.observe.incidents import worker_losses
 from pipeline.observe.journal import Event, EventKind
+from pipeline.observe.timeline import (
+    Box,
+    Interval,
+    boxes,
+    busy_periods,
+    driver_periods,
+    length,
+    overlaps,
+    union,
+    within,
+)
 from storage.address import Address
-
-Interval = tuple[float, float]
-_UPDATES = frozenset({"update_policy", "update_critic"})
-
-
-@dataclass(frozen=True)
-class Box:
-    """One execution of a node on one rank; times in seconds since the epoch."""
-
-    address: Address
-    gang: str
-    worker: str
-    rank: int
-    start_s: float
-    end_s: float
-    store_s: float
 
 
 @dataclass(frozen=True)
@@ -142,17 +135,6 @@ class Summary:
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
-def boxes(events: Iterable[Event]) -> list[Box]:
-    """Return the finished executions, sorted by start."""
-    found = []
-    for e in events:
-        if e.kind is EventKind.FINISHED and e.stage is not None and e.step is not None and e.seconds is not None:
-            address = Address(e.stage, e.step, e.shard or 0)
-            worker, store_s = e.worker or "?", min(e.store_s or 0.0, e.seconds)
-            found.append(Box(address, e.gang or worker, worker, e.rank or 0, e.t - e.seconds, e.t, store_s))
-    return sorted(found, key=lambda box: (box.start_s, box.end_s))
-
-
 def summarise(
     events: Iterable[Event],
     steps: Sequence[StepNumbers],
@@ -160,23 +142,22 @@ def summarise(
     parents: Mapping[Address, Sequence[Address]],
     software: Mapping[str, str],
     best: Evaluation | None = None,
+    together: Collection[str] = (),
 ) -> Summary:
     """Return the summary of a run.
 
     `parents` is the graph: the parents of each node. `evaluations` are ordered by version; the first and the last are
-    compared, and `best` is one of them. `software` is the versions of the packages. A step given twice (after a
-    resume) counts once, with its last numbers."""
+    compared, and `best` is one of them. `software` is the versions of the packages. `together` are the gangs whose
+    workers are lost and built together. A step given twice (after a resume) counts once, with its last numbers."""
     log = list(events)
     all_boxes = boxes(log)
-    segments = _segments(log)
-    wall_s = math.fsum(end - start for start, end in segments)
-    busy = {
-        gang: union((b.start_s, b.end_s) for b in all_boxes if b.gang == gang) for gang in {b.gang for b in all_boxes}
-    }
+    periods = driver_periods(log)
+    wall_s = length(periods)
+    busy = busy_periods(all_boxes)
     busiest = max(sorted(busy), key=lambda gang: length(busy[gang]), default=None)
-    overhead_s = _overhead_s(log, [b for b in all_boxes if b.gang == busiest], all_boxes, parents, segments)
-    losses = trainer_losses(log, all_boxes, segments)
-    lost = [(one.t, _trains_again(one.gang, one.t, all_boxes)) for one in losses if one.lost_s is not None]
+    overhead_s = _overhead_s(log, [b for b in all_boxes if b.gang == busiest], all_boxes, parents, periods)
+    losses = worker_losses(log, together)
+    lost = [(loss.at, loss.trained) for loss in losses.found if loss.trained is not None]
     by_step = [s for _, s in sorted({s.step: s for s in steps}.items())]
     return Summary(
         steps=len(by_step),
@@ -190,7 +171,7 @@ def summarise(
         reward=[s.reward for s in by_step],
         kl=[s.kl for s in by_step],
         versions={"weights": len({e.step for e in log if e.kind is EventKind.PUBLISHED}), **software},
-        overlap_fraction=_ratio(_time_at_least_two(list(busy.values())), wall_s),
+        overlap_fraction=_ratio(length(overlaps(all_boxes)), wall_s),
         busiest_gang=busiest,
         idle=_idle(all_boxes, wall_s),
         alarms=len({e.step for e in log if e.kind is EventKind.ALARM and e.rule is None}),
@@ -200,75 +181,30 @@ def summarise(
             "before": evaluations[0].distinct_bigrams if evaluations else None,
             "after": evaluations[-1].distinct_bigrams if evaluations else None,
         },
-        trainer_losses=losses,
-        trainer_lost_s=length(within(union(lost), segments)),
+        trainer_losses=tuple(
+            TrainerLoss(
+                t=loss.at,
+                gang=loss.gang,
+                reason=loss.reason,
+                built_s=_seconds(loss.at, loss.built, periods),
+                lost_s=_seconds(loss.at, loss.trained, periods),
+            )
+            for loss in losses.found
+            if loss.gang in losses.trainers
+        ),
+        trainer_lost_s=length(within(union(lost), periods)),
         evaluations=tuple(map(in_numbers, evaluations)),
         best=None if best is None else in_numbers(best),
     )
 
 
-def trainer_losses(
-    log: Sequence[Event], all_boxes: Sequence[Box], segments: Sequence[Interval]
-) -> tuple[TrainerLoss, ...]:
-    """Return the losses of trainers and their cost in time. `segments`: the periods in which a driver worked."""
-
-    def seconds(start: float, end: float) -> float | None:
-        return length(within([(start, end)], segments)) if end < math.inf else None
-
-    gangs = {event.gang for event in log if event.stage in _UPDATES}
-    found = []
-    for event in log:
-        if event.kind is EventKind.GANG_LOST and event.gang is not None and event.gang in gangs:
-            built = (e.t for e in log if e.kind is EventKind.GANG_BUILT and e.gang == event.gang and e.t >= event.t)
-            built_s = seconds(event.t, next(built, math.inf))
-            lost_s = seconds(event.t, _trains_again(event.gang, event.t, all_boxes))
-            found.append(TrainerLoss(event.t, event.gang, event.detail or "", built_s, lost_s))
-    return tuple(found)
-
-
-def _trains_again(gang: str, lost: float, all_boxes: Sequence[Box]) -> float:
-    """Return the end of the first update that started on the gang after its loss; infinity if there is none."""
-    own = (b for b in all_boxes if b.gang == gang and b.address.stage in _UPDATES and b.start_s >= lost)
-    return min((box.end_s for box in own), default=math.inf)
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merge intervals into disjoint ones, in order."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        elif end > start:
-            merged.append((start, end))
-    return merged
-
-
-def within(intervals: Iterable[Interval], limits: Sequence[Interval]) -> list[Interval]:
-    """Return the parts of the intervals that lie within the limits."""
-    pairs = itertools.product(intervals, limits)
-    cut = ((max(start, first), min(end, last)) for (start, end), (first, last) in pairs)
-    return [(start, end) for start, end in cut if end > start]
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    return math.fsum(end - start for start, end in intervals)
+def _seconds(start: float, end: float | None, periods: Sequence[Interval]) -> float | None:
+    """Return the seconds between two times in which a driver worked; None without an end."""
+    return None if end is None else length(within([(start, end)], periods))
 
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole > 0 else 0.0
-
-
-def _segments(log: Sequence[Event]) -> list[Interval]:
-    """Return the periods in which a driver worked. Each `run_started` begins a new period, which lasts from its first
-    submission (or start) to its last finish."""
-    working = {EventKind.SUBMITTED, EventKind.STARTED, EventKind.FINISHED, EventKind.FAILED}
-    groups: list[list[float]] = [[]]
-    for e in log:
-        if e.kind is EventKind.RUN_STARTED:
-            groups.append([])
-        elif e.kind in working:
-            groups[-1] += [e.t] if e.seconds is None else [e.t - e.seconds, e.t]
-    return [(min(times), max(times)) for times in groups if times]
 
 
 def _stage_s(all_boxes: Sequence[Box]) -> dict[str, float]:
@@ -284,7 +220,7 @@ def _overhead_s(
     own: Sequence[Box],
     all_boxes: Sequence[Box],
     parents: Mapping[Address, Sequence[Address]],
-    segments: Sequence[Interval],
+    periods: Sequence[Interval],
 ) -> float:
     """Return A + B as defined in the module's docstring. `own`: the boxes of the busiest gang."""
     busy = union((b.start_s, b.end_s) for b in own)
@@ -302,9 +238,9 @@ def _overhead_s(
         starting.setdefault(box.start_s, []).append(box)
     waits = []
     for (_, idle_from), (idle_to, _) in itertools.pairwise(busy):
-        segment_start = max((start for start, _ in segments if start <= idle_to), default=idle_to)
+        period_start = max((start for start, _ in periods if start <= idle_to), default=idle_to)
         ready = min(_ready_s(b, parents, finished, submitted) for b in starting[idle_to])
-        waits.append(max(0.0, idle_to - max(idle_from, ready, segment_start)))
+        waits.append(max(0.0, idle_to - max(idle_from, ready, period_start)))
     return length(busy) - length(computing) + math.fsum(waits)
 
 
@@ -316,16 +252,6 @@ def _ready_s(
 ) -> float:
     known = [finished[p] for p in parents.get(box.address, ()) if p in finished]
     return max(known) if known else submitted.get(box.address, box.start_s)
-
-
-def _time_at_least_two(busy: Sequence[Sequence[Interval]]) -> float:
-    changes = sorted((t, change) for gang in busy for start, end in gang for t, change in ((start, 1), (end, -1)))
-    total, open_gangs, since = 0.0, 0, 0.0
-    for t, change in changes:
-        if open_gangs >= 2:
-            total += t - since
-        open_gangs, since = open_gangs + change, t
-    return total
 
 
 def _idle(all_boxes: Sequence[Box], wall_s: float) -> dict[str, float]:

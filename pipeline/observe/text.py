@@ -1,11 +1,14 @@
 """Formatting of numbers and of untrusted text for the terminal.
 
-`three` formats scores and KLs for tables, headlines and descriptions. `visible`, `plain` and `print_plain` make text of
-models, prompts and rewards safe to print. A response is untrusted: an escape sequence in it could colour, overwrite or
-rename the terminal, and a direction mark could reverse the text around it. rich lets both through.
+`three` formats scores and KLs for tables, headlines and descriptions; `sparkline` draws a curve in one line. `visible`,
+`plain` and `print_plain` make text of models, prompts and rewards safe to print. A response is untrusted: an escape
+sequence in it could colour, overwrite or rename the terminal, and a direction mark could reverse the text around it.
+rich lets both through.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -26,6 +29,23 @@ def three(value: float, *, sign: bool = False) -> str:
         value = 0.0  # avoid -0.000
     kind = ".3f" if value == 0 or _SMALLEST <= abs(value) < _LARGEST else ".3g"
     return f"{value:{'+' if sign else ''}{kind}}"
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """Return the last values as small columns: a flat line if all are equal, a blank for NaN or infinity."""
+    shown = list(values)[-width:]
+    finite = [value for value in shown if value - value == 0]
+    if not finite:
+        return " " * len(shown)
+    low, span = min(finite), max(finite) - min(finite)
+    ticks = "▁▂▃▄▅▆▇█"
+
+    def tick(value: float) -> str:
+        if value - value != 0:
+            return " "
+        return ticks[3] if span == 0 else ticks[min(7, int(8 * (value - low) / span))]
+
+    return "".join(map(tick, shown))
 
 
 def plain(text: object, style: str = "") -> Text:

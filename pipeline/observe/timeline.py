@@ -1,23 +1,154 @@
-"""The lanes of a timeline, and the overlap of gangs. Pure functions.
+"""Executions of nodes over time: busy gangs, their overlap, and the lanes of a timeline. Pure functions of the
+journal's events.
 
-Each worker has a lane, or several if it runs nodes side by side. The PNG and the report's page draw the same lanes.
-`middle_window` returns the period that the plot enlarges. `overlap_by_step` returns the fraction of each step's time in
-which at least two gangs were busy, which is the benefit of staleness:
+A **box** is one execution of a node on one rank: [finished - seconds, finished]. A gang is **busy** while one of its
+boxes is open. Gangs **overlap** while at least two of them are busy, which is the benefit of staleness:
 
     published v(i) ├─────────── step i ───────────┤ published v(i+1)
     generate       ██████████████░░░░░░██████████
     train          ░░░░░█████████████████████░░░░
-    overlap             █████████     ███████           their sum / the step's time
+    overlap             █████████     ███████           overlap_by_step: their sum / the step's time
+
+The plot and the report draw the same `Timeline`.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.summary import Box, Interval, boxes, length, union
+from storage.address import Address
+
+Interval = tuple[float, float]
+
+STAGE_COLOURS = {
+    "generate": "#4C78A8",
+    "evaluate": "#9ECAE9",
+    "score": "#59A14F",
+    "evaluate_score": "#B5D8AE",
+    "reference": "#8CBF5A",
+    "evaluate_reference": "#CFE5B3",
+    "logprob": "#F2B447",
+    "value": "#D9933D",
+    "advantage": "#B279A2",
+    "update_policy": "#D64550",
+    "update_critic": "#F08A7B",
+    "publish": "#6B5B95",
+    "canary_logprob": "#D9C24A",
+    "canary": "#BAB0AC",
+}
+"""Colours of the stages in every timeline, in the order of the legend."""
+OTHER_COLOUR = "#9D9D9D"
+
+
+@dataclass(frozen=True)
+class Box:
+    """One execution of a node on one rank; times in seconds since the epoch."""
+
+    address: Address
+    gang: str
+    worker: str
+    rank: int
+    start_s: float
+    end_s: float
+    store_s: float
+    """Seconds on store and ledger. They count as the end of the box."""
+
+
+def boxes(events: Iterable[Event]) -> list[Box]:
+    """Return the finished executions, sorted by start."""
+    found = []
+    for e in events:
+        if e.kind is EventKind.FINISHED and e.stage is not None and e.step is not None and e.seconds is not None:
+            address = Address(e.stage, e.step, e.shard or 0)
+            worker, store_s = e.worker or "?", min(e.store_s or 0.0, e.seconds)
+            found.append(Box(address, e.gang or worker, worker, e.rank or 0, e.t - e.seconds, e.t, store_s))
+    return sorted(found, key=lambda box: (box.start_s, box.end_s))
+
+
+def driver_periods(events: Iterable[Event]) -> list[Interval]:
+    """Return the periods in which a driver worked. Each `run_started` begins a new period, which lasts from its first
+    submission (or start) to its last finish."""
+    working = {EventKind.SUBMITTED, EventKind.STARTED, EventKind.FINISHED, EventKind.FAILED}
+    groups: list[list[float]] = [[]]
+    for e in events:
+        if e.kind is EventKind.RUN_STARTED:
+            groups.append([])
+        elif e.kind in working:
+            groups[-1] += [e.t] if e.seconds is None else [e.t - e.seconds, e.t]
+    return [(min(times), max(times)) for times in groups if times]
+
+
+# ---- intervals -------------------------------------------------------------------------------------------
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Merge intervals into disjoint ones, in order."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def within(intervals: Iterable[Interval], limits: Sequence[Interval]) -> list[Interval]:
+    """Return the parts of the intervals that lie within the limits."""
+    pairs = itertools.product(intervals, limits)
+    cut = ((max(start, first), min(end, last)) for (start, end), (first, last) in pairs)
+    return [(start, end) for start, end in cut if end > start]
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Return the sum of the intervals' lengths."""
+    return math.fsum(end - start for start, end in intervals)
+
+
+def busy_periods(all_boxes: Iterable[Box]) -> dict[str, list[Interval]]:
+    """Return the disjoint periods in which each gang was busy, in order."""
+    by_gang: dict[str, list[Interval]] = {}
+    for box in all_boxes:
+        by_gang.setdefault(box.gang, []).append((box.start_s, box.end_s))
+    return {gang: union(intervals) for gang, intervals in by_gang.items()}
+
+
+def overlaps(all_boxes: Iterable[Box]) -> list[Interval]:
+    """Return the disjoint periods in which at least two gangs were busy, in order."""
+    periods = [period for of_gang in busy_periods(all_boxes).values() for period in of_gang]
+    changes = sorted([(start, 1) for start, _ in periods] + [(end, -1) for _, end in periods])
+    found, num_busy, since = [], 0, 0.0
+    for t, change in changes:
+        before, num_busy = num_busy, num_busy + change
+        if before < 2 <= num_busy:
+            since = t
+        elif num_busy < 2 <= before and t > since:
+            found.append((since, t))
+    return found
+
+
+def overlap_by_step(events: Iterable[Event]) -> dict[int, float]:
+    """Return, by step, the fraction of its time in which gangs overlapped. A step's time is from the publication of its
+    version to that of the next. Steps during which a driver started are left out."""
+    log = list(events)
+    starts = sorted(e.t for e in log if e.kind is EventKind.RUN_STARTED)
+    published = {e.step: e.t for e in log if e.kind is EventKind.PUBLISHED and e.step is not None}
+    both = overlaps(boxes(log))
+    ends = [end for _, end in both]
+    found = {}
+    for step, begin in sorted(published.items()):
+        end = published.get(step + 1, begin)
+        if end > begin and bisect_right(starts, end) == bisect_right(starts, begin):
+            near = both[bisect_left(ends, begin) : bisect_left(ends, end) + 1]
+            found[step] = length(within(near, [(begin, end)])) / (end - begin)
+    return found
+
+
+# ---- lanes -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -30,29 +161,49 @@ class Lane:
     boxes: Sequence[Box]
 
 
-def lanes_of(drawn: Sequence[Box]) -> list[Lane]:
+@dataclass(frozen=True)
+class Timeline:
+    """The executions of a run in lanes; times in seconds since the epoch."""
+
+    lanes: Sequence[Lane]
+    """Sorted by gang and worker."""
+    start_s: float
+    """Start of the first box of the run."""
+    end_s: float
+    middle: Interval | None
+    """The period of the middle steps, to enlarge; None if there are few steps."""
+    num_boxes: int
+    """Boxes of the run; the lanes have fewer if the run is long."""
+
+
+def run_timeline(events: Iterable[Event], most: int | None = None) -> Timeline | None:
+    """Return the timeline of a run, or None if nothing ran. `most`: of more boxes, only the first and the last are in
+    the lanes."""
+    every = boxes(events)
+    if not every:
+        return None
+    kept = every
+    if most is not None and len(every) > most:
+        kept = [*every[: most // 2], *every[len(every) - most // 2 :]]
+    end = max(box.end_s for box in every)
+    return Timeline(lanes_of(kept), every[0].start_s, end, middle_window(kept), len(every))
+
+
+def lanes_of(drawn: Iterable[Box]) -> list[Lane]:
     """Return the lanes of boxes (sorted by start), ordered by gang and worker. Boxes that overlap on one worker go to
-    several lanes, first fit."""
-    by_worker: dict[tuple[str, str], list[Box]] = {}
+    several lanes, first fit. The tolerance is 1 us: all times of a worker are of one clock."""
+    by_worker: dict[tuple[str, str], list[list[Box]]] = {}
     for box in drawn:
-        by_worker.setdefault((box.gang, box.worker), []).append(box)
-    return [Lane(*where, row) for where in sorted(by_worker) for row in first_fit(by_worker[where])]
-
-
-def first_fit(own: Sequence[Box]) -> list[list[Box]]:
-    """Split one worker's boxes, sorted by start, into rows without overlap. The tolerance is 1 us: all times are of one
-    clock."""
-    rows: list[list[Box]] = []
-    for box in own:
+        rows = by_worker.setdefault((box.gang, box.worker), [])
         free = next((row for row in rows if row[-1].end_s <= box.start_s + 1e-6), None)
         if free is None:
             rows.append([box])
         else:
             free.append(box)
-    return rows
+    return [Lane(*where, row) for where in sorted(by_worker) for row in by_worker[where]]
 
 
-def middle_window(drawn: Sequence[Box], num_steps: int = 4) -> tuple[float, float] | None:
+def middle_window(drawn: Sequence[Box], num_steps: int = 4) -> Interval | None:
     """Return the period in which the middle `num_steps` steps were trained: from the start of their first update to the
     end of their last, with a margin of 4 % on both sides, within the time of all boxes. None if there are at most
     `num_steps` steps."""
@@ -68,38 +219,3 @@ def middle_window(drawn: Sequence[Box], num_steps: int = 4) -> tuple[float, floa
         max(min(box.start_s for box in drawn), left - margin),
         min(max(box.end_s for box in drawn), right + margin),
     )
-
-
-def overlap_by_step(events: Iterable[Event]) -> dict[int, float]:
-    """Return, by step, the fraction of its time in which at least two gangs were busy. A step's time is from the
-    publication of its version to that of the next. Steps during which a driver started are left out."""
-    log = list(events)
-    starts = sorted(e.t for e in log if e.kind is EventKind.RUN_STARTED)
-    published = {e.step: e.t for e in log if e.kind is EventKind.PUBLISHED and e.step is not None}
-    both = _at_least_two(log)
-    ends = [end for _, end in both]
-    found = {}
-    for step, begun in sorted(published.items()):
-        over = published.get(step + 1, begun)
-        if over > begun and bisect_right(starts, over) == bisect_right(starts, begun):
-            near = both[bisect_left(ends, begun) : bisect_left(ends, over) + 1]
-            cut = ((max(start, begun), min(end, over)) for start, end in near)
-            found[step] = length((start, end) for start, end in cut if end > start) / (over - begun)
-    return found
-
-
-def _at_least_two(log: Iterable[Event]) -> list[Interval]:
-    """Return the periods in which at least two gangs were busy: disjoint, in order."""
-    by_gang: dict[str, list[Interval]] = {}
-    for box in boxes(log):
-        by_gang.setdefault(box.gang, []).append((box.start_s, box.end_s))
-    busy = [interval for intervals in by_gang.values() for interval in union(intervals)]
-    changes = sorted([(start, 1) for start, _ in busy] + [(end, -1) for _, end in busy])
-    found, working, since = [], 0, 0.0
-    for t, change in changes:
-        before, working = working, working + change
-        if before < 2 <= working:
-            since = t
-        elif working < 2 <= before and t > since:
-            found.append((since, t))
-    return found

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from playwright.sync_api import Page, Route
+from playwright.sync_api import Page, Route, expect
 
 from pipeline.graph.display import NodeState, NodeStatus
 from pipeline.graph.graph import Gang, GraphSpec, step_nodes
 from pipeline.observe import graph_page
+from pipeline.observe.curves import run_curves
 from pipeline.observe.graph_view import Facts, GraphView, gang_view, node_views, role_gangs, shown_steps
 from pipeline.observe.node_events import NodeEvents
 from stages.models.protocol import Role
@@ -31,7 +32,8 @@ def view(admitted: int) -> GraphView:
     nodes = node_views(shown_steps(SPEC, statuses, admitted), role_gangs(GANGS), NodeEvents(), admitted)
     gangs = tuple(gang_view(gang, True, nodes, None) for gang in GANGS)
     facts = Facts("run", SPEC.steps, SPEC.staleness)
-    return GraphView(facts, True, True, False, 0.0, admitted - 4, nodes, gangs, (), (), (), ())
+    curves = run_curves({step: {"reward/mean": step / 10, "kl/ref": 0.5} for step in range(admitted - 4)}, 0, [])
+    return GraphView(facts, True, True, False, 0.0, admitted - 4, nodes, gangs, (), curves, ())
 
 
 def opened(page: Page) -> None:
@@ -55,10 +57,12 @@ def test_stages_and_the_newest_steps_are_in_view_on_opening(page: Page) -> None:
     opened(page)
     box = page.locator(".scroll")
     assert box.evaluate("box => box.scrollWidth > box.clientWidth"), "more columns than the window has room for"
-    left = box.bounding_box()
-    for stage in ("publish", "generate", "evaluate_reference"):
-        label = page.get_by_text(stage, exact=True).first.bounding_box()
-        assert 0 <= label["x"] < label["x"] + label["width"] <= left["x"]
+    left = box.evaluate("box => box.getBoundingClientRect().left")
+    stages = page.locator("svg.stages text").evaluate_all(
+        "texts => texts.map(t => [t.textContent, t.getBoundingClientRect().left, t.getBoundingClientRect().right])"
+    )
+    assert {"publish", "generate", "evaluate_reference"} <= {stage for stage, _, _ in stages}
+    assert all(0 <= start < end <= left for _, start, end in stages)
     assert_in_view(page, "step 23")
     page.get_by_text("step 21 of 40").wait_for()
     assert_in_view(page, "step 24")
@@ -71,3 +75,15 @@ def test_a_look_later_it_has_gone_on_and_who_scrolled_stays_there(page: Page) ->
     assert page.locator(".scroll").evaluate("box => box.scrollLeft") == 10
     assert page.get_by_text("score 20.0, 1 queued").is_visible()
     assert page.locator("rect.queued").count() == 1
+
+
+def test_curves_tell_a_step_and_go_on(page: Page) -> None:
+    opened(page)
+    reward = page.locator(".panel", has_text="Reward")
+    expect(reward.locator(".reading")).to_have_text("1.9")
+    reward.locator("svg").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#tip")).to_contain_text("step 0")
+    page.get_by_text("step 21 of 40").wait_for()
+    expect(reward.locator(".reading")).to_have_text("2")
+    expect(page.locator(".panel")).to_have_count(2)

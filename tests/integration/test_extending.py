@@ -101,7 +101,8 @@ def run(copy: Path) -> Path:
     text = (copy / "conf/run/tiny.yaml").read_text("utf8")
     text = text.replace("reward: {kind: characters, args: {characters: aeiou}}\n", "")
     (copy / "conf/run/extended.yaml").write_text(text, "utf8")
-    python(copy, "-m", "pipeline.cli", "run", "conf/run/extended.yaml", "name=extended", *changes)
+    printed = python(copy, "-m", "pipeline.cli", "run", "conf/run/extended.yaml", "name=extended", *changes)
+    (copy / "runs/extended/printed.txt").write_text(printed, "utf8")
     return copy / "runs/extended"
 
 
@@ -132,6 +133,8 @@ def test_a_metric_is_added(run: Path) -> None:
     metrics = commit(run, "advantage")["metrics"]
     assert isinstance(metrics, dict)
     assert metrics["reward/range"] >= 0
+    assert "Range of the scores" in (run / "report.html").read_text("utf8")
+    assert re.search(r"^step 1/1 .*  range [\d.e-]+ ", (run / "printed.txt").read_text("utf8"), re.MULTILINE)
 
 
 def test_a_kl_estimator_is_added(copy: Path) -> None:

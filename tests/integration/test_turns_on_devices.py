@@ -10,7 +10,7 @@ from pipeline.cli.verification import verify_run
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.observe.journal import Event, EventKind, read_events
-from pipeline.observe.summary import Box, boxes
+from pipeline.observe.timeline import Box, boxes
 from tests.support.run_results import outputs
 from tests.support.runs import QUIET, configure, finish, use_runtime
 

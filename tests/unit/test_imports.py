@@ -115,7 +115,9 @@ def test_check_and_inspect_answer_without_loading_what_only_runs_need() -> None:
     check = "from pipeline.cli.main import main\nassert main(['check', 'conf/run/tiny.yaml']) == 0"
     slow = {"torch", "transformers", "megatron", "dask", "distributed", "mlflow", "matplotlib"}
     assert modules_after(check) & (slow | {"pandas", "xarray", "zarr"}) == set()
-    assert modules_after("import pipeline.cli.inspect_step, pipeline.cli.report") & slow == set()
+    read = {"pandas", "xarray", "pyarrow"}
+    assert modules_after("import pipeline.cli.inspect_step, pipeline.cli.report") & (slow | read) == set()
+    assert modules_after("import pipeline.cli.status") & (slow | read | {"zarr"}) == set()
 
 
 def test_storage_loads_without_torch_and_dask() -> None:

@@ -14,18 +14,18 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.observe.curves import number
 from pipeline.observe.evaluations import standard_error
-from pipeline.observe.report.numbers import number
 from pipeline.observe.report.source import Sameness
 from pipeline.observe.rows import StageRows
 from pipeline.observe.variants import Comparison, compare
 from storage.rollout_root import Decode
 
 _PLACE = frozenset({"name", "runs_dir"})
-_SCORES = ("reward/*", "part/*", "score/*")
-_HELD_OUT = ("held_out/score", "held_out/part/*")
-_KL = ("kl/ref*", "held_out/kl")
-_TOKENS = ("response/*", "held_out/length", "policy/entropy*", "generate/tokens*", "tokens_per_s")
+_SCORES = ("reward/*", "score/*")
+_HELD_OUT = ("eval/reward_mean", "eval/*/mean")
+_KL = ("kl/ref*", "eval/kl")
+_TOKENS = ("response/*", "eval/length_mean", "policy/entropy*", "generate/tokens*", "tokens_per_s")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class LeftOut:
     what: str
     why: str
     metrics: Sequence[str] = ()
-    """Curves that are not laid over the first run's; a `*` at the end stands for all that begin so."""
+    """Curves that are not drawn over those of the first run; a `*` stands for any text."""
 
 
 @dataclass(frozen=True)

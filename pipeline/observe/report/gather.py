@@ -11,25 +11,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pipeline.observe.curves import MOST_POINTS, RunCurves, evenly, number, read_curves
 from pipeline.observe.evaluations import Evaluation
 from pipeline.observe.history import History
-from pipeline.observe.journal import EventKind
+from pipeline.observe.incidents import Incident, incident, worker_losses, worst
+from pipeline.observe.journal import Event, EventKind
 from pipeline.observe.report.comparison import HeldOutScores, TokenMismatch, worst_mismatches
-from pipeline.observe.report.curves import MOST_POINTS, RunCurves, RunTimeline, run_curves, run_timeline
-from pipeline.observe.report.facts import (
-    Fact,
-    Headline,
-    RunTroubles,
-    failures,
-    headlines,
-    run_facts,
-    run_troubles,
-    state_of,
-)
-from pipeline.observe.report.numbers import evenly, number
+from pipeline.observe.report.facts import Fact, Headline, failures, headlines, run_facts, state_of
 from pipeline.observe.report.samples import SampleBudget, Samples, sample, shortened
 from pipeline.observe.report.source import RunSource
 from pipeline.observe.rows import ResponsePair, StageRows, response_pairs, stored_steps, whole_step
+from pipeline.observe.timeline import run_timeline
 from storage.address import Address
 from storage.commits import Commit
 from storage.errors import StoreError
@@ -53,6 +45,56 @@ class HeldOutPairs:
 
 
 @dataclass(frozen=True)
+class RunIncidents:
+    """Incidents of a run, in order of time."""
+
+    shown: Sequence[Incident]
+    of_all: int
+    """Number of incidents; more than are shown if there are very many."""
+
+
+@dataclass(frozen=True)
+class TimelineLane:
+    gang: str
+    worker: str
+
+
+@dataclass(frozen=True)
+class TimelineMark:
+    """A moment worth seeing: a driver started, an alarm, a loss."""
+
+    ms: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class RunTimeline:
+    """A `Timeline` as columns of equal length, because a long run has tens of thousands of executions; times in
+    milliseconds since `start`."""
+
+    start: float
+    """Seconds since the epoch."""
+    duration_ms: int
+    window_ms: tuple[int, int]
+    """The part that is shown first: the middle steps."""
+    lanes: Sequence[TimelineLane]
+    stages: Sequence[str]
+    lane: Sequence[int]
+    stage: Sequence[int]
+    """Number of the stage in `stages`."""
+    step: Sequence[int]
+    shard: Sequence[int]
+    begin_ms: Sequence[int]
+    length_ms: Sequence[int]
+    versions: Sequence[str]
+    """Versions of the weights that took part, if they were read; otherwise empty."""
+    marks: Sequence[TimelineMark]
+    of_executions: int
+    """Number of executions; more than are drawn if the run is long: then the first and the last are drawn."""
+
+
+@dataclass(frozen=True)
 class RunContents:
     """A run on the page."""
 
@@ -71,7 +113,7 @@ class RunContents:
     held_out: HeldOutPairs | None
     mismatches: Sequence[TokenMismatch] | None
     """None if the trainer's log-probs are not recomputed; empty if no step has them yet."""
-    troubles: RunTroubles
+    incidents: RunIncidents
     remarks: Sequence[str]
 
 
@@ -95,7 +137,7 @@ def gather(source: RunSource, budget: SampleBudget, most_executions: int = MOST_
     read, stored, missing = _read(history, budget.steps)
     remarks += missing + _absences(source, evaluations)
     by_step = {rows.step: rows for rows in read}
-    troubles = run_troubles(events, source.summary.trainer_losses)
+    incidents = run_incidents(source)
     worst = worst_mismatches(read, source.decode)
     hosts = Counter(commit.provenance.host for commit in commits.values())
     contents = RunContents(
@@ -107,14 +149,19 @@ def gather(source: RunSource, budget: SampleBudget, most_executions: int = MOST_
         headlines=headlines(
             source.summary, evaluations, by_step.get(done[0]) if done else None, by_step.get(done[-1]) if done else None
         ),
-        curves=run_curves(_metrics(source, drawn, commits), len(done), evaluations),
-        timeline=run_timeline(events, _versions(commits), troubles.shown, most_executions),
+        curves=read_curves(
+            history,
+            (event.t for event in events if event.kind is EventKind.RUN_STARTED),
+            evaluations,
+            {address: commit.ref() for address, commit in commits.items()},
+        ),
+        timeline=timeline_columns(events, _versions(commits), incidents.shown, most_executions),
         staleness=source.summary.staleness.histogram,
         stage_s={stage: number(seconds) for stage, seconds in source.summary.stage_s.items()},
         samples=sample(read, stored, source.decode, budget, {(one.step, one.row) for one in worst or ()}),
         held_out=_held_out(source, evaluations, budget.held_out),
         mismatches=(worst or []) if history.spec.recompute_logprobs else None,
-        troubles=troubles,
+        incidents=incidents,
         remarks=remarks,
     )
     return Gathered(contents, _held_out_scores(source, evaluations))
@@ -133,12 +180,49 @@ def _commits(history: History, steps: Sequence[int]) -> dict[Address, Commit]:
     return found
 
 
-def _metrics(
-    source: RunSource, steps: Sequence[int], commits: Mapping[Address, Commit]
-) -> dict[int, Mapping[str, float]]:
-    starts = [event.t for event in source.events if event.kind is EventKind.RUN_STARTED]
-    known = {address: commit.ref() for address, commit in commits.items()}
-    return {step: source.history.step_metrics(step, starts, known) for step in steps}
+def run_incidents(source: RunSource, most: int = 300) -> RunIncidents:
+    """Return the incidents of a run, the worst if there are very many."""
+    losses = worker_losses(source.events, source.together)
+    lost_s = {(one.gang, one.t): one.lost_s for one in source.summary.trainer_losses if one.lost_s is not None}
+    found = [one for one in (incident(event, losses, lost_s) for event in source.events) if one is not None]
+    return RunIncidents(worst(found, most), len(found))
+
+
+def timeline_columns(
+    events: Sequence[Event], versions: Mapping[Address, str], incidents: Sequence[Incident], most: int
+) -> RunTimeline | None:
+    """Return the timeline of at most `most` executions; None if nothing ran."""
+    drawn = run_timeline(events, most)
+    if drawn is None:
+        return None
+    start = drawn.start_s
+
+    def ms(t: float) -> int:
+        return round((t - start) * 1000)
+
+    placed = [(number, box) for number, lane in enumerate(drawn.lanes) for box in lane.boxes]
+    stages = sorted({box.address.stage for _, box in placed})
+    resumes = [event for event in events if event.kind is EventKind.RUN_STARTED][1:]
+    left, right = drawn.middle or (start, drawn.end_s)
+    return RunTimeline(
+        start=start,
+        duration_ms=ms(drawn.end_s),
+        window_ms=(ms(left), ms(right)),
+        lanes=[TimelineLane(lane.gang, lane.worker) for lane in drawn.lanes],
+        stages=stages,
+        lane=[lane for lane, _ in placed],
+        stage=[stages.index(box.address.stage) for _, box in placed],
+        step=[box.address.step for _, box in placed],
+        shard=[box.address.shard for _, box in placed],
+        begin_ms=[ms(box.start_s) for _, box in placed],
+        length_ms=[round((box.end_s - box.start_s) * 1000) for _, box in placed],
+        versions=[versions.get(box.address, "") for _, box in placed],
+        marks=[
+            *(TimelineMark(ms(event.t), "resumed", event.detail or "") for event in resumes),
+            *(TimelineMark(ms(one.at), one.kind, one.text) for one in incidents),
+        ],
+        of_executions=drawn.num_boxes,
+    )
 
 
 def _versions(commits: Mapping[Address, Commit]) -> dict[Address, str]:

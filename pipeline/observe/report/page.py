@@ -1,26 +1,24 @@
 """The page: contents as JSON beside the styles and scripts of `static/`, in one HTML file that loads nothing.
 
-Whatever came from a run is in the JSON alone, in which every `<` is written as an escape: no text of a run can end the
-element that it is in. The page's policy names the digest of its own script and forbids everything else, the network
-included.
+All text of a run is in the JSON alone, in which every `<` is written as an escape, so it cannot end its element
+(pipeline/observe/html.py).
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
 
+from pipeline.observe.curves import panels_of
+from pipeline.observe.html import embedded, policy, static
+from pipeline.observe.metric_catalogue import Panel
 from pipeline.observe.report.comparison import RunComparison, compare_runs
-from pipeline.observe.report.curves import PANELS, CurvePanel
 from pipeline.observe.report.gather import MOST_EXECUTIONS, Gathered, RunContents, gather
 from pipeline.observe.report.samples import SampleBudget
 from pipeline.observe.report.source import RunSource
+from pipeline.observe.timeline import STAGE_COLOURS
 
 MOST_BYTES = 5_000_000
 """Most bytes of the file."""
@@ -32,8 +30,8 @@ _BEGINNING = """<!doctype html>
 <meta charset="utf-8">
 <meta name="generator" content="Stageline report">
 """
-_STATIC = Path(__file__).parent / "static"
-_SCRIPTS = ("text", "dom", "frame", "curves", "bars", "timeline", "samples", "tables", "main")
+_STYLES = ("base.css", "figures.css", "report.css")
+_PARTS = ("text", "dom", "frame", "curves", "bars", "timeline", "samples", "tables", "main")
 _SMALLEST = 0.02
 """Smallest share of a budget; below it the size of a page no longer depends on the budget."""
 
@@ -43,7 +41,8 @@ class PageContents:
     """Data for the page's scripts."""
 
     runs: Sequence[RunContents]
-    panels: Sequence[CurvePanel]
+    panels: Sequence[Panel]
+    stage_colours: Mapping[str, str]
     comparison: RunComparison | None
 
 
@@ -69,15 +68,15 @@ def contents(sources: Sequence[RunSource], gathered: Sequence[Gathered]) -> Page
             [source.sameness for source in sources],
             [one.held_out for one in gathered],
         )
-    return PageContents([one.contents for one in gathered], PANELS, compared)
+    runs = [one.contents for one in gathered]
+    return PageContents(runs, panels_of([run.curves for run in runs]), STAGE_COLOURS, compared)
 
 
 def page(shown: PageContents) -> bytes:
     """Return the HTML file."""
-    style, script = _static("report.css"), "\n".join(_static(f"{name}.js") for name in _SCRIPTS)
-    policy = f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; img-src data:"
+    style, script = static(*_STYLES), static(*(f"{part}.js" for part in _PARTS))
     title = " · ".join(run.name for run in shown.runs)
-    text = f"""{_BEGINNING}<meta http-equiv="Content-Security-Policy" content="{policy}">
+    text = f"""{_BEGINNING}<meta http-equiv="Content-Security-Policy" content="{policy(style, script)}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>{escape(title)} - Stageline</title>
@@ -97,23 +96,3 @@ def is_report(file: Path) -> bool:
     """Return True if a file looks, by its beginning, like one that `page` made. Raises OSError."""
     with file.open("rb") as content:
         return content.read(len(_BEGINNING)) == _BEGINNING.encode()
-
-
-def embedded(shown: Any) -> str:
-    """Return JSON that can stand in an HTML element."""
-    found = json.dumps(shown, default=_fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return found.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-
-
-def _fields(value: Any) -> Any:
-    if not is_dataclass(value) or isinstance(value, type):
-        raise TypeError(f"{type(value).__name__} has no place in a report")
-    return vars(value)
-
-
-def _static(name: str) -> str:
-    return (_STATIC / name).read_text("utf8")
-
-
-def _digest(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.observe.report.numbers import evenly, number, numbers, pieces
+from pipeline.observe.curves import evenly, number, numbers
 from pipeline.observe.rows import StageRows
 from storage.records import FinishReason
 from storage.rollout_root import Decode
@@ -166,3 +166,24 @@ def shortened(text: str, most: int) -> str:
         return text
     half = most // 2
     return f"{text[:half]} […{len(text) - 2 * half:,} characters left out…] {text[-half:]}"
+
+
+_TORN = "\N{REPLACEMENT CHARACTER}"
+_LONGEST_CHARACTER = 4
+"""Tokens of a byte each that a character may take; what is longer torn is no text."""
+
+
+def pieces(decode: Decode, tokens: Sequence[int]) -> list[str]:
+    """Return the text that each token adds to the tokens before it. If several tokens make one character, the last of
+    them has it and the others are empty. Decoding works in windows: a token's text depends on the one before it
+    (spaces), and decoding a whole response for each of its tokens would take quadratic time."""
+    found: list[str] = []
+    start = done = 0
+    for end in range(1, len(tokens) + 1):
+        before, text = decode(list(tokens[start:done])), decode(list(tokens[start:end]))
+        if text.endswith(_TORN) and end < len(tokens) and end - done < _LONGEST_CHARACTER:
+            found.append("")
+            continue
+        found.append(text[len(before) :])
+        start, done = done, end
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,5 +45,7 @@ class RunSource:
     sameness: Sameness
     software: Mapping[str, str] = field(default_factory=dict)
     """Name -> version, of what computed the run."""
+    together: Collection[str] = ()
+    """Gangs whose workers are lost and built together."""
     remarks: tuple[str, ...] = ()
     """Remarks for the reader about parts of the run that could not be read."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection
 from dataclasses import replace
@@ -11,11 +10,11 @@ from xml.etree import ElementTree
 
 from pipeline.graph.display import NodeState, NodeStatus
 from pipeline.graph.graph import Gang, GraphSpec, run_nodes, step_nodes
-from pipeline.observe.graph_page import HEADERS, curve, fragment, grid, page
+from pipeline.observe.curves import MOST_POINTS, RunCurves
+from pipeline.observe.graph_page import HEADERS, fragment, grid, page
 from pipeline.observe.graph_view import (
-    MOST_POINTS,
     PAST_STEPS,
-    Curves,
+    CurveCache,
     Doing,
     Facts,
     GraphView,
@@ -25,9 +24,10 @@ from pipeline.observe.graph_view import (
     short,
     shown_steps,
 )
+from pipeline.observe.incidents import Incident, WorkerLosses
 from pipeline.observe.journal import Event, EventKind
 from pipeline.observe.log_files import log_end, log_names
-from pipeline.observe.node_events import NodeEvents, Note
+from pipeline.observe.node_events import NodeEvents
 from stages.models.protocol import Role
 from storage.address import Address
 from storage.commits import Commit, new_attempt, provenance_here
@@ -88,9 +88,9 @@ def test_a_run_that_died_in_its_third_step(tmp_path: Path) -> None:
     gangs = {gang.name: gang for gang in view.gangs}
     assert gangs["score"].doing == (Doing(Address("score", 2, 1), 5.0),)
     assert gangs["engine"].wait == "generate 3.0 waits for a worker"
-    assert [p.reward for p in view.points] == [0.0, 1.0]
-    assert view.held_out == ((0, 0.25),), "that of version 2 is not complete"
-    assert [note.text for note in view.notes] == ["step 1: KL is high"]
+    assert view.curves.metrics == {"reward/mean": [0.0, 1.0], "kl/ref": [0.5, 0.5]}
+    assert view.curves.held_out == {"eval/reward_mean": [(0, 0.25, None)]}, "that of version 2 is not complete"
+    assert [(one.where, one.text) for one in view.incidents] == [("step 1", "kl: KL is high")]
     assert {one.version: one.readers for one in view.versions}[2][:2] == (
         Address("generate", 3),
         Address("generate", 3, 1),
@@ -99,13 +99,13 @@ def test_a_run_that_died_in_its_third_step(tmp_path: Path) -> None:
 
 def test_a_run_that_died_before_anything(tmp_path: Path) -> None:
     view = recorded(tmp_path, [])
-    assert (view.steps_done, view.points, view.held_out) == (0, (), ())
+    assert (view.steps_done, view.curves) == (0, RunCurves([], 0, {}, {}))
     assert state(view, "publish", 0) is NodeState.READY
     assert state(view, "generate", 0) is NodeState.WAITING
     assert {gang.name: gang.wait for gang in view.gangs}["engine"] == (
         "generate 0.0 waits for publish 0.0 (waits for a worker)"
     )
-    assert "No step is over yet" in fragment(view)
+    assert "No step is finished yet" in fragment(view)
 
 
 def test_a_run_that_came_to_its_end(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_run_that_came_to_its_end(tmp_path: Path) -> None:
     assert {node.state for node in view.nodes} == {NodeState.DONE}
     assert {node.address for node in view.nodes} == set(of_step(5))
     assert all(gang.wait is None and not gang.doing for gang in view.gangs)
-    assert [version for version, _ in view.held_out] == [0, 2, 4, 5]
+    assert [point.version for point in view.curves.held_out["eval/reward_mean"]] == [0, 2, 4, 5]
 
 
 def test_only_the_last_steps_of_a_long_run_are_shown(tmp_path: Path) -> None:
@@ -188,13 +188,13 @@ def test_a_step_that_ended_before_an_older_one_is_shown() -> None:
 def test_a_long_curve_is_thinned_and_read_once(tmp_path: Path) -> None:
     ledger = Ledger(str(tmp_path / "ledger"))
     spec = GraphSpec(steps=2 * MOST_POINTS + 9, shards=1, staleness=0)
-    curves = Curves(spec, ledger)
+    cache = CurveCache(spec, ledger)
     for step in (0, 1, 2, 3):
         commit(ledger, Address("advantage", step), **{"reward/mean": float(step), "kl/ref": 0.0})
-    assert [p.step for p in curves.points(4)] == [0, 1, 2, 3]
-    assert [p.step for p in curves.points(4, most_reads=0)] == [0, 1, 2, 3], "they are kept"
+    assert cache.curves(4).steps == [0, 1, 2, 3]
+    assert cache.curves(4, most_reads=0).steps == [0, 1, 2, 3], "they are kept"
     assert len(range(*slice((spec.steps - 1) % 3, spec.steps, 3).indices(spec.steps))) <= MOST_POINTS
-    assert all((spec.steps - 1 - p.step) % 3 == 0 for p in curves.points(spec.steps))
+    assert all((spec.steps - 1 - step) % 3 == 0 for step in cache.curves(spec.steps).steps)
 
 
 # ---- the journal ---------------------------------------------------------------------------------------------------
@@ -212,15 +212,15 @@ def test_events_of_a_node_and_of_its_loss() -> None:
     seen.take(Event(4.0, EventKind.FINISHED, worker="engine-0", rank=0, seconds=0.5, **place))
     seen.take(Event(4.0, EventKind.FINISHED, worker="engine-1", rank=1, seconds=0.9, **place))
     assert (seen.out, seen.ended[node].seconds, seen.ended[node].worker) == ({}, 0.5, "engine-0")
-    assert [(note.kind, note.text) for note in seen.notes] == [
-        ("lost", "engine-1: its process ended"),
-        ("recovered", "engine-1: built again in 0.5 s"),
+    assert [(one.kind, one.where, one.text) for one in seen.incidents] == [
+        ("lost", "engine-1", "its process ended"),
+        ("recovered", "engine-1", "built again in 0.5 s"),
     ]
 
 
 def test_a_gang_is_lost_and_recovers_as_one() -> None:
     """Rank 1 is lost, and the last to be built is rank 0; a pool's replica comes up for the first time meanwhile."""
-    seen = NodeEvents(together={"train"})
+    seen = NodeEvents(WorkerLosses(together={"train"}))
     seen.take(Event(1.0, EventKind.SUBMITTED, "logprob", 0, 0, gang="train", worker="train-0"))
     seen.take(Event(2.0, EventKind.GANG_LOST, gang="train", worker="train-1", detail="killed"))
     assert seen.out == {}
@@ -228,8 +228,8 @@ def test_a_gang_is_lost_and_recovers_as_one() -> None:
     seen.take(Event(3.0, EventKind.GANG_BUILT, gang="engine", worker="engine-0"))
     seen.take(Event(6.0, EventKind.GANG_BUILT, gang="train", worker="train-0"))
     seen.take(Event(7.0, EventKind.GANG_BUILT, gang="train", worker="train-0"))
-    recovered = [note.text for note in seen.notes if note.kind == "recovered"]
-    assert recovered == ["train-1: built again in 4.0 s"]
+    recovered = [(one.where, one.text) for one in seen.incidents if one.kind == "recovered"]
+    assert recovered == [("train-1", "built again in 4.0 s")]
 
 
 def test_a_node_begins_when_it_can() -> None:
@@ -251,7 +251,7 @@ def test_what_is_remembered_is_bounded() -> None:
         seen.take(Event(1.0, EventKind.SUBMITTED, "score", step, 0, worker="s"))
         seen.take(Event(2.0, EventKind.FINISHED, "score", step, 0, worker="s", seconds=1.0))
         seen.take(Event(2.0, EventKind.WARNED, detail=str(step)))
-    assert (len(seen.ended), len(seen.notes), seen.out) == (4096, 12, {})
+    assert (len(seen.ended), len(seen.incidents), seen.out) == (4096, 12, {})
 
 
 # ---- the page ------------------------------------------------------------------------------------------------------
@@ -280,20 +280,13 @@ def test_many_shards_are_one_bar(tmp_path: Path) -> None:
     drawn(grid(view))
 
 
-def test_numbers_that_are_none_are_not_drawn() -> None:
-    assert curve("x", [], dots_name="y") == ""
-    assert curve("x", [(0.0, math.nan)]) == ""
-    svg = drawn(curve("x", [(0.0, 1.0), (1.0, math.inf), (2.0, 3.0)]))
-    assert len(next(svg.iter("polyline")).get("points", "").split()) == 2
-
-
 def test_whatever_came_from_the_run_is_escaped(tmp_path: Path) -> None:
     view = recorded(tmp_path, of_step(1))
     facts = Facts(EVIL, 5, 1, ((EVIL, f"https://x/{EVIL}"), ("label", f"javascript:{EVIL}")), (f"{EVIL}.log",))
     gangs = tuple(replace(gang, name=EVIL, wait=EVIL) for gang in view.gangs)
     nodes = tuple(replace(node, worker=EVIL) for node in view.nodes)
-    notes = (Note(0.0, "alarm", EVIL), Note(0.0, EVIL, "text"))
-    view = replace(view, facts=facts, gangs=gangs, nodes=nodes, notes=notes)
+    incidents = (Incident(0.0, "alarm", EVIL, EVIL), Incident(0.0, EVIL, "where", "text"))
+    view = replace(view, facts=facts, gangs=gangs, nodes=nodes, incidents=incidents)
     text = page(view)
     assert EVIL not in text
     assert "alert('x')" not in text

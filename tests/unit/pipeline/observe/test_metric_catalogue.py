@@ -17,9 +17,9 @@ from pipeline.observe.metric_catalogue import (
     VERSION,
     find,
     findings,
-    sparkline,
     tracked,
 )
+from pipeline.observe.text import sparkline
 from tests.support.paths import ROOT
 
 SOURCES = [*(ROOT / "stages").rglob("*.py"), *(ROOT / "pipeline").rglob("*.py")]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.report.curves import run_timeline
-from pipeline.observe.report.facts import failures, run_facts, run_troubles, state_of
-from pipeline.observe.report.gather import gather
+from pipeline.observe.report.facts import failures, run_facts, state_of
+from pipeline.observe.report.gather import gather, run_incidents, timeline_columns
 from pipeline.observe.report.samples import SampleBudget
 from pipeline.observe.report.source import RunSource
 from pipeline.observe.summary import TrainerLoss
@@ -37,9 +37,9 @@ def test_curves_have_a_number_for_each_step_and_nothing_of_what_is_off(plain: Ru
     curves = gather(plain, SampleBudget()).contents.curves
     assert (curves.steps, curves.of_steps) == ([0, 1, 2, 3], 4)
     assert curves.metrics["reward/mean"] == [0.035, 0.135, 0.235, 0.335]
-    assert curves.metrics["part/tone"] == pytest.approx([0.0, 0.1, 0.2, 0.3])
+    assert curves.metrics["reward/tone/mean"] == pytest.approx([0.0, 0.1, 0.2, 0.3])
     assert "generate/rows_finished_elsewhere" not in curves.metrics
-    assert [(p.version, p.score) for p in curves.held_out] == [(0, 0.035), (2, 0.24), (4, 0.44)]
+    assert [point[:2] for point in curves.held_out["eval/reward_mean"]] == [(0, 0.035), (2, 0.24), (4, 0.44)]
 
 
 def finished(stage: str, step: int, end: float, seconds: float, worker: str, shard: int = 0) -> Event:
@@ -55,7 +55,7 @@ def test_a_timeline_is_columns_of_milliseconds() -> None:
         finished("score", 0, 14.25, 0.25, "judge-0"),
         Event(15.0, EventKind.RUN_STARTED, detail="resume"),
     ]
-    found = run_timeline(events, {Address("generate", 0, 1): "v0"}, [], most=10)
+    found = timeline_columns(events, {Address("generate", 0, 1): "v0"}, [], most=10)
     assert [(lane.gang, lane.worker) for lane in found.lanes] == [
         ("engine", "engine-0"), ("engine", "engine-0"), ("judge", "judge-0")]  # fmt: skip
     assert (found.start, found.duration_ms, found.of_executions) == (10.0, 4250, 3)
@@ -65,29 +65,20 @@ def test_a_timeline_is_columns_of_milliseconds() -> None:
     assert [(mark.ms, mark.kind, mark.text) for mark in found.marks] == [(5000, "resumed", "resume")]
 
 
-def test_of_a_long_timeline_the_first_and_the_last_are_drawn() -> None:
-    events = [finished("score", i, i + 1.0, 0.5, "judge-0") for i in range(1000)]
-    found = run_timeline(events, {}, [], most=10)
-    assert (found.step, found.of_executions) == ([0, 1, 2, 3, 4, 995, 996, 997, 998, 999], 1000)
-    assert run_timeline([], {}, [], most=10) is None
-
-
-def test_a_loss_is_told_with_its_recovery() -> None:
+def test_a_loss_is_told_with_its_recovery(plain: RunSource) -> None:
     events = [
-        Event(5.0, EventKind.GANG_LOST, gang="train", worker="train-0", detail="killed"),
-        Event(6.0, EventKind.WARNED, detail="a line is torn"),
-        Event(9.0, EventKind.GANG_BUILT, gang="train", worker="train-0"),
-        Event(9.5, EventKind.ALARM, rule="first_updates", step=2, detail="too far"),
+        *plain.events,
+        Event(105.0, EventKind.GANG_LOST, gang="train", worker="train-0", detail="killed"),
+        Event(106.0, EventKind.WARNED, detail="a line is torn"),
+        Event(109.0, EventKind.GANG_BUILT, gang="train", worker="train-0"),
     ]
-    found = run_troubles(events, [TrainerLoss(5.0, "train", "killed", 4.0, 7.5)])
-    assert [(t.kind, t.where, t.text) for t in found.shown] == [
+    summary = replace(plain.summary, trainer_losses=(TrainerLoss(105.0, "train", "killed", 4.0, 7.5),))
+    found = run_incidents(replace(plain, events=events, summary=summary))
+    assert [(one.kind, one.where, one.text) for one in found.shown] == [
         ("lost", "train-0", "killed"),
         ("warning", "", "a line is torn"),
         ("recovered", "train-0", "built again in 4.0 s; trained again 7.5 s after the loss"),
-        ("alarm", "step 2", "first_updates: too far"),
     ]
-    few = run_troubles(events, [], most=2)
-    assert ([t.kind for t in few.shown], few.of_all) == (["lost", "alarm"], 4)
 
 
 def test_facts_say_who_began_the_run() -> None:

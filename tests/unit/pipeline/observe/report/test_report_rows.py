@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from pipeline.observe.curves import evenly, number
 from pipeline.observe.report.comparison import worst_mismatches
-from pipeline.observe.report.numbers import evenly, number, pieces
-from pipeline.observe.report.samples import SampleBudget, sample, shortened
+from pipeline.observe.report.samples import SampleBudget, pieces, sample, shortened
 from pipeline.observe.rows import StageRows
 from stages.models.hf_files import ByteTokenizer
 from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Scores, Values

@@ -1,11 +1,6 @@
 // The timeline: which stage each worker ran when. A strip of the whole run above, what is looked at below; drawn on
 // canvas, since a run has tens of thousands of executions.
 
-const STAGE_COLOURS = {
-  generate: "#4c78a8", evaluate: "#9ecae9", score: "#59a14f", evaluate_score: "#b5d8ae", reference: "#8cbf5a",
-  evaluate_reference: "#cfe5b3", logprob: "#f2b447", value: "#d9933d", advantage: "#b279a2", update_policy: "#d64550",
-  update_critic: "#f08a7b", publish: "#6b5b95", canary_logprob: "#d9c24a", canary: "#bab0ac",
-};
 const MARK_COLOURS = { alarm: "#cf5359", lost: "#cf5359", failed: "#cf5359", recovered: "#3c9d70", resumed: "#3f74c4" };
 const LANES = { left: 150, row: 24, top: 24, strip: 34 };
 
@@ -33,7 +28,7 @@ function timeline(run) {
     note(`${ofAll(data.begin_ms.length, data.of_executions, "executions")}${shown}. Drag to move, Ctrl and wheel to scale.`));
 }
 
-const colourOf = (stage) => STAGE_COLOURS[stage] || "#9d9d9d";
+const colourOf = (stage) => page.stage_colours[stage] || "#9d9d9d";
 
 /** Numbers of the executions of each lane, in order of time. */
 function laneIndex(data) {

@@ -1,7 +1,5 @@
 // What holds the page: its head, the bar of sections, and, of several runs, the choice of the one that is shown alone.
 
-const COLOURS = ["#3f74c4", "#d9772e", "#3c9d70", "#a65aa6", "#c29a1c", "#4aa3ad", "#cf5359", "#808792"];
-
 function head(page) {
   const several = page.runs.length > 1;
   const runs = page.runs.map((run, i) => h("article", { class: "run" },

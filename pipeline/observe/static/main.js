@@ -19,7 +19,7 @@ document.body.append(
     ["samples", "Samples", perRun(page, browserOf)],
     ["held-out", "Held-out responses", perRun(page, heldOut)],
     ["mismatches", "Worst mismatches", perRun(page, (run) => mismatches(run, { open: (step, row) => openIn(run, step, row) }))],
-    ["troubles", "Alarms, losses, recoveries", perRun(page, troubles)],
+    ["events", "Events", perRun(page, incidents)],
     ["config", "Config", config(page)],
   ])));
 

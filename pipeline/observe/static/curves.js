@@ -5,14 +5,7 @@ const PANEL = { width: 440, height: 210, left: 52, right: 10, top: 12, bottom: 2
 const DASHES = ["", "5 3", "2 2", "8 3 2 3"];
 
 function curves(page) {
-  const last = Math.max(0, ...page.runs.flatMap((run) =>
-    [...run.curves.steps, ...run.curves.held_out.map((point) => point.version)]));
-  const state = { range: [0, last], whole: [0, last], smooth: 1, hiddenRuns: new Set(), at: null, panels: [] };
-  const grid = h("div", { class: "panels" });
-  for (const panel of page.panels) {
-    const series = seriesOf(page, panel);
-    if (series.length) grid.append(drawPanel(state, panel, series));
-  }
+  const state = curveState(page), grid = panelGrid(page, state);
   if (!state.panels.length) return note("No step was finished: there is nothing to draw.");
   const other = anyMetric(page, state);
   if (other) grid.append(other);
@@ -21,15 +14,30 @@ function curves(page) {
     + "± one standard error. Arrow keys move from step to step; drag to look closer, Escape or double click to see all."));
 }
 
-/** Lines of a panel: every metric it names that a run has, laid over one another where they can be compared. */
+/** What the panels of a page have in common: the steps in view, the step under the pointer, smoothing, hidden runs. */
+function curveState(page) {
+  const last = Math.max(0, ...page.runs.flatMap((run) =>
+    [...run.curves.steps, ...Object.values(run.curves.held_out).flat().map(([version]) => version)]));
+  return { range: [0, last], whole: [0, last], smooth: 1, hiddenRuns: new Set(), at: null, panels: [] };
+}
+
+function panelGrid(page, state) {
+  const grid = h("div", { class: "panels" });
+  for (const panel of page.panels) {
+    const series = seriesOf(page, panel);
+    if (series.length) grid.append(drawPanel(state, panel, series));
+  }
+  return grid;
+}
+
+/** The lines of a panel: every metric that it names and a run has, if the runs can be compared in it. */
 function seriesOf(page, panel) {
   const found = [];
   for (const [i, run] of page.runs.entries()) {
-    for (const [k, [name, label]] of panel.series.entries()) {
-      for (const [metric, points] of pointsOf(run, name)) {
-        if (!points.length || leftOut(page, i, metric)) continue;
-        const part = name.endsWith("*") ? metric.slice(metric.lastIndexOf("/") + 1) + ", " : "";
-        found.push({ run: i, style: k, label: part + label, points, dots: metric.startsWith("held_out/") });
+    for (const [k, [metric, label]] of panel.series.entries()) {
+      const points = pointsOf(run, metric);
+      if (points.length && !leftOut(page, i, metric)) {
+        found.push({ run: i, style: k, label, points, dots: metric in run.curves.held_out });
       }
     }
   }
@@ -44,31 +52,16 @@ function seriesOf(page, panel) {
   return found;
 }
 
-/** [metric, points] of what a name stands for; a point is [step, value, error]. */
-function pointsOf(run, name) {
-  const stem = name.replace(/\*$/, "");
-  const fits = (metric) => (name.endsWith("*") ? metric.startsWith(stem) : metric === name);
-  if (!name.startsWith("held_out/")) {
-    return Object.entries(run.curves.metrics).filter(([metric]) => fits(metric)).map(([metric, values]) =>
-      [metric, run.curves.steps.map((step, i) => [step, values[i], null]).filter(([, value]) => value !== null)]);
-  }
-  const fields = new Map();
-  for (const point of run.curves.held_out) {
-    const numbers = { score: point.score, kl: point.kl, length: point.length };
-    for (const [part, value] of Object.entries(point.parts)) numbers[`part/${part}`] = value;
-    for (const [field, value] of Object.entries(numbers)) {
-      const metric = `held_out/${field}`;
-      if (value === null || !fits(metric)) continue;
-      if (!fields.has(metric)) fields.set(metric, []);
-      fields.get(metric).push([point.version, value, field === "score" ? point.error : null]);
-    }
-  }
-  return [...fields];
+/** The points of a metric of a run: [step or version, value, standard error]. */
+function pointsOf(run, metric) {
+  const { steps, metrics, held_out: heldOut } = run.curves;
+  const points = heldOut[metric] || (metrics[metric] || []).map((value, i) => [steps[i], value, null]);
+  return points.filter(([, value]) => value !== null);
 }
 
-/** Whether a run's curve is of something else than the first run's. */
+/** True if a run's curve cannot be compared with the first run's. A `*` stands for any text. */
 function leftOut(page, run, metric) {
-  const fits = (pattern) => (pattern.endsWith("*") ? metric.startsWith(pattern.slice(0, -1)) : metric === pattern);
+  const fits = (pattern) => new RegExp(`^${pattern.replaceAll("*", ".*")}$`).test(metric);
   return Boolean(page.comparison) && page.comparison.left_out.some((one) => one.run === run && one.metrics.some(fits));
 }
 
@@ -219,15 +212,15 @@ function moveTo(state, step) {
   state.panels.forEach((panel) => panel.point());
 }
 
-/** What a series says at a step: of held-out points, the one that is there. */
+/** The point of a series at a step, or null. */
 function valueAt(one, step) {
   return one.points.find(([at]) => at === step) || null;
 }
 
 function pointAt(state, own) {
-  own.readings.forEach((reading) => reading.replaceChildren());
   own.marks.replaceChildren();
   own.cross.style.display = state.at === null ? "none" : "";
+  own.series.forEach((one, i) => { own.readings[i].textContent = state.at === null ? short(one.points.at(-1)[1]) : ""; });
   if (state.at === null) return;
   own.cross.setAttribute("x1", own.x(state.at));
   own.cross.setAttribute("x2", own.x(state.at));

@@ -1,5 +1,7 @@
 // Building elements, and the one tooltip. Children are nodes or text; nothing here parses markup.
 
+const COLOURS = ["#3f74c4", "#d9772e", "#3c9d70", "#a65aa6", "#c29a1c", "#4aa3ad", "#cf5359", "#808792"];
+
 /** An element: attributes by name, `on...` as listeners, children as nodes or text. */
 function h(tag, attributes, ...children) {
   return filled(document.createElement(tag), attributes, children);

@@ -45,8 +45,8 @@ function mismatches(run, browser) {
     table(["row", "token no.", "token", "log μ", "log π", "difference", "staleness"], rows));
 }
 
-function troubles(run) {
-  const found = run.troubles;
+function incidents(run) {
+  const found = run.incidents;
   if (!found.shown.length) return note("None: no alarm, no loss, no failed attempt, no warning.");
   const start = run.timeline ? run.timeline.start : found.shown[0].at;
   const rows = found.shown.map((one) => [
@@ -54,7 +54,7 @@ function troubles(run) {
     h("span", { class: `tag ${one.kind.replace(" ", "-")}` }, one.kind), one.where, visible(one.text),
   ]);
   return h("div", {}, found.shown.length < found.of_all ? note(`${ofAll(found.shown.length, found.of_all, "events")}, the gravest.`) : null,
-    table(["after", "what", "where", "why"], rows, { class: "plain events" }));
+    table(["time", "event", "where", "details"], rows, { class: "plain events" }));
 }
 
 function config(page) {

@@ -1,0 +1,43 @@
+"""HTML that the report and the page `/stageline` share: the styles and scripts of `static/`, a content security policy
+that allows only these, and JSON that cannot end its element. The pages load nothing from other hosts.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from dataclasses import is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_STATIC = Path(__file__).parent / "static"
+
+
+@cache
+def static(*names: str) -> str:
+    """Return the content of files of `static/`, one after the other."""
+    return "\n".join((_STATIC / name).read_text("utf8") for name in names)
+
+
+def policy(style: str, script: str, *others: str) -> str:
+    """Return a policy that allows this style, this script and nothing else but what `others` name."""
+    own = f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}"
+    return "; ".join([own, *others])
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def embedded(shown: Any) -> str:
+    """Return JSON that can stand in an HTML element. Dataclasses become objects."""
+    found = json.dumps(shown, default=_fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return found.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _fields(value: Any) -> Any:
+    if not is_dataclass(value) or isinstance(value, type):
+        raise TypeError(f"{type(value).__name__} cannot be shown on a page")
+    return vars(value)

@@ -1,0 +1,161 @@
+"""What went wrong in a run: lost workers and their recovery, alarms, failed attempts, warnings. Pure
+functions of the journal's events.
+
+The display, `/stageline`, the summary and the report read the same `WorkerLosses`:
+
+    GANG_LOST ──► lost ──GANG_BUILT──► built ──first update that began after the loss has ended──► trained
+
+A trainer is lost until it has trained again: by then its gang is built, its models are restored, and the updates since
+their checkpoint have run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from pipeline.observe.journal import Event, EventKind
+
+_UPDATES = frozenset({"update_policy", "update_critic"})
+
+
+@dataclass(frozen=True)
+class WorkerLoss:
+    """The loss of a worker; times in seconds since the epoch."""
+
+    gang: str
+    worker: str
+    at: float
+    reason: str
+    built: float | None = None
+    """Time at which the worker, or its gang, was built again."""
+    trained: float | None = None
+    """Time at which the gang had trained again; None for a gang that does not train."""
+
+
+@dataclass
+class WorkerLosses:
+    """The losses of workers so far. `take` must get every event, in order."""
+
+    together: Collection[str] = ()
+    """Gangs whose workers are lost and built together."""
+    found: list[WorkerLoss] = field(default_factory=list)
+    """All losses, in order of time."""
+    trainers: set[str] = field(default_factory=set)
+    """Gangs that train."""
+    _step: int = 0
+    """The step that is being trained."""
+    _reported: set[int] = field(default_factory=set)
+    """Numbers of the losses that `over` has reported."""
+
+    def take(self, event: Event) -> None:
+        """Update the state with one event."""
+        if event.gang is None:
+            return
+        if event.stage in _UPDATES:
+            self.trainers.add(event.gang)
+        if event.kind is EventKind.GANG_LOST:
+            self.found.append(WorkerLoss(event.gang, event.worker or event.gang, event.t, event.detail or ""))
+        elif event.kind is EventKind.GANG_BUILT:
+            self._replace(lambda loss: loss.built is None and self._repairs(event, loss), built=event.t)
+        elif event.kind is EventKind.FINISHED and event.stage in _UPDATES:
+            begun = event.t - (event.seconds or 0.0)
+            self._replace(
+                lambda loss: (
+                    loss.gang == event.gang
+                    and loss.built is not None
+                    and begun >= loss.at
+                    and (loss.trained is None or event.t < loss.trained)  # another rank's end of the same update
+                ),
+                trained=event.t,
+            )
+
+    def repaired_by(self, event: Event) -> WorkerLoss | None:
+        """Return the first loss that a GANG_BUILT event repaired, if there is one."""
+        return next((loss for loss in self.found if loss.built == event.t and self._repairs(event, loss)), None)
+
+    def _repairs(self, event: Event, loss: WorkerLoss) -> bool:
+        one = event.gang in self.together or event.worker in (None, loss.worker)
+        return loss.gang == event.gang and one
+
+    def _replace(self, concerned: Callable[[WorkerLoss], bool], **change: Any) -> None:
+        self.found = [replace(loss, **change) if concerned(loss) else loss for loss in self.found]
+
+    def over(self, step: int, metrics: Mapping[str, float]) -> tuple[list[str], dict[str, float]]:
+        """Close a step: return a message about each trainer that trains again, and the metrics of its loss. If a gang
+        was lost several times before it trained again, the first loss counts."""
+        lost_at, self._step = self._step, step + 1
+        back: dict[str, WorkerLoss] = {}
+        for number, loss in enumerate(self.found):
+            if loss.trained is not None and number not in self._reported:
+                self._reported.add(number)
+                back.setdefault(loss.gang, loss)
+        replayed = int(sum(metrics.get(f"{role}/replayed_updates", 0.0) for role in ("policy", "critic")))
+        updates = f"{replayed} update{'' if replayed == 1 else 's'} replayed"
+        lines = [
+            f"{loss.worker} lost at step {lost_at}; rebuilt in {loss.built - loss.at:.0f} s, {updates}"
+            for loss in back.values()
+            if loss.built is not None
+        ]
+        seconds = sum(loss.trained - loss.at for loss in back.values() if loss.trained is not None)
+        return lines, {"trainer/lost_s": seconds} if back else {}
+
+
+def worker_losses(events: Iterable[Event], together: Collection[str] = ()) -> WorkerLosses:
+    """Return the losses of a whole journal."""
+    losses = WorkerLosses(together)
+    for event in events:
+        losses.take(event)
+    return losses
+
+
+# ---- incidents -------------------------------------------------------------------------------------------
+
+_KINDS = {
+    EventKind.ALARM: "alarm",
+    EventKind.GANG_LOST: "lost",
+    EventKind.FAILED: "failed",
+    EventKind.ROWS_MOVED: "rows migrated",
+    EventKind.WARNED: "warning",
+}
+_NONE: Mapping[tuple[str, float], float] = MappingProxyType({})
+_WORST_FIRST = ("alarm", "lost", "recovered", "failed", "rows migrated", "warning")
+
+
+@dataclass(frozen=True)
+class Incident:
+    """An event that somebody may want to know about."""
+
+    at: float
+    """Time, seconds since the epoch."""
+    kind: str
+    where: str
+    """Gang or worker, stage and step."""
+    text: str
+
+
+def incident(event: Event, losses: WorkerLosses, lost_s: Mapping[tuple[str, float], float] = _NONE) -> Incident | None:
+    """Return the incident of an event, or None if the event is nothing unusual. `losses` has taken the event. `lost_s`:
+    seconds until a gang trained again, by gang and time of the loss, if known."""
+    if event.kind is EventKind.GANG_BUILT:
+        loss = losses.repaired_by(event)
+        if loss is None:
+            return None
+        seconds = lost_s.get((loss.gang, loss.at))
+        trained = "" if seconds is None else f"; trained again {seconds:.1f} s after the loss"
+        return Incident(event.t, "recovered", loss.worker, f"built again in {event.t - loss.at:.1f} s{trained}")
+    if event.kind not in _KINDS:
+        return None
+    node = None if event.stage is None else f"{event.stage} {'' if event.step is None else event.step}".strip()
+    step = f"step {event.step}" if event.stage is None and event.step is not None else None
+    where = ", ".join(part for part in (event.worker or event.gang, node, step) if part)
+    text = f"{event.rule}: {event.detail or ''}" if event.rule else event.detail or ""
+    return Incident(event.t, _KINDS[event.kind], where, text)
+
+
+def worst(incidents: Iterable[Incident], most: int) -> list[Incident]:
+    """Return at most `most` incidents in order of time, those of the worst kinds if there are more."""
+    kept = sorted(incidents, key=lambda one: (_WORST_FIRST.index(one.kind), one.at))[:most]
+    return sorted(kept, key=lambda one: one.at)

@@ -195,9 +195,14 @@ class WorkerMemory:
         computed again. The host's copy is kept, since pinning memory takes longer than copying."""
         return sum(self.items[name] for name in self.items.keys() - _ON_HOST - _REMAINS - _COMPUTED_AGAIN)
 
+    def at(self, phase: Phase, names: Iterable[str] | None = None) -> int:
+        """Return the bytes in use in a phase, of these items or of all."""
+        kept = self.items if names is None else names
+        return sum(self.items[name] for name in kept if phase in _PHASES.get(name, _ALWAYS))
+
     def _most(self, names: Iterable[str]) -> int:
         kept = [*names]
-        return max(sum(self.items[n] for n in kept if phase in _PHASES.get(n, _ALWAYS)) for phase in Phase)
+        return max(self.at(phase, kept) for phase in Phase)
 
 
 @dataclass(frozen=True)
@@ -301,7 +306,8 @@ def _model_items(run: PlannedRun, gang: Gang, stage: int, *, sends: bool, first:
     layout = settings.layout
     data = gang.workers // (layout.tensor * layout.pipeline)
     roles = gang.roles & MODEL_ROLES
-    models = GangModels(run.spec, config.model, layout, roles, data, settings.offload, run.own_specs)
+    portable = run.on_gpus or config.model.kernels == "portable"
+    models = GangModels(run.spec, config.model, layout, roles, data, settings.offload, run.own_specs, portable)
     optimizers = {Role.POLICY: config.model.policy, Role.CRITIC: config.model.critic}
     batches = {role: largest_micro_batch(optimizer, config) for role, optimizer in optimizers.items()}
     rows = RowsSize(config.seq, config.rollout.rows, config.rollout.rows * config.steps)

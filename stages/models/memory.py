@@ -92,6 +92,8 @@ class GangModels:
     offload: Offload = "none"
     own: Mapping[Role, ModelSpec] = field(default_factory=dict)
     """Architecture of each role with a model of its own (`model.reference_path`, `model.critic_path`)."""
+    portable: bool = False
+    """True if the blocks are Megatron's own linears (`model.kernels`), as on CUDA."""
 
     def spec_of(self, role: Role) -> ModelSpec:
         return self.own.get(role, self.spec)
@@ -225,28 +227,40 @@ def _state_bytes(gang: GangModels, stage: int) -> dict[str, int]:
     }
 
 
-def block_activations(spec: ModelSpec, layout: LayoutConfig, dtype_bytes: int) -> float:
-    """Return the bytes per token that a transformer block keeps for the backward pass on a CPU. (On CUDA plain torch
-    keeps up to half more.)
+def block_activations(spec: ModelSpec, layout: LayoutConfig, dtype_bytes: int, *, portable: bool = False) -> float:
+    """Return the bytes per token that a transformer block keeps for the backward pass. `portable`: with Megatron's own
+    linears, as on CUDA; otherwise with the kernels for a CPU.
 
     By tensor, with h the hidden size, f the MLP's width, q and k the widths of queries and of keys, d = `dtype_bytes`;
     with several tensor-parallel ranks, this rank's part of the padded model:
 
+        on a CPU
         norms (2)      4 h for the residual stream, 4 for a scale, d h for the input of the linears
         attention      4 (q + 2 k) for the split heads, 4 q for its output and 4 per head; in 16 bits d q for the
                        rounded output
         MLP            2 d f for gate and up, d f for their product
+
+        portable
+        norms (2)      4 h more for the normalised stream
+        attention      d (q + 2 k) as they come from the linear, d (q + k) after rotation, d q for its output, 4 per
+                       head; 8 per dimension of a head for the angles, which every rank has
+        MLP            d f more for the activated gate
     """
     spec, sequence = padded(spec, layout.tensor), layout.tensor if layout.sequence_parallel else 1
     if layout.recompute == "full":
         return 4 * spec.hidden_size / sequence  # its input
     recomputed = (layout.recompute_modules or ["core_attn"]) if layout.recompute == "selective" else []
     norms = 2 * (spec.hidden_size * (4 + dtype_bytes) + 4) / sequence
-    output = 4 * spec.q_size
-    attended = 4 * spec.num_heads + (output if dtype_bytes < 4 else 0)
     keys = max(spec.kv_size, spec.head_dim * layout.tensor)  # a head is never split: several ranks may hold the same
-    attention = 4 * (spec.q_size + 2 * keys) + dtype_bytes * spec.q_size
     mlp = 3 * spec.intermediate_size * dtype_bytes
+    if portable:
+        norms += 2 * 4 * spec.hidden_size / sequence + 8 * spec.head_dim
+        attended = 4 * spec.num_heads
+        attention = dtype_bytes * (3 * spec.q_size + 3 * keys)
+        mlp += spec.intermediate_size * dtype_bytes
+    else:
+        attended = 4 * spec.num_heads + (4 * spec.q_size if dtype_bytes < 4 else 0)
+        attention = 4 * (spec.q_size + 2 * keys) + dtype_bytes * spec.q_size
     split = attention + (0 if "core_attn" in recomputed else attended) + (0 if "mlp" in recomputed else mlp)
     return norms + split / layout.tensor
 
@@ -274,7 +288,7 @@ def adapter_activations(gang: GangModels, role: Role) -> float:
 def activation_bytes(gang: GangModels, role: Role, batch: MicroBatchSize, stage: int) -> int:
     """Return the activation bytes of a stage: of all micro-batches in flight, p - s on stage s of p (1F1B), and of the
     one block that is recomputed at a time."""
-    again = _recomputed(gang.spec_of(role), gang.layout, gang.dtype_bytes) * batch.tokens
+    again = _recomputed(gang, role) * batch.tokens
     return round(kept_bytes(gang, role, batch, stage) * (gang.layout.pipeline - stage) + again)
 
 
@@ -283,19 +297,24 @@ def kept_bytes(gang: GangModels, role: Role, batch: MicroBatchSize, stage: int) 
     spec, layout = gang.spec_of(role), gang.layout
     blocks = gang.num_blocks(role)
     sequence = layout.tensor if layout.sequence_parallel else 1
-    per_block = block_activations(spec, layout, gang.dtype_bytes) + adapter_activations(gang, role)
+    kept = block_activations(spec, layout, gang.dtype_bytes, portable=gang.portable)
+    per_block = kept + adapter_activations(gang, role)
     per_token = blocks // layout.pipeline * per_block
     if stage == layout.pipeline - 1:
-        per_token += 4 * spec.hidden_size / sequence + 4  # the final norm's input and its scale
+        per_token += (8 if gang.portable else 4) * spec.hidden_size / sequence + 4  # the final norm's input and scale
     if not stage and not (gang.model.frozen_blocks or gang.model.lora.rank):
         per_token += 9  # token ids, and a flag for those of this rank's vocabulary
     return per_token * batch.tokens
 
 
-def _recomputed(spec: ModelSpec, layout: LayoutConfig, dtype_bytes: int) -> float:
+def _recomputed(gang: GangModels, role: Role) -> float:
     """Return the bytes per token that the backward pass recomputes in the block it has reached."""
+    spec, layout = gang.spec_of(role), gang.layout
     whole = LayoutConfig(layout.tensor, layout.pipeline, layout.sequence_parallel)
-    return block_activations(spec, whole, dtype_bytes) - block_activations(spec, layout, dtype_bytes)
+    kept, all_of_it = (
+        block_activations(spec, one, gang.dtype_bytes, portable=gang.portable) for one in (layout, whole)
+    )
+    return all_of_it - kept
 
 
 def logits_bytes(gang: GangModels, batch: MicroBatchSize, device: str) -> int:

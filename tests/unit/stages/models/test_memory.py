@@ -110,8 +110,12 @@ def test_what_is_offloaded_is_not_on_the_device(offload: Any) -> None:
     ],
     ids=lambda layout: "+".join([layout.recompute, *layout.recompute_modules]),
 )
-def test_activations_are_predicted(tmp_path: Path, dtype: Any, frozen_blocks: int, layout: LayoutConfig) -> None:
-    model = ModelConfig(path="random:tiny", dtype=dtype, frozen_blocks=frozen_blocks, critic_blocks=2)
+@pytest.mark.parametrize("kernels", ["auto", "portable"])
+def test_activations_are_predicted(
+    tmp_path: Path, dtype: Any, frozen_blocks: int, layout: LayoutConfig, kernels: Any
+) -> None:
+    model = ModelConfig(path="random:tiny", dtype=dtype, frozen_blocks=frozen_blocks, critic_blocks=2, kernels=kernels)
+    predicted = dataclasses.replace(gang(model, layout), portable=kernels == "portable")
     saved: dict[int, torch.UntypedStorage] = {}  # held, lest another takes a freed one's address
 
     with opened(tmp_path, model, layout=layout) as host:
@@ -135,7 +139,7 @@ def test_activations_are_predicted(tmp_path: Path, dtype: Any, frozen_blocks: in
             with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
                 hidden_states(trainer._ddp, host._trunk, batch)
             found = sum(memory.nbytes() for memory in saved.values())
-            assert found == pytest.approx(kept_bytes(gang(model, layout), role, BATCH, 0), rel=0.05)
+            assert found == pytest.approx(kept_bytes(predicted, role, BATCH, 0), rel=0.05)
 
 
 def test_the_parts_of_all_ranks_are_the_whole_model() -> None:

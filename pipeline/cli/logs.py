@@ -65,7 +65,7 @@ def _print_end(name: str, file: Path, lines: int, several: bool) -> int:
     with file.open("rb") as content:
         for line in content:
             if not line.endswith(b"\n"):
-                break  # it is being written, and what is added to it meanwhile would be taken for another
+                break  # the line is being written; the next look prints it whole
             last.append(line)
             end += len(line)
     for line in last:

@@ -68,7 +68,7 @@ def _out(given: str | None, configs: Sequence[RunConfig]) -> Path:
 def _is_report(file: Path) -> bool:
     try:
         return is_report(file)
-    except OSError:  # what cannot be read is not known to be one
+    except OSError:  # an unreadable file may be something else
         return False
 
 

@@ -18,13 +18,17 @@ from storage.files import REFUSING, TRANSIENT
 def command(options: argparse.Namespace) -> int:
     files = [source for source in options.sources if "=" not in source]
     changes = [source for source in options.sources if "=" in source]
-    # What megatron would rather have (Transformer Engine, Apex) is no news to whoever runs this; it says so on import.
+    # Megatron warns on import that Transformer Engine and Apex are missing. Users need not see this.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     if options.action == "label":
         return _label(files, changes, options.source)
     config = load_reward_model_config(files, changes)
     train = importlib.import_module("pipeline.driver.reward_training").train
-    return _done(lambda: train(config, output()), config.run_dir, "Put this right; the training begins anew")
+    return _done(
+        lambda: train(config, output()),
+        config.run_dir,
+        "Put this right; the training begins anew",
+    )
 
 
 def _label(files: list[str], changes: list[str], source: str | None) -> int:

@@ -368,16 +368,16 @@ class Verification:
         stages.add_column("commits", justify="right")
         for stage, number in self.commits.items():
             stages.add_row(stage, str(number))
-        proofs = Table(title="proven", title_justify="left")
-        proofs.add_column("")
+        proofs = Table(title="claims", title_justify="left")
+        proofs.add_column("true")
         proofs.add_column("claim")
-        proofs.add_column("of")
+        proofs.add_column("checked")
         for proof in self.proofs:
             proofs.add_row("NO" if proof.faults else "yes", proof.claim, proof.counted)
         done = sum(self.commits.values())
-        came = "all of them" if done >= self.nodes else "the run has not come to its end"
+        came = "all of them" if done >= self.nodes else "the run is not finished"
         if self.expendable and done + self.expendable >= self.nodes:
-            came = f"all but {self.expendable} that nobody needs any more"
+            came = f"all but {self.expendable} that are not needed any more"
         lines = [f"{done} of {self.nodes} nodes have their commit: {came}", *self.notes]
         lines += [f"PROBLEM {fault}" for fault in self.faults]
         lines.append("sound" if self.sound else f"NOT sound: {len(self.faults)} problems")
@@ -397,7 +397,7 @@ def verify_run(config: RunConfig) -> Verification:
             damaged[address] = str(error)
             continue
         commits += [commit] if commit is not None else []
-    before, lost, dropped_faults = _let_go(history, paths, {commit.address for commit in commits})
+    before, lost, dropped_faults = _dropped_outputs(history, paths, {commit.address for commit in commits})
     present = [commit for commit in commits if not dropped(commit.address, before)]
     arrays_faults, rows = _read_arrays(config, history, present)
     nodes = {node.address: node for node in run_nodes(config.graph())}
@@ -440,7 +440,7 @@ PROOFS: dict[str, Callable[[Evidence], tuple[str, list[str]]]] = {
 """Claim -> function that returns counts and problems."""
 
 
-def _let_go(
+def _dropped_outputs(
     history: History, paths: RunPaths, committed: set[Address]
 ) -> tuple[int, frozenset[Address], tuple[str, ...]]:
     """Return the first step whose arrays were not deleted; the nodes whose records are lost or damaged and no longer
@@ -495,12 +495,12 @@ def _notes(evidence: Evidence, damaged: Mapping[Address, str]) -> Iterator[str]:
     left = evidence.history.store.attempts()
     if left:
         names = ", ".join(f"{address} ({attempt})" for address, attempt in left[:3])
-        yield f"{len(left)} attempts have files in attempts/, under way or of processes that died: {names}"
+        yield f"{len(left)} attempts have files in attempts/, of running or dead processes: {names}"
     before = evidence.dropped_before
     gone = [c for c in evidence.commits.values() if c.arrays and dropped(c.address, before)]
     if gone:
         arrays = sum(len(commit.arrays) for commit in gone)
-        yield f"{arrays} arrays of the steps before {before} were dropped by {KEY}: their commits alone are looked at"
+        yield f"{arrays} arrays of the steps before {before} were dropped by {KEY}: only their commits were checked"
     aside = list(files.keys(files.open_root(str(evidence.paths.damaged))))
     if aside:
         yield f"{len(aside)} damaged commit records were set aside in {evidence.paths.damaged}"

@@ -238,7 +238,7 @@ def _versions(commits: Mapping[Address, Commit]) -> dict[Address, str]:
 def _read(history: History, most: int) -> tuple[list[StageRows], int, list[str]]:
     """Return the rows of at most `most` steps, the number of stored steps, and remarks on the missing ones."""
     steps, before = stored_steps(history, whole=True), history.store.dropped_before()
-    remarks = [f"the rows of steps before {before} were let go (storage.keep.rollouts)"] if before else []
+    remarks = [f"the rows of steps before {before} were deleted (storage.keep.rollouts)"] if before else []
     read = []
     for step in [steps[i] for i in evenly(len(steps), min(most, _affordable(history, steps)))]:
         try:

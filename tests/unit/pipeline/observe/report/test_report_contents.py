@@ -144,7 +144,7 @@ def test_rows_that_were_let_go_are_missed_and_the_curves_are_not(tmp_path: Path)
     assert {row.step for row in shown.samples.rows} == {1}
     assert shown.samples.of_rows == 8
     assert shown.curves.steps == [0, 1]
-    assert "the rows of steps before 1 were let go (storage.keep.rollouts)" in shown.remarks
+    assert "the rows of steps before 1 were deleted (storage.keep.rollouts)" in shown.remarks
 
 
 def test_a_damaged_array_costs_its_step(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from stages.engines.protocol import EngineLost, Request, RequestError
+from stages.engines.remote import guard
 from stages.engines.remote.client import RemoteEngine
 from stages.engines.remote.process import SCRATCH
 from stages.engines.remote.wire import PROTOCOL, ProtocolError, frame
@@ -252,3 +253,25 @@ def test_a_server_that_does_not_listen_holds_nobody_up(path: Path) -> None:
         call = threads.submit(lambda: list(engine.generate(many)))
         with pytest.raises(EngineLost, match="sent nothing for 3 s"):
             call.result()
+
+
+SHARING = """
+import multiprocessing, sys, time
+from multiprocessing.shared_memory import SharedMemory
+memory, lock = SharedMemory(create=True, size=64), multiprocessing.get_context("spawn").Lock()
+print(memory.name, lock._semlock.name.removeprefix("/"), flush=True)
+time.sleep(600)
+"""
+
+
+def test_shared_memory_between_an_engines_ranks_is_removed_with_them() -> None:
+    """What tracks it is killed, too. vLLM's ranks have 160 MB and more."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SHARING], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as server:
+        assert server.stdout is not None
+        memory, semaphore = server.stdout.readline().split()
+        left = [Path("/dev/shm", memory), Path("/dev/shm", f"sem.{semaphore}")]
+        assert [path.exists() for path in left] == [True, True]
+        guard.end_group(server.pid)
+    assert [path.exists() for path in left] == [False, False]

@@ -13,14 +13,43 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
+
+_SHARED_MEMORY = Path("/dev/shm")
+_OWN_NAMES = ("psm_", "sem.mp-", "vllm_")
+"""Beginnings of the names that multiprocessing and vLLM give to the shared memory between an engine's ranks."""
 
 
 def main(group: int, folder: str) -> None:
     sys.stdin.buffer.read()
+    end_group(group)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_group(group: int) -> None:
+    """Kill a process group and remove the shared memory between its processes, whose tracker is killed with it."""
+    left = set(_shared_memory(group))
     with suppress(ProcessLookupError, PermissionError):  # the group has ended
         os.killpg(group, signal.SIGKILL)
-    shutil.rmtree(folder, ignore_errors=True)
+    for path in left:
+        path.unlink(missing_ok=True)
+
+
+def _shared_memory(group: int) -> Iterator[Path]:
+    """Yield the files of shared memory that the processes of a group have mapped. They are known by inode, since
+    a semaphore is mapped before it gets its name."""
+    mapped = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if os.getpgid(int(process.name)) == group:
+                lines = (process / "maps").read_text("utf8", errors="replace").splitlines()
+                mapped |= {int(line.split()[4]) for line in lines if str(_SHARED_MEMORY) in line}
+    for path in _SHARED_MEMORY.glob("*"):
+        with suppress(FileNotFoundError):
+            if path.name.startswith(_OWN_NAMES) and path.stat().st_ino in mapped:
+                yield path
 
 
 if __name__ == "__main__":

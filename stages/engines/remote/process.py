@@ -7,14 +7,13 @@ this process ──┬──► server ──► its children      one process g
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 from collections import deque
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
@@ -101,6 +100,5 @@ class ServerProcess:
             self._stack.close()
 
     def _end(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # the group has ended
-            os.killpg(self.process.pid, signal.SIGKILL)  # also if it has ended by itself, since its ranks may still run
+        guard.end_group(self.process.pid)  # also if it has ended by itself, since its ranks may still run
         self.process.wait()

@@ -26,9 +26,8 @@ from pipeline.cli.answers import (
     print_line,
     trusted_config,
 )
-from pipeline.config.paths import RunPaths
+from pipeline.config.paths import RunPaths, refuse_foreign
 from pipeline.config.run import RunConfig
-from pipeline.config.trust import refuse_foreign
 from pipeline.driver.errors import StageFailed, StoredWrongly, WorkersMissing
 from pipeline.driver.run import run
 from pipeline.driver.session import EndedEarly

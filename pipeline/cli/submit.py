@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from pipeline.cli.answers import DONE, begun, config_of, print_line
 from pipeline.config.errors import ConfigError
-from pipeline.config.paths import RunPaths
+from pipeline.config.paths import RunPaths, refuse_foreign
 from pipeline.config.preflight import check_run
 from pipeline.config.run import RunConfig
-from pipeline.config.trust import refuse_foreign
 from pipeline.driver.results import open_history
 from pipeline.launch.commands import require
 from pipeline.launch.submission import asked_for, run_script, submit_run

@@ -41,7 +41,8 @@ from pipeline.config.reward_model import (
     validate_labelling,
     validate_reward_model,
 )
-from pipeline.config.run import RunConfig, run_problems, set_default, validate
+from pipeline.config.rules import run_problems, set_default, validate
+from pipeline.config.run import RunConfig
 from stages.engines.config import interpreter, made_interpreter
 from storage import files
 from storage.config import Durability

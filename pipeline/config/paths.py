@@ -1,11 +1,15 @@
-"""The files of a run's directory, and the kind of filesystem that a path is on. Standard library only."""
+"""The files of a run's directory, the kind of filesystem that a path is on, and who else can change a directory."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from pipeline.config.errors import ConfigError
+from storage.host import who_else_can_change
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,10 @@ class RunPaths:
     @property
     def config(self) -> Path:
         return self.root / "config.yaml"
+
+    @property
+    def identity(self) -> Path:
+        return self.root / "identity.json"
 
     @property
     def prompts(self) -> Path:
@@ -134,3 +142,31 @@ def network_filesystem(path: Path, mounts: str | None = None) -> str | None:
         if resolved.is_relative_to(point) and len(point.parts) >= longest:  # a later mount hides an earlier one
             longest, found = len(point.parts), kind[0]
     return found if found is not None and _NETWORK.fullmatch(found) else None
+
+
+# ---- Trust -----------------------------------------------------------------------------------------------
+#
+# A run's directory decides which code its reader executes: its config names files of code (rewards, engines), and its
+# checkpoints become the weights. Commands that only show a run read it as data and need no check.
+
+TRUSTED = "STAGELINE_TRUST"
+"""Environment variable: directories, separated by colons, whose content is trusted whoever wrote it. It is no key of the
+config, because the config lies in the directory that is to be trusted."""
+
+
+def refuse_foreign(run_dir: Path) -> None:
+    """Raise ConfigError, naming the file and a remedy, if another account can change a run's directory, or in it what
+    this process would execute. If the directory does not exist yet, the directories above it count."""
+    trusted = [Path(one).resolve() for one in os.environ.get(TRUSTED, "").split(os.pathsep) if one]
+    if any(run_dir.resolve().is_relative_to(one) for one in trusted):
+        return
+    paths = RunPaths(run_dir)
+    for place in (run_dir, paths.config, paths.identity, paths.job, paths.checkpoints):
+        why = who_else_can_change(place, all_below=place != run_dir)
+        if why is not None:
+            raise ConfigError(
+                str(run_dir),
+                f"{why}, so that another account decides what runs here. Use `chmod`, or a copy of your own; if you "
+                f"trust everybody who can write there, set {TRUSTED}={run_dir.resolve()} in the environment (a "
+                "directory above it covers all that is below)",
+            )

@@ -17,8 +17,7 @@ from pipeline.config.run import RunConfig
 from pipeline.graph.graph import update_stages
 from stages.advantage import advantage
 from stages.forward import logprob, value
-from stages.models.protocol import ModelHost
-from stages.update import update_critic, update_policy
+from stages.models.protocol import CriticBatch, ModelHost, PolicyBatch
 from storage.address import Address
 from storage.records import PolicyLogprobs, Rollout, Values, concatenate
 from storage.rollouts import RolloutStore
@@ -55,17 +54,10 @@ def train_recorded(
             config.rollout.responses_per_prompt,
         )  # fmt: skip
         found = {**metrics, "policy/proximal_recomputed": float(policy is not None)}
-        found |= update_policy(
-            host,
-            step,
-            rollout=rollout,
-            advantages=advantages,
-            reference=reference,
-            policy=policy,
-            kl_coef=state["step_kl_coef"],
-        )
+        batch = PolicyBatch(rollout, advantages, policy, reference, state["step_kl_coef"])
+        found |= host.update_policy(step, batch)
         if values is not None:
-            found |= update_critic(host, step, rollout=rollout, advantages=advantages, values=values)
+            found |= host.update_critic(step, CriticBatch(rollout, advantages, values))
         digests = {}
         for role in update_stages(config.graph()):
             digests[str(role)] = host.digest(role)

@@ -31,8 +31,7 @@ from pipeline.graph.graph import UPDATE_STAGE
 from pipeline.workers.exports import BackgroundWriter
 from pipeline.workers.messages import ReplayMismatch
 from stages.models.checkpoint_metadata import pickle_fault
-from stages.models.protocol import ModelHost, Role, StateError
-from stages.update import update_critic, update_policy
+from stages.models.protocol import CriticBatch, ModelHost, PolicyBatch, Role, StateError
 from storage.address import Address
 from storage.checkpoints import Checkpoints
 from storage.commits import Commit
@@ -195,19 +194,12 @@ class ExactlyOnceUpdates:
         if role is Role.CRITIC:
             with self._bookkeeping():
                 values = self._store.read_step("value", step, self._shards)
-            return update_critic(self.host, step, rollout=rollout, advantages=advantages, values=values)
+            return self.host.update_critic(step, CriticBatch(rollout, advantages, values))
         with self._bookkeeping():
             reference = self._store.read_step("reference", step, self._shards)
             policy = self._store.read_step("logprob", step, self._shards) if self._recompute_logprobs else None
-        return update_policy(
-            self.host,
-            step,
-            rollout=rollout,
-            advantages=advantages,
-            reference=reference,
-            policy=policy,
-            kl_coef=commit.state["step_kl_coef"],
-        )
+        batch = PolicyBatch(rollout, advantages, policy, reference, commit.state["step_kl_coef"])
+        return self.host.update_policy(step, batch)
 
     def train_alone(self, role: Role, step: int) -> None:
         """Train version `step` from the stored inputs, committed or not, and write nothing."""

@@ -223,7 +223,7 @@ def check_request(request: Request, max_seq: int, vocab: int, eos_ids: Set[int])
 
 def check_ability(request: Request, can: Capabilities) -> None:
     """Check a request against an engine's capabilities. Raises RequestError, naming the row, if the engine cannot serve
-    it. A run that would make such requests is refused before it starts (`pipeline/config/engine_needs.py`)."""
+    it. A run that would make such requests is refused before it starts (`pipeline/config/rules.py`)."""
     sampling, problem = request.sampling, None
     if request.forced and not can.scores:
         problem = "is given its tokens, which this engine cannot score"

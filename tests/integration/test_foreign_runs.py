@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from pipeline.cli.main import main
-from pipeline.config.paths import RunPaths
+from pipeline.config.paths import TRUSTED, RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.config.trust import TRUSTED
 from pipeline.observe.journal import EventKind, read_events
 from stages.models.checkpoint_metadata import pickle_fault
 from storage import checkpoints

@@ -81,7 +81,7 @@ def build_remote(
     may be imported from. Raises ValueError for settings that cannot work, OSError for an interpreter that cannot be
     run, and EngineLost with the last lines of the server's log."""
     assert config.python is not None, "checked with the config"
-    if migratable:  # `pipeline/config/engine_needs.py` refuses such a config before
+    if migratable:  # `pipeline/config/rules.py` refuses such a config before
         raise ValueError(
             f"rows of engine.kind={config.kind} cannot migrate between replicas (cluster.migrate_rows_below)"
         )

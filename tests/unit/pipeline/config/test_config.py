@@ -12,7 +12,8 @@ import pytest
 from pipeline.config.errors import ConfigError
 from pipeline.config.loading import config_hash, load_config, load_yaml, to_yaml
 from pipeline.config.preflight import engine_line
-from pipeline.config.run import RunConfig, run_problems
+from pipeline.config.rules import run_problems
+from pipeline.config.run import RunConfig
 from stages.models.protocol import Role
 
 BASE = """

@@ -1,0 +1,305 @@
+"""The rules of a run's config across its sections, and the list of all problems. Reads no model and no data.
+
+A rule about one setting stands with its field, a rule inside a section beside its dataclass. The others are here:
+
+    the whole config       `_problems_across`
+    rows and layouts       `_gang_problems`, `_reuse_problems`
+    nothing reads it       `_unread_problems`, `_normalize_problems`
+    the engine's kind      `_engine_problems`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import is_dataclass
+from typing import Any
+
+from pipeline.config.errors import refusal, together
+from pipeline.config.placement import default_placement, gang_of, placement_problems
+from pipeline.config.run import RunConfig
+from pipeline.config.sections import (
+    alarms_problems,
+    checkpoint_problems,
+    cluster_problems,
+    evaluate_problems,
+    mismatch_problems,
+    rollout_problems,
+    tracking_problems,
+)
+from pipeline.config.slurm import slurm_placement_problems, slurm_problems
+from pipeline.graph.graph import Gang
+from stages.engines.capabilities import Capabilities, able
+from stages.engines.config import engine_problems
+from stages.models.config import model_problems, sampling_problems
+from stages.models.protocol import Role
+from stages.models.spec import is_random
+from stages.ppo.config import GROUPED, ppo_problems
+from stages.rewards.config import REASONING_SCHEME, RewardConfig, judge_problems, reward_problems, source_problems
+from storage.config import prompts_problems
+from storage.problems import Problem, divides, mentions, setting_problems, unread_problems
+
+
+def validate(config: RunConfig) -> None:
+    """Raise ConfigError with every value that cannot work. Reads no model and no data; `preflight` does."""
+    problems = list(run_problems(config))
+    if problems:
+        raise together([refusal(problem) for problem in problems])
+
+
+def run_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield the problems of each setting and section, and those across sections that involve none of these."""
+    problems = _section_problems(config)
+    yield from problems
+    wrong = [problem.key for problem in problems]
+    sound, replaced = _without_problems(config, wrong) if wrong else (config, [])
+    for problem in _problems_across(sound):
+        about = f"{problem.key}: {problem.need}"
+        if not mentions(problem, wrong) and not any(f"{section}." in about for section in replaced):
+            yield problem
+
+
+def _without_problems(config: RunConfig, wrong: Sequence[str]) -> tuple[RunConfig, list[str]]:
+    """Return the config with these settings at their defaults, so that the others can be checked across sections; and
+    the sections that had to be replaced as a whole, since they would still have problems."""
+    sound, usual = deepcopy(config), _sound()
+    replaced = {key.partition(".")[0] for key in wrong if not set_default(sound, key)}
+    for section in replaced:
+        setattr(sound, section, getattr(usual, section))
+    for section in {problem.key.partition(".")[0] for problem in _section_problems(sound)}:
+        setattr(sound, section, getattr(usual, section))
+        replaced.add(section)
+    return sound, sorted(replaced)
+
+
+def _sound() -> RunConfig:
+    """Return a config without problems."""
+    reward, placement = RewardConfig(kind="characters"), default_placement()
+    return RunConfig(name="run", reward=reward, placement=placement)
+
+
+def set_default(config: RunConfig, key: str) -> bool:
+    """Set a setting to its default. Return False if it is no setting of a section."""
+    *path, name = key.split(".")
+    owner: Any = config
+    for part in path:
+        owner = owner.get(part) if isinstance(owner, dict) else getattr(owner, part, None)
+    if not is_dataclass(owner) or not hasattr(owner, name):
+        return False
+    kind: Any = type(owner)
+    setattr(owner, name, getattr(kind(), name))
+    return True
+
+
+def _section_problems(config: RunConfig) -> list[Problem]:
+    """Return the problems of each setting, and those inside each section."""
+    return [
+        *setting_problems(config),
+        *model_problems(config.model),
+        *prompts_problems(config.prompts),
+        *rollout_problems(config.rollout),
+        *sampling_problems(config.sampling),
+        *engine_problems(config.engine),
+        *reward_problems(config.reward),
+        *ppo_problems(config.ppo),
+        *placement_problems(config.placement, critic=config.has_critic),
+        *evaluate_problems(config.evaluate),
+        *mismatch_problems(config.mismatch),
+        *alarms_problems(config.alarms),
+        *checkpoint_problems(config.checkpoint),
+        *tracking_problems(config.tracking),
+        *cluster_problems(config.cluster),
+        *slurm_problems(config.slurm),
+    ]
+
+
+def _problems_across(config: RunConfig) -> Iterator[Problem]:
+    for section, parts in (("reward", config.reward), ("evaluate.reward", config.evaluate.reward)):
+        yield from source_problems(parts, section, config.prompts.url)
+    responses, deadline_s = config.rollout.responses_per_prompt, config.cluster.deadline_s
+    yield from judge_problems(config.reward, "reward", responses, deadline_s)
+    if config.evaluate.every:
+        key, held_out_reward = config.held_out_reward
+        yield from judge_problems(held_out_reward, key, 1, deadline_s)
+    yield from divides("ppo.minibatches", config.ppo.minibatches, "rollout.rows", config.rollout.rows)
+    if config.ppo.advantage in GROUPED and config.rollout.responses_per_prompt < 2:
+        need = (
+            f"ppo.advantage={config.ppo.advantage} compares the responses to a prompt: 2 or more (4 to 16 are usual), "
+            "or ppo.advantage=reinforce_pp, which compares with the whole step"
+        )
+        yield Problem("rollout.responses_per_prompt", config.rollout.responses_per_prompt, need)
+    yield from _normalize_problems(config)
+    yield from _unread_problems(config)
+    yield from _reuse_problems(config)
+    yield from slurm_placement_problems(config.slurm, config.placement, config.replica_ranks)
+    warmup = config.ppo.critic_warmup_steps
+    if warmup >= config.steps:
+        need = f"must be below steps = {config.steps}: in no other step is the policy trained"
+        yield Problem("ppo.critic_warmup_steps", warmup, need)
+    if config.evaluate.every != 0:
+        held_out = config.prompts.held_out
+        if held_out is not None:
+            if held_out < 2:
+                need = "evaluation needs 2 or more (evaluate.every=0: none)"
+                yield Problem("prompts.held_out", held_out, need)
+            yield from divides("evaluate.shards", config.evaluate.shards, "prompts.held_out", held_out)
+        heat = config.evaluate.temperature
+        if config.evaluate.select.max_kl is not None and heat not in (None, config.sampling.temperature):
+            need = (
+                f"must be null or sampling.temperature ({config.sampling.temperature:g}) under evaluate.select.max_kl: "
+                "else the KL of held-out responses is not the policy's"
+            )
+            yield Problem("evaluate.temperature", heat, need)
+    for gang in config.gangs():
+        if gang.ordered:
+            yield from _gang_problems(config, gang)
+    yield from _engine_problems(config)
+    if config.engine.update == "inflight" and config.rollout.versions == "exact":
+        need = (
+            "rows in flight take newer weights, which rollout.versions=exact does not allow: rollout.versions=latest, "
+            "or drain"
+        )
+        yield Problem("engine.update", config.engine.update, need)
+    if config.alarms.staleness_steps is not None and config.rollout.versions == "exact":
+        need = "every row is at the bound by design under rollout.versions=exact: latest, or null"
+        yield Problem("alarms.staleness_steps", config.alarms.staleness_steps, need)
+    below = config.cluster.migrate_rows_below
+    generating = config.placement.roles[Role.GENERATE]
+    workers = config.placement.gangs[generating].workers
+    if below and workers == 1:
+        key = f"placement.gangs.{generating}.workers"
+        need = f"needs {key} of 2 or more (given {workers}); with one replica set it to 0"
+        yield Problem("cluster.migrate_rows_below", below, need)
+
+
+def _unread_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield the settings that settings of other sections leave without effect."""
+    if config.rollout.versions == "latest" and not config.staleness:
+        need = "no version is newer than the one that a step waits for under staleness=0: exact, or a higher staleness"
+        yield Problem("rollout.versions", config.rollout.versions, need)
+    if "critic" in config.alarms.stop and not config.has_critic:
+        need = f"ppo.advantage={config.ppo.advantage} trains no critic: leave it out"
+        yield Problem("alarms.stop", "critic", need)
+    if not config.takes_turns(gang_of(config.placement, Role.GENERATE)):
+        why = "the engine releases memory only while other gangs use its devices: name them in placement.device_sharing"
+        yield from unread_problems("engine.vllm", config.engine.vllm, why, ("sleep_level",))
+        yield from unread_problems("engine.tensorrt_llm", config.engine.tensorrt_llm, why, ("unload_engine_train",))
+    if config.prompts.url.startswith(REASONING_SCHEME):
+        why = f"problems of {REASONING_SCHEME} are made, not read from a field: a file as prompts.url"
+        yield from unread_problems("prompts", config.prompts, why, ("field",))
+
+
+def _normalize_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield a problem if the advantage cancels a normalization."""
+    normalize, ppo = config.reward.normalize, config.ppo
+    if normalize.scale and normalize.clip is None and ppo.advantage == "group" and ppo.group_scale == "std":
+        need = (
+            "ppo.advantage=group divides by the deviation of each prompt's rewards, so that another division before it "
+            "changes nothing: false, a reward.normalize.clip, or ppo.group_scale=none"
+        )
+        yield Problem("reward.normalize.scale", True, need)
+    if normalize.mean and normalize.clip is None and ppo.advantage in GROUPED:
+        need = (
+            f"ppo.advantage={config.ppo.advantage} subtracts the mean of each prompt's responses, so that another one "
+            "before it changes nothing: false, or a reward.normalize.clip, which is around that mean"
+        )
+        yield Problem("reward.normalize.mean", True, need)
+
+
+def _reuse_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield the problems of `reuse_forward`: an update can reuse a forward only if its micro-batches are the same."""
+    for role, optimizer in ((Role.POLICY, config.model.policy), (Role.CRITIC, config.model.critic)):
+        if not optimizer.reuse_forward or (role is Role.CRITIC and not config.has_critic):
+            continue
+        gang = config.placement.gangs[config.placement.roles[role]]
+        needs: dict[str, tuple[object, object]] = {
+            "ppo.minibatches": (config.ppo.minibatches, 1),
+            "rollout.shards": (config.rollout.shards, 1),
+            "its gang's layout.pipeline": (gang.layout.pipeline, 1),
+            "its gang's offload": (gang.offload, "none"),
+        }
+        if role is Role.POLICY:
+            needs["ppo.proximal"] = (config.ppo.proximal, "recompute")
+        for key, (given, wanted) in needs.items():
+            if given != wanted:
+                need = (
+                    f"the update's micro-batches must be those that were computed: needs {key}={wanted} (given {given})"
+                )
+                yield Problem(f"model.{role}.reuse_forward", True, need)
+
+
+def _gang_problems(config: RunConfig, gang: Gang) -> Iterator[Problem]:
+    """Yield the problems of an ordered gang's layout with its rows, and of its offload with LoRA."""
+    key, layout = f"placement.gangs.{gang.name}", config.placement.gangs[gang.name].layout
+    data = gang.workers // (layout.tensor * layout.pipeline)
+    minibatch_rows = config.rollout.rows // config.ppo.minibatches
+    if minibatch_rows % data or config.rows_per_shard % data:
+        yield Problem(
+            f"{key}.workers",
+            gang.workers,
+            f"gives {data} data-parallel ranks, which must divide the rows of a shard ({config.rows_per_shard}) and of "
+            f"a minibatch ({minibatch_rows})",
+        )
+    if config.model.lora.rank and config.placement.gangs[gang.name].offload == "idle":
+        need = (
+            "the roles share their frozen weights under model.lora.rank > 0, so that none can leave: none or gradients"
+        )
+        yield Problem(f"{key}.offload", "idle", need)
+
+
+# ---- What the engine can do ------------------------------------------------------------------------------
+
+PLAIN_TEMPERATURES = (0.0, 1.0)
+"""Temperatures at which a token is drawn from the softmax of the unscaled logits (1) or is their arg max (0)."""
+
+
+def _engine_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield the settings that the engine's capabilities do not allow. Those that are checked do not depend on the
+    device. (`preflight.py` tells which guarantees an accepted run lacks.)"""
+    can, update, below = config.capabilities(), config.engine.update, config.cluster.migrate_rows_below
+    if update not in can.updates:
+        ways = " or ".join(sorted(can.updates))
+        need = f"it cannot take weights in so: must be {ways}{_or(config, lambda c: update in c.updates)}"
+        yield _of_engine(config, "engine.update", update, need)
+    if below and not can.migration:
+        need = f"its rows cannot move between replicas: must be 0{_or(config, lambda c: c.migration)}"
+        yield _of_engine(config, "cluster.migrate_rows_below", below, need)
+    if is_random(config.model.path) and "tensors" not in can.sources:
+        need = "it reads the model itself: needs a Hugging Face directory"
+        yield _of_engine(config, "model.path", config.model.path, need)
+    if can.distributions == "plain":
+        yield from _plain_problems(config)
+    if config.takes_turns(gang_of(config.placement, Role.GENERATE)) and can.sleeps == "nothing":
+        need = f"it gives no memory back while others have its devices{_or(config, lambda c: c.sleeps != 'nothing')}"
+        yield _of_engine(config, "placement.device_sharing", "its gang", need)
+    if config.mismatch.stop and config.staleness > 0 and not can.scores:
+        need = "it cannot score given tokens, so stale rows have no canaries to stop at: must be false, or staleness=0"
+        yield _of_engine(config, "mismatch.stop", True, need)
+
+
+def _plain_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield the problems of an engine whose log-probs ignore changes of the logits before the draw."""
+    sampling, other = config.sampling, _or(config, lambda c: c.distributions == "any")
+    if sampling.temperature != 1:
+        need = f"its log-probs are those of temperature 1, whatever it draws at: must be 1{other}"
+        yield _of_engine(config, "sampling.temperature", sampling.temperature, need)
+    if sampling.suppress_token_ids:
+        need = f"its log-probs know nothing of tokens that are taken out: must be []{other}"
+        yield _of_engine(config, "sampling.suppress_token_ids", sampling.suppress_token_ids, need)
+    if sampling.min_new_tokens:
+        need = f"its log-probs know nothing of an EOS that is not allowed yet: must be 0{other}"
+        yield _of_engine(config, "sampling.min_new_tokens", sampling.min_new_tokens, need)
+    heat = config.evaluate.temperature
+    if config.evaluate.every != 0 and heat not in (None, *PLAIN_TEMPERATURES):
+        need = f"its log-probs are those of temperature 1: must be 0, 1 or null{other}"
+        yield _of_engine(config, "evaluate.temperature", heat, need)
+
+
+def _of_engine(config: RunConfig, key: str, given: object, need: str) -> Problem:
+    return Problem(key, given, f"engine.kind={config.engine.kind}: {need}")
+
+
+def _or(config: RunConfig, can: Callable[[Capabilities], bool]) -> str:
+    """Return the part of a message that suggests other engines, or ""."""
+    others = able(config.engine, "cpu", can)
+    return f" (or engine.kind={' or '.join(others)})" if others else ""

@@ -144,10 +144,10 @@ def preferences_problems(config: PreferencesConfig) -> Iterator[Problem]:
             need = f"with data.validation = {config.validation} nothing is left"
             yield Problem("data.held_out", config.held_out, need)
     if config.kind == "ratings" and config.format == "chat":
-        yield Problem("data.format", config.format, "ratings are of texts: plain")
+        yield Problem("data.format", config.format, "ratings belong to plain texts: plain")
     if (config.spread is None) != (config.raters is None):
         missing = "data.raters" if config.raters is None else "data.spread"
-        yield Problem(missing, None, "the noise of a rating takes both spread and raters, or name neither")
+        yield Problem(missing, None, "the noise of a rating needs data.spread and data.raters: give both, or neither")
 
 
 @dataclass(frozen=True)

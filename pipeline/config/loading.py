@@ -214,7 +214,7 @@ def _need(kind: Any) -> str:
         return ", or ".join("null" if a is type(None) else _need(a) for a in arguments)
     if origin in (list, tuple):
         one = _WORDS.get(arguments[0], "") if arguments else ""
-        return f"a list, each of it {one}" if one else "a list"
+        return f"a list, each element {one}" if one else "a list"
     return "a mapping of names to settings" if origin is dict else _WORDS.get(kind, "")
 
 
@@ -224,7 +224,7 @@ def first_line(error: Exception) -> str:
 
 # ---- Loading and writing ---------------------------------------------------------------------------------
 
-_WAY_ON = "Put it back, or remove the file, which is then written anew from identity.json"
+_WAY_ON = "Restore it, or remove the file: it is then written again from identity.json"
 _OTHER_PROGRAMS = {
     "a reward model's training": {"data", "train", "optimizer"},
     "a labelling": {"judge", "responses"},
@@ -325,7 +325,7 @@ def read_saved(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     for program, own in _OTHER_PROGRAMS.items():
         if own <= content.keys():
             need = f"{path.parent} is the directory of {program}: for a run choose another name=..., or runs_dir=..."
-            raise OtherProgramsConfig(where, f"is not that of a run; {need}")
+            raise OtherProgramsConfig(where, f"is not the config of a run; {need}")
     there = [f"{key}." for key in settings(content)]
     lost = [key for key in settings(sections(RunConfig())) if not any(had.startswith(f"{key}.") for had in there)]
     if lost:

@@ -150,8 +150,8 @@ def network_filesystem(path: Path, mounts: str | None = None) -> str | None:
 # checkpoints become the weights. Commands that only show a run read it as data and need no check.
 
 TRUSTED = "STAGELINE_TRUST"
-"""Environment variable: directories, separated by colons, whose content is trusted whoever wrote it. It is no key of the
-config, because the config lies in the directory that is to be trusted."""
+"""Environment variable: directories, separated by colons, whose content is trusted whoever wrote it. It is no config
+key, because the config lies in the directory that is to be trusted."""
 
 
 def refuse_foreign(run_dir: Path) -> None:

@@ -324,7 +324,7 @@ def _check_same_run(config: RunConfig, paths: RunPaths, identity: Identity) -> N
         if found:
             raise ConfigError(
                 str(paths.config),
-                f"is not what the run was stated with: {'; '.join(map(str, found))}. Put it back, or remove the file, "
+                f"differs from what {FILE} recorded: {'; '.join(map(str, found))}. Restore it, or remove the file, "
                 f"which is then written anew from {FILE}. What may change is given with the command: `stageline resume "
                 f"{paths.root} key=value`",
             )

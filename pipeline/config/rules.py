@@ -259,18 +259,18 @@ def _engine_problems(config: RunConfig) -> Iterator[Problem]:
     can, update, below = config.capabilities(), config.engine.update, config.cluster.migrate_rows_below
     if update not in can.updates:
         ways = " or ".join(sorted(can.updates))
-        need = f"it cannot take weights in so: must be {ways}{_or(config, lambda c: update in c.updates)}"
+        need = f"it cannot load new weights in this way: must be {ways}{_or(config, lambda c: update in c.updates)}"
         yield _of_engine(config, "engine.update", update, need)
     if below and not can.migration:
         need = f"its rows cannot move between replicas: must be 0{_or(config, lambda c: c.migration)}"
         yield _of_engine(config, "cluster.migrate_rows_below", below, need)
     if is_random(config.model.path) and "tensors" not in can.sources:
-        need = "it reads the model itself: needs a Hugging Face directory"
+        need = "it reads the model from files: needs a Hugging Face directory"
         yield _of_engine(config, "model.path", config.model.path, need)
     if can.distributions == "plain":
         yield from _plain_problems(config)
     if config.takes_turns(gang_of(config.placement, Role.GENERATE)) and can.sleeps == "nothing":
-        need = f"it gives no memory back while others have its devices{_or(config, lambda c: c.sleeps != 'nothing')}"
+        need = f"it keeps its memory while other gangs use its devices{_or(config, lambda c: c.sleeps != 'nothing')}"
         yield _of_engine(config, "placement.device_sharing", "its gang", need)
     if config.mismatch.stop and config.staleness > 0 and not can.scores:
         need = "it cannot score given tokens, so stale rows have no canaries to stop at: must be false, or staleness=0"
@@ -281,17 +281,17 @@ def _plain_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield the problems of an engine whose log-probs ignore changes of the logits before the draw."""
     sampling, other = config.sampling, _or(config, lambda c: c.distributions == "any")
     if sampling.temperature != 1:
-        need = f"its log-probs are those of temperature 1, whatever it draws at: must be 1{other}"
+        need = f"its log-probs are for temperature 1 even if it draws at another: must be 1{other}"
         yield _of_engine(config, "sampling.temperature", sampling.temperature, need)
     if sampling.suppress_token_ids:
-        need = f"its log-probs know nothing of tokens that are taken out: must be []{other}"
+        need = f"its log-probs do not exclude suppressed tokens: must be []{other}"
         yield _of_engine(config, "sampling.suppress_token_ids", sampling.suppress_token_ids, need)
     if sampling.min_new_tokens:
-        need = f"its log-probs know nothing of an EOS that is not allowed yet: must be 0{other}"
+        need = f"its log-probs do not exclude an EOS that comes too early: must be 0{other}"
         yield _of_engine(config, "sampling.min_new_tokens", sampling.min_new_tokens, need)
     heat = config.evaluate.temperature
     if config.evaluate.every != 0 and heat not in (None, *PLAIN_TEMPERATURES):
-        need = f"its log-probs are those of temperature 1: must be 0, 1 or null{other}"
+        need = f"its log-probs are for temperature 1: must be 0, 1 or null{other}"
         yield _of_engine(config, "evaluate.temperature", heat, need)
 
 

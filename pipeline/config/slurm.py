@@ -213,7 +213,7 @@ def _gang_problems(key: str, gang: SlurmGangConfig) -> Iterator[Problem]:
     of_nodes: dict[str, object] = {"partition": gang.partition, "sbatch": gang.sbatch}
     for name, value in of_nodes.items():
         if value and gang.nodes is None:
-            yield Problem(f"{key}.{name}", value, f"is of nodes that are the gang's own: needs {key}.nodes")
+            yield Problem(f"{key}.{name}", value, f"applies to nodes of the gang's own: needs {key}.nodes")
 
 
 def _command_problems(config: SlurmConfig) -> Iterator[Problem]:

@@ -167,26 +167,26 @@ def _estimator_problems(config: PPOConfig) -> Iterator[Problem]:
         need = f"{chosen} compares no groups: false, or ppo.advantage=group or rloo"
         yield Problem("ppo.skip_equal_groups", True, need)
     if config.group_scale != "std" and config.advantage != "group":
-        need = f"{chosen} has no groups that it divides by: std, which does nothing, or ppo.advantage=group"
+        need = f"{chosen} divides by no deviation of a group: std (the default), or ppo.advantage=group"
         yield Problem("ppo.group_scale", config.group_scale, need)
     if has_critic(config):
         return
     if config.critic_warmup_steps:
         yield Problem("ppo.critic_warmup_steps", config.critic_warmup_steps, f"{chosen} trains no critic: 0")
     if config.truncated == "bootstrap":
-        need = f"{chosen} has no critic whose value could follow a cut response: terminate"
+        need = f"{chosen} has no critic, whose value would follow a cut response: terminate"
         yield Problem("ppo.truncated", config.truncated, need)
     if config.whiten_rewards:
-        need = f"{chosen} sums the rewards of tokens up, and what whitening adds to each grows with the length: false"
+        need = f"{chosen} adds up the rewards of tokens, and whitening adds to each, so that length would count: false"
         yield Problem("ppo.whiten_rewards", True, need)
     if config.advantage in GROUPED and config.gamma != 1:
-        need = f"{chosen} takes a response's reward as one: 1 (discounting needs gae or reinforce_pp)"
+        need = f"{chosen} has one reward for each response, which is not discounted: 1, or gae or reinforce_pp"
         yield Problem("ppo.gamma", config.gamma, need)
     divided = config.advantage == "group" and config.group_scale == "std"
     if divided and config.kl.where == "reward" and config.kl.coef:
         need = (
-            "ppo.advantage=group divides by the deviation of a prompt's rewards, which is the KL's alone where all "
-            "scores are equal: ppo.kl.where=loss (as GRPO has it), ppo.group_scale=none or ppo.kl.coef=0"
+            "ppo.advantage=group divides by the deviation of a prompt's rewards; if all scores are equal, only the KL "
+            "is left in it: ppo.kl.where=loss (as GRPO has it), ppo.group_scale=none or ppo.kl.coef=0"
         )
         yield Problem("ppo.kl.where", config.kl.where, need)
 
@@ -207,7 +207,7 @@ def _dead_problems(config: PPOConfig) -> Iterator[Problem]:
         )
         yield Problem("ppo.target_kl", config.target_kl, need)
     if config.kl.target is not None and config.kl.coef == 0:
-        need = "steers ppo.kl.coef by factors, which 0 does not feel: a ppo.kl.coef above 0, or null"
+        need = "the controller multiplies ppo.kl.coef, and 0 stays 0: a ppo.kl.coef above 0, or null"
         yield Problem("ppo.kl.target", config.kl.target, need)
     if config.correction == "mask" and "sampler" in (config.anchor, config.proximal):
         by = "ppo.anchor" if config.anchor == "sampler" else "ppo.proximal"

@@ -173,7 +173,7 @@ def test_one_error_stays_as_it_is_and_of_each_key_one_thing_is_said() -> None:
         ("prompts.held_out=x", "prompts.held_out: given 'x' (in {}); must be a whole number, or null"),
         (
             "model.eos_token_ids=[a]",
-            "model.eos_token_ids: given ['a'] (in {}); must be a list, each of it a whole number",
+            "model.eos_token_ids: given ['a'] (in {}); must be a list, each element a whole number",
         ),
         (
             "reward.kind=mine:",

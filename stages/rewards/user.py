@@ -70,7 +70,7 @@ class UserReward(Reward):
                 answer: Mapping[str, Any] = self._sandbox.ask(request, self._timeout_s)
                 return answer
             except SandboxExpired:
-                need = f"took longer than its part's timeout_s = {self._timeout_s:g} s, {self._rows(samples)}"
+                need = f"took longer than {self._timeout_s:g} s (timeout_s of its part), {self._rows(samples)}"
                 raise RewardFailed(f"{self._kind} {need}: its process was ended") from None
             except SandboxEnded as error:
                 if before:

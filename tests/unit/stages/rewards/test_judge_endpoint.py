@@ -322,7 +322,7 @@ def test_a_budget_ends_the_asking_and_a_larger_one_goes_on(tmp_path: Path) -> No
     """Requests under way are answered and kept; a continued run counts the earlier requests."""
     with serving(in_turn(Reply("later", 503), by_length)) as served:
         judge = judge_of(served, max_requests=6, concurrency=3, _directory=tmp_path)
-        with pytest.raises(BudgetSpent, match=r"max_requests = 6 is used up; every answer that came is kept"):
+        with pytest.raises(BudgetSpent, match=r"max_requests = 6 is used up; all answers so far are kept"):
             judge(samples(*"abcdefgh"))
         assert len(served.asked) == 6, "the one that was refused counts too"
         assert len(records(tmp_path / "judge")) == 5
@@ -374,7 +374,7 @@ def test_a_budget_of_money_counts_the_servers_tokens(tmp_path: Path) -> None:
         judge_of(served, max_cost=1.0, prompt_price=1.0)(samples("a"))
     (file, *_) = (tmp_path / "judge").glob("spent-*")
     file.write_bytes(b"\0" * 50)
-    with pytest.raises(RewardFailed, match=r"spent-.* is damaged; write what it counted"):
+    with pytest.raises(RewardFailed, match=r"spent-.* is damaged; write the numbers"):
         judge_of("http://127.0.0.1:9/v1", max_cost=1.0, **prices).counts()
 
 
@@ -432,13 +432,13 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ({"key_env": "JUDGE_KEY"}, r"args\.key_env: given 'JUDGE_KEY'; there is no such environment variable"),
         ({"key_env": "abcdef0123"}, r"args\.key_env: given '\(not shown\)'; there is no such environment variable"),
         ({"api_key": KEY}, r"args\.api_key: given '\(not shown\)'; no such argument; judge takes url"),
-        ({"on_unparsed": None}, r"args\.on_unparsed: given None; must be given"),
+        ({"on_unparsed": None}, r"args\.on_unparsed: given None; must be float"),
         ({"read": "tea leaves"}, r"args\.read: given 'tea leaves'; must be likelihood or text"),
         ({"concurrency": 0}, r"args\.concurrency: given 0"),
         ({"timeout_s": 0.0}, r"args\.timeout_s: given 0"),
         ({"retry_s": 1.0, "timeout_s": 2.0}, r"args\.retry_s: given 1.0; must be timeout_s \(2\) or more"),
         ({"retry_s": math.nan}, r"args\.retry_s: given nan; must be finite, and above 0 seconds"),
-        ({"body": {"stream": True}}, r"args\.body\.stream: given True; an answer is read whole: leave it out"),
+        ({"body": {"stream": True}}, r"args\.body\.stream: given True; answers are read as a whole: leave it out"),
         ({"body": {"messages": ["x"]}}, r"args\.body\.messages: given .*the messages come from the rubric"),
         ({"max_requests": 0}, r"args\.max_requests: given 0; must be 1 or more"),
         ({"max_cost": 1.0}, r"args\.max_cost: given 1.0; needs prompt_price or completion_price above 0"),

@@ -150,11 +150,11 @@ def test_against_the_group_a_row_is_worth_the_share_of_the_others_that_it_beats(
 @pytest.mark.parametrize(
     ("text", "given", "said"),
     [
-        (None, {}, r"rubric: given None; give either that or rubric_file"),
+        (None, {}, r"rubric: given None; give either rubric"),
         ("{prompt}", {}, r"rubric: given .*it lacks \{response\}"),
         (GRADED, {"against": "group"}, r"lacks \{first\}, \{second\}, without which a pairwise judge"),
-        (PAIRWISE + "{response}", {"against": "group"}, r"\{response\} is of graded judges"),
-        ("{response} {first}", {}, r"\{first\} is of pairwise judges"),
+        (PAIRWISE + "{response}", {"against": "group"}, r"\{response\} is for graded judges"),
+        ("{response} {first}", {}, r"\{first\} is for pairwise judges"),
         ("{response!r}", {}, r"\{response\} is not a field name"),
         ("{response.upper}", {}, "is not a field name"),
         ("{response} {", {}, "write a brace that belongs to no field twice"),

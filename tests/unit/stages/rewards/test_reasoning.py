@@ -88,7 +88,7 @@ def test_a_problem_of_another_library_is_an_error_of_the_run() -> None:
     ("url", "said"),
     [
         ("chain_sums", ("'chain_sums': no such task", "chain_sum")),
-        ("chain_sum?terms=3", ("chain_sum has no 'terms', but", "min_terms", "and instruction")),
+        ("chain_sum?terms=3", ("chain_sum has no 'terms'; it has", "min_terms", "and instruction")),
         ("chain_sum?size=0", ("size must be 1 or more",)),
         ("chain_sum?size=many", ("size must be 1 or more",)),
         ("chain_sum?min_terms=9&max_terms=2", ("chain_sum refuses", "min_terms")),

@@ -68,7 +68,7 @@ PANELS = (
     Panel("Gradient norm", "before clipping", (("policy/grad_norm", "policy"), ("critic/grad_norm", "critic"))),
     Panel(
         "Trainer against sampler",
-        "mean |difference| of log-probs, nats",
+        "|log-prob difference|, nats",
         (("mismatch/mean_abs_all", "all tokens"), ("mismatch/canary_mean_abs", "at one version")),
         0.0,
     ),

@@ -55,7 +55,7 @@ def plot_timeline(timeline: Timeline, losses: Sequence[tuple[float, str]], path:
     order = [s for s in STAGE_COLOURS if s in present] + sorted(present - STAGE_COLOURS.keys())
     handles = [Patch(color=STAGE_COLOURS.get(stage, OTHER_COLOUR), label=stage) for stage in order]
     figure.suptitle(f"{title}: stages by gang; the number in a box is its PPO step", fontsize=12, color=INK)
-    figure.legend(handles=handles, loc="outside lower center", ncol=len(handles), frameon=False, fontsize=9)
+    figure.legend(handles=handles, loc="outside lower center", ncol=min(8, len(handles)), frameon=False, fontsize=9)
     figure.savefig(path)
 
 

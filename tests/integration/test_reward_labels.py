@@ -123,7 +123,7 @@ def test_a_larger_budget_goes_on_where_one_ended(
     command = [*arguments(tmp_path, served.url), responses(tmp_path, 4)]
     assert main([*command, "judge.args.max_requests=10"]) == 3
     said = " ".join(capsys.readouterr().err.split())
-    assert "max_requests = 10 is used up; every answer that came is kept. Start it again with a larger budget" in said
+    assert "max_requests = 10 is used up" in said
     assert main([*command, "judge.args.max_requests=24"]) == 0
     assert len(served.asked) == 4 * 3 * 2
     assert json.loads((tmp_path / "labelled/summary.json").read_text())["judge"] == {"requests": 24}

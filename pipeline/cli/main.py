@@ -44,7 +44,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse arguments. argparse alone takes key=value changes before an option or after it, but not both."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    taken = getattr(options, "changes", getattr(options, "sources", None))
+    taken = next((getattr(options, name) for name in ("changes", "sources", "more") if hasattr(options, name)), None)
     if rest and (taken is None or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if taken is not None:

@@ -401,14 +401,15 @@ def published_tensors(spec: ModelSpec, model: ModelConfig, pipeline: int = 1, st
 def publication_bytes(gang: GangModels, stage: int, *, sends: bool, first: bool, on_gpu: bool) -> tuple[int, int]:
     """Return the bytes (on the device, in the host's memory) of a publication (`weights.trained_tensors`).
 
-    Each tensor is gathered from the tensor-parallel ranks, as parts and as a whole, and moved to the host by the rank
-    of the stage that `sends`. The gang's `first` rank receives those of the other stages. On a CPU a tensor that is
-    whole on its rank is not copied, except queries, keys and values, which Megatron holds interleaved.
+    Each tensor is gathered from the tensor-parallel ranks (into one buffer of torch's, as parts, and as a whole) and
+    moved to the host by the rank of the stage that `sends`. The gang's `first` rank receives those of the other stages.
+    On a CPU a tensor that is whole on its rank is not copied, except queries, keys and values, which Megatron holds
+    interleaved.
     """
     layout, number, lora = gang.layout, gang.dtype_bytes, gang.model.lora.rank
     own = published_tensors(gang.spec, gang.model, layout.pipeline, stage)
     largest = max(own.values(), default=0)
-    at_work = (2 if layout.tensor > 1 else 1) * number * largest + (2 * 4 * largest if lora else 0)
+    at_work = (3 if layout.tensor > 1 else 1) * number * largest + (2 * 4 * largest if lora else 0)
     copied = own
     if not (on_gpu or layout.tensor > 1 or lora):
         copied = {name: n for name, n in own.items() if any(part in name for part in _FUSED[0])}

@@ -397,15 +397,15 @@ def test_the_stages_of_a_pipeline_publish_all_tensors_once() -> None:
     assert stages[0] | stages[1] == whole
 
 
-def test_a_publication_needs_a_tensor_or_two_on_a_gpu_and_the_model_in_the_hosts_memory() -> None:
+def test_a_publication_needs_a_few_tensors_on_a_gpu_and_the_model_in_the_hosts_memory() -> None:
     model = ModelConfig(path="random:tiny", dtype="bfloat16")
     largest, whole = 256 * 64, sum(published_tensors(TINY, model).values())
     cut = gang(model, LayoutConfig(tensor=2, pipeline=2), data_ranks=2)
     second = sum(published_tensors(TINY, model, 2, 1).values())
     first = publication_bytes(cut, 0, sends=True, first=True, on_gpu=True)
-    assert first == (2 * 2 * largest, 2 * whole)
-    assert publication_bytes(cut, 1, sends=True, first=False, on_gpu=True) == (2 * 2 * 176 * 64, 2 * second)
-    assert publication_bytes(cut, 1, sends=False, first=False, on_gpu=True) == (2 * 2 * 176 * 64, 0)
+    assert first == (3 * 2 * largest, 2 * whole)
+    assert publication_bytes(cut, 1, sends=True, first=False, on_gpu=True) == (3 * 2 * 176 * 64, 2 * second)
+    assert publication_bytes(cut, 1, sends=False, first=False, on_gpu=True) == (3 * 2 * 176 * 64, 0)
     queries = 4 * 64 * (64 + 2 * 32)
     alone = publication_bytes(gang(model), 0, sends=True, first=True, on_gpu=False)
     assert alone == (0, 2 * (largest + queries)), "on a CPU other tensors are not copied"

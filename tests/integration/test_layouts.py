@@ -30,6 +30,7 @@ from stages.models.spec import padded, read_spec
 from stages.models.weights import stage_tensors
 from stages.ppo.config import KLConfig, PPOConfig
 from stages.ppo.micro_batches import minibatches
+from tests.support.collectives import one_order, watched
 from tests.support.families import random_model
 from tests.support.models import ALL_MODELS, random_advantages, random_rollout, update_both
 
@@ -265,9 +266,15 @@ def guarded(host: MegatronHost, batch: PolicyBatch) -> dict[str, Any]:
 
 
 def learn_all(index: int, size: int, root: Path) -> None:
-    """Run every case in turn as one of `size` ranks: starting processes is what takes time."""
+    """Run every case in turn as one of `size` ranks: starting processes is what takes time. Four ranks let torch check
+    every collective, too."""
+    if size == 4:
+        torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
     for number, case in enumerate(CASES[size].values()):
-        learn(case, root, root / f"{size}-{number}", index, size)
+        directory = root / f"{size}-{number}"
+        with watched() as calls:
+            learn(case, root, directory, index, size)
+        torch.save(calls, directory / f"calls{index}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -307,6 +314,13 @@ def test_several_ranks_learn_the_same_as_one(root: Path, name: str) -> None:
             assert found[key] == expected[key]
         else:
             np.testing.assert_allclose(found[key], expected[key], atol=1e-5, rtol=1e-5, err_msg=key)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_ranks_make_their_collectives_in_one_order(root: Path, name: str) -> None:
+    calls = [torch.load(file, weights_only=False) for file in sorted(directory_of(root, name).glob("calls*.pt"))]
+    assert {"allreduce", "all_gather_object"} <= {call.operation for of_rank in calls for call in of_rank}
+    one_order(calls)
 
 
 @pytest.mark.parametrize("name", ALL)

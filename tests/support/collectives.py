@@ -1,0 +1,130 @@
+"""What the ranks of a gang ask of one another: every collective is recorded, and big pickles are refused.
+
+with watched() as calls:  a rank's work       ─► calls: [Call(group, operation, shapes, thread), ...]
+one_order([calls of rank 0, of rank 1, ...])  ─► fails if the ranks would wait for one another for ever, if they come
+                                                 to the same collective with different shapes, or if a group is used
+                                                 by two threads
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+OBJECT_BYTES = 1 << 20
+"""Largest pickled object that a collective may carry. NCCL pads every rank's to the largest, and collects all of them
+on one GPU."""
+_OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective call of one rank."""
+
+    ranks: tuple[int, ...]
+    """Ranks of its group."""
+    group: str
+    """torch's name of the group, the same on every rank."""
+    operation: str
+    shapes: tuple[tuple[int, ...], ...]
+    peer: int
+    """The other rank of a send or a receive; -1 for collectives."""
+    thread: str
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, calls: list[Call]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+            group = ProcessGroup.unbox(named["process_group"])
+            ranks = tuple(dist.get_process_group_ranks(group))
+            peer = named.get("dst", named.get("src", -1))
+            shapes = tuple(tuple(leaf.shape) for leaf in tree_leaves(list(args)) if isinstance(leaf, Tensor))
+            name = func._schema.name.removeprefix("c10d::").strip("_")
+            self.calls.append(
+                Call(
+                    ranks,
+                    group.group_name,
+                    name,
+                    shapes,
+                    ranks[peer] if peer >= 0 else -1,
+                    threading.current_thread().name,
+                )
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def watched() -> Iterator[list[Call]]:
+    """Record this rank's collectives: those of tensors in this thread, those of objects in all threads."""
+    calls: list[Call] = []
+    with ExitStack() as stack:
+        for name in _OBJECTS:
+            stack.enter_context(patch.object(dist, name, _bounded(name, getattr(dist, name), calls)))
+        stack.enter_context(_Recorder(calls))
+        yield calls
+
+
+def _bounded(name: str, collective: Any, calls: list[Call]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = {"all_gather_object": 1, "scatter_object_list": 1}.get(name, 0)
+        num_bytes = len(pickle.dumps(args[given]))
+        assert num_bytes <= OBJECT_BYTES, f"{name} carries {num_bytes} bytes: send tensors"
+        group = kwargs.get("group") or dist.group.WORLD
+        thread = threading.current_thread().name
+        calls.append(Call(tuple(dist.get_process_group_ranks(group)), group.group_name, name, (), -1, thread))
+        return collective(*args, **kwargs)
+
+    return call
+
+
+def one_order(calls: Sequence[Sequence[Call]]) -> None:
+    """Check that the ranks' calls fit one another. `calls`: each rank's, in its order. The threads of a rank run
+    independently of one another. A send does not wait for its receiver: Megatron gives both to NCCL at once."""
+    threads: dict[str, set[str]] = defaultdict(set)
+    left: dict[tuple[int, str], list[Call]] = defaultdict(list)
+    for rank, of_rank in enumerate(calls):
+        for call in of_rank:
+            threads[f"{call.group} of rank {rank}"].add(call.thread)
+            left[rank, call.thread].append(call)
+    assert {group: names for group, names in threads.items() if len(names) > 1} == {}
+    messages: dict[tuple[int, int, str], list[Call]] = defaultdict(list)
+    progress = True
+    while progress:
+        progress = False
+        waiting = {place: queue[0] for place, queue in left.items() if queue}
+        for place, call in waiting.items():
+            if call.operation == "send":
+                messages[place[0], call.peer, call.group].append(call)
+                partners = [place]
+            elif call.operation == "recv":
+                sent = messages[call.peer, place[0], call.group]
+                partners = [place] if sent else []
+                assert not sent or sent.pop(0).shapes == call.shapes
+            else:
+                alike = {p: c for p, c in waiting.items() if (c.group, c.operation) == (call.group, call.operation)}
+                partners = list(alike) if {rank for rank, _ in alike} == set(call.ranks) else []
+                assert not partners or {c.shapes for c in alike.values()} == {call.shapes}, f"{alike}"
+            for partner in partners:
+                left[partner].pop(0)
+                progress = True
+            if progress:
+                break
+    assert {place: queue[0] for place, queue in left.items() if queue} == {}, "these wait for one another"
+    assert not any(messages.values()), "sent, and nobody receives it"

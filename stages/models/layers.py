@@ -12,6 +12,7 @@ torch rounds to bfloat16, with one more pass). Shape suffixes of linears: N rows
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -46,11 +47,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.attention.varlen import varlen_attn
 
 from stages.models.kernels.blocks import BlockKernels, HeadSizes, RotaryAngles, rotate
 from stages.models.numerics import Products, input_gradient, multiply, weight_gradient
 from stages.models.spec import ModelSpec
 
+_SHARES_KEYS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""False in torch versions whose attention for rows of different lengths needs a key for every query head."""
 _AddToResidual = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
 
@@ -133,8 +137,10 @@ class PackedAttention(SelfAttention):
 
 
 class CausalAttention(MegatronModule):
-    """Causal attention by torch's fused kernel, with grouped queries. Rows of the same length are adjacent and are
-    computed together. No mask is needed, since no token is padding."""
+    """Causal attention by torch's fused kernels, with grouped queries. No mask is needed, since no token is padding.
+
+    One call for all rows on GPUs with 16-bit heads, if a run need not be deterministic: the kernel's backward pass adds
+    up in any order. (Never run on a GPU.) Otherwise one call for each run of adjacent rows of the same length."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config)
@@ -142,6 +148,10 @@ class CausalAttention(MegatronModule):
 
     def forward(self, query_NKD: Tensor, key_NGD: Tensor, value_NGD: Tensor, packing: Packing) -> Tensor:
         """Return [N, K * D]."""
+        if _SHARES_KEYS and not (self.config.deterministic_mode or query_NKD.is_cpu or query_NKD.dtype.itemsize > 2):
+            starts, longest = packing.cu_seqlens_q, packing.max_seqlen_q
+            options: Any = {"window_size": (-1, 0), "scale": self.scale, "enable_gqa": True}  # causal, without a window
+            return varlen_attn(query_NKD, key_NGD, value_NGD, starts, starts, longest, longest, **options).flatten(1)
         parts = []
         for start, rows, length in packing.runs:
             q_BKTD, k_BGTD, v_BGTD = (

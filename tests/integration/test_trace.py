@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import re
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from pipeline.cli.trace import predicted, repeats
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig, SamplingConfig
 from stages.models.fake_gpu import DEVICE, PINNED, Collective
 from stages.models.memory import DTYPE_BYTES
-from stages.models.protocol import MODEL_ROLES
+from stages.models.protocol import MODEL_ROLES, Role
 from stages.models.spec import read_spec, tensor_shapes
 from stages.models.trace import TracedGang, TracedRank, trace_stage
 from stages.ppo.config import PPOConfig
@@ -80,6 +81,15 @@ def test_an_update_calls_no_operation_that_torch_refuses_in_deterministic_runs(
     names = set(re.findall(r"`(?:torch\.)?(?:Tensor\.|nn\.functional\.)?(\w+)", refused))
     assert not called & names
     assert called & set(re.findall(r"torch\.(?:Tensor\.)?(\w+)", deterministic)) <= DETERMINISTIC_FORM
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_rows_of_all_lengths_share_a_call_of_attention_unless_bits_must_repeat(deterministic: bool) -> None:
+    given = gang("random:tiny", 1, tokens=512, new=63)
+    given = replace(given, roles=frozenset({Role.REFERENCE}), model=replace(given.model, deterministic=deterministic))
+    called = traced(given)[0].operations
+    assert ("torch_attn::_varlen_attn" in called) is not deterministic
+    assert ("aten::_scaled_dot_product_flash_attention" in called) is deterministic
 
 
 DETERMINISTIC_FORM = {"index_add", "index_add_", "index_put", "index_put_", "gather", "index", "cumsum", "scatter_add_"}

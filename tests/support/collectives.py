@@ -8,6 +8,7 @@ one_order([calls of rank 0, of rank 1, ...])  ─► fails if the ranks would wa
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import threading
 from collections import defaultdict
@@ -55,8 +56,11 @@ class _Recorder(TorchDispatchMode):
             group = ProcessGroup.unbox(named["process_group"])
             ranks = tuple(dist.get_process_group_ranks(group))
             peer = named.get("dst", named.get("src", -1))
-            shapes = tuple(tuple(leaf.shape) for leaf in tree_leaves(list(args)) if isinstance(leaf, Tensor))
             name = func._schema.name.removeprefix("c10d::").strip("_")
+            # one rank has the parts of all
+            common = {"gather": "input_tensors", "scatter": "output_tensors"}.get(name)
+            leaves = tree_leaves(named[common] if common else list(args))
+            shapes = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
             self.calls.append(
                 Call(
                     ranks,
@@ -83,10 +87,11 @@ def watched() -> Iterator[list[Call]]:
 
 def _bounded(name: str, collective: Any, calls: list[Call]) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = {"all_gather_object": 1, "scatter_object_list": 1}.get(name, 0)
-        num_bytes = len(pickle.dumps(args[given]))
+        given = inspect.signature(collective).bind(*args, **kwargs).arguments
+        items = [given[key] for key in ("obj", "scatter_object_input_list", "object_list") if key in given]
+        num_bytes = len(pickle.dumps(items[0]))
         assert num_bytes <= OBJECT_BYTES, f"{name} carries {num_bytes} bytes: send tensors"
-        group = kwargs.get("group") or dist.group.WORLD
+        group = given.get("group") or dist.group.WORLD
         thread = threading.current_thread().name
         calls.append(Call(tuple(dist.get_process_group_ranks(group)), group.group_name, name, (), -1, thread))
         return collective(*args, **kwargs)

@@ -151,7 +151,9 @@ class CausalAttention(MegatronModule):
         if _SHARES_KEYS and not (self.config.deterministic_mode or query_NKD.is_cpu or query_NKD.dtype.itemsize > 2):
             starts, longest = packing.cu_seqlens_q, packing.max_seqlen_q
             options: Any = {"window_size": (-1, 0), "scale": self.scale, "enable_gqa": True}  # causal, without a window
-            return varlen_attn(query_NKD, key_NGD, value_NGD, starts, starts, longest, longest, **options).flatten(1)
+            attended = varlen_attn(query_NKD, key_NGD, value_NGD, starts, starts, longest, longest, **options)
+            assert isinstance(attended, Tensor)  # it was not asked for more
+            return attended.flatten(1)
         parts = []
         for start, rows, length in packing.runs:
             q_BKTD, k_BGTD, v_BGTD = (

@@ -19,7 +19,7 @@ from pipeline.cli.answers import BAD_INPUT, DONE, print_line
 from pipeline.cli.submit import cluster_config
 from pipeline.config.errors import ConfigError
 from pipeline.doctor import engines, exchange, gpus, host, training
-from pipeline.doctor.ladder import Result, Rung, Settings, Status, climb, conclusion, line, machine
+from pipeline.doctor.ladder import DoctorSettings, Rung, RungResult, Status, climb, conclusion, line, machine
 from pipeline.launch.commands import require
 from pipeline.launch.submission import asked_for, doctor_script, submit_doctor
 from stages.engines.config import OTHER_ENVIRONMENTS, interpreter, made_interpreter
@@ -62,7 +62,7 @@ def command(options: argparse.Namespace) -> int:
         key, folder = ("--out", out) if not out.is_dir() else ("--runs-dir", runs_dir)
         raise ConfigError(key, f"given {str(folder)!r}; cannot be written: {error.strerror}") from error
     try:
-        settings = Settings(
+        settings = DoctorSettings(
             runs_dir=runs_dir.absolute(),
             scratch=scratch,
             model=options.model,
@@ -104,7 +104,7 @@ def _submit(options: argparse.Namespace) -> int:
     return DONE
 
 
-def _show(result: Result) -> None:
+def _show(result: RungResult) -> None:
     if result.status is not Status.NOT_REACHED:
         print_line(line(result))
 
@@ -121,7 +121,7 @@ def _engines(given: Sequence[str]) -> dict[str, str]:
     return {kind: interpreter(python) for kind, python in found.items()}
 
 
-def _write(folder: Path, results: Sequence[Result]) -> None:
+def _write(folder: Path, results: Sequence[RungResult]) -> None:
     about = machine()
     stem = folder / f"doctor-{os.environ.get('SLURMD_NODENAME') or socket.gethostname()}"
     lines = [f"{name}: {value}" for name, value in about.items()]

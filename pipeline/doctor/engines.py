@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from pipeline.doctor.ladder import Absent, Fault, Finding, Settings
+from pipeline.doctor.ladder import Absent, DoctorSettings, Fault, Finding
 from stages.engines.build import build_engine
 from stages.engines.config import EmbeddedConfig, EngineConfig
 from stages.engines.protocol import Completion, EngineLost, GenerationEngine, Request, WeightsError
@@ -27,22 +27,22 @@ TOLERANCE = 1e-3
 """Largest accepted difference of a log-prob from the reference's, in nats."""
 
 
-def embedded(settings: Settings) -> Finding:
+def embedded(settings: DoctorSettings) -> Finding:
     """Test the embedded engine with the kernels that a run would choose."""
     return _test(settings, settings.model, EngineConfig())
 
 
-def vllm(settings: Settings) -> Finding:
+def vllm(settings: DoctorSettings) -> Finding:
     """Test vLLM in its environment."""
     return _remote(settings, "vllm")
 
 
-def tensorrt_llm(settings: Settings) -> Finding:
+def tensorrt_llm(settings: DoctorSettings) -> Finding:
     """Test TensorRT-LLM in its environment. Never run yet."""
     return _remote(settings, "tensorrt_llm")
 
 
-def _remote(settings: Settings, kind: Literal["vllm", "tensorrt_llm"]) -> Finding:
+def _remote(settings: DoctorSettings, kind: Literal["vllm", "tensorrt_llm"]) -> Finding:
     python = settings.engines.get(kind)
     if python is None:
         raise Absent(f"no environment of {kind} (--engine {kind}=PYTHON)")
@@ -57,7 +57,7 @@ def _remote(settings: Settings, kind: Literal["vllm", "tensorrt_llm"]) -> Findin
     return _test(settings, model, EngineConfig(kind=kind, python=python))
 
 
-def _test(settings: Settings, model: str, config: EngineConfig) -> Finding:
+def _test(settings: DoctorSettings, model: str, config: EngineConfig) -> Finding:
     requests = list(_requests(read_spec(model).vocab_size))
     plain = EngineConfig(embedded=EmbeddedConfig(kernels="torch"))
     with _built(model, plain, settings, torch.device("cpu")) as reference:
@@ -139,7 +139,7 @@ def _by_row(completions: Iterator[Completion]) -> dict[int, Completion]:
 
 
 def _built(
-    model: str, config: EngineConfig, settings: Settings, device: torch.device | None = None
+    model: str, config: EngineConfig, settings: DoctorSettings, device: torch.device | None = None
 ) -> closing[GenerationEngine]:
     log = settings.scratch / f"{config.kind}.log" if config.kind != "embedded" else None
     try:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.doctor.ladder import Absent, Fault, Finding, Settings
+from pipeline.doctor.ladder import Absent, DoctorSettings, Fault, Finding
 
 NUM_BYTES = 64 << 20
 MEETING_S = 120.0
@@ -31,7 +31,7 @@ SLOWEST = {"gloo": 20e6, "nccl": 1e9}
 """Slowest accepted sum over ranks, in bytes per second: a fifth of 1 Gbit/s Ethernet, and 10 Gbit/s."""
 
 
-def ranks(settings: Settings) -> Finding:
+def ranks(settings: DoctorSettings) -> Finding:
     """Add up a tensor over two processes on this host."""
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         raise Absent("fewer than two GPUs")
@@ -41,7 +41,7 @@ def ranks(settings: Settings) -> Finding:
         return _finding(processes, result, "two processes here")
 
 
-def nodes(settings: Settings) -> Finding:
+def nodes(settings: DoctorSettings) -> Finding:
     """Add up a tensor over the nodes of the Slurm job step that this process belongs to, one rank a node."""
     size = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if size < 2:

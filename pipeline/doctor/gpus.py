@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.doctor.ladder import Absent, Fault, Finding, Settings
+from pipeline.doctor.ladder import Absent, DoctorSettings, Fault, Finding
 
 SMI_S = 60.0
 OLDEST_CAPABILITY = (8, 0)
@@ -58,7 +58,7 @@ class Gpu:
     """0 also where the GPU does not count them."""
 
 
-def driver(settings: Settings) -> Finding:
+def driver(settings: DoctorSettings) -> Finding:
     """Compare the NVIDIA driver with torch's CUDA."""
     here = [file for file in _NVIDIA_FILES if Path(file).exists()]
     if shutil.which("nvidia-smi") is None:
@@ -90,7 +90,7 @@ def driver(settings: Settings) -> Finding:
     return Finding(f"driver {found[0].driver}, CUDA {torch.version.cuda}", facts)
 
 
-def gpus(settings: Settings) -> Finding:
+def gpus(settings: DoctorSettings) -> Finding:
     """Look at each GPU: generation, errors of its memory, and memory that others use."""
     if not torch.cuda.is_available():
         raise Absent("no GPU that torch can use")
@@ -111,7 +111,7 @@ def gpus(settings: Settings) -> Finding:
     return Finding(f"{len(found)} x {', '.join(names)}, {found[0].total_bytes / 2**30:.0f} GB", facts)
 
 
-def gpu_links(settings: Settings) -> Finding:
+def gpu_links(settings: DoctorSettings) -> Finding:
     """Copy between each pair of GPUs, and compare the rate with the links that `nvidia-smi` claims."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:

@@ -17,7 +17,7 @@ import torch
 from packaging.requirements import Requirement
 
 from pipeline.config.open_files import most_descriptors
-from pipeline.doctor.ladder import Fault, Finding, Settings
+from pipeline.doctor.ladder import DoctorSettings, Fault, Finding
 from stages.models.kernels.native import load_block_kernels
 from stages.native.compile import NoNativeKernelsError, compiler_version
 
@@ -48,7 +48,7 @@ SLOWER_TOGETHER = 0.25
 """All threads at less than this share of one thread's rate are a fault. Other programs alone seldom cost that much."""
 
 
-def packages(settings: Settings) -> Finding:
+def packages(settings: DoctorSettings) -> Finding:
     """Compare the installed packages with the versions that Stageline was written for."""
     wrong, found = [], {}
     for text in requires("stageline") or []:
@@ -68,7 +68,7 @@ def packages(settings: Settings) -> Finding:
     return Finding(f"{len(found)} packages, torch {torch.__version__}", {"versions": found, "optional": optional})
 
 
-def limits(settings: Settings) -> Finding:
+def limits(settings: DoctorSettings) -> Finding:
     """Compare the limits of this account with what a run needs."""
     files, locked = most_descriptors(), resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
     if files < OPEN_FILES:
@@ -80,7 +80,7 @@ def limits(settings: Settings) -> Finding:
     return Finding(f"{files} open files", {"open_files": files, "locked_memory_bytes": locked})
 
 
-def disk(settings: Settings) -> Finding:
+def disk(settings: DoctorSettings) -> Finding:
     """Write, sync and read a file where runs would be stored."""
     try:
         free = shutil.disk_usage(settings.scratch).free
@@ -98,7 +98,7 @@ def disk(settings: Settings) -> Finding:
     )
 
 
-def shared_memory(settings: Settings) -> Finding:
+def shared_memory(settings: DoctorSettings) -> Finding:
     """Write a file in shared memory, where published weights lie."""
     try:
         free = shutil.disk_usage(SHARED_MEMORY).free
@@ -114,7 +114,7 @@ def shared_memory(settings: Settings) -> Finding:
     )
 
 
-def clock(settings: Settings) -> Finding:
+def clock(settings: DoctorSettings) -> Finding:
     """Compare this host's clock with the one of the file system that runs are written to."""
     with tempfile.NamedTemporaryFile(dir=settings.scratch) as file:
         before = time.time()
@@ -132,7 +132,7 @@ def clock(settings: Settings) -> Finding:
     return Finding(f"within {max(skew, after - before):.2f} s of the file system's", {"skew_s": skew})
 
 
-def processors(settings: Settings) -> Finding:
+def processors(settings: DoctorSettings) -> Finding:
     """Measure a float32 matrix product with one thread and with all that this process may use."""
     cores = len(os.sched_getaffinity(0))
     one, many = _product_rate(1), _product_rate(cores)
@@ -147,7 +147,7 @@ def processors(settings: Settings) -> Finding:
     return Finding(f"{cores} cores, {one / 1e9:.0f} GFLOP/s on one, {many / 1e9:.0f} on all{held}", facts)
 
 
-def compiler(settings: Settings) -> Finding:
+def compiler(settings: DoctorSettings) -> Finding:
     """Compile and load the kernels in C."""
     try:
         load_block_kernels()
@@ -157,7 +157,7 @@ def compiler(settings: Settings) -> Finding:
     return Finding(compiler_version() or "", {"compiler": compiler_version()})
 
 
-def network(settings: Settings) -> Finding:
+def network(settings: DoctorSettings) -> Finding:
     """Connect to this host over loopback and over the address of its name."""
     reached = []
     for name in ("127.0.0.1", socket.gethostname()):

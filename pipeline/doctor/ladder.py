@@ -54,7 +54,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Settings:
+class DoctorSettings:
     """What the rungs test with."""
 
     runs_dir: Path
@@ -76,12 +76,12 @@ class Rung:
     name: str
     title: str
     """What it tests, in a few words."""
-    test: Callable[[Settings], Finding]
+    test: Callable[[DoctorSettings], Finding]
     """Raises Absent or Fault."""
 
 
 @dataclass(frozen=True)
-class Result:
+class RungResult:
     """The outcome of a rung."""
 
     name: str
@@ -95,14 +95,14 @@ class Result:
 
 
 def climb(
-    rungs: Sequence[Rung], settings: Settings, show: Callable[[Result], None] = lambda result: None
-) -> list[Result]:
+    rungs: Sequence[Rung], settings: DoctorSettings, show: Callable[[RungResult], None] = lambda result: None
+) -> list[RungResult]:
     """Test the rungs in order until one has a fault. Call `show` with each result, and return all of them; the rungs
     after a fault are NOT_REACHED."""
-    results: list[Result] = []
+    results: list[RungResult] = []
     for rung in rungs:
         if results and results[-1].status in (Status.FAULT, Status.NOT_REACHED):
-            result = Result(rung.name, rung.title, Status.NOT_REACHED, "")
+            result = RungResult(rung.name, rung.title, Status.NOT_REACHED, "")
         else:
             result = _test(rung, settings)
         results.append(result)
@@ -110,7 +110,7 @@ def climb(
     return results
 
 
-def _test(rung: Rung, settings: Settings) -> Result:
+def _test(rung: Rung, settings: DoctorSettings) -> RungResult:
     began = time.monotonic()
     try:
         found = rung.test(settings)
@@ -124,7 +124,7 @@ def _test(rung: Rung, settings: Settings) -> Result:
         advice = "Stageline does not know this fault. Send the JSON report, which has the whole traceback"
         outcome = Status.FAULT, cause, advice, {"traceback": traceback.format_exc()}
     status, text, advice, facts = outcome
-    return Result(rung.name, rung.title, status, text, advice, time.monotonic() - began, facts)
+    return RungResult(rung.name, rung.title, status, text, advice, time.monotonic() - began, facts)
 
 
 # ---- report ----------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def line(result: Result) -> str:
+def line(result: RungResult) -> str:
     """Return a result as a line of the text report; a fault's advice is on a second line."""
     mark = {Status.OK: "ok", Status.ABSENT: "--", Status.FAULT: "FAULT", Status.NOT_REACHED: "  "}[result.status]
     text = f"not on this machine: {result.text}" if result.status is Status.ABSENT else result.text
@@ -150,7 +150,7 @@ def line(result: Result) -> str:
     return f"{shown}\n      what to do: {result.advice}" if result.advice else shown
 
 
-def conclusion(results: Sequence[Result]) -> str:
+def conclusion(results: Sequence[RungResult]) -> str:
     """Return the last line of the report."""
     seconds = sum(result.seconds for result in results)
     fault = next((result for result in results if result.status is Status.FAULT), None)

@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from pipeline.doctor.ladder import Absent, Fault, Finding, Settings
+from pipeline.doctor.ladder import Absent, DoctorSettings, Fault, Finding
 from pipeline.doctor.rank import RankJob, RankResult
 from storage.codec import decode, encode
 
@@ -39,17 +39,17 @@ LAYOUTS = {"TP2": (2, 1), "PP2": (1, 2), "DP2": (1, 1)}
 """Tensor and pipeline sizes of the tested layouts, each of two ranks."""
 
 
-def float32(settings: Settings) -> Finding:
+def float32(settings: DoctorSettings) -> Finding:
     """Compare an update with the reference, and with itself."""
     return _update(settings, "float32")
 
 
-def bfloat16(settings: Settings) -> Finding:
+def bfloat16(settings: DoctorSettings) -> Finding:
     """Compare an update in bfloat16 with the float32 reference, and with itself."""
     return _update(settings, "bfloat16")
 
 
-def layouts(settings: Settings) -> Finding:
+def layouts(settings: DoctorSettings) -> Finding:
     """Compare two ranks with one, under tensor, pipeline and data parallelism."""
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         raise Absent("fewer than two GPUs")
@@ -65,7 +65,7 @@ def layouts(settings: Settings) -> Finding:
     return Finding(f"differences from one rank: {shown} nats", facts)
 
 
-def publication(settings: Settings) -> Finding:
+def publication(settings: DoctorSettings) -> Finding:
     """Publish trained weights to shared memory, and read them back."""
     found = _run(_job(settings, publish=True))
     assert found.published is not None
@@ -77,7 +77,7 @@ def publication(settings: Settings) -> Finding:
     return Finding(f"{found.published.num_bytes / 2**20:.1f} MB at {rate / 1e9:.2f} GB/s, read back whole", facts)
 
 
-def memory(settings: Settings) -> Finding:
+def memory(settings: DoctorSettings) -> Finding:
     """Compare the memory of a model's weights, gradients and optimizer with the prediction of `check`."""
     found = _run(_job(settings))
     ratio = found.state_bytes / found.predicted_bytes
@@ -92,7 +92,7 @@ def memory(settings: Settings) -> Finding:
     return Finding(f"{found.state_bytes / 2**20:.1f} MB of state, {ratio:.2f} times the prediction", facts)
 
 
-def _update(settings: Settings, dtype: Dtype) -> Finding:
+def _update(settings: DoctorSettings, dtype: Dtype) -> Finding:
     reference = _run(_job(settings, kernels="torch", on_cpu=True))
     found = _run(_job(settings, dtype=dtype))
     differs, agrees = difference(reference, found), agreement(reference, found)
@@ -130,7 +130,7 @@ def agreement(one: RankResult, other: RankResult) -> float:
 
 
 def _job(
-    settings: Settings,
+    settings: DoctorSettings,
     *,
     dtype: Dtype = "float32",
     kernels: Literal["auto", "torch"] = "auto",

@@ -63,7 +63,7 @@ class TracedGang:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TraceBatch:
     """Rows of one micro-batch, all of the same length."""
 
     rows: int
@@ -77,7 +77,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Phase:
+class TracedPhase:
     """One thing that a rank did."""
 
     name: str
@@ -93,7 +93,7 @@ class TracedRank:
 
     index: int
     stage: int
-    phases: Sequence[Phase]
+    phases: Sequence[TracedPhase]
     published_bytes: int
     """Bytes of the tensors that this rank passes on to engines: all of them on rank 0, none on the others."""
     operations: Mapping[str, int]
@@ -109,7 +109,7 @@ def trace_stage(gang: TracedGang, stage: int, of_others: Mapping[int, object]) -
     """Return the record of the first rank of a pipeline stage. Call it in a process that uses no other accelerator and
     belongs to no process group. `of_others`: what the traced ranks of other stages `sent`, by rank; the first stage
     needs them all."""
-    phases: list[Phase] = []
+    phases: list[TracedPhase] = []
     index = stage * gang.num_ranks // gang.layout.pipeline  # Megatron orders ranks by tensor, data, then pipeline
     numbers = NoNumbers()
     with recording(numbers, of_others) as recorder, _alone(recorder):
@@ -119,7 +119,7 @@ def trace_stage(gang: TracedGang, stage: int, of_others: Mapping[int, object]) -
             recorder.usage.restart()
             first = len(recorder.collectives)
             yield
-            phases.append(Phase(name, dict(recorder.usage.peak), tuple(recorder.collectives[first:])))
+            phases.append(TracedPhase(name, dict(recorder.usage.peak), tuple(recorder.collectives[first:])))
 
         with phase("build"):
             host = MegatronHost(
@@ -136,7 +136,7 @@ def trace_stage(gang: TracedGang, stage: int, of_others: Mapping[int, object]) -
             )
         trained: list[Role] = [role for role in (Role.CRITIC, Role.POLICY) if role in gang.roles]
         for role in trained:  # the first update makes the optimizer's moments
-            batch = Batch(1, 2, 1)
+            batch = TraceBatch(1, 2, 1)
             numbers.lists = _sent_shape(gang, role, batch)
             _update(host, role, 0, rows_of(batch, gang.data_ranks))
         for role, forward in (
@@ -175,17 +175,17 @@ def _update(host: MegatronHost, role: Role, step: int, rollout: Rollout) -> None
     host.mark_clean(role)
 
 
-def worst_batch(gang: TracedGang, role: Role) -> Batch:
+def worst_batch(gang: TracedGang, role: Role) -> TraceBatch:
     """Return the largest micro-batch, with as few prompt tokens as possible, since the output layer computes the
     others."""
     optimizer = gang.optimizer(role)
     new, most = gang.sampling.max_new_tokens, gang.max_prompt_tokens + gang.sampling.max_new_tokens
     length = most if most > optimizer.micro_batch_tokens else new + 1
     fitting = max(1, optimizer.micro_batch_tokens // length)
-    return Batch(min(optimizer.micro_batch_rows or fitting, fitting), length, new)
+    return TraceBatch(min(optimizer.micro_batch_rows or fitting, fitting), length, new)
 
 
-def rows_of(batch: Batch, number: int) -> Rollout:
+def rows_of(batch: TraceBatch, number: int) -> Rollout:
     """Return the rows of `number` such micro-batches."""
     rows = batch.rows * number
     mask = np.broadcast_to(np.arange(batch.length) >= batch.length - batch.new, (rows, batch.length)).copy()
@@ -202,7 +202,7 @@ def rows_of(batch: Batch, number: int) -> Rollout:
     )
 
 
-def _sent_shape(gang: TracedGang, role: Role, batch: Batch) -> list[int]:
+def _sent_shape(gang: TracedGang, role: Role, batch: TraceBatch) -> list[int]:
     """Return the shape of the hidden states that pipeline stages send each other, which they ask each other for."""
     shards = gang.layout.tensor if gang.layout.sequence_parallel else 1
     return [-(-batch.size.tokens // shards), 1, read_spec(gang.model.path_of(role)).hidden_size]

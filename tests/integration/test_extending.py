@@ -92,7 +92,7 @@ def run(copy: Path) -> Path:
     rows = [{"question": f"what is {i} and {i}?", "answer": str(2 * i)} for i in range(24)]
     (copy / "questions.json").write_text(json.dumps(rows), "utf8")
     changes = (
-        "steps=1", "evaluate.every=0", PLACEMENT, "tracking.uri=null", "tracking.report=false",
+        "steps=1", "evaluate.every=0", PLACEMENT, "tracking.uri=null",
         "cluster.dashboard=null",
         "reward={kind: brevity, args: {limit: 40}}",
         "prompts.url=questions.json", "prompts.field=question", "prompts.max_tokens=24", "engine.kind=uniform",

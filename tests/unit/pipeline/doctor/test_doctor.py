@@ -19,7 +19,7 @@ import torch
 
 from pipeline.cli.doctor import RUNGS
 from pipeline.doctor import engines, exchange, gpus, host, training
-from pipeline.doctor.ladder import Absent, Finding, Result, Rung, Settings, Status, climb
+from pipeline.doctor.ladder import Absent, DoctorSettings, Finding, Rung, RungResult, Status, climb
 from pipeline.doctor.rank import Published, RankJob, RankResult
 from stages.engines.build import build_engine
 from stages.engines.config import EngineConfig
@@ -42,10 +42,10 @@ TOPOLOGY = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV18\t0-47\nGPU1\tNV18\t X \t
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
+def settings(tmp_path: Path) -> DoctorSettings:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    return Settings(tmp_path, scratch)
+    return DoctorSettings(tmp_path, scratch)
 
 
 def nvidia_smi(patch: pytest.MonkeyPatch, folder: Path, *, used: int = 4, errors: int = 0, cuda: str = "13.0") -> None:
@@ -84,7 +84,7 @@ def wrong_engine(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engines, "build_engine", build)
 
 
-def assert_fault(settings: Settings, name: str) -> Result:
+def assert_fault(settings: DoctorSettings, name: str) -> RungResult:
     """Climb the one rung `name`. It must find a fault and say what to do."""
     (result,) = climb([rung for rung in RUNGS if rung.name == name], settings)
     assert result.status is Status.FAULT, result
@@ -93,24 +93,24 @@ def assert_fault(settings: Settings, name: str) -> Result:
     return result
 
 
-def test_another_version_of_a_package(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_of_a_package(settings: DoctorSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "version", lambda name: "0.0.1")
     assert "zarr" in assert_fault(settings, "packages").text
 
 
-def test_few_open_files(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_open_files(settings: DoctorSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "most_descriptors", lambda: 64)
     assert_fault(settings, "limits")
 
 
-def test_a_full_disk_and_one_that_cannot_be_written(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_and_one_that_cannot_be_written(settings: DoctorSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "FREE_DISK_BYTES", 1 << 60)
     assert_fault(settings, "disk")
     assert_fault(replace(settings, scratch=settings.scratch / "gone"), "disk")
 
 
 def test_shared_memory_that_is_full_or_missing(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: DoctorSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "FREE_SHARED_BYTES", 1 << 60)
     assert_fault(settings, "shared_memory")
@@ -118,34 +118,38 @@ def test_shared_memory_that_is_full_or_missing(
     assert_fault(settings, "shared_memory")
 
 
-def test_a_clock_that_is_behind(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_is_behind(settings: DoctorSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time() - 3600
     monkeypatch.setattr(host.time, "time", lambda: now)
     assert 3590 < assert_fault(settings, "clock").facts["skew_s"] < 3700
 
 
-def test_processors_that_are_taken(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processors_that_are_taken(settings: DoctorSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host.os, "sched_getaffinity", lambda pid: range(8))
     monkeypatch.setattr(host, "_product_rate", lambda threads: 1e9 / threads)
     assert_fault(settings, "processors")
 
 
-def test_no_compiler(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler(settings: DoctorSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "/no/compiler")
     assert_fault(settings, "compiler")
 
 
-def test_a_host_whose_name_leads_nowhere(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_whose_name_leads_nowhere(settings: DoctorSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "nobody.invalid")
     assert_fault(settings, "network")
 
 
-def test_a_driver_that_is_older_than_torch(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_is_older_than_torch(
+    settings: DoctorSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nvidia_smi(monkeypatch, tmp_path, cuda="11.4")
     assert assert_fault(settings, "driver").facts["driver_cuda"] == "11.4"
 
 
-def test_a_torch_without_cuda_beside_gpus(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_cuda_beside_gpus(
+    settings: DoctorSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nvidia_smi(monkeypatch, tmp_path)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert_fault(settings, "driver")
@@ -153,13 +157,13 @@ def test_a_torch_without_cuda_beside_gpus(settings: Settings, tmp_path: Path, mo
 
 @pytest.mark.parametrize("state", [{"errors": 2}, {"used": 9000}], ids=str)
 def test_gpus_that_are_broken_or_taken(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: dict[str, int]
+    settings: DoctorSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: dict[str, int]
 ) -> None:
     nvidia_smi(monkeypatch, tmp_path, **state)
     assert "GPU-1" in str(assert_fault(settings, "gpus").facts)
 
 
-def test_a_slow_link(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_link(settings: DoctorSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """18 NVLinks make 450 GB/s. The pair at 20 GB/s is named, and not its way back."""
     nvidia_smi(monkeypatch, tmp_path)
     monkeypatch.setattr(gpus, "copy_rate", lambda source, target: 400e9 if source else 20e9)
@@ -168,7 +172,7 @@ def test_a_slow_link(settings: Settings, tmp_path: Path, monkeypatch: pytest.Mon
     assert "GPU 1 to 0" not in text
 
 
-def test_healthy_gpus_have_no_fault(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_healthy_gpus_have_no_fault(settings: DoctorSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_smi(monkeypatch, tmp_path)
     monkeypatch.setattr(gpus, "copy_rate", lambda source, target: 400e9)
     names = ("driver", "gpus", "gpu_links")
@@ -176,12 +180,12 @@ def test_healthy_gpus_have_no_fault(settings: Settings, tmp_path: Path, monkeypa
     assert [result.status for result in results] == [Status.OK] * 3
 
 
-def test_slow_sums_over_ranks(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_sums_over_ranks(settings: DoctorSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "SLOWEST", {"gloo": 1e15})
     assert assert_fault(settings, "ranks").facts["bytes_per_s"] > 0
 
 
-def test_a_node_that_does_not_come(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_does_not_come(settings: DoctorSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     step = {"STEP_NUM_TASKS": "2", "PROCID": "1", "JOB_ID": "7", "STEP_ID": "0"}
     for name, value in step.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
@@ -203,7 +207,7 @@ def test_a_node_that_does_not_come(settings: Settings, monkeypatch: pytest.Monke
     ],
 )
 def test_wrong_numbers_of_training(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, rung: str, wrong: dict[str, Any], of: dict[str, Any]
+    settings: DoctorSettings, monkeypatch: pytest.MonkeyPatch, rung: str, wrong: dict[str, Any], of: dict[str, Any]
 ) -> None:
     """A result that is wrong in one field, from the jobs with the properties `of`, is that rung's fault alone."""
 
@@ -217,27 +221,27 @@ def test_wrong_numbers_of_training(
     assert_fault(settings, rung)
 
 
-def test_a_rank_that_dies(settings: Settings) -> None:
+def test_a_rank_that_dies(settings: DoctorSettings) -> None:
     result = assert_fault(replace(settings, model="random:no-such-model"), "float32")
     assert "no-such-model" in result.facts["output"]
 
 
-def test_an_engine_that_draws_other_tokens(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_draws_other_tokens(settings: DoctorSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong_engine(monkeypatch)
     assert_fault(settings, "embedded")
 
 
-def test_an_environment_without_its_engine(settings: Settings) -> None:
+def test_an_environment_without_its_engine(settings: DoctorSettings) -> None:
     assert_fault(replace(settings, engines={"vllm": sys.executable}), "vllm")
 
 
-def test_the_ladder_stops_at_the_first_fault(settings: Settings) -> None:
+def test_the_ladder_stops_at_the_first_fault(settings: DoctorSettings) -> None:
     """An error that nobody has foreseen is a fault of its rung, with its traceback. Absent things are none."""
 
-    def absent(settings: Settings) -> Finding:
+    def absent(settings: DoctorSettings) -> Finding:
         raise Absent("no such thing")
 
-    def broken(settings: Settings) -> Finding:
+    def broken(settings: DoctorSettings) -> Finding:
         raise ZeroDivisionError("1 / 0")
 
     rungs = [Rung(name, name, test) for name, test in (("one", absent), ("two", broken), ("three", broken))]

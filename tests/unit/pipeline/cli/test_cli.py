@@ -122,7 +122,8 @@ def test_an_unknown_command_is_bad_input(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_its_file(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert callable(importlib.import_module(COMMANDS[name].module).command)
+    module, _, function = COMMANDS[name].function.partition(":")
+    assert callable(getattr(importlib.import_module(module), function or "command"))
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
     assert ended.value.code == 0
@@ -134,8 +135,15 @@ def test_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert ended.value.code == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "0 done, 2 bad input (nothing was started) or a run that `check` finds not sound, 3 a stage failed" in out
-    assert "4 a worker's driver is gone, 75 a job ended early" in out
+    for code in (
+        "0 done",
+        "2 bad input",
+        "3 a stage",
+        "4 a worker's driver",
+        "75 a job ended early",
+        "130 interrupted",
+    ):
+        assert code in out
     assert "130 interrupted" in out
 
 

@@ -55,7 +55,7 @@ def test_a_comparison_within_the_group_needs_one(folder: Path) -> None:
     said = refusal_of(folder, "judge", PAIRWISE)
     assert said.startswith("reward.parts.judged.args.against: given 'group'; compares the responses to a prompt")
     two = ("rollout.responses_per_prompt=2", "evaluate.every=1")
-    assert "an evaluate.reward of its own" in refusal_of(folder, "judge", PAIRWISE, *two)
+    assert "evaluate.reward of" in refusal_of(folder, "judge", PAIRWISE, *two)
     preflight(load(folder, "judge", PAIRWISE, *two, "evaluate.reward.kind=vader"))
 
 

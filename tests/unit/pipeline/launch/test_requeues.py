@@ -79,4 +79,4 @@ def test_the_script_is_answered_before_any_driver_runs(tmp_path: Path, capsys: p
     said = capsys.readouterr().out
     assert said.startswith("not requeued: 1 requeue in a row committed nothing new (at most 1)")
     assert "The last attempt (restart 1) ended: killed 1." in said
-    assert f"`stageline submit {tmp_path}/job/config.yaml` goes on\n" in said
+    assert f"`stageline submit {tmp_path}/job/config.yaml` continues" in said

@@ -1,1 +1,2 @@
-"""What is computed: one file per PPO stage, and the models, engines, rewards and maths they use. Imports storage."""
+"""The computation: one file per kind of PPO stage, and the models, engines, rewards and maths they use. Imports
+storage."""

@@ -25,7 +25,7 @@ class PromptsConfig:
     max_tokens: int = setting(64, at_least(1))
     """Longest prompt in tokens. A longer prompt is refused (`too_long: error`) or left out (`skip`)."""
     too_long: Literal["error", "skip"] = "error"
-    """What to do with a prompt that is longer than `max_tokens`."""
+    """Treatment of a prompt that is longer than `max_tokens`."""
     held_out: int | None = setting(None, at_least(0))
     """Prompts set aside for evaluation; null: 64, or a tenth of all if there are fewer than 640."""
 
@@ -55,7 +55,7 @@ class Durability:
 
 @dataclass
 class KeepConfig:
-    """What a run keeps of its own output after nothing needs it any more; null: everything. Commit records,
+    """Output that a run keeps after nothing needs it any more; null: everything. Commit records,
     evaluations, attempts and archived files always stay."""
 
     rollouts: int | None = setting(None, at_least(1))

@@ -29,7 +29,7 @@ class Problem:
     """Path of the setting, as a user writes it: `engine.max_rows`."""
     given: object
     need: str
-    """What would work."""
+    """Description of a value that would work."""
 
 
 @dataclass(frozen=True)

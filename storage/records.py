@@ -40,7 +40,8 @@ from jaxtyping import Bool, Float32, Int8, Int32, Int64, jaxtyped
 
 
 class FinishReason(IntEnum):
-    """Why a response ended: an end-of-sequence token was sampled (and is included), or the length limit was reached."""
+    """Reason why a response ended: an end-of-sequence token was sampled (and is included), or the length limit was
+    reached."""
 
     STOP = 0
     LENGTH = 1

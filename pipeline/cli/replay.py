@@ -116,7 +116,7 @@ class Replayed:
     committed: bool = True
     """False if the node had failed, and succeeded now."""
     unproven: tuple[str, ...] = ()
-    """What the replay cannot prove because of the engine."""
+    """Properties that the replay cannot prove because of the engine."""
 
     @property
     def identical(self) -> bool:

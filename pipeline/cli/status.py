@@ -43,7 +43,7 @@ class RunState:
     """State of its job. None if Slurm is absent or has forgotten the job, or if `unknown` says why
     it cannot be asked."""
     unknown: str | None
-    """Why the job's state is unknown."""
+    """Reason why the job's state is unknown."""
 
 
 def command(options: argparse.Namespace) -> int:

@@ -46,7 +46,7 @@ Answer = tuple[str, list[str]]
 
 @dataclass(frozen=True)
 class RowsFound:
-    """What is kept of a rollout after it was read. The rollouts of a long run do not fit into memory."""
+    """Facts about a rollout, kept after its arrays were read. The rollouts of a long run do not fit into memory."""
 
     numbers: tuple[int, ...]
     tokens: int

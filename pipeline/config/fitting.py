@@ -1,4 +1,4 @@
-"""Compare the memory that a run is predicted to take with what there is, and find what would fit.
+"""Compare the memory that a run is predicted to take with the available memory, and find settings that would fit.
 
     WorkerMemory, HostMemory (`memory`) ──► each host, its /dev/shm, each GPU ──► does not fit ──► Problem: the bytes
     that are needed, those that there are, and the layouts or the cache with which it would fit
@@ -195,8 +195,8 @@ def describe_layout(layout: LayoutConfig) -> str:
 def _at_once(
     load: Sequence[WorkerMemory], shares: Mapping[Worker, int], device_sharing: Sequence[Sequence[str]]
 ) -> int:
-    """Return the bytes of these workers on a GPU at one time. Of gangs that take turns only the largest counts, and
-    what the others leave on the device. `shares`: GPUs of each worker."""
+    """Return the most bytes that these workers hold on a GPU at one time. Of gangs that take turns, the largest counts
+    in full and the others with the bytes that they leave on the device. `shares`: GPUs of each worker."""
 
     by_gang: dict[str, tuple[int, int]] = {}
     for one in load:

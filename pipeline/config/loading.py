@@ -99,8 +99,8 @@ def is_setting(word: str, schema: type) -> bool:
 
 
 def _unknown_keys(source: Any, schema: Any, name: str, whole: type, prefix: str = "") -> Iterator[ConfigError]:
-    """Yield an error for each unknown key. It names the whole path and suggests settings: those of the same name in
-    sections below, else those spelt most alike."""
+    """Yield an error for each unknown key. It names the key's whole path and suggests settings of the same name in
+    sections below, or else settings with the most similar names."""
     if not isinstance(schema, DictConfig):
         return
     if OmegaConf.get_type(schema) is dict:  # a mapping of names to sections, or to plain values

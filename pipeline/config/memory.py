@@ -54,7 +54,7 @@ PROCESS_BYTES = 500 << 20
 """A worker's process before any work: libraries, mostly torch's, and records. Measured: a worker that trains the tiny
 model in float32 takes 499 MiB in all."""
 CUDA_PROCESS_BYTES = 2 << 30
-"""What CUDA adds to a process in the host's memory: libraries and the driver's records. Not measured."""
+"""Host memory that CUDA adds to a process: libraries and the driver's records. Not measured."""
 DRIVER_BYTES = 500 << 20
 ENGINE_WORK_BYTES = 3 << 30
 """Memory of a GPU for CUDA graphs and buffers of an engine of another project, beside its weights and cache. vLLM:
@@ -410,7 +410,7 @@ class MemoryLimits:
     shared: float = math.inf
     """Size of /dev/shm."""
     origin: str = ""
-    """Where the numbers come from; empty: this host, or the config's own limits."""
+    """Source of the numbers; empty: this host, or the config's own limits."""
 
 
 _GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))

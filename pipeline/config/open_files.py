@@ -1,4 +1,4 @@
-"""How many open files the processes of a run need, and the limit that this account has."""
+"""Predict the number of open files that a process of a run needs, and read this account's limit."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pipeline.graph.graph import Gang
 _OWN_DESCRIPTORS = 128
 """Open files of a process of a run, before those for each worker. Measured: 24 in the driver, 101 in a rank."""
 _DESCRIPTORS_PER_WORKER = 12
-"""Of the driver, for each worker: its nanny's pipes, and TLS connections. Measured: 12."""
+"""Open files of the driver for each worker: pipes of its nanny, and TLS connections. Measured: 12."""
 _DESCRIPTORS_PER_RANK = 16
-"""Of a rank, for each rank of its gang: a connection in each process group. Measured: 13."""
+"""Open files of a rank for each rank of its gang: a connection in each process group. Measured: 13."""
 
 
 def descriptors_needed(config: RunConfig) -> int:

@@ -155,8 +155,8 @@ key, because the config lies in the directory that is to be trusted."""
 
 
 def refuse_foreign(run_dir: Path) -> None:
-    """Raise ConfigError, naming the file and a remedy, if another account can change a run's directory, or in it what
-    this process would execute. If the directory does not exist yet, the directories above it count."""
+    """Raise ConfigError if another account can change a run's directory or files in it that this process would execute.
+    The error names the file and a remedy. If the directory does not exist yet, the directories above it are checked."""
     trusted = [Path(one).resolve() for one in os.environ.get(TRUSTED, "").split(os.pathsep) if one]
     if any(run_dir.resolve().is_relative_to(one) for one in trusted):
         return

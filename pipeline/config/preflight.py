@@ -226,8 +226,8 @@ def check_shapes(config: RunConfig, *, on_gpus: bool) -> Mapping[Role, ModelSpec
 
 
 def unreadable(config: RunConfig, refused: Collection[str]) -> list[ConfigError]:
-    """Return the errors of reading the model, the prompts and the rewards of a config of which some settings are
-    refused already. Errors that name a refused setting are left out."""
+    """Read the model, the prompts and the rewards of a config with refused settings, and return the errors. Errors that
+    name a setting in `refused` are left out."""
     reading = (partial(_check_model, config), partial(_read_items, config), partial(_check_rewards, config, None))
     errors = [error for several in refusals(*reading) for error in several.each]
     return [error for error in errors if not mentions(Problem(error.key, None, error.message), refused)]

@@ -57,9 +57,9 @@ class ScorerConfig:
     """Memory for the frozen blocks' outputs on a rank."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     products: Literal["auto", "torch", "onednn"] = "auto"
-    """As `model.products` of a run."""
+    """The same as `model.products` of a run."""
     kernels: Literal["auto", "native", "torch", "portable"] = "auto"
-    """As `model.kernels` of a run."""
+    """The same as `model.kernels` of a run."""
 
 
 @dataclass
@@ -164,9 +164,9 @@ class ResponsesConfig:
     url: str | None = None
     """A .jsonl or .parquet file: rows with a prompt (a text, or messages) and a list of responses."""
     prompt: str = "prompt"
-    """Field of that file that holds the prompt."""
+    """Field of the file in `url` with the prompt."""
     responses: str = "responses"
-    """Field of that file that holds the responses."""
+    """Field of the file in `url` with the responses."""
     model: str | None = None
     """Policy that samples responses to `prompts`: a directory in Hugging Face layout, or random:tiny."""
     per_prompt: int = setting(4, at_least(2, ": one is compared with another"))

@@ -254,8 +254,8 @@ PLAIN_TEMPERATURES = (0.0, 1.0)
 
 
 def _engine_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield the settings that the engine's capabilities do not allow. Those that are checked do not depend on the
-    device. (`preflight.py` tells which guarantees an accepted run lacks.)"""
+    """Yield a problem for each setting that the engine's capabilities do not allow. The checked capabilities do not
+    depend on the device. (`preflight.py` tells which guarantees an accepted run lacks.)"""
     can, update, below = config.capabilities(), config.engine.update, config.cluster.migrate_rows_below
     if update not in can.updates:
         ways = " or ".join(sorted(can.updates))

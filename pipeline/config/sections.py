@@ -47,11 +47,10 @@ class AlarmsConfig:
     """staleness: steps in a row in which every token is at the staleness bound. For `rollout.versions: latest`; under
     `exact` every row is at the bound by design."""
     entropy_below: float | None = setting(0.05, above(0, ", or null for no such alarm"))
-    """entropy: nats per sampled token (`policy/entropy`) below which the policy's entropy has collapsed; for
-    3 steps in a row."""
+    """entropy: alarm if the policy's entropy (`policy/entropy`, nats per sampled token) is below this for 3 steps in a
+    row: it has collapsed."""
     kl_above: float | None = setting(1.0, above(0, ", or null for no such alarm"))
-    """kl: nats per token to the reference (`kl/ref_per_token`) above which the policy is too far from it; for 3 steps
-    in a row."""
+    """kl: alarm if the KL to the reference (`kl/ref_per_token`, nats per token) is above this for 3 steps in a row."""
     critic_steps: int | None = setting(20, at_least(1, ", or null for no such alarm"))
     """critic: steps in a row with a negative `critic/explained_variance`, which is worse than a constant."""
     stop: list[str] = setting([])

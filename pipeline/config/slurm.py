@@ -90,7 +90,8 @@ class SlurmConfig:
     partition: str | None = setting(None, _WORD)
     """Partition of the nodes; null: the cluster's default."""
     time_limit: str | None = None
-    """As Slurm writes it: days-hours:minutes:seconds, or in quotes hours:minutes:seconds; null: the partition's."""
+    """Time limit in Slurm's format: days-hours:minutes:seconds, or in quotes hours:minutes:seconds; null: the
+    partition's."""
     signal_lead_s: int = setting(180, between(1, _LONGEST_LEAD_S))
     """Seconds before the time limit at which the run is stopped, to be requeued. Slurm may be a minute early."""
     job: Literal["auto", "plain", "heterogeneous"] = "auto"

@@ -55,7 +55,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class DoctorSettings:
-    """What the rungs test with."""
+    """Settings of the rungs."""
 
     runs_dir: Path
     """Directory that runs would be written to."""
@@ -75,7 +75,7 @@ class Rung:
 
     name: str
     title: str
-    """What it tests, in a few words."""
+    """Description of the test in a few words."""
     test: Callable[[DoctorSettings], Finding]
     """Raises Absent or Fault."""
 

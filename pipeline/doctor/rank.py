@@ -40,7 +40,7 @@ LEARNING_RATE = 2e-5
 
 @dataclass(frozen=True)
 class RankJob:
-    """What the ranks of a test compute."""
+    """Model, layout and options of a test that several ranks compute."""
 
     model: str
     dtype: Literal["float32", "bfloat16"]

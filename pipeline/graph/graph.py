@@ -358,7 +358,7 @@ def _own_readers(spec: GraphSpec, version: int) -> list[Address]:
 
 
 class Mode(StrEnum):
-    """How a gang takes the nodes of a stage; `pipeline/graph/dispatch.py` explains each."""
+    """Ways in which a gang takes the nodes of a stage; `pipeline/graph/dispatch.py` explains each."""
 
     ORDERED = "ordered"
     SLOT = "slot"

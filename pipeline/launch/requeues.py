@@ -39,7 +39,7 @@ class AttemptEnd:
     committed: tuple[int, int]
     """`committed_so_far` when the attempt had ended."""
     because: str
-    """Why it ended, for a person."""
+    """Reason why it ended, for people."""
     lost: bool
     """True if its driver, workers or batch node were lost. False after a time limit or a requeue by Slurm itself."""
 

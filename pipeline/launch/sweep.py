@@ -33,8 +33,8 @@ class SweepPoint:
 
 
 def axes_of(changes: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the changes that hold for every run, and the values of the settings that differ: `seed=0,1` is two values,
-    `betas=[0.8, 0.9]` one.
+    """Return the changes that hold for every run, and the values of each setting that varies. `seed=0,1` has two
+    values, `betas=[0.8, 0.9]` has one.
 
     Raises:
         ConfigError: a setting is given twice, nothing differs, a value is repeated, or a setting differs that the runs

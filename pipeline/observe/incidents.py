@@ -1,5 +1,5 @@
-"""What went wrong in a run: lost workers and their recovery, alarms, failed attempts, warnings. Pure
-functions of the journal's events.
+"""Incidents of a run: lost workers and their recovery, alarms, failed attempts, warnings. Pure functions of the
+journal's events.
 
 The display, `/stageline`, the summary and the report read the same `WorkerLosses`:
 

@@ -58,14 +58,14 @@ class VersionedEngine:
         self._names: frozenset[str] = frozenset()
         """Names of the tensors in the last version."""
         self._broken: str | None = None
-        """Why the engine cannot be used any more."""
+        """Reason why the engine cannot be used any more."""
         self._loading = False
         self._asleep = False
         """True while it has freed its devices."""
         self._inside = 0
         """Number of shards, and of groups of other replicas' rows, in the engine."""
         self._exact = 0
-        """Number of those that need exactly one version."""
+        """Number of shards and groups inside that need exactly one version."""
         self._changed = threading.Condition()
         """Never held for long: the engine's thread takes it too."""
 

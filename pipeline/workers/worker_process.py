@@ -1,4 +1,4 @@
-"""How a worker process is started: environment, resources, forkserver, and the nanny that restarts it when it dies.
+"""Start a worker process: environment, resources, forkserver, and the nanny that restarts it when it dies.
 
 driver, or `stageline worker` ──► forkserver (imports torch; terminal signals blocked) ─fork──► worker processes
   └ nannies

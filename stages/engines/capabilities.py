@@ -45,8 +45,8 @@ class Capabilities:
     """Repeatability of sampled tokens. `keyed`: law 4. `seeded`: the same request in the same engine gives the same
     tokens; no other guarantee. `free`: tokens do not repeat."""
     invariance: Literal["bits", "tokens", "none"]
-    """What of a row does not depend on the other rows in its batch: bits: its log-probs, to the last bit; tokens: its
-    tokens, except for ties within rounding; none: nothing."""
+    """Results of a row that do not depend on the other rows in its batch. bits: its log-probs, to the last bit; tokens:
+    its tokens, except for ties within rounding; none: no results."""
     distributions: Literal["any", "plain"]
     """The distributions that rows can be drawn from. any: any temperature, suppressed tokens, and no EOS before
     `min_new_tokens`. plain: the softmax of the logits (temperature 1) or their arg max (0), with no token excluded."""
@@ -110,8 +110,8 @@ def embedded_capabilities(config: EngineConfig, device: Device) -> Capabilities:
 
 
 _VLLM_SLEEPS: Mapping[int, Literal["cache", "weights"]] = {1: "cache", 2: "weights"}
-"""What `sleep` frees, by `engine.vllm.sleep_level`, if the platform supports it (otherwise the server refuses the
-level)."""
+"""Memory that `sleep` frees, by `engine.vllm.sleep_level`, if the platform supports it (otherwise the server refuses
+the level)."""
 
 
 TENSORRT_LLM_BUCKET_MB = 1024

@@ -67,8 +67,8 @@ class TensorPlace:
 
 
 class MappedTensors(dict[str, torch.Tensor]):
-    """Owns views of files that hold tensors, by name, for `GenerationEngine.load_weights`; `places` says where they
-    lie, for an engine in another process, which maps them itself."""
+    """Tensors by name, as views of mapped files, for `GenerationEngine.load_weights`. `places` holds the file and
+    offset of each, for an engine in another process that maps the files itself."""
 
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], places: Mapping[str, TensorPlace], *, finite: bool = False
@@ -123,7 +123,7 @@ class EngineStats:
     preemptions: int
     """Rows that were preempted for lack of KV memory and resumed later."""
     refit_s: float
-    """Seconds spent on checking and packing new weights."""
+    """Seconds in which new weights were checked and packed."""
     busy_s: float
     prompt_tokens: int = 0
     """Prompt tokens fed, with those of resumed rows and of their responses."""
@@ -162,10 +162,9 @@ class GenerationEngine(Protocol):
         ...
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refits in place, by Hugging Face name; tensors that are not named keep their values. Drains first, and keeps
-        rows that arrive meanwhile waiting; or swaps between two batches. All or nothing: on WeightsError the engine
-        goes on with the old weights; on any other error as `Capabilities.failed_refit` says. Raises RuntimeError
-        asleep."""
+        """Load new weights in place, by Hugging Face name; tensors that are not given keep their values. The engine
+        drains first and lets new rows wait, or loads between two batches. After WeightsError it continues with all the old
+        weights; after any other error, as `Capabilities.failed_refit` says. Raises RuntimeError if it is asleep."""
         ...
 
     def sleep(self) -> None:

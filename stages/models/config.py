@@ -200,7 +200,7 @@ def _optimizer_problems(key: str, config: OptimizerConfig) -> Iterator[Problem]:
 
 @dataclass
 class SamplingConfig:
-    """How responses are sampled. The trainer computes log-probs under the same distribution."""
+    """Settings of sampling. The trainer computes log-probs under the same distribution."""
 
     max_new_tokens: int = setting(64, at_least(1))
     """Longest response. A response that reaches it without EOS counts as cut."""

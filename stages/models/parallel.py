@@ -174,7 +174,7 @@ def is_on_one_host(rank: Rank) -> bool:
 _MEETING_S = 86_400.0
 """Time-out for all ranks to join. It is long because the process that starts them has a deadline and ends them."""
 _LONGEST_ANSWER_S = 30.0
-"""Longest wait for the other ranks to see the same collective, or one that waits for it, fail."""
+"""Longest wait for the other ranks to report a failure of the same collective, or of one that waits for it."""
 _ANSWER_S = 2.0
 """Additional wait for rank 0's process, which keeps the notes, to answer."""
 

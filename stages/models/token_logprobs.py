@@ -37,7 +37,7 @@ EXCLUDED = -1e30
 """Logit of a token that cannot be sampled. Its probability is exactly 0, and 0 times this is 0 (0 times -inf: NaN)."""
 
 Entropy = Literal["none", "value", "gradient"]
-"""Which entropies to compute: none (they are 0), values, or values with a gradient."""
+"""Entropies to compute: none (they are 0), values, or values with a gradient."""
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class TracedRank:
     operations: Mapping[str, int]
     """Number of calls of each of torch's operations in all phases, by name."""
     sent: object
-    """What the rank tells rank 0 about the tensors that it sends there."""
+    """Description of the tensors that this rank sends to rank 0."""
 
     def peak(self, place: str) -> int:
         return max(phase.peak.get(place, 0) for phase in self.phases)
@@ -107,8 +107,8 @@ class TracedRank:
 
 def trace_stage(gang: TracedGang, stage: int, of_others: Mapping[int, object]) -> TracedRank:
     """Return the record of the first rank of a pipeline stage. Call it in a process that uses no other accelerator and
-    belongs to no process group. `of_others`: what the traced ranks of other stages `sent`, by rank; the first stage
-    needs them all."""
+    belongs to no process group. `of_others`: `TracedRank.sent` of the other stages, by rank; the first stage needs
+    them all."""
     phases: list[TracedPhase] = []
     index = stage * gang.num_ranks // gang.layout.pipeline  # Megatron orders ranks by tensor, data, then pipeline
     numbers = NoNumbers()

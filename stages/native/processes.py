@@ -1,4 +1,4 @@
-"""How processes of one host are tied together: they end with their parent, and their connections stay on the host."""
+"""Tie the processes of one host together: they end with their parent, and their connections stay on the host."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ class TrainingOutcome:
 
 
 MAX_SKIPPED_STEPS = 3
-"""Number of optimizer steps in a row with a gradient that is not finite at which a training fails. After three
-the cause is the learning rate or the data, not chance."""
+"""Training fails after this number of optimizer steps in a row whose gradient is not finite. After three the cause is
+the learning rate or the data, not chance."""
 
 
 @dataclass(frozen=True)

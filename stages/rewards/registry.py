@@ -118,8 +118,8 @@ def build_reward(
 
 
 def _confinement(allowed: Allowed, key: str, directory: Path | None) -> Confinement:
-    """Return the confinement of a user's own code. Raises UnfitReward for an environment variable or a path that the
-    config allows and that does not exist."""
+    """Return the confinement of a user's own code. Raises UnfitReward if the config allows an environment variable or a
+    path that does not exist."""
     for name in allowed.environment:
         if name not in os.environ:
             raise UnfitReward(Problem(f"{key}.environment", name, "there is no such environment variable here"))

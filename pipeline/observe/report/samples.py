@@ -68,7 +68,7 @@ class SampleRow:
     """True if the length limit ended it."""
     versions: str
     extreme: str
-    """Why it is here beside the even sample; else empty."""
+    """Reason why it was added to the even sample; empty if it belongs to that."""
     tokens: Sequence[str]
     log_ratio: Sequence[float | None] | None
     values: Sequence[float | None] | None

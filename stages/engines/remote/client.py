@@ -52,7 +52,7 @@ interpreter."""
 
 @dataclass(frozen=True)
 class RemoteSettings:
-    """How to reach the engine, and its sizes. `server`: the fields of `serving.adapter.Settings`."""
+    """Address and sizes of the engine. `server`: the fields of `serving.adapter.Settings`."""
 
     adapter: str
     """`module:Class`, in the server's environment."""

@@ -18,8 +18,8 @@ from stages.rewards.judges.rubric import Ask, BothOrders, Rubric, compare, grade
 from stages.rewards.protocol import Sample
 
 TIE, UNPARSED, EQUAL, BLANK, ALONE = "ties", "unparsed", "equal", "blank", "alone"
-"""Why a pair has no label: the margin is too small, an answer is not valid, both texts are equal, a text is empty; or
-the prompt has only one response."""
+"""Reasons why a pair has no label: the margin is too small, an answer is not valid, both texts are equal, a text is
+empty, or the prompt has only one response."""
 
 
 @dataclass(frozen=True)

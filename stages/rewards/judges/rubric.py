@@ -222,7 +222,7 @@ Ask = Callable[[Sequence[Question]], Sequence[Answer]]
 
 @dataclass(frozen=True)
 class BothOrders:
-    """How much better the first of two responses was found than the second, 0 to 1; None: no valid answer."""
+    """Preference for the first of two responses over the second, 0 to 1, in both orders; None: no valid answer."""
 
     first_shown_first: float | None
     first_shown_last: float | None

@@ -26,7 +26,8 @@ START_S = 120.0
 USED = ("landlock", "namespaces", "seccomp")
 """Features of the kernel that a sandbox uses if they exist."""
 PROTECTIONS = ("files", "network", "processes")
-"""What a sandbox may protect: files other than its own, the network, and other processes (memory, keys, signals)."""
+"""Targets that a sandbox can protect: files other than its own, the network, and other processes (memory, keys,
+signals)."""
 _ROOT = Path(__file__).resolve().parents[3]
 _NOTICE_S = 30.0
 """Seconds to notice the end of a process after its channel broke."""

@@ -73,7 +73,7 @@ class Ready:
     engine: str
     version: str
     facts: Mapping[str, str]
-    """What the last bits of its results depend on, besides `machine_facts`."""
+    """Facts that the last bits of its results depend on, besides `machine_facts`."""
     device: str
     """Device that it computes on: cpu or cuda."""
 

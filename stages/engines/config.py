@@ -85,9 +85,10 @@ class EngineConfig:
     """Memory of all keys and values of a replica, in MB. If rows outgrow it, the youngest wait and are resumed. vLLM
     and TensorRT-LLM reserve all of it at their start."""
     update: Literal["drain", "inflight"] = "drain"
-    """Time at which new weights are loaded. drain: after the rows in flight have finished. inflight: between two tokens;
-    rows continue with keys and values recomputed from the new weights. Which version samples a token then depends on
-    timing: the staleness bound holds, but a run no longer repeats bit for bit. inflight needs `rollout.versions: latest`."""
+    """Time at which new weights are loaded. drain: after the rows in flight have finished. inflight: between two
+    tokens; rows continue with keys and values recomputed from the new weights. Which version samples a token then
+    depends on timing: the staleness bound holds, but a run no longer repeats bit for bit. inflight needs
+    `rollout.versions: latest`."""
     tensor_parallel: int = setting(1, at_least(1))
     """Tensor-parallel ranks of a replica: each holds some heads and a part of the MLP of every block."""
     pipeline_parallel: int = setting(1, at_least(1))

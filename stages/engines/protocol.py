@@ -163,8 +163,8 @@ class GenerationEngine(Protocol):
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load new weights in place, by Hugging Face name; tensors that are not given keep their values. The engine
-        drains first and lets new rows wait, or loads between two batches. After WeightsError it continues with all the old
-        weights; after any other error, as `Capabilities.failed_refit` says. Raises RuntimeError if it is asleep."""
+        drains first and lets new rows wait, or loads between two batches. After WeightsError it continues with all the
+        old weights; after any other error, as `Capabilities.failed_refit` says. Raises RuntimeError if it is asleep."""
         ...
 
     def sleep(self) -> None:

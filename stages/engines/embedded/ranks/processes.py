@@ -45,8 +45,8 @@ class RankProcesses:
 
     def __init__(self, specs: Sequence[RankSpec], on_lost: Callable[[str], None] | None = None) -> None:
         """Start the rank processes; `meet` waits until they run. If a rank is lost, `on_lost` is called with a
-        description, in a thread of its own and before any `attempt` fails because of the loss. A process that exits in `on_lost`
-        therefore never reports the loss as an error."""
+        description, in a thread of its own and before any `attempt` fails because of the loss. A process that exits in
+        `on_lost` therefore never reports the loss as an error."""
         self._lost: str | None = None
         self._loss_handled = threading.Event()
         self._closing = False

@@ -229,7 +229,7 @@ def test_where_apex_is_installed_torchs_adamw_updates_all_the_same(tmp_path: Pat
         "import sys; from pathlib import Path; from apex.optimizers import FusedAdam;"
         "from megatron.core import optimizer;"
         "assert optimizer.Adam is FusedAdam, 'Megatron would take it';"
-        "from tests.unit.stages.models.test_other_libraries import digests_after_an_update as digests;"
+        "from tests.unit.stages.models.test_numerics import digests_after_an_update as digests;"
         "print(*digests(Path(sys.argv[1])))"
     )
     ran = subprocess.run(

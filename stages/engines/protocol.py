@@ -112,7 +112,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counted since the last call of `stats`."""
+    """Counters and times since the last call of `stats`."""
 
     tokens: int
     rows: int
@@ -128,7 +128,7 @@ class EngineStats:
     prompt_tokens: int = 0
     """Prompt tokens fed, with those of resumed rows and of their responses."""
     shared_tokens: int = 0
-    """Prompt tokens not fed, because another row's keys and values served."""
+    """Prompt tokens not fed, because the keys and values of another row were reused."""
     drafted_tokens: Mapping[str, int] = field(default_factory=dict)
     """Drafted tokens that were verified, by kind of draft."""
     accepted_tokens: Mapping[str, int] = field(default_factory=dict)

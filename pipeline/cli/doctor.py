@@ -11,48 +11,49 @@ import os
 import shutil
 import socket
 import tempfile
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 
 from pipeline.cli.answers import BAD_INPUT, DONE, print_line
-from pipeline.cli.submit import cluster_config
 from pipeline.config.errors import ConfigError
-from pipeline.doctor import engines, exchange, gpus, host, training
-from pipeline.doctor.ladder import DoctorSettings, Rung, RungResult, Status, climb, conclusion, line, machine
-from pipeline.launch.commands import require
-from pipeline.launch.submission import asked_for, doctor_script, submit_doctor
+from pipeline.doctor.ladder import DoctorSettings, Rung, RungResult, Status, climb, conclusion, lazily, line, machine
 from stages.engines.config import OTHER_ENVIRONMENTS, interpreter, made_interpreter
+from stages.models.spec import read_spec
 
 RUNGS = (
-    Rung("packages", "versions of the installed packages", host.packages),
-    Rung("limits", "limits of this account", host.limits),
-    Rung("disk", "the disk of the runs", host.disk),
-    Rung("shared_memory", "the memory of published weights", host.shared_memory),
-    Rung("clock", "this host's clock", host.clock),
-    Rung("processors", "speed of the processors", host.processors),
-    Rung("compiler", "compiled kernels", host.compiler),
-    Rung("network", "connections to this host", host.network),
-    Rung("driver", "the NVIDIA driver and torch's CUDA", gpus.driver),
-    Rung("gpus", "the GPUs", gpus.gpus),
-    Rung("gpu_links", "copies between GPUs", gpus.gpu_links),
-    Rung("ranks", "sums over processes", exchange.ranks),
-    Rung("nodes", "sums over nodes", exchange.nodes),
-    Rung("float32", "an update in float32", training.float32),
-    Rung("bfloat16", "an update in bfloat16", training.bfloat16),
-    Rung("layouts", "tensor, pipeline and data parallelism", training.layouts),
-    Rung("publication", "published weights", training.publication),
-    Rung("memory", "measured and predicted memory", training.memory),
-    Rung("embedded", "the embedded engine", engines.embedded),
-    Rung("vllm", "vLLM", engines.vllm),
-    Rung("tensorrt_llm", "TensorRT-LLM", engines.tensorrt_llm),
+    Rung("packages", "versions of the installed packages", lazily("packages:packages")),
+    Rung("limits", "limits of this account", lazily("host:limits")),
+    Rung("disk", "the disk of the runs", lazily("host:disk")),
+    Rung("shared_memory", "the memory of published weights", lazily("host:shared_memory")),
+    Rung("clock", "this host's clock", lazily("host:clock")),
+    Rung("processors", "speed of the processors", lazily("host:processors")),
+    Rung("compiler", "compiled kernels", lazily("host:compiler")),
+    Rung("network", "connections to this host", lazily("host:network")),
+    Rung("driver", "the NVIDIA driver and torch's CUDA", lazily("gpus:driver")),
+    Rung("gpus", "the GPUs", lazily("gpus:gpus")),
+    Rung("gpu_links", "copies between GPUs", lazily("gpus:gpu_links")),
+    Rung("ranks", "sums over processes", lazily("exchange:ranks")),
+    Rung("nodes", "sums over nodes", lazily("exchange:nodes")),
+    Rung("float32", "an update in float32", lazily("training:float32")),
+    Rung("bfloat16", "an update in bfloat16", lazily("training:bfloat16")),
+    Rung("layouts", "tensor, pipeline and data parallelism", lazily("training:layouts")),
+    Rung("publication", "published weights", lazily("training:publication")),
+    Rung("memory", "measured and predicted memory", lazily("training:memory")),
+    Rung("embedded", "the embedded engine", lazily("engines:embedded")),
+    Rung("vllm", "vLLM", lazily("engines:vllm")),
+    Rung("tensorrt_llm", "TensorRT-LLM", lazily("engines:tensorrt_llm")),
 )
 """All tests, in the order of the ladder."""
 
 
 def command(options: argparse.Namespace) -> int:
+    _refuse_odd(options)
     if options.submit is not None:
         return _submit(options)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")  # it recommends other libraries
     runs_dir, out = Path(options.runs_dir), Path(options.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -77,6 +78,19 @@ def command(options: argparse.Namespace) -> int:
     return BAD_INPUT if any(result.status is Status.FAULT for result in results) else DONE
 
 
+def _refuse_odd(options: argparse.Namespace) -> None:
+    """Raise ConfigError for options that cannot work, or that nothing would read."""
+    if options.threads < 0:
+        raise ConfigError("--threads", f"given {options.threads}; must be 1 or more (0: half of the cores)")
+    try:
+        read_spec(options.model)
+    except (OSError, ValueError) as error:
+        raise ConfigError("--model", f"given {options.model!r}; {error}") from error
+    if options.submit is None and (options.more or options.dry_run):
+        given = " ".join(options.more) or "--dry-run"
+        raise ConfigError("--submit", f"given {given!r} without it; only a job of Slurm has a config and a script")
+
+
 def _rungs_until(name: str | None) -> tuple[Rung, ...]:
     """Return the rungs up to and with the one of that name; None: all. Raises ConfigError for an unknown name."""
     names = [rung.name for rung in RUNGS]
@@ -89,17 +103,19 @@ def _rungs_until(name: str | None) -> tuple[Rung, ...]:
 
 def _submit(options: argparse.Namespace) -> int:
     """Submit the tests to Slurm, on the nodes that a config asks for. The reports of all nodes go into one folder."""
-    config = cluster_config([options.submit, *options.more])
+    submission = import_module("pipeline.launch.submission")  # loads torch
+    config = import_module("pipeline.cli.submit").cluster_config([options.submit, *options.more])
     folder = Path(options.out, f"doctor-{config.name}").absolute()
     arguments = ["--out", str(folder), "--runs-dir", config.runs_dir, "--model", options.model]
+    arguments += ["--threads", str(options.threads)]
     arguments += [f"--engine={text}" for text in options.engine]
     arguments += [f"--until={options.until}"] if options.until is not None else []
     if options.dry_run:
-        print_line(doctor_script(config, folder, arguments).rstrip("\n"))
+        print_line(submission.doctor_script(config, folder, arguments).rstrip("\n"))
         return DONE
-    require()
-    submitted = submit_doctor(config, folder, arguments)
-    print_line(f"submitted job {submitted.job_id}: {asked_for(config)}")
+    import_module("pipeline.launch.commands").require()
+    submitted = submission.submit_doctor(config, folder, arguments)
+    print_line(f"submitted job {submitted.job_id}: {submission.asked_for(config)}")
     print_line(f"  reports of its nodes, and what it prints: {folder}")
     return DONE
 

@@ -2,7 +2,8 @@
 
     rank 0 listens ──► writes its address to the file MEETING ──► the others connect ──► all add up the same tensor
 
-Each rank is a process of its own: `python -m pipeline.doctor.exchange INDEX SIZE MEETING RESULT SECONDS`.
+Each rank is a process of its own:
+`python -m pipeline.doctor.exchange INDEX SIZE MEETING RESULT SECONDS PLACE`, with PLACE `here` or `nodes`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from ipaddress import ip_address
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -37,7 +40,7 @@ def ranks(settings: DoctorSettings) -> Finding:
         raise Absent("fewer than two GPUs")
     with tempfile.TemporaryDirectory(prefix="stageline-doctor-") as folder:
         meeting, result = Path(folder, "meeting"), Path(folder, "result")
-        processes = [_start(index, 2, meeting, result) for index in range(2)]
+        processes = [_start(index, 2, meeting, result, "here") for index in range(2)]
         return _finding(processes, result, "two processes here")
 
 
@@ -51,20 +54,22 @@ def nodes(settings: DoctorSettings) -> Finding:
     meeting = settings.runs_dir / f".{name}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
     result = settings.scratch / "nodes"
     try:
-        return _finding([_start(index, size, meeting, result)], result if not index else None, f"{size} nodes")
+        return _finding([_start(index, size, meeting, result, "nodes")], result if not index else None, f"{size} nodes")
     finally:
         if not index:
             meeting.unlink(missing_ok=True)
 
 
-def _start(index: int, size: int, meeting: Path, result: Path) -> subprocess.Popen[str]:
+def _start(
+    index: int, size: int, meeting: Path, result: Path, place: Literal["here", "nodes"]
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "pipeline.doctor.exchange", str(index), str(size)]
-    command += [str(meeting), str(result), str(MEETING_S)]
+    command += [str(meeting), str(result), str(MEETING_S), place]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def _finding(processes: Sequence[subprocess.Popen[str]], result: Path | None, who: str) -> Finding:
-    advice = "a firewall, or the network of cluster.interface: let these hosts connect to one another on all ports"
+    advice = "look for a node that stopped at an earlier test, then at firewalls: these hosts must reach one another"
     try:
         outputs = [process.communicate(timeout=NODES_S)[0] for process in processes]
     except subprocess.TimeoutExpired as error:
@@ -87,12 +92,13 @@ def _finding(processes: Sequence[subprocess.Popen[str]], result: Path | None, wh
     return Finding(f"{who} add up {rate / 1e9:.2f} GB/s by {backend}", facts)
 
 
-def exchange(index: int, size: int, meeting: Path, timeout_s: float) -> tuple[str, float]:
+def exchange(index: int, size: int, meeting: Path, timeout_s: float, *, alone: bool) -> tuple[str, float]:
     """Join the group and add up a tensor of NUM_BYTES. Return the backend and the bytes per second, the best of five.
+    `alone`: all ranks are on this host, each with a GPU of its own; otherwise each has the first GPU of its node.
 
     Raises RuntimeError if the others do not come, or if the sum is wrong."""
     timeout = timedelta(seconds=timeout_s)
-    host, port = (socket.gethostbyname(socket.gethostname()), 0) if not index else _address(meeting, timeout_s)
+    host, port = (own_address(alone), 0) if not index else _address(meeting, timeout_s)
     store = dist.TCPStore(host, port, None, is_master=not index, timeout=timeout, wait_for_workers=False)
     if not index:
         staged = meeting.with_name(f"{meeting.name}.new")
@@ -100,7 +106,7 @@ def exchange(index: int, size: int, meeting: Path, timeout_s: float) -> tuple[st
         staged.replace(meeting)
     cuda = torch.cuda.is_available()
     backend = "nccl" if cuda else "gloo"
-    device = torch.device("cuda", index % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    device = torch.device("cuda", index if alone else 0) if cuda else torch.device("cpu")
     dist.init_process_group(backend, store=store, rank=index, world_size=size, timeout=timeout)
     best = 0.0
     try:
@@ -117,6 +123,22 @@ def exchange(index: int, size: int, meeting: Path, timeout_s: float) -> tuple[st
     return backend, best
 
 
+def own_address(alone: bool) -> str:
+    """Return the address by which the other ranks reach this host: that of its name, or where that is a loopback
+    address, as in Debian's /etc/hosts, that of the interface of the default route."""
+    if alone:
+        return "127.0.0.1"
+    named = socket.gethostbyname(socket.gethostname())
+    if not ip_address(named).is_loopback:
+        return named
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # a datagram socket only chooses its route; nothing is sent
+        except OSError:
+            return named  # no route at all: a machine by itself
+        return str(probe.getsockname()[0])
+
+
 def _address(meeting: Path, timeout_s: float) -> tuple[str, int]:
     until = time.monotonic() + timeout_s
     while not meeting.exists():
@@ -128,8 +150,9 @@ def _address(meeting: Path, timeout_s: float) -> tuple[str, int]:
 
 
 def main() -> int:
-    index, size, meeting, result, timeout_s = sys.argv[1:]
-    backend, rate = exchange(int(index), int(size), Path(meeting), float(timeout_s))
+    index, size, meeting, result, timeout_s, place = sys.argv[1:]
+    alone = place == "here"
+    backend, rate = exchange(int(index), int(size), Path(meeting), float(timeout_s), alone=alone)
     if index == "0":
         Path(result).write_text(f"{backend} {rate}")
     return 0

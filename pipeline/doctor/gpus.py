@@ -27,6 +27,8 @@ USED_BYTES = 1 << 30
 LINK_BYTES_PER_S = 25e9
 """Rate of one NVLink in one direction, generations 2 to 4 (NVIDIA's data sheets of A100 and H100: 600 GB/s with 12
 links and 900 GB/s with 18, both directions together). Generation 5 has twice that."""
+NEWER_LINKS = ("B100", "B200", "B300")
+"""GPUs with links of generation 5, in their names."""
 LINK_SHARE = 0.5
 """Share of the links' rate that a copy of COPY_BYTES must reach."""
 PCIE_BYTES_PER_S = 5e9
@@ -69,8 +71,6 @@ def driver(settings: DoctorSettings) -> Finding:
             )
         raise Absent("no NVIDIA driver")
     found = list_gpus()
-    if not found:
-        raise Absent("no NVIDIA GPU")
     if torch.version.cuda is None:
         advice = "install a torch for CUDA, then `make install TORCH=system` (README)"
         raise Fault(f"torch {torch.__version__} was built without CUDA, beside {len(found)} GPUs", advice)
@@ -80,13 +80,18 @@ def driver(settings: DoctorSettings) -> Finding:
         advice = f"update the driver to one for CUDA {torch.version.cuda}, or install a torch for CUDA {speaks}"
         raise Fault(f"driver {found[0].driver} is for CUDA {speaks}, torch for {torch.version.cuda}", advice, **facts)
     if not torch.cuda.is_available():
+        try:
+            torch.cuda.init()
+            said = "torch gives no reason"
+        except (RuntimeError, AssertionError) as error:
+            said = str(error).strip().splitlines()[0]
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         advice = (
             "unset CUDA_VISIBLE_DEVICES"
             if shown is not None
             else "look at `dmesg`; a reboot may be due after an update"
         )
-        raise Fault(f"nvidia-smi lists {len(found)} GPUs, but torch sees none", advice, visible=shown, **facts)
+        raise Fault(f"nvidia-smi lists {len(found)} GPUs, but torch sees none: {said}", advice, visible=shown, **facts)
     return Finding(f"driver {found[0].driver}, CUDA {torch.version.cuda}", facts)
 
 
@@ -94,7 +99,7 @@ def gpus(settings: DoctorSettings) -> Finding:
     """Look at each GPU: generation, errors of its memory, and memory that others use."""
     if not torch.cuda.is_available():
         raise Absent("no GPU that torch can use")
-    found = list_gpus()
+    found = visible_gpus()
     facts = {"gpus": [vars(gpu) for gpu in found]}
     for index in range(torch.cuda.device_count()):
         if torch.cuda.get_device_capability(index) < OLDEST_CAPABILITY:
@@ -116,22 +121,28 @@ def gpu_links(settings: DoctorSettings) -> Finding:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
         raise Absent("fewer than two GPUs")
-    links = parse_topology(_smi("topo", "-m"))
+    number = {gpu.uuid: gpu.index for gpu in list_gpus()}
+    numbers = [number.get(_uuid(index), index) for index in range(count)]
+    by_number = parse_topology(_smi("topo", "-m"))
+    links = {(a, b): by_number.get((numbers[a], numbers[b]), 0) for a, b in permutations(range(count), 2)}
     rates = {pair: copy_rate(*pair) for pair in permutations(range(count), 2)}
+    link = LINK_BYTES_PER_S * (2 if any(new in torch.cuda.get_device_name(0) for new in NEWER_LINKS) else 1)
     facts = {"bytes_per_s": {f"{a}->{b}": rate for (a, b), rate in rates.items()}}
-    slow = list(slow_pairs(rates, links))
+    slow = list(slow_pairs(rates, links, link))
     if slow:
         advice = "look at `nvidia-smi nvlink -s` and at the fabric manager's log; the node may need a reset"
         raise Fault("; ".join(slow), advice, **facts)
     return Finding(f"{min(rates.values()) / 1e9:.0f} GB/s or more between all pairs", facts)
 
 
-def slow_pairs(rates: Mapping[tuple[int, int], float], links: Mapping[tuple[int, int], int]) -> Iterator[str]:
+def slow_pairs(
+    rates: Mapping[tuple[int, int], float], links: Mapping[tuple[int, int], int], link: float
+) -> Iterator[str]:
     """Yield a line for each pair whose copy is slower than its links allow. `rates`: bytes per second by (from, to);
-    `links`: number of NVLinks by pair, 0 for PCIe."""
+    `links`: number of NVLinks by pair, 0 for PCIe; `link`: bytes per second of one."""
     for (source, target), rate in rates.items():
         number = links.get((source, target), 0)
-        least = LINK_SHARE * number * LINK_BYTES_PER_S if number else PCIE_BYTES_PER_S
+        least = LINK_SHARE * number * link if number else PCIE_BYTES_PER_S
         if rate < least:
             over = f"{number} NVLinks" if number else "PCIe"
             yield f"GPU {source} to {target}: {rate / 1e9:.1f} GB/s over {over}, expected {least / 1e9:.0f} or more"
@@ -166,14 +177,24 @@ def copy_rate(source: int, target: int) -> float:
     return best
 
 
+def visible_gpus() -> list[Gpu]:
+    """Return the GPUs that torch sees in this process, as the driver lists them."""
+    seen = {_uuid(index) for index in range(torch.cuda.device_count())}
+    return [gpu for gpu in list_gpus() if gpu.uuid in seen]
+
+
+def _uuid(index: int) -> str:
+    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+
+
 def list_gpus() -> list[Gpu]:
-    """Return the GPUs that the driver knows. Raises Fault if it does not answer."""
+    """Return the GPUs that the driver knows. Raises Fault if it does not answer, and Absent if it has none."""
     rows = csv.reader(io.StringIO(_smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")))
     found = []
     for row in rows:
         index, uuid, name, of_driver, total, used, errors = (cell.strip() for cell in row)
-        count = int(errors) if errors.isdigit() else 0
-        found.append(Gpu(int(index), uuid, name, of_driver, int(total) << 20, int(used) << 20, count))
+        total_mib, used_mib, count = (int(text) if text.isdigit() else 0 for text in (total, used, errors))
+        found.append(Gpu(int(index), uuid, name, of_driver, total_mib << 20, used_mib << 20, count))
     return found
 
 
@@ -190,6 +211,10 @@ def _smi(*arguments: str) -> str:
         raise Fault(f"nvidia-smi does not answer in {SMI_S:g} s", "a GPU hangs: look at `dmesg`, reset it") from error
     if done.returncode:
         said = (done.stdout + done.stderr).strip().splitlines()
+        if "No devices were found" in "".join(said):
+            if "SLURM_JOB_ID" in os.environ:
+                raise Fault("this job has no GPU", "ask Slurm for some: slurm.gpus, slurm.gres")
+            raise Absent("no NVIDIA GPU")
         advice = "load the driver again or reboot: its library and its kernel module must be of one version"
         raise Fault(f"nvidia-smi fails: {said[-1] if said else done.returncode}", advice)
     return done.stdout

@@ -1,4 +1,4 @@
-"""Rungs of the host: packages, limits, disk, shared memory, clock, processors, compiler, loopback network."""
+"""Rungs of the host: limits, disk, shared memory, clock, processors, compiler, loopback network."""
 
 from __future__ import annotations
 
@@ -10,28 +10,15 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import torch
-from packaging.requirements import Requirement
 
 from pipeline.config.open_files import most_descriptors
 from pipeline.doctor.ladder import DoctorSettings, Fault, Finding
 from stages.models.kernels.native import load_block_kernels
 from stages.native.compile import NoNativeKernelsError, compiler_version
 
-OPTIONAL = (
-    "transformer_engine",
-    "apex",
-    "flash-attn",
-    "triton",
-    "torchao",
-    "vllm",
-    "nvidia-nccl-cu13",
-    "nvidia-nccl-cu12",
-)
-"""Packages that change what a library does where they are installed, for the report."""
 SHARED_MEMORY = Path("/dev/shm")
 """File system of the published weights."""
 OPEN_FILES = 1024
@@ -48,35 +35,12 @@ SLOWER_TOGETHER = 0.25
 """All threads at less than this share of one thread's rate are a fault. Other programs alone seldom cost that much."""
 
 
-def packages(settings: DoctorSettings) -> Finding:
-    """Compare the installed packages with the versions that Stageline was written for."""
-    wrong, found = [], {}
-    for text in requires("stageline") or []:
-        wanted = Requirement(text)
-        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            found[wanted.name] = version(wanted.name)
-        except PackageNotFoundError:
-            wrong.append(f"{wanted.name} is missing")
-            continue
-        if not wanted.specifier.contains(found[wanted.name], prereleases=True):
-            wrong.append(f"{wanted.name} is {found[wanted.name]}, needs {wanted.specifier}")
-    if wrong:
-        raise Fault("; ".join(wrong), "run `make install` in the clone, or install these versions", versions=found)
-    optional = {name: _version_or_none(name) for name in OPTIONAL}
-    return Finding(f"{len(found)} packages, torch {torch.__version__}", {"versions": found, "optional": optional})
-
-
 def limits(settings: DoctorSettings) -> Finding:
     """Compare the limits of this account with what a run needs."""
     files, locked = most_descriptors(), resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
     if files < OPEN_FILES:
         advice = f"raise the hard limit to {OPEN_FILES} or more: `ulimit -Hn`, or nofile in /etc/security/limits.conf"
         raise Fault(f"a process may have {files} open files", advice, open_files=files)
-    if torch.cuda.is_available() and locked not in (resource.RLIM_INFINITY,) and locked < (1 << 30):
-        advice = "set memlock to unlimited in /etc/security/limits.conf, or in Slurm's PropagateResourceLimitsExcept"
-        raise Fault(f"a process may lock {locked >> 20} MB of memory; NCCL and pinned memory need more", advice)
     return Finding(f"{files} open files", {"open_files": files, "locked_memory_bytes": locked})
 
 
@@ -134,17 +98,16 @@ def clock(settings: DoctorSettings) -> Finding:
 
 def processors(settings: DoctorSettings) -> Finding:
     """Measure a float32 matrix product with one thread and with all that this process may use."""
-    cores = len(os.sched_getaffinity(0))
+    quota = _quota()
+    cores = max(1, min(len(os.sched_getaffinity(0)), int(quota or 1 << 20)))
     one, many = _product_rate(1), _product_rate(cores)
-    facts = {"cores": cores, "flops_one_thread": one, "flops_all_threads": many, "quota": _quota()}
-    quota = facts["quota"]
+    facts = {"cores": cores, "flops_one_thread": one, "flops_all_threads": many, "quota": quota}
     if cores > 1 and many < SLOWER_TOGETHER * one:
         advice = "other programs use these cores, or a quota holds this one back: look at `top` and the container"
         raise Fault(
             f"{cores} threads multiply at {many / 1e9:.0f} GFLOP/s, one alone at {one / 1e9:.0f}", advice, **facts
         )
-    held = f", quota of {quota:.1f} cores" if quota is not None and quota < cores else ""
-    return Finding(f"{cores} cores, {one / 1e9:.0f} GFLOP/s on one, {many / 1e9:.0f} on all{held}", facts)
+    return Finding(f"{cores} cores, {one / 1e9:.0f} GFLOP/s on one, {many / 1e9:.0f} on all", facts)
 
 
 def compiler(settings: DoctorSettings) -> Finding:
@@ -170,13 +133,6 @@ def network(settings: DoctorSettings) -> Finding:
             advice = "let the host's name resolve to one of its addresses (/etc/hosts), and allow connections to itself"
             raise Fault(f"this host cannot be reached as {name}: {error}", advice, reached=reached) from error
     return Finding(f"reached as {' and '.join(dict.fromkeys(reached))}", {"addresses": reached})
-
-
-def _version_or_none(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _write_rate(folder: Path, *, sync: bool) -> float:

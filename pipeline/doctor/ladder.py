@@ -9,6 +9,7 @@ Later rungs use what earlier ones have proven, so only the first fault is worth 
 
 from __future__ import annotations
 
+import importlib
 import platform
 import socket
 import time
@@ -92,6 +93,18 @@ class RungResult:
     advice: str = ""
     seconds: float = 0.0
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def lazily(where: str) -> Callable[[DoctorSettings], Finding]:
+    """Return the test `module:function` of this folder. Its module is imported when the test runs, so that a broken
+    library is the fault of the first test that needs it."""
+    module, _, name = where.partition(":")
+
+    def test(settings: DoctorSettings) -> Finding:
+        found: Callable[[DoctorSettings], Finding] = getattr(importlib.import_module(f"pipeline.doctor.{module}"), name)
+        return found(settings)
+
+    return test
 
 
 def climb(

@@ -133,7 +133,7 @@ def run(job: RankJob, index: int, rendezvous: str) -> RankResult | None:
             digests=[digest, again],
             seconds=seconds,
             state_bytes=measured,
-            predicted_bytes=_predicted(job),
+            predicted_bytes=predicted_bytes(job),
             peak_bytes=_peak_bytes(),
             published=published,
         )
@@ -202,7 +202,8 @@ def _publish(host: MegatronHost) -> Published | None:
         return Published(manifest.num_bytes, seconds, sound)
 
 
-def _predicted(job: RankJob) -> int:
+def predicted_bytes(job: RankJob) -> int:
+    """Return the predicted bytes of parameters, gradients, masters and moments of the first rank."""
     gang = GangModels(
         read_spec(job.model),
         ModelConfig(path=job.model, dtype=job.dtype),

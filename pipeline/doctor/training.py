@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import psutil
 import torch
 
 from pipeline.doctor.ladder import Absent, DoctorSettings, Fault, Finding
-from pipeline.doctor.rank import RankJob, RankResult
+from pipeline.doctor.rank import RankJob, RankResult, predicted_bytes
 from storage.codec import decode, encode
 
 Dtype = Literal["float32", "bfloat16"]
@@ -158,6 +159,7 @@ def _run(job: RankJob) -> RankResult:
     """Run the ranks of a job and return rank 0's numbers. A job runs once, however many rungs need it.
 
     Raises Fault if a rank fails or does not end in time."""
+    _refuse_too_large(job)
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if job.on_cpu else {}
     with tempfile.TemporaryDirectory(prefix="stageline-doctor-") as folder:
         result = Path(folder, "result.json")
@@ -179,6 +181,16 @@ def _run(job: RankJob) -> RankResult:
                 rank.kill()
                 rank.wait()
         return decode(RankResult, result.read_bytes())
+
+
+def _refuse_too_large(job: RankJob) -> None:
+    """Raise Absent for a model whose state does not fit."""
+    needed, on_gpu = predicted_bytes(job), torch.cuda.is_available() and not job.on_cpu
+    there = torch.cuda.get_device_properties(0).total_memory if on_gpu else psutil.virtual_memory().available
+    if needed > there:
+        where = "a GPU" if on_gpu else "this host"
+        sizes = f"{needed / 2**30:.0f} GiB in {job.dtype}, {where} has {there / 2**30:.0f}"
+        raise Absent(f"{job.model} needs {sizes}: give a smaller --model")
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:

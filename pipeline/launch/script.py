@@ -27,6 +27,8 @@ from stages.models.protocol import Role
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "slurm/run.sbatch"
 DOCTOR_TEMPLATE = TEMPLATE.with_name("doctor.sbatch")
+DOCTOR_LIMIT = "0-00:30:00"
+"""Time limit of a job that tests its nodes."""
 _WORD = re.compile(r"@([A-Z]+)@")
 
 
@@ -73,11 +75,11 @@ def render(config: RunConfig, place: JobPlace) -> str:
 
 def render_doctor(config: RunConfig, place: JobPlace, arguments: Sequence[str]) -> str:
     """Return the script that runs `stageline doctor` once on each node that a run asks for."""
-    shape = job_shape(config)
+    shape, slurm = job_shape(config), replace(config.slurm, time_limit=DOCTOR_LIMIT)
     components = f" --het-group=0-{len(shape.groups) - 1}" if shape.heterogeneous else ""
     filled = {
         "TITLE": place.title,
-        "DIRECTIVES": "\n".join(_directives(config.slurm, shape, place)),
+        "DIRECTIVES": "\n".join(line for line in _directives(slurm, shape, place) if line != "#SBATCH --requeue"),
         "COMMAND": shlex.join([*start_command(config.slurm), "doctor", *arguments]),
         "FOLDER": shlex.quote(str(place.folder)),
         "ENVIRONMENT": "\n".join(config.slurm.environment),

@@ -32,7 +32,9 @@ def test_a_job_tests_the_nodes_that_a_config_asks_for(tmp_path: Path, capsys: py
     assert "doctor --out" in script
 
 
-@pytest.mark.parametrize("option", ["--until=no_such_test", "--engine=vllm"])
+@pytest.mark.parametrize(
+    "option", ["--until=no_such_test", "--engine=vllm", "--threads=-3", "--model=nowhere", "seed=1"]
+)
 def test_an_option_that_means_nothing_is_refused(tmp_path: Path, option: str) -> None:
     assert main(["doctor", "--out", str(tmp_path), "--runs-dir", str(tmp_path), option]) == 2
     assert not [*tmp_path.glob("doctor-*")]

@@ -3,6 +3,7 @@ tests/integration/test_whole_doctor.py."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,12 +20,13 @@ import pytest
 import torch
 
 from pipeline.cli.doctor import RUNGS
-from pipeline.doctor import engines, exchange, gpus, host, training
-from pipeline.doctor.ladder import Absent, DoctorSettings, Finding, Rung, RungResult, Status, climb
+from pipeline.doctor import engines, exchange, gpus, host, packages, training
+from pipeline.doctor.ladder import Absent, DoctorSettings, Finding, Rung, RungResult, Status, climb, lazily
 from pipeline.doctor.rank import Published, RankJob, RankResult
 from stages.engines.build import build_engine
 from stages.engines.config import EngineConfig
 from stages.engines.protocol import Completion, GenerationEngine, Request
+from stages.models.spec import RANDOM_TINY, read_config
 
 SOUND = RankResult(
     device="the CPU",
@@ -63,6 +66,8 @@ def nvidia_smi(patch: pytest.MonkeyPatch, folder: Path, *, used: int = 4, errors
     patch.setattr(torch.cuda, "is_available", lambda: True)
     patch.setattr(torch.cuda, "device_count", lambda: 2)
     patch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    patch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100 80GB HBM3")
+    patch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=str(index + 1)))
 
 
 def wrong_engine(patch: pytest.MonkeyPatch) -> None:
@@ -94,7 +99,7 @@ def assert_fault(settings: DoctorSettings, name: str) -> RungResult:
 
 
 def test_another_version_of_a_package(settings: DoctorSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "version", lambda name: "0.0.1")
+    monkeypatch.setattr(packages, "version", lambda name: "0.0.1")
     assert "zarr" in assert_fault(settings, "packages").text
 
 
@@ -163,6 +168,41 @@ def test_gpus_that_are_broken_or_taken(
     assert "GPU-1" in str(assert_fault(settings, "gpus").facts)
 
 
+def test_a_gpu_of_others_is_not_looked_at(
+    settings: DoctorSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nvidia-smi lists all GPUs of the host, also those that CUDA_VISIBLE_DEVICES hides."""
+    nvidia_smi(monkeypatch, tmp_path, used=9000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="another"))
+    theirs = gpus.Gpu(0, "GPU-1", "H100", "580", 1 << 36, 9 << 30, 0)
+    ours = gpus.Gpu(1, "GPU-another", "H100", "580", 1 << 36, 0, 0)
+    monkeypatch.setattr(gpus, "list_gpus", lambda: [theirs, ours])
+    (result,) = climb([rung for rung in RUNGS if rung.name == "gpus"], settings)
+    assert result.status is Status.OK, result
+
+
+def test_a_driver_without_gpus(settings: DoctorSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is wrong on a node without GPUs; in a job that node was given by mistake."""
+    nvidia_smi(monkeypatch, tmp_path)
+    (tmp_path / "bin/nvidia-smi").write_text("#!/bin/sh\necho No devices were found; exit 6\n")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    (result,) = climb([rung for rung in RUNGS if rung.name == "driver"], settings)
+    assert result.status is Status.ABSENT, result
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert_fault(settings, "driver")
+
+
+def test_a_broken_library_is_the_fault_of_the_first_rung_that_needs_it(settings: DoctorSettings) -> None:
+    (result,) = climb([Rung("one", "one", lazily("no_such_module:test"))], settings)
+    assert result.status is Status.FAULT
+    assert "ModuleNotFoundError" in result.text
+
+
+def test_a_model_that_does_not_fit_is_not_this_machines(settings: DoctorSettings) -> None:
+    (result,) = climb([rung for rung in RUNGS if rung.name == "float32"], replace(settings, model="random:70b-shape"))
+    assert result.status is Status.ABSENT, result
+
+
 def test_a_slow_link(settings: DoctorSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """18 NVLinks make 450 GB/s. The pair at 20 GB/s is named, and not its way back."""
     nvidia_smi(monkeypatch, tmp_path)
@@ -221,9 +261,12 @@ def test_wrong_numbers_of_training(
     assert_fault(settings, rung)
 
 
-def test_a_rank_that_dies(settings: DoctorSettings) -> None:
-    result = assert_fault(replace(settings, model="random:no-such-model"), "float32")
-    assert "no-such-model" in result.facts["output"]
+def test_a_rank_that_dies(settings: DoctorSettings, tmp_path: Path) -> None:
+    """The model's directory lacks its weights. The rank's own words are in the report."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(read_config(RANDOM_TINY)))
+    result = assert_fault(replace(settings, model=str(tmp_path / "model")), "float32")
+    assert "safetensors" in result.facts["output"]
 
 
 def test_an_engine_that_draws_other_tokens(settings: DoctorSettings, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,48 @@
+"""The first rung: the installed packages. It imports none of them, so it can name one that is missing."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
+
+from pipeline.doctor.ladder import DoctorSettings, Fault, Finding
+
+OPTIONAL = (
+    "transformer_engine",
+    "apex",
+    "flash-attn",
+    "triton",
+    "torchao",
+    "vllm",
+    "nvidia-nccl-cu13",
+    "nvidia-nccl-cu12",
+)
+"""Packages that change what a library does where they are installed, for the report."""
+
+
+def packages(settings: DoctorSettings) -> Finding:
+    """Compare the installed packages with the versions that Stageline was written for."""
+    wrong, found = [], {}
+    for text in requires("stageline") or []:
+        wanted = Requirement(text)
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found[wanted.name] = version(wanted.name)
+        except PackageNotFoundError:
+            wrong.append(f"{wanted.name} is missing")
+            continue
+        if not wanted.specifier.contains(found[wanted.name], prereleases=True):
+            wrong.append(f"{wanted.name} is {found[wanted.name]}, needs {wanted.specifier}")
+    if wrong:
+        raise Fault("; ".join(wrong), "run `make install` in the clone, or install these versions", versions=found)
+    optional = {name: _version_or_none(name) for name in OPTIONAL}
+    return Finding(f"{len(found)} packages, torch {found['torch']}", {"versions": found, "optional": optional})
+
+
+def _version_or_none(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -178,7 +178,7 @@ def test_what_slurm_itself_requeues_for_ever_ends_without_progress(slurm: SlurmC
     assert wait_for(slurm, job, "FAILED")["ExitCode"] == "75:0"
     wait_for_output(job, "not requeued: 1 requeue in a row committed nothing new")
     assert "driver of attempt 2" not in job.output.read_text()
-    wait_for_output(job, f"`stageline submit {RunPaths(config.run_dir).job}/config.yaml` goes on")
+    wait_for_output(job, f"`stageline submit {RunPaths(config.run_dir).job}/config.yaml` continues")
 
 
 def test_a_job_that_makes_room_goes_on_later(slurm: SlurmCluster, tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import html
+import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -176,7 +179,10 @@ def test_the_same_page_of_a_run_that_has_ended(live: tuple[RunConfig, Seen]) -> 
             assert "step 12 of 12, finished" in page
             assert 'data-from="publish 11.0" data-to="generate 11.0"' not in page
             assert 'data-from="publish 10.0" data-to="generate 11.0"' in page
-            assert "reward 0." in page
+            found = re.search(r'data-curves="([^"]*)"', page)
+            assert found is not None
+            (drawn,) = json.loads(html.unescape(found[1]))["runs"]
+            assert len(drawn["curves"]["metrics"]["reward/mean"]) == 12
             assert get(f"{root}/stageline/logs/train-0.log")[0] == 200
             assert get(f"{root}/stageline/logs/..%2Fconfig.yaml")[0] == 404
             assert get(f"{root}/config.yaml")[0] == 404

@@ -104,7 +104,7 @@ def test_a_damaged_config_is_refused(copy: Path, capsys: pytest.CaptureFixture[s
 def test_a_damaged_identity_is_refused(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = copy / FILE
     file.write_text(file.read_text()[:-40])
-    assert "identity.json is not what was written" in refused([str(copy)], capsys)
+    assert "identity.json: is not what was written" in refused([str(copy)], capsys)
     assert any("identity.json" in fault for fault in verify_run(saved_config(str(copy))).faults)
 
 

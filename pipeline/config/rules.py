@@ -174,9 +174,6 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
 
 def _unread_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield the settings that settings of other sections leave without effect."""
-    if config.rollout.versions == "latest" and not config.staleness:
-        need = "no version is newer than the one that a step waits for under staleness=0: exact, or a higher staleness"
-        yield Problem("rollout.versions", config.rollout.versions, need)
     if "critic" in config.alarms.stop and not config.has_critic:
         need = f"ppo.advantage={config.ppo.advantage} trains no critic: leave it out"
         yield Problem("alarms.stop", "critic", need)

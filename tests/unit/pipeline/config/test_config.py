@@ -241,7 +241,6 @@ REFUSED = {
     # things that exclude one another
     "evaluate.every=1 prompts.held_out=1": "prompts.held_out",
     "engine.update=inflight": "engine.update",
-    "rollout.versions=latest staleness=0": "rollout.versions",
     "alarms.staleness_steps=9": "alarms.staleness_steps",
     "alarms.stop=[kl,reward]": "alarms.stop",
     "mismatch.rows=0 mismatch.stop=true": "mismatch.stop",

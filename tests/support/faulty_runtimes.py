@@ -157,8 +157,8 @@ class FailingLateRuntime(LateRuntime):
 
 
 class MidRowRuntime(StageRuntime):
-    """A runtime. When the rows of step 1 have begun, their second pass waits until other weights
-    have come for them, which no shard can have asked for."""
+    """A runtime. When the rows of step 1 have begun, their second pass waits until other weights have come for them,
+    which no shard can have asked for. Once in a run: in a resumed one they may be published before the rows begin."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
@@ -166,12 +166,13 @@ class MidRowRuntime(StageRuntime):
             return
         engine, ledger = self.parts.engine._engine, self.parts.ledger
         submit = engine._runner.submit
-        passes = 0
+        passes, held_before = 0, self.parts.config.run_dir / "held"
 
         def held(batch: Batch) -> None:
             nonlocal passes
             passes += ledger.find(Address("generate", 0)) is not None
-            if passes == 2:
+            if passes == 2 and not held_before.exists():
+                held_before.touch()
                 until(lambda: engine._admission.weights, "newer weights come for the rows in flight")
             submit(batch)
 

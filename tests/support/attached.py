@@ -29,7 +29,9 @@ class Commands:
 
     def start(self, name: str, *arguments: str, prefix: Sequence[str] | None = None) -> subprocess.Popen[bytes]:
         """`stageline ARGUMENTS`, in a process group of its own; what it prints goes to the end of NAME.log."""
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "COLUMNS": "300"}
+        # a gang of one host in this process has bound itself to loopback; the command's gang may span hosts
+        here = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
+        environment = here | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "COLUMNS": "300"}
         before = self.prefix if prefix is None else prefix
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(

@@ -265,7 +265,7 @@ time.sleep(600)
 
 
 def test_shared_memory_between_an_engines_ranks_is_removed_with_them() -> None:
-    """What tracks it is killed, too. vLLM's ranks have 160 MB and more."""
+    """The process that tracks the memory is killed too. vLLM's ranks have 160 MB and more."""
     with subprocess.Popen(
         [sys.executable, "-c", SHARING], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as server:

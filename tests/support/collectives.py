@@ -1,4 +1,4 @@
-"""What the ranks of a gang ask of one another: every collective is recorded, and big pickles are refused.
+"""Record every collective that the ranks of a gang make, and refuse big pickles.
 
 with watched() as calls:  a rank's work       ─► calls: [Call(group, operation, shapes, thread), ...]
 one_order([calls of rank 0, of rank 1, ...])  ─► fails if the ranks would wait for one another for ever, if they come

@@ -44,7 +44,7 @@ class ServerProcess:
         with ExitStack() as stack:
             prefix = f"{SCRATCH}{os.getpid()}-"
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)))
-            # Of this project only these two packages, and nothing that is installed beside them.
+            # The server sees only these two packages of this project, and nothing that is installed beside them.
             for package in (stages, storage):
                 (folder / package.__name__).symlink_to(Path(str(package.__file__)).parent)
             path = [str(folder), *([str(modules)] if modules is not None else [])]

@@ -504,15 +504,20 @@ def test_an_interrupt_where_an_event_loop_runs_ends_the_asking_too(request: pyte
     request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+    ended = threading.Event()
+
     def judge(body: Mapping[str, Any]) -> Reply:
         os.kill(os.getpid(), signal.SIGINT)
+        ended.wait(60)  # an answer that came before the interrupt would be asked for again
         return Reply("", cut=True)
 
     async def cell(url: str) -> None:
         judge_of(url, timeout_s=200, retry_s=200)(samples("a"))
 
     loop = asyncio.new_event_loop()
-    with serving(judge) as served, pytest.raises(KeyboardInterrupt):
-        loop.run_until_complete(cell(served.url))
+    with serving(judge) as served:
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(cell(served.url))
+        ended.set()
     loop.close()
     assert len(served.asked) == 1

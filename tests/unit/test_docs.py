@@ -28,3 +28,15 @@ def test_a_page_names_only_files_that_exist(path: Path) -> None:
     made = {ROOT / path for path in re.findall(r"^New file `([\w./]+)`", text, re.MULTILINE)}  # by a recipe
     named = [(ROOT / code if code else path.parent / link) for code, link in PATHS.findall(text)]
     assert [path for path in named if not path.exists() and path not in made] == []
+
+
+def test_the_keys_beside_those_of_other_systems_exist() -> None:
+    text = (ROOT / "docs/coming-from.md").read_text("utf8")
+    ours = "".join(re.findall(r"^\|[^|]*\|([^|]*)\|$", text, re.MULTILINE))
+    keys = re.findall(r"^\| `([\w.*]+)` \|", page(), re.MULTILINE)
+    known = {name for key in keys for name in (key, key.rpartition(".")[0])}
+    named = re.findall(r"`([a-z_]+\.[\w.]+)", ours)
+    assert len(named) > 50
+    assert {
+        name.replace("model.critic.", "model.policy.") for name in named
+    } - known == set()  # they have the same keys

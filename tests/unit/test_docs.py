@@ -37,6 +37,4 @@ def test_the_keys_beside_those_of_other_systems_exist() -> None:
     known = {name for key in keys for name in (key, key.rpartition(".")[0])}
     named = re.findall(r"`([a-z_]+\.[\w.]+)", ours)
     assert len(named) > 50
-    assert {
-        name.replace("model.critic.", "model.policy.") for name in named
-    } - known == set()  # they have the same keys
+    assert {name.replace("model.critic.", "model.policy.") for name in named} - known == set()

@@ -32,8 +32,8 @@ from benchmarks.harness import arguments, gemm_gflops, measured_load, report, wr
 from pipeline.config.loading import load_config
 from pipeline.config.preflight import preflight
 from pipeline.driver.run import run
+from stages.models.flops import matrix_numbers
 from stages.models.spec import read_spec
-from stages.models.work import matrix_numbers
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKLOAD = ROOT / "benchmarks/ppo_step.yaml"

@@ -24,11 +24,11 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.harness import arguments, measured_load, report, write_json
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig, SamplingConfig
+from stages.models.flops import matrix_numbers
 from stages.models.host import MegatronHost
 from stages.models.numerics import Products, input_gradient, multiply, weight_gradient
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
 from stages.models.spec import ModelSpec, layer_shapes, read_spec
-from stages.models.work import matrix_numbers
 from stages.ppo.config import PPOConfig
 from storage.records import Advantages, ReferenceLogprobs, Rollout, Values
 

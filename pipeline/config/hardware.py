@@ -44,12 +44,16 @@ class HardwareConfig:
     """Bandwidth of a GPU over NVLink in each direction; 0: none, GPUs talk over PCIe."""
     nvlink_gpus: int = setting("???", at_least(0))
     """GPUs that NVLink joins. It may be more than a node has."""
+    nvlink_latency_s: float = setting("???", at_least(0))
+    """Seconds that a short message takes from GPU to GPU over NVLink, inside a collective; 0 without NVLink."""
     pcie_bytes_per_s: float = setting("???", at_least(0))
     """Bandwidth between a GPU and the host's memory in each direction; 0 without GPUs."""
     links: int = setting("???", at_least(1))
     """Network links of a whole node to the other nodes."""
     link_bytes_per_s: float = setting("???", above(0))
     """Bandwidth of a link in each direction."""
+    link_latency_s: float = setting("???", above(0))
+    """Seconds that a short message takes from one node to the next over the network, inside a collective."""
     host_memory_gib: float = setting("???", above(0))
     """Memory of a whole node's host, in units of 2^30 bytes."""
     shared_memory_gib: float = setting("???", above(0))
@@ -82,7 +86,11 @@ def load_hardware(name: str) -> HardwareConfig:
 def hardware_problems(config: HardwareConfig) -> Iterator[Problem]:
     """Yield the problems between a file's settings."""
     with_gpus = {"device_memory_gib": config.device_memory_gib, "pcie_bytes_per_s": config.pcie_bytes_per_s}
-    without = with_gpus | {"nvlink_bytes_per_s": config.nvlink_bytes_per_s, "nvlink_gpus": config.nvlink_gpus}
+    without = with_gpus | {
+        "nvlink_bytes_per_s": config.nvlink_bytes_per_s,
+        "nvlink_gpus": config.nvlink_gpus,
+        "nvlink_latency_s": config.nvlink_latency_s,
+    }
     if config.gpus_per_node:
         for key, value in with_gpus.items():
             if not value:
@@ -94,6 +102,9 @@ def hardware_problems(config: HardwareConfig) -> Iterator[Problem]:
     if bool(config.nvlink_bytes_per_s) != (config.nvlink_gpus > 1):
         need = "must be 2 or more with NVLink (nvlink_bytes_per_s), and 0 without"
         yield Problem("nvlink_gpus", config.nvlink_gpus, need)
+    if bool(config.nvlink_bytes_per_s) != bool(config.nvlink_latency_s):
+        need = "must be above 0 with NVLink (nvlink_bytes_per_s), and 0 without"
+        yield Problem("nvlink_latency_s", config.nvlink_latency_s, need)
     if config.shared_memory_gib > config.host_memory_gib:
         need = f"must be at most host_memory_gib = {config.host_memory_gib:g}, which it is a part of"
         yield Problem("shared_memory_gib", config.shared_memory_gib, need)

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from stages.models.build import Blueprint
 from stages.models.config import OptimizerConfig
+from stages.models.flops import update_flops
 from stages.models.forward import MicroBatch, cut_micro_batches, row_lengths
 from stages.models.layouts import adapter_parameters
 from stages.models.numerics import rows_multiple
 from stages.models.protocol import CriticBatch, PolicyBatch, Role
 from stages.models.trainer import Loss
-from stages.models.work import UpdateWork, measured_peak, update_flops
+from stages.models.work import UpdateWork, measured_peak
 from stages.ppo.config import PPOConfig
 from stages.ppo.losses import LossStats, PolicyLossInputs, ValueLossInputs, policy_loss, value_loss
 from stages.ppo.masks import state_values, token_weights

@@ -16,7 +16,7 @@ def test_a_shipped_file_loads_and_every_number_has_a_source(name: str) -> None:
     assert config.bf16_flops > config.fp32_flops
     lines = [line for line in (FOLDER / f"{name}.yaml").read_text("utf8").splitlines() if not line.startswith("#")]
     values = {key.strip(): rest for key, _, rest in (line.partition(":") for line in lines)}
-    assert len(values) == len(lines) == 14
+    assert len(values) == len(lines) == 16
     for key, rest in values.items():
         number = rest.partition("#")[0].strip()
         assert key == "description" or number == "0" or "#" in rest, f"{key} of {name} has no source"

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, OptimizerConfig
+from stages.models.flops import update_flops
 from stages.models.forward import cut_micro_batches, hidden_states
 from stages.models.hf_conversion import PARTS, from_hf
 from stages.models.host import MegatronHost
@@ -43,7 +44,7 @@ from stages.models.memory import (
 )
 from stages.models.protocol import Role
 from stages.models.spec import ModelSpec, read_config, read_spec, tensor_shapes
-from stages.models.work import UpdateWork, measured_peak, update_flops
+from stages.models.work import UpdateWork, measured_peak
 from stages.ppo.config import PPOConfig
 from tests.support.families import random_model
 from tests.support.models import ALL_MODELS, opened, random_advantages, random_rollout, update_both

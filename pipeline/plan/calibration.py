@@ -1,0 +1,161 @@
+"""A calibration: how close each kind of work comes to the hardware's peaks, and what a call and a node cost besides.
+
+    seconds of a node = roofline / efficiency + collectives / link_efficiency + calls * call_s + node_s
+
+The roofline (`cost`) follows from model, layout, batch and hardware. The other numbers are measured in a run
+(`calibrate`), scaled to a published step time (`scaled`), or assumed (`typical`). A calibration belongs to one kind of
+hardware: its efficiencies are shares of that hardware's peaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from pipeline.config.errors import ConfigError, refusal, together
+from pipeline.config.loading import load_file
+from storage.problems import Constraint, above, at_least, setting, setting_problems
+
+CALIBRATION = "--calibration"
+"""The option that names a calibration file. Errors have it as their key."""
+_SHARE = Constraint("above 0 and at most 1", lambda share: 0 < share <= 1)
+
+
+@dataclass(frozen=True)
+class StageSpeed:
+    """The speed of one kind of work."""
+
+    efficiency: float = setting(1.0, _SHARE)
+    """Share of the hardware's peak that is reached, of arithmetic or of memory bandwidth, whichever limits."""
+    call_s: float = setting(0.0, at_least(0))
+    """Seconds of each call besides: a decoding pass, a micro-batch, a scored row. Launches and Python are in it."""
+    node_s: float = setting(0.0, at_least(0))
+    """Seconds of each node besides: reading and writing the store, the commit."""
+    scatter: float | None = setting(None, at_least(0))
+    """Spread of measured / predicted seconds, as a standard deviation; null: nothing was measured."""
+    nodes: int = setting(0, at_least(0))
+    """Nodes that were measured."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The speeds of all kinds of work on one kind of hardware."""
+
+    description: str = "???"
+    """Where the numbers come from, in words."""
+    hardware: str = "???"
+    """Hardware whose peaks the efficiencies are shares of: a name of `conf/hardware`, or the path of a file."""
+    generate: StageSpeed = field(default_factory=StageSpeed)
+    """Also evaluations' responses and canaries."""
+    forward: StageSpeed = field(default_factory=StageSpeed)
+    """Forward passes of reference, policy and critic."""
+    update: StageSpeed = field(default_factory=StageSpeed)
+    publish: StageSpeed = field(default_factory=StageSpeed)
+    """Also an engine's loading of new weights."""
+    score: StageSpeed = field(default_factory=StageSpeed)
+    advantage: StageSpeed = field(default_factory=StageSpeed)
+    link_efficiency: float = setting(1.0, _SHARE)
+    """Share of the links' bandwidth that collectives reach."""
+    overhead_s: float = setting(0.0, at_least(0))
+    """Seconds from the commit of a node's last parent to its start on an idle worker: scheduling and tracking."""
+    tokens_per_pass: float = setting(1.0, at_least(1))
+    """Tokens that a row gains in a decoding pass: above 1 with speculation."""
+    prompt_tokens: float | None = setting(None, above(0))
+    """Mean length of the prompts that were measured; null: unknown."""
+    extrapolated: list[str] = setting([])
+    """Kinds of work of which too few nodes differed to tell the numbers apart, so that they hold for similar runs."""
+
+
+KINDS = ("generate", "forward", "update", "publish", "score", "advantage")
+"""The kinds of work: the fields of `Calibration` that are speeds."""
+
+STAGE_KIND: Mapping[str, str] = {
+    "generate": "generate",
+    "evaluate": "generate",
+    "canary": "generate",
+    "score": "score",
+    "evaluate_score": "score",
+    "reference": "forward",
+    "evaluate_reference": "forward",
+    "logprob": "forward",
+    "canary_logprob": "forward",
+    "value": "forward",
+    "advantage": "advantage",
+    "update_policy": "update",
+    "update_critic": "update",
+    "publish": "publish",
+}
+"""The kind of work of each stage."""
+
+
+def typical(hardware: str, *, on_gpus: bool) -> Calibration:
+    """Return assumed speeds, for hardware that nothing was measured on.
+
+    GPUs: training and forward passes at 45 % of the peak (Narayanan et al. 2021, arXiv 2104.04473, table 1: 44 to 52 %
+    on A100), decoding at 60 % of the bandwidth with 2 ms a pass for launches and scheduling. CPUs: 30 % of the peak.
+    """
+    share = 0.45 if on_gpus else 0.3
+    stage = StageSpeed(share, call_s=1e-3, node_s=0.02)
+    return Calibration(
+        description="assumed, not measured",
+        hardware=hardware,
+        generate=StageSpeed(0.6 if on_gpus else share, call_s=2e-3, node_s=0.02),
+        forward=stage,
+        update=stage,
+        publish=StageSpeed(0.5, node_s=0.02),
+        score=StageSpeed(share, call_s=1e-4, node_s=0.02),
+        advantage=StageSpeed(share, call_s=1e-5, node_s=0.02),
+        link_efficiency=0.7,
+        overhead_s=0.02,
+    )
+
+
+def scaled(calibration: Calibration, factor: float, description: str) -> Calibration:
+    """Return a calibration with which everything takes `factor` times as long. It has no scatter: one step time tells
+    nothing about the stages' shares, which stay as they were."""
+
+    def slower(speed: StageSpeed) -> StageSpeed:
+        return StageSpeed(speed.efficiency / factor, speed.call_s * factor, speed.node_s * factor)
+
+    speeds: dict[str, Any] = {kind: slower(getattr(calibration, kind)) for kind in KINDS}
+    found = replace(
+        calibration,
+        description=description,
+        link_efficiency=calibration.link_efficiency / factor,
+        overhead_s=calibration.overhead_s * factor,
+        extrapolated=list(KINDS),
+        **speeds,
+    )
+    if problems := [*setting_problems(found)]:
+        need = f"is above the peaks of {calibration.hardware}: a shorter time than its arithmetic or memory allows"
+        raise ConfigError(problems[0].key, f"{description}: an efficiency of {problems[0].given:.3g}, which {need}")
+    return found
+
+
+def load_calibration(file: str | Path) -> Calibration:
+    """Return the calibration in a YAML file. Raises ConfigError."""
+    path = Path(file)
+    if not path.is_file():
+        raise ConfigError(
+            CALIBRATION, f"given {str(file)!r}; no such file (`stageline calibrate RUN --write` makes one)"
+        )
+    found: Calibration = load_file(Calibration, path)
+    if problems := [refusal(problem) for problem in setting_problems(found)]:
+        raise together(problems)
+    return found
+
+
+def to_yaml(calibration: Calibration) -> str:
+    """Return the text of a calibration file."""
+    return OmegaConf.to_yaml(OmegaConf.structured(calibration))
+
+
+def check_hardware(calibration: Calibration, hardware: str) -> None:
+    """Raise ConfigError if a calibration is of other hardware."""
+    if calibration.hardware != hardware:
+        need = f"was measured on {calibration.hardware}, and this plan is for {hardware}: calibrate there, or plan for"
+        raise ConfigError(CALIBRATION, f"{calibration.description}; it {need} {calibration.hardware}")

@@ -1,0 +1,246 @@
+"""The cost model: seconds of every node of a run's graph on a cluster, before it runs.
+
+    PlannedRun ─┐                       ┌─► decode      generate, evaluate, canary
+    cluster    ─┼─► costs_of ─► Costs ──┼─► training    reference, logprob, value, update_policy, update_critic
+    calibration ┘                       └─► copies      publish, and the engines' refit
+                                               │
+       roofline seconds ─ efficiencies, calls, fixed costs ─► Costs.parts, Costs.seconds
+
+`Costs.seconds` are the seconds that a worker, or a gang, is busy with a node; when it starts, the graph and dispatch
+decide (`simulate`). docs/planning.md has the equations with their sources, and what is not modelled. Pure: seconds and
+bytes are floats, and nothing is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.config.hardware import HardwareCluster
+from pipeline.config.memory import PlannedRun
+from pipeline.graph.graph import STAGE_ROLES, Gang, Node
+from pipeline.plan.calibration import STAGE_KIND, Calibration, StageSpeed
+from pipeline.plan.decode import DecodeSpeed, decode, decode_speed
+from pipeline.plan.links import gather_s, link_of
+from pipeline.plan.training import ARITHMETIC, WEIGHTS, GangSpeed, Rows, Work, forward_work, rows_of
+from pipeline.plan.training import update_work as work_of_update
+from stages.models.flops import forward_flops
+from stages.models.memory import DTYPE_BYTES, GangModels, published_tensors
+from stages.models.protocol import MODEL_ROLES, Role
+
+CONTEXT, PREFILL, COPIES, ENGINE_LINKS = "keys and values read", "prefill", "copies", "engine's collectives"
+CALLS, FIXED = "calls", "store and commit"
+"""Parts that no roofline explains: fixed costs of calls and of nodes."""
+_CORE_FLOPS = 128e9
+"""Float32 rate of a core of a node with GPUs, on which reward models run: conf/hardware/cpu.yaml."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of the nodes of one run. Made by `costs_of`."""
+
+    run: PlannedRun
+    cluster: HardwareCluster
+    calibration: Calibration
+    prompt_tokens: float
+    """Mean length of a prompt."""
+    gangs: Mapping[str, Gang]
+    models: Mapping[str, GangSpeed]
+    """Ranks of each gang that holds models, by its name."""
+    engine: DecodeSpeed
+    trunk_stages: frozenset[str]
+    """Stages that compute the frozen blocks of rows that no stage before them has computed on the same gang."""
+
+    def seconds(self, node: Node, lengths: Sequence[int], beside: float | None = None) -> float:
+        """Return the seconds that the node's gang, or one replica, is busy with the node.
+
+        Args:
+            lengths: tokens of the responses that the node works on: those of its shard, or of the whole step for
+                `advantage` and updates; empty for `publish`.
+            beside: shards in flight on the replica of a `generate` or `evaluate` node, this one included; None: as
+                many as it has slots.
+        """
+        return math.fsum(self.parts(node, lengths, beside).values())
+
+    def parts(self, node: Node, lengths: Sequence[int], beside: float | None = None) -> dict[str, float]:
+        """Return what the seconds consist of, by name: arithmetic, weights read, collectives, bubble and so on."""
+        return self._timed(self.work(node, lengths, beside), self.speed_of(node.stage))
+
+    def overhead(self, node: Node) -> float:
+        """Return the seconds from the commits of a node's parents to its start on an idle worker: scheduling and
+        tracking."""
+        return self.calibration.overhead_s
+
+    def refit_s(self) -> float:
+        """Return the seconds in which a replica loads new weights. They come before its first shard with a version."""
+        num_bytes = self._published_bytes()
+        return math.fsum(self._timed(self._copied(num_bytes / self.run.config.replica_ranks), self._publish).values())
+
+    def speed_of(self, stage: str) -> StageSpeed:
+        """Return the calibrated speed of a stage."""
+        found: StageSpeed = getattr(self.calibration, STAGE_KIND[stage])
+        return found
+
+    @property
+    def _publish(self) -> StageSpeed:
+        return self.calibration.publish
+
+    def _timed(self, work: Work, speed: StageSpeed) -> dict[str, float]:
+        """Return work's parts in seconds of this machine."""
+        found = {name: seconds / speed.efficiency for name, seconds in work.parts.items()}
+        found |= {name: seconds / self.calibration.link_efficiency for name, seconds in work.links.items()}
+        found |= {CALLS: work.calls * speed.call_s, FIXED: speed.node_s}
+        return {name: seconds for name, seconds in found.items() if seconds}
+
+    # ---- work, at the hardware's peaks ---------------------------------------------------------------------------
+
+    def work(self, node: Node, lengths: Sequence[int], beside: float | None = None) -> Work:
+        """Return the work of a node."""
+        stage, config = node.stage, self.run.config
+        gang = self.gang_of(stage)
+        if stage in ("generate", "evaluate"):
+            return self._decoding(lengths, float(gang.concurrent_shards) if beside is None else beside)
+        if stage in ("canary", "canary_logprob"):
+            lengths = lengths[: config.mismatch.rows]
+        rows = rows_of(self.prompt_tokens, lengths)
+        match stage:
+            case "canary":
+                return Work({PREFILL: rows.tokens * self.engine.token_s}, {}, 1.0)
+            case "score" | "evaluate_score":
+                return self._scoring(gang, rows)
+            case "advantage":
+                return Work({}, {}, rows.count)
+            case "publish":
+                return self._publication(gang)
+            case "update_policy" | "update_critic":
+                role = STAGE_ROLES[stage]
+                optimizer = config.model.critic if role is Role.CRITIC else config.model.policy
+                numbers = {"epochs": config.ppo.epochs, "minibatches": config.ppo.minibatches}
+                return work_of_update(self.models[gang.name], role, optimizer, rows, **numbers)
+            case _:
+                role = STAGE_ROLES[stage]
+                optimizer = config.model.critic if role is Role.CRITIC else config.model.policy
+                trunk = stage in self.trunk_stages
+                return forward_work(self.models[gang.name], role, optimizer, rows, trunk=trunk)
+
+    def gang_of(self, stage: str) -> Gang:
+        """Return the gang that runs a stage."""
+        role = STAGE_ROLES[stage]
+        return next(gang for gang in self.gangs.values() if role in gang.roles)
+
+    def _decoding(self, lengths: Sequence[int], beside: float) -> Work:
+        found = decode(self.engine, self.prompt_tokens, lengths, beside)
+        parts = {
+            WEIGHTS: found.weights,
+            CONTEXT: found.context,
+            ARITHMETIC: found.arithmetic,
+            PREFILL: found.prefill,
+        }
+        return Work(parts, {ENGINE_LINKS: found.links}, found.passes)
+
+    def _scoring(self, gang: Gang, rows: Rows) -> Work:
+        """Return the work of scoring: rows, and the reward models' forward passes on the worker's cores."""
+        operations = 0.0
+        for scorer in self.run.scorers:
+            spec = scorer.model.spec
+            operations += forward_flops(
+                spec, spec.num_layers, rows.tokens, rows.squares, outputs=1, num_outputs=rows.count
+            )
+        rate = self.run.config.placement.gangs[gang.name].threads * (
+            _CORE_FLOPS if self.run.on_gpus else self.cluster.hardware.fp32_flops
+        )
+        return Work({ARITHMETIC: operations / rate}, {}, rows.count)
+
+    def _publication(self, gang: Gang) -> Work:
+        """Return the work of gathering the trained weights and writing them to the board."""
+        layout, num_bytes = self.run.config.placement.gangs[gang.name].layout, self._published_bytes()
+        ranks = layout.tensor * layout.pipeline
+        gathered = gather_s(link_of(self.cluster, ranks), ranks, num_bytes)
+        return Work(self._copied(num_bytes).parts, {"gathering": gathered} if gathered else {})
+
+    def _published_bytes(self) -> float:
+        number = DTYPE_BYTES[self.run.config.model.dtype]
+        return float(number * sum(published_tensors(self.run.spec, self.run.config.model).values()))
+
+    def _copied(self, num_bytes: float) -> Work:
+        """Return the work of moving bytes between a device and its host's memory."""
+        hardware = self.cluster.hardware
+        rate = hardware.pcie_bytes_per_s if self.run.on_gpus else hardware.memory_bytes_per_s
+        return Work({COPIES: num_bytes / rate}, {})
+
+
+def costs_of(
+    run: PlannedRun, cluster: HardwareCluster, calibration: Calibration, prompt_tokens: float | None = None
+) -> Costs:
+    """Return the costs of a run's nodes on a cluster.
+
+    Args:
+        run: the config with the architectures of its models (`pipeline.config.memory.planned_run`).
+        prompt_tokens: mean length of a prompt; None: the calibration's, or the longest (`prompts.max_tokens`).
+    """
+    config = run.config
+    prompt = prompt_tokens or calibration.prompt_tokens or float(config.prompts.max_tokens)
+    gangs = {gang.name: gang for gang in config.gangs()}
+    models = {name: _gang_speed(run, cluster, gang) for name, gang in gangs.items() if gang.roles & MODEL_ROLES}
+    engine = _engine_speed(run, cluster, calibration)
+    return Costs(run, cluster, calibration, prompt, gangs, models, engine, _trunk_stages(run, gangs))
+
+
+def rank_peaks(run: PlannedRun, cluster: HardwareCluster, dtype: str, threads: int) -> tuple[float, float]:
+    """Return (FLOP/s, bytes/s) of one rank: of a GPU, or of `threads` cores. Cores share the memory's bandwidth, and
+    one thread alone may use all of it, so this is an upper bound."""
+    hardware = cluster.hardware
+    rate = hardware.fp32_flops if dtype == "float32" else hardware.bf16_flops
+    return rate * (1 if run.on_gpus else min(threads, cluster.cores)), hardware.memory_bytes_per_s
+
+
+def _gang_speed(run: PlannedRun, cluster: HardwareCluster, gang: Gang) -> GangSpeed:
+    config = run.config
+    settings = config.placement.gangs[gang.name]
+    data = gang.workers // (settings.layout.tensor * settings.layout.pipeline)
+    portable = run.on_gpus or config.model.kernels == "portable"
+    models = GangModels(
+        run.spec,
+        config.model,
+        settings.layout,
+        gang.roles & MODEL_ROLES,
+        data,
+        settings.offload,
+        run.own_specs,
+        portable,
+    )
+    return GangSpeed(models, cluster, *rank_peaks(run, cluster, config.model.dtype, settings.threads))
+
+
+def _engine_speed(run: PlannedRun, cluster: HardwareCluster, calibration: Calibration) -> DecodeSpeed:
+    config = run.config
+    engine = config.engine
+    threads = next(config.placement.gangs[g.name].threads for g in config.gangs() if Role.GENERATE in g.roles)
+    flops, bytes_per_s = rank_peaks(run, cluster, engine.dtype, threads)
+    groups = engine.embedded.pipeline_groups or engine.pipeline_parallel
+    return decode_speed(
+        run.spec,
+        flops=flops,
+        bytes_per_s=bytes_per_s,
+        number_bytes=DTYPE_BYTES[engine.dtype],
+        tensor=engine.tensor_parallel,
+        pipeline=engine.pipeline_parallel,
+        groups=groups,
+        max_rows=engine.max_rows,
+        kv_bytes=float(engine.kv_budget_mb << 20),
+        link=link_of(cluster, config.replica_ranks),
+        tokens_per_pass=calibration.tokens_per_pass,
+    )
+
+
+def _trunk_stages(run: PlannedRun, gangs: Mapping[str, Gang]) -> frozenset[str]:
+    """Return the first stage of each gang, in the graph's order, that needs the frozen blocks of a shard's rows."""
+    if not run.config.model.frozen_blocks:
+        return frozenset()
+    found = {"evaluate_reference", "canary_logprob"}  # rows that no other stage of the gang has seen
+    recomputes = run.config.proximal == "recompute"
+    order = ["reference", *(["logprob"] if recomputes else []), "value"]
+    for gang in gangs.values():
+        found |= {next((stage for stage in order if STAGE_ROLES[stage] in gang.roles), "")} - {""}
+    return frozenset(found if recomputes else found - {"canary_logprob"})

@@ -1,0 +1,115 @@
+"""Lengths of responses, in tokens, for runs that have not happened: fixed, lognormal with a cut, or drawn from those of
+a run that has. Pure: a length is a function of the seed, the step, the shard and the row.
+
+The distribution matters as much as its mean. A batch decodes until its longest row ends, so a long tail keeps an engine
+busy with few rows, which costs nearly as much a pass as many (`decode`).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Protocol
+
+from pipeline.config.errors import ConfigError
+
+LENGTHS = "--lengths"
+"""The option that names a distribution. Errors have it as their key."""
+_FORM = "fixed:TOKENS, or lognormal:MEAN,SIGMA as in lognormal:340,0.8"
+
+
+class Lengths(Protocol):
+    """A distribution of the lengths of responses."""
+
+    def rows(self, step: int, shard: int, count: int) -> list[int]:
+        """Return the lengths of a shard's responses, each 1 token or more. The same arguments give the same lengths."""
+        ...
+
+
+@dataclass(frozen=True)
+class FixedLengths:
+    """All responses have the same length."""
+
+    tokens: int
+
+    def rows(self, step: int, shard: int, count: int) -> list[int]:
+        return [self.tokens] * count
+
+
+@dataclass(frozen=True)
+class LognormalLengths:
+    """Lengths with a lognormal distribution, cut at `most`, as `sampling.max_new_tokens` cuts them."""
+
+    median: float
+    """Median before the cut."""
+    sigma: float
+    """Standard deviation of the logarithm; 0: all lengths are the median."""
+    most: int
+    seed: int = 0
+
+    def rows(self, step: int, shard: int, count: int) -> list[int]:
+        draw, location = _generator(self.seed, step, shard), math.log(self.median)
+        return [max(1, min(self.most, round(draw.lognormvariate(location, self.sigma)))) for _ in range(count)]
+
+    @property
+    def mean(self) -> float:
+        """Mean after the cut: E[min(X, most)] = exp(mu + s^2/2) Phi((ln c - mu)/s - s) + c (1 - Phi((ln c - mu)/s))."""
+        if not self.sigma:
+            return min(self.median, self.most)
+        at = (math.log(self.most) - math.log(self.median)) / self.sigma
+        phi = NormalDist().cdf
+        below = self.median * math.exp(self.sigma**2 / 2) * phi(at - self.sigma)
+        return below + self.most * (1 - phi(at))
+
+
+@dataclass(frozen=True)
+class EmpiricalLengths:
+    """Lengths drawn with replacement from those of a run."""
+
+    tokens: Sequence[int]
+    seed: int = 0
+
+    def rows(self, step: int, shard: int, count: int) -> list[int]:
+        return _generator(self.seed, step, shard).choices(self.tokens, k=count)
+
+
+def _generator(seed: int, step: int, shard: int) -> random.Random:
+    """Return the generator of a shard: one for each (seed, step, shard)."""
+    return random.Random((seed * 1_000_003 + step) * 1_000_003 + shard)
+
+
+def lognormal_with_mean(mean: float, sigma: float, most: int, seed: int = 0) -> LognormalLengths:
+    """Return the lognormal distribution whose mean after the cut is `mean`, which is below `most`. By bisection."""
+    low, high = 1e-3, float(most)
+    while LognormalLengths(high, sigma, most).mean < mean:
+        high *= 2
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if LognormalLengths(middle, sigma, most).mean < mean else (low, middle)
+    return LognormalLengths(high, sigma, most, seed)
+
+
+def parse_lengths(text: str, most: int, seed: int = 0) -> Lengths:
+    """Return the distribution that a text like `fixed:256` or `lognormal:340,0.8` names. `most`: the longest response
+    (`sampling.max_new_tokens`). Raises ConfigError."""
+    kind, _, rest = text.partition(":")
+    try:
+        numbers = [float(number) for number in rest.split(",")]
+    except ValueError:
+        numbers = []
+    if not all(math.isfinite(number) for number in numbers):
+        numbers = []
+    if kind == "fixed" and len(numbers) == 1 and numbers[0].is_integer():
+        if 1 <= numbers[0] <= most:
+            return FixedLengths(int(numbers[0]))
+        raise ConfigError(LENGTHS, f"given {text!r}; must be from 1 to {most} tokens (sampling.max_new_tokens)")
+    if kind == "lognormal" and len(numbers) == 2:
+        mean, sigma = numbers
+        if 1 <= mean < most and 0 < sigma <= 3:
+            return lognormal_with_mean(mean, sigma, most, seed)
+        need = f"the mean from 1 to below {most} tokens (sampling.max_new_tokens), sigma above 0 and up to 3"
+        raise ConfigError(LENGTHS, f"given {text!r}; {need}")
+    raise ConfigError(LENGTHS, f"given {text!r}; must be {_FORM}")

@@ -1,0 +1,69 @@
+"""Seconds of collectives between the ranks of a gang or a replica: the alpha-beta model, by kind of link.
+
+With n ranks, B bytes, a latency of alpha seconds a hop and a bandwidth of beta bytes a second of each rank
+(Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH"):
+
+    all-reduce, ring    2 (n - 1) alpha + 2 (n - 1)/n B/beta
+    all-reduce, tree    2 log2(n) alpha + 2 B/beta              the faster of the two is used, as NCCL does
+    reduce-scatter      (n - 1) alpha + (n - 1)/n B/beta        all-gather likewise
+    send                alpha + B/beta
+
+Every collective of GPUs also takes `LAUNCH_S`. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pipeline.config.hardware import HardwareCluster
+
+LAUNCH_S = 6.6e-6
+"""Seconds of a collective before its first hop: NCCL, src/graph/tuning.cc, baseLat, ring, LL."""
+_PCIE_LATENCY_S = 1.0e-6
+"""Seconds of a hop over PCIe: the same file, hwLat, PCI, ring, LL."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The slowest link that a group's messages take."""
+
+    latency_s: float
+    bytes_per_s: float
+    """Bandwidth of one rank in each direction."""
+    launch_s: float = 0.0
+
+
+def link_of(cluster: HardwareCluster, ranks: int, stride: int = 1) -> Link:
+    """Return the link of a group of `ranks` workers, of which each is `stride` places after the one before it. Workers
+    fill the nodes in order."""
+    hardware, extent = cluster.hardware, (ranks - 1) * stride + 1
+    if not hardware.gpus_per_node:
+        return Link(hardware.link_latency_s, hardware.links * hardware.link_bytes_per_s)
+    within = extent <= cluster.gpus_per_node
+    if extent <= hardware.nvlink_gpus and (within or hardware.nvlink_gpus > hardware.gpus_per_node):
+        return Link(hardware.nvlink_latency_s, hardware.nvlink_bytes_per_s, LAUNCH_S)
+    if within:
+        return Link(_PCIE_LATENCY_S, hardware.pcie_bytes_per_s, LAUNCH_S)
+    return Link(hardware.link_latency_s, hardware.links * hardware.link_bytes_per_s / hardware.gpus_per_node, LAUNCH_S)
+
+
+def all_reduce_s(link: Link, ranks: int, num_bytes: float) -> float:
+    """Return the seconds in which every rank gets the sum of `num_bytes`; 0 for one rank."""
+    if ranks <= 1:
+        return 0.0
+    ring = 2 * (ranks - 1) * link.latency_s + 2 * (ranks - 1) / ranks * num_bytes / link.bytes_per_s
+    tree = 2 * math.log2(ranks) * link.latency_s + 2 * num_bytes / link.bytes_per_s
+    return link.launch_s + min(ring, tree)
+
+
+def gather_s(link: Link, ranks: int, num_bytes: float) -> float:
+    """Return the seconds of an all-gather or a reduce-scatter of `num_bytes` in all; 0 for one rank."""
+    if ranks <= 1:
+        return 0.0
+    return link.launch_s + (ranks - 1) * (link.latency_s + num_bytes / ranks / link.bytes_per_s)
+
+
+def send_s(link: Link, num_bytes: float) -> float:
+    """Return the seconds in which one rank sends `num_bytes` to the next."""
+    return link.launch_s + link.latency_s + num_bytes / link.bytes_per_s

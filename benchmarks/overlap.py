@@ -4,8 +4,8 @@ Whole runs through the real path (Dask, Zarr, ledger), arms taken in turn, repea
 seconds per step, and an arm's is the median of its repeats. The synchronous arm gives every stage all cores in turn
 (and scoring still overlaps generation): comparing with a one-thread serial schedule would flatter the overlap.
 
-The limit: n cores need at least 1 / n of the thread-seconds of all stages (a stage's seconds times its gang's threads). Arms
-that wait for each other's cores take more thread-seconds for the same work, so the fewest of any arm count.
+The limit: n cores need at least 1 / n of the thread-seconds of all stages (a stage's seconds times its gang's threads).
+Arms that wait for each other's cores take more of them for the same work, so the fewest of any arm count.
 """
 
 from __future__ import annotations

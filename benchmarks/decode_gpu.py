@@ -213,13 +213,14 @@ def prompts(batch: int, plan: Plan, vocab: int) -> np.ndarray:
     return np.random.default_rng(0).integers(3, vocab, (batch, plan.prompt))
 
 
-def make_engine(path: Path, plan: Plan, cost: Cost, **settings: Any) -> EmbeddedEngine:
+def make_engine(path: Path, plan: Plan, cost: Cost, cuda_graphs: bool = True, **settings: Any) -> EmbeddedEngine:
     max_rows = max(plan.batches)
     budget = 64 + max_rows * blocks_for(plan.max_seq) * BLOCK_TOKENS * cost.per_position * 2 // 2**20
     config = EngineConfig(
         max_rows=max_rows,
         dtype=plan.dtype,  # type: ignore[arg-type]
         kv_budget_mb=budget,
+        cuda_graphs=cuda_graphs,
         embedded=EmbeddedConfig(**settings),
     )
     engine = build_embedded(str(path), config, max_seq=plan.max_seq, threads=1, device=DEVICE)

@@ -56,7 +56,7 @@ def noop_config(folder: Path, workers: int, nodes: int, steps: int, *, kind: str
         f"prompts.url={ROOT}/conf/data/tiny_prompts.jsonl",
         f"placement.gangs.generate={{workers: {workers}, concurrent_shards: 1}}",
         f"rollout={{rows: {workers}, shards: {workers}}}",
-        "ppo.minibatches=1", "slurm.gpus=false", "slurm.time_limit=0-01:00:00",
+        "ppo.minibatches=1", "slurm.gres=null", "slurm.time_limit=0-01:00:00",
         f"slurm.gangs={{generate: {{nodes: {nodes}}}}}",
         f"slurm.command='{shlex.quote(sys.executable)} -m benchmarks.noop_driver'",
     ]  # fmt: skip

@@ -13,7 +13,7 @@ to step: it is small, JSON, and part of the stage's output, and so of every chec
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -86,7 +86,7 @@ def advantage(
     check_staleness(rollout, step, staleness_bound)
     mask = torch.tensor(rollout.response_mask)
     truncated = torch.tensor(rollout.finish_reason == FinishReason.LENGTH)
-    loss_mask = mask & ~truncated[:, None] if cfg.mask_truncated else mask
+    loss_mask = mask & ~truncated[:, None] if cfg.truncated == "mask" else mask
     log_ref = _float64(reference.ref_logprobs, mask)
     log_policy = _float64(rollout.sampler_logprobs if policy is None else policy.policy_logprobs, mask)
     kl_coef = float(state.get("kl_coef", cfg.kl.coef)) if cfg.kl.target is not None else cfg.kl.coef
@@ -185,9 +185,10 @@ def _advantages_and_returns(
     if values is None:
         return _without_critic(r, mask, groups, cfg)
     v, v_end = _float64(values.values, mask), torch.tensor(values.bootstrap_values).double()
-    advantages, returns = gae(r, v, v_end, mask, truncated, cfg.gamma, cfg.lam, cfg.truncated)
+    ending: Literal["bootstrap", "terminate"] = "bootstrap" if cfg.truncated == "bootstrap" else "terminate"
+    advantages, returns = gae(r, v, v_end, mask, truncated, cfg.gamma, cfg.lam, ending)
     if cfg.critic_lam is not None:
-        _, returns = gae(r, v, v_end, mask, truncated, cfg.gamma, cfg.critic_lam, cfg.truncated)
+        _, returns = gae(r, v, v_end, mask, truncated, cfg.gamma, cfg.critic_lam, ending)
     return advantages, returns
 
 

@@ -39,10 +39,11 @@ DECIDES_NOTHING = (
     "placement.device_sharing",
     "placement.gangs.*.weights_dir",
     "placement.gangs.*.offload",
+    "reward.trust_answers",
     *(
-        f"{section}.{key}"
+        f"{section}.parts.*.{key}"
         for section in ("reward", "evaluate.reward")
-        for key in ("trust_answers", *(f"parts.*.{of}" for of in ("timeout_s", "network", "environment", "writes")))
+        for key in ("timeout_s", "network", "environment", "writes")
     ),
     "evaluate.select.*",
 )
@@ -56,7 +57,6 @@ MAY_CHANGE = {
     "model.peak_tflops": "what a metric is a share of",
     "evaluate.every": "which versions are evaluated; those that are past are made again for it",
     "mismatch.alarm_nats": "when somebody is told",
-    "mismatch.stop": "likewise",
 }
 """Settings in the digest that may change -> the reason."""
 OF_POOLS = ("placement.gangs.*.workers", "placement.gangs.*.concurrent_shards")

@@ -51,16 +51,22 @@ from storage.redaction import redacted
 
 MOVED = {
     "cluster.move_rows_below": ["cluster.migrate_rows_below"],
+    "engine.embedded.cuda_graphs": ["engine.cuda_graphs"],
     "engine.slots": ["engine.max_rows"],
     "engine.start_s": ["cluster.start_timeout_s"],
+    "engine.vllm.cuda_graphs": ["engine.cuda_graphs"],
+    "evaluate.reward.trust_answers": ["reward.trust_answers"],
+    "mismatch.stop": ["alarms.stop=[mismatch]"],
     "placement.turns": ["placement.device_sharing"],
     "ppo.center_scores": ["reward.normalize.mean"],
+    "ppo.mask_truncated": ["ppo.truncated=mask"],
     "slurm.constraint": ["slurm.sbatch"],
     "slurm.container_image": ["slurm.command"],
+    "slurm.gpus": ["slurm.gres=null"],
     "slurm.modules": ["slurm.environment"],
     "slurm.qos": ["slurm.sbatch"],
 }
-"""Former key -> the current keys for the same purpose."""
+"""Former key -> the current keys (or a key with the value) for the same purpose."""
 _HINTS: dict[Any, dict[str, Any]] = {}
 _GIVEN = {int: 1, float: 1.0}
 """Values that stand for missing numbers while other settings are checked; all other missing values are texts."""

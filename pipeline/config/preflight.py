@@ -458,7 +458,9 @@ def _check_rewards(config: RunConfig, policy: ModelSpec | None) -> list[_BuiltPa
     """Build every part of both rewards, including the user's own. Raises ConfigError if that fails, if a reward model
     does not suit the policy (unless that is None), or if a judge's answers cannot be stored."""
     sections = {"reward": config.reward, "evaluate.reward": config.evaluate.reward}
-    of_sections = all_of(*(partial(_check_parts, section, key) for key, section in sections.items()))
+    of_sections = all_of(
+        *(partial(_check_parts, section, key, config.reward.trust_answers) for key, section in sections.items())
+    )
     if policy is not None:
         check_reward_models(config, policy)
     for key, directory in config.answer_caches().items():
@@ -466,9 +468,9 @@ def _check_rewards(config: RunConfig, policy: ModelSpec | None) -> list[_BuiltPa
     return [part for found in of_sections for part in found]
 
 
-def _check_parts(section: RewardPartsConfig, key: str) -> list[_BuiltPart]:
+def _check_parts(section: RewardPartsConfig, key: str, trust_answers: bool) -> list[_BuiltPart]:
     try:
-        parts = build_parts(section, key)
+        parts = build_parts(section, key, trust_answers=trust_answers)
     except UnfitReward as error:
         raise refusal(error.problem) from error
     close_parts(parts)

@@ -177,6 +177,9 @@ def _unread_problems(config: RunConfig) -> Iterator[Problem]:
     if "critic" in config.alarms.stop and not config.has_critic:
         need = f"ppo.advantage={config.ppo.advantage} trains no critic: leave it out"
         yield Problem("alarms.stop", "critic", need)
+    if "mismatch" in config.alarms.stop and not config.mismatch.rows:
+        need = "without canaries (mismatch.rows=0) there is no alarm to stop at: set mismatch.rows, or leave it out"
+        yield Problem("alarms.stop", "mismatch", need)
     if not config.takes_turns(gang_of(config.placement, Role.GENERATE)):
         why = "the engine releases memory only while other gangs use its devices: name them in placement.device_sharing"
         yield from unread_problems("engine.vllm", config.engine.vllm, why, ("sleep_level",))
@@ -269,9 +272,9 @@ def _engine_problems(config: RunConfig) -> Iterator[Problem]:
     if config.takes_turns(gang_of(config.placement, Role.GENERATE)) and can.sleeps == "nothing":
         need = f"it keeps its memory while other gangs use its devices{_or(config, lambda c: c.sleeps != 'nothing')}"
         yield _of_engine(config, "placement.device_sharing", "its gang", need)
-    if config.mismatch.stop and config.staleness > 0 and not can.scores:
-        need = "it cannot score given tokens, so stale rows have no canaries to stop at: must be false, or staleness=0"
-        yield _of_engine(config, "mismatch.stop", True, need)
+    if "mismatch" in config.alarms.stop and config.staleness > 0 and not can.scores:
+        need = "it cannot score given tokens, so stale rows have no canaries to stop at: leave it out, or staleness=0"
+        yield _of_engine(config, "alarms.stop", "mismatch", need)
 
 
 def _plain_problems(config: RunConfig) -> Iterator[Problem]:

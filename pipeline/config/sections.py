@@ -20,8 +20,9 @@ from typing import Literal
 from stages.rewards.config import RewardPartsConfig, parts_problems
 from storage.problems import Constraint, Problem, above, at_least, between, divides, local_directory, setting
 
-RULES = ("trainer_idle", "engine_silent", "staleness", "entropy", "kl", "critic", "first_updates")
-"""Names of the alarms in the journal, in MLflow's tags, in the table at the end, and in `alarms.stop`."""
+RULES = ("trainer_idle", "engine_silent", "staleness", "entropy", "kl", "critic", "mismatch", "first_updates")
+"""Names of the alarms in `alarms.stop`. All but mismatch stand in the journal, in MLflow's tags and in the table at the
+end under this name."""
 
 _LIMITS = {
     "trainer_idle": "trainer_idle_s",
@@ -31,7 +32,8 @@ _LIMITS = {
     "kl": "kl_above",
     "critic": "critic_steps",
 }
-"""Rule -> the setting that switches it off. (first_updates is always on.)"""
+"""Rule -> the setting of `alarms` that switches it off. (mismatch has a section of its own; first_updates is always
+on.)"""
 
 
 @dataclass
@@ -54,7 +56,8 @@ class AlarmsConfig:
     critic_steps: int | None = setting(20, at_least(1, ", or null for no such alarm"))
     """critic: steps in a row with a negative `critic/explained_variance`, which is worse than a constant."""
     stop: list[str] = setting([])
-    """Rules whose alarm ends the run. The run can be resumed."""
+    """Rules whose alarm ends the run. The run can be resumed. `mismatch` is the alarm of the canaries (section
+    `mismatch`)."""
 
 
 def alarms_problems(config: AlarmsConfig) -> Iterator[Problem]:
@@ -259,9 +262,8 @@ class MismatchConfig:
         None, above(0, " nats, or null for a limit that follows from the difference at version 0")
     )
     """Mean absolute difference of the log-probs above which there is an alarm; null: the limit follows from the
-    difference at version 0 (`alarm_limit`)."""
-    stop: bool = False
-    """True: an alarm ends the run. False: it is a warning, an event and a metric."""
+    difference at version 0 (`alarm_limit`). The alarm is a warning, an event and a metric, and ends the run if
+    `alarms.stop` lists `mismatch`."""
 
 
 def alarm_limit(floor: float, first: float | None) -> float:
@@ -289,9 +291,6 @@ def differs(difference: float, limit: float, moved: float | None) -> bool:
 
 def mismatch_problems(config: MismatchConfig) -> Iterator[Problem]:
     """Yield the section's problems that do not involve other sections."""
-    if config.stop and not config.rows:
-        need = "without canaries (mismatch.rows=0) there is no alarm to stop at: set mismatch.rows, or false"
-        yield Problem("mismatch.stop", config.stop, need)
     if config.alarm_nats is not None and not config.rows:
         need = "without canaries (mismatch.rows=0) nothing is compared with it: set mismatch.rows, or null"
         yield Problem("mismatch.alarm_nats", config.alarm_nats, need)

@@ -96,10 +96,8 @@ class SlurmConfig:
     """Seconds before the time limit at which the run is stopped, to be requeued. Slurm may be a minute early."""
     job: Literal["auto", "plain", "heterogeneous"] = "auto"
     """Kind of job. auto: heterogeneous if gangs need different nodes."""
-    gpus: bool = True
-    """false: everything is computed on CPUs."""
-    gres: str = setting("gpu", _WORD)
-    """Slurm's name of a GPU: `gpu`, or with its kind `gpu:h100`."""
+    gres: str | None = setting("gpu", _WORD)
+    """Slurm's name of a GPU: `gpu`, or with its kind `gpu:h100`; null: everything is computed on CPUs."""
     driver_cpus: int = setting(2, at_least(1))
     """CPUs of the batch node for driver and scheduler."""
     environment: list[str] = setting([], _LINES)
@@ -121,7 +119,7 @@ class SlurmConfig:
 def gpus_of_worker(config: SlurmConfig, placement: PlacementConfig, gang: str, replica_ranks: int) -> int:
     """Return the number of GPUs that a worker is given."""
     given = _of(config, gang).gpus_per_worker
-    if not config.gpus:
+    if config.gres is None:
         return 0
     return gpus_per_worker(_roles(placement, gang), replica_ranks) if given is None else given
 
@@ -195,9 +193,9 @@ def slurm_placement_problems(config: SlurmConfig, placement: PlacementConfig, re
             where = f"slurm.gangs.{host}.nodes"
             yield Problem(where, nodes, f"must divide the workers of {name}, which are {workers}")
         needed, given = gpus_per_worker(_roles(placement, name), replica_ranks), gang.gpus_per_worker
-        if config.gpus and given is not None and 0 < given < needed:
+        if config.gres and given is not None and 0 < given < needed:
             yield Problem(f"{key}.gpus_per_worker", given, f"a worker of {name} has {needed} ranks: {needed}, or null")
-    for number, group in enumerate(placement.device_sharing if config.gpus else ()):
+    for number, group in enumerate(placement.device_sharing if config.gres else ()):
         if len({host_gang(config, name) for name in group}) > 1:
             need = f"gangs that share devices run on the same nodes: slurm.gangs.{group[1]}.beside={group[0]}"
             yield Problem(f"placement.device_sharing.{number}", list(group), need)

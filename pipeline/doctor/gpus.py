@@ -213,7 +213,7 @@ def _smi(*arguments: str) -> str:
         said = (done.stdout + done.stderr).strip().splitlines()
         if "No devices were found" in "".join(said):
             if "SLURM_JOB_ID" in os.environ:
-                raise Fault("this job has no GPU", "ask Slurm for some: slurm.gpus, slurm.gres")
+                raise Fault("this job has no GPU", "ask Slurm for some: slurm.gres, slurm.gangs.*.gpus_per_worker")
             raise Absent("no NVIDIA GPU")
         advice = "load the driver again or reboot: its library and its kernel module must be of one version"
         raise Fault(f"nvidia-smi fails: {said[-1] if said else done.returncode}", advice)

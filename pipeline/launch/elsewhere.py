@@ -50,7 +50,7 @@ def check_elsewhere(config: RunConfig, cluster: HardwareCluster, text: str) -> E
         ConfigError: lists the settings that cannot work there: models that layouts cannot divide; too few nodes, GPUs
             or cores. (Too little memory is among the result, whose numbers a reader wants to see then.)
     """
-    num_gpus = cluster.gpus_per_node if config.slurm.gpus or not is_slurm(config) else 0
+    num_gpus = cluster.gpus_per_node if config.slurm.gres or not is_slurm(config) else 0
     models = check_shapes(config, on_gpus=num_gpus > 0)
     gangs, ranks, sharing = config.gangs(), config.replica_ranks, config.placement.device_sharing
     if problems := [*_node_problems(config, cluster, num_gpus)]:

@@ -169,7 +169,7 @@ def asked_for(config: RunConfig) -> str:
     return ", ".join(_described(group, config.slurm.gres) for group in shape.groups)
 
 
-def _described(group: NodeGroup, gres: str) -> str:
+def _described(group: NodeGroup, gres: str | None) -> str:
     gpus = f" and {gres}:{group.gpus}" if group.gpus else ""
     number = f"{group.nodes} nodes with" if group.nodes > 1 else "a node with"
     each = " each" if group.nodes > 1 else ""

@@ -231,10 +231,11 @@ def _gpu_addresses() -> list[str]:
 
 
 def _build_scorer(config: RunConfig) -> Scorer:
-    build_parts = importlib.import_module("stages.rewards.registry").build_parts
-    training: tuple[Part, ...] = build_parts(config.reward, "reward", config.run_dir)
+    registry = importlib.import_module("stages.rewards.registry")
+    build = partial(registry.build_parts, directory=config.run_dir, trust_answers=config.reward.trust_answers)
+    training: tuple[Part, ...] = build(config.reward, "reward")
     key, section = config.held_out_reward
-    held_out = training if section is config.reward else build_parts(section, key, config.run_dir)
+    held_out = training if section is config.reward else build(section, key)
     return Scorer(training, held_out, read_tokenizer(config.model.path))
 
 

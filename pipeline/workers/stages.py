@@ -199,7 +199,7 @@ def evaluate_shard(parts: WorkerParts, call: Call) -> Output:
 
 def canary_once(parts: WorkerParts, call: Call) -> Output:
     """Compare an engine's log-probs of the canaries with the trainer's. Raises MismatchAlarm if they differ too much
-    and `mismatch.stop` is true."""
+    and `alarms.stop` lists `mismatch`."""
     config = parts.config
     rollout: Rollout = parts.read(call.inputs[0])
     trainers: PolicyLogprobs | CanaryPolicyLogprobs = parts.read(call.inputs[1])
@@ -216,10 +216,10 @@ def canary_once(parts: WorkerParts, call: Call) -> Output:
     difference = found[DIFFERENCE]
     older = bool((part.token_versions[part.response_mask] < call.version).all())
     alarm = differs(difference, limit, found[MOVED] if older else None)
-    if alarm and config.mismatch.stop:
+    if alarm and "mismatch" in config.alarms.stop:
         raise MismatchAlarm(
             f"engine and trainer differ by {difference:.3g} nats a token at version {call.version} of the weights; "
-            f"the limit is {limit:.3g} (mismatch.alarm_nats), mismatch.stop is true"
+            f"the limit is {limit:.3g} (mismatch.alarm_nats), and alarms.stop lists mismatch"
         )
     metrics = {**found, "mismatch/alarm_nats": limit, "mismatch/alarm": float(alarm)}
     return Output(record, metrics, weight_versions=(call.version,))

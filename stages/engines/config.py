@@ -38,8 +38,6 @@ class EmbeddedConfig:
     """Implementation of the operations between the matrix products: C compiled on this machine (native, on a CPU),
     Triton (on CUDA), or plain torch. auto: C or Triton if there is a compiler. Engines whose log-probs must agree to
     the last bit need the same."""
-    cuda_graphs: bool = True
-    """Capture decode passes once per size and replay them. Only on CUDA with Triton's kernels; no effect elsewhere."""
     pipeline_groups: int | None = None
     """Number of passes that are in the pipeline's stages at once, each with its share of the rows in flight; null: one
     per stage."""
@@ -52,8 +50,6 @@ class VllmConfig:
 
     compile: bool = False
     """Let vLLM compile the model. That takes minutes at each start with a cold cache."""
-    cuda_graphs: bool = True
-    """Capture decode passes once per size and replay them. Only on CUDA; no effect elsewhere."""
     sleep_level: int = setting(0, between(0, 2))
     """Memory that vLLM releases while other gangs use its devices. 0: none. 1: the cache; weights move to the host's
     memory. 2: also the weights, which are loaded again. vLLM cannot sleep on a CPU."""
@@ -84,6 +80,9 @@ class EngineConfig:
     kv_budget_mb: int = setting(512, at_least(1))
     """Memory of all keys and values of a replica, in MB. If rows outgrow it, the youngest wait and are resumed. vLLM
     and TensorRT-LLM reserve all of it at their start."""
+    cuda_graphs: bool = True
+    """Capture decode passes once per size and replay them. Only on CUDA, and in the embedded engine only with Triton's
+    kernels; no effect elsewhere. TensorRT-LLM decides itself."""
     update: Literal["drain", "inflight"] = "drain"
     """Time at which new weights are loaded. drain: after the rows in flight have finished. inflight: between two
     tokens; rows continue with keys and values recomputed from the new weights. Which version samples a token then
@@ -104,6 +103,7 @@ def engine_problems(config: EngineConfig) -> Iterator[Problem]:
     yield from _environment_problems(config)
     yield from _other_kinds_problems(config)
     yield from _embedded_problems(config.embedded)
+    yield from _graphs_problems(config)
     groups = config.embedded.pipeline_groups
     most = config.max_rows if config.pipeline_parallel > 1 else 1
     if groups is not None and not 1 <= groups <= most:
@@ -138,9 +138,19 @@ def _embedded_problems(config: EmbeddedConfig) -> Iterator[Problem]:
     if drafts.drafter == "none":
         why = "there are no drafts under engine.embedded.speculation.drafter=none: choose a drafter"
         yield from unread_problems(f"{key}.speculation", drafts, why, ("max_tokens",))
-    if config.kernels in ("native", "torch"):
-        why = f"passes are captured with Triton's kernels alone (given engine.embedded.kernels={config.kernels})"
-        yield from unread_problems(key, config, why, ("cuda_graphs",))
+
+
+def _graphs_problems(config: EngineConfig) -> Iterator[Problem]:
+    """Yield a problem if CUDA graphs are switched off where there are none to switch off."""
+    without: str | None = None
+    if config.kind == "embedded" and config.embedded.kernels in ("native", "torch"):
+        without = (
+            f"passes are captured with Triton's kernels alone (given engine.embedded.kernels={config.embedded.kernels})"
+        )
+    elif config.kind == "tensorrt_llm":
+        without = "TensorRT-LLM decides by itself what it captures"
+    if without is not None:
+        yield from unread_problems("engine", config, without, ("cuda_graphs",))
 
 
 def made_interpreter(kind: str) -> str | None:

@@ -98,14 +98,13 @@ class PPOConfig:
     and `reinforce_pp`."""
     whiten_rewards: bool = False
     """Scale the rewards of tokens to variance 1 and keep their mean."""
-    truncated: Literal["bootstrap", "terminate"] = "terminate"
-    """Value after a response that was cut by the length limit: 0 (terminate) or the critic's value of its last state
-    (bootstrap). The score is given at the last token either way, so bootstrap counts the outcome of a cut response
-    twice: it suits rewards that accrue per token, not one score per response."""
+    truncated: Literal["terminate", "bootstrap", "mask"] = "terminate"
+    """Treatment of a response that was cut by the length limit. terminate: the value after it is 0. bootstrap: it is
+    the critic's value of its last state; the score is given at the last token all the same, so that the outcome of a
+    cut response counts twice: it suits rewards that accrue per token, not one score per response. mask: it is in
+    neither loss (overlong filtering)."""
     missing_eos_score: float | None = setting(None, finite(", or null for none"))
     """Score of every response that was cut; null: the reward's own."""
-    mask_truncated: bool = False
-    """Leave cut responses out of both losses (overlong filtering)."""
     kl: KLConfig = field(default_factory=KLConfig)
     """The KL penalty."""
 
@@ -174,7 +173,7 @@ def _estimator_problems(config: PPOConfig) -> Iterator[Problem]:
     if config.critic_warmup_steps:
         yield Problem("ppo.critic_warmup_steps", config.critic_warmup_steps, f"{chosen} trains no critic: 0")
     if config.truncated == "bootstrap":
-        need = f"{chosen} has no critic, whose value would follow a cut response: terminate"
+        need = f"{chosen} has no critic, whose value would follow a cut response: terminate or mask"
         yield Problem("ppo.truncated", config.truncated, need)
     if config.whiten_rewards:
         need = f"{chosen} adds up the rewards of tokens, and whitening adds to each, so that length would count: false"
@@ -196,9 +195,6 @@ def _dead_problems(config: PPOConfig) -> Iterator[Problem]:
     if config.kl.target is None:
         why = "ppo.kl.coef is constant under ppo.kl.target=null: give a target"
         yield from unread_problems("ppo.kl", config.kl, why, ("horizon",))
-    if config.mask_truncated and config.truncated == "bootstrap":
-        need = "cut responses are in no loss under ppo.mask_truncated=true: terminate, or ppo.mask_truncated=false"
-        yield Problem("ppo.truncated", config.truncated, need)
     from_anchor = config.anchor == "proximal" and config.proximal != "sampler"
     if config.target_kl is not None and config.epochs * config.minibatches == 1 and from_anchor:
         need = (

@@ -69,8 +69,6 @@ class RewardPartsConfig:
     """Arguments of the only part, in the short form."""
     parts: dict[str, PartConfig] = field(default_factory=dict)
     """Parts by name; the score is their weighted sum."""
-    trust_answers: bool = False
-    """Score even if this host's kernel cannot confine code that evaluates sampled text."""
 
     @property
     def given(self) -> bool:
@@ -89,6 +87,8 @@ class RewardPartsConfig:
 class RewardConfig(RewardPartsConfig):
     """The reward of a response: the weighted sum of its parts, normalised over the run."""
 
+    trust_answers: bool = False
+    """Score even if this host's kernel cannot confine code that evaluates sampled text; `evaluate.reward` too."""
     normalize: NormalizeConfig = field(default_factory=NormalizeConfig)
 
 

@@ -57,20 +57,22 @@ class UnfitReward(ValueError):
         self.problem = problem
 
 
-def build_parts(config: RewardPartsConfig, key: str, directory: Path | None = None) -> tuple[Part, ...]:
+def build_parts(
+    config: RewardPartsConfig, key: str, directory: Path | None = None, *, trust_answers: bool = False
+) -> tuple[Part, ...]:
     """Build the parts of a section with key path `key`; `close_parts` closes them. `directory`: the run's, for files of
-    a reward; None: nothing is written. Raises UnfitReward."""
+    a reward; None: nothing is written. `trust_answers`: `reward.trust_answers`. Raises UnfitReward."""
     with closing_on_error() as undo:
         parts = []
         for name, (where, part) in config.named(key).items():
-            allowed = Allowed(part.network, (*part.environment,), (*part.writes,), config.trust_answers)
+            allowed = Allowed(part.network, (*part.environment,), (*part.writes,), trust_answers)
             try:
                 reward = build_reward(part.kind, part.args, where, part.timeout_s, directory, allowed)
             except UnconfinedAnswers as error:
                 need = (
                     f"{where} ({part.kind}) may evaluate sampled text, and {error}; true scores without that protection"
                 )
-                raise UnfitReward(Problem(f"{key}.trust_answers", False, need)) from error
+                raise UnfitReward(Problem("reward.trust_answers", False, need)) from error
             undo.callback(reward.close)
             parts.append(Part(name, part.weight, reward))
         return tuple(parts)

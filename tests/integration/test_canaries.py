@@ -108,7 +108,7 @@ def test_an_engine_a_version_behind_raises_the_alarm(folder: Path, monkeypatch: 
 
 
 def test_an_alarm_may_end_the_run_and_a_good_refit_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = configure(folder, "stopped-by-canary", "mismatch.stop=true", *CHANGES)
+    config = configure(folder, "stopped-by-canary", "alarms.stop=[mismatch]", *CHANGES)
     with monkeypatch.context() as patch:
         use_runtime(patch, PERTURBED)
         with pytest.raises(StageFailed, match=rf"canary/step_00000{DAMAGED}.*raised.*nats a token"):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 
 
 def test_every_node_is_tested(slurm: SlurmCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changes = ["placement.gangs.train.workers=2", "slurm.gangs={train: {nodes: 2}}", "slurm.gpus=false"]
+    changes = ["placement.gangs.train.workers=2", "slurm.gangs={train: {nodes: 2}}", "slurm.gres=null"]
     options = ["--out", str(tmp_path), "--until", "nodes", "--submit", str(TINY)]
     assert main(["doctor", *options, f"runs_dir={tmp_path}", "name=nodes", *changes]) == 0
     job = capsys.readouterr().out.split("submitted job ")[1].split(":")[0]

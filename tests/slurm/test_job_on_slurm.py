@@ -42,7 +42,7 @@ def submitted(
 
 def of_stand_in(folder: Path, name: str, *changes: str) -> RunConfig:
     command = f"slurm.command='{sys.executable} {stand_in.__file__}'"
-    fixed = [f"name={name}", "slurm.gpus=false", "slurm.driver_cpus=1", command, *changes]
+    fixed = [f"name={name}", "slurm.gres=null", "slurm.driver_cpus=1", command, *changes]
     config = load_config([TINY], fixed)
     config.runs_dir = str(folder)
     return config
@@ -89,7 +89,7 @@ def test_a_node_where_stageline_does_not_start_is_named(slurm: SlurmCluster, tmp
     lacking = "exec /nowhere/bin/python"
     command.write_text(f'#!/bin/bash\n[ "$SLURMD_NODENAME" = n2 ] && {lacking}\n{there} "$@"\n')
     command.chmod(0o755)
-    two = ("placement.gangs.train.workers=2", "slurm.gangs={train: {nodes: 2}}", "slurm.gpus=false")
+    two = ("placement.gangs.train.workers=2", "slurm.gangs={train: {nodes: 2}}", "slurm.gres=null")
     config = load_config([TINY], [f"runs_dir={tmp_path}", "name=lacks", f"slurm.command={command}", *two])
     job = submit_run(config)
     assert wait_for(slurm, job, "FAILED")["ExitCode"] == "2:0"
@@ -104,7 +104,7 @@ def test_every_worker_sees_all_gpus_that_the_job_has_on_its_node(slurm: SlurmClu
         "placement.device_sharing=[[generate,train]]",
         "slurm.gangs={train: {nodes: 2}, generate: {beside: train}}",
     )
-    config, job = submitted(slurm, tmp_path, "gpus", *gangs, *shared, "slurm.gpus=true")
+    config, job = submitted(slurm, tmp_path, "gpus", *gangs, *shared, "slurm.gres=gpu")
     until(lambda: job.output.read_text().count(" sees GPUs ") == 7, "all workers are there", every_s=0.1)
     seen = re.findall(r"(\w+) (\d) on (n\d) sees GPUs ([\d,]*);", job.output.read_text())
     end(config, 0)

@@ -63,7 +63,7 @@ def test_three_demo_steps_on_two_nodes(slurm: SlurmCluster, folder: Path, monkey
     monkeypatch.chdir(ROOT)  # the config's paths begin there
     few = ("rollout.rows=8", "prompts.held_out=8", "evaluate.every=0")
     where = "slurm.gangs={train: {nodes: 1}, generate: {nodes: 1}, score: {beside: generate}}"
-    fixed = (f"runs_dir={folder}/runs", "name=smollm2", "cluster.dashboard=null", "slurm.gpus=false", where, *QUIET)
+    fixed = (f"runs_dir={folder}/runs", "name=smollm2", "cluster.dashboard=null", "slurm.gres=null", where, *QUIET)
     sources = ["conf/run/demo.yaml", "steps=3", *few, *fixed]
     assert main(["submit", *sources]) == 0
     config = load_config(sources[:1], sources[1:])
@@ -78,7 +78,7 @@ def test_a_sweep_is_an_array_of_runs(slurm: SlurmCluster, folder: Path, capsys: 
     flag.touch()
     reward = ("reward.kind=tests.support.own_rewards:broken", f"reward.args.while_there={flag}")
     one = placement("{all: {}}", others="all")
-    file, *changes = arguments(folder, "swept", one, "steps=1", "slurm.gpus=false", *reward, *QUIET)
+    file, *changes = arguments(folder, "swept", one, "steps=1", "slurm.gres=null", *reward, *QUIET)
     runs = [folder / f"runs/swept-gain{value}" for value in (1, 2, 3)]
     ends = []
     for left_out in (set[Path](), {runs[0], runs[2]}):
@@ -115,7 +115,7 @@ def test_a_sweep_is_an_array_of_runs(slurm: SlurmCluster, folder: Path, capsys: 
 def test_a_job_that_cannot_be_is_refused_with_slurms_reason(
     slurm: SlurmCluster, folder: Path, capsys: pytest.CaptureFixture[str], change: str, key: str, reason: str
 ) -> None:
-    file, *changes = arguments(folder, "impossible", PLACED, *JOB, "slurm.gpus=true", *QUIET, change)
+    file, *changes = arguments(folder, "impossible", PLACED, *JOB, "slurm.gres=gpu", *QUIET, change)
     assert main(["submit", file, *changes]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"refused {key}: Slurm refuses the job: ")

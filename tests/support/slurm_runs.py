@@ -30,7 +30,7 @@ PLACED = placement(
 )
 JOB = (
     f"steps={STEPS}",
-    "slurm.gpus=false",
+    "slurm.gres=null",
     "slurm.time_limit=0-00:30:00",
     "slurm.signal_lead_s=100",
     "slurm.gangs={train: {nodes: 2}, generate: {nodes: 1}, score: {beside: generate}}",

@@ -141,7 +141,7 @@ class LocalRunner:
         self._busy_s = 0.0
         self._captured: CapturedBatches | None = None
         if isinstance(self._kernels, DeviceKernels):
-            graphs = engine.embedded.cuda_graphs and device.type == "cuda"
+            graphs = engine.cuda_graphs and device.type == "cuda"
             capture = GraphCapture(device) if graphs else run_directly
             self._captured = CapturedBatches(self._whole_batch, max_seq, device, capture)
         self._refit_stream = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -38,7 +38,12 @@ def build_vllm(path: str, config: EngineConfig, **settings: Any) -> GenerationEn
     """Build vLLM in the environment of `engine.python`. Takes the arguments of `build_engine`; raises the errors of
     `build_remote`."""
     # Rows of a prompt share its keys and values: it changes no number, and costs next to nothing where none are shared.
-    extra = {**dataclasses.asdict(config.vllm), "prefix_caching": True, "parameters": _parameters(path)}
+    extra = {
+        **dataclasses.asdict(config.vllm),
+        "cuda_graphs": config.cuda_graphs,
+        "prefix_caching": True,
+        "parameters": _parameters(path),
+    }
     return build_remote(path, config, adapter=_VLLM, stated=vllm_capabilities, extra=extra, **settings)
 
 

@@ -51,7 +51,7 @@ def run(
 def expected_by_loops(records: Step, cfg: PPOConfig, normalize: NormalizeConfig) -> dict[str, list[list[float]]]:
     rollout, scores, reference, policy, values = records
     mask = rollout.response_mask.tolist()
-    kept = [[on and not (cfg.mask_truncated and cut) for on in row] for row, cut in zip(mask, CUT, strict=True)]
+    kept = [[on and not (cfg.truncated == "mask" and cut) for on in row] for row, cut in zip(mask, CUT, strict=True)]
     shaped = [
         cfg.missing_eos_score if cut and cfg.missing_eos_score is not None else float(s)
         for s, cut in zip(scores.scores, CUT, strict=True)
@@ -86,7 +86,7 @@ CONFIGS = {
     "terminate": PPOConfig(whiten_advantages=False, truncated="terminate", gamma=0.9),
     "whiten-rewards": PPOConfig(whiten_rewards=True, kl=KLConfig(coef=0.5, estimator="k2")),
     "missing-eos-centred": PPOConfig(missing_eos_score=-3.0),
-    "overlong": PPOConfig(mask_truncated=True, whiten_rewards=True),
+    "overlong": PPOConfig(truncated="mask", whiten_rewards=True),
     "critic-lambda-1": PPOConfig(lam=0.7, critic_lam=1.0),
     "critic-lambda-0": PPOConfig(lam=1.0, critic_lam=0.0, gamma=0.9, truncated="bootstrap", whiten_advantages=False),
 }
@@ -99,14 +99,14 @@ def test_against_loops(name: str) -> None:
     got, _, _ = run(records, cfg, normalize=normalize)
     for array, expected in expected_by_loops(records, cfg, normalize).items():
         rows = slice(None)
-        if array in ("rewards", "returns") and cfg.mask_truncated and cfg.whiten_rewards:
+        if array in ("rewards", "returns") and cfg.truncated == "mask" and cfg.whiten_rewards:
             rows = ~CUT  # nothing reads the rewards and returns of a filtered row
         np.testing.assert_allclose(getattr(got, array)[rows], np.array(expected)[rows], atol=1e-6, err_msg=array)
 
 
 @pytest.mark.parametrize(
     ("cfg", "normalize"),
-    [(PPOConfig(), NormalizeConfig()), (PPOConfig(mask_truncated=True, whiten_rewards=True), CENTRED)],
+    [(PPOConfig(), NormalizeConfig()), (PPOConfig(truncated="mask", whiten_rewards=True), CENTRED)],
     ids=["plain", "all"],
 )
 def test_nothing_outside_the_mask_is_read(cfg: PPOConfig, normalize: NormalizeConfig) -> None:
@@ -282,7 +282,7 @@ def test_records_that_do_not_belong_together_are_refused() -> None:
 
 def test_inputs_are_not_written_to() -> None:
     records, before = make_step(), make_step()
-    run(records, PPOConfig(mask_truncated=True, whiten_rewards=True))
+    run(records, PPOConfig(truncated="mask", whiten_rewards=True))
     for record, copy in zip(records, before, strict=True):
         for name in (f.name for f in dataclasses.fields(record)):
             np.testing.assert_array_equal(getattr(record, name), getattr(copy, name))

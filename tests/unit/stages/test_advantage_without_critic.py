@@ -42,7 +42,7 @@ def run(records: Step, cfg: PPOConfig, responses: int = RESPONSES) -> tuple[Adva
 def expected_by_loops(cfg: PPOConfig) -> dict[str, list[list[float]]]:
     rollout, scores, reference, policy = make_step()
     mask, rows = rollout.response_mask.tolist(), range(len(SPANS))
-    counted = [not (cfg.mask_truncated and CUT[i]) for i in rows]
+    counted = [not (cfg.truncated == "mask" and CUT[i]) for i in rows]
     numbers = [i // RESPONSES for i in rows]
     members = [[j for j in rows if numbers[j] == numbers[i] and counted[j]] for i in rows]
     equal = [len({float(scores.scores[j]) for j in members[i]}) < 2 for i in rows]
@@ -71,11 +71,11 @@ CONFIGS = {
     "group-kl-in-the-reward": PPOConfig(advantage="group", group_scale="none"),
     "group-whitened": PPOConfig(advantage="group", group_scale="none", whiten_advantages=True, kl=IN_LOSS),
     "group-skips": PPOConfig(advantage="group", skip_equal_groups=True, kl=IN_LOSS),
-    "group-overlong": PPOConfig(advantage="group", mask_truncated=True, kl=IN_LOSS),
+    "group-overlong": PPOConfig(advantage="group", truncated="mask", kl=IN_LOSS),
     "rloo": PPOConfig(advantage="rloo", kl=KLConfig(coef=0.5)),
-    "rloo-overlong-skips": PPOConfig(advantage="rloo", mask_truncated=True, skip_equal_groups=True),
+    "rloo-overlong-skips": PPOConfig(advantage="rloo", truncated="mask", skip_equal_groups=True),
     "reinforce_pp": PPOConfig(advantage="reinforce_pp", kl=KLConfig(coef=0.5)),
-    "reinforce_pp-discounted": PPOConfig(advantage="reinforce_pp", gamma=0.9, mask_truncated=True),
+    "reinforce_pp-discounted": PPOConfig(advantage="reinforce_pp", gamma=0.9, truncated="mask"),
     "reinforce": PPOConfig(advantage="reinforce_pp", whiten_advantages=False, kl=IN_LOSS),
 }
 

@@ -27,7 +27,7 @@ HETEROGENEOUS = (
 @pytest.fixture
 def sources(tmp_path: Path) -> list[str]:
     write_config(tmp_path)
-    return [*arguments(tmp_path), "slurm.gpus=false"]
+    return [*arguments(tmp_path), "slurm.gres=null"]
 
 
 def job_of(folder: Path, run: str) -> str | None:

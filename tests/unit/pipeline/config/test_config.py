@@ -169,7 +169,7 @@ REFUSED = {
     "TRTLLM sampling.temperature=0.7": "sampling.temperature",
     "TRTLLM sampling.min_new_tokens=2": "sampling.min_new_tokens",
     "TRTLLM evaluate.every=2 evaluate.temperature=0.5": "evaluate.temperature",
-    "TRTLLM mismatch.stop=true": "mismatch.stop",
+    "TRTLLM alarms.stop=[mismatch]": "alarms.stop",
     "TRTLLM engine.update=inflight rollout.versions=latest": "engine.update",
     # a value in the place of a section
     "model=tiny": "model",
@@ -243,7 +243,7 @@ REFUSED = {
     "engine.update=inflight": "engine.update",
     "alarms.staleness_steps=9": "alarms.staleness_steps",
     "alarms.stop=[kl,reward]": "alarms.stop",
-    "mismatch.rows=0 mismatch.stop=true": "mismatch.stop",
+    "mismatch.rows=0 alarms.stop=[mismatch]": "alarms.stop",
     "placement.roles.generate=train placement.roles.score=generate placement.gangs.train.workers=2": "placement.roles.generate",  # noqa: E501
     # estimators of advantages, each by itself in GRPO's or RLOO's usual form otherwise
     "ppo.advantage=group ppo.kl.where=loss": "rollout.responses_per_prompt",
@@ -275,10 +275,10 @@ REFUSED = {
     "VLLM engine.vllm.sleep_level=1": "engine.vllm.sleep_level",
     "TRTLLM engine.tensorrt_llm.unload_engine_train=true": "engine.tensorrt_llm.unload_engine_train",
     "engine.embedded.speculation.max_tokens=3": "engine.embedded.speculation.max_tokens",
-    "engine.embedded={kernels: torch, cuda_graphs: false}": "engine.embedded.cuda_graphs",
+    "engine.cuda_graphs=false engine.embedded.kernels=torch": "engine.cuda_graphs",
+    "TRTLLM engine.cuda_graphs=false": "engine.cuda_graphs",
     "model.trunk_cache_mb=10": "model.trunk_cache_mb",
     "ppo.kl.horizon=100": "ppo.kl.horizon",
-    "ppo.truncated=bootstrap ppo.mask_truncated=true": "ppo.truncated",
     "ppo.target_kl=0.1 ppo.epochs=1 ppo.minibatches=1": "ppo.target_kl",
     "evaluate.every=0 evaluate.temperature=0.5": "evaluate.temperature",
     "mismatch.rows=0 mismatch.alarm_nats=0.1": "mismatch.alarm_nats",

@@ -93,7 +93,7 @@ placement:
   gangs: {generate: {wrokers: 3}, score: {}, train: {}}
   roles: {generate: generate, score: score, reference: train, policy: tran, critic: train}
 evaluate: {every: 0, select: {max_kl: 3}}
-mismatch: {rows: 0, stop: true}
+mismatch: {rows: 0, alarm_nats: 0.1}
 alarms: {stop: [reward]}
 checkpoint: {every: 10, keep_every: 15}
 export: {every: -1}
@@ -107,8 +107,8 @@ FOUND = {
     "prompts.feild", "rollout.shards",
     "sampling.temperature", "engine.kind", "engine.max_rows", "reward.kind", "ppo.clip",
     "ppo.minibatches", "ppo.critic_warmup_steps", "placement.gangs.generate.wrokers", "placement.roles.policy",
-    "evaluate.select.max_kl", "mismatch.stop", "alarms.stop", "checkpoint.keep_every", "export.every", "tracking.uri",
-    "cluster.port", "slurm.time_limit", "storage.fsync",
+    "evaluate.select.max_kl", "mismatch.alarm_nats", "alarms.stop", "checkpoint.keep_every", "export.every",
+    "tracking.uri", "cluster.port", "slurm.time_limit", "storage.fsync",
 }  # fmt: skip
 
 

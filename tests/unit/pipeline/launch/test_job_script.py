@@ -25,7 +25,7 @@ FORMS = {
         "placement.gangs.train.workers=2",
         "slurm.gangs={train: {nodes: 2}, generate: {nodes: 1}, score: {beside: generate}}",
         "slurm.command=stageline",
-        "slurm.gpus=false",
+        "slurm.gres=null",
     ),
     "heterogeneous": (
         "placement.gangs.train={workers: 4, threads: 8}",

@@ -99,7 +99,7 @@ def test_a_critics_gang_is_not_asked_for_without_a_critic() -> None:
 
 
 def test_without_gpus_none_is_asked_for() -> None:
-    assert {one.gpus for one in job_shape(load(*THREE_NODES, *TWO_RANKS, "slurm.gpus=false")).groups} == {0}
+    assert {one.gpus for one in job_shape(load(*THREE_NODES, *TWO_RANKS, "slurm.gres=null")).groups} == {0}
 
 
 def test_gangs_that_share_devices_need_the_gpus_of_the_largest() -> None:

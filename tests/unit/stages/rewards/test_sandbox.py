@@ -179,9 +179,9 @@ def test_unprotected_answers_are_evaluated_only_if_trusted(
 ) -> None:
     monkeypatch.setattr(process, "USED", used)
     with pytest.raises(UnfitReward, match="may evaluate sampled text, and this host cannot keep") as refusal:
-        build_parts(RewardPartsConfig(kind="reasoning_gym"), "reward")
+        build_parts(RewardPartsConfig(kind="reasoning_gym"), "evaluate.reward")
     assert refusal.value.problem.key == "reward.trust_answers"
-    parts = build_parts(RewardPartsConfig(kind="reasoning_gym", trust_answers=True), "reward")
+    parts = build_parts(RewardPartsConfig(kind="reasoning_gym"), "evaluate.reward", trust_answers=True)
     close_parts(parts)
 
 

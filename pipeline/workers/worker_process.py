@@ -230,6 +230,14 @@ def ending_signals() -> frozenset[signal.Signals]:
     return frozenset({signal.SIGTERM, signal.SIGINT} | (set() if ignored else {signal.SIGHUP}))
 
 
+QUIET = (
+    "ignore:resource_tracker",  # it warns whenever it cleans up after killed workers
+    "ignore:Transformer Engine and Apex are not installed",  # Megatron recommends them whenever it is imported
+    "ignore:Apex is not installed",
+)
+"""Warnings that nobody can act on, as options of Python's -W."""
+
+
 def start_forkserver(*, shared: bool) -> None:
     """Start the forkserver, the process that all workers are forked from, unless this process has one already.
 
@@ -238,7 +246,8 @@ def start_forkserver(*, shared: bool) -> None:
     environment = {**FORKSERVER_ENVIRONMENT, "OMP_WAIT_POLICY": wait_policy(shared)}
     before = {name: os.environ.get(name) for name in environment}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, OF_TERMINAL)
-    sys.warnoptions.append("ignore:resource_tracker")  # it warns whenever it cleans up after killed workers
+    options = list(sys.warnoptions)
+    sys.warnoptions += QUIET
     try:
         resource_tracker.ensure_running()  # this lifts the mask
         signal.pthread_sigmask(signal.SIG_BLOCK, OF_TERMINAL)
@@ -249,7 +258,7 @@ def start_forkserver(*, shared: bool) -> None:
         nanny.get_mp_context = Queues  # named semaphores would outlive a kill of the whole process group
         forkserver.ensure_running()
     finally:
-        sys.warnoptions.pop()
+        sys.warnoptions[:] = options
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})

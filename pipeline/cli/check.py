@@ -117,7 +117,7 @@ def _show_prediction(run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worke
         columns += _worker_columns([worker for worker in workers if worker.worker[0] == gang.name])
     output().print(memory_table("predicted memory of a worker, MiB", columns))
     if limits.num_devices:
-        for device in _fullest(run, workers, hosts, limits):
+        for device in fullest_gpus(run, workers, hosts, limits):
             print_line(device)
     of_hosts = [MemoryColumn(name, host.items, host.total) for name, host in _alike(hosts_memory(run, workers, hosts))]
     output().print(memory_table("predicted memory of a host, MiB", of_hosts, limits.host))
@@ -135,7 +135,7 @@ def _worker_columns(workers: Sequence[WorkerMemory]) -> Iterator[MemoryColumn]:
     yield MemoryColumn(f"{name} {largest.worker[1]}, largest of {len(others)} others", largest.items, largest.total)
 
 
-def _fullest(
+def fullest_gpus(
     run: PlannedRun, workers: Sequence[WorkerMemory], hosts: Mapping[Worker, str], limits: MemoryLimits
 ) -> Iterator[str]:
     """Yield a line about the fullest GPU of each gang."""

@@ -186,6 +186,37 @@ def _check(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _simulate(parser: argparse.ArgumentParser) -> None:
+    _run(parser)
+    parser.add_argument(
+        "--hardware",
+        required=True,
+        metavar="NODESxGPUSxHARDWARE",
+        help="the cluster, as for `check --as`: 16x8xH100-80",
+    )
+    _prediction(parser)
+    parser.add_argument("--stragglers", metavar="SHARE:FACTOR", help="0.05:3: one node in 20 takes 3 times as long")
+    parser.add_argument("--failures-per-hour", type=float, metavar="N", help="lose a random worker N times an hour")
+    parser.add_argument(
+        "--rebuild-s", type=float, default=300.0, metavar="SECONDS", help="until a lost worker is back (default 300)"
+    )
+    parser.add_argument("--timeline", metavar="FILE.png", help="draw the nodes of every worker over time")
+    parser.add_argument("--trace-file", metavar="FILE.json", help="write them as a trace for ui.perfetto.dev")
+
+
+def _prediction(parser: argparse.ArgumentParser) -> None:
+    """Add what predicted seconds depend on."""
+    parser.add_argument(
+        "--calibration", metavar="FILE", help="measured speeds, from `stageline calibrate` (default: assumed ones)"
+    )
+    parser.add_argument(
+        "--lengths",
+        metavar="LENGTHS",
+        help="responses' tokens, fixed:256 or lognormal:MEAN,SIGMA (default: the longest, sampling.max_new_tokens)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of all that is random (default 0)")
+
+
 def _doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs-dir", default="runs", metavar="DIR", help="where runs would be stored (default: runs)")
     parser.add_argument("--out", default=".", metavar="DIR", help="where the two reports go (default: here)")
@@ -299,6 +330,9 @@ COMMANDS = {
     "sweep": Command("pipeline.cli.sweep", "start one run per combination of some settings", _sweep),
     "check": Command(
         "pipeline.cli.check", "find all problems of a config before a run, or verify a run's directory", _check
+    ),
+    "simulate": Command(
+        "pipeline.cli.simulate", "play a config on a virtual clock: step time, idle gangs, critical path", _simulate
     ),
     "doctor": Command(
         "pipeline.cli.doctor", "test this machine, from its packages to a PPO update; write a report", _doctor

@@ -150,6 +150,13 @@ class HardwareCluster:
         return max(1, int(self.hardware.cores * self.share))
 
 
+def hardware_of(text: str) -> str:
+    """Return the name of the hardware in a text like `16x8xH100-80` that `read_cluster` accepts."""
+    match = _TEXT.fullmatch(text)
+    assert match is not None, f"{text} names no cluster"
+    return match[3]
+
+
 def read_cluster(text: str) -> HardwareCluster:
     """Return the cluster that a text like `16x8xH100-80` names. Raises ConfigError for another form, unknown hardware,
     or more GPUs than a node has."""

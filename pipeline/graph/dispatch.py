@@ -27,12 +27,12 @@ stay finished, since their output is in the store.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from pipeline.graph.device_sharing import DeviceSharing, Pass
-from pipeline.graph.graph import Gang, Mode, Node
+from pipeline.graph.graph import STAGE_ROLES, Gang, Mode, Node
 from storage.address import Address
 
 
@@ -60,11 +60,12 @@ class State(StrEnum):
     DONE = "done"
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
     """A node in the window, and what became of it so far."""
 
     node: Node
+    place: Place
     state: State = State.WAITING
     attempts: int = 0
     losses: int = 0
@@ -73,9 +74,15 @@ class Entry:
     submit: Submit | None = None
     holds_capacity: bool = False
     """True while it occupies a slot, or counts in a gang's or a replica's load."""
+    is_ready: bool = False
+    """True while it waits only for a worker."""
+    in_heap: bool = False
+    """True while it is in the heap of its `ReadyNodes`."""
+    children: list[Entry] = field(default_factory=list)
+    """Admitted nodes that depend on it."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _GangState:
     gang: Gang
     up: bool = False
@@ -90,6 +97,16 @@ class _GangState:
     """Nodes of a pool that only wait for rows which other replicas finish for them."""
 
 
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where the nodes of a stage run."""
+
+    state: _GangState
+    mode: Mode
+    ready: ReadyNodes
+    """The ready nodes of this gang and mode."""
+
+
 class Dispatch:
     """Owns the state of every node in the driver's window.
 
@@ -101,9 +118,18 @@ class Dispatch:
         self._gangs = {gang.name: _GangState(gang) for gang in gangs}
         self._gang_of = {role: state for state in self._gangs.values() for role in state.gang.roles}
         self._entries: dict[Address, Entry] = {}
-        self._children: dict[Address, list[Address]] = {}
         self._ready = {(name, mode): ReadyNodes() for name in self._gangs for mode in Mode}
         """Waiting nodes that no parent holds back, by gang and mode. `next_submits` looks at nothing else."""
+        self._places: dict[str, Place] = {}
+        """Gang and mode of each stage that has a gang."""
+        for stage, role in STAGE_ROLES.items():
+            if role in self._gang_of:
+                state = self._gang_of[role]
+                mode = state.gang.mode(role)
+                self._places[stage] = Place(state, mode, self._ready[state.gang.name, mode])
+        used = {id(place.ready): place for place in self._places.values()}
+        self._used = [used[id(ready)] for ready in self._ready.values() if id(ready) in used]
+        """One place for each gang and mode that any stage has."""
         self._readable: set[int] = set()
         """Versions of the weights that can be read."""
         self._device_sharing = DeviceSharing(device_sharing)
@@ -119,13 +145,14 @@ class Dispatch:
         never admitted belongs to an older, retired step and counts as done."""
         finished = set(committed)
         for node in nodes:
-            entry = Entry(node, State.DONE if node.address in finished else State.WAITING)
+            state = State.DONE if node.address in finished else State.WAITING
+            entry = Entry(node, self._places[node.stage], state)
             self._entries[node.address] = entry
             for address in node.parents:
                 parent = self._entries.get(address)
                 if parent is not None:
-                    self._children.setdefault(address, []).append(node.address)
-                    entry.blockers += not self._releases(parent, parent.state, node)
+                    parent.children.append(entry)
+                    entry.blockers += not _releases(parent, parent.state, entry)
             self._update_ready(entry)
 
     def can_read(self, version: int) -> None:
@@ -166,7 +193,7 @@ class Dispatch:
         entry = self._entries.get(address)
         if entry is not None and entry.state is State.SUBMITTED:
             self._release_capacity(entry)
-            self._gang_of[entry.node.role].waiting.add(address)
+            entry.place.state.waiting.add(address)
 
     def done(self, address: Address) -> bool:
         """Record that a node has its commit. Return False if it was done already (the second of two attempts)."""
@@ -181,18 +208,18 @@ class Dispatch:
         """Reset nodes whose attempts will not finish, and the submitted nodes that depend on them. Return all nodes
         that were reset. A loss is counted for the named nodes only."""
         reset: list[Address] = []
-        stack = list(addresses)
-        for address in stack:
-            self._entries[address].losses += self._entries[address].state is State.SUBMITTED
+        stack = [self._entries[address] for address in addresses]
+        for entry in stack:
+            entry.losses += entry.state is State.SUBMITTED
         while stack:
-            entry = self._entries[stack.pop()]
+            entry = stack.pop()
             if entry.state is not State.SUBMITTED:
                 continue
             self._release_capacity(entry)
             entry.submit = None
             self._set(entry, State.WAITING)
             reset.append(entry.node.address)
-            stack += [c for c in self._children.get(entry.node.address, ()) if c in self._entries]
+            stack += entry.children
         return reset
 
     def retire(self, addresses: Iterable[Address]) -> None:
@@ -200,7 +227,6 @@ class Dispatch:
         for address in addresses:
             assert self._entries[address].state is State.DONE, f"{address} is retired before it is done"
             del self._entries[address]
-            self._children.pop(address, None)
 
     # ---- Instructions and queries --------------------------------------------------------------------------------
 
@@ -211,12 +237,11 @@ class Dispatch:
         progress = True
         while progress:  # a node that was handed out may let FREE nodes follow
             progress = False
-            for (gang, mode), ready in self._ready.items():
-                state = self._gangs[gang]
-                while (node := ready.first()) is not None and self._has_capacity(state, mode):
-                    if mode is Mode.ORDERED and self._comes_after_a_child(node, state):
+            for place in self._used:
+                while (entry := place.ready.first()) is not None and self._has_capacity(place.state, place.mode):
+                    if place.mode is Mode.ORDERED and self._comes_after_a_child(entry.node, place.state):
                         break
-                    submits.append(self._hand_out(node))
+                    submits.append(self._hand_out(entry))
                     progress = True
         return submits
 
@@ -235,7 +260,7 @@ class Dispatch:
     def waiting_versions(self, gang: str) -> set[int]:
         """Return the versions of the weights needed by nodes that wait only for a slot of this pool. Canaries do not
         count: their few rows are no reason to keep other rows where they are."""
-        waiting = self._ready[gang, Mode.SLOT].nodes.values()
+        waiting = self._ready[gang, Mode.SLOT].nodes()
         return {self._version_for(node) for node in waiting if node.stage != "canary"}
 
     def is_up(self, gang: str) -> bool:
@@ -270,33 +295,19 @@ class Dispatch:
         """Change the state of a node, which may release its children or hold them back."""
         before, entry.state = entry.state, state
         self._update_ready(entry)
-        for address in self._children.get(entry.node.address, ()):
-            child = self._entries.get(address)
-            if child is not None:
-                held, holds = (not self._releases(entry, s, child.node) for s in (before, state))
+        for child in entry.children:
+            held, holds = not _releases(entry, before, child), not _releases(entry, state, child)
+            if held != holds:
                 child.blockers += holds - held
                 self._update_ready(child)
 
-    def _update_ready(self, entry: Entry) -> None:
+    @staticmethod
+    def _update_ready(entry: Entry) -> None:
         """Add a node to the ready nodes or remove it, as its state says."""
-        ready = self._ready[self._gang_of[entry.node.role].gang.name, self._mode(entry.node)]
-        if entry.state is State.WAITING and not entry.blockers:
-            ready.add(entry.node)
-        else:
-            ready.discard(entry.node)
-
-    def _mode(self, node: Node) -> Mode:
-        return self._gang_of[node.role].gang.mode(node.role)
-
-    def _releases(self, parent: Entry, state: State, child: Node) -> bool:
-        """Return True if a parent in this state no longer holds the child back."""
-        if state is State.DONE:
-            return True
-        return (
-            state is State.SUBMITTED
-            and parent.node.scheduled_step == child.scheduled_step
-            and self._mode(child) is Mode.FREE
-        )
+        is_ready = entry.state is State.WAITING and not entry.blockers
+        if is_ready and not entry.is_ready:
+            entry.place.ready.add(entry)
+        entry.is_ready = is_ready
 
     def _at_work(self, gang: str) -> bool:
         """Return True if anything is handed out to a gang. A node that gave up its slot counts: its rows are in a
@@ -306,7 +317,8 @@ class Dispatch:
 
     def _first_ready(self, gang: str) -> Node | None:
         """Return the most urgent node of a gang that waits only for a worker."""
-        return min((node for mode in Mode if (node := self._ready[gang, mode].first()) is not None), default=None)
+        ready = (self._ready[gang, mode].first() for mode in Mode)
+        return min((entry.node for entry in ready if entry is not None), default=None)
 
     def _has_capacity(self, state: _GangState, mode: Mode) -> bool:
         if not state.up or not self._device_sharing.has(state.gang.name):
@@ -319,18 +331,16 @@ class Dispatch:
         """Return True if a submitted node of the gang has a more urgent child than `node`. Handed out now, `node` would
         run before that child: the critic's update would delay the policy's publication and so the next generation."""
         for parent in state.out:
-            for child in self._children.get(parent, ()):
-                entry = self._entries.get(child)
-                if entry is None or entry.state is not State.WAITING or self._gang_of[entry.node.role] is not state:
+            for entry in self._entries[parent].children:
+                if entry.state is not State.WAITING or entry.place.state is not state:
                     continue
                 if entry.node < node and all(p in state.out or self.is_done(p) for p in entry.node.parents):
                     return True
         return False
 
-    def _hand_out(self, node: Node) -> Submit:
+    def _hand_out(self, entry: Entry) -> Submit:
         """Hand out a node to its gang, which has capacity for it."""
-        state, entry = self._gang_of[node.role], self._entries[node.address]
-        mode = state.gang.mode(node.role)
+        node, state, mode = entry.node, entry.place.state, entry.place.mode
         replica, sequence = 0, None
         if mode is Mode.ORDERED:
             sequence = state.sequence
@@ -342,7 +352,8 @@ class Dispatch:
         else:
             replica = min(state.loads, key=lambda r: (state.loads[r], r))
             state.loads[replica] += 1
-        given = replace(node, version=self._version_for(node))
+        version = self._version_for(node)
+        given = node if version == node.version else replace(node, version=version)
         entry.submit = Submit(given, state.gang.name, mode, entry.attempts, replica, sequence)
         entry.attempts += 1
         entry.holds_capacity = True
@@ -361,7 +372,7 @@ class Dispatch:
         submit = entry.submit
         if submit is None:
             return
-        state = self._gangs[submit.gang]
+        state = entry.place.state
         state.waiting.discard(entry.node.address)
         if not entry.holds_capacity:
             return
@@ -373,23 +384,38 @@ class Dispatch:
             state.loads[submit.replica] -= 1
 
 
+def _releases(parent: Entry, state: State, child: Entry) -> bool:
+    """Return True if a parent in this state no longer holds the child back."""
+    if state is State.DONE:
+        return True
+    return (
+        state is State.SUBMITTED
+        and child.place.mode is Mode.FREE
+        and parent.node.scheduled_step == child.node.scheduled_step
+    )
+
+
 class ReadyNodes:
-    """Owns the nodes of one gang and mode that wait only for capacity, the most urgent first. A discarded node stays in
-    the heap until it reaches the top."""
+    """Owns the nodes of one gang and mode that wait only for capacity, the most urgent first. A node that is no longer
+    ready stays in the heap until it reaches the top."""
 
     def __init__(self) -> None:
-        self.nodes: dict[Address, Node] = {}
-        self._heap: list[Node] = []
+        self._heap: list[tuple[int, int, str, int, int, Entry]] = []
+        """Entries by the order of their nodes: tuples of numbers are compared faster than nodes."""
 
-    def add(self, node: Node) -> None:
-        if node.address not in self.nodes:
-            self.nodes[node.address] = node
-            heapq.heappush(self._heap, node)
+    def add(self, entry: Entry) -> None:
+        """Add a node that became ready."""
+        if not entry.in_heap:
+            entry.in_heap = True
+            address = entry.node.address
+            heapq.heappush(self._heap, (*entry.node.priority, address.stage, address.step, address.shard, entry))
 
-    def discard(self, node: Node) -> None:
-        self.nodes.pop(node.address, None)
+    def nodes(self) -> Iterator[Node]:
+        """Yield the ready nodes, in no order."""
+        return (entry.node for *_, entry in self._heap if entry.is_ready)
 
-    def first(self) -> Node | None:
-        while self._heap and self._heap[0].address not in self.nodes:
-            heapq.heappop(self._heap)
-        return self._heap[0] if self._heap else None
+    def first(self) -> Entry | None:
+        """Return the most urgent one."""
+        while self._heap and not self._heap[0][-1].is_ready:
+            heapq.heappop(self._heap)[-1].in_heap = False
+        return self._heap[0][-1] if self._heap else None

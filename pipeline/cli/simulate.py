@@ -1,0 +1,168 @@
+"""`stageline simulate CONFIG [key=value...] --hardware 16x8xH100-80`: play a run on a virtual clock, on a cluster that
+need not be here, and print where its time would go.
+
+Starts nothing, and writes only the files that are asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from pipeline.cli.answers import DONE, config_of, output, print_line
+from pipeline.cli.check import fullest_gpus
+from pipeline.config.errors import ConfigError, refusal, together
+from pipeline.config.hardware import HardwareCluster, hardware_of, read_cluster
+from pipeline.config.memory import workers_memory
+from pipeline.config.run import RunConfig
+from pipeline.launch.elsewhere import check_elsewhere
+from pipeline.observe.text import plain
+from pipeline.observe.timeline import run_timeline
+from pipeline.plan.calibration import Calibration, check_hardware, load_calibration, typical
+from pipeline.plan.cost import costs_of
+from pipeline.plan.lengths import FixedLengths, Lengths, parse_lengths
+from pipeline.plan.simulate import (
+    Execution,
+    Failures,
+    Played,
+    Stragglers,
+    journal_events,
+    play,
+    scenario_of,
+    trace_events,
+)
+
+_MOST_DRAWN = 20_000
+"""Executions in a timeline or a trace: the first of a run."""
+
+
+def command(options: argparse.Namespace) -> int:
+    config = config_of(options.sources, runs_here=False)
+    stragglers, failures = _stragglers(options.stragglers), _failures(options, config)
+    for key, file, suffix in (("--timeline", options.timeline, ".png"), ("--trace-file", options.trace_file, ".json")):
+        _check_file(key, file, suffix)
+    cluster = read_cluster(options.hardware)
+    calibration = calibration_of(options.calibration, hardware_of(options.hardware), cluster)
+    lengths = lengths_of(options.lengths, config, options.seed)
+    found = check_elsewhere(config, cluster, options.hardware)
+    if found.problems:
+        raise together([refusal(problem) for problem in found.problems])
+    costs = costs_of(found.run, cluster, calibration)
+    drawn: list[Execution] = []
+    keeps = options.timeline is not None or options.trace_file is not None
+    scenario = scenario_of(costs, lengths, stragglers=stragglers, failures=failures, seed=options.seed)
+    played = play(scenario, (lambda one: _keep(drawn, one)) if keeps else None)
+    print_line(f"{options.hardware}: {cluster.hardware.description}; speeds: {calibration.description}")
+    if options.lengths is None:
+        print_line(
+            f"every response is taken to be of {config.sampling.max_new_tokens} tokens (--lengths says otherwise)"
+        )
+    output().print(_table(played, config))
+    for line in fullest_gpus(found.run, workers_memory(found.run), found.hosts, found.limits):
+        print_line(line)
+    _write(options, config, played, drawn)
+    return DONE
+
+
+def calibration_of(file: str | None, hardware: str, cluster: HardwareCluster) -> Calibration:
+    """Return the calibration in a file, or assumed speeds without one. Raises ConfigError if it is of other
+    hardware."""
+    if file is None:
+        return typical(hardware, on_gpus=cluster.gpus_per_node > 0)
+    calibration = load_calibration(file)
+    check_hardware(calibration, hardware)
+    return calibration
+
+
+def lengths_of(text: str | None, config: RunConfig, seed: int) -> Lengths:
+    """Return the distribution of lengths that a text names; without one, all responses are of the longest length."""
+    most = config.sampling.max_new_tokens
+    return FixedLengths(most) if text is None else parse_lengths(text, most, seed)
+
+
+def _keep(drawn: list[Execution], one: Execution) -> None:
+    if len(drawn) < _MOST_DRAWN:
+        drawn.append(one)
+
+
+def _stragglers(text: str | None) -> Stragglers | None:
+    """Return the stragglers that a text like `0.05:3` names."""
+    if text is None:
+        return None
+    share, _, factor = text.partition(":")
+    try:
+        found = Stragglers(float(share), float(factor))
+    except ValueError:
+        found = Stragglers(-1.0, 0.0)
+    if not (0 < found.share <= 1 and found.factor > 1):
+        need = "must be SHARE:FACTOR, as in 0.05:3: a share of the nodes up to 1, and how much longer they take"
+        raise ConfigError("--stragglers", f"given {text!r}; {need}")
+    return found
+
+
+def _failures(options: argparse.Namespace, config: RunConfig) -> Failures | None:
+    if options.failures_per_hour is None:
+        return None
+    for key, given in (("--failures-per-hour", options.failures_per_hour), ("--rebuild-s", options.rebuild_s)):
+        if not given > 0:
+            raise ConfigError(key, f"given {given:g}; must be above 0")
+    return Failures(options.failures_per_hour, options.rebuild_s, config.checkpoint.every)
+
+
+def _check_file(key: str, file: str | None, suffix: str) -> None:
+    """Raise ConfigError for a file that cannot be written."""
+    if file is None:
+        return
+    path = Path(file)
+    if path.suffix != suffix:
+        raise ConfigError(key, f"given {file!r}; must end in {suffix}, for example {path.with_suffix(suffix)}")
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(key, f"given {file!r}; must be a file in a directory that exists")
+
+
+def _write(options: argparse.Namespace, config: RunConfig, played: Played, drawn: Sequence[Execution]) -> None:
+    """Write the timeline and the trace that were asked for."""
+    if options.timeline is not None:
+        plots: Any = import_module("pipeline.observe.plots")  # matplotlib takes a second
+        timeline = run_timeline(journal_events(drawn))
+        plots.plot_timeline(timeline, [], Path(options.timeline), f"{config.name}, simulated")
+        print_line(f"timeline: {options.timeline}")
+    if options.trace_file is not None:
+        events = trace_events(drawn, played.critical_path)
+        Path(options.trace_file).write_text(json.dumps({"traceEvents": events}), "utf8")
+        print_line(f"trace: {options.trace_file} (for ui.perfetto.dev)")
+
+
+def _table(played: Played, config: RunConfig) -> Table:
+    """Return the table of a simulation's results."""
+    table = Table(title="Simulated run", title_justify="left", show_header=False, title_style="bold")
+    table.add_column(style="dim")
+    table.add_column()
+    for label, value in _rows(played, config):
+        table.add_row(plain(label), plain(value))
+    return table
+
+
+def _rows(played: Played, config: RunConfig) -> Iterator[tuple[str, str]]:
+    samples = config.rollout.rows / played.mean_s if played.mean_s > 0 else 0.0
+    yield "step time", f"{played.steady_s:.3g} s in the steady state (median), {played.mean_s:.3g} s in the mean"
+    yield "first step", f"{played.step_s[0]:.3g} s"
+    yield "wall time", f"{played.wall_s:.4g} s for {config.steps} steps"
+    yield "speed", f"{samples:.3g} samples/s"
+    yield "busy", _shares(played.busy_s, played.wall_s)
+    yield "critical path", _shares(played.path_s, played.wall_s)
+    yield "seconds by stage", ", ".join(f"{stage} {seconds:.3g}" for stage, seconds in played.stage_s.items())
+    rows = sum(played.staleness.values())
+    yield "staleness", ", ".join(f"{age}: {count / rows:.0%}" for age, count in played.staleness.items())
+    if played.failures:
+        yield "failures", f"{played.failures} workers lost; {played.replayed_s:.3g} s of updates repeated"
+
+
+def _shares(seconds: Mapping[str, float], whole: float) -> str:
+    return ", ".join(f"{name} {part / whole:.0%}" for name, part in seconds.items() if part > 0.005 * whole)

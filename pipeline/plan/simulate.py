@@ -1,0 +1,656 @@
+"""Play a run on a virtual clock: the run's own graph, `Flow` and `Dispatch`, and predicted seconds for workers.
+
+    Costs ──seconds of a node──┐
+    Lengths ──response tokens──┤        ┌── submits, hand-overs ──┐
+                               ▼        ▼                         │
+      heap of (time, event) ──► the next event: a node is ready, a node ends, devices are free, a worker fails or is up
+                                        │                         ▲
+                                        └──► Dispatch.done, Flow.done
+
+The executor and this module carry out the same instructions, so the order of nodes, the versions that sample them and
+the replicas that run them are those of a run whose nodes take these seconds. The rules of the workers:
+
+- A worker runs as many nodes at once as it has threads, the most urgent first. Ranks of a gang run theirs in the order
+  in which Dispatch numbered them.
+- A node can start `Costs.overhead` after its last parent's commit (or after it was submitted, if that is later).
+- Shards that a replica generates side by side share its passes: with k of them each takes `Costs.seconds` of k beside
+  one another. A shard of another version waits until they have ended (unless the engine updates in flight), and then
+  the replica loads that version, which takes `Costs.refit_s`.
+- A hand-over of shared devices takes `hand_over_s` of both gangs.
+- A worker that fails loses its nodes. It is back after `rebuild_s`; a trainer then also repeats its updates since the
+  last checkpoint.
+
+All workers are up at time 0. Rows do not migrate between replicas, and no node is given up after too many losses. No
+I/O, no real clock; the same scenario gives the same result.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Protocol
+
+import xxhash
+
+from pipeline.config.devices import gpus_per_worker
+from pipeline.config.hardware import HardwareCluster
+from pipeline.config.memory import PlannedRun, workers_memory
+from pipeline.graph.dispatch import Dispatch, Submit
+from pipeline.graph.flow import Flow
+from pipeline.graph.graph import UPDATE_STAGE, Gang, GraphSpec, Mode, Node
+from pipeline.observe.journal import Event, EventKind
+from pipeline.observe.timeline import run_timeline
+from pipeline.plan.cost import Costs
+from pipeline.plan.lengths import Lengths
+from pipeline.workers.messages import worker_name
+from stages.models.protocol import Role
+from storage.address import Address
+
+_GENERATION = ("generate", "evaluate")
+"""Stages whose nodes share a replica's passes."""
+_SHARDED = frozenset({"generate", "score", "reference", "logprob", "value"})
+_HELD_OUT = frozenset({"evaluate", "evaluate_score", "evaluate_reference"})
+
+
+class NodeCosts(Protocol):
+    """Predicted seconds of nodes. `pipeline.plan.cost.Costs` has them."""
+
+    def seconds(self, node: Node, lengths: Sequence[int], beside: float | None = None) -> float:
+        """Return the seconds for which a node keeps its gang, or one replica, busy.
+
+        Args:
+            lengths: response tokens of the node's rows.
+            beside: shards that the replica generates at the same time, this one included.
+        """
+        ...
+
+    def overhead(self, node: Node) -> float:
+        """Return the seconds between the commit of a node's last parent and its start on an idle worker."""
+        ...
+
+    def refit_s(self) -> float:
+        """Return the seconds in which a replica loads another version of the weights."""
+        ...
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Random losses of workers, evenly over all workers."""
+
+    per_hour: float
+    """Losses of the whole run per hour."""
+    rebuild_s: float
+    """Seconds until a lost worker, or a whole gang that lost a rank, is up again."""
+    checkpoint_every: int
+    """Updates between checkpoints."""
+
+
+@dataclass(frozen=True)
+class Stragglers:
+    """Nodes that take longer than predicted."""
+
+    share: float
+    """Share of the nodes, chosen by the seed."""
+    factor: float
+    """Their seconds are multiplied by this."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run to play."""
+
+    spec: GraphSpec
+    gangs: Sequence[Gang]
+    costs: NodeCosts
+    lengths: Lengths
+    rows_per_shard: int
+    eval_rows_per_shard: int = 0
+    in_flight: bool = False
+    """True if engines load new weights while rows are in flight (`engine.update`)."""
+    device_sharing: Sequence[Sequence[str]] = ()
+    hand_over_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds in which a gang's workers free their devices, or take them again; 0 for a gang that is not named."""
+    stragglers: Stragglers | None = None
+    failures: Failures | None = None
+    seed: int = 0
+    """Seed of stragglers and failures."""
+
+
+class Gap(IntEnum):
+    """Why time passes between the end of one node of the critical path and the start of the next."""
+
+    BOOKKEEPING = 0
+    """The commit, the driver and the scheduler."""
+    HAND_OVER = 1
+    """Shared devices changed hands."""
+    REBUILD = 2
+    """A lost worker was built again."""
+
+
+@dataclass(slots=True, eq=False)
+class Execution:
+    """One attempt at a node."""
+
+    submit: Submit
+    submitted_s: float
+    lengths: Sequence[int]
+    cause: Execution | None
+    """The execution whose end let this one start; None for the first ones."""
+    gap: Gap
+    """Why it did not start at the end of `cause`."""
+    parents_left: int = 0
+    """Unfinished parents of a node that was handed out ahead of them."""
+    started_s: float = math.nan
+    finished_s: float = math.nan
+    left: float = 1.0
+    """Share of its work that is left. Kept for shards that share a replica."""
+    whole_s: float = 0.0
+    """Seconds that all of its work takes at the present speed of its replica."""
+    stamp: int = 0
+    """Number of its valid end in the heap. Earlier ones were superseded, since the shared replica's speed changed."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """The result of a simulation; times in seconds since the run's start."""
+
+    wall_s: float
+    published_s: Sequence[float]
+    """Time at which each version became readable, version 0 first."""
+    busy_s: Mapping[str, float]
+    """Seconds in which a worker ran anything, by gang, as the mean over its workers (ranks of a gang act as one)."""
+    stage_s: Mapping[str, float]
+    """Seconds by stage, summed over its nodes."""
+    staleness: Mapping[int, int]
+    """Number of rows by staleness: step minus version that sampled them."""
+    critical_path: Sequence[Execution]
+    """From the first node to the last commit: each node's end let the next one start."""
+    failures: int
+    """Workers that were lost."""
+    replayed_s: float
+    """Seconds in which trainers repeated updates since a checkpoint."""
+
+    @property
+    def step_s(self) -> list[float]:
+        """Seconds of each step: from the publication of its version to that of the next one; the first step begins with
+        the run."""
+        times = [0.0, *self.published_s[1:]]
+        return [after - before for before, after in itertools.pairwise(times)]
+
+    @property
+    def steady_s(self) -> float:
+        """Seconds of a step once the pipeline is full: the median of all steps after the first."""
+        steps = self.step_s
+        return statistics.median(steps[1:] or steps)
+
+    @property
+    def mean_s(self) -> float:
+        """Mean seconds of the steps after the first. With shared devices and staleness, steps come in bursts; their
+        mean is the throughput, their median is not."""
+        steps = self.step_s
+        return statistics.fmean(steps[1:] or steps)
+
+    @property
+    def path_s(self) -> dict[str, float]:
+        """Seconds of the critical path by stage and by kind of gap, the largest first."""
+        seconds: Counter[str] = Counter()
+        before = 0.0
+        for one in self.critical_path:
+            seconds[one.gap.name.lower().replace("_", " ")] += one.started_s - before  # type: ignore[assignment]
+            seconds[one.submit.node.stage] += one.finished_s - one.started_s  # type: ignore[assignment]
+            before = one.finished_s
+        return {name: s for name, s in seconds.most_common() if s > 0}
+
+
+def play(scenario: Scenario, watch: Callable[[Execution], None] | None = None) -> Played:
+    """Return the result of playing a scenario to its last node. `watch` is called with each execution that ended with a
+    commit, in order of time."""
+    return _Simulation(scenario, watch).run()
+
+
+class _Kind(IntEnum):
+    READY = 0
+    END = 1
+    PASSED = 2
+    UP = 3
+    FAILURE = 4
+
+
+class _Worker:
+    """Owns the queues and the running nodes of a replica, or of an ordered gang."""
+
+    __slots__ = ("busy_s", "busy_since", "queue", "running", "shards", "threads", "updated_s", "version")
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self.queue: list[tuple[float, int, Execution]] = []
+        self.shards: list[tuple[float, int, Execution]] = []
+        """Nodes that hold a slot and wait for the engine."""
+        self.running: list[Execution] = []
+        self.busy_since = 0.0
+        self.busy_s = 0.0
+        self.updated_s = 0.0
+        """Time at which the work left of its shards was last brought up to date."""
+        self.version: int | None = None
+        """Version of the weights in its engine."""
+
+
+class _Simulation:
+    """Owns the clock and the heap of events."""
+
+    def __init__(self, scenario: Scenario, watch: Callable[[Execution], None] | None) -> None:
+        self._scenario, self._watch = scenario, watch
+        self._costs = scenario.costs
+        self._gangs = {gang.name: gang for gang in scenario.gangs}
+        self._dispatch = Dispatch(scenario.gangs, scenario.device_sharing)
+        self._flow = Flow(scenario.spec, self._dispatch, on_step=self._step_over, on_unread=lambda version: None)
+        self._now, self._sequence = 0.0, 0
+        self._heap: list[tuple[float, int, _Kind, object, int]] = []
+        self._workers = {
+            (gang.name, index): _Worker(gang.threads)
+            for gang in scenario.gangs
+            for index in range(1 if gang.ordered else gang.workers)
+        }
+        self._down: set[tuple[str, int]] = set()
+        self._out: dict[Address, Execution] = {}
+        """Attempts under way."""
+        self._ahead: dict[Address, list[Execution]] = {}
+        """Attempts that were handed out ahead of a parent, by that parent."""
+        self._cause: Execution | None = None
+        """The execution whose end is being handled, or led to what is."""
+        self._gap = Gap.BOOKKEEPING
+        self._last_of: dict[str, Execution] = {}
+        """Last execution that ended, by gang."""
+        self._lengths: dict[tuple[int, int], list[int]] = {}
+        self._replayable: dict[str, deque[float]] = {}
+        self._published: list[float] = []
+        self._stage_s: Counter[str] = Counter()
+        self._staleness: Counter[int] = Counter()
+        self._last: Execution | None = None
+        self._random = random.Random(scenario.seed)
+        self._failures = 0
+        self._replayed_s = 0.0
+        if scenario.failures is not None:
+            every = scenario.failures.checkpoint_every
+            self._replayable = {stage: deque(maxlen=every) for stage in UPDATE_STAGE.values()}
+            self._push_failure(scenario.failures)
+
+    def run(self) -> Played:
+        dispatch, flow, heap = self._dispatch, self._flow, self._heap
+        for gang, index in self._workers:
+            dispatch.worker_up(gang, index)
+        flow.advance()
+        shares = bool(self._scenario.device_sharing)
+        while not flow.finished:
+            for submit in dispatch.next_submits():
+                self._submitted(submit)
+            for one in dispatch.next_passes() if shares else ():
+                hand_over = self._scenario.hand_over_s
+                seconds = hand_over.get(one.giver, 0.0) + hand_over.get(one.taker, 0.0)
+                self._push(self._now + seconds, _Kind.PASSED, one.giver)
+            assert heap, "nothing runs, and the run is not finished"
+            self._now, _, kind, subject, stamp = heapq.heappop(heap)
+            self._gap = Gap.BOOKKEEPING
+            if kind is _Kind.END:
+                assert isinstance(subject, Execution)
+                if subject.stamp == stamp:
+                    self._ended(subject)
+            elif kind is _Kind.READY:
+                assert isinstance(subject, Execution)
+                if self._is_current(subject):
+                    self._cause = subject.cause
+                    self._enqueue(subject)
+            elif kind is _Kind.PASSED:
+                assert isinstance(subject, str)
+                self._cause, self._gap = self._last_of.get(subject), Gap.HAND_OVER
+                dispatch.passed(subject)
+            elif kind is _Kind.UP:
+                assert isinstance(subject, tuple)
+                self._down.discard(subject)
+                self._cause, self._gap = self._last_of.get(subject[0]), Gap.REBUILD
+                dispatch.worker_up(*subject)
+            else:
+                self._fail()
+        return self._result()
+
+    # ---- Nodes -------------------------------------------------------------------------------------------------------
+
+    def _submitted(self, submit: Submit) -> None:
+        node = submit.node
+        one = Execution(submit, self._now, self._lengths_of(node), self._cause, self._gap)
+        self._out[node.address] = one
+        if submit.mode is Mode.FREE:
+            for parent in node.parents:
+                if not self._dispatch.is_done(parent):
+                    self._ahead.setdefault(parent, []).append(one)
+                    one.parents_left += 1
+        if not one.parents_left:
+            self._is_ready(one)
+
+    def _is_ready(self, one: Execution) -> None:
+        """Handle that all parents of an attempt have their commits."""
+        one.cause, one.gap = self._cause, self._gap
+        overhead = self._costs.overhead(one.submit.node)
+        if overhead > 0:
+            self._push(self._now + overhead, _Kind.READY, one)
+        else:
+            self._enqueue(one)
+
+    def _enqueue(self, one: Execution) -> None:
+        submit = one.submit
+        node = submit.node
+        if submit.sequence is None:  # as the driver's priorities for Dask
+            urgency = 100 * node.scheduled_step + node.priority[1] + node.address.shard / 2**20
+        else:
+            urgency = submit.sequence
+        worker = self._workers[submit.gang, submit.replica]
+        self._sequence += 1
+        queue = worker.shards if submit.mode is Mode.SLOT else worker.queue
+        heapq.heappush(queue, (urgency, self._sequence, one))
+        self._begin(worker)
+
+    def _begin(self, worker: _Worker, after: Execution | None = None) -> None:
+        """Start the waiting nodes of a worker that can start. `after`: the node whose end made room."""
+        while worker.shards:
+            one = worker.shards[0][-1]
+            if not self._is_current(one):
+                heapq.heappop(worker.shards)
+                continue
+            version = one.submit.node.version
+            if version != worker.version and not self._scenario.in_flight and _shards(worker):
+                break
+            heapq.heappop(worker.shards)
+            self._start(one, worker, after)
+        while worker.queue and len(worker.running) + len(worker.shards) < worker.threads:
+            one = heapq.heappop(worker.queue)[-1]
+            if self._is_current(one):
+                self._start(one, worker, after)
+
+    def _is_current(self, one: Execution) -> bool:
+        """Return False if an attempt was lost with its worker."""
+        return self._out.get(one.submit.node.address) is one
+
+    def _start(self, one: Execution, worker: _Worker, after: Execution | None) -> None:
+        node = one.submit.node
+        one.started_s = self._now
+        if after is not None:
+            one.cause, one.gap = after, Gap.BOOKKEEPING
+        refit_s = 0.0
+        if node.role is Role.GENERATE and node.version != worker.version:
+            refit_s = self._costs.refit_s() if worker.version is not None else 0.0
+            worker.version = node.version
+        if not worker.running:
+            worker.busy_since = self._now
+        if one.submit.mode is not Mode.SLOT:
+            worker.running.append(one)
+            seconds = self._costs.seconds(node, one.lengths) * self._straggling(node.address)
+            self._push(self._now + refit_s + seconds, _Kind.END, one)
+            return
+        self._catch_up(worker)
+        worker.running.append(one)
+        self._share(worker)
+        if refit_s:  # the share of its work that the refit takes comes on top
+            one.left += refit_s / one.whole_s if one.whole_s > 0 else 0.0
+            one.stamp += 1
+            self._push(self._now + one.left * one.whole_s, _Kind.END, one)
+
+    def _straggling(self, address: Address) -> float:
+        chosen = self._scenario.stragglers
+        if chosen is None:
+            return 1.0
+        digest = xxhash.xxh64_intdigest(f"{self._scenario.seed} {address}".encode())
+        return chosen.factor if digest < chosen.share * 2**64 else 1.0
+
+    def _ended(self, one: Execution) -> None:
+        """Handle a node's commit."""
+        submit, now = one.submit, self._now
+        node, worker = submit.node, self._workers[submit.gang, submit.replica]
+        address = node.address
+        one.finished_s = now
+        self._cause = self._last = self._last_of[submit.gang] = one
+        del self._out[address]
+        self._leave(one, worker)
+        self._begin(worker, one)
+        for child in self._ahead.pop(address, ()):
+            child.parents_left -= 1
+            if not child.parents_left and self._is_current(child):
+                self._is_ready(child)
+        seconds = now - one.started_s
+        self._stage_s[node.stage] += seconds  # type: ignore[assignment]
+        if node.stage == "publish":
+            self._published.append(now)
+        elif node.stage == "generate":
+            self._staleness[address.step - node.version] += len(one.lengths)
+        elif node.stage in self._replayable:
+            self._replayable[node.stage].append(seconds)
+            if (address.step + 1) % self._scenario.failures.checkpoint_every == 0:  # type: ignore[union-attr]
+                self._replayable[node.stage].clear()
+        if self._watch is not None:
+            self._watch(one)
+        self._dispatch.done(address)
+        self._flow.done(node)
+
+    # ---- Shards that share a replica -----------------------------------------------------------------------------
+
+    def _catch_up(self, worker: _Worker) -> None:
+        """Bring the work that is left of a replica's shards up to date."""
+        passed = self._now - worker.updated_s
+        for one in _shards(worker):
+            one.left = max(0.0, one.left - passed / one.whole_s) if one.whole_s > 0 else 0.0
+        worker.updated_s = self._now
+
+    def _share(self, worker: _Worker) -> None:
+        """Predict the ends of a replica's shards anew, at the speed at which they now run together."""
+        together = _shards(worker)
+        beside = float(sum(one.submit.node.stage in _GENERATION for one in together))
+        for one in together:
+            node = one.submit.node
+            one.whole_s = self._costs.seconds(node, one.lengths, beside) * self._straggling(node.address)
+            one.stamp += 1
+            self._push(self._now + one.left * one.whole_s, _Kind.END, one)
+
+    def _leave(self, one: Execution, worker: _Worker) -> None:
+        """Remove a running node from its worker."""
+        if one.submit.mode is Mode.SLOT:
+            self._catch_up(worker)
+            worker.running.remove(one)
+            self._share(worker)
+        else:
+            worker.running.remove(one)
+        if not worker.running:
+            worker.busy_s += self._now - worker.busy_since
+
+    # ---- Failures ------------------------------------------------------------------------------------------------
+
+    def _push_failure(self, failures: Failures) -> None:
+        if failures.per_hour > 0:
+            self._push(self._now + self._random.expovariate(failures.per_hour / 3600), _Kind.FAILURE, None)
+
+    def _fail(self) -> None:
+        """Lose a random worker."""
+        failures = self._scenario.failures
+        assert failures is not None
+        self._push_failure(failures)
+        every = [(gang.name, index) for gang in self._scenario.gangs for index in range(gang.workers)]
+        name, index = every[self._random.randrange(len(every))]
+        gang = self._gangs[name]
+        where = name, 0 if gang.ordered else index
+        if where in self._down:
+            return
+        self._down.add(where)
+        self._failures += 1
+        for address in self._dispatch.worker_down(*where):
+            one = self._out.pop(address)
+            if not math.isnan(one.started_s):
+                one.stamp += 1
+                self._leave(one, self._workers[one.submit.gang, one.submit.replica])
+        self._workers[where].version = None
+        replayed_s = sum(
+            math.fsum(self._replayable[stage]) for role, stage in UPDATE_STAGE.items() if role in gang.roles
+        )
+        self._replayed_s += replayed_s
+        self._push(self._now + failures.rebuild_s + replayed_s, _Kind.UP, where)
+
+    # ---- Lengths and the result ----------------------------------------------------------------------------------
+
+    def _lengths_of(self, node: Node) -> Sequence[int]:
+        """Return the response tokens of a node's rows. A publication has none, and a canary those of its shard."""
+        stage, step, shard = node.address.stage, node.address.step, node.address.shard
+        if stage in _SHARDED:
+            return self._shard(step, shard, self._scenario.rows_per_shard)
+        if stage in _HELD_OUT:
+            return self._shard(step, self._scenario.spec.shards + shard, self._scenario.eval_rows_per_shard)
+        if stage.startswith("canary"):
+            return self._shard(min(step, self._scenario.spec.steps - 1), 0, self._scenario.rows_per_shard)
+        if stage == "publish":
+            return ()
+        count = self._scenario.rows_per_shard
+        return [n for s in range(self._scenario.spec.shards) for n in self._shard(step, s, count)]
+
+    def _shard(self, step: int, shard: int, count: int) -> list[int]:
+        found = self._lengths.get((step, shard))
+        if found is None:
+            found = self._lengths[step, shard] = self._scenario.lengths.rows(step, shard, count)
+        return found
+
+    def _step_over(self, step: int, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            self._lengths.pop((node.address.step, node.address.shard), None)
+            if node.address.stage == "evaluate":
+                self._lengths.pop((node.address.step, self._scenario.spec.shards + node.address.shard), None)
+
+    def _push(self, at: float, kind: _Kind, subject: object) -> None:
+        self._sequence += 1
+        stamp = subject.stamp if isinstance(subject, Execution) else 0
+        heapq.heappush(self._heap, (at, self._sequence, kind, subject, stamp))
+
+    def _result(self) -> Played:
+        path: list[Execution] = []
+        one = self._last
+        while one is not None:
+            path.append(one)
+            one = one.cause
+        busy: Counter[str] = Counter()
+        for (gang, _), worker in self._workers.items():
+            replicas = 1 if self._gangs[gang].ordered else self._gangs[gang].workers
+            busy[gang] += worker.busy_s / replicas  # type: ignore[assignment]
+        return Played(
+            wall_s=self._now,
+            published_s=self._published,
+            busy_s=dict(busy),
+            stage_s=dict(self._stage_s.most_common()),
+            staleness=dict(sorted(self._staleness.items())),
+            critical_path=path[::-1],
+            failures=self._failures,
+            replayed_s=self._replayed_s,
+        )
+
+
+def _shards(worker: _Worker) -> list[Execution]:
+    """Return the running nodes of a replica that share its engine."""
+    return [one for one in worker.running if one.submit.mode is Mode.SLOT]
+
+
+# ---- A run's scenario, and its records ------------------------------------------------------------------------------
+
+
+def scenario_of(
+    costs: Costs,
+    lengths: Lengths,
+    *,
+    stragglers: Stragglers | None = None,
+    failures: Failures | None = None,
+    seed: int = 0,
+) -> Scenario:
+    """Return the scenario of a config whose costs are known."""
+    config = costs.run.config
+    return Scenario(
+        spec=config.graph(),
+        gangs=config.gangs(),
+        costs=costs,
+        lengths=lengths,
+        rows_per_shard=config.rows_per_shard,
+        eval_rows_per_shard=config.eval_rows_per_shard,
+        in_flight=config.engine.update == "inflight",
+        device_sharing=config.placement.device_sharing,
+        hand_over_s=hand_over_s(costs.run, costs.cluster),
+        stragglers=stragglers,
+        failures=failures,
+        seed=seed,
+    )
+
+
+def hand_over_s(run: PlannedRun, cluster: HardwareCluster) -> dict[str, float]:
+    """Return the seconds in which each gang that shares devices moves what it keeps to the host's memory, or back: the
+    bytes of its largest worker over the link between a GPU and its host. Without GPUs nothing moves."""
+    sharing = {name for group in run.config.placement.device_sharing for name in group}
+    if not run.on_gpus or not sharing:
+        return {}
+    gangs = {gang.name: gang for gang in run.config.gangs()}
+    found = dict.fromkeys(sorted(sharing), 0.0)
+    for worker in workers_memory(run):
+        name = worker.worker[0]
+        if name in sharing:
+            gpus = max(1, gpus_per_worker(gangs[name].roles, run.config.replica_ranks))
+            found[name] = max(found[name], worker.resting / gpus / cluster.hardware.pcie_bytes_per_s)
+    return found
+
+
+def journal_events(executions: Iterable[Execution]) -> Iterator[Event]:
+    """Yield the events that the journal of such a run would have, so that the report's folds and timelines can read
+    them. Times count from the run's start."""
+    yield Event(0.0, EventKind.RUN_STARTED)
+    for one in executions:
+        submit, address = one.submit, one.submit.node.address
+        at: dict[str, Any] = {
+            "stage": address.stage,
+            "step": address.step,
+            "shard": address.shard,
+            "gang": submit.gang,
+            "worker": worker_name(submit.gang, submit.replica),
+        }
+        yield Event(one.submitted_s, EventKind.SUBMITTED, **at, version=submit.node.chosen_version)
+        at["rank"] = submit.replica
+        yield Event(one.started_s, EventKind.STARTED, **at)
+        yield Event(one.finished_s, EventKind.FINISHED, **at, seconds=one.finished_s - one.started_s)
+        if address.stage == "publish":
+            yield Event(one.finished_s, EventKind.PUBLISHED, stage="publish", step=address.step, shard=0)
+
+
+def trace_events(executions: Sequence[Execution], critical: Iterable[Execution] = ()) -> list[dict[str, Any]]:
+    """Return the executions as events of the Chrome trace format, which Perfetto and chrome://tracing show: a process
+    per gang, a thread per lane of the timeline. `critical`: executions to mark as part of the critical path."""
+    marked = {one.submit.node.address for one in critical}
+    version_of = {one.submit.node.address: one.submit.node.version for one in executions}
+    drawn = run_timeline(journal_events(executions))
+    events: list[dict[str, Any]] = []
+    gangs: dict[str, int] = {}
+    for number, lane in enumerate(drawn.lanes if drawn is not None else ()):
+        process = gangs.setdefault(lane.gang, len(gangs))
+        where = {"pid": process, "tid": number}
+        events.append({"name": "process_name", "ph": "M", **where, "args": {"name": lane.gang}})
+        events.append({"name": "thread_name", "ph": "M", **where, "args": {"name": lane.worker}})
+        for box in lane.boxes:
+            address = box.address
+            what = {
+                "name": f"{address.stage} {address.step}",
+                "cat": address.stage,
+                "ph": "X",
+                "ts": box.start_s * 1e6,
+                "dur": (box.end_s - box.start_s) * 1e6,
+                "args": {
+                    "step": address.step,
+                    "shard": address.shard,
+                    "version": version_of[address],
+                    "critical path": address in marked,
+                },
+            }
+            events.append({**what, **where})
+    return events

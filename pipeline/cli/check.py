@@ -69,7 +69,7 @@ def command(options: argparse.Namespace) -> int:
             f"note: a step has {per_step} prompts (rollout.rows={config.rollout.rows}), but there are {train} to train "
             "on: every step repeats some"
         )
-    for note in [*device_notes(config), *config.judge_notes()]:
+    for note in [*device_notes(config, gpus_here()), *config.judge_notes()]:
         print_line(f"note: {note}")
     print_line(f"{options.target}: would run ({train} prompts to train on, {held_out} held out)")
     return DONE
@@ -146,6 +146,22 @@ def fullest_gpus(
         yield f"the fullest GPU of {gang}: {most.num_bytes / 2**30:.1f}{there} GiB (GPU {most.number} of {most.host})"
 
 
+def _reserve(found: Elsewhere) -> str:
+    """Return a sentence about the memory that the prediction leaves free."""
+    run, limits, workers = found.run, found.limits, workers_memory(found.run)
+    rooms = [("host", limits.host, max(host.total for host in hosts_memory(run, workers, found.hosts)))]
+    if limits.num_devices:
+        devices = devices_memory(run, workers, found.hosts, limits.num_devices)
+        rooms.append(("GPU", limits.device, max(device.num_bytes for device in devices)))
+    left = (
+        f"{(size - used) / 2**30:.1f} GiB ({1 - used / size:.0%}) of the fullest {what}" for what, size, used in rooms
+    )
+    return (
+        f"{' and '.join(left)} would be free. Fragmentation and libraries' workspaces, which nobody predicts, must fit "
+        "there"
+    )
+
+
 def _alike(hosts: Sequence[HostMemory]) -> Iterator[tuple[str, HostMemory]]:
     """Yield hosts with their names; those with the same memory once, with the number of the others."""
     found: list[list[HostMemory]] = []
@@ -173,6 +189,7 @@ def _check_elsewhere(config: RunConfig, target: str, text: str) -> int:
         print_line(f"not proven: {missing}")
     for note in found.notes:
         print_line(f"note: {note}")
+    print_line(f"note: {_reserve(found)}")
     print_line(f"{target}: would fit")
     return DONE
 

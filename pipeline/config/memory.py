@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -29,7 +30,7 @@ from pipeline.config.role_models import read_model, role_models
 from pipeline.config.run import RunConfig
 from pipeline.graph.graph import Gang
 from stages.engines.capabilities import EngineMemory
-from stages.engines.config import HIDDEN_STATES_BYTES
+from stages.engines.config import ENGINE_WORK_BYTES, HIDDEN_STATES_BYTES
 from stages.engines.embedded.kernels.blocks import block_bytes, blocks_for
 from stages.models.config import OptimizerConfig
 from stages.models.memory import (
@@ -56,9 +57,8 @@ model in float32 takes 499 MiB in all."""
 CUDA_PROCESS_BYTES = 2 << 30
 """Host memory that CUDA adds to a process: libraries and the driver's records. Not measured."""
 DRIVER_BYTES = 500 << 20
-ENGINE_WORK_BYTES = 3 << 30
-"""Memory of a GPU for CUDA graphs and buffers of an engine of another project, beside its weights and cache. vLLM:
-"CUDA graphs can take additional 1~3 GiB memory per GPU" (its log)."""
+SHARED_MEMORY = Path("/dev/shm")
+"""Directory of published weights unless the config gives another."""
 _HEAD_BYTES = 110 << 20
 """A learned draft head and its optimizer, at hidden size `_HEAD_HIDDEN`; see engine.md."""
 _HEAD_HIDDEN = 576
@@ -249,8 +249,9 @@ def hosts_memory(run: PlannedRun, workers: Sequence[WorkerMemory], hosts: Mappin
             resting = worker.resting if run.on_gpus and name in alternating else 0
             items[name] = items.get(name, 0) + worker.on_host + resting
         files = {m.path: m.stored_bytes for w in here for m in _models_of(run, gangs[w.worker[0]]) if m.is_mapped}
-        shared = len(_boards(run, [worker.worker for worker in here])) * board_bytes(run)
-        items |= {"model files": sum(files.values()), "published weights": shared}
+        boards = _boards(run, [worker.worker for worker in here])
+        shared = sum(Path(board or SHARED_MEMORY).is_relative_to(SHARED_MEMORY) for board in boards) * board_bytes(run)
+        items |= {"model files": sum(files.values()), "published weights": len(boards) * board_bytes(run)}
         items |= {"driver": DRIVER_BYTES} if not number else {}
         found.append(HostMemory(host, {name: size for name, size in items.items() if size}, shared))
     return found
@@ -427,8 +428,8 @@ def gpus_here() -> int:
 
 
 def memory_limits(config: RunConfig) -> MemoryLimits:
-    """Return the memory of this host, or of this process's container, and of its GPUs. The config's limits take
-    precedence."""
+    """Return the memory of this host, or of this process's container, of its GPUs, and the size of its /dev/shm. The
+    config's limits take precedence."""
     given, num_devices = config.cluster, gpus_here()
     host, device = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), math.inf
     for path in _CONTAINER_LIMITS:
@@ -442,6 +443,7 @@ def memory_limits(config: RunConfig) -> MemoryLimits:
         host=host if given.host_memory_gb is None else given.host_memory_gb * GIB,
         device=device if given.device_memory_gb is None else given.device_memory_gb * GIB,
         num_devices=num_devices,
+        shared=shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else math.inf,
     )
 
 

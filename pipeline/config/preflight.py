@@ -514,16 +514,16 @@ def may_share(config: RunConfig, num_gpus: int) -> bool:
     return num_gpus == 1 if share is None else share
 
 
-def device_notes(config: RunConfig) -> list[str]:
-    """Return a note if the gangs of a local run share a GPU because this host has no other."""
+def device_notes(config: RunConfig, num_gpus: int) -> list[str]:
+    """Return a note if the gangs of a local run share a GPU because their host has no other."""
     gangs = [gang.name for gang in config.gangs() if gpus_per_worker(gang.roles, config.replica_ranks)]
     if config.cluster.kind != "local" or config.placement.share_devices is not None or len(gangs) < 2:
         return []
     together = set(gangs) <= {name for group in config.placement.device_sharing for name in group}
-    if together or gpus_here() != 1:
+    if together or num_gpus != 1:
         return []
     return [
-        f"the gangs {', '.join(gangs)} share this host's only GPU and its memory. placement.device_sharing="
+        f"the gangs {', '.join(gangs)} share their host's only GPU and its memory. placement.device_sharing="
         f"[[{','.join(gangs)}]] would let them take turns; placement.share_devices=false refuses this"
     ]
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from pipeline.config.identity import Identity, write_identity
 from pipeline.config.loading import write_config
+from pipeline.config.memory import gpus_here
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import Preflight, device_notes
 from pipeline.config.run import RunConfig
@@ -52,7 +53,7 @@ def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpo
     """
     paths, history = RunPaths(config.run_dir), open_history(config)
     rewind = None
-    warnings = [*device_notes(config), *config.judge_notes()]
+    warnings = [*device_notes(config, gpus_here()), *config.judge_notes()]
     aside: dict[Address, str] = {}
     if from_checkpoint:
         aside = set_damaged_aside(history.ledger, paths)

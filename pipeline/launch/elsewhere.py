@@ -19,7 +19,7 @@ from pipeline.config.errors import refusal, together
 from pipeline.config.fitting import memory_problems
 from pipeline.config.hardware import AS, GIB, HardwareCluster
 from pipeline.config.memory import MemoryLimits, PlannedRun, planned_run
-from pipeline.config.preflight import check_shapes, may_share
+from pipeline.config.preflight import check_shapes, device_notes, may_share
 from pipeline.config.run import RunConfig
 from pipeline.config.slurm import SlurmConfig
 from pipeline.graph.graph import Gang
@@ -64,7 +64,7 @@ def check_elsewhere(config: RunConfig, cluster: HardwareCluster, text: str) -> E
     run = planned_run(config, models, on_gpus=num_gpus > 0)
     devices = plan_devices(gangs, ranks, hosts, available, sharing)
     problems = [*memory_problems(run, limits, hosts)]
-    return Elsewhere(run, hosts, devices, limits, problems, [*_notes(config, cluster)])
+    return Elsewhere(run, hosts, devices, limits, problems, [*_notes(config, cluster, num_gpus)])
 
 
 def is_slurm(config: RunConfig) -> bool:
@@ -77,9 +77,12 @@ def limits_of(config: RunConfig, cluster: HardwareCluster, num_gpus: int, text: 
     given = config.cluster
     host = math.inf if given.host_memory_gb is None else given.host_memory_gb * GIB
     device = math.inf if given.device_memory_gb is None else given.device_memory_gb * GIB
-    shared = math.inf if given.weights_dir is not None else cluster.shared_bytes
     return MemoryLimits(
-        min(host, cluster.host_bytes), min(device, cluster.device_bytes), num_gpus, shared, f"{AS} {text}"
+        min(host, cluster.host_bytes),
+        min(device, cluster.device_bytes),
+        num_gpus,
+        cluster.shared_bytes,
+        f"{AS} {text}",
     )
 
 
@@ -175,8 +178,11 @@ def _on_one_node(config: RunConfig) -> bool:
     return config.cluster.kind == "local" and not is_slurm(config)
 
 
-def _notes(config: RunConfig, cluster: HardwareCluster) -> Iterator[str]:
-    """Yield what the check did not look at."""
+def _notes(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> Iterator[str]:
+    """Yield what a user should know: GPUs that gangs share, nodes that are not used, and what the check did not look
+    at."""
+    if _on_one_node(config):
+        yield from device_notes(config, num_gpus)
     if _on_one_node(config) and cluster.nodes > 1:
         yield f"cluster.kind=local uses one of the {cluster.nodes} nodes; attached, or a section slurm, uses more"
     path = config.model.path

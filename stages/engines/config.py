@@ -16,6 +16,9 @@ OTHER_ENVIRONMENTS = {"vllm": "make engine-vllm", "tensorrt_llm": "make engine-t
 HIDDEN_STATES_BYTES = 64 << 20
 """Memory of the hidden states that a learned draft head learns from, 2 bytes a number: three quarters for finished
 rows, a quarter for rows in flight."""
+ENGINE_WORK_BYTES = 3 << 30
+"""Memory of a GPU for activations, CUDA graphs and buffers of an engine of another project, beside its weights and
+cache. vLLM: "CUDA graphs can take additional 1~3 GiB memory per GPU" (its log)."""
 
 
 @dataclass

@@ -18,7 +18,7 @@ from stages.engines.capabilities import (
     tensorrt_llm_capabilities,
     vllm_capabilities,
 )
-from stages.engines.config import EngineConfig, interpreter
+from stages.engines.config import ENGINE_WORK_BYTES, EngineConfig, interpreter
 from stages.engines.protocol import GenerationEngine
 from stages.engines.remote.client import RemoteEngine, RemoteSettings
 from stages.engines.remote.process import ServerProcess
@@ -43,6 +43,7 @@ def build_vllm(path: str, config: EngineConfig, **settings: Any) -> GenerationEn
         "cuda_graphs": config.cuda_graphs,
         "prefix_caching": True,
         "parameters": _parameters(path),
+        "work_bytes": ENGINE_WORK_BYTES,
     }
     return build_remote(path, config, adapter=_VLLM, stated=vllm_capabilities, extra=extra, **settings)
 

@@ -53,8 +53,6 @@ from storage.locks import open_lock, take_lock
 
 _ROW = "stageline_row"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_WORKSPACE_BYTES = 2 << 30
-"""Memory of a rank's device beside weights, keys and values: activations, CUDA graphs, NCCL's buffers, the context."""
 _LOOK_S = 1.0
 _LONGEST_START_S = 3600.0
 """Longest wait for another engine's start. The client ends this process before, after `engine.start_s`."""
@@ -244,7 +242,7 @@ def _devices(settings: Settings, ranks: int) -> Iterator[dict[str, Any]]:
         return
     itemsize = getattr(torch, settings.dtype).itemsize
     own = settings.extra["parameters"] * itemsize // ranks + _cache_bytes(settings, ranks)
-    needed = own + _WORKSPACE_BYTES
+    needed = own + settings.extra["work_bytes"]
     total = min(current_platform.get_device_total_memory(number) for number in range(ranks))
     if needed > total:
         raise RuntimeError(

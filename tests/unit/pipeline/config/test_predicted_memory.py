@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pipeline.config import memory
 from pipeline.config.devices import all_here
 from pipeline.config.errors import ConfigError
 from pipeline.config.fitting import devices_memory, fitting_cache_mb, fitting_layouts, memory_problems
@@ -110,6 +113,17 @@ def test_shared_memory_that_is_too_small_is_refused(tmp_path: Path) -> None:
     assert not [*memory_problems(run, MemoryLimits(math.inf, math.inf, 0, board_bytes(run)))]
     (problem,) = memory_problems(run, MemoryLimits(math.inf, math.inf, 0, board_bytes(run) - 1))
     assert problem.key == "cluster.weights_dir"
+
+
+def test_a_local_run_is_held_to_this_hosts_dev_shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless its weights are published elsewhere."""
+    run = planned(tmp_path)
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: SimpleNamespace(total=board_bytes(run) - 1))
+    monkeypatch.setattr(memory, "SHARED_MEMORY", tmp_path)
+    limits = replace(memory_limits(run.config), host=math.inf)
+    assert [problem.key for problem in memory_problems(run, limits)] == ["cluster.weights_dir"]
+    on_disk = planned(tmp_path, "cluster.weights_dir=/var/tmp")
+    assert not [*memory_problems(on_disk, limits)]
 
 
 def test_a_worker_takes_the_most_that_is_there_at_once(tmp_path: Path) -> None:

@@ -147,9 +147,9 @@ def test_on_a_single_gpu_gangs_share_it_and_are_told_so(folder: Path, monkeypatc
     roles = "placement.roles={generate: all, score: train, reference: train, policy: train, critic: train}"
     config = load(folder, gangs, roles)
     preflight(config)
-    (note,) = device_notes(config)
-    assert "the gangs all, train share this host's only GPU" in note
-    assert device_notes(load(folder, gangs, roles, "placement.device_sharing=[[all,train]]")) == []
+    (note,) = device_notes(config, 1)
+    assert "the gangs all, train share their host's only GPU" in note
+    assert device_notes(load(folder, gangs, roles, "placement.device_sharing=[[all,train]]"), 1) == []
     with pytest.raises(ConfigError, match="the gangs need 2 GPUs"):
         preflight(load(folder, gangs, roles, "placement.share_devices=false"))
 

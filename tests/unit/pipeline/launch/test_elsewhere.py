@@ -107,6 +107,13 @@ def test_too_little_memory_of_a_gpu_a_host_or_dev_shm_is_a_problem(tmp_path: Pat
     assert keys == {"placement.gangs.train.workers", "cluster.weights_dir"}
 
 
+def test_gangs_that_share_the_only_gpu_are_named() -> None:
+    apart = ("placement.gangs={all: {}, train: {}}", "placement.roles={generate: all, score: train, reference: train, policy: train, critic: train}")
+    assert any("share their host's only GPU" in note for note in checked("1xH100-80", *apart).notes)
+    for text, changes in (("8xH100-80", apart), ("1xH100-80", (*apart, "placement.device_sharing=[[all,train]]"))):
+        assert not any("only GPU" in note for note in checked(text, *changes).notes)
+
+
 def test_a_config_json_is_enough_and_it_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(read_config("random:8b-shape")))
     found = checked("8xB200", f"model.path={tmp_path}", "model.dtype=bfloat16", "engine.kv_budget_mb=1024")

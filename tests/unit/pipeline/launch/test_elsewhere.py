@@ -108,7 +108,8 @@ def test_too_little_memory_of_a_gpu_a_host_or_dev_shm_is_a_problem(tmp_path: Pat
 
 
 def test_gangs_that_share_the_only_gpu_are_named() -> None:
-    apart = ("placement.gangs={all: {}, train: {}}", "placement.roles={generate: all, score: train, reference: train, policy: train, critic: train}")
+    roles = "placement.roles={generate: all, score: train, reference: train, policy: train, critic: train}"
+    apart = ("placement.gangs={all: {}, train: {}}", roles)
     assert any("share their host's only GPU" in note for note in checked("1xH100-80", *apart).notes)
     for text, changes in (("8xH100-80", apart), ("1xH100-80", (*apart, "placement.device_sharing=[[all,train]]"))):
         assert not any("only GPU" in note for note in checked(text, *changes).notes)

@@ -40,7 +40,7 @@ from pipeline.workers.messages import worker_name
 from stages.engines.capabilities import Device
 from stages.models.hf_files import file_digests
 from stages.models.protocol import Role
-from stages.models.weights import software
+from stages.native.software import software
 from stages.prompts import PromptTable
 from storage.ledger import Ledger
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from pipeline.config.paths import RunPaths
 from pipeline.driver.errors import StageFailed
-from pipeline.driver.retention import close_finished_segments
+from pipeline.driver.retention import close_finished_segments, is_usable
 from pipeline.graph.graph import (
     SHARDED,
     STAGE_ROLES,
@@ -36,7 +36,6 @@ from pipeline.graph.graph import (
     update_stages,
 )
 from pipeline.observe.history import History
-from pipeline.workers.updates import is_usable
 from stages.models.protocol import Role
 from storage import files
 from storage.address import Address

@@ -24,6 +24,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 
 from pipeline.config.errors import ConfigError
@@ -32,7 +33,7 @@ from pipeline.config.run import RunConfig
 from pipeline.graph.graph import GraphSpec, evaluate_nodes, evaluated, step_nodes, update_stages, window
 from pipeline.observe.evaluations import Evaluation, best_evaluation
 from pipeline.observe.history import History
-from pipeline.workers.updates import is_usable
+from stages.models.protocol import Role
 from storage.address import Address
 from storage.checkpoints import Checkpoints, version_of
 from storage.errors import StoreError
@@ -41,6 +42,12 @@ from storage.rollouts import KEY
 
 _LEAVING = ".leaving-"
 """Prefix of an export that is being removed, so that it no longer has a version's name."""
+
+
+def is_usable(checkpoints: Checkpoints, ledger: Ledger, role: Role, version: int) -> bool:
+    """Return the answer of `pipeline.workers.updates.is_usable`, which loads torch: few drivers ask, and
+    none of them at its start."""
+    return bool(import_module("pipeline.workers.updates").is_usable(checkpoints, ledger, role, version))
 
 
 def first_kept(spec: GraphSpec, keep: int, over_until: int, saved: Collection[int]) -> int:

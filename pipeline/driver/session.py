@@ -14,10 +14,8 @@ import signal
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 
-import torch
-
 from pipeline.config.errors import ConfigError
-from pipeline.config.memory import weights_bytes
+from pipeline.config.memory import gpus_here, weights_bytes
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.attached_workers import AttachedWorkers
@@ -116,7 +114,7 @@ def worker_processes(config: RunConfig) -> Iterator[Cluster]:
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_TERMINAL)
     try:
-        with LocalWorkers(config, torch.cuda.device_count()) as workers:
+        with LocalWorkers(config, gpus_here()) as workers:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             yield workers
     finally:

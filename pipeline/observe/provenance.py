@@ -12,12 +12,12 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from pipeline.observe.summary import Summary
 from pipeline.observe.text import three
+from stages.native.software import installed_versions
 
 SOFTWARE = ("stageline", "torch", "megatron-core", "transformers", "dask", "zarr", "mlflow-skinny", "omegaconf")
 """Packages whose versions are in the summary."""
@@ -58,14 +58,7 @@ def short_command() -> str:
 
 def software_versions() -> dict[str, str]:
     """Return the versions of `SOFTWARE` and of Python."""
-    return {package: _installed(package) for package in SOFTWARE} | {"python": platform.python_version()}
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"  # for stageline: it runs from a checkout
+    return installed_versions(SOFTWARE) | {"python": platform.python_version()}
 
 
 # ---- Slurm job -------------------------------------------------------------------------------------------

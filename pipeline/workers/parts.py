@@ -35,7 +35,8 @@ from pipeline.workers.worker_process import bind_to_gpus
 from stages.engines.protocol import GenerationEngine
 from stages.models.hf_files import Tokenizer, read_tokenizer
 from stages.models.protocol import MODEL_ROLES, ModelHost, Rank, Role
-from stages.models.weights import machine_numerics, software
+from stages.native.fingerprint import machine_numerics
+from stages.native.software import software
 from stages.prompts import PromptTable
 from stages.publish import is_published
 from stages.rewards.protocol import Part

@@ -1,32 +1,12 @@
 """Gather the parts that the ranks of a gang hold: trained tensors by Hugging Face name, results per row, stats of
 losses. These calls are collective: every rank of the gang makes the same call.
-
-The second part is the fingerprint: the items that the last bits of a process's results depend on. Two workers with the
-same items, weights and inputs compute the same bits; with other items they may not.
-
-    software       versions of Python, numpy, torch, megatron-core, and Triton if it is installed
-    processor      vector and matrix instructions, and whether the kernel lets this process use the latter (AMX)
-    libraries      torch's build and the instruction set it dispatches to; the C compiler's version and flags
-    environment    variables that change how MKL, oneDNN, torch and cuBLAS compute
-    device         a GPU's name and capability, versions of CUDA and cuDNN
-
-The number of threads and the layout are in the config. A processor's name and cache sizes are left out, although a
-library may block its products by them: clouds mix names within one type of machine, and the digest comparison of
-replayed updates shows a difference anyway.
 """
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import json
 import math
-import os
-import platform
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,7 +21,6 @@ from stages.models.build import Blueprint
 from stages.models.hf_conversion import PARTS, adapted_weight, named_by_block, to_hf
 from stages.models.lora import merge
 from stages.models.parallel import ParallelRank
-from stages.native.compile import compiler_flags, compiler_version
 from stages.ppo.losses import LossStats, merge_stats, summarise_stats
 
 
@@ -184,79 +163,3 @@ def _floats(tensors: Mapping[str, Tensor]) -> dict[str, float]:
 
 def _tensors(numbers: Mapping[str, float]) -> dict[str, Tensor]:
     return {name: torch.tensor(number, dtype=torch.float64) for name, number in numbers.items()}
-
-
-# ---- fingerprint -----------------------------------------------------------------------------------------
-
-SOFTWARE = ("numpy", "torch", "megatron-core", "triton")
-"""Packages that the bits depend on, beside Python itself."""
-_ENVIRONMENT = (
-    "ATEN_CPU_CAPABILITY",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "DNNL_MAX_CPU_ISA",
-    "MKL_CBWR",
-    "MKL_DEBUG_CPU_TYPE",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "NCCL_ALGO",
-    "NVIDIA_TF32_OVERRIDE",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "ONEDNN_MAX_CPU_ISA",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-)
-_VECTOR_FLAG = re.compile(r"(avx|amx|sse4|fma|f16c|bmi|asimd|sve|bf16|i8mm|fphp)\w*|sme(2\w*)?")
-"""Pattern of the processor flags for instructions that a compiler or a library may use in computations."""
-_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
-"""Linux on x86-64: the system call, its request, and the registers that are requested."""
-
-
-def software() -> dict[str, str]:
-    """Return the installed versions of the software that the bits depend on."""
-    return {"python": platform.python_version()} | {package: _installed(package) for package in SOFTWARE}
-
-
-def machine_numerics() -> dict[str, str]:
-    """Return the items of this process's processor, libraries, environment and device."""
-    flags = _processor_flags()
-    items = {
-        "machine": platform.machine(),
-        "instructions": " ".join(sorted(flag for flag in flags if _VECTOR_FLAG.fullmatch(flag))),
-        "amx": _matrix_registers(flags),
-        "torch.cpu": torch.backends.cpu.get_cpu_capability(),
-        "torch.build": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:12],
-        "compiler": compiler_version() or "none",
-        "compiler.flags": " ".join(compiler_flags()),
-        "environment": " ".join(f"{name}={os.environ[name]}" for name in _ENVIRONMENT if name in os.environ),
-    }
-    if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        items["device"] = f"{torch.cuda.get_device_name()} (capability {major}.{minor})"
-        items["cuda"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-    return items
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _processor_flags() -> frozenset[str]:
-    """Return the processor's flags as Linux lists them; empty on other systems."""
-    listing = Path("/proc/cpuinfo")
-    if not listing.is_file():
-        return frozenset()
-    for line in listing.read_text("utf8", "replace").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
-
-
-def _matrix_registers(flags: frozenset[str]) -> str:
-    """Return whether this process may use the processor's matrix registers. It requests them as the C kernels do: a
-    sandbox or an older kernel may refuse them on the same processor."""
-    if "amx_bf16" not in flags or platform.machine() != "x86_64":
-        return "none"
-    granted = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
-    return "granted" if granted else "refused"

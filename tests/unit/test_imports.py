@@ -137,3 +137,8 @@ def test_the_scheduler_side_loads_without_torch() -> None:
         & {"torch", "megatron"}
         == set()
     )
+
+
+def test_a_driver_starts_without_the_trainers_libraries() -> None:
+    """Its workers' forkserver imports them, at the same time."""
+    assert {"torch", "megatron", "transformers"} & modules_after("import pipeline.driver.run") == set()

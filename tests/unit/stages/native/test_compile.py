@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from stages.models.weights import machine_numerics
 from stages.native import compile as native
 from stages.native.compile import NoNativeKernelsError, build_library, cache_folder, compiler_version, load_library
+from stages.native.fingerprint import machine_numerics
 from tests.support.processors import needs_compiler
 
 SOURCE = """

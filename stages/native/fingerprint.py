@@ -1,0 +1,85 @@
+"""The fingerprint: the items that the last bits of a process's results depend on. Two workers with the same items,
+weights and inputs compute the same bits; with other items they may not.
+
+    software       versions of Python and of the packages in `software.SOFTWARE`
+    processor      vector and matrix instructions, and whether the kernel lets this process use the latter (AMX)
+    libraries      torch's build and the instruction set it dispatches to; the C compiler's version and flags
+    environment    variables that change how MKL, oneDNN, torch and cuBLAS compute
+    device         a GPU's name and capability, versions of CUDA and cuDNN
+
+The number of threads and the layout are in the config. A processor's name and cache sizes are left out, although a
+library may block its products by them: clouds mix names within one type of machine, and the digest comparison of
+replayed updates shows a difference anyway.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+from pathlib import Path
+
+import torch
+
+from stages.native.compile import compiler_flags, compiler_version
+
+_ENVIRONMENT = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_DEBUG_CPU_TYPE",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NCCL_ALGO",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+_VECTOR_FLAG = re.compile(r"(avx|amx|sse4|fma|f16c|bmi|asimd|sve|bf16|i8mm|fphp)\w*|sme(2\w*)?")
+"""Pattern of the processor flags for instructions that a compiler or a library may use in computations."""
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+"""Linux on x86-64: the system call, its request, and the registers that are requested."""
+
+
+def machine_numerics() -> dict[str, str]:
+    """Return the items of this process's processor, libraries, environment and device."""
+    flags = _processor_flags()
+    items = {
+        "machine": platform.machine(),
+        "instructions": " ".join(sorted(flag for flag in flags if _VECTOR_FLAG.fullmatch(flag))),
+        "amx": _matrix_registers(flags),
+        "torch.cpu": torch.backends.cpu.get_cpu_capability(),
+        "torch.build": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:12],
+        "compiler": compiler_version() or "none",
+        "compiler.flags": " ".join(compiler_flags()),
+        "environment": " ".join(f"{name}={os.environ[name]}" for name in _ENVIRONMENT if name in os.environ),
+    }
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        items["device"] = f"{torch.cuda.get_device_name()} (capability {major}.{minor})"
+        items["cuda"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+    return items
+
+
+def _processor_flags() -> frozenset[str]:
+    """Return the processor's flags as Linux lists them; empty on other systems."""
+    listing = Path("/proc/cpuinfo")
+    if not listing.is_file():
+        return frozenset()
+    for line in listing.read_text("utf8", "replace").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def _matrix_registers(flags: frozenset[str]) -> str:
+    """Return whether this process may use the processor's matrix registers. It requests them as the C kernels do: a
+    sandbox or an older kernel may refuse them on the same processor."""
+    if "amx_bf16" not in flags or platform.machine() != "x86_64":
+        return "none"
+    granted = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+    return "granted" if granted else "refused"

@@ -31,9 +31,8 @@ from pipeline.workers.replica_rows import ReplicaRows
 from pipeline.workers.row_migration import open_for_rows, order_migration
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
-from stages.engines.embedded.migration import AcceptedRows, MigratingEngine
+from stages.engines.embedded.migration import AcceptedRows, MigratedRow, MigratingEngine
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS
-from stages.engines.migration import MigratedRow
 from stages.engines.protocol import Request
 from stages.engines.row_loads import MigrationRequest
 from stages.models.config import SamplingConfig

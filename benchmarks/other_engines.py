@@ -22,8 +22,7 @@ from typing import Any
 from stages.engines.build import build_engine
 from stages.engines.config import EngineConfig, VllmConfig
 from stages.engines.protocol import GenerationEngine, Request
-from stages.engines.remote.environments import ENVIRONMENTS, environment_problem
-from stages.engines.remote.process import LAST_LINES
+from stages.engines.remote.process import ENVIRONMENTS, LAST_LINES, environment_problem
 from stages.models.config import SamplingConfig
 
 ROOT = Path(__file__).resolve().parents[1]

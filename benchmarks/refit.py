@@ -35,9 +35,8 @@ from distributed import Client, Nanny, Scheduler, SpecCluster, get_worker
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import arguments, measured_load, report, write_json
-from pipeline.workers.bookkeeping import Clock
 from pipeline.workers.messages import MirrorSpec
-from pipeline.workers.versioned_engine import VersionedEngine, check_finite_numbers
+from pipeline.workers.versioned_engine import Clock, VersionedEngine, check_finite_numbers
 from pipeline.workers.weight_transfer import WeightMirror
 from pipeline.workers.worker_process import FORKSERVER_ENVIRONMENT
 from stages.engines.build import build_engine

@@ -21,23 +21,21 @@ import torch
 from stages.ppo import metrics as measure
 from stages.ppo.advantages import (
     Groups,
+    RunningMoments,
     equal_groups,
     gae,
     group_advantages,
     group_std,
     leave_one_out_advantages,
+    normalise_scores,
+    penalise_missing_eos,
     rewards_to_go,
+    token_rewards,
+    update_running_moments,
 )
 from stages.ppo.config import GROUPED, NormalizeConfig, PPOConfig, has_critic, whitens_advantages
 from stages.ppo.kl import next_kl_coef, token_kl
 from stages.ppo.masks import masked_whiten
-from stages.ppo.token_rewards import (
-    RunningMoments,
-    normalise_scores,
-    penalise_missing_eos,
-    token_rewards,
-    update_running_moments,
-)
 from storage.records import Advantages, FinishReason, PolicyLogprobs, ReferenceLogprobs, Rollout, Scores, Values
 
 _AS_THEY_ARE = NormalizeConfig()

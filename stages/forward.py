@@ -3,12 +3,23 @@
 logprob      log pi_prox of each token and entropies, by the policy's weights at the step's start
 reference    log pi_ref of each token, by the frozen start policy
 value        the value of the state before each token, by the critic's weights at the step's start
+
+`canary_logprob` and `canary` compare trainer and engine: both score the same few tokens with one version of the
+weights. Under staleness no row is fresh, so an engine that did not load its weights, or not all of them, looks like an
+engine with older weights. Canaries show the difference: both score them with version v, whatever version sampled them.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
+
+from stages.engines.protocol import GenerationEngine, Request
+from stages.models.config import SamplingConfig
 from stages.models.protocol import ModelHost
-from storage.records import PolicyLogprobs, ReferenceLogprobs, Rollout, Values
+from stages.ppo.metrics import canary_metrics
+from storage.records import CanaryLogprobs, CanaryPolicyLogprobs, PolicyLogprobs, ReferenceLogprobs, Rollout, Values
 
 
 def logprob(models: ModelHost, rollout: Rollout) -> PolicyLogprobs | None:
@@ -32,3 +43,95 @@ def reference(models: ModelHost, rollout: Rollout) -> ReferenceLogprobs | None:
 def value(models: ModelHost, rollout: Rollout) -> Values | None:
     """Return values and bootstrap values of a shard's rollout, by the resident critic; None on ranks other than 0."""
     return models.values(rollout)
+
+
+# ---- canaries --------------------------------------------------------------------------------------------
+
+
+CANARY_STEP = 2**31 - 2
+"""Step number in the keys of these rows. No step of a run has it, and evaluations have another."""
+
+
+CANARY_TOKENS = 8
+"""Sampled tokens that are compared per row."""
+
+
+def canary_rows(rollout: Rollout, rows: int, tokens: int = CANARY_TOKENS) -> Rollout:
+    """Return the first `rows` rows of a shard, cut to their first `tokens` sampled tokens."""
+    part: Rollout = rollout.rows(slice(rows))
+    mask = part.response_mask & (part.response_mask.cumsum(axis=1) <= tokens)
+    return dataclasses.replace(
+        part,
+        response_lengths=mask.sum(axis=1).astype(np.int32),
+        response_mask=mask,
+        sampler_logprobs=np.where(mask, part.sampler_logprobs, 0),
+        token_versions=np.where(mask, part.token_versions, -1).astype(np.int32),
+    )
+
+
+def canary_logprob(
+    models: ModelHost, rollout: Rollout, *, rows: int, tokens: int = CANARY_TOKENS
+) -> CanaryPolicyLogprobs | None:
+    """Return the resident policy's log-probs of a shard's canary tokens; None on ranks other than 0."""
+    found = models.policy_logprobs(canary_rows(rollout, rows, tokens))
+    return None if found is None else CanaryPolicyLogprobs(_all_rows(found.policy_logprobs, rollout.num_rows))
+
+
+def canary_requests(rollout: Rollout, sampling: SamplingConfig, *, seed: int, version: int) -> list[Request]:
+    """Have an engine score the sampled tokens of these rows with weights `version`."""
+    requests = []
+    for i, (prompt, new) in enumerate(
+        zip(rollout.prompt_lengths.tolist(), rollout.response_lengths.tolist(), strict=True)
+    ):
+        tokens = rollout.tokens[i].tolist()
+        settings = dataclasses.replace(sampling, max_new_tokens=new, min_new_tokens=min(sampling.min_new_tokens, new))
+        given = tuple(tokens[prompt : prompt + new])
+        requests.append(
+            Request(int(rollout.row[i]), seed, CANARY_STEP, tuple(tokens[:prompt]), version, settings, given)
+        )
+    return requests
+
+
+def sampled_by(part: Rollout, version: int) -> bool:
+    """Return True if `version` sampled all compared tokens of these rows, as always without staleness. Then the
+    engine's log-probs are known, and it is not asked again if the trainer agrees. (If the trainer differs, it is asked:
+    a run that is resumed after an alarm has other engines.)"""
+    return bool((part.token_versions[part.response_mask] == version).all())
+
+
+def engine_logprobs(
+    engine: GenerationEngine, part: Rollout, sampling: SamplingConfig, *, seed: int, version: int
+) -> np.ndarray:
+    """Return the log-probs of the sampled tokens of these rows by an engine with weights `version`: float32 [rows,
+    seq].
+
+    Raises:
+        RuntimeError: the engine returned other tokens, or used other weights.
+    """
+    requests = canary_requests(part, sampling, seed=seed, version=version)
+    by_row = {completion.row: completion for completion in engine.generate(requests)}
+    found = np.zeros(part.tokens.shape, np.float32)
+    for i, request in enumerate(requests):
+        completion = by_row.get(request.row)
+        if completion is None or tuple(completion.tokens.tolist()) != request.forced:
+            raise RuntimeError(f"the engine did not score the tokens that it was given in row {request.row}")
+        if set(completion.versions.tolist()) != {version}:
+            raise RuntimeError(f"row {request.row} was scored by versions {set(completion.versions.tolist())}")
+        found[i, part.response_mask[i]] = completion.logprobs
+    return found
+
+
+def compared(
+    engine: np.ndarray, part: Rollout, policy_logprobs: np.ndarray, num_rows: int
+) -> tuple[CanaryLogprobs, dict[str, float]]:
+    """Return the record for a shard of `num_rows`, and the distance between an engine's log-probs of the canary rows
+    `part` and the trainer's at the same version: `policy_logprobs` [rows, seq]."""
+    metrics = canary_metrics(engine, policy_logprobs[: part.num_rows], part.sampler_logprobs, part.response_mask)
+    return CanaryLogprobs(_all_rows(engine, num_rows)), metrics
+
+
+def _all_rows(logprobs: np.ndarray, num_rows: int) -> np.ndarray:
+    """Return log-probs of all rows, with zeros for rows of the shard that are not canaries."""
+    whole = np.zeros((num_rows, logprobs.shape[1]), np.float32)
+    whole[: len(logprobs)] = logprobs
+    return whole

@@ -11,6 +11,8 @@ Errors of the filesystem:
     file not found, file exists           answers, not faults: passed on
 
 Every retried operation must be harmless when repeated, even if the first try succeeded and only its answer was lost.
+
+`Writeback` runs work in a thread, one piece after another.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ import os
 import re
 import shutil
 import sys
+import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -404,3 +408,43 @@ def refusal(error: OSError, path: str) -> StoreRefused:
 def _said(error: OSError) -> str:
     name = errno.errorcode.get(error.errno or 0, "")
     return f"{os.strerror(error.errno)} ({name})" if error.errno else str(error)
+
+
+# ---- in the background -----------------------------------------------------------------------------------
+
+
+MOST_WAITING = 8
+"""Most pieces of work that wait. With more the disk does not keep up, and a longer queue gains nothing."""
+
+
+class Writeback:
+    """A thread that does one piece of work after another, in the order in which any threads submitted them. The next
+    `submit`, or `close`, raises what a piece of work raised."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="writeback")
+        self._pending: deque[Future[None]] = deque()
+        self._lock = threading.Lock()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Submit a piece of work. Waits for the oldest one if too many are waiting."""
+        with self._lock:
+            over = []
+            while self._pending and (len(self._pending) >= MOST_WAITING or self._pending[0].done()):
+                over.append(self._pending.popleft())
+            self._pending.append(self._thread.submit(work))
+        _raise_first(over)
+
+    def close(self) -> None:
+        """Wait for all work."""
+        self._thread.shutdown()
+        with self._lock:
+            over = list(self._pending)
+            self._pending.clear()
+        _raise_first(over)
+
+
+def _raise_first(futures: list[Future[None]]) -> None:
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise errors[0]

@@ -1,12 +1,16 @@
-"""Facts about this host and its accounts: private directories, who else can change a path, and whether a process lives.
-Standard library only."""
+"""This host: private directories, who else can change a path, and processes that end with their parent and whose
+connections stay on the host. Standard library only."""
 
 from __future__ import annotations
 
+import ctypes
 import grp
 import os
 import pwd
+import signal
+import socket
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -101,3 +105,24 @@ def process_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
+    """Let Linux kill this process when the thread that started it ends, even if this process is stopped or stuck in a
+    native call. Other systems have no such call; there the process ends with its connection. `parent`: id of the
+    expected parent; if it has ended already, this process ends at once. `by`: the signal to send, for a process that
+    must clean up first."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
+        if parent is not None and os.getppid() != parent:
+            os._exit(1)
+
+
+def loopback_only() -> dict[str, str]:
+    """Return the environment under which gloo and NCCL listen on the loopback interface alone. Without it gloo listens
+    on the address that the host's name resolves to, and NCCL on the first interface, and neither asks who connects."""
+    name = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}

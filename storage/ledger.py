@@ -13,6 +13,8 @@ minutes to list and read on a network filesystem, and every resume reads them.
 
 A segment is made once, from records that all exist, before their files are removed, and never changes. A reader that
 does not find a file looks into the segment.
+
+Beside the ledger `dropped.json` records which steps' arrays were deleted. It is written before the first file goes.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from storage import files
+from storage import codec, files
 from storage.address import Address
 from storage.commits import Commit, checksum, decode, encode, is_whole
 from storage.config import Durability
@@ -296,3 +298,38 @@ def decode_segment(data: bytes, where: str) -> Segment:
         raise StoreError(f"{where}: format {form!r}, this version reads {FORMAT}")
     places = {Address(stage, step, shard): (line + a, line + b) for stage, step, shard, a, b in json.loads(listed)}
     return Segment(places, data)
+
+
+# ---- deleted arrays --------------------------------------------------------------------------------------
+
+
+DROPPED = "dropped.json"
+DROPPED_FORMAT = 1
+KEEP = "storage.keep.rollouts"
+"""The setting under which rollouts are deleted."""
+
+
+def read_dropped(run: files.Root) -> int:
+    """Return the first step whose arrays were not deleted; 0 if none were. Raises StoreError for a damaged record or
+    one of another format."""
+    data = files.read(run, DROPPED)
+    if data is None:
+        return 0
+    try:
+        document = codec.document(data, DROPPED_FORMAT, run.at(DROPPED))
+        before, stated = int(document["rollouts_before"]), document["checksum"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{run.at(DROPPED)}: is not what was written ({error})") from error
+    if stated != _dropped_sum(before):
+        raise StoreError(f"{run.at(DROPPED)}: is not what was written (it does not have its checksum)")
+    return before
+
+
+def write_dropped(run: files.Root, before: int) -> None:
+    """Record that the arrays of the steps before this one are deleted or about to be."""
+    document = {"format": DROPPED_FORMAT, "rollouts_before": before, "by": KEEP, "checksum": _dropped_sum(before)}
+    files.write(run, DROPPED, (json.dumps(document, indent=1) + "\n").encode())
+
+
+def _dropped_sum(before: int) -> str:
+    return checksum(f"{DROPPED_FORMAT} {KEEP} {before}".encode())

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from storage.config import PreferencesConfig
-from storage.prompts import is_chat
-from storage.row_files import Row, RowsError, has_columns, read_rows
+from storage.prompts import Row, RowsError, has_columns, is_chat, read_rows
 
 _SPLIT = 1
 

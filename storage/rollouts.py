@@ -11,10 +11,11 @@ Writing is a write-ahead log of files (law 2):
 
     attempts/generate-000012-0003-a0-1f6c2a9b/tokens.c.3.0 ──► rollouts.zarr/step_000012/tokens/c/3/0
 
-A thread may settle (`writeback`) while the next node runs, because the commit alone makes an output exist. A process
-that dies before the commit leaves files that nobody reads. A process that dies after it leaves files that the commit
-names: `read` finds them in the attempt, and `recover` moves them (after the loss of a gang, and at the start and end of
-a driver). No array file is ever opened for writing in place, and each shard of an array is written by one attempt only.
+A thread may settle (`files.Writeback`) while the next node runs, because the commit alone makes an output exist. A
+process that dies before the commit leaves files that nobody reads. A process that dies after it leaves files that the
+commit names: `read` finds them in the attempt, and `recover` moves them (after the loss of a gang, and at the start
+and end of a driver). No array file is ever opened for writing in place, and each shard of an array is written by one
+attempt only.
 
 Zarr answers a missing shard with fill values. `read` raises instead, and checks the CRC-32 of every array against the
 commit. Plain readers see the fill value (NaN, -1, False) where nothing is committed yet.
@@ -31,6 +32,16 @@ Arrays of old steps may be deleted (`storage.keep.rollouts`). A record, written 
 
 Commit records of those steps stay, and so do all evaluations. A reader that misses a file looks here and reports
 "dropped" instead of "missing".
+
+The root has attributes and arrays that belong to no step:
+
+    rollouts.zarr/zarr.json               run, digest of its config, model, tokenizer, meaning of the groups
+    rollouts.zarr/vocabulary_bytes        every token's bytes, one after the other; none for special tokens
+    rollouts.zarr/vocabulary_offsets      token t is bytes[offsets[t] : offsets[t + 1]]
+
+With the vocabulary a run's text can be read without its tokenizer, in any language: join the bytes of the tokens and
+decode them as UTF-8, with a replacement character where a response was cut inside a character. The root is no output:
+it has no commit, no stage reads it, and the same run writes the same again.
 """
 
 from __future__ import annotations
@@ -38,10 +49,12 @@ from __future__ import annotations
 import re
 import threading
 import time
+import uuid
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -52,11 +65,10 @@ from storage.address import Address
 from storage.commits import ArrayInfo, Commit, Provenance, new_attempt
 from storage.config import Durability, Layout, Layouts
 from storage.errors import DroppedOutput, MissingOutput, StoreError
-from storage.ledger import Ledger
+from storage.files import Writeback
+from storage.ledger import KEEP, Ledger, read_dropped, write_dropped
 from storage.records import RECORD_TYPES, Record, check_finite, check_logprobs, concatenate, describe
-from storage.retention import KEY, read_dropped, write_dropped
-from storage.shards import GROUP_METADATA, Template, is_group, make_template, shards_of
-from storage.writeback import Writeback
+from storage.shards import GROUP_METADATA, Template, encode_whole, group_metadata, is_group, make_template, shards_of
 
 EVALUATE = "evaluate"
 """Stages whose names begin with this have their own groups and layout: one group per evaluated version."""
@@ -374,8 +386,8 @@ def _why_absent(address: Address, what: str, before: int) -> StoreError:
     """Return the error for a missing array. `before`: the first step whose arrays were not deleted."""
     if dropped(address, before):
         return DroppedOutput(
-            f"{what}: dropped by {KEY}, as are the arrays of all steps before {before}. A run that has to train on "
-            "them again goes on with `stageline resume RUN --from-checkpoint`"
+            f"{what}: dropped by {KEEP}, as are the arrays of all steps before {before}. A run that has to train "
+            "on them again goes on with `stageline resume RUN --from-checkpoint`"
         )
     return StoreError(f"{what} is committed but its file is missing")
 
@@ -480,3 +492,73 @@ class RecentRecords:
             while self._bytes > self._max_bytes:
                 _, (_, dropped) = self._records.popitem(last=False)
                 self._bytes -= dropped
+
+
+_STORE = "rollouts.zarr"
+
+
+def write_root(
+    run: files.Root, attributes: Mapping[str, Any], arrays: Mapping[str, tuple[str, np.ndarray]] | None = None
+) -> None:
+    """Write the root's attributes and arrays (name -> its dimension and its numbers, one axis). What is already there
+    and right is not written again. For a driver without workers."""
+    found = {"zarr.json": group_metadata(attributes)}
+    for name, (dimension, array) in (arrays or {}).items():
+        found |= {f"{name}/{key}": data for key, data in encode_whole(array, dimension, describe(name)).items()}
+    scratch = f"attempts/metadata-{uuid.uuid4().hex[:8]}"  # Zarr warns of files that it does not know
+    for key, data in found.items():
+        if files.read(run, f"{_STORE}/{key}") != data:
+            files.write(run, f"{scratch}/{key}", data)
+            files.move(run, f"{scratch}/{key}", f"{_STORE}/{key}")
+    files.remove_tree(run, scratch)
+
+
+def read_root_array(run: files.Root, name: str) -> np.ndarray | None:
+    """Return an array of the root, or None if there is none. Raises StoreError for a damaged one."""
+    store = run.below(_STORE)
+    if files.read(store, f"{name}/zarr.json") is None:
+        return None
+    options = {} if store.fs is None else {"storage_options": store.fs.storage_options}
+    try:
+        return np.asarray(zarr.open_array(f"{store.url}/{name}", mode="r", **options)[:])
+    except _UNREADABLE as error:
+        raise StoreError(f"{store.at(name)}: is damaged ({type(error).__name__}: {error})") from error
+
+
+# ---- vocabulary ------------------------------------------------------------------------------------------
+
+BYTES, OFFSETS = "vocabulary_bytes", "vocabulary_offsets"
+"""Names of the arrays."""
+Decode = Callable[[Sequence[int]], str]
+"""A function from token ids to their text: a tokenizer's or a vocabulary's."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The bytes of every token."""
+
+    data: bytes
+    offsets: np.ndarray
+    """int64 [tokens + 1]"""
+
+    @staticmethod
+    def of(tokens: Iterable[bytes]) -> Vocabulary:
+        """Return the vocabulary of these tokens' bytes, in the order of their ids."""
+        pieces = list(tokens)
+        return Vocabulary(b"".join(pieces), np.cumsum([0, *map(len, pieces)], dtype=np.int64))
+
+    @staticmethod
+    def from_arrays(data: np.ndarray, offsets: np.ndarray) -> Vocabulary:
+        """Return the vocabulary with these arrays."""
+        return Vocabulary(data.tobytes(), offsets)
+
+    def arrays(self) -> dict[str, tuple[str, np.ndarray]]:
+        """Return name -> (dimension, numbers), as they are stored."""
+        data = np.frombuffer(self.data, np.uint8)
+        return {BYTES: ("vocabulary_byte", data), OFFSETS: ("vocabulary_offset", self.offsets)}
+
+    def text(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of tokens. Ids outside the vocabulary have no text."""
+        last = len(self.offsets) - 1
+        spans = ((self.offsets[i], self.offsets[i + 1]) for i in map(int, ids) if 0 <= i < last)
+        return b"".join(self.data[start:end] for start, end in spans).decode("utf8", "replace")

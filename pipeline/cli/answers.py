@@ -17,12 +17,11 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 from rich.text import Text
 
-from pipeline.config.errors import ConfigError, together
 from pipeline.config.identity import FILE, read_identity
 from pipeline.config.loading import is_setting, load_config, load_yaml, read_saved, readable_config
 from pipeline.config.paths import RunPaths, refuse_foreign
 from pipeline.config.run import RunConfig
-from pipeline.driver.errors import StageFailed
+from pipeline.errors import ConfigError, StageFailed, together
 from pipeline.observe.journal import journal_exists
 from pipeline.observe.text import print_plain, visible
 from pipeline.workers.messages import ReplayMismatch

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from pipeline.cli.answers import BAD_INPUT, DONE, config_of, output, print_line, saved_config
 from pipeline.config.devices import Worker, all_here
-from pipeline.config.errors import ConfigError, refusal, together
 from pipeline.config.fitting import describe_layout, devices_memory
 from pipeline.config.hardware import AS, read_cluster
 from pipeline.config.memory import (
@@ -33,6 +32,7 @@ from pipeline.config.memory import (
 from pipeline.config.preflight import check_run, device_notes, engine_line, unproven
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigError, refusal, together
 from pipeline.launch.elsewhere import Elsewhere, check_elsewhere
 from pipeline.observe.tables import MemoryColumn, memory_table, placement_table
 from stages.engines.capabilities import Device

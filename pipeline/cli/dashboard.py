@@ -13,14 +13,13 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from pipeline.cli.answers import DONE, print_line, saved_config
-from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import watch_runs
-from pipeline.observe.graph_page import HEADERS, PATH, fragment, page
+from pipeline.errors import ConfigError
+from pipeline.observe.graph_page import HEADERS, PATH, fragment, log_end, log_names, page
 from pipeline.observe.graph_view import Facts, GraphView, recorded_view
 from pipeline.observe.journal import journal_exists, read_events
-from pipeline.observe.log_files import log_end, log_names
 from storage.ledger import Ledger
 from storage.locks import holder
 

@@ -18,8 +18,8 @@ from importlib import import_module
 from pathlib import Path
 
 from pipeline.cli.answers import BAD_INPUT, DONE, print_line
-from pipeline.config.errors import ConfigError
 from pipeline.doctor.ladder import DoctorSettings, Rung, RungResult, Status, climb, conclusion, lazily, line, machine
+from pipeline.errors import ConfigError
 from stages.engines.config import OTHER_ENVIRONMENTS, interpreter, made_interpreter
 from stages.models.spec import read_spec
 
@@ -104,7 +104,7 @@ def _rungs_until(name: str | None) -> tuple[Rung, ...]:
 def _submit(options: argparse.Namespace) -> int:
     """Submit the tests to Slurm, on the nodes that a config asks for. The reports of all nodes go into one folder."""
     submission = import_module("pipeline.launch.submission")  # loads torch
-    config = import_module("pipeline.cli.submit").cluster_config([options.submit, *options.more])
+    config = import_module("pipeline.cli.slurm_jobs").cluster_config([options.submit, *options.more])
     folder = Path(options.out, f"doctor-{config.name}").absolute()
     arguments = ["--out", str(folder), "--runs-dir", config.runs_dir, "--model", options.model]
     arguments += ["--threads", str(options.threads)]

@@ -13,18 +13,17 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.cli.answers import DONE, print_line, saved_config, trusted_config
-from pipeline.cli.one_process import alone, runtime_for
-from pipeline.cli.opened_run import opened
-from pipeline.config.errors import ConfigError
+from pipeline.cli.opened_run import opened, write_rows
 from pipeline.config.loading import config_hash
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
+from pipeline.errors import ConfigError
 from pipeline.observe.evaluations import best_evaluation
 from pipeline.observe.history import History
-from pipeline.observe.row_tables import write_rows
 from pipeline.workers.exports import describe_export
 from pipeline.workers.parts import required
+from pipeline.workers.runtime import alone, runtime_for
 from stages.models.protocol import Role
 from storage.checkpoints import export_faults, has_sums, version_of
 from storage.errors import MissingOutput, StoreError

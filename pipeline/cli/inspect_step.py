@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.cli.answers import DONE, output, saved_config
-from pipeline.config.errors import ConfigError
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.driver.tracked import span_name
+from pipeline.errors import ConfigError
 from pipeline.graph.graph import step_nodes
 from pipeline.observe.rows import PART_COLUMN, row_columns, shards_of_step, text_of_tokens
 from pipeline.observe.tables import InspectRow, inspect_table

@@ -316,7 +316,7 @@ COMMANDS = {
         "pipeline.cli.worker", "run one worker on this host, for a run with cluster.kind=attached", _worker
     ),
     "submit": Command(
-        "pipeline.cli.submit", "submit a run as a Slurm job, which continues it after every requeue", _submit
+        "pipeline.cli.slurm_jobs:submit", "submit a run as a Slurm job, which continues it after every requeue", _submit
     ),
     "job": Command("pipeline.cli.run:job", "start or continue a run: the command of a cluster's job", _run),
     "may-requeue": Command(
@@ -325,7 +325,7 @@ COMMANDS = {
         _may_requeue,
     ),
     "status": Command("pipeline.cli.status", "show the progress of runs and the state of their jobs", _status),
-    "logs": Command("pipeline.cli.logs", "show the output of a run's job, or of the workers of a gang", _logs),
+    "logs": Command("pipeline.cli.slurm_jobs:logs", "show the output of a run's job, or of a gang's workers", _logs),
     "cancel": Command("pipeline.cli.slurm_jobs:cancel", "end a run's job", _cancel),
     "sweep": Command("pipeline.cli.sweep", "start one run per combination of some settings", _sweep),
     "check": Command(

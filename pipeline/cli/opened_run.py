@@ -1,18 +1,27 @@
-"""Read a run's directory with xarray and pandas: the interface of `import stageline` and of `stageline export
+"""Read a run's directory with pandas and xarray: the interface of `import stageline` and of `stageline export
 --rollouts`.
 
 Writes nothing, starts nothing, and loads no torch if the store has the run's vocabulary. Only committed outputs count,
 as in the run itself. A run that is still going may be opened; the next call sees more of it.
+
+- `row_table`, `token_table`, `step_arrays`: tables with one line per row or per sampled token, and all arrays of some
+  steps as one data set. Missing outputs are NaN. The tables need the memory of one shard or step.
+- `write_rows`: one Parquet file for users without Zarr, with the columns of `row_table` and lists of the tokens and
+  their numbers. Each step becomes a row group, so memory use is that of one step.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
+import pyarrow
+import pyarrow.parquet
 import xarray as xr
 
 from pipeline.cli.answers import saved_config
@@ -21,9 +30,199 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.observe.history import History
 from pipeline.observe.journal import run_starts
-from pipeline.observe.row_tables import no_rows, row_table, step_arrays, token_table
-from pipeline.observe.rows import StageRows, shards_of_evaluation, shards_of_step, stored_steps, text_of_tokens
-from storage.rollout_root import Decode
+from pipeline.observe.rows import (
+    StageRows,
+    prompt_ids,
+    response_ids,
+    row_columns,
+    score_column,
+    shards_of_evaluation,
+    shards_of_step,
+    stored_steps,
+    text_of_tokens,
+)
+from storage.address import Address
+from storage.commits import Commit
+from storage.records import Rollout, Scores, describe
+from storage.rollouts import Decode
+
+TOKEN_COLUMNS = {
+    "sampler_logprob": "sampler_logprobs",
+    "policy_logprob": "policy_logprobs",
+    "ref_logprob": "ref_logprobs",
+    "entropy": "entropy",
+    "value": "values",
+    "reward": "rewards",
+    "advantage": "advantages",
+    "return": "returns",
+}
+"""Column of `token_table` -> field of the records."""
+OF_STEP = ("generate", "score", "reference", "logprob", "value", "advantage")
+"""Stages whose arrays are stored in a step's group."""
+
+
+def row_table(rows: StageRows, decode: Decode) -> pd.DataFrame:
+    """Return `row_columns` as a table."""
+    return pd.DataFrame(row_columns(rows, decode))
+
+
+def no_rows() -> StageRows:
+    """Return zero rows; their tables have all columns."""
+    none, ints, floats = np.zeros((0, 1), bool), np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32)
+    number, whole = np.zeros(0, np.int32), np.zeros(0, np.int64)
+    rollout = Rollout(
+        row=whole,
+        prompt_index=whole,
+        tokens=ints,
+        prompt_lengths=number,
+        response_lengths=number,
+        response_mask=none,
+        sampler_logprobs=floats,
+        token_versions=ints,
+        finish_reason=np.zeros(0, np.int8),
+    )
+    return StageRows(0, 0, rollout)
+
+
+def token_table(rows: StageRows, decode: Decode) -> pd.DataFrame:
+    """Return a table with one line per sampled token: its position in the response (from 0), its text and its
+    numbers."""
+    rollout = rows.rollout
+    where, at = np.nonzero(rollout.response_mask)
+    ids = rollout.tokens[where, at]
+    table: dict[str, Any] = {
+        "step": np.full(len(where), rows.step),
+        "row": rollout.row[where],
+        "position": at - rollout.prompt_lengths[where],
+        "token": ids,
+        "text": [decode([token]) for token in ids.tolist()],
+        "version": rollout.token_versions[where, at],
+    }
+    missing = np.full(len(where), np.nan, np.float32)
+    arrays = {column: rows.array(name) for column, name in TOKEN_COLUMNS.items()} | {"log_ratio": rows.log_ratio}
+    return pd.DataFrame(table | {n: missing if a is None else a[where, at] for n, a in arrays.items()})
+
+
+def step_arrays(history: History, steps: Iterable[int], decode: Decode) -> xr.Dataset:
+    """Return every array of these steps over (step, row, token), with the text of prompts and responses.
+
+    Missing outputs are NaN, -1 or False. All arrays are in memory at once."""
+    numbers = [*steps]
+    arrays: dict[str, np.ndarray] = {}
+    texts = {name: np.full((len(numbers), history.rows), "", object) for name in ("prompt", "response")}
+    for position, step in enumerate(numbers):
+        for stage in OF_STEP:
+            for commit in _commits(history, stage, step):
+                record = history.store.read(commit.address)
+                start = commit.address.shard * commit.rows  # a whole step is shard 0
+                of_shard = slice(start, start + commit.rows)
+                for name, array in record.arrays().items():
+                    whole = arrays.setdefault(name, _blank(array, len(numbers), history.rows))
+                    whole[position, of_shard] = array
+                if isinstance(record, Rollout):
+                    texts["prompt"][position, of_shard] = [decode(ids.tolist()) for ids in prompt_ids(record)]
+                    texts["response"][position, of_shard] = [decode(ids.tolist()) for ids in response_ids(record)]
+    dimensions = ("step", "row", "token")
+    variables = {name: (dimensions[: array.ndim], array, describe(name)) for name, array in arrays.items()}
+    variables.pop("row", None)
+    texted = {name: (dimensions[:2], array, {"long_name": f"text of the {name}"}) for name, array in texts.items()}
+    return xr.Dataset(variables | texted, {"step": numbers, "row": np.arange(history.rows)})
+
+
+def _commits(history: History, stage: str, step: int) -> Iterator[Commit]:
+    for shard in range(1 if stage == "advantage" else history.spec.shards):
+        commit = history.ledger.find(Address(stage, step, shard))
+        if commit is not None:
+            yield commit
+
+
+def _blank(array: np.ndarray, num_steps: int, num_rows: int) -> np.ndarray:
+    """Return an array for all rows of some steps, filled with the store's value for missing elements."""
+    fill: Any = {"f": np.nan, "i": -1}.get(array.dtype.kind, False)
+    return np.full((num_steps, num_rows, *array.shape[1:]), fill, array.dtype)
+
+
+# ---- Parquet file ----------------------------------------------------------------------------------------
+
+_LISTS: Mapping[str, pyarrow.DataType] = {
+    "prompt_ids": pyarrow.int32(),
+    "response_ids": pyarrow.int32(),
+    "versions": pyarrow.int32(),
+    "sampler_logprobs": pyarrow.float32(),
+    "policy_logprobs": pyarrow.float32(),
+    "ref_logprobs": pyarrow.float32(),
+    "entropies": pyarrow.float32(),
+    "values": pyarrow.float32(),
+    "rewards": pyarrow.float32(),
+    "advantages": pyarrow.float32(),
+    "returns": pyarrow.float32(),
+}
+"""Columns with a list per row. All but `prompt_ids` have one element per token of the response."""
+_FIELDS = {"versions": "token_versions", "entropies": "entropy"}
+"""Column -> field of the records, for the columns with another name."""
+_TEXTS = ("prompt", "response", "finish_reason")
+_WHOLE = ("step", "shard", "row", "prompt_index", "version_first", "version_last", "prompt_length", "response_length")
+
+
+def write_rows(path: Path, history: History, steps: Iterable[int], decode: Decode) -> int:
+    """Write the rows of these steps and return their number. The file appears only when it is complete. Raises
+    StoreError and DroppedOutput as `shards_of_step` does."""
+    numbers, written = [*steps], 0
+    staged = path.with_name(f".{path.name}.part")
+    schema = _schema(_score_columns(history, numbers))
+    try:
+        with pyarrow.parquet.ParquetWriter(staged, schema, compression="zstd") as file:
+            for step in numbers:
+                tables = [_whole_table(shard, decode, schema) for shard in shards_of_step(history, step)]
+                if tables:
+                    table = pyarrow.concat_tables(tables)
+                    file.write_table(table)
+                    written += table.num_rows
+        staged.replace(path)
+    finally:
+        staged.unlink(missing_ok=True)
+    return written
+
+
+def _score_columns(history: History, steps: Iterable[int]) -> list[str]:
+    """Return the columns of the score's parts, which are the same in all scored steps."""
+    for step in steps:
+        commit = history.ledger.find(Address("score", step, 0))
+        if commit is not None:
+            none = {name: np.zeros(0, np.float32) for name in commit.arrays}
+            scores = Scores.from_arrays(none)
+            return [score_column(name) for name in scores.arrays() if name != "scores"]
+    return []
+
+
+def _schema(score_columns: Iterable[str]) -> pyarrow.Schema:
+    fields = [(name, pyarrow.int64()) for name in _WHOLE]
+    fields += [(name, pyarrow.string()) for name in _TEXTS]
+    numbers = ("score", *score_columns, "kl", "entropy_mean", "value_mean", "reward_sum", "advantage_mean")
+    fields += [(name, pyarrow.float64()) for name in numbers]
+    fields += [("trained_on", pyarrow.bool_())]
+    return pyarrow.schema([*fields, *((name, pyarrow.list_(kind)) for name, kind in _LISTS.items())])
+
+
+def _whole_table(rows: StageRows, decode: Decode, schema: pyarrow.Schema) -> pyarrow.Table:
+    frame = row_table(rows, decode)
+    columns: dict[str, Any] = {name: frame[name].to_numpy() for name in frame} | _lists(rows)
+    missing = [None] * len(frame)
+    arrays = [
+        pyarrow.array(columns.get(field.name, missing), field.type, from_pandas=True, safe=False) for field in schema
+    ]
+    return pyarrow.Table.from_arrays(arrays, schema=schema)
+
+
+def _lists(rows: StageRows) -> dict[str, list[Any]]:
+    """Return the list columns, without those that have no output yet."""
+    arrays = {column: rows.array(_FIELDS.get(column, column)) for column in _LISTS}
+    made = {
+        column: [row[mask] for row, mask in zip(array, rows.rollout.response_mask, strict=True)]
+        for column, array in arrays.items()
+        if array is not None
+    }
+    return {"prompt_ids": prompt_ids(rows.rollout), "response_ids": response_ids(rows.rollout), **made}
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,6 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.cli.answers import DONE, STAGE_FAILED, output, print_line, trusted_config
-from pipeline.cli.one_process import alone, held_in_one_process, runtime_for
-from pipeline.config.errors import ConfigError
 from pipeline.config.identity import fingerprint, read_identity
 from pipeline.config.loading import config_hash, variant_of, write_config
 from pipeline.config.paths import RunPaths
@@ -54,6 +52,7 @@ from pipeline.config.preflight import devices_of, replay_problem
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history, open_tracker
 from pipeline.driver.session import writable
+from pipeline.errors import ConfigError
 from pipeline.graph.graph import (
     STAGE_ROLES,
     UPDATE_STAGE,
@@ -65,14 +64,15 @@ from pipeline.graph.graph import (
     step_nodes,
     update_stages,
 )
+from pipeline.observe.evaluations import Comparison, VariantSummary, compare, comparison_table
 from pipeline.observe.journal import read_events
 from pipeline.observe.provenance import software_versions
 from pipeline.observe.tracking import RunStatus, Tracker, delivered_run_id
-from pipeline.observe.variants import Comparison, VariantSummary, compare, comparison_table
 from pipeline.workers.exports import describe_export
 from pipeline.workers.messages import Call
 from pipeline.workers.parts import required
 from pipeline.workers.recorded import RecordedStep, train_recorded
+from pipeline.workers.runtime import alone, held_in_one_process, runtime_for
 from pipeline.workers.stages import scores_of
 from stages.models.numerics import repeats_bits
 from stages.models.protocol import MODEL_ROLES, ModelHost, Role
@@ -82,7 +82,7 @@ from storage.checkpoints import Checkpoints
 from storage.commits import Commit
 from storage.errors import MissingOutput
 from storage.records import Record, Rollout
-from storage.rollouts import KEY
+from storage.rollouts import KEEP
 from storage.weights import WeightBoard
 
 SAMPLING = ("generate", "evaluate", "canary")
@@ -317,9 +317,7 @@ def update_range(config: RunConfig, text: str) -> range:
     first = min(_start(config, role, steps.start) for role in update_stages(spec))
     before = history.store.dropped_before()
     if first < before:
-        need = (
-            f"they would be trained from version {first}, and the rollouts before step {before} were dropped by {KEY}"
-        )
+        need = f"they would be trained from version {first}, and {KEEP} has deleted the rollouts before step {before}"
         raise ConfigError("--updates", f"given {text!r}; {need}. Updates from a later checkpoint on can be")
     return steps
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.cli.answers import DONE, print_line, saved_config
-from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history, report_source, summarise_run, write_report
+from pipeline.errors import ConfigError
 from pipeline.observe.journal import journal_exists
 from pipeline.observe.report.page import MOST_RUNS, is_report
 from pipeline.observe.report.source import RunSource

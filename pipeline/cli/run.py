@@ -28,9 +28,9 @@ from pipeline.cli.answers import (
 )
 from pipeline.config.paths import RunPaths, refuse_foreign
 from pipeline.config.run import RunConfig
-from pipeline.driver.errors import StageFailed, StoredWrongly, WorkersMissing
 from pipeline.driver.run import run
 from pipeline.driver.session import EndedEarly
+from pipeline.errors import StageFailed, StoredWrongly, WorkersMissing
 from pipeline.observe.journal import AppendFailed, journal_exists
 from pipeline.workers.worker_process import ending_signals
 from storage.errors import StoreRefused

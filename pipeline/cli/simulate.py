@@ -17,10 +17,10 @@ from rich.table import Table
 
 from pipeline.cli.answers import DONE, config_of, output, print_line
 from pipeline.cli.check import fullest_gpus
-from pipeline.config.errors import ConfigError, refusal, together
 from pipeline.config.hardware import HardwareCluster, hardware_of, read_cluster
 from pipeline.config.memory import workers_memory
 from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigError, refusal, together
 from pipeline.launch.elsewhere import check_elsewhere
 from pipeline.observe.text import plain
 from pipeline.observe.timeline import run_timeline

@@ -1,20 +1,80 @@
 """Commands about a run's Slurm job.
 
-stageline cancel RUN
+stageline submit CONFIG... [key=value...] [--dry-run]                have Slurm run a config; a requeued job resumes it
+stageline logs RUN [--gang NAME] [--index I] [--lines N] [--follow]  print the output of the job or of a gang's workers
+stageline cancel RUN                                                 end the job
 stageline may-requeue RUN --job ID --restart N --because TEXT ...
 """
 
 from __future__ import annotations
 
 import argparse
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipeline.cli.answers import DONE, RESUMABLE, print_line, submitted_config
-from pipeline.config.errors import ConfigError
-from pipeline.config.paths import RunPaths
+from pipeline.cli.answers import DONE, RESUMABLE, begun, config_of, note, print_line, submitted_config
+from pipeline.config.paths import RunPaths, refuse_foreign
+from pipeline.config.preflight import check_run
+from pipeline.config.run import RunConfig
+from pipeline.driver.results import open_history
+from pipeline.errors import ConfigError
 from pipeline.launch import commands
+from pipeline.launch.commands import read_record, require
 from pipeline.launch.requeues import AttemptEnd, committed_so_far, note_end, refusal
+from pipeline.launch.submission import asked_for, run_script, submit_run
+from pipeline.observe.journal import EventKind, journal_exists, read_events
+from pipeline.workers.messages import worker_name
 from storage.ledger import Ledger
+
+
+def submit(options: argparse.Namespace) -> int:
+    config = cluster_config(options.sources)
+    if options.dry_run:
+        print_line(run_script(config).rstrip("\n"))
+        return DONE
+    if finished(config):
+        print_line(f"nothing to submit: {config.run_dir} is done, {config.steps} of {config.steps} steps")
+        return DONE
+    require()
+    check_for_cluster(config)
+    submitted = submit_run(config)
+    print_line(f"submitted job {submitted.job_id}: {asked_for(config)}")
+    print_line(f"  stageline status {config.run_dir}    what becomes of it")
+    print_line(f"  stageline logs {config.run_dir} --follow    what it prints ({submitted.output})")
+    print_line(f"  stageline cancel {config.run_dir}    ends it; submitted again it goes on")
+    return DONE
+
+
+def finished(config: RunConfig) -> bool:
+    """Return True if the run has done as many steps as the config has."""
+    paths = RunPaths(config.run_dir)
+    if not (journal_exists(paths.events) and paths.ledger.exists()):
+        return False
+    ends = (EventKind.RUN_STARTED, EventKind.RUN_FINISHED)
+    last = [event.kind for event in read_events(paths.events) if event.kind in ends][-1:]
+    return last == [EventKind.RUN_FINISHED] and len(open_history(config).steps_done()) >= config.steps
+
+
+def cluster_config(sources: Sequence[str]) -> RunConfig:
+    """Return the config as a job runs it: with attached workers, and a directory that does not depend on the working
+    directory. Raises ConfigError."""
+    config = config_of([*sources, "cluster.kind=attached"])
+    config.runs_dir = str(config.run_dir.absolute().parent)
+    if config.cluster.scheduler_file is not None:
+        raise ConfigError(
+            "cluster.scheduler_file",
+            f"given {config.cluster.scheduler_file!r}; a job's workers look for it in the run's directory, where each "
+            "attempt has its own: null",
+        )
+    return config
+
+
+def check_for_cluster(config: RunConfig) -> None:
+    """Raise ConfigError for everything for which the job would be refused, as far as this host can tell."""
+    refuse_foreign(config.run_dir)  # a requeued job would go on with it
+    check_run(config, resume=begun(config))
 
 
 def cancel(options: argparse.Namespace) -> int:
@@ -49,3 +109,83 @@ def may_requeue(options: argparse.Namespace) -> int:
         f"`stageline submit {paths.job}/config.yaml` continues the run{here}"
     )
     return RESUMABLE
+
+
+# ---- logs ------------------------------------------------------------------------------------------------
+
+
+_LOOK_S = 0.5
+
+
+def logs(options: argparse.Namespace) -> int:
+    if options.lines < 0:
+        raise ConfigError("--lines", f"given {options.lines}; must be 0 or more")
+    files = _files(options.run_dir, options.gang, options.index)
+    for name, file in files.items():
+        if not file.exists() or file.stat().st_size == 0:
+            say_so = "waiting for it" if options.follow else "--follow waits for it"
+            note(f"{name} has printed nothing yet ({file}); {say_so}")
+    offsets = {name: _print_end(name, file, options.lines, len(files) > 1) for name, file in files.items()}
+    try:
+        while options.follow:
+            time.sleep(_LOOK_S)
+            for name, file in files.items():
+                offsets[name] = _print_from(name, file, offsets[name], len(files) > 1)
+    except KeyboardInterrupt:
+        return DONE
+    return DONE
+
+
+def _files(run_dir: str, gang: str | None, index: int | None) -> Mapping[str, Path]:
+    """Return the log files, each with a label. Raises ConfigError if the run has no such gang or worker."""
+    config, paths = submitted_config(run_dir), RunPaths(Path(run_dir))
+    if gang is None:
+        if index is not None:
+            raise ConfigError("--index", f"given {index}; needs --gang NAME: a job's output is one")
+        record = read_record(paths.job)
+        if record is None:
+            raise ConfigError(run_dir, "was not submitted as a job; --gang NAME shows what a gang's workers print")
+        return {"job": Path(record.output)}
+    if gang not in config.placement.gangs:
+        raise ConfigError("--gang", f"given {gang!r}; the run has {', '.join(config.placement.gangs)}")
+    workers = range(config.placement.gangs[gang].workers)
+    if index is not None and index not in workers:
+        raise ConfigError("--index", f"given {index}; {gang} has workers 0 to {workers[-1]}")
+    names = [worker_name(gang, number) for number in workers if index in (None, number)]
+    return {name: paths.logs / f"{name}.log" for name in names}
+
+
+def _print_end(name: str, file: Path, lines: int, several: bool) -> int:
+    """Print the last lines of a file. Return the offset of its end."""
+    if not file.exists():
+        return 0
+    last: deque[bytes] = deque(maxlen=lines)
+    end = 0
+    with file.open("rb") as content:
+        for line in content:
+            if not line.endswith(b"\n"):
+                break  # the line is being written; the next look prints it whole
+            last.append(line)
+            end += len(line)
+    for line in last:
+        _print(name, line, several)
+    return end
+
+
+def _print_from(name: str, file: Path, offset: int, several: bool) -> int:
+    """Print the whole lines from an offset on. Return the offset of their end. A file that became shorter is read from
+    its beginning."""
+    if not file.exists():
+        return 0
+    with file.open("rb") as content:
+        content.seek(offset if file.stat().st_size >= offset else 0)
+        for line in content:
+            if not line.endswith(b"\n"):
+                return content.tell() - len(line)
+            _print(name, line, several)
+        return content.tell()
+
+
+def _print(name: str, line: bytes, several: bool) -> None:
+    text = line.decode(errors="replace").rstrip("\n")
+    print_line(f"{name} | {text}" if several else text)

@@ -14,17 +14,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from pipeline.cli.answers import DONE, begun, output, print_line, submitted_config
-from pipeline.config.errors import ConfigError, OtherProgramsConfig
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigError, OtherProgramsConfig
 from pipeline.graph.graph import steps_done
 from pipeline.launch.commands import JobRecord, JobState, job_state, read_record
 from pipeline.observe.text import visible
 from storage import files
 from storage.errors import StoreError
-from storage.ledger import Ledger
+from storage.ledger import Ledger, read_dropped
 from storage.locks import holder
-from storage.retention import read_dropped
 
 
 @dataclass(frozen=True)

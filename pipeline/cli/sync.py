@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 
 from pipeline.cli.answers import DONE, STAGE_FAILED, complain, print_line, trusted_config
-from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import SQLITE
 from pipeline.driver.session import only_driver
+from pipeline.errors import ConfigError
 from pipeline.observe.tracking import deliver, experiment_id, how_to_open
 
 DELIVER_S = 600.0

@@ -19,8 +19,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.config.changes import sections
-from pipeline.config.identity import identity_faults, read_identity
+from pipeline.config.identity import identity_faults, read_identity, sections
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import devices_of, engine_line, unproven
 from pipeline.config.run import RunConfig
@@ -38,7 +37,7 @@ from storage.checkpoints import Checkpoints, export_faults, has_sums
 from storage.commits import Commit
 from storage.errors import StoreError
 from storage.records import PromptBatch, Rollout
-from storage.rollouts import KEY, dropped
+from storage.rollouts import KEEP, dropped
 
 Answer = tuple[str, list[str]]
 """Counts, and every problem."""
@@ -491,7 +490,7 @@ def _notes(evidence: Evidence, damaged: Mapping[Address, str]) -> Iterator[str]:
     yield from _unproven(evidence)
     for address in sorted(evidence.expendable):
         what = damaged.get(address, f"{address} has no commit record")
-        yield f"{what}; nobody needs it any more, since {KEY} has let go what it was made from"
+        yield f"{what}; nobody needs it any more, since {KEEP} has deleted its inputs"
     left = evidence.history.store.attempts()
     if left:
         names = ", ".join(f"{address} ({attempt})" for address, attempt in left[:3])
@@ -500,7 +499,7 @@ def _notes(evidence: Evidence, damaged: Mapping[Address, str]) -> Iterator[str]:
     gone = [c for c in evidence.commits.values() if c.arrays and dropped(c.address, before)]
     if gone:
         arrays = sum(len(commit.arrays) for commit in gone)
-        yield f"{arrays} arrays of the steps before {before} were dropped by {KEY}: only their commits were checked"
+        yield f"{KEEP} has deleted {arrays} arrays of the steps before {before}: only their commits were checked"
     aside = list(files.keys(files.open_root(str(evidence.paths.damaged))))
     if aside:
         yield f"{len(aside)} damaged commit records were set aside in {evidence.paths.damaged}"

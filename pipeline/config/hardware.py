@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config.errors import ConfigError, refusal, together
 from pipeline.config.loading import load_file
+from pipeline.errors import ConfigError, refusal, together
 from storage.problems import Problem, above, at_least, setting, setting_problems
 
 GIB = 1 << 30

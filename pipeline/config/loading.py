@@ -30,8 +30,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipeline.config.changes import Change, changes, decides_nothing, sections, settings
-from pipeline.config.errors import ConfigError, OtherProgramsConfig, all_of, refusal, together
+from pipeline.config.identity import Change, changes, decides_nothing, sections, settings
 from pipeline.config.placement import DEFAULT_PLACEMENT
 from pipeline.config.reward_model import (
     LabelConfig,
@@ -43,6 +42,7 @@ from pipeline.config.reward_model import (
 )
 from pipeline.config.rules import run_problems, set_default, validate
 from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigError, OtherProgramsConfig, all_of, refusal, together
 from stages.engines.config import interpreter, made_interpreter
 from storage import files
 from storage.config import Durability
@@ -503,8 +503,8 @@ def flatten(config: RunConfig | RewardModelConfig | LabelConfig) -> dict[str, st
 
 def config_hash(config: RunConfig) -> str:
     """Return a digest of all settings that decide what is computed. Two runs with the same digest may share a
-    directory. `changes.py` lists the settings that are left out. Secrets are left out too: they may be exchanged, and a
-    public digest could reveal them."""
+    directory. `identity.py` lists the settings that are left out. Secrets are left out too: they may be exchanged,
+    and a public digest could reveal them."""
     stated = settings(redacted(sections(config)))
     content = {key: value for key, value in stated.items() if not decides_nothing(key, config)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config.errors import ConfigError
+from pipeline.errors import ConfigError
 from storage.host import who_else_can_change
 
 

@@ -17,14 +17,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from pipeline.config.changes import change_problems, sections, settings
 from pipeline.config.devices import THIS_HOST, all_here, device_problems, gpus_per_worker
-from pipeline.config.errors import ConfigError, all_of, refusal, refusals, together
-from pipeline.config.fitting import memory_problems
-from pipeline.config.identity import FILE, Identity, edited, read_identity
+from pipeline.config.fitting import descriptors_needed, memory_problems, most_descriptors
+from pipeline.config.identity import FILE, Identity, change_problems, edited, read_identity, sections, settings
 from pipeline.config.loading import config_hash, read_saved
 from pipeline.config.memory import gpus_here, memory_limits, planned_run, row_cache_bytes
-from pipeline.config.open_files import descriptors_needed, most_descriptors
 from pipeline.config.paths import RunPaths, network_filesystem
 from pipeline.config.placement import gang_of
 from pipeline.config.role_models import (
@@ -37,10 +34,11 @@ from pipeline.config.role_models import (
 )
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import SQLITE
+from pipeline.errors import ConfigError, all_of, refusal, refusals, together
 from stages.engines.capabilities import Capabilities, Device, able
 from stages.engines.config import OTHER_ENVIRONMENTS
 from stages.engines.embedded.division import check_division
-from stages.engines.remote.environments import ENVIRONMENTS, environment_problem
+from stages.engines.remote.process import ENVIRONMENTS, environment_problem
 from stages.models.hf_files import Tokenizer, read_tokenizer
 from stages.models.layouts import adapter_problems, blocks_problems, layout_problems
 from stages.models.protocol import Role

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.config.errors import refusal, together
 from pipeline.config.sections import TrackingConfig, tracking_problems
+from pipeline.errors import refusal, together
 from stages.engines.config import OTHER_ENVIRONMENTS, EngineConfig, engine_problems
 from stages.models.config import (
     LayoutConfig,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from itertools import chain
 
-from pipeline.config.errors import ConfigError, refusal
 from pipeline.config.memory import gpus_here
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_writable, holds_run
 from pipeline.config.reward_model import RewardModelConfig
 from pipeline.config.role_models import read_model
+from pipeline.errors import ConfigError, refusal
 from stages.models.hf_files import head_problem, is_classifier, read_tokenizer, read_vocabulary, tensor_shape
 from stages.models.layouts import adapter_problems, blocks_problems, layout_problems
 from stages.models.protocol import Role

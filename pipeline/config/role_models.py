@@ -7,8 +7,8 @@ import json
 from importlib import import_module
 from pathlib import Path
 
-from pipeline.config.errors import ConfigError, refusal
 from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigError, refusal
 from stages.models.hf_files import head_problem, is_classifier, read_vocabulary
 from stages.models.layouts import blocks_problems
 from stages.models.protocol import MODEL_ROLES, Role

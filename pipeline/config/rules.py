@@ -15,7 +15,6 @@ from copy import deepcopy
 from dataclasses import is_dataclass
 from typing import Any
 
-from pipeline.config.errors import refusal, together
 from pipeline.config.placement import default_placement, gang_of, placement_problems
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import (
@@ -28,6 +27,7 @@ from pipeline.config.sections import (
     tracking_problems,
 )
 from pipeline.config.slurm import slurm_placement_problems, slurm_problems
+from pipeline.errors import refusal, together
 from pipeline.graph.graph import Gang
 from stages.engines.capabilities import Capabilities, able
 from stages.engines.config import engine_problems

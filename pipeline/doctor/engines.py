@@ -17,7 +17,7 @@ from pipeline.doctor.ladder import Absent, DoctorSettings, Fault, Finding
 from stages.engines.build import build_engine
 from stages.engines.config import EmbeddedConfig, EngineConfig
 from stages.engines.protocol import Completion, EngineLost, GenerationEngine, Request, WeightsError
-from stages.engines.remote.environments import ENVIRONMENTS, environment_problem
+from stages.engines.remote.process import ENVIRONMENTS, environment_problem
 from stages.models.config import SamplingConfig
 from stages.models.hf_weights import read_weights, write_model
 from stages.models.spec import is_random, read_spec

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from pipeline.config.open_files import most_descriptors
+from pipeline.config.fitting import most_descriptors
 from pipeline.doctor.ladder import DoctorSettings, Fault, Finding
-from stages.models.kernels.native import load_block_kernels
+from stages.models.kernels.blocks import load_block_kernels
 from stages.native.compile import NoNativeKernelsError, compiler_version
 
 SHARED_MEMORY = Path("/dev/shm")

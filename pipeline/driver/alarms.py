@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import AlarmsConfig
-from pipeline.driver.errors import StageFailed
+from pipeline.errors import StageFailed
 from pipeline.graph.display import ShownDispatch
 from pipeline.observe.journal import EventKind, Journal
 from pipeline.observe.live import Progress

@@ -26,11 +26,11 @@ from distributed.security import Security
 from distributed.utils import get_ip
 
 from pipeline.config.devices import Worker, devices_of_joining, gpus_per_worker
-from pipeline.config.errors import ConfigError
 from pipeline.config.loading import to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.cluster import Cluster
+from pipeline.errors import ConfigError
 from pipeline.workers.attached import (
     JOIN,
     REFUSALS,

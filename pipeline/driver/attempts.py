@@ -8,7 +8,7 @@
 
 A node's Dask key names its stage, step and shard (`graph_markers.task_key`). A later attempt adds its number, because a
 key whose old future is still held anywhere returns its old error. On a gang a node is one task: rank 0 passes the call
-on to its peers (`pipeline.workers.gang_calls`) and reports when all have done their part. A rank that raises reports
+on to its peers (`pipeline.workers.entry`) and reports when all have done their part. A rank that raises reports
 that at once, by itself.
 
 A parent's future becomes a Dask dependency in two cases: the parent is still running (a FREE node is submitted before
@@ -30,7 +30,6 @@ from typing import Any
 from distributed import Future
 
 from pipeline.driver.context import Context, WorkerKey
-from pipeline.driver.errors import StageFailed
 from pipeline.driver.graph_markers import task_key
 from pipeline.driver.supervision import (
     LOST,
@@ -46,6 +45,7 @@ from pipeline.driver.supervision import (
     may_succeed_later,
     restart_unit,
 )
+from pipeline.errors import StageFailed
 from pipeline.graph.dispatch import Submit
 from pipeline.graph.graph import Mode, Node
 from pipeline.observe.journal import Event, EventKind

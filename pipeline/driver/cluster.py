@@ -32,12 +32,12 @@ from distributed.protocol.pickle import dumps
 from distributed.security import Security
 
 from pipeline.config.devices import THIS_HOST, Worker, all_here, plan_devices, visible_devices
-from pipeline.config.errors import ConfigError
-from pipeline.config.open_files import allow_descriptors, descriptors_needed
+from pipeline.config.fitting import allow_descriptors, descriptors_needed
 from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigError
 from pipeline.workers.messages import worker_name
 from pipeline.workers.worker_process import dask_settings, nanny_options, shares_cores, start_forkserver
-from stages.native.processes import loopback_only
+from storage.host import loopback_only
 
 _KILL_S = 5.0
 """Longest time that the driver waits for processes to be killed. A host that is gone never answers."""

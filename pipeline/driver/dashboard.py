@@ -34,9 +34,8 @@ from pipeline.driver.graph_markers import GraphMarkers, marker_stage
 from pipeline.driver.run_view import RunView
 from pipeline.graph.display import ROWS, ShownDispatch
 from pipeline.graph.flow import Flow
-from pipeline.observe.graph_page import HEADERS, PATH, fragment, page
+from pipeline.observe.graph_page import HEADERS, PATH, fragment, log_end, page
 from pipeline.observe.graph_view import Facts
-from pipeline.observe.log_files import log_end
 from pipeline.observe.node_events import NodeEvents
 from storage.ledger import Ledger
 from storage.weights import WeightBoard

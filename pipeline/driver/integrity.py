@@ -24,8 +24,8 @@ from types import MappingProxyType
 import numpy as np
 
 from pipeline.config.paths import RunPaths
-from pipeline.driver.errors import StageFailed
 from pipeline.driver.retention import close_finished_segments, is_usable
+from pipeline.errors import StageFailed
 from pipeline.graph.graph import (
     SHARDED,
     STAGE_ROLES,
@@ -43,7 +43,7 @@ from storage.checkpoints import Checkpoints, version_of
 from storage.commits import Commit
 from storage.errors import DamagedCommit, StoreError
 from storage.ledger import Ledger
-from storage.rollouts import KEY
+from storage.rollouts import KEEP
 from storage.weights import WeightBoard
 
 
@@ -120,7 +120,7 @@ def mend(history: History, paths: RunPaths, before: Mapping[Address, str] = _NON
 
 def _what_follows(address: Address, lost: Collection[Address]) -> str:
     if address in lost:
-        return f"{address} is lost, and nobody needs it any more ({KEY} has let go what it was made from)"
+        return f"{address} is lost, and nobody needs it any more ({KEEP} has let go what it was made from)"
     return f"{address} runs again"
 
 

@@ -26,7 +26,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
-from pipeline.config.errors import ConfigError, refusal
 from pipeline.config.loading import flatten, load_label_config, write_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_writable, holds_run
@@ -34,9 +33,9 @@ from pipeline.config.reward_model import LabelConfig
 from pipeline.config.reward_preflight import EXPORT
 from pipeline.config.role_models import check_output_layer, read_model
 from pipeline.config.run import RunConfig
-from pipeline.driver.errors import StageFailed
 from pipeline.driver.results import open_history
 from pipeline.driver.session import interruptible, only_driver
+from pipeline.errors import ConfigError, StageFailed, refusal
 from pipeline.observe.journal import LineFile
 from pipeline.observe.text import print_plain
 from stages.generate import generate
@@ -49,9 +48,8 @@ from stages.rewards.protocol import BudgetSpent, RewardFailed
 from stages.rewards.registry import UnfitReward, build_reward
 from storage.address import Address
 from storage.errors import DroppedOutput
-from storage.prompts import PromptsError, is_chat
+from storage.prompts import PromptsError, Row, RowsError, is_chat, read_rows
 from storage.records import PromptBatch
-from storage.row_files import Row, RowsError, read_rows
 
 PAIRS, RESPONSES, VERDICTS, RUBRIC = "pairs.jsonl", "responses.jsonl", "verdicts.jsonl", "rubric.txt"
 

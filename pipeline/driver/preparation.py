@@ -3,32 +3,244 @@
     plan the rewind (--from-checkpoint) ──► state the identity, or compare it ──► write identity, config, prompts
         ──► archive what the rewind moves ──► set damaged records aside, move committed files into place
 
-`prepare` does all of it, in this order.
+`prepare` does all of it, in this order. The identity is compared at each resume, and with each worker:
+
+    start    ──► config, model files, prompts, software ──► identity.json
+    resume   ──► unchanged? ──no, in a way that is not allowed──► refused, naming the difference
+                     │ yes, or in an allowed way
+                     └► the changes are written and reported
+    a worker is built ──► compare its numerics with its gang's (present and earlier), its software with the driver's
+
+A node may run on any worker of its gang, so all workers of a gang must compute the same bits. Different gangs may run
+on different processors, as long as each gang's stay the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pipeline.config.identity import Identity, write_identity
-from pipeline.config.loading import write_config
+from pipeline.config.identity import (
+    FILE,
+    GangNumerics,
+    Identity,
+    Statement,
+    changes,
+    differences,
+    fingerprint,
+    read_identity,
+    sections,
+    write_identity,
+)
+from pipeline.config.loading import config_hash, write_config
 from pipeline.config.memory import gpus_here
 from pipeline.config.paths import RunPaths
-from pipeline.config.preflight import Preflight, device_notes
+from pipeline.config.placement import gang_of
+from pipeline.config.preflight import Preflight, device_notes, device_of, engine_line, unproven
 from pipeline.config.run import RunConfig
-from pipeline.driver.identity import state, state_again
+from pipeline.driver.context import WorkerKey
 from pipeline.driver.integrity import Repairs, carry_out, mend, plan_rewind, set_damaged_aside
 from pipeline.driver.results import open_history
 from pipeline.driver.retention import check_evaluations
+from pipeline.errors import ConfigError
 from pipeline.observe.history import History
-from stages.models.hf_files import Tokenizer
+from pipeline.observe.journal import EventKind, Journal
+from pipeline.workers.messages import worker_name
+from stages.engines.capabilities import Device
+from stages.models.hf_files import Tokenizer, file_digests
+from stages.models.protocol import Role
+from stages.native.software import software
+from stages.prompts import PromptTable
 from storage import files
 from storage.address import Address
-from storage.rollout_root import BYTES, OFFSETS, Vocabulary, write_root
+from storage.ledger import Ledger
+from storage.rollouts import BYTES, OFFSETS, Vocabulary, write_root
+
+KEY = "cluster.same_numerics"
+FROM_CHECKPOINT = "`stageline resume RUN --from-checkpoint`"
+
+
+@dataclass(frozen=True)
+class Stated:
+    """The identity of a run that starts or resumes, with notes for the user."""
+
+    identity: Identity
+    changed: tuple[str, ...] = ()
+    """Settings that a resumed run has changed."""
+    warnings: tuple[str, ...] = ()
+
+
+def state(config: RunConfig, prompts: PromptTable) -> Stated:
+    """Return the identity of a run that starts. Writes nothing."""
+    first = Statement(time.time(), "started", sections(config), config_hash(config), software())
+    return Stated(Identity(_model_files(config), prompts.digest(), (first,)))
+
+
+def state_again(config: RunConfig, prompts: PromptTable, ledger: Ledger, archived: str | None = None) -> Stated:
+    """Return the identity of a run that resumes, with what has changed since.
+
+    Args:
+        archived: the reason to state if the run resumes from a checkpoint, and later commits are archived.
+
+    Raises:
+        ConfigError: models, prompts or software differ from the run's.
+        StoreError: identity.json is damaged.
+    """
+    identity = read_identity(config.run_dir)
+    if identity is None:
+        return _state_unseen(config, prompts, ledger)
+    found = _model_files(config)
+    for name, stated in identity.models.items():
+        other = differences(stated, found[name])
+        if other:
+            key, path = _paths(config)[name]
+            raise ConfigError(key, f"given {path!r}; its files are not those that the run began with: {_listed(other)}")
+    if identity.prompts != prompts.digest():
+        need = f"what is read there is not what {config.run_dir} began with, whose own copy (prompts.npz) is lost"
+        raise ConfigError("prompts.url", f"given {config.prompts.url!r}; {need}")
+    latest, here = identity.latest, software()
+    changed = [str(change) for change in changes(latest.config, sections(config))]
+    other = differences(latest.software, here)
+    warnings: tuple[str, ...] = ()
+    if other and archived is None:
+        if config.cluster.same_numerics == "refuse":
+            raise ConfigError(KEY, f"given 'refuse'; the software is not what the run was computed with: {_way(other)}")
+        warnings = (f"other software: {_listed(other)}. Updates that run again may differ ({KEY}=warn)",)
+    same_digest = latest.config_hash == config_hash(config)  # differs if an earlier version hashed secrets too
+    if not changed and not other and archived is None and same_digest:
+        return Stated(identity)
+    statement = Statement(
+        time=time.time(),
+        why=archived or "resumed",
+        config=sections(config),
+        config_hash=config_hash(config),
+        software=here,
+        changed=(*changed, *other),
+        anew=archived is not None,
+    )
+    return Stated(identity.stated(statement), tuple(changed), warnings)
+
+
+def _state_unseen(config: RunConfig, prompts: PromptTable, ledger: Ledger) -> Stated:
+    """Return the identity of a run whose identity.json is gone. Its commits must at least be of this config."""
+    stated, made = state(config, prompts), {commit.provenance.config_hash for commit in ledger.list()}
+    others = sorted(made - {stated.identity.latest.config_hash})
+    if others:
+        raise ConfigError(
+            str(config.run_dir / FILE),
+            f"is missing, and the commits are of another config (digest {', '.join(others)}) than config.yaml "
+            f"({stated.identity.latest.config_hash}); put it back",
+        )
+    if not made:
+        return stated
+    warning = f"{FILE} was missing: models, prompts and software are taken for the run's unseen"
+    first = replace(stated.identity.latest, why="resumed without an identity")
+    return Stated(replace(stated.identity, statements=(first,)), warnings=(warning,))
+
+
+class NumericsWatch:
+    """Owns the run's identity while it runs, and writes every new numerics of a gang into it."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        identity: Identity,
+        journal: Journal,
+        tags: Callable[[Mapping[str, str]], None] = lambda values: None,
+    ) -> None:
+        """`tags`: sets tags in tracking, where users compare the engines' capabilities."""
+        self._config, self._tags = config, tags
+        self._engine_gang = gang_of(config.placement, Role.GENERATE)
+        self._engines: set[str] = set()
+        """Lines of capabilities that were already reported."""
+        self._run_dir = Path(config.run_dir)
+        self._mode = config.cluster.same_numerics
+        self._identity = identity
+        self._journal = journal
+
+    def built(self, worker: WorkerKey, numerics: Mapping[str, str]) -> None:
+        """Compare a new worker's numerics with its gang's. Under `cluster.same_numerics: warn` record and report a
+        difference.
+
+        Raises:
+            ConfigError: the numerics differ, under `refuse`.
+        """
+        if not numerics:
+            return
+        gang, name = worker[0], worker_name(*worker)
+        if gang == self._engine_gang:
+            self._say_engine(device_of(numerics))
+        versions = {item: numerics[item] for item in self._identity.latest.software if item in numerics}
+        known = self._identity.numerics_of(gang)
+        short = fingerprint(numerics)
+        if short in {one.fingerprint for one in known}:
+            return
+        other = differences(known[0].items, numerics) if known else []
+        other += [] if known else differences(self._identity.latest.software, versions)
+        if other:
+            than = f"{known[0].worker} had when the gang was built first" if known else "the driver has"
+            if self._mode == "refuse":
+                raise ConfigError(KEY, f"given 'refuse'; worker {name} computes with others than {than}: {_way(other)}")
+            detail = f"worker {name} computes with others than {than}: {_listed(other)}. Its last bits may differ"
+            self._journal.now(EventKind.WARNED, detail=detail)
+        seen = GangNumerics(gang, short, dict(numerics), name, time.time(), len(self._identity.statements) - 1)
+        self._identity = replace(self._identity, numerics=(*self._identity.numerics, seen))
+        write_identity(self._run_dir, self._identity)
+
+    def _say_engine(self, device: Device) -> None:
+        """Report, once per device, the engine's capabilities there, and what the run therefore may not prove."""
+        line, missing = engine_line(self._config, device), unproven(self._config, device)
+        if line in self._engines:
+            return
+        self._engines.add(line)
+        said = "; ".join(missing) or "nothing"
+        self._journal.now(EventKind.ENGINE, gang=self._engine_gang, detail=f"{line}. Not proven: {said}")
+        self._tags({"engine": line, "not_proven": said})
+
+
+def _paths(config: RunConfig) -> dict[str, tuple[str, str]]:
+    """Return (config key of the path, path) of each model and rubric file. They are named by a model's role, or by the
+    config key of a reward model's arguments or of a rubric file."""
+    model = config.model
+    found = {str(Role.POLICY): ("model.path", model.path)}
+    for role, key, path in (
+        (Role.REFERENCE, "model.reference_path", model.reference_path),
+        (Role.CRITIC, "model.critic_path", model.critic_path),
+    ):
+        if role is Role.CRITIC and not config.has_critic:
+            continue
+        found[str(role)] = found[str(Role.POLICY)] if path is None else (key, path)
+    rewards = {where: (f"{where}.path", str(args["path"])) for where, args in config.scoring_models().items()}
+    return found | rewards | {key: (key, file) for key, file in config.rubric_files().items()}
+
+
+def _model_files(config: RunConfig) -> dict[str, dict[str, str]]:
+    """Return the digests of the files of each model and rubric, by the names of `_paths`. Read shared files once."""
+    by_path: dict[str, dict[str, str]] = {
+        file: {"rubric": hashlib.sha256(Path(file).read_bytes()).hexdigest()} for file in config.rubric_files().values()
+    }
+    return {
+        name: by_path[path] if path in by_path else by_path.setdefault(path, file_digests(path))
+        for name, (_, path) in _paths(config).items()
+    }
+
+
+def _way(other: list[str]) -> str:
+    """Return a text with the differences, and the ways to continue."""
+    return (
+        f"{_listed(other)}. Go back to that; or set {KEY}=warn, with which updates that run again may differ; or have "
+        f"what came after the newest checkpoint computed anew, here: {FROM_CHECKPOINT}"
+    )
+
+
+def _listed(items: list[str]) -> str:
+    return "; ".join(items)
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from pipeline.config.changes import sections, settings
-from pipeline.config.identity import Identity, read_identity
+from pipeline.config.identity import Identity, read_identity, sections, settings
 from pipeline.config.loading import config_hash
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
@@ -67,8 +66,7 @@ from stages.models.hf_files import read_tokenizer
 from storage.errors import StoreError
 from storage.ledger import Ledger
 from storage.redaction import redacted, redacted_text
-from storage.rollout_root import Decode
-from storage.rollouts import RolloutStore
+from storage.rollouts import Decode, RolloutStore
 
 _CHANGED = "+changes"
 _NOTE, _ENDED = "mlflow.note.content", "stageline.ended"

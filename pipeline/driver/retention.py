@@ -27,9 +27,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
-from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigError
 from pipeline.graph.graph import GraphSpec, evaluate_nodes, evaluated, step_nodes, update_stages, window
 from pipeline.observe.evaluations import Evaluation, best_evaluation
 from pipeline.observe.history import History
@@ -38,7 +38,7 @@ from storage.address import Address
 from storage.checkpoints import Checkpoints, version_of
 from storage.errors import StoreError
 from storage.ledger import SPAN, Ledger, first_step
-from storage.rollouts import KEY
+from storage.rollouts import KEEP
 
 _LEAVING = ".leaving-"
 """Prefix of an export that is being removed, so that it no longer has a version's name."""
@@ -188,7 +188,7 @@ def check_evaluations(config: RunConfig, history: History) -> None:
         named = ", ".join(f"v{version}" for version in lost[:5]) + (" ..." if len(lost) > 5 else "")
         raise ConfigError(
             "evaluate.every",
-            f"given {config.evaluate.every}; {named} would have to be made again from rollouts that {KEY} has dropped "
+            f"given {config.evaluate.every}; {named} would have to be made again from rollouts that {KEEP} has dropped "
             f"(all before step {before})",
         )
 

@@ -36,8 +36,8 @@ from pipeline.config.loading import flatten, write_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.reward_model import RewardModelConfig
 from pipeline.config.reward_preflight import EXPORT, check_training, read_parts, trained_already
-from pipeline.driver.errors import StageFailed
 from pipeline.driver.session import interruptible, only_driver
+from pipeline.errors import StageFailed
 from pipeline.observe.text import print_plain
 from pipeline.observe.tracking import MlflowTracker, NullTracker, Tracker, how_to_open
 from stages.models.config import LoraConfig

@@ -33,11 +33,9 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.alarms import Alarms
 from pipeline.driver.cluster import Cluster
 from pipeline.driver.context import ExecutorEvents, ExecutorSettings, WorkerKey
-from pipeline.driver.errors import StoredWrongly, WorkersMissing
 from pipeline.driver.executor import Executor
-from pipeline.driver.identity import NumericsWatch
 from pipeline.driver.integrity import UnreadVersions, check_made_again, finalised
-from pipeline.driver.preparation import PreparedRun, prepare
+from pipeline.driver.preparation import NumericsWatch, PreparedRun, prepare
 from pipeline.driver.results import (
     catch_up,
     conclude,
@@ -59,6 +57,7 @@ from pipeline.driver.session import (
     writable,
 )
 from pipeline.driver.tracked import SystemMetrics, previews, step_spans
+from pipeline.errors import StoredWrongly, WorkersMissing
 from pipeline.graph.display import ShownDispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, weight_readers
@@ -77,7 +76,7 @@ from pipeline.observe.tracking import Tracker
 from pipeline.workers.messages import Outcome
 from storage.address import Address
 from storage.errors import StoreError, StoreRefused
-from storage.rollout_root import Decode
+from storage.rollouts import Decode
 from storage.weights import WeightBoard
 
 

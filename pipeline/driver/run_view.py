@@ -25,6 +25,7 @@ from pipeline.driver.results import watch_runs
 from pipeline.graph.display import NodeState, ShownDispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Gang, GraphSpec
+from pipeline.observe.graph_page import log_names
 from pipeline.observe.graph_view import (
     CurveCache,
     Facts,
@@ -40,7 +41,6 @@ from pipeline.observe.graph_view import (
 from pipeline.observe.history import History
 from pipeline.observe.journal import run_starts
 from pipeline.observe.live import Progress, Screen
-from pipeline.observe.log_files import log_names
 from pipeline.observe.node_events import NodeEvents
 from pipeline.observe.provenance import slurm_job, tunnel
 from pipeline.workers.messages import worker_name

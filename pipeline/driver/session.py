@@ -14,12 +14,12 @@ import signal
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 
-from pipeline.config.errors import ConfigError
 from pipeline.config.memory import gpus_here, weights_bytes
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.attached_workers import AttachedWorkers
 from pipeline.driver.cluster import Cluster, LocalWorkers
+from pipeline.errors import ConfigError
 from pipeline.workers.attached import board_of_host
 from pipeline.workers.worker_process import OF_TERMINAL, ending_signals
 from stages.models.protocol import Role

@@ -30,12 +30,11 @@ from distributed import Future
 from distributed.comm import CommClosedError
 from distributed.scheduler import KilledWorker, NoValidWorkerError, NoWorkerError
 
-from pipeline.config.errors import ConfigError
 from pipeline.config.identity import fingerprint
 from pipeline.driver.cluster import heartbeats, kill_workers, workers_by_address
 from pipeline.driver.context import Context, WorkerKey
-from pipeline.driver.errors import StageFailed, WorkersMissing
 from pipeline.driver.graph_markers import build_key
+from pipeline.errors import ConfigError, StageFailed, WorkersMissing
 from pipeline.graph.graph import Gang, Node
 from pipeline.observe.journal import EventKind
 from pipeline.workers.attached import JoinRefused, with_exit_reason

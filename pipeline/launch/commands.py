@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipeline.config.errors import ConfigError
+from pipeline.errors import ConfigError
 from storage import files
 from storage.errors import StoreError
 

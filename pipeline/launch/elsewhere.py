@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config.devices import Worker, device_problems, gpus_per_worker, plan_devices
-from pipeline.config.errors import refusal, together
 from pipeline.config.fitting import memory_problems
 from pipeline.config.hardware import AS, GIB, HardwareCluster
 from pipeline.config.memory import MemoryLimits, PlannedRun, planned_run
 from pipeline.config.preflight import check_shapes, device_notes, may_share
 from pipeline.config.run import RunConfig
 from pipeline.config.slurm import SlurmConfig
+from pipeline.errors import refusal, together
 from pipeline.graph.graph import Gang
 from pipeline.launch.script import NodeGroup, job_shape
 from stages.models.spec import is_random

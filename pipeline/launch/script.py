@@ -18,10 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.config.errors import ConfigError
 from pipeline.config.placement import PlacementConfig
 from pipeline.config.run import RunConfig
 from pipeline.config.slurm import SlurmConfig, SlurmGangConfig, cpus_per_worker, gpus_of_worker, host_gang
+from pipeline.errors import ConfigError
 from pipeline.launch import requeues
 from stages.models.protocol import Role
 

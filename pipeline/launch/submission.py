@@ -13,10 +13,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config.errors import ConfigError
 from pipeline.config.loading import to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigError
 from pipeline.launch.commands import JobRecord, job_state, read_record, submit, write_record
 from pipeline.launch.script import JobPlace, NodeGroup, job_shape, render, render_doctor
 from storage import files

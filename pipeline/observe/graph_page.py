@@ -2,15 +2,18 @@
 
 `page` renders the whole page. `fragment` renders the part that an open page fetches again every second. The last part
 draws the grid of steps and stages with the staleness edges. The learning curves are drawn in the browser, by the script
-that draws them in the report. Pure functions of `GraphView`. All text from the run is escaped.
+that draws them in the report. All text from the run is escaped. Pure functions of `GraphView`, except those at the end,
+which read the workers' log files for the page.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from urllib.parse import quote
 
 from pipeline.graph.display import NodeState
@@ -283,3 +286,23 @@ def _staleness_edges(view: GraphView, x_of: Mapping[int, int], y_of: Mapping[str
             f'data-to="{escape(short(children[0].address))}"><title>{names}</title></path>'
         )
     return parts
+
+
+# ---- log files -------------------------------------------------------------------------------------------
+
+
+_SHOWN_BYTES = 64 << 10
+
+
+def log_names(directory: Path) -> tuple[str, ...]:
+    """Return the names of a run's log files."""
+    return tuple(sorted(path.name for path in directory.glob("*.log"))) if directory.is_dir() else ()
+
+
+def log_end(directory: Path, name: str) -> str | None:
+    """Return the last 64 KiB of a log file as text, or None if no log file has that name."""
+    if name not in log_names(directory):
+        return None
+    with (directory / name).open("rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - _SHOWN_BYTES))
+        return log.read().decode("utf8", "replace")

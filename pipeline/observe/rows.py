@@ -2,7 +2,7 @@
 
 - `StageRows`: the rows of a shard, a step or an evaluation. Only committed arrays are read, each checked against its
   CRC-32 (storage/rollouts.py), so arrays of a dead or late attempt are never seen.
-- `row_columns`: the numbers and texts of each row. pipeline/observe/row_tables.py makes tables and files of them.
+- `row_columns`: the numbers and texts of each row. pipeline/cli/opened_run.py makes tables and files of them.
 - `response_pairs`: the responses to the held-out prompts before and after training.
 """
 
@@ -32,7 +32,7 @@ from storage.records import (
     Scores,
     Values,
 )
-from storage.rollout_root import BYTES, OFFSETS, Decode, Vocabulary, read_root_array
+from storage.rollouts import BYTES, OFFSETS, Decode, Vocabulary, read_root_array
 
 
 @dataclass(frozen=True)

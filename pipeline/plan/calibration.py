@@ -16,8 +16,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from pipeline.config.errors import ConfigError, refusal, together
 from pipeline.config.loading import load_file
+from pipeline.errors import ConfigError, refusal, together
 from storage.problems import Constraint, above, at_least, setting, setting_problems
 
 CALIBRATION = "--calibration"

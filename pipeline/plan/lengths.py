@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Protocol
 
-from pipeline.config.errors import ConfigError
+from pipeline.errors import ConfigError
 
 LENGTHS = "--lengths"
 """The option that names a distribution. Errors have it as their key."""

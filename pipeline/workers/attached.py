@@ -67,11 +67,11 @@ from distributed.comm.core import FatalCommClosedError
 from distributed.security import Security
 
 from pipeline.config.devices import visible_devices
-from pipeline.config.errors import ConfigError
+from pipeline.config.fitting import allow_descriptors, descriptors_of_worker
 from pipeline.config.loading import load_yaml
-from pipeline.config.open_files import allow_descriptors, descriptors_of_worker
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigError
 from pipeline.graph.graph import Gang
 from pipeline.workers.messages import worker_name
 from pipeline.workers.scheduler_file import (

@@ -130,7 +130,7 @@ class Outcome:
     warnings: tuple[str, ...] = ()
     """Problems that did not make the call fail."""
     peers: tuple[Outcome, ...] = ()
-    """Outcomes of other ranks that differ noticeably from rank 0's (`gang_calls.outliers`). Only rank 0 has any."""
+    """Outcomes of other ranks that differ noticeably from rank 0's (`entry.outliers`). Only rank 0 has any."""
 
 
 class FailureKind(StrEnum):

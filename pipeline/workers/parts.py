@@ -25,11 +25,10 @@ from pipeline.config.run import RunConfig
 from pipeline.config.sections import collective_timeout_s
 from pipeline.graph.graph import STAGE_ROLES, made_from
 from pipeline.workers.attached import clear_exit_reason, write_exit_reason
-from pipeline.workers.bookkeeping import Clock
 from pipeline.workers.messages import MESSAGE_TIMEOUT_S, Call, WorkerSpec
 from pipeline.workers.replica_rows import ReplicaRows
 from pipeline.workers.updates import ExactlyOnceUpdates
-from pipeline.workers.versioned_engine import VersionedEngine
+from pipeline.workers.versioned_engine import Clock, VersionedEngine
 from pipeline.workers.weight_transfer import Fetcher
 from pipeline.workers.worker_process import bind_to_gpus
 from stages.engines.protocol import GenerationEngine
@@ -43,11 +42,11 @@ from stages.rewards.protocol import Part
 from storage.address import Address
 from storage.checkpoints import Checkpoints
 from storage.commits import Commit, Provenance, provenance_here
+from storage.files import Writeback
 from storage.ledger import Ledger
 from storage.rollouts import RolloutStore
 from storage.weight_copies import is_copy
 from storage.weights import Manifest, WeightBoard, owner_alive
-from storage.writeback import Writeback
 
 RECENT_BYTES = 64 << 20
 """Bytes of records that a worker keeps: `reference`, `logprob`, `value` and both updates of a step read the same rows.

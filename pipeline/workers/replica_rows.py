@@ -11,8 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from pipeline.workers.versioned_engine import VersionedEngine
-from stages.engines.embedded.migration import AcceptedRows
-from stages.engines.migration import MigratedRow, key_of
+from stages.engines.embedded.migration import AcceptedRows, MigratedRow, key_of
 from stages.engines.protocol import Completion
 from stages.engines.row_loads import EngineLoad, MigrationRequest, RowKey
 from storage.address import Address

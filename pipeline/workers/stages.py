@@ -32,10 +32,19 @@ from pipeline.workers.messages import Call
 from pipeline.workers.parts import WorkerParts, required
 from pipeline.workers.weight_transfer import Fetched
 from stages.advantage import advantage
-from stages.canary import CANARY_STEP, canary_logprob, canary_rows, compared, engine_logprobs, sampled_by
 from stages.engines.protocol import EngineStats, GenerationEngine, RowsLost
 from stages.engines.row_loads import RowKey
-from stages.forward import logprob, reference, value
+from stages.forward import (
+    CANARY_STEP,
+    canary_logprob,
+    canary_rows,
+    compared,
+    engine_logprobs,
+    logprob,
+    reference,
+    sampled_by,
+    value,
+)
 from stages.generate import generate
 from stages.models.config import SamplingConfig
 from stages.models.numerics import peak_bytes

@@ -1,8 +1,10 @@
-"""An engine that shards of one version of the weights share, while shards of other versions wait."""
+"""An engine that shards of one version of the weights share, while shards of other versions wait; and `Clock`, which
+counts the seconds that a call spends on the store, the ledger and new weights."""
 
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
@@ -10,7 +12,6 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from pipeline.workers.bookkeeping import Clock
 from stages.engines.embedded.migration import MigratingEngine
 from stages.engines.protocol import (
     NO_VERSION,
@@ -22,6 +23,22 @@ from stages.engines.protocol import (
     WeightsError,
 )
 from storage.weights import BFLOAT16, TensorInfo, WeightBoard, WeightLease
+
+
+class Clock(threading.local):
+    """Counter of the seconds that this thread's call spends on bookkeeping."""
+
+    seconds: float = 0.0
+
+    @contextmanager
+    def bookkeeping(self) -> Iterator[None]:
+        """Count the seconds of the block."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - started
+
 
 _BFLOAT16_EXPONENT = np.uint16(0x7F80)
 """All ones in a number that is not finite."""

@@ -23,7 +23,7 @@ from stages.models.checkpoints import write_snapshot
 from stages.models.config import LayoutConfig, ModelConfig, Offload, OptimizerConfig, SamplingConfig
 from stages.models.forward import KeptForwards, MicroBatch, Trunk, head_values, response_logprobs, run_forward
 from stages.models.hf_weights import read_weights, write_model
-from stages.models.kernels.native import choose_kernels
+from stages.models.kernels.blocks import choose_kernels
 from stages.models.layouts import check_layout
 from stages.models.lora import ADAPTERS, FrozenWeights, write_adapters
 from stages.models.minibatches import MinibatchLoss, peak_of_a_rank, rank_micro_batches, work_of

@@ -46,7 +46,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 
 from stages.models.config import LayoutConfig
 from stages.models.protocol import ALONE, Rank, RanksMissing, StateError
-from stages.native.processes import loopback_only
+from storage.host import loopback_only
 
 
 @dataclass(frozen=True)

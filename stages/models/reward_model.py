@@ -37,7 +37,7 @@ from stages.models.config import LayoutConfig, ModelConfig
 from stages.models.forward import MicroBatch, Trunk, cut_micro_batches, run_forward
 from stages.models.hf_files import COPIED_FILES, read_tokenizer
 from stages.models.hf_weights import read_weights, write_tensors
-from stages.models.kernels.native import choose_kernels
+from stages.models.kernels.blocks import choose_kernels
 from stages.models.layers import HiddenOutput
 from stages.models.layouts import check_layout
 from stages.models.numerics import choose_products, rows_multiple, set_numerics

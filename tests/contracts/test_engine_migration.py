@@ -10,8 +10,7 @@ import pytest
 
 from stages.engines.build import build_engine
 from stages.engines.embedded.build import build_embedded
-from stages.engines.embedded.migration import MigratingEngine
-from stages.engines.migration import key_of
+from stages.engines.embedded.migration import MigratingEngine, key_of
 from stages.engines.protocol import GenerationEngine, Request
 from stages.engines.row_loads import MigrationRequest
 from stages.models.config import SamplingConfig

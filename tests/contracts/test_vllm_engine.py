@@ -20,7 +20,7 @@ from stages.engines.capabilities import vllm_capabilities
 from stages.engines.config import EngineConfig
 from stages.engines.protocol import EngineLost, GenerationEngine, Request
 from stages.engines.remote.client import RemoteEngine
-from stages.engines.remote.environments import ENVIRONMENTS, environment_problem
+from stages.engines.remote.process import ENVIRONMENTS, environment_problem
 from stages.engines.remote.weights import ModelFiles
 from stages.models.config import SamplingConfig
 from tests.contracts.engine_contract import (

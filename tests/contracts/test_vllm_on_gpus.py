@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from stages.engines.capabilities import vllm_capabilities
 from stages.engines.config import EngineConfig, VllmConfig
-from stages.engines.remote.environments import ENVIRONMENTS, environment_problem
+from stages.engines.remote.process import ENVIRONMENTS, environment_problem
 from stages.engines.remote.serving.adapter import Settings
 from stages.engines.remote.weights import places_in
 from storage.locks import open_lock, take_lock

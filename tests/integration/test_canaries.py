@@ -14,10 +14,10 @@ import pipeline.driver.run
 from pipeline.cli.main import main
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.errors import StageFailed
 from pipeline.driver.results import open_history
+from pipeline.errors import StageFailed
 from pipeline.observe.journal import EventKind, read_events
-from stages.canary import CANARY_TOKENS
+from stages.forward import CANARY_TOKENS
 from storage.address import Address
 from tests.support.faulty_runtimes import DAMAGED
 from tests.support.runs import ONE_GANG, QUIET, configure, finish, use_runtime

@@ -23,12 +23,12 @@ from distributed import Scheduler
 import pipeline.driver.run
 from pipeline.cli.dashboard import Recorded, open_server
 from pipeline.cli.main import main
-from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.cluster import LocalWorkers
 from pipeline.driver.graph_markers import marker_key, marker_stage
 from pipeline.driver.session import only_driver, worker_processes
+from pipeline.errors import ConfigError
 from storage.address import Address
 from tests.support.runs import QUIET, configure, finish
 from tests.support.waiting import until

@@ -15,9 +15,9 @@ from rich.console import Console
 import pipeline.driver.run
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.errors import WorkersMissing
 from pipeline.driver.run import Run
 from pipeline.driver.session import EndedEarly
+from pipeline.errors import WorkersMissing
 from tests.support.runs import configure
 
 JOB = (signal.SIGUSR1,)

@@ -19,15 +19,14 @@ import pytest
 from distributed.comm import connect
 from distributed.security import Security
 
-from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.cluster import LocalWorkers, kill_workers, workers_by_address
 from pipeline.driver.context import ExecutorEvents, ExecutorSettings, WorkerKey
-from pipeline.driver.errors import StageFailed
 from pipeline.driver.executor import Executor
 from pipeline.driver.supervision import HeartbeatWatch
+from pipeline.errors import ConfigError, StageFailed
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, run_nodes

@@ -20,13 +20,13 @@ from mlflow.tracking import MlflowClient
 from pipeline.cli.main import main
 from pipeline.cli.replay import replay_node
 from pipeline.cli.verification import verify_run
-from pipeline.config.errors import ConfigError
 from pipeline.config.identity import read_identity, write_identity
 from pipeline.config.loading import flatten
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.driver.tracked import tracked_params
+from pipeline.errors import ConfigError
 from pipeline.graph.graph import run_nodes
 from pipeline.observe.journal import EventKind, read_events
 from pipeline.observe.metric_catalogue import find

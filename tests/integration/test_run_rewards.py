@@ -15,11 +15,11 @@ import zarr
 from pipeline.cli.export import export_version
 from pipeline.cli.main import main
 from pipeline.cli.verification import verify_run
-from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
+from pipeline.errors import ConfigError
 from pipeline.observe.evaluations import best_evaluation
 from storage.address import Address
 from storage.records import Scores

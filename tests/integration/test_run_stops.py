@@ -112,7 +112,7 @@ def test_an_engine_on_two_ranks_gives_the_same_weights_even_if_one_dies(folder: 
     with started(arguments(folder, "stages", *changes)) as driver:
         wait_until_finished(driver, RunPaths(config.run_dir).events, "generate", 0)
         processes = psutil.Process(driver.pid).children(recursive=True)
-        (rank,) = [process for process in processes if "stages.engines.embedded.ranks.rank_main" in process.cmdline()]
+        (rank,) = [process for process in processes if "stages.engines.embedded.ranks.processes" in process.cmdline()]
         rank.kill()
         said, _ = driver.communicate(timeout=200)
     assert driver.returncode == 0, said

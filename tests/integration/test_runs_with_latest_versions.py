@@ -11,11 +11,10 @@ import pytest
 from pipeline.cli.main import main
 from pipeline.cli.replay import replay_node
 from pipeline.cli.verification import verify_run
-from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.errors import StageFailed
 from pipeline.driver.results import open_history
+from pipeline.errors import ConfigError, StageFailed
 from pipeline.observe.journal import EventKind, read_events
 from storage.address import Address
 from tests.support.run_results import events_noted, outputs, steps_of

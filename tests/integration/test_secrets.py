@@ -26,7 +26,7 @@ import yaml
 from mlflow.tracking import MlflowClient
 
 from pipeline.cli.main import main
-from pipeline.config.changes import change_problems, sections
+from pipeline.config.identity import change_problems, sections
 from pipeline.config.loading import config_hash, load_config
 from pipeline.config.paths import RunPaths
 from pipeline.driver.results import open_history

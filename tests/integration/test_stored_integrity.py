@@ -16,13 +16,12 @@ import pipeline.driver.run
 from pipeline.cli.answers import saved_config
 from pipeline.cli.main import main
 from pipeline.cli.verification import verify_run
-from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import preflight
 from pipeline.config.role_models import check_exported
 from pipeline.config.run import RunConfig
-from pipeline.driver.errors import StageFailed
 from pipeline.driver.results import open_history
+from pipeline.errors import ConfigError, StageFailed
 from pipeline.observe.journal import EventKind, read_events
 from storage.address import Address
 from tests.support.run_results import events_noted, outputs

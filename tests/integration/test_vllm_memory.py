@@ -14,7 +14,7 @@ from pipeline.config.loading import load_config
 from pipeline.config.memory import PlannedModel, PlannedRun, workers_memory
 from stages.engines.build import build_engine
 from stages.engines.remote.client import RemoteEngine
-from stages.engines.remote.environments import ENVIRONMENTS, environment_problem
+from stages.engines.remote.process import ENVIRONMENTS, environment_problem
 from stages.models.spec import read_spec
 from tests.contracts.engine_contract import make_requests, random_llama
 from tests.support.configs import arguments, write_config

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigError
 from pipeline.launch import requeues
 from pipeline.launch.submission import Submitted, array_script, submit_array, submit_run
 from tests.support import stand_in

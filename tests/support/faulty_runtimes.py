@@ -19,8 +19,7 @@ from pipeline.workers import weight_transfer
 from pipeline.workers.messages import Call, Outcome, WorkerSpec
 from pipeline.workers.runtime import StageRuntime
 from stages.engines.embedded.batch import Batch
-from stages.engines.embedded.migration import AcceptedRows
-from stages.engines.migration import MigratedRow
+from stages.engines.embedded.migration import AcceptedRows, MigratedRow
 from stages.models.protocol import PolicyBatch
 from storage import files
 from storage.address import Address

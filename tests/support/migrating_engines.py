@@ -12,8 +12,7 @@ import torch
 
 from stages.engines.embedded.batch import Batch
 from stages.engines.embedded.build import build_embedded
-from stages.engines.embedded.migration import MigratingEngine
-from stages.engines.migration import MigratedRow, key_of
+from stages.engines.embedded.migration import MigratedRow, MigratingEngine, key_of
 from stages.engines.protocol import Completion, Request
 from stages.engines.row_loads import MigrationRequest
 from stages.models.config import SamplingConfig

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.submit import cluster_config
-from pipeline.config.errors import ConfigError
+from pipeline.cli.slurm_jobs import cluster_config
 from pipeline.config.hardware import read_cluster
 from pipeline.config.loading import load_config, load_yaml, to_yaml
 from pipeline.config.placement import gang_of
 from pipeline.config.preflight import preflight
+from pipeline.errors import ConfigError
 from pipeline.graph.graph import run_nodes
 from pipeline.launch.elsewhere import check_elsewhere
 from pipeline.launch.submission import run_script

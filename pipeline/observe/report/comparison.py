@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 
 from pipeline.observe.curves import number
-from pipeline.observe.evaluations import standard_error
+from pipeline.observe.evaluations import Comparison, compare, standard_error
 from pipeline.observe.report.source import Sameness
 from pipeline.observe.rows import StageRows
-from pipeline.observe.variants import Comparison, compare
-from storage.rollout_root import Decode
+from storage.rollouts import Decode
 
 _PLACE = frozenset({"name", "runs_dir"})
 _SCORES = ("reward/*", "score/*")

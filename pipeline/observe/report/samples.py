@@ -15,7 +15,7 @@ import numpy as np
 from pipeline.observe.curves import evenly, number, numbers
 from pipeline.observe.rows import StageRows
 from storage.records import FinishReason
-from storage.rollout_root import Decode
+from storage.rollouts import Decode
 
 EXTREMES = 8
 """Rows of each kind of extreme."""

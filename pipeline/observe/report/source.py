@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.observe.history import History
 from pipeline.observe.journal import Event
 from pipeline.observe.summary import Summary
-from storage.rollout_root import Decode
+from storage.rollouts import Decode
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ A migrated row's tokens and log-probs have the same bits as without the migratio
 and values are copied, or computed again by kernels whose results depend only on the row. The callers of the rows notice
 nothing, apart from `RowsLost`.
 
+`MigratedRow` is a row on its way; `Capabilities.migration` says which engines can send and receive rows.
 `OutgoingRows` and `AcceptedRows` keep the rows that left and arrived, `BatchTimes` measures the engine, and `LoadWatch`
 reports its load. The functions at the end check, pack and unpack rows. Everything but `AcceptedRows` is used under the
 engine's lock.
@@ -22,18 +23,45 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float32, Int32
 
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.rows import GenerateCall, Row
 from stages.engines.embedded.scheduler import Chunk
-from stages.engines.migration import MigratedRow, key_of
-from stages.engines.protocol import Completion, EngineStats, RequestError, RowsLost
-from stages.engines.row_loads import EngineLoad, MigrationRequest, RowLoad
+from stages.engines.protocol import Completion, EngineStats, Request, RequestError, RowsLost
+from stages.engines.row_loads import EngineLoad, MigrationRequest, RowKey, RowLoad
+
+
+@dataclass(frozen=True, eq=False)
+class MigratedRow:
+    """Everything that another engine needs to continue a row."""
+
+    ticket: int
+    """The row's number in the engine that it left."""
+    request: Request
+    version: int
+    """Version of the weights to continue with."""
+    tokens: Int32[np.ndarray, " new"]
+    """Sampled so far."""
+    logprobs: Float32[np.ndarray, " new"]
+    versions: Int32[np.ndarray, " new"]
+    cache: Float32[np.ndarray, "layers 2 kv_heads positions dim"] | None
+    """Keys and values of the first positions, in no engine's own layout; None: it is to be fed again."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response."""
+        return len(self.request.tokens) + len(self.tokens)
+
+
+def key_of(request: Request) -> RowKey:
+    """Return the row's key."""
+    return request.seed, request.step, request.row
 
 
 class MigratingEngine(EmbeddedEngine):

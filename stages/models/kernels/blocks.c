@@ -1,7 +1,6 @@
 /* A trained transformer block's operations between its matrix products, on a CPU: norms, the gate of the MLP, splitting
  * and rotating queries, keys and values, adding residuals and gradients. Each reads its inputs once and writes its
- * outputs once. `native.py` calls this file; `blocks.py` defines the functions and computes them
- * in plain torch.
+ * outputs once. `blocks.py` calls this file, defines the functions, and computes them in plain torch.
  *
  * Determinism: the order of every sum depends on sizes alone, not on the number of threads. */
 

@@ -34,9 +34,9 @@ from typing import Any, NoReturn
 
 import psutil
 
-from stages.native.processes import end_with_parent
 from stages.rewards.sandbox import kernel
 from stages.rewards.sandbox.channel import SandboxChannel
+from storage.host import end_with_parent
 
 MOST_PROCESSES = 4096
 """Processes and threads of a user's own reward. Sampled text may start none."""

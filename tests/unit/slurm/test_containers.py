@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.engines.remote.environments import ENVIRONMENTS
+from stages.engines.remote.process import ENVIRONMENTS
 from tests.support.paths import ROOT
 
 FILES = sorted((ROOT / "slurm/container").glob("*.Dockerfile"))

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import pytest
 
-from stages.canary import CANARY_STEP, canary_logprob, canary_rows, compared, engine_logprobs, sampled_by
 from stages.engines.protocol import Completion, Request
+from stages.forward import CANARY_STEP, canary_logprob, canary_rows, compared, engine_logprobs, sampled_by
 from stages.models.config import SamplingConfig
 from storage.records import FinishReason, PolicyLogprobs, Rollout
 from tests.support.sampled_rows import rollout_of

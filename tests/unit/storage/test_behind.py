@@ -9,10 +9,10 @@ import pytest
 from storage.address import Address
 from storage.commits import provenance_here
 from storage.config import Layout, Layouts
+from storage.files import MOST_WAITING, Writeback
 from storage.ledger import Ledger
 from storage.records import Scores
 from storage.rollouts import RolloutStore
-from storage.writeback import MOST_WAITING, Writeback
 
 
 def test_pieces_are_done_in_their_order_and_all_by_the_end() -> None:

@@ -17,8 +17,7 @@ from storage.address import Address
 from storage.config import Layout
 from storage.errors import StoreError
 from storage.records import DESCRIPTIONS, STORED, Scores
-from storage.rollout_root import BYTES, OFFSETS, Vocabulary, read_root_array, write_root
-from storage.rollouts import RecentRecords
+from storage.rollouts import BYTES, OFFSETS, RecentRecords, Vocabulary, read_root_array, write_root
 from storage.shards import Template, make_template
 from tests.support.paths import MOVIE_REVIEWS, SMOLLM2
 

@@ -1,4 +1,4 @@
-"""A model that spans ranks. This process is rank 0; the other ranks are its child processes (`processes`, `rank_main`).
+"""A model that spans ranks. This process is rank 0; the other ranks are its child processes (`processes`).
 
 Each rank gets the numbers of every pass and computes its part (`rank_model`): its heads and its part of the MLP, summed
 with the other ranks' (tensor parallelism), and its blocks, from the hidden states of the stage before (pipeline

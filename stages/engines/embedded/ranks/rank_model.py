@@ -1,5 +1,5 @@
 """One rank's part of a model: its division, and how it computes a pass. Rank 0 runs inside the engine, the other ranks
-in processes of their own (`rank_main`). `stages.engines.embedded.division` divides a model among ranks."""
+in processes of their own (`processes`). `stages.engines.embedded.division` divides a model among ranks."""
 
 from __future__ import annotations
 

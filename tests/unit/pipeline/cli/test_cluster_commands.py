@@ -111,7 +111,7 @@ def test_logs_are_followed_until_they_are_interrupted(
             raise KeyboardInterrupt
         change()
 
-    monkeypatch.setattr("pipeline.cli.logs.time.sleep", next_look)
+    monkeypatch.setattr("pipeline.cli.slurm_jobs.time.sleep", next_look)
     capsys.readouterr()
     assert main(["logs", str(submitted.root), "--follow", "--lines", "1"]) == 0
     assert capsys.readouterr().out == "two\nthree\nfour\nfive\n"
@@ -147,7 +147,7 @@ def test_what_is_written_while_the_end_is_read_is_followed(
             raise KeyboardInterrupt
 
     output.write_text("one\ntwo\n")
-    monkeypatch.setattr("pipeline.cli.logs.time.sleep", next_look)
+    monkeypatch.setattr("pipeline.cli.slurm_jobs.time.sleep", next_look)
     monkeypatch.setattr(Path, "open", opened)
     capsys.readouterr()
     assert main(["logs", str(submitted.root), "--follow"]) == 0

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.main import main
-from pipeline.config.errors import ConfigError
+from pipeline.cli.sweep import axes_of, points
 from pipeline.config.paths import RunPaths
+from pipeline.errors import ConfigError
 from pipeline.launch.commands import read_record
-from pipeline.launch.sweep import axes_of, points
 from tests.support.configs import arguments, write_config
 from tests.support.fake_slurm import FakeSlurm
 

@@ -9,9 +9,9 @@ import pytest
 
 from pipeline.cli import sync as command
 from pipeline.cli.answers import DONE, STAGE_FAILED
-from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigError
 from pipeline.observe.tracking import Delivery
 from tests.support.runs import configure
 

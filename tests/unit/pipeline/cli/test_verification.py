@@ -11,14 +11,13 @@ from rich.console import Console
 
 from pipeline.cli.replay import update_range
 from pipeline.cli.verification import Evidence, Proof, Verification, earlier_graphs, identity_proof
-from pipeline.config.changes import sections
-from pipeline.config.errors import ConfigError
-from pipeline.config.identity import Identity, Statement, write_identity
+from pipeline.config.identity import Identity, Statement, sections, write_identity
 from pipeline.config.loading import config_hash, load_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import preflight
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
+from pipeline.errors import ConfigError
 from pipeline.graph.graph import run_nodes
 from storage.address import Address
 from storage.checkpoints import Checkpoints

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.changes import MAY_CHANGE, change_problems, changes, sections, settings
-from pipeline.config.errors import ConfigError
+from pipeline.config.identity import MAY_CHANGE, change_problems, changes, sections, settings
 from pipeline.config.loading import config_hash, flatten, load_config, read_saved, to_yaml, variant_of
 from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigError
 from tests.support.paths import ROOT, TINY
 
 CONSTANT = ("model.policy.decay=constant", "model.critic.decay=constant")

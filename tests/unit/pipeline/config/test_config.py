@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.errors import ConfigError
 from pipeline.config.loading import config_hash, load_config, load_yaml, to_yaml
 from pipeline.config.preflight import engine_line
 from pipeline.config.rules import run_problems
 from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigError
 from stages.models.protocol import Role
 
 BASE = """

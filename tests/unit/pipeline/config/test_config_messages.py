@@ -10,11 +10,11 @@ import pytest
 
 from pipeline.cli.answers import config_of
 from pipeline.cli.main import main
-from pipeline.config.errors import ConfigError, all_of, together
 from pipeline.config.loading import config_hash, load_config, load_yaml, to_yaml
 from pipeline.config.placement import DEFAULT_PLACEMENT
 from pipeline.config.preflight import check_run, check_run_directory, preflight
 from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigError, all_of, together
 from storage.prompts import held_out_by_default
 
 BASE = """

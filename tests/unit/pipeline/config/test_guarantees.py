@@ -16,7 +16,7 @@ from stages.engines.build import _BUILDERS
 from stages.engines.capabilities import STATED, capabilities_of
 from stages.engines.config import OTHER_ENVIRONMENTS, EngineConfig
 from stages.engines.protocol import Request, RequestError, check_ability
-from stages.engines.remote.environments import ENVIRONMENTS
+from stages.engines.remote.process import ENVIRONMENTS
 from stages.models.config import SamplingConfig
 from tests.support.paths import ROOT
 

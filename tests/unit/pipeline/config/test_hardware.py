@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.errors import ConfigError
 from pipeline.config.hardware import FOLDER, GIB, hardware_names, load_hardware, read_cluster
+from pipeline.errors import ConfigError
 
 
 @pytest.mark.parametrize("name", hardware_names())

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.changes import sections
 from pipeline.config.identity import (
     FILE,
     GangNumerics,
@@ -17,6 +16,7 @@ from pipeline.config.identity import (
     fingerprint,
     identity_faults,
     read_identity,
+    sections,
     write_identity,
 )
 from pipeline.config.loading import config_hash, load_config

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.changes import change_problems, sections
-from pipeline.config.errors import ConfigError
+from pipeline.config.identity import change_problems, sections
 from pipeline.config.loading import config_hash, load_config
 from pipeline.config.memory import planned_run
 from pipeline.config.preflight import preflight
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
-from pipeline.driver.identity import state
+from pipeline.driver.preparation import state
+from pipeline.errors import ConfigError
 from stages.models.spec import read_spec
 from tests.support.configs import SCORES_APART, arguments, write_config
 

@@ -13,7 +13,6 @@ import pytest
 
 from pipeline.config import memory
 from pipeline.config.devices import all_here
-from pipeline.config.errors import ConfigError
 from pipeline.config.fitting import devices_memory, fitting_cache_mb, fitting_layouts, memory_problems
 from pipeline.config.hardware import GIB
 from pipeline.config.loading import load_config
@@ -32,6 +31,7 @@ from pipeline.config.memory import (
     workers_memory,
 )
 from pipeline.config.preflight import preflight
+from pipeline.errors import ConfigError
 from stages.models.config import OptimizerConfig
 from stages.models.spec import ModelSpec
 from stages.ppo.micro_batches import micro_batches

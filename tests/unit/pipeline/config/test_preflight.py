@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipeline.config.errors import ConfigError
 from pipeline.config.identity import Identity, Statement, write_identity
 from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.memory import planned_run, workers_memory
@@ -21,7 +20,8 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_run_directory, device_notes, preflight
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
-from stages.engines.remote.environments import ENVIRONMENTS, Environment, environment_problem
+from pipeline.errors import ConfigError
+from stages.engines.remote.process import ENVIRONMENTS, Environment, environment_problem
 from stages.models.config import LayoutConfig
 from stages.models.hf_weights import read_weights
 from stages.models.layouts import check_layout

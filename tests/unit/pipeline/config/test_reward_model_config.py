@@ -9,10 +9,10 @@ import pytest
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from pipeline.cli.main import main
-from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config, load_label_config, load_reward_model_config, to_yaml
 from pipeline.config.preflight import preflight
 from pipeline.config.reward_preflight import check_training
+from pipeline.errors import ConfigError
 from stages.models.spec import read_config
 from tests.support.configs import arguments, write_config
 from tests.support.paths import ROOT

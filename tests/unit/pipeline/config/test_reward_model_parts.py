@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.errors import ConfigError
 from pipeline.config.identity import write_identity
 from pipeline.config.loading import load_config
 from pipeline.config.memory import host_bytes, planned_run, workers_memory
 from pipeline.config.preflight import preflight
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
-from pipeline.driver.identity import state, state_again
+from pipeline.driver.preparation import state, state_again
+from pipeline.errors import ConfigError
 from stages.models.spec import read_spec
 from storage.ledger import Ledger
 from tests.support.configs import SCORES_APART, arguments, write_config

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config
 from pipeline.config.slurm import seconds
+from pipeline.errors import ConfigError
 from tests.support.paths import TINY
 
 

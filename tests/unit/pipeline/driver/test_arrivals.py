@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.sections import ClusterConfig
 from pipeline.driver import supervision
 from pipeline.driver.context import Context, ExecutorSettings
-from pipeline.driver.errors import StageFailed
 from pipeline.driver.supervision import Supervision
+from pipeline.errors import ConfigError, StageFailed
 from pipeline.graph.graph import Gang
 from pipeline.observe.journal import EventKind
 from pipeline.workers.attached import JoinRefused, write_exit_reason

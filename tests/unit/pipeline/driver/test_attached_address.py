@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.errors import ConfigError
 from pipeline.driver.attached_workers import _check_port, begin_attempt, listening_address, make_way
 from pipeline.driver.cluster import free_address
+from pipeline.errors import ConfigError
 from pipeline.workers.attached import interface_with, interfaces
 from pipeline.workers.scheduler_file import SchedulerFile, file_of_attempt, write_scheduler_file
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from pipeline.config.paths import RunPaths
-from pipeline.driver.errors import StageFailed
 from pipeline.driver.integrity import (
     UnreadVersions,
     check_made_again,
@@ -21,6 +20,7 @@ from pipeline.driver.integrity import (
     set_damaged_aside,
 )
 from pipeline.driver.retention import LedgerCompactor, all_committed
+from pipeline.errors import StageFailed
 from pipeline.graph.graph import GraphSpec, run_nodes, step_nodes
 from pipeline.observe.history import History
 from storage.address import Address

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import Preflight, preflight
@@ -17,6 +16,7 @@ from pipeline.driver.integrity import plan_rewind
 from pipeline.driver.preparation import prepare
 from pipeline.driver.results import open_history
 from pipeline.driver.session import writable
+from pipeline.errors import ConfigError
 from pipeline.graph.graph import GraphSpec, run_nodes
 from pipeline.observe.history import History
 from storage import files

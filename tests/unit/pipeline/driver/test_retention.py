@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.driver.retention import Retention, check_evaluations, drop_exports, first_kept
+from pipeline.errors import ConfigError
 from pipeline.graph.graph import GraphSpec
 from pipeline.observe.history import History
 from storage.address import Address

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.driver.session import EndedEarly, interruptible, only_driver
+from pipeline.errors import ConfigError
 
 AT_ONCE = (signal.SIGTERM, signal.SIGUSR1)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-import pipeline.driver.identity
-from pipeline.config.errors import ConfigError
+import pipeline.driver.preparation
 from pipeline.config.identity import fingerprint, read_identity, write_identity
 from pipeline.config.loading import load_config
 from pipeline.config.run import RunConfig
-from pipeline.driver.identity import NumericsWatch, state, state_again
+from pipeline.driver.preparation import NumericsWatch, state, state_again
+from pipeline.errors import ConfigError
 from pipeline.observe.journal import EventKind, Journal, read_events
 from stages.models.hf_files import ByteTokenizer
 from stages.prompts import PromptTable, tokenise
@@ -31,7 +31,7 @@ SOFTWARE = {"python": "3", "torch": "2.0"}
 def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Versions of the installed software; a test may change them."""
     here = dict(SOFTWARE)
-    monkeypatch.setattr(pipeline.driver.identity, "software", lambda: dict(here))
+    monkeypatch.setattr(pipeline.driver.preparation, "software", lambda: dict(here))
     return here
 
 

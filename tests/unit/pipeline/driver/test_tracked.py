@@ -14,8 +14,8 @@ from rich.console import Console
 from pipeline.config.loading import flatten, to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.driver import results
-from pipeline.driver.errors import StageFailed
 from pipeline.driver.tracked import SystemMetrics, gang_metrics, off_metrics, previews, tracked_params
+from pipeline.errors import StageFailed
 from pipeline.graph.graph import Node, step_nodes
 from pipeline.observe.history import History
 from pipeline.observe.journal import AppendFailed, EventKind, Journal

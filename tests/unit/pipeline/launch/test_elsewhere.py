@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.main import main
-from pipeline.config.errors import ConfigError
 from pipeline.config.hardware import read_cluster
 from pipeline.config.loading import load_config
 from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigError
 from pipeline.launch.elsewhere import Elsewhere, check_elsewhere
 from stages.models.spec import read_config
 from tests.support.paths import ROOT

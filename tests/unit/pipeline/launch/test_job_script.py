@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config
+from pipeline.errors import ConfigError
 from pipeline.launch.script import TEMPLATE, JobPlace, render
 from tests.support.paths import TINY
 

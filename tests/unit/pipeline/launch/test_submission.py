@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigError
 from pipeline.launch.commands import job_state, submit
 from pipeline.launch.submission import array_script, run_script, submit_array, submit_run
 from tests.support.fake_slurm import FakeSlurm

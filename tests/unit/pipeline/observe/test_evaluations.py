@@ -7,11 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from pipeline.observe.evaluations import Evaluation, best_evaluation, paired, paired_t, standard_error
+from pipeline.observe.evaluations import Evaluation, best_evaluation, compare, paired, paired_t, standard_error
 from pipeline.observe.history import evaluation_metrics
 from pipeline.observe.report.facts import headlines
 from pipeline.observe.summary import summarise
-from pipeline.observe.variants import compare
 
 BEFORE = {7: 0.0, 8: 0.25, 9: 0.5, 10: 1.0, 11: 5.0}
 AFTER = {7: 0.25, 8: 0.75, 9: 1.25, 10: 0.5, 12: -5.0}

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 from pipeline.graph.display import NodeState, NodeStatus
 from pipeline.graph.graph import Gang, GraphSpec, run_nodes, step_nodes
 from pipeline.observe.curves import MOST_POINTS, RunCurves
-from pipeline.observe.graph_page import HEADERS, fragment, grid, page
+from pipeline.observe.graph_page import HEADERS, fragment, grid, log_end, log_names, page
 from pipeline.observe.graph_view import (
     PAST_STEPS,
     CurveCache,
@@ -26,7 +26,6 @@ from pipeline.observe.graph_view import (
 )
 from pipeline.observe.incidents import Incident, WorkerLosses
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.log_files import log_end, log_names
 from pipeline.observe.node_events import NodeEvents
 from stages.models.protocol import Role
 from storage.address import Address

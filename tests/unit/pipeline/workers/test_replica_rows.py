@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.workers.bookkeeping import Clock
 from pipeline.workers.replica_rows import ReplicaRows
-from pipeline.workers.versioned_engine import VersionedEngine
+from pipeline.workers.versioned_engine import Clock, VersionedEngine
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
-from stages.engines.migration import key_of
+from stages.engines.embedded.migration import key_of
 from stages.engines.protocol import Completion, Request, RequestError, RowsLost
 from stages.engines.row_loads import EngineLoad, MigrationRequest
 from stages.models.config import SamplingConfig

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.workers.bookkeeping import Clock
-from pipeline.workers.versioned_engine import VersionedEngine
+from pipeline.workers.versioned_engine import Clock, VersionedEngine
 from stages.engines.capabilities import capabilities_of
 from stages.engines.config import EngineConfig
 from stages.engines.protocol import Completion, EngineLost, EngineStats, MappedTensors, Request, WeightsError

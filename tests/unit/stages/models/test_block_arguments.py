@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.models.kernels.blocks import HeadSizes, RotaryAngles
-from stages.models.kernels.native import load_block_kernels
+from stages.models.kernels.blocks import HeadSizes, RotaryAngles, load_block_kernels
 from tests.support.processors import needs_compiler
 
 N, H, F_ = 37, 48, 40

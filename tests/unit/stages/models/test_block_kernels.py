@@ -11,8 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stages.models import layers as linears
-from stages.models.kernels.blocks import BlockKernels, ComposedKernels, HeadSizes, PortableKernels, RotaryAngles
-from stages.models.kernels.native import load_block_kernels
+from stages.models.kernels.blocks import (
+    BlockKernels,
+    ComposedKernels,
+    HeadSizes,
+    PortableKernels,
+    RotaryAngles,
+    load_block_kernels,
+)
 from stages.models.numerics import Products
 
 N, H, F_ = 37, 48, 40

@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 
-from stages.ppo.config import KLConfig, NormalizeConfig
-from stages.ppo.token_rewards import (
+from stages.ppo.advantages import (
     RunningMoments,
     normalise_scores,
     penalise_missing_eos,
     token_rewards,
     update_running_moments,
 )
+from stages.ppo.config import KLConfig, NormalizeConfig
 from tests.reference import oracles
 
 MASK = torch.tensor([[0, 1, 1, 1, 0], [0, 0, 0, 1, 1]], dtype=torch.bool)

@@ -16,8 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.engines.config import SpeculationConfig
-from stages.engines.embedded.migration import MigratingEngine
-from stages.engines.migration import MigratedRow, key_of
+from stages.engines.embedded.migration import MigratedRow, MigratingEngine, key_of
 from stages.engines.protocol import RequestError, RowsLost
 from stages.engines.row_loads import EngineLoad, MigrationRequest
 from stages.models.config import SamplingConfig

@@ -1,4 +1,5 @@
-"""`ConfigError`, and functions that turn problems into errors and report several errors as one."""
+"""Errors that end a command: `ConfigError` (exit code 2), with functions that report several problems as one error, and
+`StageFailed` with its kinds (exit code 3). Light to import, so that every command can."""
 
 from __future__ import annotations
 
@@ -70,3 +71,15 @@ def _tried(checks: Sequence[Callable[[], Any]]) -> tuple[list[Any], list[ConfigE
         except ConfigError as error:
             errors.append(error)
     return results, errors
+
+
+class StageFailed(RuntimeError):
+    """A stage raised, or a node or worker was lost too often."""
+
+
+class WorkersMissing(StageFailed):
+    """A worker that the run needs is missing. It may start on other nodes of the cluster."""
+
+
+class StoredWrongly(StageFailed):
+    """Stored data was found damaged or inconsistent during the run."""

@@ -317,7 +317,9 @@ def update_range(config: RunConfig, text: str) -> range:
     first = min(_start(config, role, steps.start) for role in update_stages(spec))
     before = history.store.dropped_before()
     if first < before:
-        need = f"they would be trained from version {first}, and {KEEP} has deleted the rollouts before step {before}"
+        need = (
+            f"they would be trained from version {first}, and the rollouts before step {before} were dropped by {KEEP}"
+        )
         raise ConfigError("--updates", f"given {text!r}; {need}. Updates from a later checkpoint on can be")
     return steps
 

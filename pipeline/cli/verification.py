@@ -490,7 +490,7 @@ def _notes(evidence: Evidence, damaged: Mapping[Address, str]) -> Iterator[str]:
     yield from _unproven(evidence)
     for address in sorted(evidence.expendable):
         what = damaged.get(address, f"{address} has no commit record")
-        yield f"{what}; nobody needs it any more, since {KEEP} has deleted its inputs"
+        yield f"{what}; nobody needs it any more, since {KEEP} has let go what it was made from"
     left = evidence.history.store.attempts()
     if left:
         names = ", ".join(f"{address} ({attempt})" for address, attempt in left[:3])
@@ -499,7 +499,7 @@ def _notes(evidence: Evidence, damaged: Mapping[Address, str]) -> Iterator[str]:
     gone = [c for c in evidence.commits.values() if c.arrays and dropped(c.address, before)]
     if gone:
         arrays = sum(len(commit.arrays) for commit in gone)
-        yield f"{KEEP} has deleted {arrays} arrays of the steps before {before}: only their commits were checked"
+        yield f"{arrays} arrays of the steps before {before} were dropped by {KEEP}: only their commits were checked"
     aside = list(files.keys(files.open_root(str(evidence.paths.damaged))))
     if aside:
         yield f"{len(aside)} damaged commit records were set aside in {evidence.paths.damaged}"

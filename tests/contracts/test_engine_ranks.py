@@ -34,6 +34,7 @@ from tests.contracts.engine_contract import (
     trained_tensors,
 )
 from tests.support.engines import assert_same_bits, by_row
+from tests.support.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.processes
 
@@ -187,7 +188,7 @@ def test_ranks_die_with_their_engine_even_stopped() -> None:
         owner.send_signal(signal.SIGKILL)
         owner.wait()
         owner.stdout.close()
-    _, alive = psutil.wait_procs([rank], timeout=20)
+    _, alive = psutil.wait_procs([rank], timeout=TIMEOUT_S)
     assert not alive
 
 

@@ -25,7 +25,7 @@ from storage.weights import WeightBoard
 from tests.support.leaks import mapped_names
 from tests.support.paths import ROOT
 from tests.support.runs import QUIET, arguments, configure, finish_in
-from tests.support.waiting import until
+from tests.support.waiting import TIMEOUT_S, until
 
 pytestmark = pytest.mark.processes
 
@@ -98,8 +98,8 @@ def test_a_closed_terminal_ends_a_run_as_ctrl_c_does(folder: Path) -> None:
         with board_of_host(board.with_name(f"stageline-beside-{uuid.uuid4().hex[:12]}")):
             assert WeightBoard(board).available()
         os.close(terminal)
-        assert driver.wait(120) == 130
-    _, alive = psutil.wait_procs(processes, timeout=30)
+        assert driver.wait(TIMEOUT_S) == 130
+    _, alive = psutil.wait_procs(processes, timeout=TIMEOUT_S)
     assert alive == []
     assert in_shared_memory(config) == []
     assert RunPaths(config.run_dir).summary.exists()
@@ -114,7 +114,7 @@ def test_what_a_killed_run_leaves_goes_with_the_next_one(folder: Path) -> None:
         assert len(in_shared_memory(config)) == 2, "a board and its lock"
         processes = psutil.Process(driver.pid).children(recursive=True)
         os.killpg(driver.pid, signal.SIGKILL)
-    psutil.wait_procs(processes, timeout=30)
+    psutil.wait_procs(processes, timeout=TIMEOUT_S)
     after = finish_in(folder, "after", *QUIET)
     assert in_shared_memory(config) == []
     assert main(["resume", str(config.run_dir)]) == 0

@@ -24,7 +24,7 @@ name: labelled
 judge:
   kind: judge
   args: {url: "to be served", model: m, read: text, against: group, rubric: "{prompt}<<>>{first}<<>>{second}",
-         delimit: false, on_unparsed: 0.5, timeout_s: 5, retry_s: 5}
+         delimit: false, on_unparsed: 0.5, timeout_s: 20, retry_s: 20}
 """
 VOWELS = frozenset("aeiou")
 

@@ -43,11 +43,12 @@ def graded(body: Mapping[str, Any]) -> Reply:
     return completion(f"Grade: {1 + sum(map(ord, asked_text(body))) % 5}")
 
 
-def judged_by(folder: Path, name: str, url: str) -> Path:
-    """The tiny run with a judge for its reward, as a config file."""
+def judged_by(folder: Path, name: str, url: str, silence_s: int = 120) -> Path:
+    """The tiny run with a judge for its reward, as a config file. A judge silent for `silence_s` is given up."""
     args = (
         f"{{url: '{url}', model: m, read: text, on_unparsed: 0, key_env: TEST_JUDGE_KEY, concurrency: {AT_ONCE}, "
-        "timeout_s: 4, retry_s: 5, delimit: false, rubric: '{prompt}|{response}'}"
+        f"timeout_s: {silence_s}, retry_s: {silence_s}, delimit: false, "
+        "rubric: '{prompt}|{response}'}"
     )
     text = re.sub(r"^reward: .*\n", f"reward: {{kind: judge, args: {args}}}\n", TINY.read_text(), flags=re.M)
     file = folder / f"{name}.yaml"
@@ -77,13 +78,13 @@ def test_a_judge_that_vanishes_stops_the_run_which_goes_on_where_it_was(
         return Reply("", cut=True) if vanished else graded(body)
 
     with serving(judge) as served:
-        file = str(judged_by(folder, "judged", served.url))
+        file = str(judged_by(folder, "judged", served.url, silence_s=20))
         sources = [file, *arguments(folder, "judged")[1:], *CHANGES]
         mlflow = f"tracking.uri=sqlite:///{folder}/judged.db"
         assert main(["run", *sources, mlflow, "tracking.report=false"]) == 3
         shown = "".join(capsys.readouterr())
         assert "has answered nothing for" in shown
-        assert "retry_s = 5" in shown
+        assert "retry_s = 20" in shown
         run = folder / "runs" / "judged"
         assert kept(run) == ANSWERED
         gone = False

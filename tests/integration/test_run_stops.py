@@ -27,7 +27,7 @@ from pipeline.observe.journal import EventKind, read_events
 from tests.support.paths import ROOT
 from tests.support.run_results import steps_of
 from tests.support.runs import ONE_GANG, QUIET, arguments, configure
-from tests.support.waiting import until
+from tests.support.waiting import TIMEOUT_S, until
 
 pytestmark = pytest.mark.processes
 
@@ -67,7 +67,7 @@ def interrupted(folder: Path) -> tuple[RunConfig, int, str, list[psutil.Process]
         wait_until_finished(driver, RunPaths(config.run_dir).events, "update_policy", 1)
         processes = psutil.Process(driver.pid).children(recursive=True)
         os.killpg(driver.pid, signal.SIGINT)  # what a terminal does: to every process of the group
-        said, _ = driver.communicate(timeout=120)
+        said, _ = driver.communicate(timeout=TIMEOUT_S)
     return config, driver.returncode, said, processes
 
 
@@ -114,7 +114,7 @@ def test_an_engine_on_two_ranks_gives_the_same_weights_even_if_one_dies(folder: 
         processes = psutil.Process(driver.pid).children(recursive=True)
         (rank,) = [process for process in processes if "stages.engines.embedded.ranks.processes" in process.cmdline()]
         rank.kill()
-        said, _ = driver.communicate(timeout=200)
+        said, _ = driver.communicate(timeout=TIMEOUT_S)
     assert driver.returncode == 0, said
     assert "rank 1 of 2 of the engine" in (RunPaths(config.run_dir).logs / "generate-0.log").read_text()
     assert digests(config) == digests(overlapped)
@@ -129,7 +129,7 @@ def test_ctrl_c_stops_and_says_how_to_go_on(interrupted: tuple[RunConfig, int, s
     assert f"interrupted; `stageline resume {config.run_dir}` continues this run" in said
     assert "Traceback" not in said
     assert len(processes) >= 3
-    _, alive = psutil.wait_procs(processes, timeout=30)
+    _, alive = psutil.wait_procs(processes, timeout=TIMEOUT_S)
     assert alive == []
     assert not RunPaths(config.run_dir).board(None).exists()
     done = json.loads(RunPaths(config.run_dir).summary.read_text())["steps"]

@@ -23,7 +23,7 @@ CLUSTER = "127.0.0.2"
 
 def page_at(address: str, port: int) -> int | None:
     """Return the status of `/metrics` in plain HTTP; None where nobody speaks it."""
-    connection = http.client.HTTPConnection(address, port, timeout=10)
+    connection = http.client.HTTPConnection(address, port, timeout=60)
     try:
         connection.request("GET", "/metrics")
         return connection.getresponse().status

@@ -187,7 +187,7 @@ def _look_for_orphans(session: int, struck: Struck) -> None:
     for process in _members(session):
         if process.status() == psutil.STATUS_STOPPED:
             process.resume()
-    _, left = psutil.wait_procs(_members(session), timeout=20)
+    _, left = psutil.wait_procs(_members(session), timeout=60)
     struck.faults += [f"orphan {process}" for process in left if process.is_running()]
 
 

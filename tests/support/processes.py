@@ -28,8 +28,9 @@ def exit_status(script: str, *arguments: object) -> int:
     return process.returncode
 
 
-def run_tests(folder: Path, *arguments: str, **modules: str) -> subprocess.CompletedProcess[str]:
-    """Run these modules of tests, each given by its source, in a pytest of their own that looks for leaks."""
+def run_tests(folder: Path, *arguments: str, ends_s: float = 30.0, **modules: str) -> subprocess.CompletedProcess[str]:
+    """Run these modules of tests, each given by its source, in a pytest of their own that looks for leaks, and waits up
+    to `ends_s` seconds for those to go."""
     for name, source in modules.items():
         (folder / f"{name}.py").write_text(source)
     own = ["-q", "-c", os.devnull, "--rootdir", str(folder), "-p", "no:cacheprovider", "-p", "tests.support.leaks"]
@@ -38,5 +39,5 @@ def run_tests(folder: Path, *arguments: str, **modules: str) -> subprocess.Compl
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return subprocess.run(
         [sys.executable, "-m", "pytest", *own, *arguments, *files],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+        cwd=ROOT, env=environment | {"STAGELINE_LEAKS_END_S": str(ends_s)}, capture_output=True, text=True, check=False,
     )  # fmt: skip

@@ -63,7 +63,7 @@ def test_a_module_that_leaves_something_open_is_named_with_it(tmp_path: Path, ki
     leaks = f"{imports}\n\ndef test_leaks():\n    global LEFT\n    LEFT = {OPENS[kind]}\n"
     if kind == "process":
         leaks += "    atexit.register(LEFT.kill)\n"
-    done = run_tests(tmp_path, test_leaks=leaks, test_tidy=TIDY)
+    done = run_tests(tmp_path, ends_s=0.5, test_leaks=leaks, test_tidy=TIDY)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "2 passed, 1 error" in done.stdout
     lines = done.stdout.partition("test_leaks.py left open:\n")[2].splitlines()
@@ -76,7 +76,7 @@ def test_a_suite_that_leaves_something_in_shared_memory_fails(tmp_path: Path, pr
     left = SHARED_MEMORY / f"sem.mp-{uuid.uuid4().hex[:8]}"
     leaks = f"from pathlib import Path\n\ndef test_leaks():\n    Path({str(left)!r}).touch()\n"
     try:
-        done = run_tests(tmp_path, "-n", processes, test_leaks=leaks, test_tidy=TIDY)
+        done = run_tests(tmp_path, "-n", processes, ends_s=0.5, test_leaks=leaks, test_tidy=TIDY)
     finally:
         left.unlink()
     assert done.returncode == 1, done.stdout + done.stderr

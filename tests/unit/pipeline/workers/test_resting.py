@@ -13,6 +13,7 @@ from distributed import Worker
 from pipeline.workers.messages import REPORTS, SleepReport, WorkerSpec
 from pipeline.workers.orders import SLEEP, accept_sleep_orders
 from storage import codec
+from tests.support.waiting import TIMEOUT_S
 
 
 class FakeWorker:
@@ -28,7 +29,7 @@ class FakeWorker:
 
     def order(self, number: int) -> SleepReport:
         asyncio.run(self.handlers[SLEEP](number))
-        return self.said.get(timeout=30)
+        return self.said.get(timeout=TIMEOUT_S)
 
 
 class Restless:

@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.workers.worker_process import FORKSERVER_ENVIRONMENT, trainer_environment
 from stages.models.protocol import Role
+from tests.support.waiting import TIMEOUT_S
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 BUFFER_BYTES, TIMES = 24 << 20, 20
@@ -33,7 +34,8 @@ def page_faults(environment: dict[str, str]) -> int:
     """Return the page faults of a fresh process that allocates, fills and frees one buffer `TIMES` times."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     command = [sys.executable, "-c", FAULTS_OF_A_BUFFER]
-    return int(subprocess.run(command, env=clean | environment, check=True, capture_output=True, timeout=60).stdout)
+    done = subprocess.run(command, env=clean | environment, check=True, capture_output=True, timeout=TIMEOUT_S)
+    return int(done.stdout)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
@@ -84,7 +86,8 @@ def test_threads_stay_on_the_cores_near_their_gpus(tmp_path: Path) -> None:
 
     def bound(*addresses: str) -> list[str]:
         command = [sys.executable, "-c", BINDING, str(tmp_path), *addresses]
-        return subprocess.run(command, check=True, capture_output=True, timeout=60, text=True).stdout.split("\n")[:2]
+        done = subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT_S, text=True)
+        return done.stdout.split("\n")[:2]
 
     both = [*{mine[0]: None, mine[-1]: None}]
     assert bound("0000:1b:00.0") == [f"[{mine[0]}]", f"[{mine[0]}] [{mine[0]}]"]

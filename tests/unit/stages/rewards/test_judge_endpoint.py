@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,6 +44,18 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "_SHORTEST_S", 0.002)
 
 
+@pytest.fixture
+def own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses take no time and move the clock that decides how long the judge has been silent, and nothing else does."""
+    now = [0.0]
+
+    async def pause(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(endpoint, "time", SimpleNamespace(time=lambda: 0.0, monotonic=lambda: now[0]))
+    monkeypatch.setattr(endpoint, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": pause}))
+
+
 @pytest.fixture(autouse=True)
 def _closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Close every judge's cache, also of judges inside an ensemble and of judges that were refused."""
@@ -67,7 +80,7 @@ def judge_of(served: Served | str, **given: Any) -> JudgeReward:
 
 
 def judge_args(served: Served | str, **given: Any) -> dict[str, Any]:
-    args = {"model": "m", "rubric": RUBRIC, "on_unparsed": -1.0, "read": "text", "timeout_s": 5, "retry_s": 20}
+    args = {"model": "m", "rubric": RUBRIC, "on_unparsed": -1.0, "read": "text", "timeout_s": 120, "retry_s": 120}
     args["delimit"] = False  # the servers here read what follows the arrow
     return args | {"url": served if isinstance(served, str) else served.url} | given
 
@@ -135,12 +148,12 @@ def test_as_many_requests_at_once_as_the_limit_and_no_more(limit: int) -> None:
     together = threading.Barrier(limit)
 
     def judge(body: Mapping[str, Any]) -> Reply:
-        together.wait(10)
+        together.wait(120)
         return by_length(body)
 
     with serving(judge) as served:
         asked = [str(number) for number in range(100, 100 + 3 * limit)]
-        assert scores(judge_of(served, concurrency=limit, timeout_s=10), *asked) == [3.0] * (3 * limit)
+        assert scores(judge_of(served, concurrency=limit), *asked) == [3.0] * (3 * limit)
     assert served.most_at_once == limit
 
 
@@ -169,6 +182,7 @@ def test_rubbish_is_counted_and_gets_the_stated_score() -> None:
     ],
     ids=lambda reply: f"{reply.status} {reply.body[:40] or 'cut'} {dict(reply.headers)}",
 )
+@pytest.mark.usefixtures("own_clock")
 def test_what_may_pass_is_tried_again(passing: Reply, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(in_turn(passing, passing, by_length)) as served:
         assert scores(judge_of(served, cache=str(tmp_path)), "aa") == [2.0]
@@ -191,12 +205,13 @@ def test_a_token_that_is_impossible_is_none_of_the_likeliest() -> None:
         assert scores(judge_of(served, read="likelihood"), "a") == [-1.0]
 
 
+@pytest.mark.usefixtures("own_clock")
 def test_a_server_that_asks_for_no_pause_is_not_hammered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "_SHORTEST_S", 0.05)
+    monkeypatch.setattr(endpoint, "_SHORTEST_S", 20.0)
     busy = Reply("later", 429, {"Retry-After": "0"})
     with serving(lambda body: busy) as served, pytest.raises(RewardFailed, match="HTTP 429"):
-        judge_of(served, timeout_s=0.3, retry_s=0.3)(samples("a"))
-    assert len(served.asked) <= 7
+        judge_of(served)(samples("a"))
+    assert len(served.asked) == 120 / 20
 
 
 def test_what_cannot_pass_ends_it_at_once_and_names_the_row() -> None:
@@ -214,16 +229,17 @@ def test_a_judge_that_asks_to_be_left_alone_for_too_long_is_given_up_at_once() -
         serving(lambda body: Reply("quota", 429, {"Retry-After": "3600"})) as served,
         pytest.raises(RewardFailed, match=r"HTTP 429: quota\. It asks to be left alone for 3600 s\. Nothing is sco"),
     ):
-        judge_of(served, retry_s=30)(samples("a"))
+        judge_of(served)(samples("a"))
     assert len(served.asked) == 1
 
 
+@pytest.mark.usefixtures("own_clock")
 @pytest.mark.parametrize(
     ("vanished", "retry_s", "came"),
     [
-        ("never there", 0.5, "ClientConnectorError"),
+        ("never there", 60, "ClientConnectorError"),
         ("slow", 0.15, "no answer within 0.05 s"),
-        ("limits", 20, "HTTP 429"),
+        ("limits", 60, "HTTP 429"),
     ],
 )
 def test_a_judge_that_vanishes_is_waited_for_and_then_is_an_error(vanished: str, retry_s: float, came: str) -> None:
@@ -233,7 +249,7 @@ def test_a_judge_that_vanishes_is_waited_for_and_then_is_an_error(vanished: str,
 
     def judge(body: Mapping[str, Any]) -> Reply:
         if vanished == "slow":
-            over.wait(30)
+            over.wait(120)
         return limits(body)
 
     with serving(judge) as served:

@@ -17,7 +17,7 @@ from stages.rewards.protocol import RewardFailed, Sample, Scored
 from stages.rewards.registry import UnfitReward, build_reward
 from stages.rewards.user import UserReward
 from tests.support.paths import ROOT
-from tests.support.waiting import until
+from tests.support.waiting import TIMEOUT_S, until
 
 OWN = "tests.support.own_rewards"
 SAMPLES = [Sample("p", text, row=row) for row, text in enumerate(["ab", "xyz", "euoia"], start=30)]
@@ -159,7 +159,7 @@ def test_the_process_ends_with_its_worker(state: str) -> None:
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    child.wait(30)
+    child.wait(TIMEOUT_S)
     assert not child.is_running()
 
 

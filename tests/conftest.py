@@ -39,8 +39,8 @@ FULL_FILES = (
 )  # fmt: skip
 """Other files whose tests are marked `full`: the engine's contract in every layout, family and kind of drafts."""
 QUICK_RUNS = (
-    "test_ended_early.py", "test_extending.py", "test_foreign_runs.py", "test_full_disks.py", "test_listening.py",
-    "test_open_data.py", "test_run.py", "test_run_checkpoints.py", "test_worker_ports.py",
+    "test_ended_early.py", "test_extending.py", "test_listening.py", "test_open_data.py", "test_run.py",
+    "test_run_checkpoints.py", "test_worker_ports.py",
 )  # fmt: skip
 """Integration tests that `make test` has too: whole runs with all stages, resume, refusals and reading of results."""
 

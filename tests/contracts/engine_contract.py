@@ -20,6 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from stages.engines.capabilities import Capabilities
 from stages.engines.embedded.sampling import gumbel, noise_keys
 from stages.engines.protocol import Completion, GenerationEngine, Request, RequestError, WeightsError
+from stages.engines.remote.client import RemoteEngine
+from stages.engines.remote.weights import ModelFiles
 from stages.models.config import SamplingConfig
 from storage.records import FinishReason
 from tests.support.engines import by_row
@@ -586,6 +588,29 @@ class InFlightContract:
 
 class EngineContract(KeyedContract, ScoringContract, AnyDistributionContract, CoreContract):
     """The contract of an engine with all capabilities."""
+
+
+class OneServer:
+    """For engines in a process of their own, before the contract's classes: one serves all tests of a model. Each test
+    starts with the first model."""
+
+    @pytest.fixture(scope="class")
+    def shared(self, path: Path) -> Iterator[RemoteEngine]:
+        with closing(self.make(path)) as engine:
+            yield engine
+
+    @pytest.fixture
+    def engine(self, shared: RemoteEngine, path: Path, model: LlamaForCausalLM) -> Iterator[GenerationEngine]:
+        shared.stats()
+        yield shared
+        if shared.version:
+            shared.load_weights(0, trained_tensors(model))
+            shared._files = ModelFiles(str(path))  # what its own files say is true again
+
+    @pytest.fixture
+    def one_slot(self, engine: GenerationEngine) -> GenerationEngine:
+        """Four: of the tests' six rows two are left when the first is out, as rows of one length end together."""
+        return engine
 
 
 def contract_of(can: Capabilities) -> type:

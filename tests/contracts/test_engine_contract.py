@@ -27,6 +27,7 @@ from tests.support.paths import SMOLLM2
 from tests.support.processors import KERNELS, needs_compiler
 
 
+@pytest.mark.full  # `make test` has it by `test_plain_engine`
 class TestEmbeddedEngineOnPlainTorch(EngineContract):
     def make(self, path: Path, max_rows: int = 4) -> GenerationEngine:
         return make_engine(path, max_rows, kernels="torch")

@@ -19,11 +19,13 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(600)
-def test_the_contract_holds_without_drafts_ranks_and_migration() -> None:
-    done = run("-m", "pytest", "-p", PLUGIN, "-m", "not smollm2", "tests/contracts/test_engine_contract.py")
+@pytest.mark.parametrize("tests", ["OnPlainTorch", pytest.param("not OnPlainTorch", marks=pytest.mark.full)])
+def test_the_contract_holds_without_drafts_ranks_and_migration(tests: str) -> None:
+    chosen = ("-k", tests, "-m", "not smollm2")
+    done = run("-m", "pytest", "-p", PLUGIN, *chosen, "tests/contracts/test_engine_contract.py")
     assert done.returncode == 0, done.stdout + done.stderr
     passed = re.search(r"(\d+) passed", done.stdout)
-    assert int(passed[1]) > 60, done.stdout  # half of it, should there be no C compiler
+    assert int(passed[1]) > 20, done.stdout  # of those that are no class, should there be no C compiler
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from stages.engines.remote.process import SCRATCH
 from stages.engines.remote.wire import PROTOCOL
 from tests.contracts.engine_contract import (
     MAX_SEQ,
+    OneServer,
     assert_same_tokens,
     contract_of,
     make_requests,
@@ -59,7 +60,7 @@ def make_served(
     )
 
 
-class TestServedEngine(contract_of(vllm_capabilities(EngineConfig(kind="vllm"), "cpu"))):
+class TestServedEngine(OneServer, contract_of(vllm_capabilities(EngineConfig(kind="vllm"), "cpu"))):
     @pytest.fixture(scope="class", params=[True], ids=["tied"])
     def model(self, request: pytest.FixtureRequest) -> LlamaForCausalLM:
         return random_llama(0, request.param)

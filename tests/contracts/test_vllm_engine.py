@@ -6,25 +6,21 @@ vLLM starts in a quarter of a minute, so one engine serves as many tests as can 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
-from transformers import LlamaForCausalLM
 
 from stages.engines.build import build_engine
 from stages.engines.capabilities import vllm_capabilities
 from stages.engines.config import EngineConfig
 from stages.engines.protocol import EngineLost, GenerationEngine, Request
-from stages.engines.remote.client import RemoteEngine
 from stages.engines.remote.process import ENVIRONMENTS, environment_problem
-from stages.engines.remote.weights import ModelFiles
 from stages.models.config import SamplingConfig
 from tests.contracts.engine_contract import (
     MAX_SEQ,
+    OneServer,
     assert_same_tokens,
     contract_of,
     make_requests,
@@ -55,9 +51,7 @@ def make_vllm(path: Path, max_rows: int = 4, **config: object) -> GenerationEngi
     return build_engine(str(path), settings, max_seq=MAX_SEQ, threads=1)
 
 
-class TestVllmEngine(contract_of(vllm_capabilities(EngineConfig(kind="vllm"), "cpu"))):
-    """One engine for all tests of a model unless one needs other `max_rows`. Each test starts with the first model."""
-
+class TestVllmEngine(OneServer, contract_of(vllm_capabilities(EngineConfig(kind="vllm"), "cpu"))):
     head_dim = HEAD_DIM
 
     def make(self, path: Path, max_rows: int = 4) -> GenerationEngine:
@@ -65,24 +59,6 @@ class TestVllmEngine(contract_of(vllm_capabilities(EngineConfig(kind="vllm"), "c
 
     def make_in_flight(self, path: Path) -> GenerationEngine:
         return make_vllm(path, 8, update="inflight")
-
-    @pytest.fixture(scope="class")
-    def shared(self, path: Path) -> Iterator[RemoteEngine]:
-        with closing(cast(RemoteEngine, self.make(path))) as engine:
-            yield engine
-
-    @pytest.fixture
-    def engine(self, shared: RemoteEngine, path: Path, model: LlamaForCausalLM) -> Iterator[GenerationEngine]:
-        shared.stats()
-        yield shared
-        if shared.version:
-            shared.load_weights(0, trained_tensors(model))
-            shared._files = ModelFiles(str(path))  # what its own files say is true again
-
-    @pytest.fixture
-    def one_slot(self, engine: GenerationEngine) -> GenerationEngine:
-        """Four: of the tests' six rows two are left when the first is out, as rows of one length end together."""
-        return engine
 
     @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
     def test_tokens_and_logprobs_are_the_embedded_engines(

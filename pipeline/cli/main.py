@@ -235,6 +235,17 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="with --submit: print the script, and submit nothing")
 
 
+def _calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dirs", nargs="+", metavar="RUN", help="runs on the machine: more kinds of runs tell more")
+    parser.add_argument(
+        "--hardware",
+        required=True,
+        metavar="NODESxGPUSxHARDWARE",
+        help="what they ran on, as 1x8xH100-80 or 1xcpu (kinds: conf/hardware, or the path of a YAML file)",
+    )
+    parser.add_argument("--write", metavar="FILE.yaml", help="write the calibration, for `simulate` and `plan`")
+
+
 def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN")
     parser.add_argument("--step", type=int, help="default: the last step that has rows")
@@ -336,6 +347,9 @@ COMMANDS = {
     ),
     "doctor": Command(
         "pipeline.cli.doctor", "test this machine, from its packages to a PPO update; write a report", _doctor
+    ),
+    "calibrate": Command(
+        "pipeline.cli.calibrate", "measure a machine's speeds in runs that it executed, for plans", _calibrate
     ),
     "inspect": Command(
         "pipeline.cli.inspect_step",

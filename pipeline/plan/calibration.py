@@ -55,7 +55,8 @@ class Calibration:
     """Forward passes of reference, policy and critic."""
     update: StageSpeed = field(default_factory=StageSpeed)
     publish: StageSpeed = field(default_factory=StageSpeed)
-    """Also an engine's loading of new weights."""
+    refit: StageSpeed = field(default_factory=StageSpeed)
+    """Loading of new weights into an engine."""
     score: StageSpeed = field(default_factory=StageSpeed)
     advantage: StageSpeed = field(default_factory=StageSpeed)
     link_efficiency: float = setting(1.0, _SHARE)
@@ -70,7 +71,7 @@ class Calibration:
     """Kinds of work of which too few nodes differed to tell the numbers apart, so that they hold for similar runs."""
 
 
-KINDS = ("generate", "forward", "update", "publish", "score", "advantage")
+KINDS = ("generate", "forward", "update", "publish", "refit", "score", "advantage")
 """The kinds of work: the fields of `Calibration` that are speeds."""
 
 STAGE_KIND: Mapping[str, str] = {
@@ -107,6 +108,7 @@ def typical(hardware: str, *, on_gpus: bool) -> Calibration:
         forward=stage,
         update=stage,
         publish=StageSpeed(0.5, node_s=0.02),
+        refit=StageSpeed(0.5, node_s=0.02),
         score=StageSpeed(share, call_s=1e-4, node_s=0.02),
         advantage=StageSpeed(share, call_s=1e-5, node_s=0.02),
         link_efficiency=0.7,

@@ -74,17 +74,16 @@ class Costs:
 
     def refit_s(self) -> float:
         """Return the seconds in which a replica loads new weights. They come before its first shard with a version."""
-        num_bytes = self._published_bytes()
-        return math.fsum(self._timed(self._copied(num_bytes / self.run.config.replica_ranks), self._publish).values())
+        return math.fsum(self._timed(self.refit_work(), self.calibration.refit).values())
+
+    def refit_work(self) -> Work:
+        """Return the work of loading new weights: each rank of a replica loads its share."""
+        return self._copied(self._published_bytes() / self.run.config.replica_ranks)
 
     def speed_of(self, stage: str) -> StageSpeed:
         """Return the calibrated speed of a stage."""
         found: StageSpeed = getattr(self.calibration, STAGE_KIND[stage])
         return found
-
-    @property
-    def _publish(self) -> StageSpeed:
-        return self.calibration.publish
 
     def _timed(self, work: Work, speed: StageSpeed) -> dict[str, float]:
         """Return work's parts in seconds of this machine."""

@@ -1,0 +1,99 @@
+"""`stageline calibrate RUN... --hardware 1xcpu [--write FILE]`: measure a machine's speeds in runs that it executed.
+
+`stageline simulate` and `stageline plan` predict with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from pipeline.cli.answers import DONE, output, print_line, saved_config
+from pipeline.config.errors import ConfigError
+from pipeline.config.hardware import HardwareCluster, read_cluster
+from pipeline.config.identity import read_identity
+from pipeline.config.memory import planned_run
+from pipeline.config.paths import RunPaths
+from pipeline.config.role_models import read_model, role_models
+from pipeline.driver.results import open_history
+from pipeline.observe.journal import journal_exists, read_events
+from pipeline.observe.text import three
+from pipeline.plan.calibrate import calibrate, compared
+from pipeline.plan.calibration import KINDS, Calibration, StageSpeed, to_yaml
+from pipeline.plan.observed import ObservedRun, observe
+
+
+def command(options: argparse.Namespace) -> int:
+    cluster = read_cluster(options.hardware)
+    file = None if options.write is None else _new_file(Path(options.write))
+    runs = [observed_run(run_dir, on_gpus=cluster.gpus > 0) for run_dir in options.run_dirs]
+    calibration = calibrate(runs, cluster)
+    output().print(speeds_table(calibration))
+    output().print(compared_table(runs, cluster, calibration))
+    print_line(
+        f"overhead of a node: {three(1000 * calibration.overhead_s)} ms between its parents' commits and its start"
+    )
+    if calibration.extrapolated:
+        names = ", ".join(calibration.extrapolated)
+        print_line(
+            f"extrapolated: {names}: the nodes are too alike to tell their numbers apart, so the proportions are "
+            "assumed. Runs with other lengths, shards and models would tell"
+        )
+    if file is not None:
+        try:
+            file.write_text(to_yaml(calibration))
+        except OSError as error:
+            raise ConfigError("--write", f"cannot write {file}: {error.strerror}") from error
+        print_line(f"wrote {file}")
+    return DONE
+
+
+def _new_file(file: Path) -> Path:
+    """Return the file to write. Raises ConfigError if it cannot be one or exists."""
+    given = f"given {str(file)!r}"
+    if file.suffix != ".yaml":
+        raise ConfigError("--write", f"{given}; a name that ends in .yaml")
+    if file.exists():
+        raise ConfigError("--write", f"{given}; it exists already")
+    if not file.absolute().parent.is_dir():
+        raise ConfigError("--write", f"{given}; there is no directory {file.parent}")
+    return file
+
+
+def observed_run(run_dir: str, *, on_gpus: bool) -> ObservedRun:
+    """Return the executed nodes of the run in a directory. Raises ConfigError if there is no run, or it never began."""
+    config = saved_config(run_dir)
+    paths = RunPaths(config.run_dir)
+    if not journal_exists(paths.events):
+        raise ConfigError(run_dir, f"holds no journal ({paths.events.name}): this run never began")
+    models = role_models(config, read_model("model.path", config.model.path, weights=False), weights=False)
+    run = planned_run(config, models, on_gpus=on_gpus)
+    return observe(run_dir, run, open_history(config), read_events(paths.events), read_identity(paths.root))
+
+
+def speeds_table(calibration: Calibration) -> Table:
+    """Return the table of a calibration's speeds."""
+    table = Table(title=f"speeds on {calibration.hardware}", title_justify="left", title_style="bold")
+    table.add_column("work")
+    for heading in ("efficiency", "ms per call", "ms per node", "scatter", "nodes"):
+        table.add_column(heading, justify="right")
+    for kind in KINDS:
+        speed: StageSpeed = getattr(calibration, kind)
+        measured = ("-", "assumed") if speed.scatter is None else (f"{speed.scatter:.0%}", str(speed.nodes))
+        numbers = (f"{speed.efficiency:.1%}", three(1000 * speed.call_s), three(1000 * speed.node_s), *measured)
+        table.add_row(kind, *numbers)
+    return table
+
+
+def compared_table(runs: Sequence[ObservedRun], cluster: HardwareCluster, calibration: Calibration) -> Table:
+    """Return the table of measured and predicted seconds, by stage."""
+    table = Table(title="the runs themselves", title_justify="left", title_style="bold")
+    table.add_column("stage")
+    for heading in ("nodes", "measured s", "predicted s", "predicted / measured"):
+        table.add_column(heading, justify="right")
+    for stage, measured, predicted, number in compared(runs, cluster, calibration):
+        table.add_row(stage, str(number), three(measured), three(predicted), f"{predicted / measured:.2f}")
+    return table

@@ -1,0 +1,182 @@
+"""Fit a calibration to the nodes that runs executed.
+
+For each kind of work, three numbers that are 0 or more (efficiency at most 1):
+
+    seconds - collectives  ~  roofline / efficiency + calls * call_s + node_s
+
+by least squares of relative errors, in which outliers count less (Huber's weights), with a weak pull toward the usual
+proportions (`typical`, scaled to these runs). Where the nodes differ in all three, the data decides; where they do not
+(one run with shards of equal size), the proportions stay as assumed, and the kind is listed as extrapolated.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from pipeline.config.errors import ConfigError
+from pipeline.config.hardware import HardwareCluster
+from pipeline.plan.calibration import KINDS, STAGE_KIND, Calibration, StageSpeed, typical
+from pipeline.plan.cost import costs_of
+from pipeline.plan.observed import ObservedRun
+
+FEWEST_STEPS = 4
+"""Fewest steps of a run to calibrate from: the first is left out, and three show the scatter."""
+_PULL = 0.1
+"""Weight of the usual proportions, in nodes with a relative error of 1."""
+_INDISTINCT = 30.0
+"""Condition number of the fit's columns from which on the numbers cannot be told apart."""
+_OUTLIER = 0.2
+"""Relative error from which on a node counts less."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A measured node, or the loading of a version into an engine."""
+
+    kind: str
+    seconds: float
+    """Without collectives."""
+    roofline: float
+    calls: float
+
+
+def calibrate(runs: Sequence[ObservedRun], cluster: HardwareCluster) -> Calibration:
+    """Return the calibration of a machine from runs on it. Raises ConfigError for a run that is too short, or that ran
+    on another machine."""
+    _check(runs, cluster)
+    usual = typical(cluster.name, on_gpus=cluster.gpus > 0)
+    samples = samples_of(runs, cluster, usual)
+    speeds: dict[str, Any] = {}
+    extrapolated = []
+    for kind in KINDS:
+        usual_speed: StageSpeed = getattr(usual, kind)
+        if of_kind := [sample for sample in samples if sample.kind == kind]:
+            speeds[kind], distinct = fit(of_kind, usual_speed)
+        else:
+            speeds[kind], distinct = usual_speed, False
+        extrapolated += [] if distinct else [kind]
+    if waits := [wait for one in runs for wait in one.waits]:
+        speeds["overhead_s"] = median(waits)
+    return replace(
+        usual,
+        description="measured in " + ", ".join(one.name for one in runs),
+        tokens_per_pass=fmean(one.tokens_per_pass for one in runs),
+        prompt_tokens=fmean(one.prompt_tokens for one in runs) if len(runs) == 1 else None,
+        link_efficiency=usual.link_efficiency,
+        extrapolated=extrapolated,
+        **speeds,
+    )
+
+
+def _check(runs: Sequence[ObservedRun], cluster: HardwareCluster) -> None:
+    """Raise ConfigError for the first run that cannot be used."""
+    for one in runs:
+        if one.steps < FEWEST_STEPS:
+            need = f"has {one.steps} finished steps; a calibration needs {FEWEST_STEPS} or more (the first is left out)"
+            raise ConfigError(one.name, need)
+        if one.run.on_gpus != (cluster.gpus > 0):
+            ran, has = ("GPUs", "none") if one.run.on_gpus else ("CPUs", "GPUs")
+            raise ConfigError(one.name, f"ran on {ran}, and {cluster.name} has {has}: give the hardware that it ran on")
+        model = cluster.name.partition("-")[0]
+        if one.run.on_gpus and not cluster.name.endswith(".yaml") and model not in one.machine:
+            raise ConfigError(
+                one.name, f"ran on {one.machine}, not on {cluster.name}: give the hardware that it ran on"
+            )
+        if one.machine != runs[0].machine:
+            need = (
+                f"ran on another machine than {runs[0].name} ({one.machine}; {runs[0].machine}): calibrate each alone"
+            )
+            raise ConfigError(one.name, need)
+
+
+def samples_of(runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Calibration) -> list[Sample]:
+    """Return the measured nodes of all runs, with their rooflines."""
+    found = []
+    for one in runs:
+        calibration = replace(usual, tokens_per_pass=one.tokens_per_pass)
+        costs = costs_of(one.run, cluster, calibration, one.prompt_tokens)
+        for node in one.nodes:
+            if not node.lengths and node.node.stage != "publish":
+                continue  # its rows were deleted
+            work = costs.work(node.node, node.lengths, node.beside)
+            links = sum(work.links.values()) / usual.link_efficiency
+            if node.seconds > links:
+                found.append(Sample(STAGE_KIND[node.node.stage], node.seconds - links, work.roofline, work.calls))
+        refit = costs.refit_work()
+        found += [Sample("refit", seconds, refit.roofline, refit.calls) for seconds in one.refits]
+    return found
+
+
+def fit(samples: Sequence[Sample], usual: StageSpeed) -> tuple[StageSpeed, bool]:
+    """Return the speed that fits these nodes, and True if they tell its numbers apart. `usual`: the proportions to
+    assume otherwise."""
+    seconds = np.array([sample.seconds for sample in samples])
+    columns = np.array([[sample.roofline, sample.calls, 1.0] for sample in samples])
+    start = np.array([1 / usual.efficiency, usual.call_s, usual.node_s])
+    start *= np.median(seconds / (columns @ start))
+    start[0] = max(start[0], 1.0)
+    used = columns.any(axis=0)
+    least = np.array([1 / start[0], 0.0, 0.0])[used]
+    found, outlying = np.ones(int(used.sum())), np.ones(len(samples))
+    for _ in range(20):
+        # relative to the prediction, not to the measurement: short nodes would count more than they should
+        predicted = (columns * start)[:, used] @ found
+        scaled = (columns * start)[:, used] / predicted[:, None]
+        rows = np.vstack([scaled * outlying[:, None], np.sqrt(_PULL) * np.eye(len(found))])
+        target = np.concatenate([seconds / predicted * outlying, np.full(len(found), np.sqrt(_PULL))])
+        found = least + _not_negative(rows, target - rows @ least)
+        errors = np.abs(seconds / predicted - 1)
+        outlying = np.sqrt(np.minimum(1.0, _OUTLIER / np.maximum(errors, 1e-12)))
+    fitted = start.copy()
+    fitted[used] *= found
+    ratios = seconds / (columns @ fitted)
+    speed = StageSpeed(
+        efficiency=min(1.0, float(1 / fitted[0])),
+        call_s=float(fitted[1]),
+        node_s=float(fitted[2]),
+        scatter=float(np.std(ratios)),
+        nodes=len(samples),
+    )
+    return speed, _distinct(scaled)
+
+
+def _distinct(columns: np.ndarray) -> bool:
+    """Return True if the columns differ enough to tell their factors apart."""
+    lengths = np.linalg.norm(columns, axis=0)
+    return len(columns) > columns.shape[1] and bool(np.linalg.cond(columns / lengths) < _INDISTINCT)
+
+
+def _not_negative(rows: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Return the x >= 0 that minimises |rows x - target|. Tries every set of zeros: there are three variables."""
+    best, fewest = np.zeros(rows.shape[1]), float(target @ target)
+    for size in range(1, rows.shape[1] + 1):
+        for kept in itertools.combinations(range(rows.shape[1]), size):
+            part = rows[:, kept]
+            solution = np.linalg.lstsq(part, target, rcond=None)[0]
+            rest = part @ solution - target
+            if (solution >= 0).all() and float(rest @ rest) < fewest:
+                fewest = float(rest @ rest)
+                best = np.zeros(rows.shape[1])
+                best[list(kept)] = solution
+    return best
+
+
+def compared(
+    runs: Sequence[ObservedRun], cluster: HardwareCluster, calibration: Calibration
+) -> Iterator[tuple[str, float, float, int]]:
+    """Yield (stage, measured seconds, predicted seconds, nodes) for each stage that the runs executed."""
+    sums: dict[str, tuple[float, float, int]] = {}
+    for one in runs:
+        costs = costs_of(one.run, cluster, calibration, one.prompt_tokens)
+        for node in one.nodes:
+            if node.lengths or node.node.stage == "publish":
+                measured, predicted, number = sums.get(node.node.stage, (0.0, 0.0, 0))
+                seconds = costs.seconds(node.node, node.lengths, node.beside)
+                sums[node.node.stage] = (measured + node.seconds, predicted + seconds, number + 1)
+    yield from ((stage, *found) for stage, found in sums.items())

@@ -1,0 +1,185 @@
+"""The nodes that a run executed, with their seconds and the lengths of their rows: the input of a calibration.
+
+    journal ──► boxes (start, end, worker) ──┐
+    store ────► lengths of the responses ────┼─► Observed, one for each node
+    graph ────► nodes and their parents ─────┘
+
+The first node of each stage on a worker is left out: it compiles, allocates and fills caches. So are nodes of workers
+that were lost, and the work that was repeated after a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from pipeline.config.identity import Identity
+from pipeline.config.memory import PlannedRun
+from pipeline.graph.graph import Node, run_nodes
+from pipeline.observe.history import History
+from pipeline.observe.journal import Event
+from pipeline.observe.timeline import Box, boxes
+from pipeline.plan.calibration import STAGE_KIND
+from storage.address import Address
+from storage.commits import Commit
+from storage.records import Rollout
+
+ENGINE_STAGES = frozenset(stage for stage, kind in STAGE_KIND.items() if kind == "generate")
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A node that a run executed."""
+
+    node: Node
+    seconds: float
+    lengths: Sequence[int]
+    """Tokens of the responses that it worked on."""
+    beside: float
+    """Nodes in flight on its engine, this one included, averaged over its time."""
+
+
+@dataclass(frozen=True)
+class ObservedRun:
+    """The nodes of a run, and what the run was."""
+
+    name: str
+    run: PlannedRun
+    nodes: Sequence[Observed]
+    waits: Sequence[float]
+    """Seconds from the end of a node's last parent to its start, of nodes whose worker was idle before."""
+    refits: Sequence[float]
+    """Seconds in which an engine loaded a version, as its next shard's commit tells. They are in no node's seconds."""
+    steps: int
+    """Steps that have ended."""
+    prompt_tokens: float
+    """Mean length of a prompt."""
+    tokens_per_pass: float
+    machine: str
+    """GPU, or instructions of the processor; empty if unknown."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths of all responses of the run's steps."""
+        return [length for one in self.nodes if one.node.stage == "generate" for length in one.lengths]
+
+
+def observe(
+    name: str, run: PlannedRun, history: History, events: Iterable[Event], identity: Identity | None
+) -> ObservedRun:
+    """Return what a run's directory tells about its nodes. Raises StoreError if rows cannot be read."""
+    found = [box for box in boxes(events) if box.rank == 0]
+    last = {box.address: box for box in found}  # of several attempts the last one was committed
+    nodes = {node.address: node for node in run_nodes(history.spec)}
+    lengths, prompts = _rows(history, [node for node in nodes.values() if node.address in last])
+    kept = _warm(found, last, nodes)
+    refits = {commit.address: commit.metrics.get("engine/refit_s", 0.0) for commit in _engine_commits(history)}
+    engine_boxes = [box for box in found if box.address.stage in ENGINE_STAGES]
+    observed = [
+        Observed(
+            nodes[box.address],
+            max(0.0, box.end_s - box.start_s - refits.get(box.address, 0.0)),
+            _lengths_of(nodes[box.address], history, lengths),
+            _beside(box, engine_boxes) if box.address.stage in ENGINE_STAGES else 1.0,
+        )
+        for box in kept
+    ]
+    return ObservedRun(
+        name,
+        run,
+        observed,
+        _waits(kept, found, nodes),
+        [refits[box.address] for box in kept if refits.get(box.address)],
+        len(history.steps_done()),
+        prompts,
+        _tokens_per_pass(run, history) if run.config.engine.embedded.speculation.drafter != "none" else 1.0,
+        _machine(identity),
+    )
+
+
+def _warm(found: Sequence[Box], last: Mapping[Address, Box], nodes: Mapping[Address, Node]) -> list[Box]:
+    """Return the boxes to measure: each committed node's, without the first of each stage on a worker."""
+    seen: set[tuple[str, str]] = set()
+    kept = []
+    for box in found:
+        key = (box.worker, box.address.stage)
+        if key in seen and box.address in nodes and last[box.address] is box:
+            kept.append(box)
+        seen.add(key)
+    return kept
+
+
+def _rows(history: History, nodes: Iterable[Node]) -> tuple[dict[Address, list[int]], float]:
+    """Return the lengths of the responses of each generated shard whose rows are stored, and the mean prompt."""
+    lengths, prompts, dropped = dict[Address, list[int]](), list[int](), history.store.dropped_before()
+    for node in nodes:
+        if node.stage == "evaluate" or (node.stage == "generate" and node.address.step >= dropped):
+            rollout: Rollout = history.store.read(node.address)
+            lengths[node.address] = rollout.response_lengths.tolist()
+            prompts += rollout.prompt_lengths.tolist()
+    return lengths, fmean(prompts) if prompts else 0.0
+
+
+def _lengths_of(node: Node, history: History, lengths: Mapping[Address, list[int]]) -> list[int]:
+    """Return the lengths of the responses that a node works on: those of its shard, or of the whole step."""
+    where, spec = node.address, history.spec
+    match node.stage:
+        case "publish":
+            return []
+        case "generate" | "evaluate":
+            return lengths.get(where, [])
+        case "evaluate_score" | "evaluate_reference":
+            return lengths.get(Address("evaluate", where.step, where.shard), [])
+        case "advantage" | "update_policy" | "update_critic":
+            shards = range(spec.shards)
+        case _:
+            shards = range(where.shard, where.shard + 1)
+    return [length for shard in shards for length in lengths.get(Address("generate", where.step, shard), [])]
+
+
+def _beside(box: Box, others: Iterable[Box]) -> float:
+    """Return the mean number of boxes on a box's worker during its time, itself included."""
+    shared = sum(
+        max(0.0, min(box.end_s, other.end_s) - max(box.start_s, other.start_s))
+        for other in others
+        if other.worker == box.worker
+    )
+    return shared / (box.end_s - box.start_s) if box.end_s > box.start_s else 1.0
+
+
+def _waits(kept: Iterable[Box], found: Sequence[Box], nodes: Mapping[Address, Node]) -> list[float]:
+    """Return the seconds between the end of a node's last parent and its start, where its worker had ended its last
+    node before."""
+    ends = {box.address: box.end_s for box in found}
+    by_worker: dict[str, list[Box]] = {}
+    for box in found:
+        by_worker.setdefault(box.worker, []).append(box)
+    waits = []
+    for box in kept:
+        parents = [ends[parent] for parent in nodes[box.address].parents if parent in ends]
+        ready = max(parents, default=box.start_s)
+        before = [other.end_s for other in by_worker[box.worker] if other.start_s < box.start_s]
+        if parents and ready <= box.start_s and max(before, default=0.0) <= ready:
+            waits.append(box.start_s - ready)
+    return waits
+
+
+def _engine_commits(history: History) -> Iterator[Commit]:
+    """Yield the commits of what engines generated."""
+    for stage in ("generate", "evaluate"):
+        yield from history.ledger.list(stage)
+
+
+def _tokens_per_pass(run: PlannedRun, history: History) -> float:
+    """Return the tokens that a row gained in a decoding pass, from the engines' counts."""
+    tokens = passes = 0.0
+    for commit in history.ledger.list("generate"):
+        tokens += commit.metrics.get("engine/tokens", 0.0)
+        passes += commit.metrics.get("engine/full_decode_steps", 0.0) * run.config.engine.max_rows
+    return max(1.0, tokens / passes) if passes else 1.0
+
+
+def _machine(identity: Identity | None) -> str:
+    items = [one.items for one in identity.numerics] if identity is not None else []
+    return next((one["device"] for one in items if "device" in one), items[0].get("instructions", "") if items else "")

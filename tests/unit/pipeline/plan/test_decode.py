@@ -1,0 +1,128 @@
+"""Decoding in flight, against a loop that counts pass by pass, and by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from pipeline.plan.decode import Decoded, DecodeSpeed, decode, decode_speed
+from pipeline.plan.links import Link
+from stages.models.spec import read_spec
+
+SPEED = DecodeSpeed(
+    max_rows=4, max_context=1e9, weights_s=1.0, context_s=0.001, token_s=0.0, attention_s=0.0, tokens_per_pass=1.0
+)
+
+
+def pass_by_pass(speed: DecodeSpeed, prompt: int, lengths: Sequence[int]) -> Decoded:
+    """What `decode` computes in closed form: every pass by itself, with the mean context during it."""
+    waiting, flight = list(lengths), list[list[int]]()  # of each row: its length, its tokens so far
+    weights = context_s = arithmetic = prefill = passes = 0.0
+    while waiting or flight:
+        while waiting and len(flight) < speed.max_rows:
+            flight.append([waiting.pop(0), 0])
+            prefill += prompt * (speed.token_s + prompt / 2 * speed.attention_s)
+        context = sum(prompt + done + 0.5 for _, done in flight)
+        computed = len(flight) * speed.token_s + context * speed.attention_s
+        if computed > speed.weights_s + context * speed.context_s:
+            arithmetic += computed
+        else:
+            weights += speed.weights_s
+            context_s += context * speed.context_s
+        passes += 1
+        for row in flight:
+            row[1] += 1
+        flight = [row for row in flight if row[1] < row[0]]
+    return Decoded(weights, context_s, arithmetic, prefill, 0.0, passes)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("token_s", [0.0, 5.0], ids=["memory limits", "arithmetic limits"])
+def test_rows_in_flight_against_a_loop_over_passes(seed: int, token_s: float) -> None:
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, 60) for _ in range(draw.randint(1, 30))]
+    speed = replace(SPEED, max_rows=draw.randint(1, 8), token_s=token_s, attention_s=1e-4)
+    found, expected = decode(speed, 7, lengths), pass_by_pass(speed, 7, lengths)
+    assert vars(found) == pytest.approx(vars(expected))
+
+
+def test_the_tail_keeps_the_engine_busy() -> None:
+    """Three rows of 10 tokens and one of 100: 100 passes, as if it were alone."""
+    assert decode(SPEED, 0, [10, 10, 10, 100]).passes == 100
+    assert decode(SPEED, 0, [100]).weights == decode(SPEED, 0, [10, 10, 10, 100]).weights
+
+
+def test_a_row_waits_for_a_place() -> None:
+    assert decode(replace(SPEED, max_rows=2), 0, [10, 20, 15]).passes == 25, "the third begins when the first has ended"
+    assert decode(replace(SPEED, max_context=40), 0, [10, 20, 15]).passes == 25, "or when its keys fit"
+
+
+def test_nothing_to_decode() -> None:
+    assert decode(SPEED, 5, []) == Decoded()
+
+
+def test_another_shard_in_the_same_batch_adds_its_rows() -> None:
+    """Two shards of two rows are a batch of four, until all have ended."""
+    both, one = decode(SPEED, 3, [10, 10, 20, 20]), decode(SPEED, 3, [10, 20], beside=2)
+    assert vars(one) == pytest.approx(vars(both))
+
+
+def test_shards_beside_share_the_places() -> None:
+    """Two rows of each of two shards, and two places: each shard has one row in flight."""
+    speed = replace(SPEED, max_rows=2)
+    assert decode(speed, 0, [10, 10], beside=2).passes == 20
+    assert decode(replace(SPEED, max_rows=1), 0, [10, 10], beside=2).passes == 40, "one place: passes in turn"
+
+
+def test_speculation_saves_passes() -> None:
+    found = decode(replace(SPEED, tokens_per_pass=2.0), 0, [10, 40])
+    assert found.passes == 20
+
+
+TINY = read_spec("random:tiny")
+
+
+def speed_of(**changed: float) -> DecodeSpeed:
+    values = {"tensor": 1, "pipeline": 1, "groups": 1} | changed
+    return decode_speed(
+        TINY,
+        flops=1e9,
+        bytes_per_s=1e9,
+        number_bytes=4,
+        max_rows=8,
+        kv_bytes=1e6,
+        link=Link(1e-6, 1e9),
+        **{name: int(value) for name, value in values.items()},
+    )
+
+
+def test_a_pass_by_hand() -> None:
+    """Four blocks of 64 x (64 + 32 + 32) + 64 x 64 + 3 x 64 x 176, an output layer of 256 x 64; 2 heads of 16 keys."""
+    matrices = 4 * (64 * 128 + 64 * 64 + 3 * 64 * 176) + 256 * 64
+    speed = speed_of()
+    assert speed.weights_s == pytest.approx(4 * matrices / 1e9)
+    assert speed.token_s == pytest.approx(2 * matrices / 1e9)
+    assert speed.context_s == pytest.approx(4 * 2 * 4 * 32 / 1e9)
+    assert speed.attention_s == pytest.approx(4 * 4 * 64 / 1e9)
+    assert speed.max_context == pytest.approx(1e6 / (4 * 2 * 4 * 32))
+    assert speed.links_s(8) == 0
+
+
+def test_tensor_parallel_ranks_divide_all_but_shared_heads() -> None:
+    one, two, four = speed_of(), speed_of(tensor=2), speed_of(tensor=4)
+    assert four.weights_s == pytest.approx(one.weights_s / 4)
+    assert four.token_s == pytest.approx(one.token_s / 4)
+    assert two.context_s == pytest.approx(one.context_s / 2)
+    assert four.context_s == pytest.approx(one.context_s / 2), "two key-value heads: two ranks read the same one"
+    assert two.links_s(1) == pytest.approx(8 * (2e-6 + 64 * 4 / 1e9)), "8 all-reduces of a row of 64 numbers"
+
+
+def test_pipeline_stages_work_side_by_side_with_a_group_each() -> None:
+    """A group's token takes both stages: its rows' arithmetic is half as many rows, in the same time together."""
+    one, two, alone = speed_of(), speed_of(pipeline=2, groups=2), speed_of(pipeline=2, groups=1)
+    assert two.weights_s == pytest.approx(one.weights_s), "each stage reads its half, twice as often"
+    assert two.token_s == pytest.approx(one.token_s / 2)
+    assert alone.token_s == pytest.approx(one.token_s), "a single group uses one stage at a time"

@@ -118,7 +118,7 @@ def _costs(row: PublishedStep, calibration: Calibration, pipeline: int) -> Costs
 
 def published() -> tuple[list[tuple[str, ...]], dict[str, float]]:
     """Return the rows of the table and the figures by name."""
-    rows, figures = [], {}
+    rows, figures = list[tuple[str, ...]](), dict[str, float]()
     for name, table in TABLES.items():
         for row, seconds in zip(table, predicted_steps(table), strict=True):
             nodes, error = f"{row.actor_nodes} + {row.critic_nodes}", seconds / row.seconds - 1

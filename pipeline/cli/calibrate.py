@@ -1,46 +1,61 @@
 """`stageline calibrate RUN... --hardware 1xcpu [--write FILE]`: measure a machine's speeds in runs that it executed.
 
-`stageline simulate` and `stageline plan` predict with them.
+`stageline calibrate CONFIG [key=value...] --hardware 16x8xH100-80 --step-seconds 253.8`: where there is no run, scale
+assumed speeds so that the config's step takes as long as a published one. `stageline simulate` and `stageline plan`
+predict with the result.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
 
-from pipeline.cli.answers import DONE, output, print_line, saved_config
+from pipeline.cli.answers import DONE, config_of, output, print_line, saved_config
+from pipeline.cli.simulate import lengths_of
 from pipeline.config.errors import ConfigError
-from pipeline.config.hardware import HardwareCluster, read_cluster
+from pipeline.config.hardware import HardwareCluster, hardware_of, read_cluster
 from pipeline.config.identity import read_identity
-from pipeline.config.memory import planned_run
+from pipeline.config.memory import PlannedRun, planned_run
 from pipeline.config.paths import RunPaths
 from pipeline.config.role_models import read_model, role_models
+from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.observe.journal import journal_exists, read_events
 from pipeline.observe.text import three
 from pipeline.plan.calibrate import calibrate, compared
-from pipeline.plan.calibration import KINDS, Calibration, StageSpeed, to_yaml
+from pipeline.plan.calibration import KINDS, Calibration, StageSpeed, scaled, to_yaml, typical
+from pipeline.plan.cost import costs_of
 from pipeline.plan.observed import ObservedRun, observe
+from pipeline.plan.simulate import play, scenario_of
+
+_SIMULATED_STEPS = 6
+"""Steps to simulate beyond the staleness: the pipeline is full, and the median of a few is taken."""
 
 
 def command(options: argparse.Namespace) -> int:
-    cluster = read_cluster(options.hardware)
+    cluster, hardware = read_cluster(options.hardware), hardware_of(options.hardware)
     file = None if options.write is None else _new_file(Path(options.write))
-    runs = [observed_run(run_dir, on_gpus=cluster.gpus > 0) for run_dir in options.run_dirs]
-    calibration = calibrate(runs, cluster)
-    output().print(speeds_table(calibration))
-    output().print(compared_table(runs, cluster, calibration))
-    print_line(
-        f"overhead of a node: {three(1000 * calibration.overhead_s)} ms between its parents' commits and its start"
-    )
+    if options.step_seconds is None:
+        if options.lengths is not None:
+            raise ConfigError("--lengths", "a run's own lengths count: leave it out, or give --step-seconds")
+        runs = [observed_run(run_dir, on_gpus=cluster.gpus > 0) for run_dir in options.sources]
+        calibration = calibrate(runs, cluster, hardware)
+        output().print(speeds_table(calibration))
+        output().print(compared_table(runs, cluster, calibration))
+    else:
+        calibration = published_step(options, cluster, hardware)
+        output().print(speeds_table(calibration))
+    overhead = three(1000 * calibration.overhead_s)
+    print_line(f"overhead of a node: {overhead} ms from its parents' commits to its start")
     if calibration.extrapolated:
         names = ", ".join(calibration.extrapolated)
         print_line(
-            f"extrapolated: {names}: the nodes are too alike to tell their numbers apart, so the proportions are "
-            "assumed. Runs with other lengths, shards and models would tell"
+            f"extrapolated: {names}: nothing tells their numbers apart, so the proportions are assumed. Runs with "
+            "other lengths, shards and models would tell"
         )
     if file is not None:
         try:
@@ -49,6 +64,19 @@ def command(options: argparse.Namespace) -> int:
             raise ConfigError("--write", f"cannot write {file}: {error.strerror}") from error
         print_line(f"wrote {file}")
     return DONE
+
+
+def published_step(options: argparse.Namespace, cluster: HardwareCluster, hardware: str) -> Calibration:
+    """Return assumed speeds, scaled so that a simulated step takes `--step-seconds`."""
+    seconds: float = options.step_seconds
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ConfigError("--step-seconds", f"given {seconds:g}; must be above 0")
+    config = config_of(options.sources, runs_here=False)
+    config.steps = config.staleness + _SIMULATED_STEPS
+    assumed = typical(hardware, on_gpus=cluster.gpus > 0)
+    lengths = lengths_of(options.lengths, config, config.seed)
+    played = play(scenario_of(costs_of(planned(config, on_gpus=cluster.gpus > 0), cluster, assumed), lengths))
+    return scaled(assumed, seconds / played.steady_s, f"assumed speeds, scaled to a step of {seconds:g} s")
 
 
 def _new_file(file: Path) -> Path:
@@ -69,9 +97,14 @@ def observed_run(run_dir: str, *, on_gpus: bool) -> ObservedRun:
     paths = RunPaths(config.run_dir)
     if not journal_exists(paths.events):
         raise ConfigError(run_dir, f"holds no journal ({paths.events.name}): this run never began")
-    models = role_models(config, read_model("model.path", config.model.path, weights=False), weights=False)
-    run = planned_run(config, models, on_gpus=on_gpus)
+    run = planned(config, on_gpus=on_gpus)
     return observe(run_dir, run, open_history(config), read_events(paths.events), read_identity(paths.root))
+
+
+def planned(config: RunConfig, *, on_gpus: bool) -> PlannedRun:
+    """Return a run with the architectures of its models, whose weights need not be there."""
+    models = role_models(config, read_model("model.path", config.model.path, weights=False), weights=False)
+    return planned_run(config, models, on_gpus=on_gpus)
 
 
 def speeds_table(calibration: Calibration) -> Table:

@@ -236,13 +236,22 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _calibrate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dirs", nargs="+", metavar="RUN", help="runs on the machine: more kinds of runs tell more")
+    parser.add_argument(
+        "sources",
+        nargs="+",
+        metavar="RUN",
+        help="runs on the machine: more kinds of runs tell more; with --step-seconds a CONFIG, as for `run`",
+    )
     parser.add_argument(
         "--hardware",
         required=True,
         metavar="NODESxGPUSxHARDWARE",
         help="what they ran on, as 1x8xH100-80 or 1xcpu (kinds: conf/hardware, or the path of a YAML file)",
     )
+    parser.add_argument(
+        "--step-seconds", type=float, metavar="S", help="a published step time of the config, where there is no run"
+    )
+    parser.add_argument("--lengths", metavar="KIND:NUMBERS", help="with --step-seconds: lengths, as for `simulate`")
     parser.add_argument("--write", metavar="FILE.yaml", help="write the calibration, for `simulate` and `plan`")
 
 

@@ -119,8 +119,6 @@ class HardwareCluster:
     gpus_per_node: int
     """GPUs that are used of each node."""
     hardware: HardwareConfig
-    name: str = ""
-    """Name of the hardware, or the path of its file."""
 
     @property
     def share(self) -> float:
@@ -174,4 +172,4 @@ def read_cluster(text: str) -> HardwareCluster:
     if gpus > whole:
         need = f"at most {whole}" if whole else "0: it has none"
         raise ConfigError(AS, f"given {text!r}; a node of {match[3]} ({hardware.description}) has {whole} GPUs: {need}")
-    return HardwareCluster(nodes, gpus, hardware, match[3])
+    return HardwareCluster(nodes, gpus, hardware)

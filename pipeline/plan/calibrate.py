@@ -46,11 +46,11 @@ class Sample:
     calls: float
 
 
-def calibrate(runs: Sequence[ObservedRun], cluster: HardwareCluster) -> Calibration:
-    """Return the calibration of a machine from runs on it. Raises ConfigError for a run that is too short, or that ran
-    on another machine."""
-    _check(runs, cluster)
-    usual = typical(cluster.name, on_gpus=cluster.gpus > 0)
+def calibrate(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: str) -> Calibration:
+    """Return the calibration of a machine from runs on it. `hardware`: name of its kind. Raises ConfigError for a run
+    that is too short, or that ran on another machine."""
+    _check(runs, cluster, hardware)
+    usual = typical(hardware, on_gpus=cluster.gpus > 0)
     samples = samples_of(runs, cluster, usual)
     speeds: dict[str, Any] = {}
     extrapolated = []
@@ -74,7 +74,7 @@ def calibrate(runs: Sequence[ObservedRun], cluster: HardwareCluster) -> Calibrat
     )
 
 
-def _check(runs: Sequence[ObservedRun], cluster: HardwareCluster) -> None:
+def _check(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: str) -> None:
     """Raise ConfigError for the first run that cannot be used."""
     for one in runs:
         if one.steps < FEWEST_STEPS:
@@ -82,12 +82,10 @@ def _check(runs: Sequence[ObservedRun], cluster: HardwareCluster) -> None:
             raise ConfigError(one.name, need)
         if one.run.on_gpus != (cluster.gpus > 0):
             ran, has = ("GPUs", "none") if one.run.on_gpus else ("CPUs", "GPUs")
-            raise ConfigError(one.name, f"ran on {ran}, and {cluster.name} has {has}: give the hardware that it ran on")
-        model = cluster.name.partition("-")[0]
-        if one.run.on_gpus and not cluster.name.endswith(".yaml") and model not in one.machine:
-            raise ConfigError(
-                one.name, f"ran on {one.machine}, not on {cluster.name}: give the hardware that it ran on"
-            )
+            raise ConfigError(one.name, f"ran on {ran}, and {hardware} has {has}: give the hardware that it ran on")
+        model = hardware.partition("-")[0]
+        if one.run.on_gpus and not hardware.endswith(".yaml") and model not in one.machine:
+            raise ConfigError(one.name, f"ran on {one.machine}, not on {hardware}: give the hardware that it ran on")
         if one.machine != runs[0].machine:
             need = (
                 f"ran on another machine than {runs[0].name} ({one.machine}; {runs[0].machine}): calibrate each alone"

@@ -1,0 +1,171 @@
+"""Calibrations: files, scaling, and fits to nodes whose speeds are known."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.errors import ConfigError
+from pipeline.config.hardware import read_cluster
+from pipeline.graph.graph import run_nodes
+from pipeline.plan.calibrate import FEWEST_STEPS, calibrate, compared
+from pipeline.plan.calibration import (
+    KINDS,
+    STAGE_KIND,
+    Calibration,
+    StageSpeed,
+    check_hardware,
+    load_calibration,
+    scaled,
+    to_yaml,
+    typical,
+)
+from pipeline.plan.cost import costs_of
+from pipeline.plan.observed import Observed, ObservedRun
+from tests.support.plans import costs, nodes_by_stage, planned
+
+CLUSTER = read_cluster("1xcpu")
+TRUE = Calibration(
+    description="the truth",
+    hardware="cpu",
+    generate=StageSpeed(0.2, call_s=0.004, node_s=0.05),
+    forward=StageSpeed(0.4, call_s=0.003, node_s=0.02),
+    update=StageSpeed(0.3, call_s=0.005, node_s=0.03),
+    publish=StageSpeed(0.5, node_s=0.01),
+    refit=StageSpeed(0.5, node_s=0.03),
+    score=StageSpeed(1.0, call_s=0.001, node_s=0.02),
+    advantage=StageSpeed(1.0, call_s=0.0001, node_s=0.02),
+    link_efficiency=0.7,
+)
+
+
+def executed(name: str, *changes: str, scatter: float, steps: int = 6, machine: str = "avx2") -> ObservedRun:
+    """A run of the tiny model with the true speeds and random noise of mean 1."""
+    run = planned("tiny", f"steps={steps}", *changes, on_gpus=False)
+    truth, draw = costs_of(run, CLUSTER, TRUE, 12.0), random.Random(name)
+    config, nodes = run.config, []
+    for node in run_nodes(config.graph()):
+        rows = config.rollout.rows if STAGE_KIND[node.stage] in ("update", "advantage") else config.rows_per_shard
+        lengths = [draw.randint(1, config.sampling.max_new_tokens) for _ in range(rows)]
+        noise = draw.lognormvariate(-(scatter**2) / 2, scatter)
+        seconds = noise * truth.seconds(node, [] if node.stage == "publish" else lengths, 1.0)
+        nodes.append(Observed(node, seconds, [] if node.stage == "publish" else lengths, 1.0))
+    return ObservedRun(name, run, nodes, [0.01, 0.02, 0.09], [truth.refit_s()] * steps, steps, 12.0, 1.0, machine)
+
+
+def runs(scatter: float) -> list[ObservedRun]:
+    large = ("rollout={rows: 256, shards: 2}", "sampling.max_new_tokens=200", "ppo={epochs: 2, minibatches: 1}")
+    return [executed("one", scatter=scatter), executed("two", *large, scatter=scatter)]
+
+
+def test_known_speeds_are_found_again() -> None:
+    """Another run, of another size, is predicted within the noise of what it was calibrated on."""
+    found = calibrate(runs(0.1), CLUSTER, "cpu")
+    assert found.overhead_s == 0.02, "the median of the waits"
+    other = executed("other", "rollout={rows: 64, shards: 4}", "sampling.max_new_tokens=60", scatter=0.0)
+    for stage, measured, predicted, _ in compared([other], CLUSTER, found):
+        assert predicted == pytest.approx(measured, rel=0.15), stage
+    for kind in ("generate", "forward", "update"):
+        speed: StageSpeed = getattr(found, kind)
+        assert speed.scatter == pytest.approx(0.1, abs=0.05)
+        assert speed.nodes > 10
+
+
+def test_the_runs_themselves_are_predicted() -> None:
+    given = runs(0.2)
+    for stage, measured, predicted, number in compared(given, CLUSTER, calibrate(given, CLUSTER, "cpu")):
+        assert predicted == pytest.approx(measured, rel=0.2), stage
+        assert number >= 1
+
+
+def test_a_stalled_node_counts_less() -> None:
+    """One of many generations takes 100 times as long."""
+    (given,) = (executed("one", scatter=0.05, steps=12),)
+    place = next(i for i, one in enumerate(given.nodes) if one.node.stage == "generate")
+    nodes = list(given.nodes)
+    nodes[place] = replace(nodes[place], seconds=100 * nodes[place].seconds)
+    sound, stalled = (calibrate([replace(given, nodes=n)], CLUSTER, "cpu").generate for n in (given.nodes, nodes))
+    usual = costs("tiny", "1xcpu", calibration=replace(TRUE, generate=sound))
+    node = nodes_by_stage(usual)["generate"]
+    other = replace(usual, calibration=replace(TRUE, generate=stalled))
+    assert other.seconds(node, [6] * 8) < 1.5 * usual.seconds(node, [6] * 8)
+
+
+def test_what_equal_nodes_cannot_tell_is_named() -> None:
+    """All responses of one run have one token; runs with other lengths tell passes from nodes."""
+    alike = executed("one", "sampling={max_new_tokens: 1}", scatter=0.01)
+    assert "generate" in calibrate([alike], CLUSTER, "cpu").extrapolated
+    assert "generate" not in calibrate(runs(0.01), CLUSTER, "cpu").extrapolated
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [executed("short", scatter=0.0, steps=FEWEST_STEPS - 1)],
+        [executed("here", scatter=0.0), executed("there", scatter=0.0, machine="NVIDIA H100 80GB HBM3")],
+        [replace(executed("gpus", scatter=0.0), run=replace(executed("gpus", scatter=0.0).run, on_gpus=True))],
+    ],
+    ids=["a run that is too short", "runs on two machines", "a run on GPUs for a node without"],
+)
+def test_runs_that_cannot_be_used_are_refused(given: Sequence[ObservedRun]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        calibrate(given, CLUSTER, "cpu")
+    assert caught.value.key == given[-1].name
+
+
+def test_a_gpu_of_another_kind_is_refused() -> None:
+    one = executed("one", scatter=0.0, machine="NVIDIA A100-SXM4-80GB (capability 8.0)")
+    one = replace(one, run=replace(one.run, on_gpus=True))
+    with pytest.raises(ConfigError):
+        calibrate([one], read_cluster("1x8xH100-80"), "H100-80")
+    assert calibrate([one], read_cluster("1x8xA100-80"), "A100-80").hardware == "A100-80"
+
+
+def test_a_calibration_survives_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "here.yaml"
+    file.write_text(to_yaml(calibrate(runs(0.1), CLUSTER, "cpu")))
+    assert load_calibration(file) == calibrate(runs(0.1), CLUSTER, "cpu")
+
+
+@pytest.mark.parametrize("changed", ["efficiency: 1.5", "efficiency: 0.0", "call_s: -1.0", "speed: 1.0"])
+def test_a_file_with_a_wrong_number_is_refused(tmp_path: Path, changed: str) -> None:
+    file = tmp_path / "here.yaml"
+    file.write_text(f"description: x\nhardware: cpu\ngenerate: {{{changed}}}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_calibration(file)
+    assert caught.value.key == f"generate.{changed.partition(':')[0]}"
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        load_calibration(tmp_path / "none.yaml")
+
+
+def test_a_calibration_of_other_hardware_is_refused() -> None:
+    check_hardware(TRUE, "cpu")
+    with pytest.raises(ConfigError):
+        check_hardware(TRUE, "H100-80")
+
+
+def test_a_published_step_time_scales_everything() -> None:
+    assumed = typical("H100-80", on_gpus=True)
+    whole, twice = (
+        costs("slurm_70b", "16x8xH100-80", calibration=calibration)
+        for calibration in (assumed, scaled(assumed, 2.0, "a published step"))
+    )
+    for stage, node in nodes_by_stage(whole).items():
+        lengths = [] if stage == "publish" else [100] * 64
+        assert twice.seconds(node, lengths) == pytest.approx(2 * whole.seconds(node, lengths)), stage
+    assert twice.calibration.overhead_s == 2 * assumed.overhead_s
+    assert twice.refit_s() == pytest.approx(2 * whole.refit_s())
+    shares = [[getattr(of, kind).efficiency for kind in KINDS] for of in (twice.calibration, assumed)]
+    assert [2 * share for share in shares[0]] == pytest.approx(shares[1])
+
+
+def test_a_step_time_that_no_hardware_reaches_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        scaled(typical("H100-80", on_gpus=True), 0.1, "a step of a second")

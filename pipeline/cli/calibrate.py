@@ -16,7 +16,6 @@ from rich.table import Table
 
 from pipeline.cli.answers import DONE, config_of, output, print_line, saved_config
 from pipeline.cli.simulate import lengths_of
-from pipeline.config.errors import ConfigError
 from pipeline.config.hardware import HardwareCluster, hardware_of, read_cluster
 from pipeline.config.identity import read_identity
 from pipeline.config.memory import PlannedRun, planned_run
@@ -24,6 +23,7 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.role_models import read_model, role_models
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
+from pipeline.errors import ConfigError
 from pipeline.observe.journal import journal_exists, read_events
 from pipeline.observe.text import three
 from pipeline.plan.calibrate import calibrate, compared

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.config.errors import ConfigError
 from pipeline.config.hardware import HardwareCluster
+from pipeline.errors import ConfigError
 from pipeline.plan.calibration import KINDS, STAGE_KIND, Calibration, StageSpeed, typical
 from pipeline.plan.cost import costs_of
 from pipeline.plan.observed import ObservedRun

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.errors import ConfigError
 from pipeline.config.hardware import read_cluster
+from pipeline.errors import ConfigError
 from pipeline.graph.graph import run_nodes
 from pipeline.plan.calibrate import FEWEST_STEPS, calibrate, compared
 from pipeline.plan.calibration import (

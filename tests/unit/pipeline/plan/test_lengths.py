@@ -6,7 +6,7 @@ from statistics import fmean, median
 
 import pytest
 
-from pipeline.config.errors import ConfigError
+from pipeline.errors import ConfigError
 from pipeline.plan.lengths import (
     EmpiricalLengths,
     FixedLengths,

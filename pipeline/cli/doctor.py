@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import socket
@@ -34,7 +35,7 @@ RUNGS = (
     Rung("network", "connections to this host", lazily("host:network")),
     Rung("driver", "the NVIDIA driver and torch's CUDA", lazily("gpus:driver")),
     Rung("gpus", "the GPUs", lazily("gpus:gpus")),
-    Rung("gpu_links", "copies between GPUs", lazily("gpus:gpu_links")),
+    Rung("gpu_links", "copies between the host and its GPUs", lazily("gpus:gpu_links")),
     Rung("ranks", "sums over processes", lazily("exchange:ranks")),
     Rung("nodes", "sums over nodes", lazily("exchange:nodes")),
     Rung("float32", "an update in float32", lazily("training:float32")),
@@ -68,6 +69,7 @@ def command(options: argparse.Namespace) -> int:
             scratch=scratch,
             model=options.model,
             threads=options.threads or max(1, len(os.sched_getaffinity(0)) // 2),
+            deadline_s=options.deadline,
             engines=_engines(options.engine),
         )
         results = climb(_rungs_until(options.until), settings, _show)
@@ -82,6 +84,8 @@ def _refuse_odd(options: argparse.Namespace) -> None:
     """Raise ConfigError for options that cannot work, or that nothing would read."""
     if options.threads < 0:
         raise ConfigError("--threads", f"given {options.threads}; must be 1 or more (0: half of the cores)")
+    if not 0 < options.deadline < math.inf:
+        raise ConfigError("--deadline", f"given {options.deadline:g}; must be above 0, in seconds")
     try:
         read_spec(options.model)
     except (OSError, ValueError) as error:
@@ -107,7 +111,7 @@ def _submit(options: argparse.Namespace) -> int:
     config = import_module("pipeline.cli.slurm_jobs").cluster_config([options.submit, *options.more])
     folder = Path(options.out, f"doctor-{config.name}").absolute()
     arguments = ["--out", str(folder), "--runs-dir", config.runs_dir, "--model", options.model]
-    arguments += ["--threads", str(options.threads)]
+    arguments += ["--threads", str(options.threads), "--deadline", f"{options.deadline:g}"]
     arguments += [f"--engine={text}" for text in options.engine]
     arguments += [f"--until={options.until}"] if options.until is not None else []
     if options.dry_run:

@@ -229,6 +229,13 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
         metavar="KIND=PYTHON",
         help="also test vllm or tensorrt_llm in this environment (default: those that `make engine-...` made here)",
     )
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="longest time of a test's processes (default: 600)",
+    )
     parser.add_argument("--until", metavar="TEST", help="the last test (default: all)")
     parser.add_argument("--submit", metavar="CONFIG", help="test every node that this config asks Slurm for")
     parser.add_argument("more", nargs="*", metavar="key=value", help="with --submit: changes of the config")

@@ -30,6 +30,8 @@ class HardwareConfig:
 
     description: str = "???"
     """The node in words."""
+    gpu: str = ""
+    """Name of a GPU as CUDA reports it, by which `stageline doctor` finds the file; "" without GPUs or if not known."""
     gpus_per_node: int = setting("???", at_least(0))
     """GPUs of a whole node. 0: everything is computed on the cores."""
     device_memory_gib: float = setting("???", at_least(0))
@@ -81,6 +83,12 @@ def load_hardware(name: str) -> HardwareConfig:
     if found := [refusal(problem) for problem in (*setting_problems(config), *hardware_problems(config))]:
         raise together(found)
     return config
+
+
+def hardware_with(gpu: str) -> tuple[str, HardwareConfig] | None:
+    """Return the kind of node that ships with Stageline whose GPUs have this name, with the kind's name; else None."""
+    kinds = ((name, load_hardware(name)) for name in hardware_names())
+    return next(((name, config) for name, config in kinds if gpu and config.gpu == gpu), None)
 
 
 def hardware_problems(config: HardwareConfig) -> Iterator[Problem]:

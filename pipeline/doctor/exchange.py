@@ -1,4 +1,4 @@
-"""Rungs of the connections between processes: two on this host, and one on each node of a Slurm job.
+"""Rungs of the connections between processes: one for each GPU of this host, and one on each node of a Slurm job.
 
     rank 0 listens ──► writes its address to the file MEETING ──► the others connect ──► all add up the same tensor
 
@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -23,25 +22,50 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from pipeline.config.hardware import hardware_with
 from pipeline.doctor.ladder import Absent, DoctorSettings, Fault, Finding
+from pipeline.doctor.processes import Program, run_together
+from storage.codec import decode, encode
+from storage.host import end_with_parent
 
-NUM_BYTES = 64 << 20
+NUM_BYTES = {"gloo": 64 << 20, "nccl": 256 << 20}
 MEETING_S = 120.0
 """Longest wait of a rank for the others."""
-NODES_S = 300.0
-"""Longest time of a rank's process."""
 SLOWEST = {"gloo": 20e6, "nccl": 1e9}
-"""Slowest accepted sum over ranks, in bytes per second: a fifth of 1 Gbit/s Ethernet, and 10 Gbit/s."""
+"""Slowest accepted sum over ranks, in bytes per second, if the links are not known: a fifth of 1 Gbit/s Ethernet, and
+10 Gbit/s."""
+LINK_SHARE = 0.25
+"""Share of the links' rate in `conf/hardware` that a sum by NCCL must reach. A good one reaches more than half with
+NUM_BYTES; over PCIe in place of NVLink, or TCP in place of InfiniBand, it is a tenth or less. Never measured here."""
+PROGRAM = ("-m", "pipeline.doctor.exchange")
+LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+"""NCCL then prints which network it uses. The report has it."""
+ADVICE = "look for a node that stopped at an earlier test, then at firewalls: these hosts must reach one another"
+
+Place = Literal["here", "nodes"]
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """The rate of a sum over ranks."""
+
+    backend: str
+    gpu: str
+    """Name of rank 0's GPU; "" without one."""
+    bytes_per_s: float
+    """Bytes of a rank's tensor, divided by the seconds of a sum; the best of five."""
 
 
 def ranks(settings: DoctorSettings) -> Finding:
-    """Add up a tensor over two processes on this host."""
-    if torch.cuda.is_available() and torch.cuda.device_count() < 2:
+    """Add up a tensor over one process for each GPU of this host, or over two processes without GPUs."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 2
+    if count < 2:
         raise Absent("fewer than two GPUs")
     with tempfile.TemporaryDirectory(prefix="stageline-doctor-") as folder:
         meeting, result = Path(folder, "meeting"), Path(folder, "result")
-        processes = [_start(index, 2, meeting, result, "here") for index in range(2)]
-        return _finding(processes, result, "two processes here")
+        programs = [_program(index, count, meeting, result, "here") for index in range(count)]
+        run_together(programs, settings.deadline_s, ADVICE)
+        return judge(decode(Exchanged, result.read_bytes()), count, "here")
 
 
 def nodes(settings: DoctorSettings) -> Finding:
@@ -54,47 +78,53 @@ def nodes(settings: DoctorSettings) -> Finding:
     meeting = settings.runs_dir / f".{name}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
     result = settings.scratch / "nodes"
     try:
-        return _finding([_start(index, size, meeting, result, "nodes")], result if not index else None, f"{size} nodes")
+        run_together([_program(index, size, meeting, result, "nodes")], settings.deadline_s, ADVICE)
+        if index:
+            return Finding(f"{size} nodes added up a tensor, correctly")
+        return judge(decode(Exchanged, result.read_bytes()), size, "nodes")
     finally:
         if not index:
             meeting.unlink(missing_ok=True)
 
 
-def _start(
-    index: int, size: int, meeting: Path, result: Path, place: Literal["here", "nodes"]
-) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "pipeline.doctor.exchange", str(index), str(size)]
-    command += [str(meeting), str(result), str(MEETING_S), place]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def _program(index: int, size: int, meeting: Path, result: Path, place: Place) -> Program:
+    arguments = [*PROGRAM, str(index), str(size), str(meeting), str(result), str(MEETING_S)]
+    return Program(f"rank {index} of {size}", [*arguments, place], LOG)
 
 
-def _finding(processes: Sequence[subprocess.Popen[str]], result: Path | None, who: str) -> Finding:
-    advice = "look for a node that stopped at an earlier test, then at firewalls: these hosts must reach one another"
-    try:
-        outputs = [process.communicate(timeout=NODES_S)[0] for process in processes]
-    except subprocess.TimeoutExpired as error:
-        raise Fault(f"{who} do not meet in {NODES_S:g} s", advice) from error
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for process, output in zip(processes, outputs, strict=True):
-        if process.returncode:
-            said = output.strip().splitlines()[-1:] or ["it printed nothing"]
-            raise Fault(f"{who} cannot add up a tensor: {said[0]}", advice, output=output[-4000:])
-    if result is None:
-        return Finding(f"{who} added up a tensor")
-    backend, text = result.read_text().split()
-    rate = float(text)
-    facts = {"backend": backend, "bytes_per_s": rate}
-    if rate < SLOWEST[backend]:
-        raise Fault(f"{who} add up {rate / 1e6:.0f} MB/s by {backend}", f"choose a faster network: {advice}", **facts)
-    return Finding(f"{who} add up {rate / 1e9:.2f} GB/s by {backend}", facts)
+def judge(found: Exchanged, size: int, place: Place) -> Finding:
+    """Compare the rate of a sum over `size` ranks with the links between them. Raises Fault if it is too slow."""
+    who = f"{size} processes on this host" if place == "here" else f"{size} nodes"
+    least, because = _least_rate(found, size, place)
+    said = f"{who} add up {found.bytes_per_s / 1e9:.2f} GB/s by {found.backend}"
+    compared = f"{least / 1e9:.2f} or more expected: {because}"
+    facts = {"backend": found.backend, "gpu": found.gpu, "bytes_per_s": found.bytes_per_s, "least_bytes_per_s": least}
+    if found.bytes_per_s < least:
+        advice = "NCCL may have fallen back to TCP or PCIe (run again with NCCL_DEBUG=INFO). On CPUs: a faster network"
+        raise Fault(f"{said}; {compared}", advice, **facts)
+    return Finding(f"{said} ({compared})", facts)
 
 
-def exchange(index: int, size: int, meeting: Path, timeout_s: float, *, alone: bool) -> tuple[str, float]:
-    """Join the group and add up a tensor of NUM_BYTES. Return the backend and the bytes per second, the best of five.
-    `alone`: all ranks are on this host, each with a GPU of its own; otherwise each has the first GPU of its node.
+def _least_rate(found: Exchanged, size: int, place: Place) -> tuple[float, str]:
+    """Return the slowest accepted rate in bytes per second, and the reason for it. A ring of n ranks sends a rank's
+    bytes 2 (n - 1) / n times over each link."""
+    known = hardware_with(found.gpu) if found.backend == "nccl" else None
+    if known is None:
+        unknown = f"no file in conf/hardware is for {found.gpu!r}" if found.gpu else "the slowest useful network"
+        return SLOWEST[found.backend], unknown
+    name, hardware = known
+    if place == "nodes":
+        link, of = hardware.link_bytes_per_s, "a network link"
+    else:
+        over = hardware.nvlink_bytes_per_s
+        link, of = (over, "NVLink") if over else (hardware.pcie_bytes_per_s, "PCIe")
+    rate = LINK_SHARE * link * size / (2 * (size - 1))
+    return rate, f"a quarter of what {of} of {name} allows, {link / 1e9:.0f} GB/s"
+
+
+def exchange(index: int, size: int, meeting: Path, timeout_s: float, *, alone: bool) -> Exchanged:
+    """Join the group, add up a tensor, and compare every number of the sum. `alone`: all ranks are on this host, each
+    with a GPU of its own; otherwise each has the first GPU of its node.
 
     Raises RuntimeError if the others do not come, or if the sum is wrong."""
     timeout = timedelta(seconds=timeout_s)
@@ -108,19 +138,23 @@ def exchange(index: int, size: int, meeting: Path, timeout_s: float, *, alone: b
     backend = "nccl" if cuda else "gloo"
     device = torch.device("cuda", index if alone else 0) if cuda else torch.device("cpu")
     dist.init_process_group(backend, store=store, rank=index, world_size=size, timeout=timeout)
-    best = 0.0
+    best, num_bytes = 0.0, NUM_BYTES[backend]
     try:
+        pattern = torch.arange(num_bytes // 4, device=device).remainder_(251).float()  # small enough for exact sums
+        expected = pattern * size + size * (size - 1) // 2
         for _ in range(6):  # the first one opens the connections
-            tensor = torch.full((NUM_BYTES // 4,), float(index + 1), device=device)
+            tensor = pattern + index
+            float(tensor[-1])  # waits for the device
             began = time.perf_counter()
             dist.all_reduce(tensor)
-            total = float(tensor[-1])  # waits for the device
-            best = max(best, NUM_BYTES / (time.perf_counter() - began))
-            if total != size * (size + 1) / 2:
-                raise RuntimeError(f"the sum over {size} ranks is {total}, not {size * (size + 1) / 2}")
+            float(tensor[-1])
+            best = max(best, num_bytes / (time.perf_counter() - began))
+            wrong = int((tensor != expected).sum())
+            if wrong:
+                raise RuntimeError(f"{wrong} of {len(tensor)} numbers of the sum over {size} ranks are wrong")
     finally:
         dist.destroy_process_group()
-    return backend, best
+    return Exchanged(backend, torch.cuda.get_device_name(device) if cuda else "", best)
 
 
 def own_address(alone: bool) -> str:
@@ -150,11 +184,11 @@ def _address(meeting: Path, timeout_s: float) -> tuple[str, int]:
 
 
 def main() -> int:
+    end_with_parent()
     index, size, meeting, result, timeout_s, place = sys.argv[1:]
-    alone = place == "here"
-    backend, rate = exchange(int(index), int(size), Path(meeting), float(timeout_s), alone=alone)
+    found = exchange(int(index), int(size), Path(meeting), float(timeout_s), alone=place == "here")
     if index == "0":
-        Path(result).write_text(f"{backend} {rate}")
+        Path(result).write_text(encode(found))
     return 0
 
 

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import permutations
@@ -17,7 +18,10 @@ from pathlib import Path
 
 import torch
 
+from pipeline.doctor.copies import Copies
 from pipeline.doctor.ladder import Absent, DoctorSettings, Fault, Finding
+from pipeline.doctor.processes import Program, run_together
+from storage.codec import decode
 
 SMI_S = 60.0
 OLDEST_CAPABILITY = (8, 0)
@@ -30,10 +34,10 @@ links and 900 GB/s with 18, both directions together). Generation 5 has twice th
 NEWER_LINKS = ("B100", "B200", "B300")
 """GPUs with links of generation 5, in their names."""
 LINK_SHARE = 0.5
-"""Share of the links' rate that a copy of COPY_BYTES must reach."""
+"""Share of the links' rate that a copy must reach."""
 PCIE_BYTES_PER_S = 5e9
-"""Slowest accepted copy between GPUs without NVLink: a third of PCIe 3.0 x16."""
-COPY_BYTES = 256 << 20
+"""Slowest accepted copy without NVLink, between GPUs or to the host: a third of PCIe 3.0 x16."""
+PROGRAM = ("-m", "pipeline.doctor.copies")
 _NVIDIA_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version")
 _FIELDS = (
     "index",
@@ -117,35 +121,47 @@ def gpus(settings: DoctorSettings) -> Finding:
 
 
 def gpu_links(settings: DoctorSettings) -> Finding:
-    """Copy between each pair of GPUs, and compare the rate with the links that `nvidia-smi` claims."""
+    """Copy between the host and each GPU, and between each pair of GPUs. Compare what arrives with what was sent, and
+    the rate with the links that `nvidia-smi` claims."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count < 2:
-        raise Absent("fewer than two GPUs")
+    if not count:
+        raise Absent("no GPU that torch can use")
     number = {gpu.uuid: gpu.index for gpu in list_gpus()}
     numbers = [number.get(_uuid(index), index) for index in range(count)]
-    by_number = parse_topology(_smi("topo", "-m"))
-    links = {(a, b): by_number.get((numbers[a], numbers[b]), 0) for a, b in permutations(range(count), 2)}
-    rates = {pair: copy_rate(*pair) for pair in permutations(range(count), 2)}
+    by_number = parse_topology(_smi("topo", "-m")) if count > 1 else {}
+    links = {f"{a}->{b}": by_number.get((numbers[a], numbers[b]), 0) for a, b in permutations(range(count), 2)}
+    with tempfile.TemporaryDirectory(prefix="stageline-doctor-") as folder:
+        result = Path(folder, "copies.json")
+        arguments = [*PROGRAM, str(result), *(f"cuda:{index}" for index in range(count))]
+        advice = "look at `dmesg` for errors of the GPUs, and send the JSON report"
+        run_together([Program("copies between GPUs", arguments)], settings.deadline_s, advice)
+        found = decode(Copies, result.read_bytes())
     link = LINK_BYTES_PER_S * (2 if any(new in torch.cuda.get_device_name(0) for new in NEWER_LINKS) else 1)
-    facts = {"bytes_per_s": {f"{a}->{b}": rate for (a, b), rate in rates.items()}}
-    slow = list(slow_pairs(rates, links, link))
+    facts = {"bytes_per_s": found.bytes_per_s, "wrong": found.wrong}
+    if found.wrong:
+        advice = "drain the node: data is damaged on its way. Look at `dmesg` and at `nvidia-smi -q` for errors"
+        raise Fault(f"other bytes arrive than were sent: {', '.join(found.wrong)}", advice, **facts)
+    slow = list(slow_copies(found.bytes_per_s, links, link))
     if slow:
         advice = "look at `nvidia-smi nvlink -s` and at the fabric manager's log; the node may need a reset"
         raise Fault("; ".join(slow), advice, **facts)
-    return Finding(f"{min(rates.values()) / 1e9:.0f} GB/s or more between all pairs", facts)
+    hosts = min(rate for name, rate in found.bytes_per_s.items() if "host" in name)
+    between = min((rate for name, rate in found.bytes_per_s.items() if "host" not in name), default=None)
+    pairs = "" if between is None else f", {between / 1e9:.0f} GB/s or more between all pairs"
+    return Finding(
+        f"{hosts / 1e9:.0f} GB/s or more from and to the host{pairs}; the bytes that were sent arrive", facts
+    )
 
 
-def slow_pairs(
-    rates: Mapping[tuple[int, int], float], links: Mapping[tuple[int, int], int], link: float
-) -> Iterator[str]:
-    """Yield a line for each pair whose copy is slower than its links allow. `rates`: bytes per second by (from, to);
-    `links`: number of NVLinks by pair, 0 for PCIe; `link`: bytes per second of one."""
-    for (source, target), rate in rates.items():
-        number = links.get((source, target), 0)
+def slow_copies(rates: Mapping[str, float], links: Mapping[str, int], link: float) -> Iterator[str]:
+    """Yield a line for each copy that is slower than its links allow. `rates`: bytes per second by "from->to"; `links`:
+    number of NVLinks likewise, 0 for PCIe; `link`: bytes per second of one."""
+    for name, rate in rates.items():
+        number = links.get(name, 0)
         least = LINK_SHARE * number * link if number else PCIE_BYTES_PER_S
         if rate < least:
             over = f"{number} NVLinks" if number else "PCIe"
-            yield f"GPU {source} to {target}: {rate / 1e9:.1f} GB/s over {over}, expected {least / 1e9:.0f} or more"
+            yield f"GPU {name}: {rate / 1e9:.1f} GB/s over {over}, expected {least / 1e9:.0f} or more"
 
 
 def parse_topology(text: str) -> dict[tuple[int, int], int]:
@@ -159,22 +175,6 @@ def parse_topology(text: str) -> dict[tuple[int, int], int]:
             if (match := re.fullmatch(r"NV(\d+)", cell)) is not None:
                 found[int(cells[0][3:]), target] = int(match[1])
     return found
-
-
-def copy_rate(source: int, target: int) -> float:
-    """Return the bytes per second of a copy from GPU `source` to GPU `target`, the best of three."""
-    data = torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{source}")
-    there = torch.empty_like(data, device=f"cuda:{target}")
-    best = 0.0
-    for _ in range(4):  # the first one opens the connection
-        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.device(target):
-            began.record()
-            there.copy_(data)
-            ended.record()
-            ended.synchronize()
-        best = max(best, COPY_BYTES / (began.elapsed_time(ended) / 1e3))
-    return best
 
 
 def visible_gpus() -> list[Gpu]:

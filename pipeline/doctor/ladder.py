@@ -66,6 +66,8 @@ class DoctorSettings:
     """Model of the rungs that compute."""
     threads: int = 1
     """Threads of each process that computes."""
+    deadline_s: float = 600.0
+    """Longest time of the processes that a test starts."""
     engines: Mapping[str, str] = field(default_factory=dict)
     """Python interpreters of the engines in environments of their own, by `engine.kind`."""
 

@@ -1,126 +1,58 @@
-"""One rank of a training test, as a process of its own: `python -m pipeline.doctor.rank JOB INDEX RENDEZVOUS RESULT`.
+"""One rank of training tests, as a process of its own: `python -m pipeline.doctor.rank JOBS INDEX FOLDER RESULT`.
 
-It builds the models that a run would build, computes log-probs and values, updates policy and critic, goes back to the
-start, and does the same again. Rank 0 writes the numbers to the file RESULT.
+For each job it builds the models that a run would build, computes log-probs and values, updates policy and critic, goes
+back to the start, and does the same again. Rank 0 writes the numbers of all jobs to the file RESULT.
 """
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
+from pipeline.doctor.jobs import NUM_LONG, NUM_SHORT, SEED, Published, RankJob, RankResult, batch
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig, SamplingConfig
 from stages.models.host import MegatronHost
-from stages.models.memory import GangModels, state_bytes
-from stages.models.protocol import MODEL_ROLES, CriticBatch, PolicyBatch, Rank, Role
+from stages.models.protocol import ALONE, MODEL_ROLES, CriticBatch, PolicyBatch, Rank, Role
 from stages.models.spec import read_spec
 from stages.ppo.config import PPOConfig
 from stages.publish import publish
 from storage.codec import decode, encode
 from storage.errors import DamagedWeights
+from storage.host import end_with_parent
 from storage.records import Advantages, Rollout
 from storage.weights import WeightBoard
 
-ROWS, PROMPT, RESPONSE = 8, 8, 24
-"""Rows of the test's batch, and the most tokens of a prompt and of a response."""
-SEED = 0
-LEARNING_RATE = 2e-5
-"""Large enough for an update to change log-probs, small enough for rounding to stay rounding under Adam."""
-
-
-@dataclass(frozen=True)
-class RankJob:
-    """Model, layout and options of a test that several ranks compute."""
-
-    model: str
-    dtype: Literal["float32", "bfloat16"]
-    kernels: Literal["auto", "torch"]
-    size: int
-    tensor: int
-    pipeline: int
-    threads: int
-    publish: bool
-    """Publish the trained weights to a board in shared memory."""
-    on_cpu: bool
-    """Hide the GPUs."""
-
-
-@dataclass(frozen=True)
-class Published:
-    """A publication to a board."""
-
-    num_bytes: int
-    seconds: float
-    sound: bool
-    """True if the bytes that were read back have the manifest's sums."""
-
-
-@dataclass(frozen=True)
-class RankResult:
-    """The numbers of a test, from rank 0."""
-
-    device: str
-    logprobs: list[float]
-    """Log-probs of the sampled tokens, in nats."""
-    after: list[float]
-    """The same after the update."""
-    losses: dict[str, float]
-    digests: list[str]
-    """Digest of the policy after the update and after its repetition."""
-    seconds: float
-    """Seconds of the repeated updates of policy and critic."""
-    state_bytes: int
-    """Measured bytes of parameters, gradients, masters and moments."""
-    predicted_bytes: int
-    peak_bytes: int
-    """Peak of the GPU's memory; on a CPU of the process."""
-    published: Published | None
-
-
-def batch(vocabulary: int) -> tuple[Rollout, Advantages]:
-    """Return rows of random tokens with random advantages, the same on every machine."""
-    rng = np.random.default_rng(SEED)
-    prompt = rng.integers(2, PROMPT + 1, ROWS).astype(np.int32)
-    response = rng.integers(1, RESPONSE + 1, ROWS).astype(np.int32)
-    index = np.arange(PROMPT + RESPONSE)
-    mask = (index >= prompt[:, None]) & (index < (prompt + response)[:, None])
-    rollout = Rollout(
-        row=np.arange(ROWS),
-        prompt_index=np.arange(ROWS),
-        tokens=rng.integers(3, vocabulary, mask.shape).astype(np.int32),
-        prompt_lengths=prompt,
-        response_lengths=response,
-        response_mask=mask,
-        sampler_logprobs=np.zeros(mask.shape, np.float32),
-        token_versions=np.where(mask, 0, -1).astype(np.int32),
-        finish_reason=np.zeros(ROWS, np.int8),
-    )
-    noise = [np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32) for _ in range(3)]
-    return rollout, Advantages(noise[0], noise[1], noise[2], mask)
+LEARNING_RATE = 1e-4
+"""Large enough for an update to be seen in bfloat16, small enough for rounding to stay rounding under Adam."""
 
 
 def run(job: RankJob, index: int, rendezvous: str) -> RankResult | None:
     """Compute a job's part of rank `index`. Return the numbers on the rank that has them: rank 0."""
     with opened(job, index, rendezvous) as host:
-        rollout, advantages = batch(read_spec(job.model).vocab_size)
+        vocabulary = read_spec(job.model).vocab_size
+        _step(host, *batch(vocabulary, 0, NUM_SHORT))  # libraries load what they need, Adam makes its moments
+        _go_back(host)
+        rollout, advantages = batch(vocabulary, NUM_LONG, NUM_SHORT)
+        before, of_process = sum(host.state_bytes().values()), _forget_peak()
         first, digest, losses = _step(host, rollout, advantages)
+        state, peak = sum(host.state_bytes().values()), _peak_since(before, of_process)
         logprobs = host.policy_logprobs(rollout)
-        for role in (Role.POLICY, Role.CRITIC):
-            host.load(role, None)
+        _go_back(host)
         began = time.perf_counter()
         _, again, _ = _step(host, rollout, advantages)
         seconds = time.perf_counter() - began
-        measured = sum(host.state_bytes().values())
         published = _publish(host) if job.publish else None
         if index:
             return None
@@ -132,9 +64,8 @@ def run(job: RankJob, index: int, rendezvous: str) -> RankResult | None:
             losses=losses,
             digests=[digest, again],
             seconds=seconds,
-            state_bytes=measured,
-            predicted_bytes=predicted_bytes(job),
-            peak_bytes=_peak_bytes(),
+            state_bytes=state,
+            peak_bytes=peak,
             published=published,
         )
 
@@ -146,10 +77,10 @@ def opened(job: RankJob, index: int, rendezvous: str) -> Iterator[MegatronHost]:
     host = MegatronHost(
         ModelConfig(path=job.model, dtype=job.dtype, kernels=job.kernels, policy=optimizer, critic=optimizer),
         SamplingConfig(),
-        PPOConfig(),
+        PPOConfig(minibatches=1),
         LayoutConfig(tensor=job.tensor, pipeline=job.pipeline),
         MODEL_ROLES,
-        Rank(index, job.size, rendezvous, job.threads, device=index, collective_timeout_s=120.0),
+        Rank(index, job.size, rendezvous, job.threads, device=job.device + index, collective_timeout_s=120.0),
         seed=SEED,
         total_steps=10,
         fsync=False,
@@ -158,6 +89,11 @@ def opened(job: RankJob, index: int, rendezvous: str) -> Iterator[MegatronHost]:
         yield host
     finally:
         host.close()
+
+
+def _go_back(host: MegatronHost) -> None:
+    for role in (Role.POLICY, Role.CRITIC):
+        host.load(role, None)
 
 
 def _step(host: MegatronHost, rollout: Rollout, advantages: Advantages) -> tuple[np.ndarray, str, dict[str, float]]:
@@ -202,28 +138,34 @@ def _publish(host: MegatronHost) -> Published | None:
         return Published(manifest.num_bytes, seconds, sound)
 
 
-def predicted_bytes(job: RankJob) -> int:
-    """Return the predicted bytes of parameters, gradients, masters and moments of the first rank."""
-    gang = GangModels(
-        read_spec(job.model),
-        ModelConfig(path=job.model, dtype=job.dtype),
-        LayoutConfig(tensor=job.tensor, pipeline=job.pipeline),
-        MODEL_ROLES,
-        data_ranks=job.size // (job.tensor * job.pipeline),
-    )
-    return sum(state_bytes(gang, 0).values())
+def _forget_peak() -> int:
+    """Begin to measure the peak. Return the memory of this process, in bytes, without what glibc keeps for later."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    if hasattr(ctypes.CDLL(None), "malloc_trim"):
+        ctypes.CDLL(None).malloc_trim(0)
+    return int(psutil.Process().memory_info().rss)
 
 
-def _peak_bytes() -> int:
+def _peak_since(state: int, of_process: int) -> int:
+    """Return the most bytes that were in use since `_forget_peak`. On a CPU the models had `state` bytes at that time,
+    in a process of `of_process` bytes, most of them libraries."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return state + max(0, largest - of_process)
 
 
 def main() -> int:
-    job, index, rendezvous, result = sys.argv[1:]
-    found = run(decode(RankJob, job), int(index), rendezvous)
-    if found is not None:
+    end_with_parent()
+    text, index, folder, result = sys.argv[1:]
+    found = []
+    jobs = decode(list[RankJob], text)
+    for number, job in enumerate(jobs):
+        print(f"update {number + 1} of {len(jobs)}: {job}", flush=True)
+        rendezvous = ALONE if job.size == 1 else f"file://{folder}/rendezvous-{number}"
+        found.append(run(job, int(index), rendezvous))
+    if index == "0":
         Path(result).write_text(encode(found))
     return 0
 

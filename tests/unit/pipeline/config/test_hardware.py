@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.hardware import FOLDER, GIB, hardware_names, load_hardware, read_cluster
+from pipeline.config.hardware import FOLDER, GIB, hardware_names, hardware_with, load_hardware, read_cluster
 from pipeline.errors import ConfigError
 
 
@@ -16,10 +16,20 @@ def test_a_shipped_file_loads_and_every_number_has_a_source(name: str) -> None:
     assert config.bf16_flops > config.fp32_flops
     lines = [line for line in (FOLDER / f"{name}.yaml").read_text("utf8").splitlines() if not line.startswith("#")]
     values = {key.strip(): rest for key, _, rest in (line.partition(":") for line in lines)}
-    assert len(values) == len(lines) == 16
+    assert bool(config.gpu) == bool(config.gpus_per_node)
+    assert len(values) == len(lines) == (17 if config.gpu else 16)
     for key, rest in values.items():
         number = rest.partition("#")[0].strip()
         assert key == "description" or number == "0" or "#" in rest, f"{key} of {name} has no source"
+
+
+def test_a_gpu_of_another_form_has_no_file() -> None:
+    """An H100 for PCIe has other links than one on a board with NVLink."""
+    found = hardware_with("NVIDIA H100 80GB HBM3")
+    assert found is not None
+    assert found[0] == "H100-80"
+    assert hardware_with("NVIDIA H100 PCIe") is None
+    assert hardware_with("") is None
 
 
 def test_a_cluster_is_nodes_gpus_and_hardware() -> None:

@@ -3,30 +3,40 @@ tests/integration/test_whole_doctor.py."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
+import psutil
 import pytest
 import torch
 
 from pipeline.cli.doctor import RUNGS
-from pipeline.doctor import engines, exchange, gpus, host, packages, training
-from pipeline.doctor.ladder import Absent, DoctorSettings, Finding, Rung, RungResult, Status, climb, lazily
-from pipeline.doctor.rank import Published, RankJob, RankResult
-from stages.engines.build import build_engine
-from stages.engines.config import EngineConfig
-from stages.engines.protocol import Completion, GenerationEngine, Request
+from pipeline.doctor import copies, engines, exchange, gpus, host, packages, training
+from pipeline.doctor.copies import Copies
+from pipeline.doctor.jobs import (
+    Drawn,
+    EngineJob,
+    EngineResult,
+    Published,
+    RankJob,
+    RankResult,
+    predicted_peak,
+    predicted_state,
+)
+from pipeline.doctor.ladder import Absent, DoctorSettings, Fault, Finding, Rung, RungResult, Status, climb, lazily
+from pipeline.doctor.processes import Program
 from stages.models.spec import RANDOM_TINY, read_config
+from storage.codec import encode
 
 SOUND = RankResult(
     device="the CPU",
@@ -35,11 +45,27 @@ SOUND = RankResult(
     losses={"policy/loss": 0.1},
     digests=["a", "a"],
     seconds=0.1,
-    state_bytes=1000,
-    predicted_bytes=1000,
-    peak_bytes=2000,
+    state_bytes=predicted_state(RankJob("random:tiny", "float32")),
+    peak_bytes=predicted_peak(RankJob("random:tiny", "float32")),
     published=Published(1000, 0.1, sound=True),
 )
+ROW, OTHER = Drawn([5, 6, 7, 8], [-1.0, -2.0, -1.5, -0.5]), Drawn([5, 9, 9, 9], [-1.0, -3.0, -3.0, -3.0])
+SHIFTED = Drawn(ROW.tokens, [value + 0.1 for value in ROW.logprobs])
+ENGINE = EngineResult(
+    device="cpu",
+    draws="keyed",
+    start_s=1.0,
+    tokens_per_s=10.0,
+    refit_s=1.0,
+    refit_bytes=1000,
+    slept=True,
+    first=[ROW],
+    alone=[ROW],
+    changed=[OTHER],
+    again=[ROW],
+)
+HANG = "import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"
+H100 = "NVIDIA H100 80GB HBM3"
 GPU = "0, GPU-1, NVIDIA H100 80GB HBM3, 580.65, 81559, {used}, {errors}"
 TOPOLOGY = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV18\t0-47\nGPU1\tNV18\t X \t0-47\n"
 
@@ -66,32 +92,33 @@ def nvidia_smi(patch: pytest.MonkeyPatch, folder: Path, *, used: int = 4, errors
     patch.setattr(torch.cuda, "is_available", lambda: True)
     patch.setattr(torch.cuda, "device_count", lambda: 2)
     patch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    patch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100 80GB HBM3")
-    patch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=str(index + 1)))
+    patch.setattr(torch.cuda, "get_device_name", lambda index: H100)
+    properties = SimpleNamespace
+    patch.setattr(
+        torch.cuda, "get_device_properties", lambda index: properties(uuid=str(index + 1), total_memory=1 << 36)
+    )
 
 
-def wrong_engine(patch: pytest.MonkeyPatch) -> None:
-    """Make the engine with a run's own kernels draw another last token."""
+def copied(patch: pytest.MonkeyPatch, rate: Callable[[str], float], wrong: Sequence[str] = ()) -> None:
+    """Let the copies between two GPUs have these rates and be wrong as told."""
+    names = ("host->0", "0->host", "host->1", "1->host", "0->1", "1->0")
 
-    def build(path: str, config: EngineConfig, **arguments: Any) -> GenerationEngine:
-        engine = build_engine(path, config, **arguments)
-        if config.embedded.kernels == "torch":
-            return engine
-        sound = engine.generate
+    def run_together(programs: Sequence[Program], deadline_s: float, advice: str) -> None:
+        result = Path(programs[0].arguments[2])
+        result.write_text(encode(Copies({name: rate(name) for name in names}, [*wrong])))
 
-        def generate(requests: Sequence[Request]) -> Iterator[Completion]:
-            for completion in sound(requests):
-                yield replace(completion, tokens=np.append(completion.tokens[:-1], 3))
+    patch.setattr(gpus, "run_together", run_together)
 
-        patch.setattr(engine, "generate", generate)
-        return engine
 
-    patch.setattr(engines, "build_engine", build)
+def climbed(settings: DoctorSettings, name: str) -> RungResult:
+    """Climb the one rung `name`."""
+    (result,) = climb([rung for rung in RUNGS if rung.name == name], settings)
+    return result
 
 
 def assert_fault(settings: DoctorSettings, name: str) -> RungResult:
     """Climb the one rung `name`. It must find a fault and say what to do."""
-    (result,) = climb([rung for rung in RUNGS if rung.name == name], settings)
+    result = climbed(settings, name)
     assert result.status is Status.FAULT, result
     assert "traceback" not in result.facts, result.facts
     assert result.advice
@@ -204,20 +231,63 @@ def test_a_model_that_does_not_fit_is_not_this_machines(settings: DoctorSettings
 
 
 def test_a_slow_link(settings: DoctorSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """18 NVLinks make 450 GB/s. The pair at 20 GB/s is named, and not its way back."""
+    """18 NVLinks make 450 GB/s. The copy at 20 GB/s is named, and not its way back; the host's have PCIe alone."""
     nvidia_smi(monkeypatch, tmp_path)
-    monkeypatch.setattr(gpus, "copy_rate", lambda source, target: 400e9 if source else 20e9)
+    copied(monkeypatch, lambda name: 400e9 if name == "1->0" else 20e9)
     text = assert_fault(settings, "gpu_links").text
-    assert "GPU 0 to 1" in text
-    assert "GPU 1 to 0" not in text
+    assert "0->1" in text
+    assert "1->0" not in text
+    assert "host" not in text
+
+
+def test_a_copy_that_damages_data(settings: DoctorSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvidia_smi(monkeypatch, tmp_path)
+    copied(monkeypatch, lambda name: 400e9, ["1->host"])
+    assert "1->host" in assert_fault(settings, "gpu_links").text
+
+
+@pytest.mark.parametrize("damage", [None, "one bit", "two words swapped"])
+def test_a_checksum_finds_damaged_copies(monkeypatch: pytest.MonkeyPatch, damage: str | None) -> None:
+    """On CPUs in place of GPUs: the third copy changes one bit, or swaps two words beyond the first piece."""
+    sound, count = torch.Tensor.copy_, itertools.count(1)
+
+    def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        sound(self, source)
+        if damage is not None and 8 < next(count) <= 12:  # each copy is made four times
+            self[-1] ^= damage == "one bit"
+            if damage == "two words swapped":
+                self[[-1, -2]] = self[[-2, -1]]
+        return self
+
+    monkeypatch.setattr(copies, "PIECE", 1000)
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    found = copies.measure(["cpu", "cpu"], 3001 * 8)
+    assert found.wrong == ([] if damage is None else ["host->1", "1->host", "1->0"])
+    assert found.bytes_per_s.keys() == {"host->0", "0->host", "host->1", "1->host", "0->1", "1->0"}
 
 
 def test_healthy_gpus_have_no_fault(settings: DoctorSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_smi(monkeypatch, tmp_path)
-    monkeypatch.setattr(gpus, "copy_rate", lambda source, target: 400e9)
+    copied(monkeypatch, lambda name: 400e9)
     names = ("driver", "gpus", "gpu_links")
     results = climb([rung for rung in RUNGS if rung.name in names], settings)
     assert [result.status for result in results] == [Status.OK] * 3
+
+
+@pytest.mark.parametrize("rung", ["gpu_links", "embedded", "ranks"])
+def test_a_hang_is_named_and_ended(
+    settings: DoctorSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rung: str
+) -> None:
+    """The program that hangs has started another one. After the deadline neither is running."""
+    if rung == "gpu_links":
+        nvidia_smi(monkeypatch, tmp_path)
+    monkeypatch.setattr(gpus, "PROGRAM", ("-c", HANG))
+    monkeypatch.setattr(engines, "PROGRAM", ("-c", HANG))
+    monkeypatch.setattr(exchange, "PROGRAM", ("-c", HANG))
+    result = assert_fault(replace(settings, deadline_s=1.0), rung)
+    assert "no end after 1 s" in result.text
+    assert result.facts["outputs"]
+    assert not psutil.Process().children(recursive=True)
 
 
 def test_slow_sums_over_ranks(settings: DoctorSettings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,25 +295,48 @@ def test_slow_sums_over_ranks(settings: DoctorSettings, monkeypatch: pytest.Monk
     assert assert_fault(settings, "ranks").facts["bytes_per_s"] > 0
 
 
+@pytest.mark.parametrize(
+    ("gpu", "rate", "size", "place", "slow"),
+    [
+        (H100, 3e9, 8, "here", True),  # TCP on loopback
+        (H100, 50e9, 8, "here", True),  # PCIe; 450 GB/s x 8 / (2 x 7) / 4 = 64
+        (H100, 65e9, 8, "here", False),
+        (H100, 3e9, 2, "nodes", True),  # TCP; 50 GB/s x 2 / (2 x 1) / 4 = 12.5
+        (H100, 13e9, 2, "nodes", False),
+        ("NVIDIA GeForce RTX 3090", 3e9, 2, "here", False),  # not in conf/hardware
+        ("NVIDIA GeForce RTX 3090", 0.5e9, 2, "here", True),
+    ],
+)
+def test_a_fallback_to_a_slower_link(gpu: str, rate: float, size: int, place: Any, slow: bool) -> None:
+    """A rate is compared with the links that conf/hardware has for this GPU; otherwise with 10 Gbit/s."""
+    found = exchange.Exchanged("nccl", gpu, rate)
+    if slow:
+        with pytest.raises(Fault):
+            exchange.judge(found, size, place)
+    else:
+        assert exchange.judge(found, size, place).facts["least_bytes_per_s"] <= rate
+
+
 def test_a_node_that_does_not_come(settings: DoctorSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     step = {"STEP_NUM_TASKS": "2", "PROCID": "1", "JOB_ID": "7", "STEP_ID": "0"}
     for name, value in step.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setattr(exchange, "MEETING_S", 0.5)
-    monkeypatch.setattr(exchange, "NODES_S", 60.0)
     assert "rank 0 did not write" in assert_fault(settings, "nodes").text
 
 
 @pytest.mark.parametrize(
     ("rung", "wrong", "of"),
     [
-        ("float32", {"logprobs": [-1.0, -2.1]}, {"dtype": "float32", "on_cpu": False}),
-        ("float32", {"losses": {"policy/loss": math.nan}}, {"on_cpu": False}),
+        ("float32", {"logprobs": [-1.0, -2.1]}, {"dtype": "float32", "kernels": "auto"}),
+        ("float32", {"losses": {"policy/loss": math.nan}}, {"kernels": "auto"}),
         ("bfloat16", {"after": [-1.1, -1.9]}, {"dtype": "bfloat16"}),
         ("bfloat16", {"digests": ["a", "b"]}, {"dtype": "bfloat16"}),
         ("layouts", {"logprobs": [-1.0, -2.1]}, {"pipeline": 2}),
         ("publication", {"published": Published(1000, 0.1, sound=False)}, {"publish": True}),
-        ("memory", {"state_bytes": 2000}, {}),
+        ("memory", {"state_bytes": 2 * SOUND.state_bytes}, {}),
+        ("memory", {"peak_bytes": SOUND.peak_bytes + (60 << 20)}, {}),
+        ("memory", {"peak_bytes": SOUND.state_bytes}, {}),
     ],
 )
 def test_wrong_numbers_of_training(
@@ -251,14 +344,47 @@ def test_wrong_numbers_of_training(
 ) -> None:
     """A result that is wrong in one field, from the jobs with the properties `of`, is that rung's fault alone."""
 
-    def run(job: RankJob) -> RankResult:
-        return replace(SOUND, **wrong) if all(getattr(job, name) == value for name, value in of.items()) else SOUND
-
-    monkeypatch.setattr(training, "_run", lambda job: SOUND)
-    (sound,) = climb([one for one in RUNGS if one.name == rung], settings)
-    assert sound.status is Status.OK
-    monkeypatch.setattr(training, "_run", run)
+    plant(monkeypatch, {}, {})
+    assert climbed(settings, rung).status is Status.OK
+    plant(monkeypatch, wrong, of)
     assert_fault(settings, rung)
+
+
+def plant(patch: pytest.MonkeyPatch, wrong: dict[str, Any], of: dict[str, Any]) -> None:
+    """Let jobs with the properties `of` have results that are wrong in these fields, and all others sound ones."""
+
+    def result(job: RankJob) -> RankResult:
+        sound = replace(SOUND, state_bytes=predicted_state(job), peak_bytes=predicted_peak(job))
+        return replace(sound, **wrong) if all(getattr(job, name) == value for name, value in of.items()) else sound
+
+    patch.setattr(training, "_run", lambda gangs, deadline_s: {job: result(job) for gang in gangs for job in gang})
+
+
+@pytest.mark.parametrize(
+    ("rung", "wrong"),
+    [
+        ("float32", {"logprobs": [-1.0, -2.1]}),
+        ("bfloat16", {"digests": ["a", "b"]}),
+        ("layouts", {"logprobs": [-1.0, -2.1]}),
+        ("memory", {"peak_bytes": 1 << 40}),
+    ],
+)
+def test_every_gpu_is_tested(
+    settings: DoctorSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rung: str, wrong: dict[str, Any]
+) -> None:
+    """Eight GPUs, of which number 6 (in layouts rank 0 of its pair) computes wrong numbers."""
+    nvidia_smi(monkeypatch, tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    of = {"device": 6, "size": 2 if rung == "layouts" else 1}
+    plant(monkeypatch, wrong, of)
+    result = assert_fault(settings, rung)
+    assert "6" in result.text
+
+
+def test_an_odd_number_of_gpus_is_paired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvidia_smi(monkeypatch, tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    assert training.pairs() == [0, 2, 3]
 
 
 def test_a_rank_that_dies(settings: DoctorSettings, tmp_path: Path) -> None:
@@ -266,12 +392,39 @@ def test_a_rank_that_dies(settings: DoctorSettings, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(read_config(RANDOM_TINY)))
     result = assert_fault(replace(settings, model=str(tmp_path / "model")), "float32")
-    assert "safetensors" in result.facts["output"]
+    assert "safetensors" in str(result.facts["outputs"])
 
 
-def test_an_engine_that_draws_other_tokens(settings: DoctorSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong_engine(monkeypatch)
-    assert_fault(settings, "embedded")
+@pytest.mark.parametrize(
+    ("dtype", "wrong"),
+    [
+        ("float32", {"first": [OTHER]}),
+        ("float32", {"first": [SHIFTED]}),
+        ("float32", {"alone": [OTHER]}),
+        ("float32", {"again": [SHIFTED]}),
+        ("float32", {"changed": [ROW]}),
+        ("bfloat16", {"first": [OTHER], "alone": [OTHER], "again": [OTHER], "changed": [ROW]}),
+        ("bfloat16", {"again": [replace(ROW, logprobs=[-1.0, -2.0, -1.5, -1.5])]}),
+    ],
+)
+def test_an_engine_that_draws_other_rows(
+    settings: DoctorSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, wrong: dict[str, Any]
+) -> None:
+    """On GPU 1 of two. In bfloat16 rounding may shift log-probs, and a few draws."""
+    nvidia_smi(monkeypatch, tmp_path)
+    rounded = replace(ENGINE, first=[SHIFTED], alone=[SHIFTED], again=[SHIFTED])
+
+    def planted(wrong: dict[str, Any]) -> None:
+        def result(job: EngineJob) -> EngineResult:
+            sound = ENGINE if job.dtype == "float32" else rounded
+            return replace(sound, **wrong) if (job.device, job.dtype) == ("cuda:1", dtype) else sound
+
+        monkeypatch.setattr(engines, "_run", lambda groups, deadline_s: {job: result(job) for g in groups for job in g})
+
+    planted({})
+    assert climbed(settings, "embedded").status is Status.OK
+    planted(wrong)
+    assert "cuda:1" in assert_fault(settings, "embedded").text
 
 
 def test_an_environment_without_its_engine(settings: DoctorSettings) -> None:

@@ -1,0 +1,106 @@
+"""The programs that rungs run in processes of their own: started together, read from result files, ended at a deadline.
+
+rung ──► a program per rank or device ──► each writes its results to a file ──► the rung compares them
+                 └── fails, or is still running at the deadline ──► Fault, with the output of each program
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeline.doctor.ladder import Fault
+
+OUTPUT = 4000
+"""Characters of a program's output that a report keeps."""
+_LAST_WORDS_S = 5.0
+"""Time that a hanging program has to print where each of its threads is."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A Python program that a rung runs."""
+
+    who: str
+    """Its name in a report, as "rank 1 of 2"."""
+    arguments: Sequence[str]
+    """Arguments of the Python interpreter."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables beside those of this process."""
+
+
+def run_together(programs: Sequence[Program], deadline_s: float, advice: str) -> None:
+    """Run programs side by side until all have ended.
+
+    Raises Fault, with the output of each, if one fails or is still running after `deadline_s`. None of them is running
+    afterwards, nor a process that one of them started in its session."""
+    with tempfile.TemporaryDirectory(prefix="stageline-doctor-") as folder, contextlib.ExitStack() as stack:
+        logs = [Path(folder, f"{index}.log") for index in range(len(programs))]
+        running = []
+        for program, log in zip(programs, logs, strict=True):
+            process = _start(program, log)
+            stack.callback(_end, process)
+            running.append(process)
+        until = time.monotonic() + deadline_s
+        while any(process.poll() is None for process in running) and not any(process.poll() for process in running):
+            if time.monotonic() > until:
+                raise _hang(programs, running, logs, deadline_s)
+            time.sleep(0.05)
+        for program, process, log in zip(programs, running, logs, strict=True):
+            if process.poll():
+                said = _lines(log)[-1:] or ["it printed nothing"]
+                cause = f"{program.who} ended with {process.returncode}: {said[0]}"
+                raise Fault(cause, advice, outputs=_outputs(programs, logs))
+
+
+def _start(program: Program, log: Path) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", **program.environment}
+    with log.open("w") as out:
+        return subprocess.Popen(
+            [sys.executable, *program.arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+def _hang(
+    programs: Sequence[Program], running: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], deadline_s: float
+) -> Fault:
+    """Return the fault of the programs that are still running. Each prints its threads' stacks first."""
+    hanging = [index for index, process in enumerate(running) if process.poll() is None]
+    said = {index: _lines(logs[index])[-1:] for index in hanging}
+    for index in hanging:
+        running[index].send_signal(signal.SIGABRT)
+    for index in hanging:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            running[index].wait(timeout=_LAST_WORDS_S)
+    who = "; ".join(" at ".join([programs[index].who, *said[index]]) for index in hanging)
+    advice = "the JSON report has the place where each of its threads waits. A slow machine: --deadline SECONDS"
+    return Fault(f"no end after {deadline_s:g} s: {who}", advice, outputs=_outputs(programs, logs))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a program and the processes of its session."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody of the session is left
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _lines(log: Path) -> list[str]:
+    return log.read_text(errors="replace").strip().splitlines()
+
+
+def _outputs(programs: Sequence[Program], logs: Sequence[Path]) -> dict[str, str]:
+    found = zip(programs, logs, strict=True)
+    return {program.who: log.read_text(errors="replace")[-OUTPUT:] for program, log in found}

@@ -57,6 +57,7 @@ class TestS3Ledger(LedgerContract):
             assert Ledger(url).find(Address("score", step)) == winners[0]
 
 
+@pytest.mark.full  # `make test` has it on local directories
 class TestS3Store(StoreContract):
     @pytest.fixture
     def url(self, bucket: str, tmp_path: Path) -> str:

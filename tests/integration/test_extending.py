@@ -157,6 +157,7 @@ def test_an_engine_is_added(run: Path, copy: Path) -> None:
     assert float(python(copy, "-c", code)) == pytest.approx(-5.5334, abs=1e-3)
 
 
+@pytest.mark.full
 def test_what_the_recipes_make_passes_the_projects_own_checks(copy: Path) -> None:
     """Style, import contracts, sizes and names: whoever follows the page can commit what comes of it."""
     python(copy, "-m", "ruff", "check", "--no-cache", "pipeline", "stages", "storage")
@@ -193,6 +194,7 @@ assert (logprobs - torch.from_numpy(row.logprobs)).abs().max() < 1e-4, (logprobs
 """
 
 
+@pytest.mark.full
 def test_a_model_family_is_added(copy: Path) -> None:
     """The engine's log-probs of its own tokens are transformers'."""
     python(copy, "-c", FAMILY)

@@ -23,7 +23,7 @@ from stages.models.protocol import Rank, RanksMissing
 
 pytestmark = pytest.mark.processes
 
-TIMEOUT_S = 12.0
+TIMEOUT_S = 6.0
 
 
 def work(index: int, hangs: int, meeting: str, listening: socket.socket | None, driver: Connection) -> None:
@@ -83,7 +83,7 @@ def test_the_ranks_that_wait_name_the_node_and_the_rank_that_hangs(hangs: int, s
         assert isinstance(error, RanksMissing)
         assert (error.where, error.ranks) == ("update_policy[3]", (hangs,))
         assert said in str(error)
-        assert "cluster.collective_timeout_s = 12" in str(error)
+        assert "cluster.collective_timeout_s = 6" in str(error)
     for rank in ranks:
         rank.kill()
         rank.join()

@@ -42,6 +42,8 @@ from tests.support.runs import ONE_GANG, QUIET, arguments, finish_in, placement
 pytestmark = pytest.mark.processes
 
 STEPS = 4
+FULL = pytest.mark.full
+"""Marks the tests that need more than two of this file's runs; unit tests hold the same rules in `make test`."""
 KEYS = {
     "steps", "wall_s", "samples_per_s", "tokens_per_s", "stage_s", "overhead_fraction", "staleness", "eval", "reward",
     "kl", "versions",
@@ -74,6 +76,7 @@ def ranks(folder: Path) -> RunConfig:
     return finish_in(folder, "ranks", gangs, *changes, *QUIET)
 
 
+@FULL
 def test_weights_that_come_in_flight_keep_the_bound(folder: Path) -> None:
     """Shards of two steps share a replica while weights change; an evaluation is of its own version only."""
     changes = ("rollout.versions=latest", "engine.update=inflight", "sampling.min_new_tokens=6")
@@ -91,6 +94,7 @@ def test_weights_that_come_in_flight_keep_the_bound(folder: Path) -> None:
         assert set(rollout.token_versions[rollout.response_mask].tolist()) == {evaluation.version}
 
 
+@FULL
 def test_engines_read_adapters_merged(folder: Path) -> None:
     """With LoRA the engine's weights are the trainer's W with the adapters merged."""
     changes = ("staleness=0", "model.lora.rank=4", "model.policy.lr=1e-2", "model.frozen_blocks=1", ONE_GANG)
@@ -114,7 +118,12 @@ def test_engines_read_adapters_merged(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("synchronous", [0, 0, 0, 0]), ("overlapped", [0, 1, 1, 1]), ("stale", [0, 1, 2, 2]), ("ranks", [0, 1])],
+    [
+        ("synchronous", [0, 0, 0, 0]),
+        ("overlapped", [0, 1, 1, 1]),
+        pytest.param("stale", [0, 1, 2, 2], marks=FULL),
+        pytest.param("ranks", [0, 1], marks=FULL),
+    ],
 )
 def test_rows_are_as_stale_as_the_graph_says(request: pytest.FixtureRequest, name: str, expected: list[int]) -> None:
     config: RunConfig = request.getfixturevalue(name)
@@ -153,6 +162,7 @@ def test_stale_data_has_other_log_probs(overlapped: RunConfig) -> None:
     assert min(means[2:]) > 1e-2
 
 
+@FULL
 def test_without_recompute_there_are_no_logprob_nodes(stale: RunConfig, ranks: RunConfig) -> None:
     for config in (stale, ranks):
         history = open_history(config)
@@ -163,7 +173,9 @@ def test_without_recompute_there_are_no_logprob_nodes(stale: RunConfig, ranks: R
 # ---- what is written down ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["overlapped", "synchronous", "stale", "ranks"])
+@pytest.mark.parametrize(
+    "name", ["overlapped", "synchronous", *(pytest.param(name, marks=FULL) for name in ("stale", "ranks"))]
+)
 def test_the_directory_is_sound(request: pytest.FixtureRequest, name: str) -> None:
     config: RunConfig = request.getfixturevalue(name)
     report = verify_run(config)
@@ -410,6 +422,7 @@ def test_replay_of_sampling_gives_the_same_tokens(
     assert "identical: difference must be 0" in out  # by what the engine can do on a CPU, log-probs too
 
 
+@FULL
 def test_replay_on_another_layout_says_so(ranks: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(ranks.run_dir), "--step", "1", "--stage", "value"]) == 0
     assert "floats may differ" in " ".join(capsys.readouterr().out.split())

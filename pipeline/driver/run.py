@@ -74,6 +74,7 @@ from pipeline.observe.summary import Summary
 from pipeline.observe.tables import end_of_run
 from pipeline.observe.tracking import Tracker
 from pipeline.workers.messages import Outcome
+from pipeline.workers.worker_process import shares_cores, start_forkserver
 from storage.address import Address
 from storage.errors import StoreError, StoreRefused
 from storage.rollouts import Decode
@@ -121,6 +122,8 @@ def run(
         paths.root.mkdir(parents=True, exist_ok=True)
     with only_driver(paths), interruptible(at_once), _not_collected():
         check_run_directory(config, resume=resume)  # another driver may have run since the first check
+        if config.cluster.kind == "local" and not resume:  # a resumed run may have nothing left to compute
+            start_forkserver(shared=shares_cores(config))  # it imports torch while this process prepares the run
         with writable(config):
             ready = prepare(config, checked, resume=resume, from_checkpoint=from_checkpoint)
         this = Run(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -19,7 +20,9 @@ from matplotlib.ticker import MaxNLocator
 from pipeline.observe.curves import RunCurves, panels_of
 from pipeline.observe.metric_catalogue import PANELS, Panel
 from pipeline.observe.timeline import OTHER_COLOUR, STAGE_COLOURS, Box, Lane, Timeline
-from stages.preferences.losses import Reliability
+
+if TYPE_CHECKING:  # it loads torch and Megatron, which the driver of a run does not
+    from stages.preferences.losses import Reliability
 
 INK, FAINT = "#22252B", "#D8DBE0"
 COLOURS = ("#4C78A8", "#D64550", "#59A14F", "#B279A2")

@@ -14,14 +14,13 @@ import sys
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, get_context, resource_tracker
 from pathlib import Path
 from typing import Any
 
 import dask
 from distributed import nanny, worker
 from distributed.security import Security
-from distributed.utils import get_mp_context
 
 from pipeline.config.run import RunConfig
 from pipeline.graph.graph import Gang
@@ -252,9 +251,9 @@ def start_forkserver(*, shared: bool) -> None:
         resource_tracker.ensure_running()  # this lifts the mask
         signal.pthread_sigmask(signal.SIG_BLOCK, OF_TERMINAL)
         os.environ.update(environment)
-        context = get_mp_context()  # preloads distributed
-        if not Path("/dev/nvidiactl").exists():  # CUDA does not survive a fork once a library asked for devices
-            context.set_forkserver_preload(["distributed", *PRELOADED])
+        # CUDA does not survive a fork once a library asked for devices.
+        preloaded = () if Path("/dev/nvidiactl").exists() else PRELOADED
+        get_context("forkserver").set_forkserver_preload(["distributed", *preloaded])
         nanny.get_mp_context = Queues  # named semaphores would outlive a kill of the whole process group
         forkserver.ensure_running()
     finally:

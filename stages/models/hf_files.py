@@ -5,14 +5,16 @@ commands that only check a model answer at once. `spec` reads its config.json, `
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 import xxhash
 from safetensors import safe_open
+from tokenizers import Tokenizer as FastBackend
 
 from stages.models.spec import SCORE_WEIGHT, ModelSpec, is_random, read_config, read_eos_ids
 
@@ -22,6 +24,13 @@ COPIED_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.j
 _INDEX = "model.safetensors.index.json"
 _BLOCK_BYTES = 1 << 22
 _VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+_GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""Values of `tokenizer_class` that stand for no family's own class: tokenizer.json is the whole tokenizer."""
+_UNCHANGED_FAMILIES = ("llama", "qwen3")
+"""Values of `model_type` for which transformers keeps a generic class. (For qwen2 it takes Qwen2Tokenizer all the same,
+and for mistral it may replace the pre-tokenizer.)"""
+_CHANGES = ("auto_map", "add_bos_token", "add_eos_token", "split_special_tokens", "add_prefix_space")
+"""Keys of tokenizer_config.json by which transformers changes what tokenizer.json says."""
 
 
 class Tokenizer(Protocol):
@@ -79,6 +88,37 @@ class ByteTokenizer:
 
 
 @dataclass(frozen=True)
+class FastTokenizer:
+    """A tokenizer that tokenizer.json alone defines, behind the `Tokenizer` protocol. Loads no transformers, except for
+    a chat template. The tokens and texts are those of transformers' AutoTokenizer."""
+
+    backend: FastBackend
+    path: str
+    eos_ids: tuple[int, ...]
+    pad_id: int
+
+    @property
+    def vocab_size(self) -> int:
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.backend.encode(text).ids)
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return self._with_template.apply_chat_template(messages)
+
+    def token_bytes(self) -> list[bytes] | None:
+        return _token_bytes(self.backend)
+
+    @cached_property
+    def _with_template(self) -> HubTokenizer:
+        return HubTokenizer(_load_tokenizer(self.path), self.eos_ids, self.pad_id)
+
+
+@dataclass(frozen=True)
 class HubTokenizer:
     """A transformers tokenizer behind the `Tokenizer` protocol."""
 
@@ -104,18 +144,24 @@ class HubTokenizer:
         )
 
     def token_bytes(self) -> list[bytes] | None:
-        backend = getattr(self.inner, "backend_tokenizer", None)
-        if backend is None or json.loads(backend.to_str())["decoder"].get("type") != "ByteLevel":
-            return None
-        byte_of = _bytes_of_characters()
-        added = self.inner.added_tokens_decoder
-        names = self.inner.convert_ids_to_tokens(list(range(self.vocab_size)))
-        return [
-            (b"" if added[token].special else added[token].content.encode())
-            if token in added
-            else bytes(byte_of[character] for character in name)
-            for token, name in enumerate(names)
-        ]
+        backend: FastBackend | None = getattr(self.inner, "backend_tokenizer", None)
+        return None if backend is None else _token_bytes(backend)
+
+
+def _token_bytes(backend: FastBackend) -> list[bytes] | None:
+    """Return `Tokenizer.token_bytes` of a tokenizer of the library `tokenizers`."""
+    if type(backend.decoder).__name__ != "ByteLevel":
+        return None
+    byte_of = _bytes_of_characters()
+    added = backend.get_added_tokens_decoder()
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    names = sorted(vocabulary, key=lambda name: vocabulary[name])
+    return [
+        (b"" if added[token].special else added[token].content.encode())
+        if token in added
+        else bytes(byte_of[character] for character in name)
+        for token, name in enumerate(names)
+    ]
 
 
 def _bytes_of_characters() -> dict[str, int]:
@@ -184,7 +230,8 @@ def read_vocabulary(path: str) -> dict[str, int] | None:
         return {f"<0x{byte:02X}>": byte for byte in range(256)}
     if not any((Path(path) / name).is_file() for name in _VOCABULARY_FILES):
         return None
-    return dict(_load_tokenizer(path).get_vocab())
+    plain = plain_tokenizer(path)
+    return dict(_load_tokenizer(path).get_vocab() if plain is None else plain.backend.get_vocab())
 
 
 def read_tokenizer(path: str) -> Tokenizer:
@@ -193,15 +240,83 @@ def read_tokenizer(path: str) -> Tokenizer:
     if is_random(path):
         return ByteTokenizer(int(read_config(path)["vocab_size"]))
     eos_ids = read_eos_ids(path)
-    inner = _load_tokenizer(path)
-    if not eos_ids:
-        eos_ids = (int(inner.eos_token_id),)
+    plain = plain_tokenizer(path)
+    inner: Any = _load_tokenizer(path) if plain is None else plain
+    eos_ids = eos_ids or (int(inner.eos_token_id),)
     if inner.pad_token_id is None or int(inner.pad_token_id) in eos_ids:
         raise ValueError(
             f"the tokenizer of {path!r} has pad_token_id {inner.pad_token_id} and EOS {eos_ids}: "
             "name a pad token that is no EOS in its tokenizer_config.json"
         )
-    return HubTokenizer(inner, eos_ids, int(inner.pad_token_id))
+    pad_id = int(inner.pad_token_id)
+    if plain is None:
+        return HubTokenizer(inner, eos_ids, pad_id)
+    return FastTokenizer(plain.backend, path, eos_ids, pad_id)
+
+
+@dataclass(frozen=True)
+class PlainTokenizer:
+    """A tokenizer as tokenizer.json has it, and its named tokens by tokenizer_config.json."""
+
+    backend: FastBackend
+    eos_token_id: int | None
+    pad_token_id: int | None
+
+
+def plain_tokenizer(path: str) -> PlainTokenizer | None:
+    """Return a directory's tokenizer if tokenizer.json alone defines it. None if transformers may change it: for a
+    family's own class, for tokens that only other files name, for spaces that are cleaned up, and by `_CHANGES`."""
+    folder = Path(path)
+    whole, named, own = folder / "tokenizer.json", folder / "tokenizer_config.json", read_config(path)
+    if not (whole.is_file() and named.is_file()) or (folder / "added_tokens.json").exists():
+        return None
+    config: dict[str, Any] = json.loads(named.read_text("utf8"))
+    if config.get("tokenizer_class") not in _GENERIC or own.get("model_type") not in _UNCHANGED_FAMILIES:
+        return None
+    if any(key in config for key in _CHANGES):
+        return None
+    legacy = folder / "special_tokens_map.json"
+    if legacy.exists() and not _same_tokens(config, json.loads(legacy.read_text("utf8"))):
+        return None
+    backend = FastBackend.from_file(str(whole))
+    if type(backend.model).__name__ != "BPE":
+        return None
+    added = {str(number): _flags(token) for number, token in backend.get_added_tokens_decoder().items()}
+    special = {token["content"] for token in added.values() if token["special"]}
+    if not (
+        special.issuperset(_named_tokens(config)) and config.get("added_tokens_decoder", {}).items() <= added.items()
+    ):
+        return None
+    backend.no_truncation()
+    backend.no_padding()
+    named_ids = {
+        key: backend.token_to_id(text) for key in ("eos_token", "pad_token") if (text := _content(config.get(key)))
+    }
+    return PlainTokenizer(backend, named_ids.get("eos_token"), named_ids.get("pad_token"))
+
+
+def _flags(token: Any) -> dict[str, object]:
+    """Return an added token of the library `tokenizers` in the form of tokenizer_config.json."""
+    return {key: getattr(token, key) for key in ("content", "lstrip", "normalized", "rstrip", "single_word", "special")}
+
+
+def _content(token: Any) -> str | None:
+    """Return the text of a token in tokenizer_config.json, where it may stand with its flags."""
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _named_tokens(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the text of every special token that a tokenizer_config.json names."""
+    for key, value in config.items():
+        if key.endswith("special_tokens") and value:
+            yield from filter(None, map(_content, value.values() if isinstance(value, dict) else value))
+        elif key.endswith("_token") and value is not None:
+            yield from filter(None, [_content(value)])
+
+
+def _same_tokens(config: Mapping[str, Any], legacy: Mapping[str, Any]) -> bool:
+    """Return True if special_tokens_map.json names no token differently from tokenizer_config.json."""
+    return all(_content(value) == _content(config.get(key)) for key, value in legacy.items())
 
 
 def _load_tokenizer(path: str) -> Any:

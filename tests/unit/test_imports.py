@@ -17,7 +17,7 @@ from pathlib import Path
 import grimp
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, SMOLLM2
 
 PACKAGES = ("pipeline", "stages", "storage")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
@@ -120,6 +120,12 @@ def test_check_and_inspect_answer_without_loading_what_only_runs_need() -> None:
     assert modules_after("import pipeline.cli.status") & (slow | read | {"zarr"}) == set()
 
 
+@pytest.mark.smollm2
+def test_a_prompt_is_tokenised_without_torch() -> None:
+    read = f"from stages.models.hf_files import read_tokenizer\nread_tokenizer({str(SMOLLM2)!r}).encode('a')"
+    assert modules_after(read) & {"torch", "transformers"} == set()
+
+
 def test_storage_loads_without_torch_and_dask() -> None:
     names = [path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in FILES]
     storage = [name.removesuffix(".__init__") for name in names if name.startswith("storage")]
@@ -141,4 +147,6 @@ def test_the_scheduler_side_loads_without_torch() -> None:
 
 def test_a_driver_starts_without_the_trainers_libraries() -> None:
     """Its workers' forkserver imports them, at the same time."""
-    assert {"torch", "megatron", "transformers"} & modules_after("import pipeline.driver.run") == set()
+    assert {"torch", "megatron", "transformers"} & modules_after(
+        "import pipeline.driver.run, pipeline.observe.plots"
+    ) == set()

@@ -7,11 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from stages.models.hf_files import file_digests, read_tokenizer
+from stages.models.hf_files import (
+    FastTokenizer,
+    HubTokenizer,
+    file_digests,
+    plain_tokenizer,
+    read_tokenizer,
+    read_vocabulary,
+)
 from stages.models.hf_weights import read_weights
 from stages.models.spec import RANDOM_8B, RANDOM_TINY, read_config, read_eos_ids
+from tests.support.paths import SMOLLM2
 
 
 def test_random_tiny_is_a_llama_and_always_the_same() -> None:
@@ -82,6 +94,71 @@ def test_tokens_beyond_bytes_are_shown_and_are_no_text() -> None:
     assert tokenizer.decode([104, 105, 256, 128255]) == "hi\ufffd\ufffd"
     tokens = tokenizer.token_bytes()
     assert (len(tokens), tokens[104], tokens[300]) == (128256, b"h", b"\xff")
+
+
+TEXTS = ("", "Hello wörld, don't", "日本 \n\n  x  ", "a <|end|> b <|pad|>", "<|im_start|>user\nhi<|im_end|>")
+
+
+def assert_equal_to_transformers(path: Path, *texts: str) -> None:
+    ours, theirs = read_tokenizer(str(path)), AutoTokenizer.from_pretrained(path)
+    assert isinstance(ours, FastTokenizer)
+    hub = HubTokenizer(theirs, ours.eos_ids, ours.pad_id)
+    assert (ours.pad_id, ours.vocab_size, ours.eos_ids) == (theirs.pad_token_id, len(theirs), (theirs.eos_token_id,))
+    assert read_vocabulary(str(path)) == theirs.get_vocab()
+    assert ours.token_bytes() == hub.token_bytes()
+    for text in texts:
+        ids = ours.encode(text)
+        assert ids == hub.encode(text)
+        for skip in (True, False):
+            assert ours.decode(ids, skip) == hub.decode(ids, skip)
+
+
+def byte_level(folder: Path, **config: object) -> Path:
+    """A directory whose tokenizer.json alone defines its tokenizer, unless `config` or other files say otherwise."""
+    backend = Tokenizer(BPE({char: n for n, char in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    backend.add_special_tokens([AddedToken("<|end|>", special=True), AddedToken("<|pad|>", special=True)])
+    backend.enable_truncation(4)
+    backend.save(str(folder / "tokenizer.json"))
+    pad = {"__type": "AddedToken", "content": "<|pad|>", "special": True}
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": pad}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named | config))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return folder
+
+
+@pytest.mark.smollm2
+def test_the_demo_s_tokenizer_is_that_of_transformers() -> None:
+    assert_equal_to_transformers(SMOLLM2, *TEXTS)
+    messages = [{"role": "user", "content": "hi"}]
+    theirs = AutoTokenizer.from_pretrained(SMOLLM2)
+    asked = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert read_tokenizer(str(SMOLLM2)).apply_chat_template(messages) == asked
+
+
+def test_a_tokenizer_of_its_file_alone_is_that_of_transformers(tmp_path: Path) -> None:
+    assert_equal_to_transformers(byte_level(tmp_path), *TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("config", "file", "content"),
+    [
+        ({"tokenizer_class": "LlamaTokenizer"}, None, None),
+        ({"add_bos_token": True, "bos_token": "<|end|>"}, None, None),
+        ({"unk_token": "<|unk|>"}, None, None),  # transformers adds it
+        ({"added_tokens_decoder": {"300": {"content": "<|new|>", "special": False}}}, None, None),
+        ({}, "special_tokens_map.json", {"pad_token": "<|end|>"}),
+        ({}, "added_tokens.json", {"<|new|>": 258}),
+        ({}, "config.json", {"model_type": "qwen2"}),
+    ],
+)
+def test_what_transformers_may_change_is_left_to_it(
+    tmp_path: Path, config: dict[str, object], file: str | None, content: object
+) -> None:
+    folder = byte_level(tmp_path, **config)
+    if file is not None:
+        (folder / file).write_text(json.dumps(content))
+    assert plain_tokenizer(str(folder)) is None
 
 
 def test_digests_are_of_all_that_a_model_is_read_from_and_nothing_else(tmp_path: Path) -> None:

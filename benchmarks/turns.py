@@ -69,7 +69,7 @@ def run(config: str, steps: int, arm: str, folder: Path) -> Ran:
     events = list(read_events(directory / "events.jsonl"))
     commits = Ledger(str(directory / "ledger")).list()
     digests = tuple(c.digest for c in sorted(commits, key=lambda c: c.address) if c.address.stage.startswith("update"))
-    passes = [e.detail or "" for e in events if e.kind is EventKind.DEVICES_PASSED]
+    passes = [e.detail or "" for e in events if e.kind is EventKind.DEVICES_HANDED_OVER]
     return Ran(
         step_s=_step_s(events),
         passing_s=statistics.mean([float(text.split()[-2]) for text in passes] or [0.0]),

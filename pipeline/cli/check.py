@@ -33,7 +33,7 @@ from pipeline.config.preflight import check_run, device_notes, engine_line, unpr
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError, refusal, together
-from pipeline.launch.elsewhere import Elsewhere, check_elsewhere
+from pipeline.launch.target_cluster import TargetCheck, check_target
 from pipeline.observe.tables import MemoryColumn, memory_table, placement_table
 from stages.engines.capabilities import Device
 from stages.models.protocol import Role
@@ -146,7 +146,7 @@ def fullest_gpus(
         yield f"the fullest GPU of {gang}: {most.num_bytes / 2**30:.1f}{there} GiB (GPU {most.number} of {most.host})"
 
 
-def _reserve(found: Elsewhere) -> str:
+def _reserve(found: TargetCheck) -> str:
     """Return a sentence about the memory that the prediction leaves free."""
     run, limits, workers = found.run, found.limits, workers_memory(found.run)
     rooms = [("host", limits.host, max(host.total for host in hosts_memory(run, workers, found.hosts)))]
@@ -175,7 +175,7 @@ def _alike(hosts: Sequence[HostMemory]) -> Iterator[tuple[str, HostMemory]]:
 def _check_elsewhere(config: RunConfig, target: str, text: str) -> int:
     """Check a config against a cluster that is not here, and print its placement and memory."""
     cluster = read_cluster(text)
-    found = check_elsewhere(config, cluster, text)
+    found = check_target(config, cluster, text)
     whole = f"{cluster.nodes} nodes" if cluster.nodes > 1 else "a node"
     gpus = f" with {cluster.gpus_per_node} GPUs" if cluster.gpus_per_node else ""
     print_line(f"{text}: {whole}{gpus} ({cluster.hardware.description})")
@@ -194,7 +194,7 @@ def _check_elsewhere(config: RunConfig, target: str, text: str) -> int:
     return DONE
 
 
-def _placement(config: RunConfig, found: Elsewhere) -> Iterator[tuple[str, str, str, str]]:
+def _placement(config: RunConfig, found: TargetCheck) -> Iterator[tuple[str, str, str, str]]:
     """Yield a row of the placement's table for each gang."""
     for gang in config.gangs():
         layout = config.placement.gangs[gang.name].layout

@@ -21,7 +21,7 @@ from pipeline.config.hardware import HardwareCluster, hardware_of, read_cluster
 from pipeline.config.memory import workers_memory
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError, refusal, together
-from pipeline.launch.elsewhere import check_elsewhere
+from pipeline.launch.target_cluster import check_target
 from pipeline.observe.text import plain
 from pipeline.observe.timeline import run_timeline
 from pipeline.plan.calibration import Calibration, check_hardware, load_calibration, typical
@@ -50,7 +50,7 @@ def command(options: argparse.Namespace) -> int:
     cluster = read_cluster(options.hardware)
     calibration = calibration_of(options.calibration, hardware_of(options.hardware), cluster)
     lengths = lengths_of(options.lengths, config, options.seed)
-    found = check_elsewhere(config, cluster, options.hardware)
+    found = check_target(config, cluster, options.hardware)
     if found.problems:
         raise together([refusal(problem) for problem in found.problems])
     costs = costs_of(found.run, cluster, calibration)

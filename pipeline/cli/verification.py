@@ -23,7 +23,7 @@ from pipeline.config.identity import identity_faults, read_identity, sections
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import devices_of, engine_line, unproven
 from pipeline.config.run import RunConfig
-from pipeline.driver.integrity import expendable, lineage_faults
+from pipeline.driver.integrity import lineage_faults, unneeded_outputs
 from pipeline.driver.results import open_history
 from pipeline.driver.retention import exported
 from pipeline.graph.graph import GraphSpec, Node, generation_versions, made_from, run_nodes, update_stages
@@ -69,7 +69,7 @@ class Evidence:
     """Rows of `generate` and `evaluate`."""
     dropped_before: int = 0
     """Arrays of earlier steps were deleted and are not checked."""
-    expendable: frozenset[Address] = frozenset()
+    unneeded: frozenset[Address] = frozenset()
     """Nodes whose records are lost and that nothing needs any more. They are no faults."""
 
     @property
@@ -164,7 +164,7 @@ def updates_proof(run: Evidence) -> Answer:
         steps = run.steps_of(stage)
         counted.append(f"{len(steps)} of the {role}")
         if steps != list(range(len(steps))):
-            missing = [s for s in range(steps[-1]) if s not in steps and Address(stage, s) not in run.expendable]
+            missing = [s for s in range(steps[-1]) if s not in steps and Address(stage, s) not in run.unneeded]
             faults += [f"{stage}: steps {missing} have no commit, though later ones do"] if missing else []
         for step in steps:
             if not run.commits[Address(stage, step)].digest:
@@ -247,7 +247,7 @@ def lineage_proof(run: Evidence) -> Answer:
         num += len(named)
         faults += [
             f"{address}: was made from {a}, which has no commit"
-            for a in sorted(named - run.commits.keys() - run.expendable)
+            for a in sorted(named - run.commits.keys() - run.unneeded)
         ]
         node = run.nodes.get(address)
         if node is None:
@@ -284,7 +284,7 @@ def weights_proof(run: Evidence) -> Answer:
 def _link_faults(run: Evidence, later: Address, earlier: Address) -> Iterator[str]:
     there = run.commits.get(earlier)
     named = [one.content for one in run.commits[later].provenance.inputs if one.address == earlier]
-    if there is None and earlier in run.expendable:
+    if there is None and earlier in run.unneeded:
         return
     if there is None:
         yield f"{later}: the version that it was made from has no commit ({earlier})"
@@ -309,7 +309,7 @@ def checkpoints_proof(run: Evidence) -> Answer:
                 continue
             made_by = Address(stage, version - 1)
             commit = run.commits.get(made_by)
-            if commit is None and made_by in run.expendable:
+            if commit is None and made_by in run.unneeded:
                 continue  # nothing vouches for it any more, and nobody loads it
             if commit is None or commit.digest != meta.get("digest"):
                 committed = "nothing" if commit is None else commit.digest
@@ -350,7 +350,7 @@ class Verification:
     notes: tuple[str, ...]
     nodes: int
     """Nodes of the whole run."""
-    expendable: int = 0
+    unneeded: int = 0
     """Nodes whose records are lost and that nothing needs any more."""
 
     @property
@@ -375,8 +375,8 @@ class Verification:
             proofs.add_row("NO" if proof.faults else "yes", proof.claim, proof.counted)
         done = sum(self.commits.values())
         came = "all of them" if done >= self.nodes else "the run is not finished"
-        if self.expendable and done + self.expendable >= self.nodes:
-            came = f"all but {self.expendable} that are not needed any more"
+        if self.unneeded and done + self.unneeded >= self.nodes:
+            came = f"all but {self.unneeded} that are not needed any more"
         lines = [f"{done} of {self.nodes} nodes have their commit: {came}", *self.notes]
         lines += [f"PROBLEM {fault}" for fault in self.faults]
         lines.append("sound" if self.sound else f"NOT sound: {len(self.faults)} problems")
@@ -445,7 +445,7 @@ def _dropped_outputs(
     """Return the first step whose arrays were not deleted; the nodes whose records are lost or damaged and no longer
     needed because of that; and the faults of the deletion's record."""
     try:
-        return history.store.dropped_before(), expendable(history, paths.checkpoints, committed), ()
+        return history.store.dropped_before(), unneeded_outputs(history, paths.checkpoints, committed), ()
     except StoreError as error:
         return 0, frozenset(), (str(error),)
 
@@ -488,7 +488,7 @@ def _unproven(evidence: Evidence) -> Iterator[str]:
 def _notes(evidence: Evidence, damaged: Mapping[Address, str]) -> Iterator[str]:
     """Return notes for a person that are no faults. `damaged`: records and their faults."""
     yield from _unproven(evidence)
-    for address in sorted(evidence.expendable):
+    for address in sorted(evidence.unneeded):
         what = damaged.get(address, f"{address} has no commit record")
         yield f"{what}; nobody needs it any more, since {KEEP} has let go what it was made from"
     left = evidence.history.store.attempts()

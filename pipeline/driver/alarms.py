@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import AlarmsConfig
 from pipeline.errors import StageFailed
-from pipeline.graph.display import ShownDispatch
+from pipeline.graph.display import ObservedDispatch
 from pipeline.observe.journal import EventKind, Journal
 from pipeline.observe.live import Progress
 from pipeline.observe.tracking import Tracker
@@ -38,7 +38,7 @@ class Alarms:
     """Owns the state of a run's alarm rules."""
 
     def __init__(
-        self, config: RunConfig, dispatch: ShownDispatch, journal: Journal, progress: Progress, tracker: Tracker
+        self, config: RunConfig, dispatch: ObservedDispatch, journal: Journal, progress: Progress, tracker: Tracker
     ) -> None:
         self._limits = config.alarms
         self._bound = config.staleness

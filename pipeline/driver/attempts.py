@@ -143,7 +143,7 @@ class Attempts:
         """
         context, node, gang = self._context, submit.node, self._context.gangs[submit.gang]
         address = node.address
-        if context.dispatch.losses(address) >= context.cluster.attempts:
+        if context.dispatch.times_lost(address) >= context.cluster.attempts:
             times = f"{context.cluster.attempts} times (cluster.attempts)"
             raise StageFailed(f"{address} was lost with its worker {times}")
         index = 0 if submit.mode is Mode.ORDERED else submit.replica
@@ -347,7 +347,7 @@ class Attempts:
         spent = next((error for error in attempt.errors.values() if isinstance(error, BudgetSpent)), None)
         if spent is not None:
             raise StageFailed(f"{node.address}: {spent}. That ends the run; a larger budget lets it go on") from spent
-        times = dispatch.losses(node.address) + 1
+        times = dispatch.times_lost(node.address) + 1
         if times >= self._context.cluster.attempts or not all(map(may_succeed_later, attempt.errors.values())):
             repeat = how_to_repeat(node, self._context.settings.paths.root)
             raise self._supervision.failure(f"{node.address} raised", gang, attempt.errors, repeat)

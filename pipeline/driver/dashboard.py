@@ -32,7 +32,7 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.graph_markers import GraphMarkers, marker_stage
 from pipeline.driver.run_view import RunView
-from pipeline.graph.display import ROWS, ShownDispatch
+from pipeline.graph.display import ROWS, ObservedDispatch
 from pipeline.graph.flow import Flow
 from pipeline.observe.graph_page import HEADERS, PATH, fragment, log_end, page
 from pipeline.observe.graph_view import Facts
@@ -92,7 +92,7 @@ class _Log(web.RequestHandler):
 def open_page(
     config: RunConfig,
     scheduler: Scheduler,
-    dispatch: ShownDispatch,
+    dispatch: ObservedDispatch,
     flow: Flow,
     ledger: Ledger,
     board: WeightBoard | None,

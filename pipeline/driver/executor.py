@@ -134,7 +134,7 @@ class Executor:
                 self._attempts.submit(submit)
             if self._device_sharing.pass_on():
                 continue
-            self._migration.order_moves()
+            self._migration.order_migrations()
             match self._next_notice():
                 case Outcome() as outcome:
                     self._attempts.reported(outcome)

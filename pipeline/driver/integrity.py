@@ -6,8 +6,8 @@
     a worker process was replaced ──► what the old one had committed is moved into place
     the end ──► the same, and all leftovers of attempts are removed
 
-Three parts follow: `mend` and its checks, `expendable` (lost outputs that the run no longer needs), and the rewind to
-the newest checkpoint (`stageline resume RUN --from-checkpoint`).
+Three parts follow: `repair` and its checks, `unneeded_outputs` (lost outputs that the run no longer needs), and the
+rewind to the newest checkpoint (`stageline resume RUN --from-checkpoint`).
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Repairs:
     """Texts about records that were set aside, and about lost outputs."""
     expected: Mapping[Address, str] = field(default_factory=dict)
     """Content, by address, of outputs that lost their commit although committed outputs were made from them."""
-    made_with: Mapping[Address, int] = field(default_factory=dict)
+    sampled_versions: Mapping[Address, int] = field(default_factory=dict)
     """Under `latest`: the version that sampled each generated shard among `expected`, which the graph does not say."""
-    expendable: frozenset[Address] = frozenset()
+    unneeded: frozenset[Address] = frozenset()
     """Lost outputs that no node needs any more. They count as done."""
 
 
@@ -79,7 +79,7 @@ def set_damaged_aside(ledger: Ledger, paths: RunPaths) -> dict[Address, str]:
     return aside
 
 
-def mend(history: History, paths: RunPaths, before: Mapping[Address, str] = _NONE) -> Repairs:
+def repair(history: History, paths: RunPaths, before: Mapping[Address, str] = _NONE) -> Repairs:
     """Set damaged commit records aside, move committed files into place, and restore damaged Zarr metadata. Call it
     before workers start. `before`: records that were set aside already.
 
@@ -91,7 +91,7 @@ def mend(history: History, paths: RunPaths, before: Mapping[Address, str] = _NON
     ledger = history.ledger
     aside = {**before, **set_damaged_aside(ledger, paths)}
     closed = ledger.closed_until()
-    lost = expendable(history, paths.checkpoints, set(ledger.addresses(from_step=closed)), closed)
+    lost = unneeded_outputs(history, paths.checkpoints, set(ledger.addresses(from_step=closed)), closed)
     close_finished_segments(history.spec, ledger, lost)
     looked_at = ledger.addresses(from_step=ledger.closed_until())  # closed records have closed inputs
     by_step = sorted(looked_at, key=lambda address: address.step)  # reads each segment once
@@ -107,7 +107,7 @@ def mend(history: History, paths: RunPaths, before: Mapping[Address, str] = _NON
         raise StoreError(f"{paths.root} cannot go on: {faults[0]}{more}")
     expected = {one.address: one.content for one in inputs if one.address not in {*found, *lost}}
     shards = [address for address in expected if address.stage == "generate"] if history.spec.latest else []
-    made_with = {address: _sampled_with(history, address, paths) for address in shards}
+    sampled_versions = {address: _sampled_with(history, address, paths) for address in shards}
     # A node that runs again may read a version whose publication belongs to a closed step.
     first_read = (max(0, address.step - history.spec.staleness - 1) for address in expected)
     history.ledger.reopen(Address("publish", step) for step in first_read)
@@ -115,7 +115,7 @@ def mend(history: History, paths: RunPaths, before: Mapping[Address, str] = _NON
     history.store.restore_metadata(commits)
     warnings = [f"{what}; {_what_follows(address, lost)}" for address, what in aside.items()]
     warnings += [f"{address} has no commit; {_what_follows(address, lost)}" for address in sorted(lost - aside.keys())]
-    return Repairs(tuple(warnings), expected, made_with, lost)
+    return Repairs(tuple(warnings), expected, sampled_versions, lost)
 
 
 def _what_follows(address: Address, lost: Collection[Address]) -> str:
@@ -156,7 +156,7 @@ def lineage_faults(commits: Iterable[Commit], found: Mapping[Address, Commit]) -
                 )
 
 
-def check_made_again(history: History, repairs: Repairs, address: Address) -> None:
+def check_recomputed(history: History, repairs: Repairs, address: Address) -> None:
     """Raise StageFailed if later outputs were made from another content than this node's new commit has."""
     if address not in repairs.expected:
         return
@@ -210,7 +210,7 @@ class UnreadVersions:
 #
 # Under `storage.keep.rollouts` an old output cannot be made again, since its inputs are deleted. It is not needed
 # either, since no update before the oldest checkpoint runs again. Without that setting everything can be made again
-# from the start, and no output is expendable.
+# from the start, and no output is unneeded.
 
 _MADE_FROM_EVALUATE = ("evaluate_score", "evaluate_reference")
 _OF_THE_POLICY = ("publish", "evaluate", "canary")
@@ -218,7 +218,7 @@ _FROM_WEIGHTS = ("publish", "evaluate")
 """Stages whose only input is a version of the weights."""
 
 
-def expendable(
+def unneeded_outputs(
     history: History, checkpoints: str | Path, committed: Collection[Address], from_step: int = 0
 ) -> frozenset[Address]:
     """Return the nodes of `from_step` and later that are not `committed`, cannot be made again, and are not needed.
@@ -300,7 +300,7 @@ def plan_rewind(history: History, paths: RunPaths) -> Rewind:
     newest_first = sorted(saved, reverse=True)
     of_all = (v for v in newest_first if all(is_usable(checkpoints, ledger, role, v) for role in others))
     before = history.store.dropped_before()
-    lost = expendable(history, paths.checkpoints, committed)
+    lost = unneeded_outputs(history, paths.checkpoints, committed)
     sampled = newest_sampled(history, committed) if history.spec.latest else {}
     sampled = {address: newest for address, newest in sampled.items() if address not in lost}
     version = next((v for v in of_all if can_go_back(history.spec, committed | lost, v, saved, before, sampled)), 0)
@@ -322,7 +322,7 @@ def carry_out(rewind: Rewind, history: History, paths: RunPaths) -> None:
     for address in rewind.commits:
         try:
             commit = history.ledger.find(address)
-        except DamagedCommit:  # `mend` sets it aside, and its node runs again
+        except DamagedCommit:  # `repair` sets it aside, and its node runs again
             continue
         if commit is None:
             continue

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pipeline.driver.cluster import workers_by_address
 from pipeline.driver.context import Context, WorkerKey
 from pipeline.driver.supervision import Supervision, restart_unit
-from pipeline.graph.device_sharing import Pass
+from pipeline.graph.device_sharing import Handover
 from pipeline.graph.migration import MigrationPlanner
 from pipeline.observe.journal import EventKind
 from pipeline.workers.messages import (
@@ -130,7 +130,7 @@ class MigrationOrders:
         self._pool = context.gang_with(Role.GENERATE)
         self._migration_planner = MigrationPlanner(context.cluster.migrate_rows_below)
 
-    def order_moves(self) -> None:
+    def order_migrations(self) -> None:
         """Order replicas to send rows away, if few rows are left and the planner finds a useful move."""
         dispatch, pool = self._context.dispatch, self._pool
         if not self._migration_planner.below:
@@ -156,7 +156,7 @@ class MigrationOrders:
             detail = f"{report.num_rows} rows, {report.num_bytes} bytes of keys and values, {report.seconds:.3f} s"
             detail += f"; refused: {report.refusal}" if report.refusal is not None else ""
             name = self._supervision.spec(worker).name
-            self._context.journal.now(EventKind.ROWS_MOVED, gang=report.gang, worker=name, detail=detail)
+            self._context.journal.now(EventKind.ROWS_MIGRATED, gang=report.gang, worker=name, detail=detail)
         return report.waiting
 
     def worker_down(self, worker: WorkerKey) -> None:
@@ -169,7 +169,7 @@ class MigrationOrders:
 class _Leaving:
     """A gang that is freeing its devices."""
 
-    to: Pass
+    to: Handover
     number: int
     since: float
     workers: set[WorkerKey]
@@ -189,7 +189,7 @@ class DeviceOrders:
         """Order the workers of gangs that pass their devices on to free them. Return True if another gang holds devices
         now, so that there may be nodes to hand out."""
         began = False
-        for one in self._context.dispatch.next_passes():
+        for one in self._context.dispatch.next_handovers():
             there = [key for key in self._workers_of(one.giver) if worker_name(*key) in self._supervision.addresses()]
             self._leaving.append(_Leaving(one, self._ordered, self._context.now(), set(there)))
             self._ordered += 1
@@ -244,9 +244,9 @@ class DeviceOrders:
         over = [one for one in self._leaving if not one.workers]
         self._leaving = [one for one in self._leaving if one.workers]
         for one in over:
-            self._context.dispatch.passed(one.to.giver)
+            self._context.dispatch.handed_over(one.to.giver)
             detail = f"to {one.to.taker} after {self._context.now() - one.since:.3f} s"
-            self._context.journal.now(EventKind.DEVICES_PASSED, gang=one.to.giver, detail=detail)
+            self._context.journal.now(EventKind.DEVICES_HANDED_OVER, gang=one.to.giver, detail=detail)
         return bool(over)
 
     def _workers_of(self, gang: str) -> list[WorkerKey]:

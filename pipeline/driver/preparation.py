@@ -45,7 +45,7 @@ from pipeline.config.placement import gang_of
 from pipeline.config.preflight import Preflight, device_notes, device_of, engine_line, unproven
 from pipeline.config.run import RunConfig
 from pipeline.driver.context import WorkerKey
-from pipeline.driver.integrity import Repairs, carry_out, mend, plan_rewind, set_damaged_aside
+from pipeline.driver.integrity import Repairs, carry_out, plan_rewind, repair, set_damaged_aside
 from pipeline.driver.results import open_history
 from pipeline.driver.retention import check_evaluations
 from pipeline.errors import ConfigError
@@ -67,7 +67,7 @@ FROM_CHECKPOINT = "`stageline resume RUN --from-checkpoint`"
 
 
 @dataclass(frozen=True)
-class Stated:
+class IdentityCheck:
     """The identity of a run that starts or resumes, with notes for the user."""
 
     identity: Identity
@@ -76,13 +76,15 @@ class Stated:
     warnings: tuple[str, ...] = ()
 
 
-def state(config: RunConfig, prompts: PromptTable) -> Stated:
+def new_identity(config: RunConfig, prompts: PromptTable) -> IdentityCheck:
     """Return the identity of a run that starts. Writes nothing."""
     first = Statement(time.time(), "started", sections(config), config_hash(config), software())
-    return Stated(Identity(_model_files(config), prompts.digest(), (first,)))
+    return IdentityCheck(Identity(_model_files(config), prompts.digest(), (first,)))
 
 
-def state_again(config: RunConfig, prompts: PromptTable, ledger: Ledger, archived: str | None = None) -> Stated:
+def check_identity(
+    config: RunConfig, prompts: PromptTable, ledger: Ledger, archived: str | None = None
+) -> IdentityCheck:
     """Return the identity of a run that resumes, with what has changed since.
 
     Args:
@@ -94,7 +96,7 @@ def state_again(config: RunConfig, prompts: PromptTable, ledger: Ledger, archive
     """
     identity = read_identity(config.run_dir)
     if identity is None:
-        return _state_unseen(config, prompts, ledger)
+        return _replaced_identity(config, prompts, ledger)
     found = _model_files(config)
     for name, stated in identity.models.items():
         other = differences(stated, found[name])
@@ -114,7 +116,7 @@ def state_again(config: RunConfig, prompts: PromptTable, ledger: Ledger, archive
         warnings = (f"other software: {_listed(other)}. Updates that run again may differ ({KEY}=warn)",)
     same_digest = latest.config_hash == config_hash(config)  # differs if an earlier version hashed secrets too
     if not changed and not other and archived is None and same_digest:
-        return Stated(identity)
+        return IdentityCheck(identity)
     statement = Statement(
         time=time.time(),
         why=archived or "resumed",
@@ -124,12 +126,12 @@ def state_again(config: RunConfig, prompts: PromptTable, ledger: Ledger, archive
         changed=(*changed, *other),
         anew=archived is not None,
     )
-    return Stated(identity.stated(statement), tuple(changed), warnings)
+    return IdentityCheck(identity.stated(statement), tuple(changed), warnings)
 
 
-def _state_unseen(config: RunConfig, prompts: PromptTable, ledger: Ledger) -> Stated:
+def _replaced_identity(config: RunConfig, prompts: PromptTable, ledger: Ledger) -> IdentityCheck:
     """Return the identity of a run whose identity.json is gone. Its commits must at least be of this config."""
-    stated, made = state(config, prompts), {commit.provenance.config_hash for commit in ledger.list()}
+    stated, made = new_identity(config, prompts), {commit.provenance.config_hash for commit in ledger.list()}
     others = sorted(made - {stated.identity.latest.config_hash})
     if others:
         raise ConfigError(
@@ -139,9 +141,9 @@ def _state_unseen(config: RunConfig, prompts: PromptTable, ledger: Ledger) -> St
         )
     if not made:
         return stated
-    warning = f"{FILE} was missing: models, prompts and software are taken for the run's unseen"
+    warning = f"{FILE} was missing: models, prompts and software are taken for the run's, unchecked"
     first = replace(stated.identity.latest, why="resumed without an identity")
-    return Stated(replace(stated.identity, statements=(first,)), warnings=(warning,))
+    return IdentityCheck(replace(stated.identity, statements=(first,)), warnings=(warning,))
 
 
 class NumericsWatch:
@@ -272,9 +274,9 @@ def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpo
         history.store.recover()
         rewind = plan_rewind(history, paths)
     if resume:
-        stated = state_again(config, checked.prompts, history.ledger, None if rewind is None else str(rewind))
+        stated = check_identity(config, checked.prompts, history.ledger, None if rewind is None else str(rewind))
     else:
-        stated = state(config, checked.prompts)
+        stated = new_identity(config, checked.prompts)
     re_evaluated = any(change.startswith("evaluate.every=") for change in stated.changed)
     if re_evaluated:
         check_evaluations(config, history)
@@ -292,7 +294,7 @@ def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpo
         warnings.append(str(rewind))
     if re_evaluated:  # new evaluations open steps that were over
         history.ledger.reopen(history.ledger.addresses())
-    repairs = mend(history, paths, aside)
+    repairs = repair(history, paths, aside)
     write_root(root, store_attributes(config, stated.identity), _vocabulary(checked.tokenizer))
     return PreparedRun(history, stated.identity, repairs, stated.changed, (*warnings, *repairs.warnings))
 

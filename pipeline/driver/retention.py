@@ -2,7 +2,7 @@
 
     rollouts: 0 ········ 29 │ 30 ·············· 44 │ 45 46 47
               arrays gone   │ kept: a recovery may │ in the window
-                            │ train on them again  └─ over_until
+                            │ train on them again  └─ finished_until
                             └─ `first_kept`: the older of two sound checkpoints of each trained model, both no newer
                                than the oldest version of the weights that an open node may read
 
@@ -50,22 +50,22 @@ def is_usable(checkpoints: Checkpoints, ledger: Ledger, role: Role, version: int
     return bool(import_module("pipeline.workers.updates").is_usable(checkpoints, ledger, role, version))
 
 
-def first_kept(spec: GraphSpec, keep: int, over_until: int, saved: Collection[int]) -> int:
+def first_kept(spec: GraphSpec, keep: int, finished_until: int, saved: Collection[int]) -> int:
     """Return the first step whose rollouts must stay, so that a lost trainer, a version that must be published again, a
     damaged checkpoint and `resume --from-checkpoint` all find the data that they need.
 
-    Nodes from step `over_until` on read versions from `over_until` - eta on. To make the oldest of them again, a
-    recovery begins at a checkpoint that is no newer. That one may be damaged, so the checkpoint before it is the floor.
+    Nodes from step `finished_until` on read versions from `finished_until` - eta on. To make the oldest of them again,
+    a recovery begins at a checkpoint that is no newer. That one may be damaged, so the one before it is the floor.
     The margin is the same as for closing the ledger: an outdated attempt may still be reading.
 
     Args:
-        over_until: all nodes of all earlier steps are done.
+        finished_until: all nodes of all earlier steps are done.
         saved: versions of which every trained model has a sound checkpoint.
     """
-    usable = sorted(version for version in saved if version <= over_until - spec.staleness)
+    usable = sorted(version for version in saved if version <= finished_until - spec.staleness)
     if not usable:
         return 0
-    return max(0, min(over_until - max(keep, 2 * window(spec)), usable[-2:][0]))
+    return max(0, min(finished_until - max(keep, 2 * window(spec)), usable[-2:][0]))
 
 
 class Retention:
@@ -89,7 +89,7 @@ class Retention:
         asked = keep.rollouts is not None or keep.exports is not None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="retention") if asked else None
 
-    def over_until(self, step: int) -> None:
+    def finished_until(self, step: int) -> None:
         """Record that all nodes of the steps before this one are done, and begin to delete. Does not wait."""
         self._over_until = step
         if self._thread is None or (self._pass is not None and not self._pass.done()):
@@ -120,9 +120,9 @@ class Retention:
                 self._warn(f"storage.keep: what may go could not be removed: {error}")
         self._pass = None
 
-    def _let_go(self, over_until: int) -> None:
+    def _let_go(self, finished_until: int) -> None:
         if self._keep.rollouts is not None:
-            self._drop_rollouts(self._keep.rollouts, over_until)
+            self._drop_rollouts(self._keep.rollouts, finished_until)
         last, every = self._history.spec.steps, self._config.export.every
         directory = self._paths.weights(0).parent
         if self._keep.rollouts is not None:
@@ -145,11 +145,11 @@ class Retention:
         best = best_evaluation(self._evaluated().values(), self._config.evaluate.select.max_kl)
         return set() if best is None else {best.version}
 
-    def _drop_rollouts(self, keep: int, over_until: int) -> None:
+    def _drop_rollouts(self, keep: int, finished_until: int) -> None:
         spec, before = self._history.spec, self._history.store.dropped_before()
         saved = sorted(set.intersection(*(set(self._checkpoints.versions(role)) for role in update_stages(spec))))
-        if first_kept(spec, keep, over_until, saved) > before:  # avoids reading checkpoints for nothing
-            until = first_kept(spec, keep, over_until, [version for version in saved if self._is_sound(version)])
+        if first_kept(spec, keep, finished_until, saved) > before:  # avoids reading checkpoints for nothing
+            until = first_kept(spec, keep, finished_until, [version for version in saved if self._is_sound(version)])
             if until > before:
                 self._history.store.drop(until)
 
@@ -196,29 +196,29 @@ def check_evaluations(config: RunConfig, history: History) -> None:
 # ---- Compacting the ledger -------------------------------------------------------------------------------
 
 
-def all_committed(spec: GraphSpec, ledger: Ledger, expendable: Collection[Address] = frozenset()) -> bool:
-    """Return True if every node of the run, except the expendable ones, has its commit."""
+def all_committed(spec: GraphSpec, ledger: Ledger, unneeded: Collection[Address] = frozenset()) -> bool:
+    """Return True if every node of the run, except the unneeded ones, has its commit."""
     first = ledger.closed_until()
     # Read closed records too: a segment before closed ones may have been reopened.
-    there = {*ledger.addresses(from_step=first), *expendable}
+    there = {*ledger.addresses(from_step=first), *unneeded}
     nodes = (node for step in range(max(0, first - 1), spec.steps) for node in step_nodes(spec, step))
     return all(node.address.step < first or node.address in there for node in nodes)
 
 
-def close_finished_segments(spec: GraphSpec, ledger: Ledger, expendable: Collection[Address]) -> None:
-    """Close segments again that were opened for a damaged record, if that record is expendable. Call it before workers
+def close_finished_segments(spec: GraphSpec, ledger: Ledger, unneeded: Collection[Address]) -> None:
+    """Close segments again that were opened for a damaged record, if that record is unneeded. Call it before workers
     start; the run then begins after these segments, as before."""
-    if not expendable:
+    if not unneeded:
         return
     while True:
         first = ledger.closed_until()
-        there = {*ledger.addresses(from_step=first), *expendable}
+        there = {*ledger.addresses(from_step=first), *unneeded}
         over = range(max(0, first - 1), first + SPAN + _margin(spec))
         nodes = [node.address for step in over if step < spec.steps for node in step_nodes(spec, step)]
         if over.stop > spec.steps or any(first <= address.step and address not in there for address in nodes):
             return
         closed = (address for address in nodes if first <= address.step < first + SPAN)
-        ledger.close(first, [address for address in closed if address not in expendable])
+        ledger.close(first, [address for address in closed if address not in unneeded])
 
 
 def _margin(spec: GraphSpec) -> int:
@@ -232,10 +232,10 @@ def _margin(spec: GraphSpec) -> int:
 class LedgerCompactor:
     """Owns the list of records that are in no segment yet, from the first open step on."""
 
-    def __init__(self, spec: GraphSpec, ledger: Ledger, expendable: Collection[Address] = frozenset()) -> None:
-        """`expendable`: nodes that count as done, and have no record."""
+    def __init__(self, spec: GraphSpec, ledger: Ledger, unneeded: Collection[Address] = frozenset()) -> None:
+        """`unneeded`: nodes that count as done, and have no record."""
         self._ledger = ledger
-        self._expendable = expendable
+        self._unneeded = unneeded
         self._margin = _margin(spec)
         self.first_step = ledger.closed_until()
         """First open step. All earlier steps are over and closed."""
@@ -244,15 +244,15 @@ class LedgerCompactor:
         self._addresses: defaultdict[int, list[Address]] = defaultdict(list)
 
     @property
-    def over_until(self) -> int:
+    def finished_until(self) -> int:
         """First step that is not over."""
         return self._next_over
 
-    def over(self, step: int, addresses: Iterable[Address]) -> None:
+    def finished(self, step: int, addresses: Iterable[Address]) -> None:
         """Record that all nodes of a step are done, and close the segments that can be closed. `addresses`: the step's
         nodes, some of which (a publication, an evaluation) are numbered as a later step's."""
         for address in addresses:
-            if address.step >= self.first_step and address not in self._expendable:
+            if address.step >= self.first_step and address not in self._unneeded:
                 self._addresses[first_step(address.step)].append(address)
         self._over.add(step)
         while self._next_over in self._over:

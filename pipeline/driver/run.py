@@ -34,7 +34,7 @@ from pipeline.driver.alarms import Alarms
 from pipeline.driver.cluster import Cluster
 from pipeline.driver.context import ExecutorEvents, ExecutorSettings, WorkerKey
 from pipeline.driver.executor import Executor
-from pipeline.driver.integrity import UnreadVersions, check_made_again, finalised
+from pipeline.driver.integrity import UnreadVersions, check_recomputed, finalised
 from pipeline.driver.preparation import NumericsWatch, PreparedRun, prepare
 from pipeline.driver.results import (
     catch_up,
@@ -58,7 +58,7 @@ from pipeline.driver.session import (
 )
 from pipeline.driver.tracked import SystemMetrics, previews, step_spans
 from pipeline.errors import StoredWrongly, WorkersMissing
-from pipeline.graph.display import ShownDispatch
+from pipeline.graph.display import ObservedDispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, weight_readers
 from pipeline.observe.evaluations import Evaluation
@@ -227,7 +227,7 @@ def _started(run: Run) -> Iterator[StartedRun | None]:
     config, ready, history = run.config, run.ready, run.history
     paths = RunPaths(config.run_dir)
     tracked = catch_up(history, run.tracker, run_starts(paths.events))
-    if all_committed(config.graph(), history.ledger, ready.repairs.expendable):
+    if all_committed(config.graph(), history.ledger, ready.repairs.unneeded):
         for warning in ready.warnings:
             run.screen.say("warning", f"WARNING: {warning}", text=warning)
         with published_weights(config, history.ledger):
@@ -310,18 +310,18 @@ class _Driver(ExecutorEvents):
         self._outcomes: dict[Address, Outcome] = {}
         """Outcomes of the open steps' nodes."""
         self._graph = config.graph()
-        dispatch = self._dispatch = ShownDispatch(config.gangs(), config.placement.device_sharing)
+        dispatch = self._dispatch = ObservedDispatch(config.gangs(), config.placement.device_sharing)
         self._alarms = Alarms(config, dispatch, self._journal, self._progress, self._tracker)
         self._executor = Executor(started.workers.client, dispatch, self._journal, _executor_settings(config), self)
-        self._compactor = LedgerCompactor(self._graph, history.ledger, repairs.expendable)
+        self._compactor = LedgerCompactor(self._graph, history.ledger, repairs.unneeded)
         self._retention = Retention(config, history, self._warn)
         self._flow = Flow(
             self._graph,
             dispatch,
             first_step=self._compactor.first_step,
-            committed={*history.ledger.addresses(from_step=self._compactor.first_step), *repairs.expendable},
+            committed={*history.ledger.addresses(from_step=self._compactor.first_step), *repairs.unneeded},
             published=[] if board is None else board.available(),
-            made_with=repairs.made_with,
+            sampled_versions=repairs.sampled_versions,
             on_step=self._step_over,
             on_unread=self._version_unread,
         )
@@ -358,7 +358,7 @@ class _Driver(ExecutorEvents):
     def node_done(self, node: Node, outcome: Outcome) -> None:
         """Report what a committed node completes, and advance the window."""
         address = node.address
-        check_made_again(self._history, self._repairs, address)
+        check_recomputed(self._history, self._repairs, address)
         self._outcomes[address] = outcome
         self._alarms.finished(outcome.worker)
         if address.stage in ("update_policy", "update_critic", "publish"):
@@ -391,7 +391,7 @@ class _Driver(ExecutorEvents):
             return
         self._tracked.add(step)
         metrics = self._history.step_metrics(step, [self._began], known)
-        lines, lost = self._started.seen.losses.over(step, metrics)
+        lines, lost = self._started.seen.losses.step_finished(step, metrics)
         self._tracker.metrics(step, metrics | lost)
         self._progress.step(step, metrics)
         for line in lines:
@@ -420,8 +420,8 @@ class _Driver(ExecutorEvents):
 
     def _step_over(self, step: int, nodes: list[Node]) -> None:
         """Track the trace of a step whose nodes are all done, release its results, and compact its ledger records."""
-        self._compactor.over(step, [node.address for node in nodes])
-        self._retention.over_until(self._compactor.over_until)
+        self._compactor.finished(step, [node.address for node in nodes])
+        self._retention.finished_until(self._compactor.finished_until)
         self._executor.release([node.address for node in nodes])
         ran = [(node, self._outcomes.pop(node.address)) for node in nodes if node.address in self._outcomes]
         if ran:  # empty if an earlier driver ran them all

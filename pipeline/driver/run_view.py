@@ -22,7 +22,7 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.cluster import Cluster
 from pipeline.driver.graph_markers import GraphMarkers, marker_states
 from pipeline.driver.results import watch_runs
-from pipeline.graph.display import NodeState, ShownDispatch
+from pipeline.graph.display import NodeState, ObservedDispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Gang, GraphSpec
 from pipeline.observe.graph_page import log_names
@@ -64,7 +64,7 @@ class RunView:
         facts: Facts,
         spec: GraphSpec,
         gangs: Collection[Gang],
-        dispatch: ShownDispatch,
+        dispatch: ObservedDispatch,
         flow: Flow,
         ledger: Ledger,
         board: WeightBoard | None,
@@ -179,7 +179,7 @@ def baseline(history: History) -> list[tuple[int, float]]:
     return [(evaluation.version, evaluation.mean) for evaluation in found if evaluation is not None]
 
 
-def at_work(config: RunConfig, dispatch: ShownDispatch, flow: Flow, seen: NodeEvents) -> tuple[GangView, ...]:
+def at_work(config: RunConfig, dispatch: ObservedDispatch, flow: Flow, seen: NodeEvents) -> tuple[GangView, ...]:
     """Return what each gang is doing or waiting for."""
     gangs = config.gangs()
     busy = [status for status in dispatch.statuses() if status.state in (NodeState.RUNNING, NodeState.QUEUED)]
@@ -190,7 +190,7 @@ def at_work(config: RunConfig, dispatch: ShownDispatch, flow: Flow, seen: NodeEv
 def page(
     config: RunConfig,
     workers: Cluster,
-    dispatch: ShownDispatch,
+    dispatch: ObservedDispatch,
     flow: Flow,
     history: History,
     board: WeightBoard | None,

@@ -1,14 +1,14 @@
 """Decide which gang holds devices that several gangs share (`placement.device_sharing`). No clock, no I/O, no Dask.
 
-    generate holds them ──it has nothing submitted or ready, train has──► pass: its workers free the devices
+    generate holds them ──it has nothing submitted or ready, train has──► handover: its workers free the devices
            ▲                                                                  │ all of them have
-           └── pass ◄──it has nothing submitted or ready, generate has── train holds them
+           └── handover ◄──it has nothing submitted or ready, generate has── train holds them
 
-A gang keeps the devices as long as it can do anything, because a hand-over costs seconds. With a staleness bound it
+A gang keeps the devices as long as it can do anything, because a handover costs seconds. With a staleness bound it
 generates as far ahead as the bound allows, and then all of it is trained on. The graph alone says which weights sample
 which rows, so the run computes the same numbers as on separate devices.
 
-There is no deadlock: the holder passes the devices on as soon as it has nothing ready, so it never waits for work that
+There is no deadlock: the holder hands the devices over as soon as it has nothing ready, so it never waits for work that
 only a waiting gang could do.
 """
 
@@ -21,7 +21,7 @@ from pipeline.graph.graph import Node
 
 
 @dataclass(frozen=True)
-class Pass:
+class Handover:
     """An instruction: the workers of `giver` free the devices, then `taker` holds them."""
 
     giver: str
@@ -33,7 +33,7 @@ class _Group:
     gangs: tuple[str, ...]
     holder: str | None = None
     """None until a gang of the group has something to do."""
-    passing: Pass | None = None
+    handover: Handover | None = None
 
 
 class DeviceSharing:
@@ -44,9 +44,9 @@ class DeviceSharing:
         self._group_of = {gang: group for group in self._groups for gang in group.gangs}
 
     def has(self, gang: str) -> bool:
-        """Return True if the gang owns its devices, or holds the shared ones and is not about to pass them on."""
+        """Return True if the gang owns its devices, or holds the shared ones and is not about to hand them over."""
         group = self._group_of.get(gang)
-        return group is None or (group.holder == gang and group.passing is None)
+        return group is None or (group.holder == gang and group.handover is None)
 
     def shares(self, gang: str) -> bool:
         """Return True if the gang shares its devices with others."""
@@ -62,8 +62,10 @@ class DeviceSharing:
             if group.holder is None:
                 group.holder = _most_urgent(group.gangs, first_ready)
 
-    def next_passes(self, at_work: Callable[[str], bool], first_ready: Callable[[str], Node | None]) -> list[Pass]:
-        """Return the hand-overs that begin now.
+    def next_handovers(
+        self, at_work: Callable[[str], bool], first_ready: Callable[[str], Node | None]
+    ) -> list[Handover]:
+        """Return the handovers that begin now.
 
         Args:
             at_work: returns True if anything is handed out to a gang.
@@ -72,20 +74,20 @@ class DeviceSharing:
         found = []
         for group in self._groups:
             holder = group.holder
-            if holder is None or group.passing is not None or at_work(holder) or first_ready(holder) is not None:
+            if holder is None or group.handover is not None or at_work(holder) or first_ready(holder) is not None:
                 continue
             taker = _most_urgent([gang for gang in group.gangs if gang != holder], first_ready)
             if taker is not None:
-                group.passing = Pass(holder, taker)
-                found.append(group.passing)
+                group.handover = Handover(holder, taker)
+                found.append(group.handover)
         return found
 
-    def passed(self, giver: str) -> None:
+    def handed_over(self, giver: str) -> None:
         """Record that all workers of this gang have freed the devices."""
         group = self._group_of[giver]
-        assert group.passing is not None, f"{giver} was not to leave its devices"
-        assert group.passing.giver == giver, f"{group.passing.giver} was to leave its devices, not {giver}"
-        group.holder, group.passing = group.passing.taker, None
+        assert group.handover is not None, f"{giver} was not to leave its devices"
+        assert group.handover.giver == giver, f"{group.handover.giver} was to leave its devices, not {giver}"
+        group.holder, group.handover = group.handover.taker, None
 
 
 def _most_urgent(gangs: Collection[str], first_ready: Callable[[str], Node | None]) -> str | None:

@@ -31,7 +31,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from pipeline.graph.device_sharing import DeviceSharing, Pass
+from pipeline.graph.device_sharing import DeviceSharing, Handover
 from pipeline.graph.graph import STAGE_ROLES, Gang, Mode, Node
 from storage.address import Address
 
@@ -68,7 +68,7 @@ class Entry:
     place: Place
     state: State = State.WAITING
     attempts: int = 0
-    losses: int = 0
+    times_lost: int = 0
     blockers: int = 0
     """Number of parents that it still waits for."""
     submit: Submit | None = None
@@ -110,8 +110,8 @@ class Place:
 class Dispatch:
     """Owns the state of every node in the driver's window.
 
-    Feed it `admit`, `worker_up`, `worker_down`, `done`, `lost`, `passed`; after each, carry out what `next_submits` and
-    `next_passes` return."""
+    Feed it `admit`, `worker_up`, `worker_down`, `done`, `lost`, `handed_over`. After each, carry out what
+    `next_submits` and `next_handovers` return."""
 
     def __init__(self, gangs: Iterable[Gang], device_sharing: Collection[Collection[str]] = ()) -> None:
         """`device_sharing`: groups of gangs that share the same devices."""
@@ -210,7 +210,7 @@ class Dispatch:
         reset: list[Address] = []
         stack = [self._entries[address] for address in addresses]
         for entry in stack:
-            entry.losses += entry.state is State.SUBMITTED
+            entry.times_lost += entry.state is State.SUBMITTED
         while stack:
             entry = stack.pop()
             if entry.state is not State.SUBMITTED:
@@ -245,13 +245,13 @@ class Dispatch:
                     progress = True
         return submits
 
-    def next_passes(self) -> list[Pass]:
-        """Return the device hand-overs that begin now. Until `passed`, no gang of the group gets a node."""
-        return self._device_sharing.next_passes(self._at_work, self._first_ready)
+    def next_handovers(self) -> list[Handover]:
+        """Return the device handovers that begin now. Until `handed_over`, no gang of the group gets a node."""
+        return self._device_sharing.next_handovers(self._at_work, self._first_ready)
 
-    def passed(self, giver: str) -> None:
-        """Record that the workers of a gang have freed the devices, as `next_passes` told them to."""
-        self._device_sharing.passed(giver)
+    def handed_over(self, giver: str) -> None:
+        """Record that the workers of a gang have freed the devices, as `next_handovers` told them to."""
+        self._device_sharing.handed_over(giver)
 
     def replicas_up(self, gang: str) -> frozenset[int]:
         """Return the usable replicas of a pool."""
@@ -276,9 +276,9 @@ class Dispatch:
         state = self._gangs[gang]
         return frozenset(replica for replica, free in state.free.items() if free < state.gang.concurrent_shards)
 
-    def losses(self, address: Address) -> int:
+    def times_lost(self, address: Address) -> int:
         """Return how often a node was lost with its worker."""
-        return self._entries[address].losses
+        return self._entries[address].times_lost
 
     def is_done(self, address: Address) -> bool:
         """Return True if a node is done or retired."""

@@ -1,6 +1,6 @@
 """Show people what every node and every gang is doing. Nothing is decided here. No clock, no I/O, no Dask.
 
-`ShownDispatch` is a dispatch that also answers questions of people. It follows what dispatch hands out.
+`ObservedDispatch` is a dispatch that also answers questions of people. It follows what dispatch hands out.
 
 **Queues.** Workers do not report when a node begins. It follows from what dispatch knows: a worker runs as many nodes
 as it has threads, begins the most urgent one that can run, and interrupts none.
@@ -252,7 +252,7 @@ def _wait(node: Address, parents: Mapping[Address, list[Address]], running: Set[
 # ---- Dispatch, shown -----------------------------------------------------------------------------------------
 
 
-class ShownDispatch(Dispatch):
+class ObservedDispatch(Dispatch):
     """A dispatch that knows what runs, what is queued, and what idle gangs wait for."""
 
     def __init__(self, gangs: Iterable[Gang], device_sharing: Collection[Collection[str]] = ()) -> None:
@@ -289,7 +289,9 @@ class ShownDispatch(Dispatch):
         submit, parents_done = entry.submit, all(map(self.is_done, entry.node.parents))
         running = self._queues.is_running(entry.node.address)
         state = node_state(entry.state is State.DONE, entry.state is State.SUBMITTED, parents_done, running)
-        return NodeStatus(entry.node, state, None if submit is None else (submit.gang, submit.replica), entry.losses)
+        return NodeStatus(
+            entry.node, state, None if submit is None else (submit.gang, submit.replica), entry.times_lost
+        )
 
     def waits(self) -> dict[str, Wait]:
         """Return what each idle gang waits for. A gang is idle if it is up, has nodes left and runs none."""

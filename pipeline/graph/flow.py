@@ -36,7 +36,7 @@ class Flow:
         first_step: int = 0,
         committed: Iterable[Address] = (),
         published: Iterable[int] = (),
-        made_with: Mapping[Address, int] = _NONE,
+        sampled_versions: Mapping[Address, int] = _NONE,
         on_step: Callable[[int, list[Node]], None],
         on_unread: Callable[[int], None],
     ) -> None:
@@ -46,8 +46,8 @@ class Flow:
             first_step: every earlier step is over and all its nodes are committed.
             committed: outputs of `first_step` and later that an earlier driver of this run left.
             published: versions whose weights are readable now.
-            made_with: shards that lost their commit although committed outputs were made from them, with the version
-                that sampled them. They must be sampled with that version again.
+            sampled_versions: shards that lost their commit although committed outputs were made from them, with the
+                version that sampled each. They must be sampled with that version again.
             on_step: called with a step and its nodes when every node of the step is done.
             on_unread: called with a version when all its readers are done.
         """
@@ -67,7 +67,7 @@ class Flow:
         """Nodes without a commit that may read a version, by version, from the admission of its publication on."""
         self._awaited: set[int] = set()
         """Versions in the window that are not published yet."""
-        self._made_with = made_with
+        self._made_with = sampled_versions
         self._newest = max((address.step for address in self._committed if address.stage == "publish"), default=0)
         """Newest version that had been published when this driver started."""
 

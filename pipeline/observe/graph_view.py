@@ -8,7 +8,7 @@ A running driver makes the record from its own state:
 
 Without a driver, `recorded_view` makes it from the run's directory:
 
-    ledger ──► Flow, ShownDispatch (as `resume` would start them) ──► states of nodes, waits, readers ──┐
+    ledger ──► Flow, ObservedDispatch (as `resume` would start them) ──► states of nodes, waits, readers ──┐
     journal ──► nodes in progress, seconds, notes ─────────────────────────────────────────────────┴──► GraphView
 """
 
@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pipeline.graph.display import ROWS, NodeState, NodeStatus, ShownDispatch, Wait, waits, with_steps_over
+from pipeline.graph.display import ROWS, NodeState, NodeStatus, ObservedDispatch, Wait, waits, with_steps_over
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Gang, GraphSpec, Node, evaluated
 from pipeline.observe.curves import MOST_POINTS, HeldOutPoint, RunCurves, number
@@ -280,7 +280,7 @@ def recorded_view(
     seen = NodeEvents(WorkerLosses(ordered(gangs)))
     for event in events:
         seen.take(event)
-    dispatch = ShownDispatch(gangs)
+    dispatch = ObservedDispatch(gangs)
     for gang in gangs:
         dispatch.worker_up(gang.name, 0)
     committed = set(ledger.open_addresses())

@@ -83,7 +83,7 @@ class WorkerLosses:
     def _replace(self, concerned: Callable[[WorkerLoss], bool], **change: Any) -> None:
         self.found = [replace(loss, **change) if concerned(loss) else loss for loss in self.found]
 
-    def over(self, step: int, metrics: Mapping[str, float]) -> tuple[list[str], dict[str, float]]:
+    def step_finished(self, step: int, metrics: Mapping[str, float]) -> tuple[list[str], dict[str, float]]:
         """Close a step: return a message about each trainer that trains again, and the metrics of its loss. If a gang
         was lost several times before it trained again, the first loss counts."""
         lost_at, self._step = self._step, step + 1
@@ -117,7 +117,7 @@ _KINDS = {
     EventKind.ALARM: "alarm",
     EventKind.GANG_LOST: "lost",
     EventKind.FAILED: "failed",
-    EventKind.ROWS_MOVED: "rows migrated",
+    EventKind.ROWS_MIGRATED: "rows migrated",
     EventKind.WARNED: "warning",
 }
 _NONE: Mapping[tuple[str, float], float] = MappingProxyType({})

@@ -51,9 +51,9 @@ class EventKind(StrEnum):
     ALARM = "alarm"
     """Something needs attention now; `detail` says what. With stage `canary`, engine and trainer differ at version
     `step` of the weights; otherwise `rule` names the rule of `alarms.*`."""
-    ROWS_MOVED = "rows_moved"
+    ROWS_MIGRATED = "rows_moved"
     """Rows migrated from `worker` to another replica; `detail` says how many and to which."""
-    DEVICES_PASSED = "devices_passed"
+    DEVICES_HANDED_OVER = "devices_passed"
     """The workers of `gang` released the devices that it shares with other gangs; `detail` says to which gang, and
     after how long."""
     ENGINE = "engine"

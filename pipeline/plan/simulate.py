@@ -291,7 +291,7 @@ class _Simulation:
         while not flow.finished:
             for submit in dispatch.next_submits():
                 self._submitted(submit)
-            for one in dispatch.next_passes() if shares else ():
+            for one in dispatch.next_handovers() if shares else ():
                 hand_over = self._scenario.hand_over_s
                 seconds = hand_over.get(one.giver, 0.0) + hand_over.get(one.taker, 0.0)
                 self._push(self._now + seconds, _Kind.PASSED, one.giver)
@@ -310,7 +310,7 @@ class _Simulation:
             elif kind is _Kind.PASSED:
                 assert isinstance(subject, str)
                 self._cause, self._gap = self._last_of.get(subject), Gap.HAND_OVER
-                dispatch.passed(subject)
+                dispatch.handed_over(subject)
             elif kind is _Kind.UP:
                 assert isinstance(subject, tuple)
                 self._down.discard(subject)

@@ -161,9 +161,9 @@ def run_node_task(call: Call, *parents: object) -> Ref | None:
         if commit is None:
             raise WorkerLost(call.worker, call.incarnation)
         return commit.ref()
-    passed_on = PassedOn(get_worker(), call)
+    forwarded = ForwardedCall(get_worker(), call)
     outcome = run_node(call)
-    outcome = replace(outcome, peers=outliers(outcome, passed_on.outcomes()))
+    outcome = replace(outcome, peers=outliers(outcome, forwarded.outcomes()))
     get_worker().log_event(REPORTS, codec.encode(outcome))
     return outcome.ref
 
@@ -220,7 +220,7 @@ def open_for_calls(worker: Worker, run: Callable[[Call], Outcome]) -> None:
     worker.handlers[RUN] = answer
 
 
-class PassedOn:
+class ForwardedCall:
     """One call's requests to the gang's other ranks, if there are any."""
 
     def __init__(self, worker: Worker, call: Call) -> None:

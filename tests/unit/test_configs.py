@@ -13,8 +13,8 @@ from pipeline.config.placement import gang_of
 from pipeline.config.preflight import preflight
 from pipeline.errors import ConfigError
 from pipeline.graph.graph import run_nodes
-from pipeline.launch.elsewhere import check_elsewhere
 from pipeline.launch.submission import run_script
+from pipeline.launch.target_cluster import check_target
 from stages.models.spec import RANDOM_8B, RANDOM_70B, is_random, read_spec
 from tests.support.paths import ROOT
 
@@ -65,7 +65,7 @@ def test_it_fits_on_a_cluster_or_the_refusal_names_why(
     if missing := [one for one in read if not (is_random(one) or (ROOT / one / "config.json").is_file())]:
         pytest.skip(f"no model in {', '.join(missing)}")
     try:
-        refused = {problem.key for problem in check_elsewhere(config, read_cluster(cluster), cluster).problems}
+        refused = {problem.key for problem in check_target(config, read_cluster(cluster), cluster).problems}
     except ConfigError as error:
         refused = {one.key for one in error.each}
     assert refused == REFUSED.get((path.stem, cluster), set())

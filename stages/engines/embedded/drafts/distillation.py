@@ -139,7 +139,7 @@ class Student:
         self._steps = 0
         self._head: Head | None = None
         self._teacher_out = torch.empty(0)
-        self._slots = torch.empty(0)
+        self._draft_ids = torch.empty(0)
         self._starts = torch.empty(0, dtype=torch.int64)
         self._optimizer: torch.optim.AdamW | None = None
         self._use_bfloat16 = device.type == "cuda" or torch.cpu._is_amx_tile_supported()
@@ -202,7 +202,7 @@ class Student:
         mask = following < rows.ends[places][:, None]
         following = torch.where(mask, following, places[:, None])
         wanted = rows.hidden[following].to(device, torch.float32)
-        inputs = self._slots[rows.tokens[torch.cat([places[:, None], following[:, :-1]], 1)]].to(device)
+        inputs = self._draft_ids[rows.tokens[torch.cat([places[:, None], following[:, :-1]], 1)]].to(device)
         state, states, embedded = rows.hidden[places].to(device, torch.float32), [], F.embedding(inputs, head.embedding)
         with torch.autocast(device.type, torch.bfloat16, enabled=self._use_bfloat16):
             with torch.no_grad():
@@ -229,7 +229,7 @@ class Student:
     def _choose_vocabulary(self) -> None:
         """Choose the most frequent tokens, filled up with the first ids, which tokenizers give to frequent tokens.
         Tokens that stay keep their learned weights, in a new optimiser."""
-        old, old_slots, old_teacher_out = self._head, self._slots, self._teacher_out
+        old, old_draft_ids, old_teacher_out = self._head, self._draft_ids, self._teacher_out
         frequent = [token for token, _ in self._counts.most_common(self._num_tokens)]
         taken = set(frequent)
         remaining = (token for token in range(self.vocab) if token not in taken)
@@ -244,16 +244,16 @@ class Student:
             down = torch.randn(width, width, generator=self._generator) * 0.02 / width**0.5
         else:
             up, down = old.up.detach(), old.down.detach()
-            slots = old_slots[torch.tensor(ids)]
-            kept = slots < self._num_tokens
-            self._teacher_out[kept] = old_teacher_out[slots[kept]]  # these may have been refitted
-            out[kept] = old.out.detach().cpu()[slots[kept]]
-            embedding[:-1][kept] = old.embedding.detach().cpu()[slots[kept]]
+            draft_ids = old_draft_ids[torch.tensor(ids)]
+            kept = draft_ids < self._num_tokens
+            self._teacher_out[kept] = old_teacher_out[draft_ids[kept]]  # these may have been refitted
+            out[kept] = old.out.detach().cpu()[draft_ids[kept]]
+            embedding[:-1][kept] = old.embedding.detach().cpu()[draft_ids[kept]]
             embedding[-1] = old.embedding.detach().cpu()[-1]
         tensors = [t.to(self._device, copy=True).requires_grad_() for t in (up, down, out, embedding)]
         self._head = Head(torch.tensor(ids), *tensors)
-        self._slots = torch.full((self.vocab,), self._num_tokens)
-        self._slots[self._head.ids] = torch.arange(self._num_tokens)
+        self._draft_ids = torch.full((self.vocab,), self._num_tokens)
+        self._draft_ids[self._head.ids] = torch.arange(self._num_tokens)
         self._optimizer = torch.optim.AdamW(tensors, lr=_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
 
     def _apply_refit(self) -> None:

@@ -43,7 +43,7 @@ class _DraftingHead:
 
     weights: HeadWeights
     ids: Int64[np.ndarray, " R"]
-    slots: Mapping[int, int]
+    draft_ids: Mapping[int, int]
     """Token -> its index in `ids`."""
 
 
@@ -113,12 +113,14 @@ class LearnedDrafter:
         depth = max(limits[row] for row in known)
         state = self._student.normed(torch.from_numpy(np.stack([self._hidden[row][-1][-1] for row in known])))
         other = len(drafting_head.ids)
-        slots = np.array([drafting_head.slots.get(row.tokens[-1], other) for row in known], np.int64)
+        draft_ids = np.array([drafting_head.draft_ids.get(row.tokens[-1], other) for row in known], np.int64)
         temperatures = [row.request.sampling.temperature for row in known]
         keys = _keys(known, depth) if any(temperatures) else np.zeros((len(known), depth), np.uint64)
-        banned = [self._slots_of(row.banned(ahead)) for row in known for ahead in range(depth)]
-        guessed = self._unroll(drafting_head.weights, state, slots, depth, self._branches, temperatures, keys, banned)
-        tokens = drafting_head.ids[guessed.slots]
+        banned = [self._draft_ids_of(row.banned(ahead)) for row in known for ahead in range(depth)]
+        guessed = self._unroll(
+            drafting_head.weights, state, draft_ids, depth, self._branches, temperatures, keys, banned
+        )
+        tokens = drafting_head.ids[guessed.draft_ids]
         levels = np.minimum(guessed.ranks, _RANKS - 1) * (len(_LEVEL_BOUNDS) + 1) + np.digitize(
             guessed.gaps, _LEVEL_BOUNDS
         )
@@ -128,11 +130,11 @@ class LearnedDrafter:
         }
         return [drafts.get(row) for row in rows]
 
-    def _slots_of(self, banned: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the banned tokens that the head could guess, as slots."""
+    def _draft_ids_of(self, banned: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the banned tokens that the head could guess, as draft ids."""
         drafting_head = self._drafting_head
         assert drafting_head is not None
-        return tuple(drafting_head.slots[token] for token in banned if token in drafting_head.slots)
+        return tuple(drafting_head.draft_ids[token] for token in banned if token in drafting_head.draft_ids)
 
     @torch.inference_mode()
     def _publish(self, head: Head) -> None:
@@ -144,7 +146,7 @@ class LearnedDrafter:
             embedding=head.embedding.clone(),
             words=token_words(self._student.vocab, device)[:, torch.from_numpy(ids).to(device)],
         )
-        self._drafting_head = _DraftingHead(weights, ids, {token: slot for slot, token in enumerate(ids.tolist())})
+        self._drafting_head = _DraftingHead(weights, ids, {token: i for i, token in enumerate(ids.tolist())})
         self.generation += 1
 
 
@@ -176,21 +178,21 @@ def unroll(
     kernels: Kernels,
     head: HeadWeights,
     state: Float32[torch.Tensor, "rows C"],
-    slots: Int64[np.ndarray, " rows"],
+    draft_ids: Int64[np.ndarray, " rows"],
     depth: int,
     branches: int,
     temperatures: Sequence[float],
     keys: UInt64[np.ndarray, "rows depth"],
     banned: Sequence[Sequence[int]],
 ) -> Guessed:
-    """Return the head's guesses for `depth` positions, as slots. Each position has the `branches` guesses with the
-    smallest gap to the best, summed over their path; they are the inputs of the next position. `slots`: each row's last
-    token. `banned`: per row and position, the slots that cannot be drawn. Logits are not divided by the temperature;
-    the noise is multiplied by it."""
+    """Return the head's guesses for `depth` positions, as draft ids. Each position has the `branches` guesses with the
+    smallest gap to the best, summed over their path; they are the inputs of the next position. `draft_ids`: that of
+    each row's last token. `banned`: per row and position, the draft ids that cannot be drawn. Logits are not divided by
+    the temperature; the noise is multiplied by it."""
     num_rows, device = len(state), state.device
     noise_scales = torch.tensor(temperatures, device=device)
     noise = gumbel_of(keys.ravel(), head.words).view(num_rows, depth, -1) if any(temperatures) else None
-    state, last = state[:, None], torch.from_numpy(slots).to(device)[:, None]
+    state, last = state[:, None], torch.from_numpy(draft_ids).to(device)[:, None]
     totals = torch.zeros(num_rows, 1, device=device)
     found: list[tuple[torch.Tensor, ...]] = []
     for position in range(depth):
@@ -202,8 +204,8 @@ def unroll(
         if noise is not None:
             scores = scores + (noise[:, position] * noise_scales[:, None])[:, None]
         for row in range(num_rows):
-            for slot in banned[row * depth + position]:
-                scores[row, :, slot] = float("-inf")
+            for draft_id in banned[row * depth + position]:
+                scores[row, :, draft_id] = float("-inf")
         best = scores.topk(min(max(branches, 2), scores.shape[-1]), dim=-1)
         distances = best.values[..., :1] - best.values
         sums = (totals[..., None] + distances).nan_to_num(nan=torch.inf, posinf=torch.inf).view(num_rows, -1)

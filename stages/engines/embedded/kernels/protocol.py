@@ -213,7 +213,7 @@ class FusedKernels(Kernels, Protocol):
 
 @dataclass(frozen=True, eq=False)
 class HeadWeights:
-    """Weights of the draft head, ready to run. It guesses among T tokens, called slots."""
+    """Weights of the draft head, ready to run. It guesses among T of the vocabulary's tokens, numbered by draft ids."""
 
     up: Packed
     down: Packed
@@ -229,7 +229,7 @@ class HeadWeights:
 class Guessed:
     """Guesses for `depth` positions of R rows: the G best ones per position, the best first."""
 
-    slots: Int64[np.ndarray, "R depth G"]
+    draft_ids: Int64[np.ndarray, "R depth G"]
     parents: Int64[np.ndarray, "R depth G"]
     """Index of the guess that each one follows, among the guesses of the position before; 0 at the first position."""
     ranks: Int64[np.ndarray, "R depth G"]
@@ -247,7 +247,7 @@ class DraftingKernels(Protocol):
         self,
         head: HeadWeights,
         state: Float32[torch.Tensor, "R C"],
-        slots: Int64[np.ndarray, " R"],
+        draft_ids: Int64[np.ndarray, " R"],
         depth: int,
         branches: int,
         temperatures: Sequence[float],

@@ -14,7 +14,7 @@ from rich.console import Console
 from pipeline.config.loading import load_config
 from pipeline.config.sections import AlarmsConfig
 from pipeline.driver.alarms import Alarm, Alarms, AlarmStop, Quiet, count, heard, look, step_rules
-from pipeline.graph.display import ShownDispatch
+from pipeline.graph.display import ObservedDispatch
 from pipeline.graph.graph import step_nodes
 from pipeline.observe.journal import EventKind, Journal, read_events
 from pipeline.observe.live import Progress
@@ -38,7 +38,7 @@ class Watched:
     def __init__(self, folder: Path, *overrides: str) -> None:
         config = load_config([TINY], overrides)
         self.screen, self.tags, self.path = io.StringIO(), Tags(), folder / "events.jsonl"
-        self.dispatch = ShownDispatch(config.gangs())
+        self.dispatch = ObservedDispatch(config.gangs())
         for gang in ("generate", "score", "train"):
             self.dispatch.worker_up(gang, 0)
         self.dispatch.admit(step_nodes(config.graph(), 0))

@@ -26,7 +26,7 @@ def go_on(ledger: Ledger, steps: range) -> LedgerCompactor:
         for node in step_nodes(SPEC, step):
             commit(ledger, node.address)
     for step in [*steps[1::2], *steps[::2]]:
-        books.over(step, [node.address for node in step_nodes(SPEC, step)])
+        books.finished(step, [node.address for node in step_nodes(SPEC, step)])
     return books
 
 
@@ -36,11 +36,11 @@ def test_steps_are_closed_well_behind_those_that_are_over(tmp_path: Path) -> Non
     assert go_on(ledger, range(last - 1)).first_step == ledger.closed_until() == 0
     books = LedgerCompactor(SPEC, ledger)
     for step in range(last - 1):
-        books.over(step, [node.address for node in step_nodes(SPEC, step)])
+        books.finished(step, [node.address for node in step_nodes(SPEC, step)])
     assert ledger.closed_until() == 0
     for node in step_nodes(SPEC, last - 1):
         commit(ledger, node.address)
-    books.over(last - 1, [node.address for node in step_nodes(SPEC, last - 1)])
+    books.finished(last - 1, [node.address for node in step_nodes(SPEC, last - 1)])
     assert books.first_step == ledger.closed_until() == SPAN
     nodes = {node.address for step in range(last) for node in step_nodes(SPEC, step)}
     assert set(ledger.open_addresses()) == {address for address in nodes if address.step >= SPAN}

@@ -13,7 +13,7 @@ from distributed.diagnostics.task_stream import TaskStreamPlugin
 from pipeline.driver.cluster import scheduler_extensions
 from pipeline.driver.dashboard import OrderedGroups, StepGraph
 from pipeline.driver.graph_markers import MOST_MARKERS, GraphMarkers, marker_key, marker_states
-from pipeline.graph.display import NodeState, NodeStatus, ShownDispatch
+from pipeline.graph.display import NodeState, NodeStatus, ObservedDispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Gang, GraphSpec, Node, run_nodes, step_nodes, step_of
 from stages.models.protocol import Role
@@ -28,10 +28,10 @@ SPEC = GraphSpec(steps=12, shards=2, staleness=1, eval_every=3, canaries=True)
 STATES = {"waiting": "waiting", "ready": "queued", "queued": "queued", "running": "processing", "done": "memory"}
 
 
-def simulate(look: Callable[[ShownDispatch, int], None], spec: GraphSpec = SPEC, last: str = "") -> None:
+def simulate(look: Callable[[ObservedDispatch, int], None], spec: GraphSpec = SPEC, last: str = "") -> None:
     """A whole run without workers; `look` is called after each node that is done, with the steps admitted by then.
     Nodes of the stage `last` end when no other runs."""
-    dispatch = ShownDispatch(GANGS)
+    dispatch = ObservedDispatch(GANGS)
     for gang in GANGS:
         dispatch.worker_up(gang.name, 0)
     flow = Flow(spec, dispatch, on_step=lambda step, nodes: None, on_unread=lambda version: None)
@@ -83,7 +83,7 @@ def test_markers_have_the_graphs_edges_and_dispatchs_states_and_keep_nothing() -
         for page in pages:
             scheduler.add_plugin(page, name=type(page).__name__)
 
-        def look(dispatch: ShownDispatch, admitted: int) -> None:
+        def look(dispatch: ObservedDispatch, admitted: int) -> None:
             statuses = dispatch.statuses()
             markers._apply(marker_states(SPEC, statuses, admitted))
             check(scheduler, statuses)
@@ -106,7 +106,7 @@ def test_every_staleness_edge_is_seen() -> None:
     seen: set[tuple[object, object]] = set()
 
     def use(scheduler: Scheduler, markers: GraphMarkers) -> None:
-        def look(dispatch: ShownDispatch, admitted: int) -> None:
+        def look(dispatch: ObservedDispatch, admitted: int) -> None:
             markers._apply(marker_states(SPEC, dispatch.statuses(), admitted))
             for task in scheduler.tasks.values():
                 seen.update((parent.key, task.key) for parent in task.dependencies)
@@ -127,7 +127,7 @@ def test_a_step_that_ends_before_an_older_one_keeps_its_edges() -> None:
     over_early: set[int] = set()
     missing: list[Address] = []
 
-    def look(dispatch: ShownDispatch, admitted: int) -> None:
+    def look(dispatch: ObservedDispatch, admitted: int) -> None:
         statuses = dispatch.statuses()
         markers = marker_states(SPEC, statuses, admitted)
         open_steps = {step_of(status.node) for status in statuses}
@@ -156,7 +156,7 @@ def test_dasks_pages_draw_them() -> None:
     def use(scheduler: Scheduler, markers: GraphMarkers) -> None:
         graph, groups = StepGraph(scheduler), OrderedGroups(scheduler)
 
-        def look(dispatch: ShownDispatch, admitted: int) -> None:
+        def look(dispatch: ObservedDispatch, admitted: int) -> None:
             markers._apply(marker_states(SPEC, dispatch.statuses(), admitted))
             graph.update()
             groups.update()

@@ -12,11 +12,11 @@ import pytest
 from pipeline.config.paths import RunPaths
 from pipeline.driver.integrity import (
     UnreadVersions,
-    check_made_again,
+    check_recomputed,
     finalised,
-    mend,
     newest_sampled,
     plan_rewind,
+    repair,
     set_damaged_aside,
 )
 from pipeline.driver.retention import LedgerCompactor, all_committed
@@ -63,7 +63,7 @@ def damage(paths: RunPaths, address: Address) -> None:
 
 def test_a_sound_run_needs_nothing(history: History, paths: RunPaths) -> None:
     scores(history, SECOND, 2, scores(history, FIRST, 1))
-    repairs = mend(history, paths)
+    repairs = repair(history, paths)
     assert (repairs.warnings, dict(repairs.expected)) == ((), {})
     assert not paths.damaged.exists()
 
@@ -73,16 +73,16 @@ def test_a_damaged_record_is_set_aside_and_made_again(history: History, paths: R
     otherwise the run ends."""
     scores(history, SECOND, 2, scores(history, FIRST, 1))
     damage(paths, FIRST)
-    repairs = mend(history, paths)
+    repairs = repair(history, paths)
     (warning,) = repairs.warnings
     assert warning.startswith(f"{paths.ledger}/{FIRST}.json: is not what was written (its bytes ")
     assert warning.endswith(f"; {FIRST} runs again")
     assert len([path for path in paths.damaged.rglob("*") if path.is_file()]) == 1, "it is moved, not removed"
     assert list(repairs.expected) == [FIRST]
     scores(history, FIRST, 1)
-    check_made_again(history, repairs, FIRST)
-    check_made_again(history, repairs, SECOND)
-    assert mend(history, paths).warnings == ()
+    check_recomputed(history, repairs, FIRST)
+    check_recomputed(history, repairs, SECOND)
+    assert repair(history, paths).warnings == ()
 
 
 @pytest.mark.parametrize("damaged", ["zarr.json", "step_000000/zarr.json", "step_000000/scores/zarr.json"])
@@ -92,7 +92,7 @@ def test_zarrs_own_metadata_is_written_again(history: History, paths: RunPaths, 
     whole = file.read_bytes()
     file.unlink() if missing else file.write_bytes(whole[:20])
     assert list(history.store.plain_faults(commit)) != []
-    mend(history, paths)
+    repair(history, paths)
     assert list(history.store.plain_faults(commit)) == []
     assert file.read_bytes() == whole
     assert not history.store.attempts()
@@ -101,12 +101,12 @@ def test_zarrs_own_metadata_is_written_again(history: History, paths: RunPaths, 
 def test_one_that_comes_out_differently_is_named(history: History, paths: RunPaths) -> None:
     scores(history, SECOND, 2, scores(history, FIRST, 1))
     damage(paths, FIRST)
-    repairs = mend(history, paths)
+    repairs = repair(history, paths)
     scores(history, FIRST, 1.5)
     with pytest.raises(StageFailed, match=f"{FIRST} was made again, and is not what committed outputs were made from"):
-        check_made_again(history, repairs, FIRST)
+        check_recomputed(history, repairs, FIRST)
     with pytest.raises(StoreError, match=f"cannot go on: {SECOND}: was made from {FIRST} of attempt "):
-        mend(history, paths)
+        repair(history, paths)
 
 
 def test_the_books_are_closed_however_a_run_ends(history: History, paths: RunPaths) -> None:
@@ -149,10 +149,10 @@ def test_what_runs_again_at_the_edge_of_the_books_finds_its_weights(history: His
     for step in range(SPAN + 2):
         commits.append(scores(history, Address("score", step), 1, *commits[-1:]))
     history.ledger.close(0, [commit.address for commit in commits[:SPAN]])
-    assert mend(history, paths).expected == {}
+    assert repair(history, paths).expected == {}
     assert history.ledger.closed_until() == SPAN
     (paths.ledger / f"{Address('score', SPAN)}.json").unlink()
-    assert list(mend(history, paths).expected) == [Address("score", SPAN)]
+    assert list(repair(history, paths).expected) == [Address("score", SPAN)]
     assert history.ledger.closed_until() == 0
 
 
@@ -179,8 +179,8 @@ def test_a_lost_shard_says_which_version_sampled_it(latest: History, paths: RunP
     """Under `latest` the graph does not; its tokens do, though nothing vouches for them any more."""
     scores(latest, Address("score", 2), 1, sampled(latest, [1, 1]))
     (paths.ledger / f"{SHARD}.json").unlink()
-    repairs = mend(latest, paths)
-    assert dict(repairs.made_with) == {SHARD: 1}
+    repairs = repair(latest, paths)
+    assert dict(repairs.sampled_versions) == {SHARD: 1}
     assert list(repairs.expected) == [SHARD]
 
 
@@ -188,7 +188,7 @@ def test_a_lost_shard_of_several_versions_is_refused(latest: History, paths: Run
     scores(latest, Address("score", 2), 1, sampled(latest, [1, 2]))
     (paths.ledger / f"{SHARD}.json").unlink()
     with pytest.raises(StoreError, match=rf"{SHARD} is lost, .* versions \[1, 2\], as they came .* --from-checkpoint"):
-        mend(latest, paths)
+        repair(latest, paths)
     assert newest_sampled(latest, latest.ledger.addresses()) == {SHARD: None}
 
 
@@ -214,7 +214,7 @@ def lean(tmp_path: Path) -> History:
         )
     books = LedgerCompactor(LONG, ledger)
     for step in range(LONG.steps):
-        books.over(step, [node.address for node in step_nodes(LONG, step)])
+        books.finished(step, [node.address for node in step_nodes(LONG, step)])
     assert ledger.closed_until() == 2 * SPAN
     store.drop(DROPPED)
     checkpoints = Checkpoints(RunPaths(tmp_path).checkpoints)
@@ -249,18 +249,18 @@ def test_a_damaged_record_of_a_dropped_output_is_not_needed(lean: History, paths
     """It cannot be made again, since its inputs were deleted: the run goes on without it."""
     flip(paths, lost)
     history = replace(lean, ledger=Ledger(str(paths.ledger)))
-    repairs = mend(history, paths)
+    repairs = repair(history, paths)
     warning, *more = repairs.warnings
     assert str(lost) in warning
     assert "is not what was written" in warning
     assert warning.endswith("nobody needs it any more (storage.keep.rollouts has let go what it was made from)")
     assert more == []
-    assert repairs.expendable == {lost}
+    assert repairs.unneeded == {lost}
     assert not repairs.expected
     assert history.ledger.closed_until() == 2 * SPAN, "what was closed is closed again"
-    assert all_committed(LONG, history.ledger, repairs.expendable)
-    assert LedgerCompactor(LONG, history.ledger, repairs.expendable).first_step == 2 * SPAN
-    again = mend(replace(lean, ledger=Ledger(str(paths.ledger))), paths)
+    assert all_committed(LONG, history.ledger, repairs.unneeded)
+    assert LedgerCompactor(LONG, history.ledger, repairs.unneeded).first_step == 2 * SPAN
+    again = repair(replace(lean, ledger=Ledger(str(paths.ledger))), paths)
     assert len(again.warnings) == (lost.step >= 2 * SPAN), "of a closed step nobody asks any more"
     assert {*range(DROPPED)} <= {*history.steps_done()}
 
@@ -281,8 +281,8 @@ def test_what_a_recovery_may_need_runs_again(lean: History, paths: RunPaths, nee
     """Updates from the oldest checkpoint before the gap may run again. Evaluated rows are never deleted. If a
     version's weights exist, everything else can be made."""
     flip(paths, needed)
-    repairs = mend(replace(lean, ledger=Ledger(str(paths.ledger))), paths)
-    assert not repairs.expendable
+    repairs = repair(replace(lean, ledger=Ledger(str(paths.ledger))), paths)
+    assert not repairs.unneeded
     (warning,) = repairs.warnings
     assert warning.endswith(f"; {needed} runs again")
 
@@ -293,13 +293,13 @@ def test_a_run_closes_its_books_without_what_is_lost(lean: History, paths: RunPa
     flip(paths, lost)
     longer = replace(LONG, steps=3 * SPAN + 12)
     history = replace(lean, spec=longer, ledger=Ledger(str(paths.ledger)))
-    repairs = mend(history, paths)
-    books = LedgerCompactor(longer, history.ledger, repairs.expendable)
+    repairs = repair(history, paths)
+    books = LedgerCompactor(longer, history.ledger, repairs.unneeded)
     for step in range(books.first_step, longer.steps):
         for node in step_nodes(longer, step):
             if node.address != lost:
                 history.store.commit_only(node.address, provenance_here(seed=0, config_hash=""))
-        books.over(step, [node.address for node in step_nodes(longer, step)])
+        books.finished(step, [node.address for node in step_nodes(longer, step)])
     assert history.ledger.closed_until() == 3 * SPAN
     assert all_committed(longer, history.ledger)
     assert history.versions_made() == longer.steps

@@ -82,7 +82,7 @@ def let_go(keep: KeepConfig, paths: RunPaths, history: History, max_kl: float | 
     config.evaluate.select.max_kl = max_kl
     retention = Retention(config, history, warnings.append)
     for step in range(STEPS + 1):
-        retention.over_until(step)
+        retention.finished_until(step)
     retention.finish()
     retention.close()
     return warnings

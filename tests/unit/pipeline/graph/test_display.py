@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.graph.display import NodeState, NodeStatus, ShownDispatch, WorkerQueues, with_steps_over
+from pipeline.graph.display import NodeState, NodeStatus, ObservedDispatch, WorkerQueues, with_steps_over
 from pipeline.graph.graph import Gang, GraphSpec, Node, step_nodes, step_of
 from stages.models.protocol import Role
 from storage.address import Address
@@ -19,15 +19,15 @@ GANGS = (
 )
 
 
-def dispatch_of(*up: str) -> ShownDispatch:
-    dispatch = ShownDispatch(GANGS)
+def dispatch_of(*up: str) -> ObservedDispatch:
+    dispatch = ObservedDispatch(GANGS)
     for gang in up:
         dispatch.worker_up(gang, 0)
     dispatch.admit(step_nodes(SPEC, 0))
     return dispatch
 
 
-def finish(dispatch: ShownDispatch, *addresses: Address) -> None:
+def finish(dispatch: ObservedDispatch, *addresses: Address) -> None:
     dispatch.next_submits()
     for address in addresses:
         dispatch.done(address)
@@ -68,7 +68,7 @@ def test_what_a_worker_does_before_is_what_is_waited_for() -> None:
     """The next step's score began while this step's advantages still lacked the critic's values: they come after it, on
     the same worker, and that score is what keeps the trainer."""
     spec = replace(SPEC, shards=1, staleness=1)
-    dispatch = ShownDispatch(GANGS)
+    dispatch = ObservedDispatch(GANGS)
     for gang in GANGS:
         dispatch.worker_up(gang.name, 0)
     for step in (0, 1):
@@ -95,7 +95,7 @@ def test_a_node_without_a_worker_is_where_a_chain_ends() -> None:
 
 
 def test_a_gang_without_nodes_waits_for_nothing() -> None:
-    dispatch = ShownDispatch(GANGS)
+    dispatch = ObservedDispatch(GANGS)
     dispatch.worker_up("train", 0)
     assert dispatch.idle("train")
     assert dispatch.waits() == {}
@@ -176,12 +176,12 @@ SEPARATE_GANGS = (
 )
 
 
-def states(dispatch: ShownDispatch) -> dict[str, str]:
+def states(dispatch: ObservedDispatch) -> dict[str, str]:
     return {status.node.stage: status.state.value for status in dispatch.statuses()}
 
 
 def test_a_node_waits_is_ready_runs_and_is_done() -> None:
-    dispatch = ShownDispatch(SEPARATE_GANGS)
+    dispatch = ObservedDispatch(SEPARATE_GANGS)
     dispatch.admit(step_nodes(ONE_SHARD, 0))
     assert states(dispatch)["publish"] == "waiting", "publish v1; v0 has the same stage and comes first"
     assert [s.state for s in dispatch.statuses() if s.node.address == Address("publish", 0)] == [NodeState.READY]
@@ -201,7 +201,7 @@ def test_a_node_waits_is_ready_runs_and_is_done() -> None:
 
 
 def test_a_lost_node_is_ready_again_and_says_so() -> None:
-    dispatch = ShownDispatch(SEPARATE_GANGS)
+    dispatch = ObservedDispatch(SEPARATE_GANGS)
     dispatch.admit(step_nodes(ONE_SHARD, 0))
     dispatch.worker_up("train", 0)
     dispatch.next_submits()
@@ -212,7 +212,7 @@ def test_a_lost_node_is_ready_again_and_says_so() -> None:
 
 def test_what_its_worker_does_later_is_queued() -> None:
     spec = replace(ONE_SHARD, shards=2)
-    dispatch = ShownDispatch(SEPARATE_GANGS)
+    dispatch = ObservedDispatch(SEPARATE_GANGS)
     dispatch.admit(step_nodes(spec, 0))
     for gang in SEPARATE_GANGS:
         dispatch.worker_up(gang.name, 0)

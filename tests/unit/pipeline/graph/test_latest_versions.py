@@ -32,9 +32,13 @@ class Weights:
     """Owns what a board of published weights would hold, and fails where somebody reads what is not there."""
 
     def __init__(
-        self, spec: GraphSpec, there: Iterable[int], committed: Iterable[Address], made_with: Mapping[Address, int]
+        self,
+        spec: GraphSpec,
+        there: Iterable[int],
+        committed: Iterable[Address],
+        sampled_versions: Mapping[Address, int],
     ) -> None:
-        self.spec, self.made_with = spec, made_with
+        self.spec, self.sampled_versions = spec, sampled_versions
         self.there = set(there)
         self.unread: list[int] = []
         self.reading: dict[Address, int] = {}
@@ -51,7 +55,7 @@ class Weights:
             assert max(0, step - self.spec.staleness) <= node.version <= step
             newest = max(version for version in self.there if version <= step)
             asked = newest if self.spec.latest else max(0, step - self.spec.staleness)
-            assert node.version == self.made_with.get(node.address, asked)
+            assert node.version == self.sampled_versions.get(node.address, asked)
         self.reading[node.address] = node.version
 
     def done(self, node: Node) -> None:
@@ -81,12 +85,12 @@ class Machine:
         seed: int,
         committed: Iterable[Address] = (),
         published: Iterable[int] = (),
-        made_with: Mapping[Address, int] | None = None,
+        sampled_versions: Mapping[Address, int] | None = None,
         slots: int = 4,
     ) -> None:
         """`slots`: shards that are sampled at once; the fewer, the longer others wait."""
         self.draw = random.Random(seed)
-        self.weights = Weights(spec, published, committed, made_with or {})
+        self.weights = Weights(spec, published, committed, sampled_versions or {})
         self.out: dict[Address, Node] = {}
         self.ran: list[Address] = []
         gangs = (Gang("gen", frozenset({Role.GENERATE}), 1, slots), *OTHERS)
@@ -98,7 +102,7 @@ class Machine:
             self.dispatch,
             committed=committed,
             published=published,
-            made_with=made_with or {},
+            sampled_versions=sampled_versions or {},
             on_step=lambda step, nodes: None,
             on_unread=self.weights.release,
         )
@@ -259,7 +263,7 @@ def test_what_later_outputs_were_made_from_is_sampled_by_the_same_version_again(
     spec = spec_of(2, eval_every=0, canaries=False)
     lost = Address("generate", 3, 1)
     committed = {n.address for n in run_nodes(spec) if n.scheduled_step < 5 and n.address.step < 5} - {lost}
-    machine = Machine(spec, 1, committed, [5], made_with={lost: 2})
+    machine = Machine(spec, 1, committed, [5], sampled_versions={lost: 2})
     assert Address("publish", 2) in machine.out
     machine.finish(Address("publish", 2))
     machine.submit()

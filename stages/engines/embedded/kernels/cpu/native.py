@@ -242,7 +242,7 @@ class NativeKernels:
         self,
         head: HeadWeights,
         state: torch.Tensor,
-        slots: Int64[np.ndarray, " rows"],
+        draft_ids: Int64[np.ndarray, " rows"],
         depth: int,
         branches: int,
         temperatures: Sequence[float],
@@ -250,22 +250,22 @@ class NativeKernels:
         banned: Sequence[Sequence[int]],
     ) -> Guessed:
         up, down, out = map(_native, (head.up, head.down, head.out))
-        check_draft_head(head, up, down, out, state, slots)
+        check_draft_head(head, up, down, out, state, draft_ids)
         check_draws(len(keys), len(temperatures), keys[:, 0])
         rows, width = state.shape
         require(keys.shape == (rows, depth), f"keys of noise are {keys.shape}; wanted: {(rows, depth)}")
         require(
-            len(banned) == rows * depth, f"{len(banned)} lists of banned slots, for {rows} rows x {depth} positions"
+            len(banned) == rows * depth, f"{len(banned)} lists of banned draft ids, for {rows} rows x {depth} positions"
         )
-        require(0 < branches < out.out_features, f"{branches} guesses among {out.out_features} slots")
+        require(0 < branches < out.out_features, f"{branches} guesses among {out.out_features} draft ids")
         shape = (rows, depth, branches)
-        guessed_slots, parents, ranks = np.empty((3, *shape), np.int64)
-        guessed = Guessed(guessed_slots, parents, ranks, np.empty(shape, np.float32))
+        guessed_ids, parents, ranks = np.empty((3, *shape), np.int64)
+        guessed = Guessed(guessed_ids, parents, ranks, np.empty(shape, np.float32))
         found = GuessesRecord(*(getattr(guessed, each.name).ctypes.data for each in fields(guessed)))
         temperature_array = np.array(temperatures, np.float32)
-        keys, slots = np.ascontiguousarray(keys), np.ascontiguousarray(slots)
-        bans = np.array([slot for some in banned for slot in some], np.int64)
-        require(not bans.size or (bans.min() >= 0 and bans.max() < out.out_features), "banned slots out of range")
+        keys, draft_ids = np.ascontiguousarray(keys), np.ascontiguousarray(draft_ids)
+        bans = np.array([draft_id for some in banned for draft_id in some], np.int64)
+        require(not bans.size or (bans.min() >= 0 and bans.max() < out.out_features), "banned draft ids out of range")
         bans_from = np.array([0, *itertools.accumulate(map(len, banned))], np.int64)
         size, tokens = up.dtype.itemsize, out.out_features
         sizes = (2 * width * size, 2 * width * 4, width * size, tokens * 4, 2 * width * 4, 4, tokens * 4)
@@ -284,7 +284,7 @@ class NativeKernels:
             bans.ctypes.data,
             bans_from.ctypes.data,
             state.data_ptr(),
-            slots.ctypes.data,
+            draft_ids.ctypes.data,
             ctypes.byref(found),
             *places,
         )
@@ -512,22 +512,27 @@ def check_draws(num: int, num_temperatures: int, keys: np.ndarray) -> None:
 
 
 def check_draft_head(
-    head: HeadWeights, up: NativeWeight, down: NativeWeight, out: NativeWeight, state: torch.Tensor, slots: np.ndarray
+    head: HeadWeights,
+    up: NativeWeight,
+    down: NativeWeight,
+    out: NativeWeight,
+    state: torch.Tensor,
+    draft_ids: np.ndarray,
 ) -> None:
     """Check the arguments of `unroll`."""
     require(state.ndim == 2, f"state has {state.ndim} axes; wanted: 2")
     rows, width = state.shape
-    num_slots = out.out_features
+    num_draft_ids = out.out_features
     expect("state", state, (rows, width))
     found = [(weight.out_features, weight.in_features) for weight in (up, down, out)]
-    wanted = [(2 * width, 2 * width), (width, width), (num_slots, width)]
+    wanted = [(2 * width, 2 * width), (width, width), (num_draft_ids, width)]
     require(found == wanted, f"the head's weights are {found}; wanted: {wanted}")
     require(len({weight.dtype for weight in (up, down, out)}) == 1, "the head's weights have several dtypes")
-    expect("embedding", head.embedding, (num_slots + 1, width))
-    expect("words", head.words, (1, num_slots), _INT32)
+    expect("embedding", head.embedding, (num_draft_ids + 1, width))
+    expect("words", head.words, (1, num_draft_ids), _INT32)
     require(
-        slots.dtype == np.int64 and slots.shape == (rows,),
-        f"slots are {slots.dtype} {slots.shape}; wanted: int64 [{rows}]",
+        draft_ids.dtype == np.int64 and draft_ids.shape == (rows,),
+        f"draft ids are {draft_ids.dtype} {draft_ids.shape}; wanted: int64 [{rows}]",
     )
-    known = not slots.size or (slots.min() >= 0 and slots.max() <= num_slots)
-    require(bool(known), f"slots must be 0 to {num_slots}")
+    known = not draft_ids.size or (draft_ids.min() >= 0 and draft_ids.max() <= num_draft_ids)
+    require(bool(known), f"draft ids must be 0 to {num_draft_ids}")

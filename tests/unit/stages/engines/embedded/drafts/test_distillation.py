@@ -83,8 +83,8 @@ def test_vocabulary_is_what_is_frequent_and_follows_the_responses() -> None:
     assert student.step()
     after = student.publish()
     assert set(after.ids.tolist()) == {9, 20, 30, 31}
-    slot = after.ids.tolist().index(9)
-    torch.testing.assert_close(after.out[slot].detach(), learned, atol=2e-3, rtol=0)  # but for one step
+    draft_id = after.ids.tolist().index(9)
+    torch.testing.assert_close(after.out[draft_id].detach(), learned, atol=2e-3, rtol=0)  # but for one step
 
 
 def test_refit_changes_the_teacher_for_the_next_step() -> None:

@@ -38,7 +38,7 @@ def weights() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 def inputs(depth: int = DEPTH, branches: int = BRANCHES) -> dict[str, Any]:
     return {
         "state": randn(ROWS, C, seed=4),
-        "slots": np.array([0, 3, R, 5, 39], np.int64),
+        "draft_ids": np.array([0, 3, R, 5, 39], np.int64),
         "depth": depth,
         "branches": branches,
         "temperatures": TEMPERATURES,
@@ -63,7 +63,7 @@ def oracle(branches: int) -> Guessed:
     shape = (ROWS, DEPTH, branches)
     found = Guessed(*np.zeros((3, *shape), np.int64), gaps=np.zeros(shape))
     for row in range(ROWS):
-        lines = [(0.0, given["state"][row].double(), int(given["slots"][row]))]
+        lines = [(0.0, given["state"][row].double(), int(given["draft_ids"][row]))]
         for position in range(DEPTH):
             noise = gumbel(given["keys"][row, position : position + 1], R, torch.device("cpu"))[0].double()
             guesses = []
@@ -72,18 +72,18 @@ def oracle(branches: int) -> Guessed:
                 gate, other = (up @ torch.cat([s / rms, embedding[last]])).chunk(2)
                 s = s + down @ (gate / (1 + (-gate).exp()) * other)
                 scores = out @ s + TEMPERATURES[row] * noise
-                for slot in BANNED[row * DEPTH + position]:
-                    scores[slot] = -torch.inf
+                for draft_id in BANNED[row * DEPTH + position]:
+                    scores[draft_id] = -torch.inf
                 best = scores.topk(4)
                 for rank in range(4):
                     gap = float(best.values[0] - best.values[rank or 1])
                     total = behind + (gap if rank else 0.0)
                     guesses.append((total, parent, rank, gap, s, int(best.indices[rank])))
             lines = []
-            for i, (total, parent, rank, gap, s, slot) in enumerate(sorted(guesses, key=lambda g: g[0])[:branches]):
-                found.slots[row, position, i], found.parents[row, position, i] = slot, parent
+            for i, (total, parent, rank, gap, s, draft_id) in enumerate(sorted(guesses, key=lambda g: g[0])[:branches]):
+                found.draft_ids[row, position, i], found.parents[row, position, i] = draft_id, parent
                 found.ranks[row, position, i], found.gaps[row, position, i] = rank, gap
-                lines.append((total, s, slot))
+                lines.append((total, s, draft_id))
     return found
 
 
@@ -95,28 +95,28 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 @pytest.mark.parametrize("branches", [1, BRANCHES])
 def test_guesses_are_those_of_the_formula(kernels: Kernels, branches: int) -> None:
     guessed, expected = run(kernels, torch.float32, inputs(branches=branches)), oracle(branches)
-    for name in ("slots", "parents", "ranks"):
+    for name in ("draft_ids", "parents", "ranks"):
         np.testing.assert_array_equal(getattr(guessed, name), getattr(expected, name))
     np.testing.assert_allclose(guessed.gaps, expected.gaps, atol=1e-4)
     assert (expected.parents.max(), expected.ranks.max()) > (0, 0) or branches == 1
 
 
 def test_there_may_be_fewer_guesses_than_wanted(kernels: Kernels) -> None:
-    """All slots but two are banned at every position: 2 guesses behind one, 4 behind two."""
-    banned = [tuple(slot for slot in range(R) if slot not in (5, 6))] * (ROWS * DEPTH)
+    """All draft_ids but two are banned at every position: 2 guesses behind one, 4 behind two."""
+    banned = [tuple(draft_id for draft_id in range(R) if draft_id not in (5, 6))] * (ROWS * DEPTH)
     guessed = run(kernels, torch.float32, inputs(branches=6) | {"banned": banned})
     there = guessed.ranks >= 0
     assert there.sum(-1).tolist() == [[2, 4, 6]] * ROWS
-    assert set(guessed.slots[there].tolist()) == {5, 6}
+    assert set(guessed.draft_ids[there].tolist()) == {5, 6}
     assert np.take_along_axis(there[:, :-1], guessed.parents[:, 1:], -1)[there[:, 1:]].all()
 
 
 def test_what_a_row_cannot_get_is_not_guessed(kernels: Kernels) -> None:
     given = inputs(branches=1)
     free = [()] * (ROWS * DEPTH)
-    first = run(kernels, torch.float32, given | {"banned": free}).slots
-    banned = [(int(slot),) if i % DEPTH == 0 else () for i, slot in enumerate(first.ravel())]
-    guessed = run(kernels, torch.float32, given | {"banned": banned}).slots
+    first = run(kernels, torch.float32, given | {"banned": free}).draft_ids
+    banned = [(int(draft_id),) if i % DEPTH == 0 else () for i, draft_id in enumerate(first.ravel())]
+    guessed = run(kernels, torch.float32, given | {"banned": banned}).draft_ids
     assert (guessed[:, 0] != first[:, 0]).all()
 
 

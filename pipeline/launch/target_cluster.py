@@ -29,8 +29,8 @@ from storage.problems import Problem
 
 
 @dataclass(frozen=True)
-class Elsewhere:
-    """A run on a cluster that is not here."""
+class TargetCheck:
+    """Placement and memory limits of a run on a cluster that is not here."""
 
     run: PlannedRun
     hosts: Mapping[Worker, str]
@@ -42,7 +42,7 @@ class Elsewhere:
     notes: list[str]
 
 
-def check_elsewhere(config: RunConfig, cluster: HardwareCluster, text: str) -> Elsewhere:
+def check_target(config: RunConfig, cluster: HardwareCluster, text: str) -> TargetCheck:
     """Return the placement of a run on a cluster, and the input of its memory prediction. `text`: the cluster as it was
     given.
 
@@ -64,7 +64,7 @@ def check_elsewhere(config: RunConfig, cluster: HardwareCluster, text: str) -> E
     run = planned_run(config, models, on_gpus=num_gpus > 0)
     devices = plan_devices(gangs, ranks, hosts, available, sharing)
     problems = [*memory_problems(run, limits, hosts)]
-    return Elsewhere(run, hosts, devices, limits, problems, [*_notes(config, cluster, num_gpus)])
+    return TargetCheck(run, hosts, devices, limits, problems, [*_notes(config, cluster, num_gpus)])
 
 
 def is_slurm(config: RunConfig) -> bool:

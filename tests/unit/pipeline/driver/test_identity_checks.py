@@ -12,7 +12,7 @@ import pipeline.driver.preparation
 from pipeline.config.identity import fingerprint, read_identity, write_identity
 from pipeline.config.loading import load_config
 from pipeline.config.run import RunConfig
-from pipeline.driver.preparation import NumericsWatch, state, state_again
+from pipeline.driver.preparation import NumericsWatch, check_identity, new_identity
 from pipeline.errors import ConfigError
 from pipeline.observe.journal import EventKind, Journal, read_events
 from stages.models.hf_files import ByteTokenizer
@@ -62,19 +62,19 @@ def ledger(folder: Path) -> Ledger:
 
 def begin(folder: Path) -> None:
     config = load(folder)
-    write_identity(config.run_dir, state(config, prompts()).identity)
+    write_identity(config.run_dir, new_identity(config, prompts()).identity)
 
 
 def test_what_has_not_changed_is_not_stated_again(folder: Path) -> None:
     begin(folder)
-    again = state_again(load(folder), prompts(), ledger(folder))
+    again = check_identity(load(folder), prompts(), ledger(folder))
     assert again.identity == read_identity(folder / "runs" / "tiny")
     assert (again.changed, again.warnings) == ((), ())
 
 
 def test_a_change_is_stated_and_said(folder: Path) -> None:
     begin(folder)
-    again = state_again(load(folder, "evaluate.every=4"), prompts(), ledger(folder))
+    again = check_identity(load(folder, "evaluate.every=4"), prompts(), ledger(folder))
     assert [s.changed for s in again.identity.statements] == [(), ("evaluate.every=4 (was 2)",)]
     assert len(again.identity.config_hashes) == 2
     assert again.changed == ("evaluate.every=4 (was 2)",)
@@ -92,7 +92,7 @@ def test_other_model_files_are_refused(folder: Path, file: str, change: bytes | 
         (folder / "model" / "tokenizer.json").write_bytes(b"new")
         file = "tokenizer.json"
     with pytest.raises(ConfigError) as refused:
-        state_again(load(folder), prompts(), ledger(folder))
+        check_identity(load(folder), prompts(), ledger(folder))
     assert refused.value.key == "model.path"
     assert f"not those that the run began with: {file}: " in str(refused.value)
 
@@ -100,10 +100,10 @@ def test_other_model_files_are_refused(folder: Path, file: str, change: bytes | 
 def test_a_model_may_lie_elsewhere_if_it_is_the_same(folder: Path) -> None:
     begin(folder)
     elsewhere = f"model.reference_path={folder}/other"
-    assert len(state_again(load(folder, elsewhere), prompts(), ledger(folder)).changed) == 1
+    assert len(check_identity(load(folder, elsewhere), prompts(), ledger(folder)).changed) == 1
     (folder / "other" / "model.safetensors").write_bytes(b"other")
     with pytest.raises(ConfigError) as refused:
-        state_again(load(folder, elsewhere), prompts(), ledger(folder))
+        check_identity(load(folder, elsewhere), prompts(), ledger(folder))
     assert refused.value.key == "model.reference_path"
 
 
@@ -113,48 +113,48 @@ def test_another_rubric_in_the_same_file_is_refused(folder: Path) -> None:
     rubric.write_text("How kind is {response}?")
     args = f"{{url: 'http://h/v1', model: m, rubric_file: {rubric}, on_unparsed: 0}}"
     config = load(folder, f"evaluate.reward.parts={{judged: {{kind: judge, weight: 1.0, args: {args}}}}}")
-    write_identity(config.run_dir, state(config, prompts()).identity)
-    assert state_again(config, prompts(), ledger(folder)).changed == ()
+    write_identity(config.run_dir, new_identity(config, prompts()).identity)
+    assert check_identity(config, prompts(), ledger(folder)).changed == ()
     rubric.write_text("How short is {response}?")
     with pytest.raises(ConfigError, match="its files are not those that the run began with: rubric: ") as refused:
-        state_again(config, prompts(), ledger(folder))
+        check_identity(config, prompts(), ledger(folder))
     assert refused.value.key.endswith("judged.args.rubric_file")
 
 
 def test_other_prompts_are_refused(folder: Path) -> None:
     begin(folder)
     with pytest.raises(ConfigError, match=r"^prompts.url: .*is not what .* began with"):
-        state_again(load(folder), prompts("three"), ledger(folder))
+        check_identity(load(folder), prompts("three"), ledger(folder))
 
 
 def test_other_software_is_refused_or_said_or_begun_anew_with(folder: Path, versions: dict[str, str]) -> None:
     begin(folder)
     versions["torch"] = "3.0"
     with pytest.raises(ConfigError) as refused:
-        state_again(load(folder), prompts(), ledger(folder))
+        check_identity(load(folder), prompts(), ledger(folder))
     said = str(refused.value)
     assert said.startswith("cluster.same_numerics: given 'refuse'; ")
     assert "torch: 3.0 (was 2.0)" in said
     assert "python" not in said
     assert "cluster.same_numerics=warn" in said
     assert "--from-checkpoint" in said
-    warned = state_again(load(folder, "cluster.same_numerics=warn"), prompts(), ledger(folder))
+    warned = check_identity(load(folder, "cluster.same_numerics=warn"), prompts(), ledger(folder))
     assert "torch: 3.0 (was 2.0)" in warned.warnings[-1]
     assert warned.identity.latest.software["torch"] == "3.0"
-    anew = state_again(load(folder), prompts(), ledger(folder), "resumed from checkpoint v2")
+    anew = check_identity(load(folder), prompts(), ledger(folder), "resumed from checkpoint v2")
     assert (anew.identity.latest.anew, anew.identity.latest.why) == (True, "resumed from checkpoint v2")
 
 
 def test_a_run_whose_identity_is_gone_must_at_least_be_of_this_config(folder: Path) -> None:
     config = load(folder)
-    assert state_again(config, prompts(), ledger(folder)).warnings == (), "nothing was committed: it starts now"
-    digest = state(config, prompts()).identity.latest.config_hash
+    assert check_identity(config, prompts(), ledger(folder)).warnings == (), "nothing was committed: it starts now"
+    digest = new_identity(config, prompts()).identity.latest.config_hash
     made = provenance_here(seed=0, config_hash=digest)
     ledger(folder).commit(Commit(Address("publish", 0), "a", None, 0, {}, made, 1.0))
-    (warning,) = state_again(config, prompts(), ledger(folder)).warnings
+    (warning,) = check_identity(config, prompts(), ledger(folder)).warnings
     assert "identity.json was missing" in warning
     with pytest.raises(ConfigError, match=f"is missing, and the commits are of another config .digest {digest}"):
-        state_again(load(folder, "seed=9"), prompts(), ledger(folder))
+        check_identity(load(folder, "seed=9"), prompts(), ledger(folder))
 
 
 ITEMS = {"instructions": "avx2", **SOFTWARE}
@@ -166,7 +166,7 @@ class Workers:
     def __init__(self, folder: Path, *overrides: str) -> None:
         config = load(folder, *overrides)
         self.run_dir = config.run_dir
-        identity = read_identity(self.run_dir) or state(config, prompts()).identity
+        identity = read_identity(self.run_dir) or new_identity(config, prompts()).identity
         self.journal = Journal(self.run_dir / "events.jsonl")
         self.watch = NumericsWatch(config, identity, self.journal)
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from pipeline.graph.device_sharing import Pass
-from pipeline.graph.display import ShownDispatch
+from pipeline.graph.device_sharing import Handover
+from pipeline.graph.display import ObservedDispatch
 from pipeline.graph.graph import Gang, GraphSpec, run_nodes
 from stages.models.protocol import Role
 from storage.address import Address
@@ -23,11 +23,11 @@ class Played:
     """Owns a run that is played through dispatch, with every node and every pass over when the player says so."""
 
     def __init__(self, spec: GraphSpec, device_sharing: tuple[tuple[str, ...], ...] = TURNS) -> None:
-        self.dispatch = ShownDispatch(GANGS, device_sharing)
+        self.dispatch = ObservedDispatch(GANGS, device_sharing)
         self.left = {node.address for node in run_nodes(spec)}
         self.out: dict[Address, str] = {}
-        self.passing: list[str] = []
-        self.passes: list[Pass] = []
+        self.handover: list[str] = []
+        self.passes: list[Handover] = []
         for gang in GANGS:
             for worker in range(1 if gang.ordered else gang.workers):
                 self.dispatch.worker_up(gang.name, worker)
@@ -37,12 +37,12 @@ class Played:
         """Carries out what dispatch says, and asserts that nobody works on devices that another gang has."""
         for submit in self.dispatch.next_submits():
             self.out[submit.node.address] = submit.gang
-        for one in self.dispatch.next_passes():
+        for one in self.dispatch.next_handovers():
             assert one.giver not in self.out.values()
             self.passes.append(one)
-            self.passing.append(one.giver)
+            self.handover.append(one.giver)
         assert not {"generate", "train"} <= set(self.out.values())
-        assert not self.passing or not {"generate", "train"} & set(self.out.values())
+        assert not self.handover or not {"generate", "train"} & set(self.out.values())
 
     def finish(self, address: Address) -> None:
         del self.out[address]
@@ -53,12 +53,12 @@ class Played:
         """Play to the end, in any possible order."""
         while self.left:
             self.go_on()
-            events = [*sorted(self.out), *self.passing]
+            events = [*sorted(self.out), *self.handover]
             assert events, f"nothing goes on, and {len(self.left)} nodes are left: {self.dispatch.waits()}"
             event = choose.choice(events)
             if isinstance(event, str):
-                self.passing.remove(event)
-                self.dispatch.passed(event)
+                self.handover.remove(event)
+                self.dispatch.handed_over(event)
             else:
                 self.finish(event)
 
@@ -69,9 +69,9 @@ def generating(spec: GraphSpec) -> Played:
     played.go_on()
     played.finish(Address("publish", 0))
     played.go_on()
-    assert played.passes == [Pass("train", "generate")]
-    played.dispatch.passed("train")
-    played.passes, played.passing = [], []
+    assert played.passes == [Handover("train", "generate")]
+    played.dispatch.handed_over("train")
+    played.passes, played.handover = [], []
     played.go_on()
     assert set(played.out.values()) - {"score"} == {"generate"}
     return played
@@ -110,10 +110,10 @@ def test_devices_are_passed_when_nothing_is_out_and_nothing_ready() -> None:
     assert played.dispatch.waits()["train"].devices_of == "generate"
     played.finish(Address("generate", 0, 1))
     played.go_on()
-    assert played.passes == [Pass("generate", "train")]
+    assert played.passes == [Handover("generate", "train")]
     assert "train" not in played.out.values(), "its turn begins when the others have left"
-    played.dispatch.passed("generate")
-    played.passing = []
+    played.dispatch.handed_over("generate")
+    played.handover = []
     played.go_on()
     assert "train" in played.out.values()
     assert "generate" not in str(played.dispatch.waits().get("train"))
@@ -140,14 +140,14 @@ def test_a_shard_whose_rows_are_in_another_replica_keeps_the_turn() -> None:
     assert not played.passes
     played.finish(Address("generate", 0, 0))
     played.go_on()
-    assert played.passes == [Pass("generate", "train")]
+    assert played.passes == [Handover("generate", "train")]
 
 
 def test_a_replica_that_takes_turns_cannot_be_spared() -> None:
     """Overdue, it would stay on devices that another gang is to have."""
     spared = []
     for device_sharing in ((), TURNS):
-        dispatch = ShownDispatch(GANGS, device_sharing)
+        dispatch = ObservedDispatch(GANGS, device_sharing)
         for replica in (0, 1):
             dispatch.worker_up("generate", replica)
         spared.append(dispatch.can_spare("generate", 0))

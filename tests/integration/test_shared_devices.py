@@ -34,7 +34,7 @@ def boxes_of(config: RunConfig, gang: str) -> list[Box]:
 
 def givers_of(config: RunConfig) -> list[str]:
     """Who passed the devices on, in order."""
-    return [str(event.gang) for event in events_of(config) if event.kind is EventKind.DEVICES_PASSED]
+    return [str(event.gang) for event in events_of(config) if event.kind is EventKind.DEVICES_HANDED_OVER]
 
 
 def assert_alternating(givers: list[str]) -> None:

@@ -12,7 +12,7 @@ from pipeline.config.hardware import read_cluster
 from pipeline.config.loading import load_config
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
-from pipeline.launch.elsewhere import Elsewhere, check_elsewhere
+from pipeline.launch.target_cluster import TargetCheck, check_target
 from stages.models.spec import read_config
 from tests.support.paths import ROOT
 
@@ -29,11 +29,11 @@ def config(*changes: str) -> RunConfig:
     return load_config([TINY], changes)
 
 
-def checked(text: str, *changes: str) -> Elsewhere:
-    return check_elsewhere(config(*changes), read_cluster(text), text)
+def checked(text: str, *changes: str) -> TargetCheck:
+    return check_target(config(*changes), read_cluster(text), text)
 
 
-def nodes(found: Elsewhere, gang: str) -> list[str]:
+def nodes(found: TargetCheck, gang: str) -> list[str]:
     return [node for (name, _), node in sorted(found.hosts.items()) if name == gang]
 
 

@@ -42,7 +42,7 @@ def moves(config: RunConfig) -> list[Event]:
     """Return the events of migrations that took rows."""
     path = RunPaths(config.run_dir).events
     events = list(read_events(path)) if path.exists() else []
-    return [e for e in events if e.kind is EventKind.ROWS_MOVED and not (e.detail or "").startswith("0 rows")]
+    return [e for e in events if e.kind is EventKind.ROWS_MIGRATED and not (e.detail or "").startswith("0 rows")]
 
 
 def finished_elsewhere(config: RunConfig) -> float:

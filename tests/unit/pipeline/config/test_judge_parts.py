@@ -14,7 +14,7 @@ from pipeline.config.memory import planned_run
 from pipeline.config.preflight import preflight
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
-from pipeline.driver.preparation import state
+from pipeline.driver.preparation import new_identity
 from pipeline.errors import ConfigError
 from stages.models.spec import read_spec
 from tests.support.configs import SCORES_APART, arguments, write_config
@@ -125,4 +125,4 @@ def test_a_local_judge_has_a_process_of_its_own_is_counted_and_held_to(folder: P
     spec = read_spec("random:tiny")
     (scorer,) = planned_run(config, role_models(config, spec), on_gpus=False).scorers
     assert scorer.model.spec == spec
-    assert "reward.parts.judged.args" in state(config, preflight(config).prompts).identity.models
+    assert "reward.parts.judged.args" in new_identity(config, preflight(config).prompts).identity.models

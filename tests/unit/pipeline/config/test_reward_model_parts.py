@@ -13,7 +13,7 @@ from pipeline.config.memory import host_bytes, planned_run, workers_memory
 from pipeline.config.preflight import preflight
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
-from pipeline.driver.preparation import state, state_again
+from pipeline.driver.preparation import check_identity, new_identity
 from pipeline.errors import ConfigError
 from stages.models.spec import read_spec
 from storage.ledger import Ledger
@@ -98,12 +98,12 @@ def test_other_files_of_a_reward_model_are_another_run(folder: Path) -> None:
     config = load(folder)
     prompts, ledger = preflight(config).prompts, Ledger(f"{folder}/runs/small/ledger")
     config.run_dir.mkdir(parents=True)
-    stated = state(config, prompts).identity
+    stated = new_identity(config, prompts).identity
     write_identity(config.run_dir, stated)
     assert stated.models["evaluate.reward.parts.learned.args"].keys() == {"config.json", "model.safetensors"}
-    assert state_again(config, prompts, ledger).identity == stated
+    assert check_identity(config, prompts, ledger).identity == stated
     export_reward_model(folder / "model", seed=6)
     with pytest.raises(ConfigError) as refused:
-        state_again(config, prompts, ledger)
+        check_identity(config, prompts, ledger)
     assert refused.value.key == "evaluate.reward.parts.learned.args.path"
     assert "its files are not those that the run began with: model.safetensors: " in str(refused.value)

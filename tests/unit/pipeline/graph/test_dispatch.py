@@ -167,7 +167,7 @@ def test_suspect_replica_that_comes_back_with_the_node_done() -> None:
     assert not machine.dispatch.done(Address("generate", 0)), "the second commit changes nothing"
     machine.dispatch.worker_up("gen", 0)
     assert machine.step() == ["generate 0.2 > gen.0"]
-    assert machine.dispatch.losses(Address("generate", 0)) == 1
+    assert machine.dispatch.times_lost(Address("generate", 0)) == 1
 
 
 # ---- ordered gangs --------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_what_hangs_on_a_lost_node_waits_again() -> None:
     assert len(machine.step()) == 5
     assert machine.down("gen", 1) == {"generate 0.1", "score 0.1", "advantage 0.0"}
     assert machine.step() == []
-    assert [machine.dispatch.losses(Address(stage, 0, 1)) for stage in ("generate", "score")] == [1, 0]
+    assert [machine.dispatch.times_lost(Address(stage, 0, 1)) for stage in ("generate", "score")] == [1, 0]
     assert machine.done("generate", 0, 0) == ["generate 0.1 > gen.0", "score 0.1 > score.0", "advantage 0.0 > score.0"]
 
 
@@ -289,7 +289,7 @@ def test_lost_counts_once_for_each_attempt() -> None:
     machine.step()
     assert machine.lost("score") == {"score 0.0"}
     assert machine.dispatch.lost([Address("score", 0)]) == [], "it is not out any more"
-    assert machine.dispatch.losses(Address("score", 0)) == 1
+    assert machine.dispatch.times_lost(Address("score", 0)) == 1
 
 
 # ---- what is there already ------------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def test_small_functions(native: NativeKernels) -> None:
 
 
 def test_the_draft_head(native: NativeKernels) -> None:
-    slots, width, rows, depth = 9, 4, 2, 3
+    num_ids, width, rows, depth = 9, 4, 2, 3
 
     def weight(out: int, taken: int) -> Any:
         return native.pack({0: zeros(out, taken)}, torch.float32)
@@ -173,33 +173,33 @@ def test_the_draft_head(native: NativeKernels) -> None:
     head = HeadWeights(
         up=weight(2 * width, 2 * width),
         down=weight(width, width),
-        out=weight(slots, width),
-        embedding=zeros(slots + 1, width),
-        words=token_words(slots, torch.device("cpu")),
+        out=weight(num_ids, width),
+        embedding=zeros(num_ids + 1, width),
+        words=token_words(num_ids, torch.device("cpu")),
     )
     given: dict[str, Any] = {
         "head": head,
         "state": zeros(rows, width),
-        "slots": np.array([0, slots]),
+        "draft_ids": np.array([0, num_ids]),
         "depth": depth,
         "branches": 2,
         "temperatures": [1.0] * rows,
         "keys": np.zeros((rows, depth), np.uint64),
         "banned": [()] * (rows * depth),
     }
-    assert native.unroll(**given).slots.shape == (rows, depth, 2)
+    assert native.unroll(**given).draft_ids.shape == (rows, depth, 2)
     bad: dict[str, dict[str, Any]] = {
-        "slots must be 0 to 9": {"slots": np.array([0, slots + 1])},
-        "slots are int32": {"slots": np.array([0, 1], np.int32)},
-        "embedding is": {"head": replace(head, embedding=zeros(slots, width))},
-        "words is": {"head": replace(head, words=token_words(slots - 1, torch.device("cpu")))},
+        "draft ids must be 0 to 9": {"draft_ids": np.array([0, num_ids + 1])},
+        "draft ids are int32": {"draft_ids": np.array([0, 1], np.int32)},
+        "embedding is": {"head": replace(head, embedding=zeros(num_ids, width))},
+        "words is": {"head": replace(head, words=token_words(num_ids - 1, torch.device("cpu")))},
         "the head's weights are": {"head": replace(head, down=weight(width + 1, width))},
         "state is": {"state": zeros(width, rows).T},
         "temperatures for 2 draws": {"temperatures": [1.0]},
         "keys of noise are": {"keys": np.zeros((rows, depth + 1), np.uint64)},
-        "lists of banned slots": {"banned": [()] * rows},
-        "banned slots out of range": {"banned": [(slots,)] + [()] * (rows * depth - 1)},
-        "guesses among 9 slots": {"branches": slots},
+        "lists of banned draft ids": {"banned": [()] * rows},
+        "banned draft ids out of range": {"banned": [(num_ids,)] + [()] * (rows * depth - 1)},
+        "guesses among 9 draft ids": {"branches": num_ids},
     }
     for message, changes in bad.items():
         with pytest.raises(ValueError, match=message):

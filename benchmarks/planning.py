@@ -11,26 +11,43 @@ that setup, and takes the next 8 when the longest has ended; all stages of a ste
 Neither says the training layout, the prompts, or the spread of the lengths. Assumed are TP 8 x PP 8 (8 nodes hold one
 copy), prompts of 200 tokens, and a lognormal with sigma 0.7 cut at 1,024 tokens, whose mean the second table gives.
 
-**Runs on this machine** (`--runs`): the tiny and the demo model in ten variants, calibrated on two of them. Needs a
-quiet machine.
+**Runs on this machine** (`--runs`): the tiny model in variants that differ in staleness, threads, gangs, shards, rows,
+lengths, frozen blocks and dtype. Calibrated on the first two, the steady seconds per step of the others are predicted,
+and the order of every pair that differs by more than 5 %. A variant's figure is the median of its repeats. Needs a
+quiet machine: other load counts as slowness of the stages that it happened to.
 """
 
 from __future__ import annotations
 
+import argparse
 import heapq
+import itertools
 import math
+import statistics
+import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import StringIO
 
-from benchmarks.harness import arguments, report, write_json
+from rich.console import Console
+
+from benchmarks.harness import arguments, measured_load, report, write_json
+from pipeline.cli.calibrate import observed_run
 from pipeline.config.hardware import read_cluster
 from pipeline.config.loading import load_config
 from pipeline.config.memory import planned_run
 from pipeline.config.role_models import read_model, role_models
+from pipeline.driver.results import open_history
+from pipeline.driver.run import run
 from pipeline.graph.graph import Node, step_nodes
+from pipeline.plan.calibrate import calibrate
 from pipeline.plan.calibration import Calibration, scaled, typical
 from pipeline.plan.cost import Costs, costs_of
-from pipeline.plan.lengths import lognormal_with_mean
+from pipeline.plan.lengths import EmpiricalLengths, lognormal_with_mean
+from pipeline.plan.observed import ObservedRun
+from pipeline.plan.simulate import play, scenario_of
+from storage.address import Address
 
 ROLLOUTS, LONGEST = 1024, 1024
 SIGMA, PROMPT = 0.7, 200.0
@@ -128,10 +145,113 @@ def published() -> tuple[list[tuple[str, ...]], dict[str, float]]:
     return rows, figures
 
 
+# ---- runs on this machine --------------------------------------------------------------------------------
+
+WARM_UP_STEPS = 2
+COMMON = (
+    "evaluate.every=0",
+    "tracking.uri=null",
+    "tracking.report=false",
+    "cluster.dashboard=null",
+    "checkpoint.every=99",
+)
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "base": (),
+    "large": ("rollout={rows: 64, shards: 2}", "sampling.max_new_tokens=48", "engine.max_rows=32"),
+    "synchronous": ("staleness=0",),
+    "large, synchronous": ("staleness=0", "rollout={rows: 64, shards: 2}", "sampling.max_new_tokens=48"),
+    "four shards": ("rollout={rows: 32, shards: 4}",),
+    "one gang": (
+        "placement.gangs={all: {}}",
+        "placement.roles={generate: all, score: all, reference: all, policy: all, critic: all}",
+    ),
+    "training on two threads": ("placement.gangs.train.threads=2", "rollout={rows: 64, shards: 2}"),
+    "long responses": ("sampling.max_new_tokens=96", "sampling.min_new_tokens=96"),
+    "frozen blocks": ("model.frozen_blocks=2", "rollout={rows: 64, shards: 2}"),
+    "bfloat16": ("model.dtype=bfloat16", "engine.dtype=bfloat16", "rollout={rows: 64, shards: 2}"),
+}
+"""The first two calibrate."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A variant that ran."""
+
+    step_s: float
+    observed: ObservedRun
+    others: float
+    """Share of the machine that other processes used."""
+
+
+def measure(name: str, changes: Sequence[str], folder: str, steps: int) -> Measured:
+    """Run a variant; seconds from one publication to the next, over the steps after the warm-up."""
+    fixed = (f"name={name}", f"runs_dir={folder}", f"steps={steps}")
+    config = load_config(["conf/run/tiny.yaml"], [*COMMON, *changes, *fixed])
+    with measured_load() as load:
+        run(config, Console(file=StringIO()))
+    ledger = open_history(config).ledger
+    first, last = (ledger.get(Address("publish", version)) for version in (WARM_UP_STEPS, steps))
+    step_s = (last.finished - first.finished) / (steps - WARM_UP_STEPS)
+    return Measured(step_s, observed_run(str(config.run_dir), on_gpus=False), load().others)
+
+
+def simulated_step_s(one: ObservedRun, calibration: Calibration, hardware: str) -> float:
+    """Return the predicted seconds of a step of a run, with its own lengths."""
+    costs = costs_of(one.run, read_cluster(hardware), calibration, one.prompt_tokens)
+    played = play(scenario_of(costs, EmpiricalLengths(one.lengths)))
+    times = played.published_s
+    return (times[-1] - times[WARM_UP_STEPS]) / (len(times) - 1 - WARM_UP_STEPS)
+
+
+def runs_here(options: argparse.Namespace) -> tuple[list[tuple[str, ...]], dict[str, float]]:
+    """Return the rows of the table and the figures by name."""
+    found: dict[str, list[Measured]] = {}
+    variants = dict(list(VARIANTS.items())[:4]) if options.quick else VARIANTS
+    with tempfile.TemporaryDirectory(prefix="stageline-planning-") as scratch:
+        for repeat in range(1 if options.quick else options.repeats):
+            for place, (name, changes) in enumerate(variants.items()):
+                measured = measure(f"variant-{place}-repeat-{repeat}", changes, scratch, 8 if options.quick else 16)
+                found.setdefault(name, []).append(measured)
+                print(f"{name}: {measured.step_s:.3f} s a step", file=sys.stderr, flush=True)
+    seconds = {name: statistics.median(one.step_s for one in of) for name, of in found.items()}
+    calibrating = list(variants)[:2]
+    hardware = options.hardware.rpartition("x")[2]
+    sources = [one.observed for name in calibrating for one in found[name]]
+    calibration = calibrate(sources, read_cluster(options.hardware), hardware)
+    predicted = {name: simulated_step_s(of[0].observed, calibration, options.hardware) for name, of in found.items()}
+    rows, figures = list[tuple[str, ...]](), dict[str, float]()
+    for name in variants:
+        error = predicted[name] / seconds[name] - 1
+        kind = " (calibrates)" if name in calibrating else ""
+        others = max(one.others for one in found[name])
+        rows.append((name, f"{seconds[name]:.3f}", f"{predicted[name]:.3f}", f"{error:+.1%}{kind}", f"{others:.0%}"))
+        figures[f"here/{name}/error"] = error
+    pairs = [
+        pair for pair in itertools.combinations(variants, 2) if abs(math.log(_ratio(seconds, pair))) > math.log(1.05)
+    ]
+    right = [pair for pair in pairs if (_ratio(seconds, pair) > 1) == (_ratio(predicted, pair) > 1)]
+    figures["here/order"] = len(right) / len(pairs)
+    rows.append(("pairs in the right order", f"{len(pairs)}", f"{len(right)}", f"{figures['here/order']:.0%}", ""))
+    return rows, figures
+
+
+def _ratio(seconds: dict[str, float], pair: tuple[str, str]) -> float:
+    return seconds[pair[0]] / seconds[pair[1]]
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--runs", action="store_true", help="also run variants on this machine, which must be quiet")
+    parser.add_argument("--hardware", default="1xcpu", help="what this machine is, for --runs (default: 1xcpu)")
+
+
 def main() -> None:
-    options = arguments(__doc__ or "")
+    options = arguments(__doc__ or "", _arguments)
     rows, figures = published()
     report("published steps, seconds", ("table", "nodes", "published", "predicted", "error"), rows, [])
+    if options.runs:
+        rows, more = runs_here(options)
+        report("runs here, seconds per step", ("variant", "measured", "predicted", "error", "others' load"), rows, [])
+        figures |= more
     write_json(options.json, figures)
 
 

@@ -80,17 +80,17 @@ def _check(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: str)
         if one.steps < FEWEST_STEPS:
             need = f"has {one.steps} finished steps; a calibration needs {FEWEST_STEPS} or more (the first is left out)"
             raise ConfigError(one.name, need)
-        if one.run.on_gpus != (cluster.gpus > 0):
-            ran, has = ("GPUs", "none") if one.run.on_gpus else ("CPUs", "GPUs")
+        if bool(one.gpu) != (cluster.gpus > 0):
+            ran, has = one.gpu or "CPUs", "GPUs" if cluster.gpus else "none"
             raise ConfigError(one.name, f"ran on {ran}, and {hardware} has {has}: give the hardware that it ran on")
         model = hardware.partition("-")[0]
-        if one.run.on_gpus and not hardware.endswith(".yaml") and model not in one.machine:
-            raise ConfigError(one.name, f"ran on {one.machine}, not on {hardware}: give the hardware that it ran on")
-        if one.machine != runs[0].machine:
-            need = (
-                f"ran on another machine than {runs[0].name} ({one.machine}; {runs[0].machine}): calibrate each alone"
-            )
-            raise ConfigError(one.name, need)
+        if one.gpu and not hardware.endswith(".yaml") and model not in one.gpu:
+            need = "give the hardware that it ran on"
+            raise ConfigError(one.name, f"ran on {one.gpu}, not on {hardware}: {need}")
+        first = runs[0]
+        if (one.gpu, one.processor) != (first.gpu, first.processor):
+            need = f"({one.gpu or one.processor}; {first.gpu or first.processor}): calibrate each alone"
+            raise ConfigError(one.name, f"ran on another machine than {first.name} {need}")
 
 
 def samples_of(runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Calibration) -> list[Sample]:

@@ -56,8 +56,10 @@ class ObservedRun:
     prompt_tokens: float
     """Mean length of a prompt."""
     tokens_per_pass: float
-    machine: str
-    """GPU, or instructions of the processor; empty if unknown."""
+    gpu: str
+    """Name of its GPUs as the driver reports it; empty on CPUs."""
+    processor: str
+    """Instructions of its processor."""
 
     @property
     def lengths(self) -> list[int]:
@@ -94,7 +96,8 @@ def observe(
         len(history.steps_done()),
         prompts,
         _tokens_per_pass(run, history) if run.config.engine.embedded.speculation.drafter != "none" else 1.0,
-        _machine(identity),
+        _item(identity, "device"),
+        _item(identity, "instructions"),
     )
 
 
@@ -180,6 +183,7 @@ def _tokens_per_pass(run: PlannedRun, history: History) -> float:
     return max(1.0, tokens / passes) if passes else 1.0
 
 
-def _machine(identity: Identity | None) -> str:
-    items = [one.items for one in identity.numerics] if identity is not None else []
-    return next((one["device"] for one in items if "device" in one), items[0].get("instructions", "") if items else "")
+def _item(identity: Identity | None, name: str) -> str:
+    """Return an item of the first gang's numerics that has it; empty if there is none."""
+    gangs = identity.numerics if identity is not None else ()
+    return next((gang.items[name] for gang in gangs if name in gang.items), "")

@@ -43,7 +43,9 @@ TRUE = Calibration(
 )
 
 
-def executed(name: str, *changes: str, scatter: float, steps: int = 6, machine: str = "avx2") -> ObservedRun:
+def executed(
+    name: str, *changes: str, scatter: float, steps: int = 6, gpu: str = "", processor: str = "avx2"
+) -> ObservedRun:
     """A run of the tiny model with the true speeds and random noise of mean 1."""
     run = planned("tiny", f"steps={steps}", *changes, on_gpus=False)
     truth, draw = costs_of(run, CLUSTER, TRUE, 12.0), random.Random(name)
@@ -54,7 +56,9 @@ def executed(name: str, *changes: str, scatter: float, steps: int = 6, machine: 
         noise = draw.lognormvariate(-(scatter**2) / 2, scatter)
         seconds = noise * truth.seconds(node, [] if node.stage == "publish" else lengths, 1.0)
         nodes.append(Observed(node, seconds, [] if node.stage == "publish" else lengths, 1.0))
-    return ObservedRun(name, run, nodes, [0.01, 0.02, 0.09], [truth.refit_s()] * steps, steps, 12.0, 1.0, machine)
+    return ObservedRun(
+        name, run, nodes, [0.01, 0.02, 0.09], [truth.refit_s()] * steps, steps, 12.0, 1.0, gpu, processor
+    )
 
 
 def runs(scatter: float) -> list[ObservedRun]:
@@ -106,8 +110,8 @@ def test_what_equal_nodes_cannot_tell_is_named() -> None:
     "given",
     [
         [executed("short", scatter=0.0, steps=FEWEST_STEPS - 1)],
-        [executed("here", scatter=0.0), executed("there", scatter=0.0, machine="NVIDIA H100 80GB HBM3")],
-        [replace(executed("gpus", scatter=0.0), run=replace(executed("gpus", scatter=0.0).run, on_gpus=True))],
+        [executed("here", scatter=0.0), executed("there", scatter=0.0, processor="avx512f")],
+        [executed("gpus", scatter=0.0, gpu="NVIDIA H100 80GB HBM3")],
     ],
     ids=["a run that is too short", "runs on two machines", "a run on GPUs for a node without"],
 )
@@ -118,7 +122,7 @@ def test_runs_that_cannot_be_used_are_refused(given: Sequence[ObservedRun]) -> N
 
 
 def test_a_gpu_of_another_kind_is_refused() -> None:
-    one = executed("one", scatter=0.0, machine="NVIDIA A100-SXM4-80GB (capability 8.0)")
+    one = executed("one", scatter=0.0, gpu="NVIDIA A100-SXM4-80GB (capability 8.0)")
     one = replace(one, run=replace(one.run, on_gpus=True))
     with pytest.raises(ConfigError):
         calibrate([one], read_cluster("1x8xH100-80"), "H100-80")

@@ -1,0 +1,69 @@
+"""`stageline calibrate` on a run that happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli.answers import BAD_INPUT, DONE
+from pipeline.cli.calibrate import observed_run
+from pipeline.cli.main import main
+from pipeline.config.run import RunConfig
+from pipeline.driver.results import open_history
+from pipeline.graph.graph import run_nodes
+from pipeline.plan.calibration import KINDS, STAGE_KIND, load_calibration
+from storage.address import Address
+from tests.support.runs import QUIET, finish_in
+
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    return finish_in(tmp_path_factory.mktemp("calibrate"), "small", f"steps={STEPS}", *QUIET)
+
+
+def test_all_nodes_but_the_first_of_each_stage_on_a_worker_are_observed(config: RunConfig) -> None:
+    """Every gang has one worker here."""
+    found = observed_run(str(config.run_dir), on_gpus=False)
+    every = [node.address for node in run_nodes(config.graph())]
+    seen = {one.node.address for one in found.nodes}
+    for stage in STAGE_KIND:
+        of_stage = {address for address in every if address.stage == stage}
+        assert len(of_stage & seen) == max(0, len(of_stage) - 1), stage
+    assert found.steps == STEPS
+    assert all(one.seconds >= 0 for one in found.nodes)
+    assert all(wait >= 0 for wait in found.waits)
+
+
+def test_a_node_is_observed_with_the_lengths_of_its_rows(config: RunConfig) -> None:
+    found = {one.node.address: one for one in observed_run(str(config.run_dir), on_gpus=False).nodes}
+    store, last = open_history(config).store, STEPS - 1
+    shards = [store.read(Address("generate", last, shard)).response_lengths.tolist() for shard in range(2)]
+    assert [found[Address("generate", last, shard)].lengths for shard in range(2)] == shards
+    assert found[Address("logprob", last, 1)].lengths == shards[1]
+    assert found[Address("update_policy", last)].lengths == [*shards[0], *shards[1]]
+    assert found[Address("publish", last)].lengths == []
+
+
+def test_the_command_writes_what_simulate_reads(config: RunConfig, tmp_path: Path) -> None:
+    file, words = tmp_path / "here.yaml", ["calibrate", str(config.run_dir), "--hardware", "1xcpu", "--write"]
+    assert main([*words, str(file)]) == DONE
+    calibration = load_calibration(file)
+    assert (calibration.hardware, calibration.overhead_s > 0) == ("cpu", True)
+    assert all(getattr(calibration, kind).nodes > 0 for kind in KINDS)
+    assert main([*words, str(file)]) == BAD_INPUT, "the file is there already"
+
+
+def test_a_run_on_cpus_calibrates_no_gpu(config: RunConfig) -> None:
+    assert main(["calibrate", str(config.run_dir), "--hardware", "1x8xH100-80"]) == BAD_INPUT
+
+
+def test_a_published_step_time_needs_no_run(tmp_path: Path) -> None:
+    file = tmp_path / "there.yaml"
+    words = ["calibrate", "conf/run/slurm_70b.yaml", "--hardware", "16x8xH100-80", "--step-seconds"]
+    assert main([*words, "120", "--lengths", "lognormal:340,0.7", "--write", str(file)]) == DONE
+    assert load_calibration(file).extrapolated == list(KINDS)
+    assert main([*words, "0"]) == BAD_INPUT
+    assert main([*words, "0.5"]) == BAD_INPUT, "no hardware is that fast"

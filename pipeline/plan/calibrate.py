@@ -36,7 +36,7 @@ _OUTLIER = 0.2
 
 
 @dataclass(frozen=True)
-class Sample:
+class Measurement:
     """A measured node, or the loading of a version into an engine."""
 
     kind: str
@@ -67,8 +67,7 @@ def calibrate(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: s
         usual,
         description="measured in " + ", ".join(one.name for one in runs),
         tokens_per_pass=fmean(one.tokens_per_pass for one in runs),
-        prompt_tokens=fmean(one.prompt_tokens for one in runs) if len(runs) == 1 else None,
-        link_efficiency=usual.link_efficiency,
+        prompt_tokens=fmean(one.prompt_tokens for one in runs),
         extrapolated=extrapolated,
         **speeds,
     )
@@ -93,7 +92,7 @@ def _check(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: str)
             raise ConfigError(one.name, f"ran on another machine than {first.name} {need}")
 
 
-def samples_of(runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Calibration) -> list[Sample]:
+def samples_of(runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Calibration) -> list[Measurement]:
     """Return the measured nodes of all runs, with their rooflines."""
     found = []
     for one in runs:
@@ -105,13 +104,13 @@ def samples_of(runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Cal
             work = costs.work(node.node, node.lengths, node.beside)
             links = sum(work.links.values()) / usual.link_efficiency
             if node.seconds > links:
-                found.append(Sample(STAGE_KIND[node.node.stage], node.seconds - links, work.roofline, work.calls))
+                found.append(Measurement(STAGE_KIND[node.node.stage], node.seconds - links, work.roofline, work.calls))
         refit = costs.refit_work()
-        found += [Sample("refit", seconds, refit.roofline, refit.calls) for seconds in one.refits]
+        found += [Measurement("refit", seconds, refit.roofline, refit.calls) for seconds in one.refits]
     return found
 
 
-def fit(samples: Sequence[Sample], usual: StageSpeed) -> tuple[StageSpeed, bool]:
+def fit(samples: Sequence[Measurement], usual: StageSpeed) -> tuple[StageSpeed, bool]:
     """Return the speed that fits these nodes, and True if they tell its numbers apart. `usual`: the proportions to
     assume otherwise."""
     seconds = np.array([sample.seconds for sample in samples])

@@ -55,14 +55,9 @@ def command(options: argparse.Namespace) -> int:
     if options.submit is not None:
         return _submit(options)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")  # it recommends other libraries
-    runs_dir, out = Path(options.runs_dir), Path(options.out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        runs_dir.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".doctor-", dir=runs_dir))
-    except OSError as error:
-        key, folder = ("--out", out) if not out.is_dir() else ("--runs-dir", runs_dir)
-        raise ConfigError(key, f"given {str(folder)!r}; cannot be written: {error.strerror}") from error
+    out, runs_dir = _writable("--out", options.out), _writable("--runs-dir", options.runs_dir)
+    scratch = Path(tempfile.mkdtemp(prefix=".doctor-", dir=runs_dir))
+    print_line("tests of this machine, a minute or two; the first fault ends them")
     try:
         settings = DoctorSettings(
             runs_dir=runs_dir.absolute(),
@@ -78,6 +73,16 @@ def command(options: argparse.Namespace) -> int:
     print_line(conclusion(results))
     _write(out, results)
     return BAD_INPUT if any(result.status is Status.FAULT for result in results) else DONE
+
+
+def _writable(key: str, given: str) -> Path:
+    """Create a folder, and return it. Raises ConfigError, naming the option, if nothing can be written there."""
+    try:
+        Path(given).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=given):
+            return Path(given)
+    except OSError as error:
+        raise ConfigError(key, f"given {given!r}; cannot be written: {error.strerror}") from error
 
 
 def _refuse_odd(options: argparse.Namespace) -> None:

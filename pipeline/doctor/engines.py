@@ -18,6 +18,7 @@ import torch
 from pipeline.doctor.jobs import Drawn, Dtype, EngineJob, EngineResult
 from pipeline.doctor.ladder import Absent, DoctorSettings, Fault, Finding
 from pipeline.doctor.processes import Program, run_together
+from pipeline.doctor.training import ADVICE as TRAINING_ADVICE
 from pipeline.doctor.training import devices
 from stages.engines.remote.process import ENVIRONMENTS, environment_problem
 from stages.models.hf_weights import write_model
@@ -87,10 +88,12 @@ def _test(settings: DoctorSettings, model: str, groups: Sequence[tuple[EngineJob
     found = results[jobs[0]]
     refit = f"new weights at {_refit_rate(found) / 1e9:.2f} GB/s"
     rates = f"start {found.start_s:.1f} s, {found.tokens_per_s:.0f} tokens/s, {refit}"
-    said = "draws the tokens of plain torch" if found.draws == "keyed" else f"its draws are {found.draws}, not compared"
-    kinds = " and ".join(dict.fromkeys(job.dtype for job in jobs))
+    said = "draws as plain torch does" if found.draws == "keyed" else f"its draws are {found.draws}, not compared"
+    kinds = ", and in ".join(
+        {"float32": "float32", "bfloat16": "bfloat16 but for rounding"}[job.dtype] for job in groups[0]
+    )
     on = f", on {len(groups)} GPUs" if len(groups) > 1 else ""
-    return Finding(f"{said} ({kinds}{on}); {rates}", facts)
+    return Finding(f"{said} in {kinds}{on}; {rates}", facts)
 
 
 def _judge(job: EngineJob, found: EngineResult, reference: EngineResult, facts: dict[str, Any]) -> None:
@@ -160,7 +163,7 @@ def _run(groups: tuple[tuple[EngineJob, ...], ...], deadline_s: float) -> dict[E
             )
             for group, result in zip(groups, results, strict=True)
         ]
-        run_together(programs, deadline_s, "send the JSON report, which has the engine's output")
+        run_together(programs, deadline_s, TRAINING_ADVICE)
         found: dict[EngineJob, EngineResult] = {}
         for group, result in zip(groups, results, strict=True):
             found |= dict(zip(group, decode(list[EngineResult], result.read_bytes()), strict=True))

@@ -90,6 +90,8 @@ def driver(settings: DoctorSettings) -> Finding:
         except (RuntimeError, AssertionError) as error:
             said = str(error).strip().splitlines()[0]
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if shown in ("", "-1"):
+            raise Absent(f"CUDA_VISIBLE_DEVICES={shown} hides the {len(found)} GPUs, so the CPU is tested")
         advice = (
             "unset CUDA_VISIBLE_DEVICES"
             if shown is not None

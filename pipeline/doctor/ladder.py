@@ -160,8 +160,9 @@ def machine() -> dict[str, Any]:
 def line(result: RungResult) -> str:
     """Return a result as a line of the text report; a fault's advice is on a second line."""
     mark = {Status.OK: "ok", Status.ABSENT: "--", Status.FAULT: "FAULT", Status.NOT_REACHED: "  "}[result.status]
-    text = f"not on this machine: {result.text}" if result.status is Status.ABSENT else result.text
-    shown = f"{mark:5} {result.name:16} {text or result.title}".rstrip()
+    absent, not_reached = f"not on this machine: {result.text}", f"not reached: {result.title}"
+    text = {Status.ABSENT: absent, Status.NOT_REACHED: not_reached}.get(result.status, result.text)
+    shown = f"{mark:5} {result.name:16} {text}".replace("\n", "\n      ")
     return f"{shown}\n      what to do: {result.advice}" if result.advice else shown
 
 

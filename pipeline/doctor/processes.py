@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from pipeline.doctor.ladder import Fault
 
 OUTPUT = 4000
 """Characters of a program's output that a report keeps."""
+_FRAME = re.compile(r'\s*File ".*", line \d+')
+"""A line of a traceback. The last one shows which library is broken."""
 _LAST_WORDS_S = 5.0
 """Time that a hanging program has to print where each of its threads is."""
 
@@ -56,8 +59,10 @@ def run_together(programs: Sequence[Program], deadline_s: float, advice: str) ->
             time.sleep(0.05)
         for program, process, log in zip(programs, running, logs, strict=True):
             if process.poll():
-                said = _lines(log)[-1:] or ["it printed nothing"]
-                cause = f"{program.who} ended with {process.returncode}: {said[0]}"
+                lines = _lines(log) or ["it printed nothing"]
+                frames = [line.strip() for line in lines if _FRAME.match(line)]
+                where = f" ({frames[-1]})" if frames else ""
+                cause = f"{program.who} ended with {process.returncode}: {lines[-1]}{where}"
                 raise Fault(cause, advice, outputs=_outputs(programs, logs))
 
 

@@ -38,7 +38,9 @@ leaves out temporaries of the optimizer, and on a CPU the pages of libraries and
 to 23 MB). So for a model of a few MB the test only finds a prediction that misses most of the activations."""
 LAYOUTS = {"TP2": (2, 1), "PP2": (1, 2), "DP2": (1, 1)}
 """Tensor and pipeline sizes of the tested layouts, each of two ranks."""
-ADVICE = "send the JSON report, which has the output of each process"
+ADVICE = (
+    "if that file is another library's, install it again or remove it. Else send the JSON report: it has all output"
+)
 
 Gang = tuple[RankJob, ...]
 """Jobs of equal size that the same ranks compute, one after the other: libraries are loaded once."""
@@ -73,8 +75,8 @@ def layouts(settings: DoctorSettings) -> Finding:
                 advice = "the ranks' communication gives wrong numbers: look at the tests before. Send the JSON report"
                 raise Fault(f"{where} differs from one rank by {facts[where]:.2g} nats", advice, **facts)
     largest = {name: max(value for at, value in facts.items() if at.startswith(name)) for name in LAYOUTS}
-    shown = ", ".join(f"{name} {value:.1g}" for name, value in largest.items())
-    return Finding(f"two ranks compute what one does: {shown} nats between them", facts)
+    shown = ", ".join(f"{value:.1g} ({name})" for name, value in largest.items())
+    return Finding(f"two ranks compute what one does, within {shown} nats", facts)
 
 
 def publication(settings: DoctorSettings) -> Finding:

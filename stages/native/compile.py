@@ -59,7 +59,11 @@ def build_library(name: str, folder: Path, sources: Sequence[str], headers: Sequ
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             built = Path(scratch) / library.name
             command = [compiler, *flags, f"-I{_NUMBERS.parent}", *map(str, files), "-o", str(built), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
+            # without $PATH, which the compiler was found without, gcc does not find its linker
+            environment = {"PATH": os.defpath, **os.environ}
+            subprocess.run(
+                command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, env=environment
+            )
             built.replace(library)
     except subprocess.CalledProcessError as error:
         raise NoNativeKernelsError(f"{compiler} refuses the kernels: {error.stderr.strip()[-500:]}") from error

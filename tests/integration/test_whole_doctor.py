@@ -33,7 +33,16 @@ def test_a_job_tests_the_nodes_that_a_config_asks_for(tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize(
-    "option", ["--until=no_such_test", "--engine=vllm", "--threads=-3", "--model=nowhere", "seed=1"]
+    "option",
+    [
+        "--until=no_such_test",
+        "--engine=vllm",
+        "--threads=-3",
+        "--deadline=0",
+        "--model=nowhere",
+        "seed=1",
+        "--out=/proc/no_such_folder",
+    ],
 )
 def test_an_option_that_means_nothing_is_refused(tmp_path: Path, option: str) -> None:
     assert main(["doctor", "--out", str(tmp_path), "--runs-dir", str(tmp_path), option]) == 2

@@ -34,7 +34,7 @@ from pipeline.doctor.jobs import (
     predicted_state,
 )
 from pipeline.doctor.ladder import Absent, DoctorSettings, Fault, Finding, Rung, RungResult, Status, climb, lazily
-from pipeline.doctor.processes import Program
+from pipeline.doctor.processes import Program, run_together
 from stages.models.spec import RANDOM_TINY, read_config
 from storage.codec import encode
 
@@ -217,6 +217,26 @@ def test_a_driver_without_gpus(settings: DoctorSettings, tmp_path: Path, monkeyp
     assert result.status is Status.ABSENT, result
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert_fault(settings, "driver")
+
+
+def test_gpus_that_are_hidden_on_purpose(
+    settings: DoctorSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvidia_smi(monkeypatch, tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert climbed(settings, "driver").status is Status.ABSENT
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")  # one that is not there
+    assert_fault(settings, "driver")
+
+
+def test_the_file_of_a_broken_library_is_named(tmp_path: Path) -> None:
+    """Megatron imports some libraries wherever they are installed."""
+    broken = tmp_path / "broken.py"
+    broken.write_text("raise OSError('libcublas.so: cannot open')")
+    program = Program("rank 0", ["-c", "import broken"], {"PYTHONPATH": str(tmp_path)})
+    with pytest.raises(Fault, match=str(broken)):
+        run_together([program], 60.0, "repair it")
 
 
 def test_a_broken_library_is_the_fault_of_the_first_rung_that_needs_it(settings: DoctorSettings) -> None:

@@ -82,6 +82,13 @@ def test_another_users_folder_is_not_loaded_from(homeless: Path, monkeypatch: py
 
 
 @needs_compiler
+def test_without_a_path_the_compiler_finds_its_linker(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(source / "another"))
+    monkeypatch.delenv("PATH")
+    assert build_library("pair", source, ("pair.c",)).exists()
+
+
+@needs_compiler
 def test_a_library_of_another_user_is_compiled_anew(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have been put there while the folder was open to others."""
     library = build_library("pair", source, ("pair.c",))

@@ -126,3 +126,15 @@ def loopback_only() -> dict[str, str]:
     on the address that the host's name resolves to, and NCCL on the first interface, and neither asks who connects."""
     name = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+
+
+def route_address(host: str) -> str:
+    """Return this host's address on the route to `host`, an IP address. Raises OSError if there is no route."""
+    with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))  # sends nothing, only finds the route
+        return str(probe.getsockname()[0])
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Return the family of an IP address, for a socket."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

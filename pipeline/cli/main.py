@@ -137,6 +137,7 @@ def _sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--here", action="store_true", help="run them one after the other on this host, even if there is Slurm"
     )
+    parser.add_argument("--at-once", type=int, metavar="N", help="with Slurm: most runs that are active at once")
 
 
 def _may_requeue(parser: argparse.ArgumentParser) -> None:

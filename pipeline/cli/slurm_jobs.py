@@ -62,12 +62,6 @@ def cluster_config(sources: Sequence[str]) -> RunConfig:
     directory. Raises ConfigError."""
     config = config_of([*sources, "cluster.kind=attached"])
     config.runs_dir = str(config.run_dir.absolute().parent)
-    if config.cluster.scheduler_file is not None:
-        raise ConfigError(
-            "cluster.scheduler_file",
-            f"given {config.cluster.scheduler_file!r}; a job's workers look for it in the run's directory, where each "
-            "attempt has its own: null",
-        )
     return config
 
 

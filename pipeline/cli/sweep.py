@@ -137,6 +137,8 @@ def _split(text: str) -> Iterator[str]:
 
 
 def command(options: argparse.Namespace) -> int:
+    if options.at_once is not None and options.at_once < 1:
+        raise ConfigError("--at-once", f"given {options.at_once}; must be 1 or more")
     changes = [source for source in options.sources if "=" in source]
     files = [source for source in options.sources if "=" not in source]
     fixed, axes = axes_of(changes)
@@ -150,13 +152,13 @@ def command(options: argparse.Namespace) -> int:
         return DONE
     folder = RunPaths(configs[0].run_dir.with_name(f"{name}-sweep"))
     if submits:
-        return _submit(configs, found, folder)
+        return _submit(configs, found, folder, options.at_once)
     for config in configs:
         check_for_cluster(config)
     return _run_in_turn(_under_parent(configs, found, folder), found)
 
 
-def _submit(configs: Sequence[RunConfig], found: Sequence[SweepPoint], folder: RunPaths) -> int:
+def _submit(configs: Sequence[RunConfig], found: Sequence[SweepPoint], folder: RunPaths, at_once: int | None) -> int:
     """Have Slurm run those that are neither done nor running. A refused one does not keep the
     others from their jobs."""
     done = {config.name: f"done, {config.steps} of {config.steps} steps" for config in configs if finished(config)}
@@ -168,8 +170,8 @@ def _submit(configs: Sequence[RunConfig], found: Sequence[SweepPoint], folder: R
     configs = [config for config in configs if config.name in jobs and jobs[config.name] is None]
     if not configs:
         return DONE
-    text = array_script(configs, folder.job)
-    _refuse_several_at_once(configs[0], array=text is not None, others=any(jobs.values()))
+    text = array_script(configs, folder.job, at_once)
+    _refuse_several_at_once(configs[0], at_once, array=text is not None, others=any(jobs.values()))
     for config in configs:
         check_for_cluster(config)
     configs = _under_parent(configs, found, folder)
@@ -217,7 +219,7 @@ def _comparison(configs: Sequence[RunConfig], found: Sequence[SweepPoint], codes
     return table
 
 
-def _refuse_several_at_once(config: RunConfig, *, array: bool, others: bool) -> None:
+def _refuse_several_at_once(config: RunConfig, at_once: int | None, *, array: bool, others: bool) -> None:
     """Refuse what cannot work if the runs of a sweep run at the same time. `array`: they are tasks of one job array;
     `others`: a job of another run of the sweep exists.
 
@@ -225,15 +227,15 @@ def _refuse_several_at_once(config: RunConfig, *, array: bool, others: bool) -> 
         ConfigError: fewer at once are asked for than Slurm can be told; or MLflow uses sqlite, which allows one writer
             at a time, and on a network filesystem not even that.
     """
-    at_once, uri = config.slurm.array_at_once, config.tracking.uri
+    uri = config.tracking.uri
     if at_once is not None and not array:
         need = "the runs are a job each, since they are heterogeneous or ask for different nodes, and Slurm starts all"
-        raise ConfigError("slurm.array_at_once", f"given {at_once}; {need} for which there is room: null")
+        raise ConfigError("--at-once", f"given {at_once}; {need} for which there is room: leave it out")
     if (at_once != 1 or others) and uri is not None and uri.startswith(SQLITE):
         raise ConfigError(
             "tracking.uri",
             f"given {uri!r}; the runs of a sweep write at the same time, from several nodes: a server (http://...), "
-            "null, or slurm.array_at_once=1",
+            "null, or --at-once 1",
         )
 
 

@@ -50,7 +50,10 @@ from storage.problems import Problem, mentions, setting_problems
 from storage.redaction import redacted
 
 MOVED = {
+    "cluster.host": ["cluster.address=HOST"],
     "cluster.move_rows_below": ["cluster.migrate_rows_below"],
+    "cluster.port": ["cluster.address=:PORT"],
+    "cluster.scheduler_file": ["`stageline worker RUN`, which finds the file in the run's directory"],
     "engine.embedded.cuda_graphs": ["engine.cuda_graphs"],
     "engine.slots": ["engine.max_rows"],
     "engine.start_s": ["cluster.start_timeout_s"],
@@ -60,6 +63,7 @@ MOVED = {
     "placement.turns": ["placement.device_sharing"],
     "ppo.center_scores": ["reward.normalize.mean"],
     "ppo.mask_truncated": ["ppo.truncated=mask"],
+    "slurm.array_at_once": ["`stageline sweep --at-once N`"],
     "slurm.constraint": ["slurm.sbatch"],
     "slurm.container_image": ["slurm.command"],
     "slurm.gpus": ["slurm.gres=null"],

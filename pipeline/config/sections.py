@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from stages.rewards.config import RewardPartsConfig, parts_problems
-from storage.problems import Constraint, Problem, above, at_least, between, divides, local_directory, setting
+from storage.problems import Constraint, Problem, above, at_least, divides, local_directory, setting
 
 RULES = ("trainer_idle", "engine_silent", "staleness", "entropy", "kl", "critic", "mismatch", "first_updates")
 """Names of the alarms in `alarms.stop`. All but mismatch stand in the journal, in MLflow's tags and in the table at the
@@ -95,6 +95,7 @@ def checkpoint_problems(config: CheckpointConfig) -> Iterator[Problem]:
 # ---- cluster ---------------------------------------------------------------------------------------------
 
 _HIGHEST_PORT = 65535
+_LISTENING = re.compile(r"(\[(?P<v6>[^\s/\[\]]+)\]|(?P<host>[^\s/:\[\]]*))(:(?P<port>\d{1,5}))?")
 _ADDRESS = re.compile(r"[^\s/:\[\]]*:(\d{1,5})")
 FEWEST_TO_GATHER = 3
 """The smallest `migrate_rows_below` with an effect: at 3, two rows on two replicas are brought together."""
@@ -104,6 +105,14 @@ _WHAT_THERE_IS = ", or null for what there is"
 def _is_address(given: str) -> bool:
     match = _ADDRESS.fullmatch(given)
     return match is not None and int(match[1]) <= _HIGHEST_PORT
+
+
+def _listening(given: str) -> tuple[str | None, int] | None:
+    """Return the host (None: not given) and the port (0: any) of `cluster.address`; None if it is no address."""
+    match = _LISTENING.fullmatch(given)
+    if match is None or not given or int(match["port"] or 0) > _HIGHEST_PORT:
+        return None
+    return match["v6"] or match["host"] or None, int(match["port"] or 0)
 
 
 @dataclass
@@ -116,13 +125,15 @@ class ClusterConfig:
     interface: str | None = None
     """Attached: name of the network interface, the same on every host, for all listening sockets, gloo and NCCL; null:
     each host uses the interface by which it reaches the driver, and gloo and NCCL follow the environment."""
-    host: str | None = None
-    """Attached: address on the driver's host that the scheduler listens on; null: the interface's, or that of the
-    default route."""
-    port: int = setting(0, between(0, _HIGHEST_PORT, " (0: any)"))
-    """Attached: port of the scheduler; 0: any."""
-    scheduler_file: str | None = setting(None, local_directory())
-    """Attached: file that tells workers how to join; null: a new file in the run's directory for each attempt."""
+    address: str | None = setting(
+        None,
+        Constraint(
+            f"HOST, HOST:PORT or :PORT, with a port up to {_HIGHEST_PORT} and an IPv6 address in brackets; or null",
+            lambda given: _listening(given) is not None,
+        ),
+    )
+    """Attached: address on the driver's host that the scheduler listens on: HOST, HOST:PORT or :PORT. null, or without
+    a host: the interface's, or that of the default route; without a port: any."""
     arrival_timeout_s: float = setting(600.0, above(0, " seconds"))
     """Attached: seconds for a worker to join, from the driver's start or from the loss of the worker before it. A
     replica that is late is left out. A rank that is late ends the run, which can be resumed."""
@@ -165,6 +176,12 @@ class ClusterConfig:
     """If fewer rows than this are left on all replicas together, they move to fewer replicas. 0: never."""
 
 
+def listening(config: ClusterConfig) -> tuple[str | None, int]:
+    """Return the host (None: that of `interface`, or of the default route) and the port (0: any) that the scheduler
+    listens on."""
+    return (None if config.address is None else _listening(config.address)) or (None, 0)
+
+
 def collective_timeout_s(config: ClusterConfig) -> float:
     """Return the seconds after which the ranks of a gang abandon a collective."""
     return min(config.collective_timeout_s, config.deadline_s / 2)
@@ -172,15 +189,13 @@ def collective_timeout_s(config: ClusterConfig) -> float:
 
 def cluster_problems(config: ClusterConfig) -> Iterator[Problem]:
     """Yield the section's problems that do not involve other sections."""
-    if config.interface is not None and config.host is not None:
-        need = f"cluster.interface={config.interface} says it already: one of the two, or neither"
-        yield Problem("cluster.host", config.host, need)
+    if config.interface is not None and listening(config)[0] is not None:
+        need = f"cluster.interface={config.interface} says the host already: one of the two, or :PORT"
+        yield Problem("cluster.address", config.address, need)
     if config.kind == "local":
         given = {
             "cluster.interface": config.interface,
-            "cluster.host": config.host,
-            "cluster.port": config.port or None,
-            "cluster.scheduler_file": config.scheduler_file,
+            "cluster.address": config.address,
         }
         for key, value in given.items():
             if value is not None:

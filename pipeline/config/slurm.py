@@ -18,8 +18,8 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 _WRITTEN = {
     "--account": "slurm.account",
     "-A": "slurm.account",
-    "--array": "slurm.array_at_once",
-    "-a": "slurm.array_at_once",
+    "--array": "stageline sweep --at-once",
+    "-a": "stageline sweep --at-once",
     "--cpus-per-task": "cpus_per_worker in slurm.gangs",
     "-c": "cpus_per_worker in slurm.gangs",
     "--gres": "slurm.gres",
@@ -110,8 +110,6 @@ class SlurmConfig:
     component."""
     template: str | None = None
     """Template of the script; null: Stageline's slurm/run.sbatch."""
-    array_at_once: int | None = setting(None, at_least(1))
-    """Runs of a sweep that may be active at once; null: all."""
     gangs: dict[str, SlurmGangConfig] = field(default_factory=dict)
     """Nodes and resources by gang."""
 

@@ -26,7 +26,7 @@ from pipeline.config.hardware import hardware_with
 from pipeline.doctor.ladder import Absent, DoctorSettings, Fault, Finding
 from pipeline.doctor.processes import Program, run_together
 from storage.codec import decode, encode
-from storage.host import end_with_parent
+from storage.host import end_with_parent, route_address
 
 NUM_BYTES = {"gloo": 64 << 20, "nccl": 256 << 20}
 MEETING_S = 300.0
@@ -166,12 +166,10 @@ def own_address(alone: bool) -> str:
     named = socket.gethostbyname(socket.gethostname())
     if not ip_address(named).is_loopback:
         return named
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # a datagram socket only chooses its route; nothing is sent
-        except OSError:
-            return named  # no route at all: a machine by itself
-        return str(probe.getsockname()[0])
+    try:
+        return route_address("192.0.2.1")  # a test network's, by which the default route is found
+    except OSError:
+        return named  # no route at all: a machine by itself
 
 
 def _address(meeting: Path, timeout_s: float) -> tuple[str, int]:

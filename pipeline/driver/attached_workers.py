@@ -29,6 +29,7 @@ from pipeline.config.devices import Worker, devices_of_joining, gpus_per_worker
 from pipeline.config.loading import to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
+from pipeline.config.sections import listening
 from pipeline.driver.cluster import Cluster
 from pipeline.errors import ConfigError
 from pipeline.workers.attached import (
@@ -36,7 +37,6 @@ from pipeline.workers.attached import (
     REFUSALS,
     JoinRefused,
     JoinRequest,
-    family_of,
     interface_address,
     interfaces,
     versions_here,
@@ -44,25 +44,21 @@ from pipeline.workers.attached import (
 from pipeline.workers.messages import worker_name
 from pipeline.workers.scheduler_file import (
     SchedulerFile,
-    driver_answers,
     file_of_attempt,
     host_name,
     newest_attempt,
-    read_scheduler_file,
     remove_scheduler_file,
     write_scheduler_file,
 )
 from stages.models.protocol import Role
 from storage import files
 from storage.errors import StoreError
-from storage.host import private_directory
+from storage.host import family_of, private_directory
 
 _ATTEMPTS = "attempts"
 """File in the run's `attached` directory that counts the attempts at the run."""
 _CLOCK_SKEW_S = 5.0
 """Seconds by which a host's clock may differ from the driver's."""
-_FILE_KEY = "cluster.scheduler_file"
-_OWN_FILE = "A file of this run's own, in a directory that can be written; null for one in the run's directory"
 
 
 class AttachedWorkers(Cluster):
@@ -72,16 +68,14 @@ class AttachedWorkers(Cluster):
         """`board_bytes`: bytes of all versions of the weights that can be published on a host at the same time.
 
         Raises:
-            ConfigError: the interface or address is not this host's, the port is taken, or the scheduler file cannot
-                be at the configured place.
+            ConfigError: the interface or address is not this host's, or the port is taken.
         """
-        host = listening_address(config.cluster.interface, config.cluster.host)
-        _check_port(host, config.cluster.port)
-        if config.cluster.scheduler_file is not None:
-            make_way(config.cluster.scheduler_file)
+        given, port = listening(config.cluster)
+        host = listening_address(config.cluster.interface, given)
+        _check_port(host, port)
         attempt = begin_attempt(config.run_dir)
         security = Security.temporary()
-        super().__init__(config, security, host, config.cluster.port)
+        super().__init__(config, security, host, port)
         with self._stack.pop_all() as stack:  # closes the cluster if a later part fails
             self.file = _new_file(config, attempt, self._cluster.scheduler_address, security)
             self._registry = WorkerRegistry(config, self.file, board_bytes, self._report)
@@ -104,14 +98,8 @@ class AttachedWorkers(Cluster):
     def _publish(self, config: RunConfig, stack: ExitStack) -> Path:
         """Write the scheduler file, which is removed when the cluster closes. Return its path."""
         self.file.shared.write_text(self.file.nonce)
-        given = config.cluster.scheduler_file
-        path = file_of_attempt(config.run_dir, self.file.attempt) if given is None else Path(given).absolute()
-        try:
-            write_scheduler_file(path, self.file)
-        except OSError as error:
-            if given is None:
-                raise
-            raise ConfigError(_FILE_KEY, f"given {given!r}; it cannot be written: {error}. {_OWN_FILE}") from error
+        path = file_of_attempt(config.run_dir, self.file.attempt)
+        write_scheduler_file(path, self.file)
         stack.callback(remove_scheduler_file, path, self.file.nonce)
         return path
 
@@ -132,7 +120,7 @@ def listening_address(interface: str | None, host: str | None) -> str:
             probe.bind((found, 0))
     except OSError as error:
         need = f"is no address of this host ({error}): a name or an address that workers reach it by"
-        raise ConfigError("cluster.host", f"given {host!r}; {need}") from error
+        raise ConfigError("cluster.address", f"given {host!r}; {need}") from error
     return found
 
 
@@ -144,26 +132,7 @@ def _check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             need = f"cannot listen there on host {host_name()} ({host}): {error.strerror}. Another, or 0 for any"
-            raise ConfigError("cluster.port", f"given {port}; {need}") from error
-
-
-def make_way(given: str) -> None:
-    """Remove the scheduler file that a dead driver left at the configured path. Raises ConfigError if another driver
-    uses it, or the file cannot be written."""
-    path = Path(given).absolute()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(path.parent, os.W_OK | os.X_OK):
-            raise StoreError(f"{path.parent} cannot be written")
-        left = read_scheduler_file(path)
-        if driver_answers(left):
-            who = f"process {left.process} on host {left.host}"
-            raise StoreError(f"the driver of {left.run_dir} has it ({who})")
-        remove_scheduler_file(path, left.nonce)
-    except FileNotFoundError:
-        return
-    except (OSError, StoreError) as error:
-        raise ConfigError(_FILE_KEY, f"given {given!r}; {error}. {_OWN_FILE}") from error
+            raise ConfigError("cluster.address", f"given port {port}; {need}") from error
 
 
 def begin_attempt(run_dir: Path) -> int:

@@ -63,7 +63,7 @@ def _unread(config: RunConfig) -> Iterator[str]:
     for name in config.placement.gangs.keys() - {gang.name for gang in config.gangs()}:
         yield f"placement.gangs.{name}."
     if config.cluster.kind == "local":
-        yield from (f"cluster.{key}" for key in ("interface", "host", "port", "scheduler_file", "arrival_timeout_s"))
+        yield from (f"cluster.{key}" for key in ("interface", "address", "arrival_timeout_s"))
     if not config.has_critic:
         yield from ("model.critic.", "model.critic_path", "model.critic_blocks")
     if not config.model.lora.rank:

@@ -44,7 +44,7 @@ _KEYS = {
     "node configuration": "slurm.gangs",
     "time limit": "slurm.time_limit",
     "gres": "slurm.gres",
-    "array": "slurm.array_at_once",
+    "array": "--at-once",
 }
 """Word in Slurm's complaints -> the setting that it is about."""
 

@@ -84,6 +84,7 @@ from pipeline.workers.scheduler_file import (
 from pipeline.workers.worker_process import dask_settings, ending_signals, nanny_options, shares_cores, start_forkserver
 from storage import files
 from storage.errors import StoreError
+from storage.host import route_address
 from storage.locks import holder, is_named, open_lock, take_lock
 
 _PEM = re.compile(r"\s*-----BEGIN [A-Z ]+-----\n")
@@ -607,17 +608,6 @@ def interface_with(address: str) -> str | None:
     """Return the interface that has an address; None if none has."""
     names = (name for name, found in psutil.net_if_addrs().items() if any(one.address == address for one in found))
     return next(names, None)
-
-
-def route_address(host: str) -> str:
-    """Return the address of this host by which `host` reaches it. Raises OSError if there is no route."""
-    with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 1))  # sends nothing, only finds the route
-        return str(probe.getsockname()[0])
-
-
-def family_of(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 # ---- reason of an end ------------------------------------------------------------------------------------------

@@ -14,11 +14,9 @@ import json
 import os
 import re
 import socket
-import ssl
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from pipeline.config.paths import RunPaths
 from storage import codec
@@ -26,8 +24,6 @@ from storage.errors import StoreError
 
 _NAME = re.compile(r"scheduler-(\d+)\.json")
 _FORMAT = 1
-_ANSWER_S = 5.0
-"""Seconds for a driver to answer."""
 
 
 @dataclass(frozen=True)
@@ -111,24 +107,6 @@ def remove_scheduler_file(path: Path, nonce: str) -> None:
     with suppress(FileNotFoundError, StoreError):
         if read_scheduler_file(path).nonce == nonce:
             path.unlink()
-
-
-def driver_answers(file: SchedulerFile) -> bool:
-    """Return True if the driver that wrote this file is alive: a process at its address has the certificate's key, or
-    accepts a connection without answering, as a stopped process does. Waits up to 10 s."""
-    address = urlsplit(file.address)
-    try:
-        context = ssl.create_default_context(cadata=file.certificate)
-        context.check_hostname = False
-        context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # Dask's certificates lack an extension that this flag requires
-        with socket.create_connection((address.hostname, address.port), _ANSWER_S) as connection:
-            try:
-                context.wrap_socket(connection).close()
-            except TimeoutError:
-                return True
-    except (OSError, ValueError):  # nobody listens there, or another; or what is written there is no address
-        return False
-    return True
 
 
 def read_scheduler_file(path: Path) -> SchedulerFile:

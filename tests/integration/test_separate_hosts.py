@@ -50,7 +50,7 @@ def fetched_bytes(config: RunConfig) -> float:
 def test_hosts_that_share_nothing_but_a_directory(started: Commands, hosts: dict[str, Host], tmp_path: Path) -> None:
     local = outputs(finish(configure(tmp_path, "local", GANGS, *QUIET)))
     given = (GANGS, *QUIET, "cluster.kind=attached", "cluster.arrival_timeout_s=120")
-    driver = (f"cluster.host={hosts['n0'].address}",)
+    driver = (f"cluster.address={hosts['n0'].address}",)
     config = configure(tmp_path, "attached", *given, *driver)
     started.start("driver", "run", *arguments(tmp_path, "attached", *given, *driver), prefix=hosts["n0"].prefix)
     for name, where in WHERE.items():

@@ -15,7 +15,7 @@ from pipeline.config.run import RunConfig
 from pipeline.workers.scheduler_file import file_of_attempt, newest_attempt
 from tests.support.waiting import TIMEOUT_S
 
-ATTACHED = ("cluster.kind=attached", "cluster.host=127.0.0.1", "cluster.arrival_timeout_s=120")
+ATTACHED = ("cluster.kind=attached", "cluster.address=127.0.0.1", "cluster.arrival_timeout_s=120")
 
 
 class Commands:

@@ -77,10 +77,9 @@ def test_a_run_that_slurm_refuses_keeps_no_other_from_its_job(
         (("tracking.uri=sqlite:///TMP/m.db",), "refused tracking.uri: given 'sqlite:"),
         ((*HETEROGENEOUS, "tracking.uri=sqlite:///TMP/m.db"), "refused tracking.uri: given 'sqlite:"),
         (
-            (*HETEROGENEOUS, "tracking.uri=sqlite:///TMP/m.db", "slurm.array_at_once=1"),
-            "refused slurm.array_at_once: given 1; the runs are a job each",
+            (*HETEROGENEOUS, "tracking.uri=sqlite:///TMP/m.db", "--at-once=1"),
+            "refused --at-once: given 1; the runs are a job each",
         ),
-        (("cluster.scheduler_file=TMP/f.json",), "refused cluster.scheduler_file: given "),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_submitted(

@@ -98,7 +98,7 @@ alarms: {stop: [reward]}
 checkpoint: {every: 10, keep_every: 15}
 export: {every: -1}
 tracking: {uri: "file:///x"}
-cluster: {port: 99999}
+cluster: {kind: attached, address: ":99999"}
 slurm: {time_limit: tomorrow}
 storage: {fsync: maybe}
 """
@@ -108,7 +108,7 @@ FOUND = {
     "sampling.temperature", "engine.kind", "engine.max_rows", "reward.kind", "ppo.clip",
     "ppo.minibatches", "ppo.critic_warmup_steps", "placement.gangs.generate.wrokers", "placement.roles.policy",
     "evaluate.select.max_kl", "mismatch.alarm_nats", "alarms.stop", "checkpoint.keep_every", "export.every",
-    "tracking.uri", "cluster.port", "slurm.time_limit", "storage.fsync",
+    "tracking.uri", "cluster.address", "slurm.time_limit", "storage.fsync",
 }  # fmt: skip
 
 

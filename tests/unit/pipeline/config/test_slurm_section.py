@@ -34,7 +34,11 @@ def test_time_limits_are_read_as_slurm_reads_them(limit: str, expected: float) -
         ("slurm.partition=$(id)", "slurm.partition", "must be one word"),
         ("slurm.environment=['']", "slurm.environment[0]", "must be one line"),
         ("slurm.sbatch=[mem=0]", "slurm.sbatch[0]", "must be one option of sbatch"),
-        ("slurm.sbatch=[--array=0-3]", "slurm.sbatch[0]", "is in the script already, as slurm.array_at_once says"),
+        (
+            "slurm.sbatch=[--array=0-3]",
+            "slurm.sbatch[0]",
+            "as stageline sweep --at-once says",
+        ),
         ("slurm.sbatch=[--mem=0, --mem=0 --no-requeue]", "slurm.sbatch[1]", "--no-requeue is in the script already"),
         ("slurm.sbatch=[-o x]", "slurm.sbatch[0]", "-o is in the script already, and must be as it is"),
         ("slurm.command=''", "slurm.command", "must be a command"),

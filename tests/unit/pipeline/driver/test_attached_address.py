@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.driver.attached_workers import _check_port, begin_attempt, listening_address, make_way
+from pipeline.config.sections import ClusterConfig, listening
+from pipeline.driver.attached_workers import _check_port, begin_attempt, listening_address
 from pipeline.driver.cluster import free_address
 from pipeline.errors import ConfigError
 from pipeline.workers.attached import interface_with, interfaces
@@ -24,11 +25,26 @@ def test_an_interface_stands_for_its_address() -> None:
 
 
 @pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        (None, (None, 0)),
+        ("n1", ("n1", 0)),
+        (":8786", (None, 8786)),
+        ("10.0.0.1:8786", ("10.0.0.1", 8786)),
+        ("[::1]:8786", ("::1", 8786)),
+        ("[fe80::1]", ("fe80::1", 0)),
+    ],
+)
+def test_a_scheduler_listens_where_its_address_says(address: str | None, expected: tuple[str | None, int]) -> None:
+    assert listening(ClusterConfig(kind="attached", address=address)) == expected
+
+
+@pytest.mark.parametrize(
     ("interface", "host", "said"),
     [
         ("nowhere0", None, r"cluster\.interface: given 'nowhere0'; host .* has no such interface .*; it has .*lo"),
-        (None, "192.0.2.1", r"cluster\.host: given '192\.0\.2\.1'; is no address of this host"),
-        (None, "no.such.host.invalid", r"cluster\.host: given 'no\.such\.host\.invalid'"),
+        (None, "192.0.2.1", r"cluster\.address: given '192\.0\.2\.1'; is no address of this host"),
+        (None, "no.such.host.invalid", r"cluster\.address: given 'no\.such\.host\.invalid'"),
     ],
 )
 def test_what_this_host_does_not_have_is_refused(interface: str | None, host: str | None, said: str) -> None:
@@ -41,7 +57,7 @@ def test_a_port_that_is_taken_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            ConfigError, match=rf"cluster\.port: given {port}; cannot listen there on host .*127\.0\.0\.1"
+            ConfigError, match=rf"cluster\.address: given port {port}; cannot listen there on host .*127\.0\.0\.1"
         ):
             _check_port("127.0.0.1", port)
 
@@ -57,36 +73,6 @@ def test_a_dashboard_that_cannot_be_here_is_refused() -> None:
 def left_by_a_driver(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_scheduler_file(path, SchedulerFile(3, "tls://127.0.0.1:1", "n1", 7, "/runs/a", "/", "n", "c", "k", ""))
-
-
-def test_a_scheduler_file_replaces_that_of_a_driver_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "new" / "file.json"
-    make_way(str(path))
-    left_by_a_driver(path)
-    monkeypatch.setattr("pipeline.driver.attached_workers.driver_answers", lambda file: True)
-    need = r"cluster\.scheduler_file: given .*; the driver of /runs/a has it \(process 7 on host n1\)\. A file of this"
-    with pytest.raises(ConfigError, match=need):
-        make_way(str(path))
-    monkeypatch.undo()
-    assert path.exists()
-    make_way(str(path))
-    assert not path.exists()
-
-
-def test_a_scheduler_file_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = tmp_path / "mine.yaml"
-    mine.write_text("steps: 1")
-    for path, why in (
-        (tmp_path, "cannot be read: Is a directory"),
-        (mine, "is no scheduler file"),
-        (mine / "sub" / "f.json", "Not a directory"),
-    ):
-        with pytest.raises(ConfigError, match=f"cluster.scheduler_file: given '{path}'; .*{why}"):
-            make_way(str(path))
-    assert mine.read_text() == "steps: 1"
-    monkeypatch.setattr("os.access", lambda *_: False)
-    with pytest.raises(ConfigError, match=f"{tmp_path} cannot be written"):
-        make_way(str(tmp_path / "f.json"))
 
 
 @pytest.mark.parametrize("counted", [b"", b"x", b"\xff"])

@@ -106,7 +106,7 @@ def test_parameters_that_the_run_reads(tmp_path: Path) -> None:
     assert {
         "placement.gangs.generate.layout.tensor",
         "placement.gangs.train.concurrent_shards",
-        "cluster.port",
+        "cluster.address",
     } <= left_out
     assert {"model.lora.alpha", "slurm.partition"} <= left_out
     assert not {key for key in left_out if key.startswith(("ppo.", "model.policy.", "sampling.", "reward."))}

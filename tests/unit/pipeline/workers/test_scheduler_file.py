@@ -5,20 +5,14 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-import socket
-import ssl
 import stat
-import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed.security import Security
 
 from pipeline.workers.scheduler_file import (
     SchedulerFile,
-    driver_answers,
     file_of_attempt,
     newest_attempt,
     read_scheduler_file,
@@ -112,37 +106,3 @@ def test_another_users_unreadable_file_is_told_from_ones_own(tmp_path: Path, mon
     monkeypatch.setattr("pathlib.Path.stat", lambda self, **given: denied() if self == path else stat_of(self, **given))
     with pytest.raises(StoreError, match=f"{tmp_path} belongs to user {os.getuid()}, and this process to"):
         read_scheduler_file(path)
-
-
-def test_a_driver_is_there_if_it_has_the_certificates_key(tmp_path: Path) -> None:
-    """A stopped driver still takes connections. If nobody listens there, or another process, the driver is gone."""
-    ours, others = (Security.temporary().get_tls_config_for_role("scheduler") for _ in range(2))
-
-    def served(certificate: dict[str, str] | None) -> bool:
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            address = f"tls://127.0.0.1:{listening.getsockname()[1]}"
-            file = dataclasses.replace(CONTENT, address=address, certificate=ours["cert"])
-            if certificate is None:
-                return driver_answers(file)
-            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            for part in ("cert", "key"):
-                (tmp_path / part).write_text(certificate[part])
-            context.load_cert_chain(tmp_path / "cert", tmp_path / "key")
-
-            def answer() -> None:
-                with suppress(OSError), context.wrap_socket(listening.accept()[0], server_side=True) as connection:
-                    connection.recv(1)
-
-            answering = threading.Thread(target=answer)
-            answering.start()
-            found = driver_answers(file)
-            answering.join()
-            return found
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("pipeline.workers.scheduler_file._ANSWER_S", 0.1)
-        assert served(None)
-    assert served(ours)
-    assert not served(others)
-    assert not driver_answers(dataclasses.replace(CONTENT, certificate=ours["cert"], address="tls://127.0.0.1:1"))
-    assert not driver_answers(CONTENT)

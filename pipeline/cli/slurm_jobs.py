@@ -24,7 +24,7 @@ from pipeline.launch import commands
 from pipeline.launch.commands import read_record, require
 from pipeline.launch.requeues import AttemptEnd, committed_so_far, note_end, refusal
 from pipeline.launch.submission import asked_for, run_script, submit_run
-from pipeline.observe.journal import EventKind, journal_exists, read_events
+from pipeline.observe.journal import is_finished, journal_exists, read_events
 from pipeline.workers.messages import worker_name
 from storage.ledger import Ledger
 
@@ -52,9 +52,7 @@ def finished(config: RunConfig) -> bool:
     paths = RunPaths(config.run_dir)
     if not (journal_exists(paths.events) and paths.ledger.exists()):
         return False
-    ends = (EventKind.RUN_STARTED, EventKind.RUN_FINISHED)
-    last = [event.kind for event in read_events(paths.events) if event.kind in ends][-1:]
-    return last == [EventKind.RUN_FINISHED] and len(open_history(config).steps_done()) >= config.steps
+    return is_finished(read_events(paths.events)) and len(open_history(config).steps_done()) >= config.steps
 
 
 def cluster_config(sources: Sequence[str]) -> RunConfig:

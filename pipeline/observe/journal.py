@@ -17,7 +17,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -196,6 +196,12 @@ def _parts(path: Path) -> list[tuple[int, Path]]:
 
 def _part(path: Path, number: int) -> Path:
     return path.with_name(f"{path.stem}-{number:06d}{path.suffix}")
+
+
+def is_finished(events: Iterable[Event]) -> bool:
+    """Return True if the last driver finished the run."""
+    ends = [event.kind for event in events if event.kind in (EventKind.RUN_STARTED, EventKind.RUN_FINISHED)]
+    return ends[-1:] == [EventKind.RUN_FINISHED]
 
 
 def run_starts(path: Path) -> list[float]:

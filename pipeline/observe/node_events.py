@@ -48,8 +48,6 @@ class NodeEvents:
     incidents: deque[Incident] = field(default_factory=lambda: deque(maxlen=_INCIDENTS))
     last: float = 0.0
     """Time of the latest event, seconds since the epoch."""
-    finished: bool = False
-    """True if the last driver finished the run."""
     _free_since: dict[str, float] = field(default_factory=dict)
     """Time at which each worker last finished a node."""
 
@@ -72,7 +70,6 @@ class NodeEvents:
         if found is not None:
             self.incidents.append(found)
         if event.kind in (EventKind.RUN_STARTED, EventKind.RUN_FINISHED):
-            self.finished = event.kind is EventKind.RUN_FINISHED
             self.out.clear()
         if event.kind is EventKind.GANG_LOST:
             together = event.gang in self.losses.together

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pipeline.observe.summary import Summary
-from pipeline.observe.text import three
+from pipeline.observe.summary import Summary, summary_lines
 from stages.native.software import installed_versions
 
 SOFTWARE = ("stageline", "torch", "megatron-core", "transformers", "dask", "zarr", "mlflow-skinny", "omegaconf")
@@ -132,22 +131,15 @@ def run_note(what: str, facts: Mapping[str, str], result: str) -> str:
     return f"{what}\n\n| | |\n|---|---|\n{rows}\n\n**Result:** {result}\n"
 
 
+_IN_NOTE = ("held_out", "kl", "speed", "overlap", "lost", "best")
+"""Keys of the results in a run's description."""
+
+
 def result_text(status: str, summary: Summary | None, ended: str = "") -> str:
     """Return the state of a run in a sentence. `ended`: the reason why it ended before its last step."""
     why = f": {code(ended[:400])}" if ended else ""
     if summary is None:
         return f"{status.lower()}{why}"
-    parts = [f"{status.lower()} after {summary.steps} steps in {summary.wall_s:.0f} s{why}"]
-    if summary.eval is not None:
-        t = "" if summary.eval.paired_t is None else f", paired t {summary.eval.paired_t:.1f}"
-        change = f"{three(summary.eval.before)} → {three(summary.eval.after)}"
-        parts.append(f"held-out reward {change} ({summary.eval.num_prompts} prompts{t})")
-    if summary.kl_final is not None:
-        parts.append(f"KL to the reference {three(summary.kl_final)} nats per response")
-    if summary.steps:
-        parts.append(f"{summary.samples_per_s:.2f} responses/s, overlap of gangs {summary.overlap_fraction:.0%}")
-    if summary.trainer_losses:
-        parts.append(f"trainers lost: {len(summary.trainer_losses)} ({summary.trainer_lost_s:.1f} s)")
-    if summary.best is not None:
-        parts.append(f"best version v{summary.best.version}")
-    return "; ".join(parts)
+    shown = [line for line in summary_lines(summary) if line.key in _IN_NOTE]
+    results = [f"{line.label} {line.text}" for line in shown]
+    return "; ".join([f"{status.lower()} after {summary.steps} steps in {summary.wall_s:.0f} s{why}", *results])

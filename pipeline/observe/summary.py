@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pipeline.observe.evaluations import EvaluatedVersion, Evaluation, in_numbers, paired
 from pipeline.observe.incidents import worker_losses
 from pipeline.observe.journal import Event, EventKind
+from pipeline.observe.text import three
 from pipeline.observe.timeline import (
     Box,
     Interval,
@@ -280,3 +281,84 @@ def _eval(evaluations: Sequence[Evaluation]) -> EvalSummary | None:
         return None
     found = paired(evaluations[0].scores, evaluations[-1].scores)
     return None if found is None else EvalSummary(found.before, found.after, found.num_prompts, found.t)
+
+
+# ---- in words --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One result of a run, with its meaning in words."""
+
+    key: str
+    label: str
+    value: str
+    detail: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"{self.value} ({self.detail})" if self.detail else self.value
+
+
+def summary_lines(summary: Summary) -> list[Headline]:
+    """Return the results that apply to a run. The terminal, the report and MLflow's note show these words."""
+    lines: list[Headline] = []
+    if summary.eval is not None:
+        e = summary.eval
+        t = f", paired t {e.paired_t:.1f}" if e.paired_t is not None else ""
+        change = f"{three(e.before)} → {three(e.after)}"
+        lines.append(Headline("held_out", "held-out reward", change, f"{e.num_prompts} prompts{t}"))
+    if summary.evaluations and len(summary.evaluations[-1].parts) > 1:
+        first, last = summary.evaluations[0].parts, summary.evaluations[-1].parts
+        parts = (f"{name} {three(first[name])} → {three(mean)}" for name, mean in last.items() if name in first)
+        lines.append(Headline("held_out_parts", "held-out parts", ", ".join(parts)))
+    if summary.best is not None:
+        kl = "" if summary.best.kl is None else f", KL {three(summary.best.kl)}"
+        detail = f"held-out reward {three(summary.best.reward)}{kl}"
+        lines.append(Headline("best", "best version", f"v{summary.best.version}", detail))
+    elif summary.evaluations:
+        lines.append(Headline("best", "best version", "none", "no evaluated version is within evaluate.select.max_kl"))
+    if summary.reward:
+        change = f"{three(summary.reward[0])} → {three(summary.reward[-1])}"
+        lines.append(Headline("score", "training reward", change, "first → last step"))
+    if summary.kl_final is not None:
+        kl = three(summary.kl_final)
+        lines.append(Headline("kl", "KL to the reference", kl, "nats per response, last step"))
+    before, after = summary.distinct_bigrams["before"], summary.distinct_bigrams["after"]
+    if before is not None and after is not None:
+        change = f"{before:.1%} → {after:.1%}"
+        lines.append(Headline("bigrams", "distinct bigrams", change, "of the held-out responses"))
+    if summary.steps:
+        mean, most = summary.staleness.mean, summary.staleness.max
+        lines.append(Headline("staleness", "staleness", f"{mean:.2f}", f"versions, mean; at most {most}"))
+        rate, tokens = f"{summary.samples_per_s:.2f}", f"{summary.tokens_per_s:,.1f}"
+        lines.append(Headline("speed", "samples/s", rate, f"{tokens} sampled tokens/s"))
+    idle = ", ".join(f"{gang} {share:.0%}" for gang, share in sorted(summary.idle.items()))
+    overlap = f"of the time two gangs were busy; idle: {idle or '-'}"
+    lines.append(Headline("overlap", "overlap", f"{summary.overlap_fraction:.0%}", overlap))
+    versions = summary.versions.get("weights", 0)
+    lines.append(
+        Headline("wall", "wall time", _duration(summary.wall_s), f"{summary.steps} steps, {versions} versions")
+    )
+    stages = sorted(summary.stage_s.items(), key=lambda item: -item[1])
+    seconds = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in stages)
+    lines.append(Headline("stages", "seconds by stage", seconds))
+    share = f"{summary.overhead_fraction:.1%}"
+    lines.append(Headline("bookkeeping", "bookkeeping", share, "store, ledger and driver, of the time"))
+    if summary.trainer_losses:
+        times = f"{len(summary.trainer_losses)} times" if len(summary.trainer_losses) > 1 else "once"
+        lost = f"{summary.trainer_lost_s:.1f} s until it trained again"
+        lines.append(Headline("lost", "trainer lost", times, lost))
+    by_rule = {"mismatch": summary.alarms, **summary.alarms_by_rule}
+    if number := sum(by_rule.values()):
+        rules = ", ".join(f"{rule} {count}" for rule, count in by_rule.items() if count)
+        lines.append(Headline("alarms", "alarms", str(number), f"{rules}; events.jsonl says when and why"))
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"

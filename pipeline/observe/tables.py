@@ -12,11 +12,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.observe.summary import Summary, summary_lines
 from pipeline.observe.text import plain, three, visible
 
-if TYPE_CHECKING:  # they load pandas and Zarr, and `stageline check` prints a table too
+if TYPE_CHECKING:  # it loads pandas and Zarr, and `stageline check` prints a table too
     from pipeline.observe.rows import ResponsePair
-    from pipeline.observe.summary import Summary
 
 
 @dataclass(frozen=True)
@@ -52,52 +52,9 @@ def summary_table(summary: Summary) -> Table:
     table = Table(title="Result", title_justify="left", show_header=False, title_style="bold")
     table.add_column(style="dim")
     table.add_column()
-    for label, value in summary_rows(summary):
-        table.add_row(plain(label), plain(value))
+    for line in summary_lines(summary):
+        table.add_row(plain(line.label), plain(line.text))
     return table
-
-
-def summary_rows(summary: Summary) -> list[tuple[str, str]]:
-    """Return the (label, text) rows of the result table that apply to this run."""
-    rows: list[tuple[str, str]] = []
-    if summary.eval is not None:
-        e = summary.eval
-        t = f", paired t {e.paired_t:.1f}" if e.paired_t is not None else ""
-        rows.append(("held-out reward", f"{three(e.before)} → {three(e.after)}  ({e.num_prompts} prompts{t})"))
-    if summary.evaluations and len(summary.evaluations[-1].parts) > 1:
-        first, last = summary.evaluations[0].parts, summary.evaluations[-1].parts
-        parts = (f"{name} {three(first[name])} → {three(mean)}" for name, mean in last.items() if name in first)
-        rows.append(("held-out parts", ", ".join(parts)))
-    if summary.best is not None:
-        best = summary.best
-        kl = "" if best.kl is None else f", KL {three(best.kl)}"
-        rows.append(("best version", f"v{best.version}: held-out reward {three(best.reward)}{kl}"))
-    elif summary.evaluations:
-        rows.append(("best version", "none: no evaluated version is within evaluate.select.max_kl"))
-    if summary.reward:
-        rows.append(("training reward", f"{three(summary.reward[0])} → {three(summary.reward[-1])}"))
-    if summary.kl_final is not None:
-        rows.append(("KL to the reference", f"{three(summary.kl_final)} nats per response at the end"))
-    before, after = summary.distinct_bigrams["before"], summary.distinct_bigrams["after"]
-    if before is not None and after is not None:
-        rows.append(("distinct bigrams", f"{before:.1%} → {after:.1%} of the held-out responses"))
-    rows.append(("speed", f"{summary.samples_per_s:.2f} samples/s, {summary.tokens_per_s:.1f} sampled tokens/s"))
-    versions = summary.versions["weights"]
-    rows.append(("wall time", f"{summary.wall_s:.1f} s for {summary.steps} steps, {versions} versions"))
-    stages = sorted(summary.stage_s.items(), key=lambda item: -item[1])
-    rows.append(("seconds by stage", ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in stages)))
-    rows.append(("staleness", f"max {summary.staleness.max}, mean {summary.staleness.mean:.2f} versions"))
-    idle = ", ".join(f"{gang} {share:.0%}" for gang, share in summary.idle.items())
-    rows.append(("overlap of gangs", f"{summary.overlap_fraction:.0%} of the time; idle: {idle or '-'}"))
-    if summary.trainer_losses:
-        times = f"{len(summary.trainer_losses)} times" if len(summary.trainer_losses) > 1 else "once"
-        rows.append(("trainer lost", f"{times}; {summary.trainer_lost_s:.1f} s until it trained again"))
-    if summary.alarms:
-        rows.append(("alarms", f"engine and trainer differed at {summary.alarms} versions (mismatch/canary_mean_abs)"))
-    for rule, number in summary.alarms_by_rule.items():
-        rows.append((f"alarm: {rule}", f"{number} time{'s' if number > 1 else ''} (events.jsonl says when and why)"))
-    rows.append(("bookkeeping", f"{summary.overhead_fraction:.1%} of the time"))
-    return rows
 
 
 def responses_table(pairs: Sequence[ResponsePair]) -> Table:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.observe.evaluations import Evaluation, paired, standard_error
-from pipeline.observe.journal import Event, EventKind
+from pipeline.observe.journal import Event, EventKind, is_finished
 from pipeline.observe.rows import StageRows
-from pipeline.observe.summary import Summary
+from pipeline.observe.summary import Headline, Summary, summary_lines
 from pipeline.observe.text import three
 from storage.redaction import redacted_text
 
@@ -53,11 +53,7 @@ def run_facts(
 
 def state_of(events: Sequence[Event], steps_done: int, steps: int) -> str:
     """Return the progress of a run."""
-    finished = False
-    for event in events:
-        if event.kind in (EventKind.RUN_STARTED, EventKind.RUN_FINISHED):
-            finished = event.kind is EventKind.RUN_FINISHED
-    if finished or steps_done == steps:
+    if is_finished(events) or steps_done == steps:
         return f"finished: {steps_done} steps"
     given_up = _failed(events, (EventKind.SUBMITTED, EventKind.FINISHED))  # what is tried again has not ended the run
     return f"{'failed' if given_up else 'not finished'}: {steps_done} of {steps} steps"
@@ -116,54 +112,24 @@ def _text(value: object) -> str:
 # ---- headline --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Headline:
-    """One number of a run, with its meaning in words."""
-
-    key: str
-    label: str
-    value: str
-    detail: str = ""
-
-
 def headlines(
     summary: Summary, evaluations: Sequence[Evaluation], first: StageRows | None, last: StageRows | None
 ) -> list[Headline]:
     """Return the headlines that apply to a run. `first`, `last`: rows of the first and the last finished step, if they
     are kept."""
-    found = [*_held_out(evaluations), *_best(summary)]
-    if summary.reward:
-        parts = (
-            _plus_minus(summary.reward[0], _score_error(first)),
-            _plus_minus(summary.reward[-1], _score_error(last)),
-        )
-        found.append(Headline("score", "training reward", " → ".join(parts), "first → last step, ± standard error"))
-    if summary.kl_final is not None:
-        error = None if last is None or last.kl is None else standard_error(last.kl)
-        value = _plus_minus(summary.kl_final, error)
-        found.append(Headline("kl", "KL to the reference", value, "nats per response, last step"))
-    if summary.steps:
-        mean, most = summary.staleness.mean, summary.staleness.max
-        found.append(Headline("staleness", "staleness", f"{mean:.2f}", f"versions, mean; at most {most}"))
-        speed = f"{summary.tokens_per_s:,.0f} sampled tokens/s"
-        found.append(Headline("speed", "samples/s", f"{summary.samples_per_s:.2f}", speed))
-    idle = ", ".join(f"{gang} {share:.0%}" for gang, share in sorted(summary.idle.items()))
-    overlap = f"{summary.overlap_fraction:.0%}"
-    found.append(Headline("overlap", "overlap", overlap, f"of the time two gangs were busy; idle: {idle or '-'}"))
-    versions = summary.versions.get("weights", 0)
-    found.append(
-        Headline("wall", "wall time", _clock_headline(summary.wall_s), f"{summary.steps} steps, {versions} versions")
-    )
-    share = f"{summary.overhead_fraction:.1%}"
-    found.append(Headline("bookkeeping", "bookkeeping", share, "store, ledger and driver, of the time"))
-    if summary.trainer_losses:
-        lost = f"{summary.trainer_lost_s:.1f} s until it trained again"
-        found.append(Headline("lost", "trainer lost", f"{len(summary.trainer_losses)} times", lost))
-    alarms = summary.alarms + sum(summary.alarms_by_rule.values())
-    if alarms:
-        by = {"mismatch": summary.alarms, **summary.alarms_by_rule}
-        rules = ", ".join(f"{rule} {count}" for rule, count in by.items() if count)
-        found.append(Headline("alarms", "alarms", str(alarms), rules))
+    found = _held_out(evaluations)
+    for line in summary_lines(summary):
+        if line.key == "score":
+            parts = (
+                _plus_minus(summary.reward[0], _score_error(first)),
+                _plus_minus(summary.reward[-1], _score_error(last)),
+            )
+            found.append(replace(line, value=" → ".join(parts), detail=f"{line.detail}, ± standard error"))
+        elif line.key == "kl":
+            error = None if last is None or last.kl is None else standard_error(last.kl)
+            found.append(replace(line, value=_plus_minus(summary.kl_final or 0.0, error)))
+        elif line.key not in ("held_out", "held_out_parts", "bigrams", "stages"):
+            found.append(line)
     return found
 
 
@@ -185,14 +151,6 @@ def _held_out(evaluations: Sequence[Evaluation]) -> list[Headline]:
     return found
 
 
-def _best(summary: Summary) -> list[Headline]:
-    best = summary.best
-    if best is None:
-        return []
-    kl = "" if best.kl is None else f", KL {three(best.kl)}"
-    return [Headline("best", "best version", f"v{best.version}", f"held-out reward {three(best.reward)}{kl}")]
-
-
 def _versions(evaluation: Evaluation) -> str:
     return f"v{evaluation.version}, {len(evaluation.scores)} prompts, ± standard error"
 
@@ -204,11 +162,3 @@ def _score_error(rows: StageRows | None) -> float | None:
 def _plus_minus(value: float, error: float | None, *, sign: bool = False) -> str:
     shown = three(value, sign=sign)
     return shown if error is None else f"{shown} ± {three(error)}"
-
-
-def _clock_headline(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"

@@ -15,9 +15,11 @@ from rich.console import Console, RenderableType
 from pipeline.graph.graph import GraphSpec
 from pipeline.observe.evaluations import EvaluatedVersion
 from pipeline.observe.history import History
+from pipeline.observe.provenance import result_text
+from pipeline.observe.report.facts import headlines
 from pipeline.observe.rows import ResponsePair, chosen, response_pairs, samples_table
-from pipeline.observe.summary import EvalSummary, StalenessSummary, Summary, TrainerLoss
-from pipeline.observe.tables import InspectRow, end_of_run, inspect_table, summary_rows
+from pipeline.observe.summary import EvalSummary, StalenessSummary, Summary, TrainerLoss, summary_lines
+from pipeline.observe.tables import InspectRow, end_of_run, inspect_table, summary_table
 from pipeline.observe.text import three, visible
 from storage.address import Address
 from storage.commits import Provenance
@@ -42,43 +44,57 @@ def _text(renderable: RenderableType, width: int = 120) -> str:
     return out.getvalue()
 
 
-def test_summary_rows() -> None:
-    rows = dict(summary_rows(SUMMARY))
-    assert rows["held-out reward"] == "0.195 → 0.481  (32 prompts, paired t 4.4)"
-    assert rows["KL to the reference"] == "5.700 nats per response at the end"
-    assert rows["distinct bigrams"] == "90.0% → 80.0% of the held-out responses"
+def lines(summary: Summary) -> dict[str, str]:
+    return {line.label: line.text for line in summary_lines(summary)}
+
+
+def test_summary_in_words() -> None:
+    rows = lines(SUMMARY)
+    assert rows["held-out reward"] == "0.195 → 0.481 (32 prompts, paired t 4.4)"
+    assert rows["KL to the reference"] == "5.700 (nats per response, last step)"
+    assert rows["distinct bigrams"] == "90.0% → 80.0% (of the held-out responses)"
     assert rows["seconds by stage"] == "update_policy 7.0, generate 6.0"
-    assert rows["overlap of gangs"] == "25% of the time; idle: gen 40%"
-    assert rows["bookkeeping"] == "3.1% of the time"
-    assert "alarms" not in rows
-    assert "trainer lost" not in rows
+    assert rows["overlap"] == "25% (of the time two gangs were busy; idle: gen 40%)"
+    assert rows["bookkeeping"] == "3.1% (store, ledger and driver, of the time)"
+    assert not {"alarms", "trainer lost"} & rows.keys()
     loss = TrainerLoss(12.0, "train", "its process ended", 3.0, 8.0)
-    lost = dict(summary_rows(dataclasses.replace(SUMMARY, trainer_losses=(loss, loss), trainer_lost_s=8.0)))
-    assert lost["trainer lost"] == "2 times; 8.0 s until it trained again"
-    by_rule = dict(summary_rows(dataclasses.replace(SUMMARY, alarms_by_rule={"kl": 1, "entropy": 2})))
-    assert by_rule["alarm: kl"] == "1 time (events.jsonl says when and why)"
-    assert by_rule["alarm: entropy"] == "2 times (events.jsonl says when and why)"
-    alarmed = dict(summary_rows(dataclasses.replace(SUMMARY, alarms=2)))
-    assert alarmed["alarms"] == "engine and trainer differed at 2 versions (mismatch/canary_mean_abs)"
+    lost = lines(dataclasses.replace(SUMMARY, trainer_losses=(loss, loss), trainer_lost_s=8.0))
+    assert lost["trainer lost"] == "2 times (8.0 s until it trained again)"
+    alarmed = lines(dataclasses.replace(SUMMARY, alarms=2, alarms_by_rule={"kl": 1, "entropy": 2}))
+    assert alarmed["alarms"] == "5 (mismatch 2, kl 1, entropy 2; events.jsonl says when and why)"
+
+
+def test_terminal_report_and_note_show_the_same_words() -> None:
+    """Each line of the report without an uncertainty of its own, and each result in MLflow's note, stands in the
+    terminal's table too."""
+    loss = TrainerLoss(12.0, "train", "its process ended", 3.0, 8.0)
+    summary = dataclasses.replace(SUMMARY, trainer_losses=(loss,), trainer_lost_s=8.0, alarms=1)
+    shown = _text(summary_table(summary), 200)
+    report = [line for line in headlines(summary, [], None, None) if line.key != "score"]
+    assert len(report) > 5
+    assert [line.key for line in report if line.text not in shown] == []
+    note = result_text("FINISHED", summary).split("; ", 1)[1]
+    assert "trainer lost once (8.0 s until it trained again)" in note
+    assert all(f"{line.label} {line.text}" in note for line in report if line.key in ("kl", "speed", "overlap"))
 
 
 def test_the_best_version_is_named_with_its_price() -> None:
     first, second = EvaluatedVersion(0, 0.1, 0.0, 8.0, {}), EvaluatedVersion(10, 0.48, 5.1, 9.0, {"a": 0.48})
     both = dataclasses.replace(SUMMARY, evaluations=(first, second), best=second)
-    assert dict(summary_rows(both))["best version"] == "v10: held-out reward 0.480, KL 5.100"
+    assert lines(both)["best version"] == "v10 (held-out reward 0.480, KL 5.100)"
     none = dataclasses.replace(SUMMARY, evaluations=(first, second))
-    assert dict(summary_rows(none))["best version"].startswith("none: no evaluated version is within")
-    assert "best version" not in dict(summary_rows(SUMMARY))
+    assert lines(none)["best version"] == "none (no evaluated version is within evaluate.select.max_kl)"
+    assert "best version" not in lines(SUMMARY)
 
 
 def test_parts_of_a_score_are_shown_where_there_are_several() -> None:
     """So a learned reward that rises is seen beside a measured one that falls."""
     first = EvaluatedVersion(0, 0.1, 0.0, 8.0, {"learned": 0.1, "vader": 0.25})
     last = EvaluatedVersion(10, 0.48, 5.1, 9.0, {"learned": 0.48, "vader": -0.125})
-    several = dict(summary_rows(dataclasses.replace(SUMMARY, evaluations=(first, last))))
+    several = lines(dataclasses.replace(SUMMARY, evaluations=(first, last)))
     assert several["held-out parts"] == "learned 0.100 → 0.480, vader 0.250 → -0.125"
     one = dataclasses.replace(first, parts={"learned": 0.1})
-    assert "held-out parts" not in dict(summary_rows(dataclasses.replace(SUMMARY, evaluations=(one, one))))
+    assert "held-out parts" not in lines(dataclasses.replace(SUMMARY, evaluations=(one, one)))
 
 
 def test_end_of_run_shows_responses_as_they_are_and_paths() -> None:

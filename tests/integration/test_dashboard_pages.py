@@ -30,6 +30,7 @@ from pipeline.driver.graph_markers import marker_key, marker_stage
 from pipeline.driver.session import only_driver, worker_processes
 from pipeline.errors import ConfigError
 from storage.address import Address
+from tests.support.ports import free_ports
 from tests.support.runs import QUIET, configure, finish
 from tests.support.waiting import until
 
@@ -47,12 +48,6 @@ def get(url: str) -> tuple[int, str]:
         return error.code, ""
     except OSError:
         return 0, ""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def edges(scheduler: Scheduler) -> set[tuple[object, object]]:
@@ -131,7 +126,7 @@ def visited(patch: pytest.MonkeyPatch, config: RunConfig) -> Iterator[list[Seen]
 
 @pytest.fixture(scope="module")
 def live(folder_of_pages: Path) -> tuple[RunConfig, Seen]:
-    changes = ("steps=12", f"cluster.dashboard=127.0.0.1:{free_port()}", "staleness=1", *QUIET)
+    changes = ("steps=12", f"cluster.dashboard=127.0.0.1:{free_ports(1)[0]}", "staleness=1", *QUIET)
     config = configure(folder_of_pages, "live", *changes)
     with pytest.MonkeyPatch.context() as patch, visited(patch, config) as found:
         finish(config)

@@ -359,7 +359,7 @@ def test_result_lost_with_its_holder(start: Callable[..., Run]) -> None:
 def test_stopped_replica_comes_back(start: Callable[..., Run]) -> None:
     """The other replica takes its shard over. When it wakes it loses the commit, discards its own output, and is given
     work again."""
-    run = start(steps=6, staleness=0, deadline_s=3.0)  # it may come back some steps later
+    run = start(steps=12, staleness=0, deadline_s=6.0)  # it may come back some steps later
     node = Address("generate", 0, 0)
     held = {f"generate-{i}": run.control(f"generate-0-0@generate-{i}", "commit") for i in (0, 1)}
 
@@ -393,7 +393,7 @@ def test_stopped_replica_comes_back(start: Callable[..., Run]) -> None:
 def test_stopped_for_good(start: Callable[..., Run], worker: str) -> None:
     """A stopped process answers nothing and is not dead: it is killed after its deadline (a gang), or after a second
     one, while another replica does its work (a replica)."""
-    run = start(steps=2, deadline_s=2.0, attempts=9)
+    run = start(steps=2, deadline_s=6.0, attempts=9)
     node = Address("update_policy", 0) if worker else Address("generate", 1, 0)
     hold = run.control(f"{node.stage}-{node.step}-{node.shard}@{worker or '*'}", "hold")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from pipeline.observe.tracking import WRITER_ENV
+from tests.support.ports import free_ports
 from tests.support.waiting import until
 
 NO_JOBS = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
@@ -23,10 +23,9 @@ NO_JOBS = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 @contextmanager
 def mlflow_server(uri: str, folder: Path) -> Iterator[str]:
     """Serve the store at `uri`, and artifacts from `folder`; yield the server's address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{free.getsockname()[1]}"
-    where = ["--host", "127.0.0.1", "--port", address.rpartition(":")[2], "--workers", "1"]
+    (port,) = free_ports(1)
+    address = f"http://127.0.0.1:{port}"
+    where = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, *where]
     with (folder / "mlflow_server.log").open("wb") as log:
         server = subprocess.Popen(

@@ -15,13 +15,14 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from tests.support.ports import free_ports
 from tests.support.waiting import until
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -205,7 +206,7 @@ class SlurmCluster:
         for number in range(MOST_GPUS):
             (self.root / f"run/nvidia{number}").symlink_to("/dev/null")  # slurmd wants a device
         host = socket.gethostname().partition(".")[0]
-        port, *ports = _free_ports(1 + len(self._nodes))
+        port, *ports = free_ports(1 + len(self._nodes))
         lines = [_CONFIGURATION.format(host=host, port=port, user=getpass.getuser(), root=self.root)]
         gres = ["AutoDetect=off"]
         for (name, node), own in zip(self._nodes.items(), ports, strict=True):
@@ -293,14 +294,6 @@ def processes_with(*needed: str) -> list[int]:
                 if text.strip(b"\0") and all(part.encode() in text for part in needed):
                     found.append(int(folder.name))
     return found
-
-
-def _free_ports(number: int) -> Sequence[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
 
 
 def _which(name: str) -> str | None:

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 import tracemalloc
@@ -28,6 +27,7 @@ from pipeline.observe.tracking import (
     read_state,
 )
 from tests.support.paths import ROOT
+from tests.support.ports import free_ports
 
 T0 = 1_700_000_000.0
 
@@ -63,12 +63,6 @@ def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"sqlite:///{tmp_path_factory.mktemp('db')}/runs/mlflow.db"
 
 
-def _closed_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def test_a_down_server_loses_nothing_and_costs_one_warning(
     tmp_path: Path, uri: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -76,7 +70,7 @@ def test_a_down_server_loses_nothing_and_costs_one_warning(
     run_dir = tmp_path / "run"
     spool = run_dir / "mlflow_spool.jsonl"
     with caplog.at_level(logging.WARNING, "stageline.tracking"):
-        tracker = _tracker(f"http://127.0.0.1:{_closed_port()}", run_dir, timeout_s=1.0)
+        tracker = _tracker(f"http://127.0.0.1:{free_ports(1)[0]}", run_dir, timeout_s=1.0)
         for step in range(3):
             _tell_step(tracker, step)
         # Each call has left its line by the time it returns, whatever the writer is doing: the calls wait for nothing.
@@ -199,7 +193,7 @@ def test_a_run_that_is_left_goes_on_later(tmp_path: Path, uri: str, caplog: pyte
     """A job whose nodes are wanted back has no time for a server that does not answer; nothing is lost by it."""
     run_dir = tmp_path / "left"
     with caplog.at_level(logging.WARNING, "stageline.tracking"):
-        tracker = _tracker(f"http://127.0.0.1:{_closed_port()}", run_dir, timeout_s=600.0)
+        tracker = _tracker(f"http://127.0.0.1:{free_ports(1)[0]}", run_dir, timeout_s=600.0)
         _tell_step(tracker, 0)
         tracker.leave()
         tracker.leave()

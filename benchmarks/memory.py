@@ -214,7 +214,7 @@ def report_recomputation(
     figures: dict[str, float],
 ) -> None:
     rows = []
-    size = MicroBatchSize(MICRO_ROWS * (PROMPT + NEW), MICRO_ROWS * NEW)
+    size = MicroBatchSize(MICRO_ROWS * (PROMPT + NEW), MICRO_ROWS * NEW, PROMPT + NEW)
     for (dtype, name), found in seconds.items():
         config = replace(base, dtype=dtype)  # type: ignore[arg-type]
         gang = GangModels(read_spec(base.path), config, ARMS[name], ROLES, 1)

@@ -18,12 +18,22 @@ from pipeline.cli.answers import output, print_line
 from pipeline.config.run import RunConfig
 from pipeline.graph.graph import Gang
 from stages.models.fake_gpu import DEVICE, FILES, HOST, PINNED, Collective
-from stages.models.memory import GangModels, RowsSize, offloaded_bytes, rank_bytes
+from stages.models.memory import (
+    DTYPE_BYTES,
+    GangModels,
+    RowsSize,
+    checkpoint_bytes,
+    offloaded_bytes,
+    publication_bytes,
+    published_tensors,
+    rank_bytes,
+)
 from stages.models.protocol import MODEL_ROLES, Role
 from stages.models.spec import read_spec
 from stages.models.trace import TracedGang, TracedRank, trace_stage, worst_batch
 
 _MIB = 1 << 20
+_NAMES = {DEVICE: "GPU", HOST: "host", PINNED: "pinned"}
 
 
 def show_trace(config: RunConfig) -> None:
@@ -51,10 +61,12 @@ def show_trace(config: RunConfig) -> None:
                 _show_rank(name, gang, rank)
             versions, published = config.staleness + 2, ranks[0].published_bytes
             if published:
-                print_line(
-                    f"{name}: publishes {_mebibytes(published)} MiB a version; {versions} versions in shared memory "
-                    f"take {_mebibytes(versions * published)} MiB"
+                of_formula = DTYPE_BYTES[config.model.dtype] * sum(
+                    published_tensors(read_spec(config.model.path), config.model).values()
                 )
+                print_line(f"{name}: a published version: {_compared(published, of_formula)}")
+                shared = _compared(versions * published, versions * of_formula)
+                print_line(f"{name}: {versions} versions in shared memory: {shared}")
 
 
 def traced_gang(config: RunConfig, gang: Gang) -> TracedGang:
@@ -72,18 +84,40 @@ def traced_gang(config: RunConfig, gang: Gang) -> TracedGang:
     )
 
 
-def predicted(gang: TracedGang, stage: int) -> tuple[int, int]:
-    """Return the predicted bytes of a rank of a stage for the rows that the trace runs: on its GPU, and offloaded to
-    the host."""
+def predicted(gang: TracedGang, stage: int) -> dict[str, int]:
+    """Return the predicted bytes of the first rank of a stage, by place, for the rows that the trace runs: on its GPU,
+    in the host's memory for a publication, and pinned there for checkpoints and for what is offloaded."""
     model = gang.model
     own = {role: read_spec(model.path_of(role)) for role in gang.roles if model.path_of(role) != model.path}
-    models = GangModels(read_spec(model.path), model, gang.layout, gang.roles, gang.data_ranks, gang.offload, own)
+    models = GangModels(
+        read_spec(model.path),
+        model,
+        gang.layout,
+        gang.roles,
+        gang.data_ranks,
+        gang.offload,
+        own,
+        portable=True,
+        on_gpu=True,
+    )
     batches = {role: worst_batch(gang, role) for role in (Role.POLICY, Role.CRITIC)}
     width = max(batch.length for batch in batches.values())
     num_rows = max(batch.rows for batch in batches.values()) * gang.data_ranks * gang.num_batches
     rows = RowsSize(width, num_rows, num_rows)
     sizes = {role: batch.size for role, batch in batches.items()}
-    return sum(rank_bytes(models, sizes, stage, rows=rows, device="cuda").values()), offloaded_bytes(models, stage)
+    publishes = Role.POLICY in gang.roles
+    _, on_host = publication_bytes(models, stage, sends=True, first=not stage, on_gpu=True) if publishes else (0, 0)
+    return {
+        DEVICE: sum(rank_bytes(models, sizes, stage, rows=rows, device="cuda").values()),
+        HOST: on_host,
+        PINNED: checkpoint_bytes(models, stage, is_pinned=True) + offloaded_bytes(models, stage),
+    }
+
+
+def _compared(traced: int, of_formula: int) -> str:
+    """Return a traced and a predicted number of bytes in words."""
+    difference = f" ({of_formula / traced - 1:+.1%})" if traced else ""
+    return f"traced {_mebibytes(traced) or 0} MiB, predicted {_mebibytes(of_formula) or 0} MiB{difference}"
 
 
 def _show_rank(name: str, gang: TracedGang, rank: TracedRank) -> None:
@@ -98,13 +132,8 @@ def _show_rank(name: str, gang: TracedGang, rank: TracedRank) -> None:
         moved = sum(collective.num_bytes for collective in phase.collectives)
         table.add_row(phase.name, *places, str(len(phase.collectives)), _mebibytes(moved))
     output().print(table)
-    on_device, offloaded = predicted(gang, rank.stage)
-    traced = rank.peak(DEVICE)
-    print_line(
-        f"GPU at most: traced {_mebibytes(traced)} MiB, predicted {_mebibytes(on_device)} MiB "
-        f"({on_device / traced - 1:+.1%})"
-        + (f"; offloaded to the host: predicted {_mebibytes(offloaded)} MiB" if offloaded else "")
-    )
+    for place, of_formula in predicted(gang, rank.stage).items():
+        print_line(f"{_NAMES[place]} at most: {_compared(rank.peak(place), of_formula)}")
     for phase in rank.phases:
         for times, collectives in repeats(phase.collectives):
             again = f"{times} x " if times > 1 else ""

@@ -308,7 +308,9 @@ def _model_items(run: PlannedRun, gang: Gang, stage: int, *, sends: bool, first:
     data = gang.workers // (layout.tensor * layout.pipeline)
     roles = gang.roles & MODEL_ROLES
     portable = run.on_gpus or config.model.kernels == "portable"
-    models = GangModels(run.spec, config.model, layout, roles, data, settings.offload, run.own_specs, portable)
+    models = GangModels(
+        run.spec, config.model, layout, roles, data, settings.offload, run.own_specs, portable, run.on_gpus
+    )
     optimizers = {Role.POLICY: config.model.policy, Role.CRITIC: config.model.critic}
     batches = {role: largest_micro_batch(optimizer, config) for role, optimizer in optimizers.items()}
     rows = RowsSize(config.seq, config.rollout.rows, config.rollout.rows * config.steps)
@@ -342,7 +344,7 @@ def largest_micro_batch(optimizer: OptimizerConfig, config: RunConfig) -> MicroB
     rows = min(optimizer.micro_batch_rows or config.rollout.rows, config.rollout.rows)
     tokens = min(max(optimizer.micro_batch_tokens, config.seq), rows * config.seq)
     new = config.sampling.max_new_tokens
-    return MicroBatchSize(tokens, min(rows * new, tokens * new // (new + 1)))
+    return MicroBatchSize(tokens, min(rows * new, tokens * new // (new + 1)), min(tokens, config.seq))
 
 
 def _engine_items(run: PlannedRun) -> dict[str, int]:

@@ -6,9 +6,9 @@ unchanged, with a model of any size, and a `Recorder` writes down its memory and
         recorder.usage.peak, recorder.collectives
 
 The device is torch's backend for devices written in Python. Attention and norms take the kernels that CUDA chooses:
-flash attention for 16-bit heads (otherwise torch's own choice), and a fused norm. Numbers that a program reads from a
-tensor do not exist: they are 0, and conditions are False (`NoNumbers`). Not recorded: that the allocator of a GPU
-rounds sizes and may be fragmented, and the workspaces of libraries.
+flash attention for 16-bit heads, in float32 the memory-efficient one, or a matrix of scores if heads share keys; and a
+fused norm. Numbers that a program reads from a tensor do not exist: they are 0, and conditions are False (`NoNumbers`).
+Not recorded: that the allocator of a GPU rounds sizes and may be fragmented, and the workspaces of libraries.
 
 A process that has called `fake_device` cannot use another accelerator afterwards.
 """
@@ -191,6 +191,9 @@ class NoNumbers(TorchFunctionMode):
         if func is F.scaled_dot_product_attention and args[0].dtype.itemsize == 2:
             attend = torch.ops.aten._scaled_dot_product_flash_attention
             return attend(*args[:3], 0.0, kwargs["is_causal"], scale=kwargs["scale"])[0]
+        if func is F.scaled_dot_product_attention and args[0].shape[1] == args[1].shape[1]:
+            attend = torch.ops.aten._scaled_dot_product_efficient_attention
+            return attend(*args[:3], None, torch.is_grad_enabled(), 0.0, kwargs["is_causal"], scale=kwargs["scale"])[0]
         if func is F.rms_norm:
             return _FusedNorm.apply(args[0], kwargs["weight"])
         return func(*args, **kwargs)

@@ -65,6 +65,8 @@ class MicroBatchSize:
     """Most tokens of all rows together."""
     sampled: int
     """Most tokens that go through the output layer."""
+    width: int
+    """Most tokens of a row."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,13 @@ class GangModels:
     """Architecture of each role with a model of its own (`model.reference_path`, `model.critic_path`)."""
     portable: bool = False
     """True if the blocks are Megatron's own linears (`model.kernels`), as on CUDA."""
+    on_gpu: bool = False
+
+    def computes_scores(self, role: Role) -> bool:
+        """Return True if attention computes a matrix of scores [heads, tokens, tokens] for each row. torch has no fused
+        kernel for float32 heads that share keys on CUDA."""
+        spec, ranks = padded(self.spec_of(role), self.layout.tensor), self.layout.tensor
+        return self.on_gpu and self.dtype_bytes == 4 and spec.num_heads // ranks > max(1, spec.num_kv_heads // ranks)
 
     def spec_of(self, role: Role) -> ModelSpec:
         return self.own.get(role, self.spec)
@@ -227,9 +236,12 @@ def _state_bytes(gang: GangModels, stage: int) -> dict[str, int]:
     }
 
 
-def block_activations(spec: ModelSpec, layout: LayoutConfig, dtype_bytes: int, *, portable: bool = False) -> float:
+def block_activations(
+    spec: ModelSpec, layout: LayoutConfig, dtype_bytes: int, *, portable: bool = False, scores: int = 0
+) -> float:
     """Return the bytes per token that a transformer block keeps for the backward pass. `portable`: with Megatron's own
-    linears, as on CUDA; otherwise with the kernels for a CPU.
+    linears, as on CUDA; otherwise with the kernels for a CPU. `scores`: numbers of a head's scores for each token, if
+    attention computes them as a matrix (`GangModels.computes_scores`).
 
     By tensor, with h the hidden size, f the MLP's width, q and k the widths of queries and of keys, d = `dtype_bytes`;
     with several tensor-parallel ranks, this rank's part of the padded model:
@@ -245,6 +257,10 @@ def block_activations(spec: ModelSpec, layout: LayoutConfig, dtype_bytes: int, *
         attention      d (q + 2 k) as they come from the linear, d (q + k) after rotation, d q for its output, 4 per
                        head; 8 per dimension of a head for the angles, which every rank has
         MLP            d f more for the activated gate
+
+        with a matrix of scores
+        attention      4 q each for scaled queries, scaled keys and values (one for every query's head) and its output,
+                       and 4 per head and score, in place of portable attention's
     """
     spec, sequence = padded(spec, layout.tensor), layout.tensor if layout.sequence_parallel else 1
     if layout.recompute == "full":
@@ -257,6 +273,8 @@ def block_activations(spec: ModelSpec, layout: LayoutConfig, dtype_bytes: int, *
         norms += 2 * 4 * spec.hidden_size / sequence + 8 * spec.head_dim
         attended = 4 * spec.num_heads
         attention = dtype_bytes * (3 * spec.q_size + 3 * keys)
+        if scores and "core_attn" not in recomputed:
+            attention, attended = 4 * 4 * spec.q_size, 4 * spec.num_heads * scores
         mlp += spec.intermediate_size * dtype_bytes
     else:
         attended = 4 * spec.num_heads + (4 * spec.q_size if dtype_bytes < 4 else 0)
@@ -288,7 +306,7 @@ def adapter_activations(gang: GangModels, role: Role) -> float:
 def activation_bytes(gang: GangModels, role: Role, batch: MicroBatchSize, stage: int) -> int:
     """Return the activation bytes of a stage: of all micro-batches in flight, p - s on stage s of p (1F1B), and of the
     one block that is recomputed at a time."""
-    again = _recomputed(gang, role) * batch.tokens
+    again = _recomputed(gang, role, batch) * batch.tokens
     return round(kept_bytes(gang, role, batch, stage) * (gang.layout.pipeline - stage) + again)
 
 
@@ -297,7 +315,8 @@ def kept_bytes(gang: GangModels, role: Role, batch: MicroBatchSize, stage: int) 
     spec, layout = gang.spec_of(role), gang.layout
     blocks = gang.num_blocks(role)
     sequence = layout.tensor if layout.sequence_parallel else 1
-    kept = block_activations(spec, layout, gang.dtype_bytes, portable=gang.portable)
+    scores = batch.width if gang.computes_scores(role) else 0
+    kept = block_activations(spec, layout, gang.dtype_bytes, portable=gang.portable, scores=scores)
     per_block = kept + adapter_activations(gang, role)
     per_token = blocks // layout.pipeline * per_block
     if stage == layout.pipeline - 1:
@@ -307,26 +326,37 @@ def kept_bytes(gang: GangModels, role: Role, batch: MicroBatchSize, stage: int) 
     return per_token * batch.tokens
 
 
-def _recomputed(gang: GangModels, role: Role) -> float:
+def _recomputed(gang: GangModels, role: Role, batch: MicroBatchSize) -> float:
     """Return the bytes per token that the backward pass recomputes in the block it has reached."""
+    scores = batch.width if gang.computes_scores(role) else 0
     spec, layout = gang.spec_of(role), gang.layout
     whole = LayoutConfig(layout.tensor, layout.pipeline, layout.sequence_parallel)
     kept, all_of_it = (
-        block_activations(spec, one, gang.dtype_bytes, portable=gang.portable) for one in (layout, whole)
+        block_activations(spec, one, gang.dtype_bytes, portable=gang.portable, scores=scores) for one in (layout, whole)
     )
     return all_of_it - kept
 
 
 def logits_bytes(gang: GangModels, batch: MicroBatchSize, device: str) -> int:
-    """Return the bytes of the output layer and its softmax in the policy's backward pass: kept logits, two blocks at
-    work, hidden states and their gradient, and one block's gradient of the layer before it is added up."""
+    """Return the bytes of the output layer and its softmax in a training pass of the policy: kept logits, and the
+    larger of
+
+        forward     a block of logits unless it is kept, that block less its maximum, the exponential, and the product
+                    of both (for the entropy); hidden states, selected and rounded
+        backward    the block again unless it was kept, its rounded gradient, and the block's gradient of the layer
+                    before it is added up; hidden states and their gradient
+    """
     spec = gang.spec
     vocabulary = padded(spec, gang.layout.tensor).vocab_size // gang.layout.tensor
     whole = 4 * batch.sampled * vocabulary
     block = min(whole, max(LOGITS_BLOCK_BYTES[device], 4 * batch.sampled * LOGITS_MIN_BLOCK))
     frozen = gang.model.lora.rank or (gang.spec.tied_embeddings and gang.model.frozen_blocks)
     gradient = 0 if frozen else block // max(1, 4 * batch.sampled) * spec.hidden_size * 4
-    return min(whole, LOGITS_KEPT_BYTES) + 2 * block + 3 * 4 * batch.sampled * spec.hidden_size + gradient
+    kept = whole if whole <= LOGITS_KEPT_BYTES else LOGITS_KEPT_BYTES // block * block
+    again = 0 if kept == whole else block
+    hidden = 4 * batch.sampled * spec.hidden_size
+    forward, backward = 3 * block + 2 * hidden, block + gradient + 3 * hidden
+    return kept + again + max(forward, backward)
 
 
 def trunk_cache_bytes(gang: GangModels, rows: int, width: int) -> int:
@@ -341,7 +371,11 @@ def held_bytes(gang: GangModels, role: Role, rows: RowsSize, stage: int) -> floa
     (`reuse_forward`)."""
     config = gang.model.critic if role is Role.CRITIC else gang.model.policy
     tokens = -(-rows.of_step // gang.data_ranks) * rows.width
-    return kept_bytes(gang, role, MicroBatchSize(tokens, sampled=0), stage) if config.reuse_forward else 0
+    return (
+        kept_bytes(gang, role, MicroBatchSize(tokens, sampled=0, width=rows.width), stage)
+        if config.reuse_forward
+        else 0
+    )
 
 
 def rank_bytes(

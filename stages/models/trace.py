@@ -73,7 +73,7 @@ class TraceBatch:
 
     @property
     def size(self) -> MicroBatchSize:
-        return MicroBatchSize(self.rows * self.length, self.rows * self.new)
+        return MicroBatchSize(self.rows * self.length, self.rows * self.new, self.length)
 
 
 @dataclass(frozen=True)

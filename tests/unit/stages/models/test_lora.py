@@ -305,5 +305,5 @@ def test_memory_is_predicted(tmp_path: Path, dtype: str, frozen_blocks: int, tar
         fixed = (4 - frozen_blocks) * widened * inner * (4 if dtype == "float32" else 2)
         fixed += (4 - frozen_blocks) * widened * inner  # and which of them are another's
     found = sum(memory.nbytes() for memory in saved.values()) - fixed
-    predicted = kept_bytes(gang, Role.POLICY, MicroBatchSize(len(batch.tokens), 0), 0)
+    predicted = kept_bytes(gang, Role.POLICY, MicroBatchSize(len(batch.tokens), 0, len(batch.tokens)), 0)
     assert 0.75 * predicted < found < 1.05 * predicted

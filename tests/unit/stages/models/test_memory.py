@@ -52,7 +52,7 @@ from tests.unit.stages.models.test_model_update import batches, model_config
 
 TINY = read_spec("random:tiny")
 ROWS, WIDTH = 4, 64
-BATCH = MicroBatchSize(tokens=ROWS * WIDTH, sampled=128)
+BATCH = MicroBatchSize(tokens=ROWS * WIDTH, sampled=128, width=WIDTH)
 STEP = RowsSize(WIDTH, of_step=8, of_run=10)
 
 
@@ -229,9 +229,8 @@ def test_a_pipeline_keeps_micro_batches_in_flight() -> None:
 
 def test_logits_of_a_tiny_model_are_kept_whole() -> None:
     """256 tokens of vocabulary, 128 positions: a block of the vocabulary is all of it."""
-    whole = 4 * 128 * 256
-    hidden, gradient = 3 * 4 * 128 * 64, 256 * 64 * 4  # of one block, which is all of it
-    assert logits_bytes(gang(), BATCH, "cpu") == 3 * whole + hidden + gradient
+    whole, hidden = 4 * 128 * 256, 4 * 128 * 64
+    assert logits_bytes(gang(), BATCH, "cpu") == 4 * whole + 2 * hidden
 
 
 def test_the_trunks_cache_fills_up_to_its_bound() -> None:
@@ -258,7 +257,7 @@ def test_forwards_kept_for_the_update_are_of_all_rows() -> None:
     both = gang(ModelConfig(path="random:tiny", policy=reuse, critic=reuse), data_ranks=2)
     batches = {Role.POLICY: BATCH, Role.CRITIC: BATCH}
     found = rank_bytes(both, batches, 0, rows=RowsSize(WIDTH, of_step=24, of_run=24), device="cpu")
-    of_a_rank = MicroBatchSize(12 * WIDTH, 0)
+    of_a_rank = MicroBatchSize(12 * WIDTH, 0, WIDTH)
     assert found["activations"] == sum(kept_bytes(both, role, of_a_rank, 0) for role in batches)
 
 

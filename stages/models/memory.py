@@ -5,7 +5,8 @@ r"""Predict the memory that the models of one rank take, in bytes, from the arch
     masters          float32 copies of 16-bit parameters                \  divided over the data-parallel ranks
     Adam moments     two float32 numbers for every trained parameter    /   with the distributed optimizer
     activations      kept for the backward pass: per block (`block_activations`) x blocks x micro-batches in flight
-    logits           kept logits, the blocks of the vocabulary at work, and the output layer's gradient
+    logits           kept logits, the blocks of the vocabulary at work, and the output layer's gradient; less the block
+                     that is recomputed, since the output layer is done before
     trunk cache      hidden states of the frozen blocks
 
 On one gang policy and critic train in turn. So the larger of their activations counts, plus the activations that the
@@ -389,6 +390,7 @@ def rank_bytes(
         beside = sum(number for other, number in held.items() if other is not role)
         alone = activation_bytes(gang, role, batches[role], stage)
         logits = logits_bytes(gang, batches[role], device) if last and role is Role.POLICY else 0
+        logits = max(0, logits - round(_recomputed(gang, role, batches[role]) * batches[role].tokens))
         working[role] = round(max(alone, held[role]) + beside), logits
     activations, logits = max(working.values(), key=sum, default=(0, 0))
     return {

@@ -129,7 +129,7 @@ def measure(gang: TracedGang, heap: Mapping[str, str]) -> list[int]:
 def _environment(changes: Mapping[str, str]) -> Iterator[None]:
     """Return a context in which processes that are started have these variables."""
     before = dict(os.environ)
-    os.environ.update(changes | {"OMP_NUM_THREADS": "1"})
+    os.environ.update({**changes, "OMP_NUM_THREADS": "1"})
     try:
         yield
     finally:

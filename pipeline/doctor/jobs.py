@@ -155,7 +155,7 @@ def predicted_peak(job: RankJob) -> int:
     """Return the predicted bytes of the first rank while it computes the batch in one micro-batch."""
     rollout, _ = batch(read_spec(job.model).vocab_size, NUM_LONG, NUM_SHORT)
     sampled = int(rollout.response_lengths.sum())
-    size = MicroBatchSize(int(rollout.prompt_lengths.sum()) + sampled, sampled)
+    size = MicroBatchSize(int(rollout.prompt_lengths.sum()) + sampled, sampled, rollout.tokens.shape[1])
     rows = RowsSize(rollout.tokens.shape[1], rollout.num_rows, rollout.num_rows)
     batches = {Role.POLICY: size, Role.CRITIC: size}
     return sum(rank_bytes(_models(job), batches, 0, rows=rows, device="cuda" if job.on_gpu else "cpu").values())
@@ -169,4 +169,5 @@ def _models(job: RankJob) -> GangModels:
         MODEL_ROLES,
         data_ranks=job.size // (job.tensor * job.pipeline),
         portable=job.on_gpu,
+        on_gpu=job.on_gpu,
     )

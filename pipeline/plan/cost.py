@@ -23,7 +23,7 @@ from pipeline.graph.graph import STAGE_ROLES, Gang, Node
 from pipeline.plan.calibration import STAGE_KIND, Calibration, StageSpeed
 from pipeline.plan.decode import DecodeSpeed, decode, decode_speed
 from pipeline.plan.links import gather_s, link_of
-from pipeline.plan.training import ARITHMETIC, WEIGHTS, GangSpeed, Rows, Work, forward_work, rows_of
+from pipeline.plan.training import ARITHMETIC, WEIGHTS, GangSpeed, Rows, Work, forward_work, gang_speed, rows_of
 from pipeline.plan.training import update_work as work_of_update
 from stages.models.flops import forward_flops
 from stages.models.memory import DTYPE_BYTES, GangModels, published_tensors
@@ -209,7 +209,7 @@ def _gang_speed(run: PlannedRun, cluster: HardwareCluster, gang: Gang) -> GangSp
         run.own_specs,
         portable,
     )
-    return GangSpeed(models, cluster, *rank_peaks(run, cluster, config.model.dtype, settings.threads))
+    return gang_speed(models, cluster, *rank_peaks(run, cluster, config.model.dtype, settings.threads))
 
 
 def _engine_speed(run: PlannedRun, cluster: HardwareCluster, calibration: Calibration) -> DecodeSpeed:

@@ -20,7 +20,7 @@ Sources: Megatron-LM (Narayanan et al. 2021, arXiv 2104.04473, sections 2 and 3)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.config.hardware import HardwareCluster
@@ -104,6 +104,18 @@ class GangSpeed:
     """Peak rate of one rank, in FLOP/s."""
     bytes_per_s: float
     """Peak memory bandwidth of one rank."""
+    numbers: Mapping[Role, int]
+    """Parameters of each role's model on the rank that holds the most of it, in `model.dtype`."""
+    trained: Mapping[Role, int]
+    """Those that are trained."""
+
+
+def gang_speed(models: GangModels, cluster: HardwareCluster, flops: float, bytes_per_s: float) -> GangSpeed:
+    """Return the ranks of a gang with these models; `flops`, `bytes_per_s`: peaks of one rank."""
+    stages = range(models.layout.pipeline)
+    numbers = {role: max(role_parameters(models, role, s).of_dtype for s in stages) for role in models.roles}
+    trained = {role: max(trained_parameters(models, role, s).of_dtype for s in stages) for role in models.trained}
+    return GangSpeed(models, cluster, flops, bytes_per_s, numbers, trained)
 
 
 def forward_work(gang: GangSpeed, role: Role, optimizer: OptimizerConfig, rows: Rows, *, trunk: bool) -> Work:
@@ -166,9 +178,8 @@ def _sweep(
     mine = rows.share(models.data_ranks)
     count = micro_batches(mine, optimizer)
     computed = operations * mine.count / rows.count / (layout.tensor * stages * count) / gang.flops
-    numbers = max(role_parameters(models, role, stage).of_dtype for stage in range(stages))
     # a backward pass reads the weights twice, and adds to gradients in float32
-    read = numbers * (3 * models.dtype_bytes + 8 if trains else models.dtype_bytes) / gang.bytes_per_s
+    read = gang.numbers[role] * (3 * models.dtype_bytes + 8 if trains else models.dtype_bytes) / gang.bytes_per_s
     stage, limit = (computed, ARITHMETIC) if computed >= read else (read, WEIGHTS)
     parts, links, turns = {limit: count * stage}, dict[str, float](), count + stages - 1
     hidden = mine.tokens / count * models.spec_of(role).hidden_size * models.dtype_bytes
@@ -192,8 +203,7 @@ def micro_batches(rows: Rows, optimizer: OptimizerConfig) -> int:
 def _optimizer_step(gang: GangSpeed, role: Role) -> Work:
     """Return the work of one optimizer step on the rank with the most trained parameters."""
     models, layout = gang.models, gang.models.layout
-    numbers = max(trained_parameters(models, role, stage).of_dtype for stage in range(layout.pipeline))
-    data = models.data_ranks
+    numbers, data = gang.trained[role], models.data_ranks
     shards = data if layout.distributed_optimizer else 1
     # gradients: read for the norm and the step, and zeroed; masters and both moments: read and written; the weights
     state = 3 * 8 if models.dtype_bytes == 4 else 3 * 8 + models.dtype_bytes

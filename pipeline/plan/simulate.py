@@ -147,6 +147,8 @@ class Execution:
     """Why it did not start at the end of `cause`."""
     parents_left: int = 0
     """Unfinished parents of a node that was handed out ahead of them."""
+    is_ready: bool = False
+    """True once it may start as soon as its worker has room."""
     started_s: float = math.nan
     finished_s: float = math.nan
     left: float = 1.0
@@ -326,7 +328,10 @@ class _Simulation:
         node = submit.node
         one = Execution(submit, self._now, self._lengths_of(node), self._cause, self._gap)
         self._out[node.address] = one
-        if submit.mode is Mode.FREE:
+        if submit.mode is Mode.ORDERED:
+            self._sequence += 1
+            heapq.heappush(self._workers[submit.gang, 0].queue, (submit.sequence or 0, self._sequence, one))
+        elif submit.mode is Mode.FREE:
             for parent in node.parents:
                 if not self._dispatch.is_done(parent):
                     self._ahead.setdefault(parent, []).append(one)
@@ -344,16 +349,15 @@ class _Simulation:
             self._enqueue(one)
 
     def _enqueue(self, one: Execution) -> None:
-        submit = one.submit
-        node = submit.node
-        if submit.sequence is None:  # as the driver's priorities for Dask
-            urgency = 100 * node.scheduled_step + node.priority[1] + node.address.shard / 2**20
-        else:
-            urgency = submit.sequence
+        """Let an attempt start as soon as its worker has room."""
+        submit, node = one.submit, one.submit.node
         worker = self._workers[submit.gang, submit.replica]
-        self._sequence += 1
-        queue = worker.shards if submit.mode is Mode.SLOT else worker.queue
-        heapq.heappush(queue, (urgency, self._sequence, one))
+        one.is_ready = True
+        if submit.mode is not Mode.ORDERED:  # the driver's priority for Dask
+            urgency = 100 * node.scheduled_step + node.priority[1] + node.address.shard / 2**20
+            self._sequence += 1
+            queue = worker.shards if submit.mode is Mode.SLOT else worker.queue
+            heapq.heappush(queue, (urgency, self._sequence, one))
         self._begin(worker)
 
     def _begin(self, worker: _Worker, after: Execution | None = None) -> None:
@@ -369,7 +373,10 @@ class _Simulation:
             heapq.heappop(worker.shards)
             self._start(one, worker, after)
         while worker.queue and len(worker.running) + len(worker.shards) < worker.threads:
-            one = heapq.heappop(worker.queue)[-1]
+            one = worker.queue[0][-1]
+            if self._is_current(one) and not one.is_ready:
+                break
+            heapq.heappop(worker.queue)
             if self._is_current(one):
                 self._start(one, worker, after)
 

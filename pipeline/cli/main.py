@@ -205,6 +205,29 @@ def _simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace-file", metavar="FILE.json", help="write them as a trace for ui.perfetto.dev")
 
 
+def _plan(parser: argparse.ArgumentParser) -> None:
+    _run(parser)
+    parser.add_argument(
+        "--devices", required=True, metavar="DEVICESxHARDWARE", help="devices to place the run on: 64xH100-80, 2xcpu"
+    )
+    parser.add_argument("--nodes-of", type=int, metavar="N", help="devices to use of each node (default: all)")
+    _prediction(parser)
+    parser.add_argument(
+        "--objective",
+        choices=("step_time", "samples_per_device_hour"),
+        default="step_time",
+        help="shortest step (default), or most samples per device and hour",
+    )
+    parser.add_argument(
+        "--staleness-price",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="0.05: each version of staleness needs 5 %% more samples (default 0)",
+    )
+    parser.add_argument("--write", metavar="FILE.yaml", help="write the best plan as a config for run and submit")
+
+
 def _prediction(parser: argparse.ArgumentParser) -> None:
     """Add what predicted seconds depend on."""
     parser.add_argument(
@@ -362,6 +385,7 @@ COMMANDS = {
     "simulate": Command(
         "pipeline.cli.simulate", "play a config on a virtual clock: step time, idle gangs, critical path", _simulate
     ),
+    "plan": Command("pipeline.cli.plan", "search for the fastest placement of a config on some devices", _plan),
     "doctor": Command(
         "pipeline.cli.doctor", "test this machine, from its packages to a PPO update; write a report", _doctor
     ),

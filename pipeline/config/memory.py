@@ -224,16 +224,28 @@ def workers_memory(run: PlannedRun) -> list[WorkerMemory]:
     """Return the predicted memory of every worker."""
     found, known = [], dict[tuple[object, ...], dict[str, int]]()
     for gang in run.config.gangs():
-        layout = run.config.placement.gangs[gang.name].layout
         for index in range(gang.workers):
-            # Megatron orders ranks by tensor, data, then pipeline
-            per_stage = gang.workers // layout.pipeline
-            stage, sends = (index // per_stage, index % per_stage == 0) if gang.ordered else (0, False)
+            stage, sends = _position(run, gang, index)
             key = gang.name, stage, sends, index == 0
             if key not in known:
                 known[key] = _items(run, gang, stage, sends=sends, first=index == 0)
             found.append(WorkerMemory((gang.name, index), known[key], run.on_gpus))
     return found
+
+
+def worker_memory(run: PlannedRun, gang: Gang, index: int) -> WorkerMemory:
+    """Return the predicted memory of one worker."""
+    stage, sends = _position(run, gang, index)
+    return WorkerMemory((gang.name, index), _items(run, gang, stage, sends=sends, first=index == 0), run.on_gpus)
+
+
+def _position(run: PlannedRun, gang: Gang, index: int) -> tuple[int, bool]:
+    """Return a worker's pipeline stage, and True if it sends that stage's weights when a version is published."""
+    if not gang.ordered:
+        return 0, False
+    # Megatron orders ranks by tensor, data, then pipeline
+    per_stage = gang.workers // run.config.placement.gangs[gang.name].layout.pipeline
+    return index // per_stage, index % per_stage == 0
 
 
 def hosts_memory(run: PlannedRun, workers: Sequence[WorkerMemory], hosts: Mapping[Worker, str]) -> list[HostMemory]:

@@ -194,10 +194,9 @@ class Played:
 
     @property
     def mean_s(self) -> float:
-        """Mean seconds of the steps after the first. With shared devices and staleness, steps come in bursts; their
-        mean is the throughput, their median is not."""
-        steps = self.step_s
-        return statistics.fmean(steps[1:] or steps)
+        """Seconds of the run by step, which all of its work is a part of. With shared devices and staleness, steps come
+        in bursts: this is their throughput, and the median is not."""
+        return self.wall_s / len(self.step_s)
 
     @property
     def path_s(self) -> dict[str, float]:

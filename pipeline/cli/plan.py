@@ -1,0 +1,171 @@
+"""`stageline plan CONFIG [key=value...] --devices 64xH100-80`: search for the fastest way to place a run on devices
+that need not be here, and print the best synchronous and asynchronous plans.
+
+Starts nothing, and writes only the file that is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rich.table import Table
+
+from pipeline.cli.answers import DONE, config_of, output, print_line
+from pipeline.cli.simulate import calibration_of, lengths_of
+from pipeline.config.hardware import HardwareCluster, load_hardware
+from pipeline.config.loading import to_yaml
+from pipeline.config.memory import planned_run
+from pipeline.config.preflight import check_shapes
+from pipeline.config.rules import validate
+from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigError
+from pipeline.launch.target_cluster import check_target
+from pipeline.observe.text import plain
+from pipeline.plan.search import CRITIC, DEVICES, GENERATE, TRAIN, Found, Objective, Plan, search, space_of
+
+_TEXT = re.compile(r"(\d+)x(\S+)")
+
+
+def command(options: argparse.Namespace) -> int:
+    config = config_of(options.sources, runs_here=False)
+    if not 0 <= options.staleness_price < math.inf:
+        raise ConfigError("--staleness-price", f"given {options.staleness_price:g}; must be 0 or more")
+    file = None if options.write is None else _file(options.write)
+    hardware, cluster, devices = devices_of(options.devices, options.nodes_of)
+    calibration = calibration_of(options.calibration, hardware, cluster)
+    lengths = lengths_of(options.lengths, config, options.seed)
+    on_gpus = cluster.gpus_per_node > 0
+    run = planned_run(config, check_shapes(config, on_gpus=on_gpus), on_gpus=on_gpus)
+    objective = Objective(options.objective == "samples_per_device_hour", options.staleness_price)
+    space = space_of(run, cluster, calibration, lengths, devices)
+    found = search(space, objective, _refusals(cluster, options.devices))
+    print_line(f"{options.devices}: {cluster.hardware.description}; speeds: {calibration.description}")
+    if options.lengths is None:
+        most = config.sampling.max_new_tokens
+        print_line(f"every response is taken to be of {most} tokens (--lengths says otherwise)")
+    output().print(_table(found, config))
+    for line in _verdict(found, options.staleness_price):
+        print_line(line)
+    if file is not None:
+        file.write_text(to_yaml(found.plans[0].config), "utf8")
+        print_line(f"the first plan: {file}, for `stageline run` or `stageline submit`")
+    return DONE
+
+
+def devices_of(text: str, nodes_of: int | None) -> tuple[str, HardwareCluster, int]:
+    """Return the hardware, the cluster and the number of devices that a text like `64xH100-80` names.
+
+    Args:
+        nodes_of: devices that are used of each node; None: all that it has.
+
+    Raises:
+        ConfigError: another form, unknown hardware, or devices that do not make whole nodes.
+    """
+    match = _TEXT.fullmatch(text)
+    if match is None or int(match[1]) < 1:
+        raise ConfigError(DEVICES, f"given {text!r}; must be DEVICESxHARDWARE, as in 64xH100-80 or 2xcpu")
+    devices, hardware = int(match[1]), load_hardware(match[2])
+    most = hardware.gpus_per_node or hardware.cores
+    per_node = min(devices, most) if nodes_of is None else nodes_of
+    if not 1 <= per_node <= most:
+        raise ConfigError("--nodes-of", f"given {nodes_of}; a node of {match[2]} has {most} devices: from 1 to {most}")
+    if devices % per_node:
+        whole = devices // per_node * per_node or per_node
+        need = f"must be a multiple of the {per_node} devices of a node, for example {whole}x{match[2]}, or --nodes-of"
+        raise ConfigError(DEVICES, f"given {text!r}; {need}")
+    if not hardware.gpus_per_node:
+        if devices > most:
+            raise ConfigError(DEVICES, f"given {text!r}; plans without GPUs are for one node: at most {most} cores")
+        return match[2], HardwareCluster(1, 0, hardware), devices
+    return match[2], HardwareCluster(devices // per_node, per_node, hardware), devices
+
+
+def _file(given: str) -> Path:
+    path = Path(given)
+    if path.suffix != ".yaml" or path.is_dir() or not path.parent.is_dir():
+        raise ConfigError("--write", f"given {given!r}; must be a file that ends in .yaml, in a directory that exists")
+    return path
+
+
+def _refusals(cluster: HardwareCluster, text: str) -> Callable[[RunConfig], str | None]:
+    """Return a function that says why a run of a config would be refused on the cluster, or None."""
+
+    def refuse(config: RunConfig) -> str | None:
+        try:
+            validate(config)
+            problems = check_target(config, cluster, text).problems
+        except ConfigError as error:
+            return str(error).splitlines()[0]
+        return f"{problems[0].key}: {problems[0].need}" if problems else None
+
+    return refuse
+
+
+def _table(found: Found, config: RunConfig) -> Table:
+    """Return a table of the plans, the best first."""
+    table = Table(title="Plans", title_justify="left", title_style="bold")
+    for heading in ("gangs", "staleness", "shards", "placement", "s/step", "samples/device-hour", "limited by"):
+        table.add_column(heading, overflow="fold")
+    for plan in found.plans:
+        per_hour = 3600 * config.rollout.rows / plan.played.mean_s / plan.devices
+        row = (
+            plan.form,
+            str(plan.config.staleness),
+            str(plan.config.rollout.shards),
+            "; ".join(_placement(plan)),
+            f"{plan.played.mean_s:.3g}",
+            f"{per_hour:.3g}",
+            plan.limit,
+        )
+        table.add_row(*map(plain, row))
+    return table
+
+
+def _placement(plan: Plan) -> Iterator[str]:
+    """Yield each gang of a plan in words."""
+    config = plan.config
+    for name in (GENERATE, TRAIN, CRITIC):
+        gang = config.placement.gangs.get(name)
+        if gang is None:
+            continue
+        if name == GENERATE:
+            engine = config.engine
+            ranks = f" of {engine.tensor_parallel} ranks" if engine.tensor_parallel > 1 else ""
+            yield f"{name} {gang.workers}{ranks}, {engine.max_rows} rows, slots {gang.concurrent_shards}"
+            continue
+        layout = gang.layout
+        words = [f"{name} {gang.workers}"]
+        words += [f"tensor {layout.tensor}"] * (layout.tensor > 1) + [f"pipeline {layout.pipeline}"] * (
+            layout.pipeline > 1
+        )
+        words += [f"recompute {layout.recompute}"] * (layout.recompute != "none")
+        yield ", ".join(words)
+
+
+def _verdict(found: Found, price: float) -> Iterator[str]:
+    """Yield the best plans of both kinds in words, when asynchrony loses, and how far the search went."""
+    synchronous, asynchronous = found.best(synchronous=True), found.best(synchronous=False)
+    if synchronous is not None and asynchronous is not None:
+        slow, fast = synchronous.played.mean_s, asynchronous.played.mean_s
+        eta = asynchronous.config.staleness
+        yield f"synchronous: {slow:.3g} s a step; asynchronous: {fast:.3g} s with staleness {eta}"
+        rows = asynchronous.played.staleness
+        age = sum(age * count for age, count in rows.items()) / sum(rows.values())
+        ratio = slow * synchronous.devices / (fast * asynchronous.devices)
+        if synchronous.devices == asynchronous.devices:
+            ratio = slow / fast
+        if ratio <= 1:
+            yield "asynchrony loses: there is no time to hide that is worth what it costs"
+        else:
+            yield (
+                f"asynchrony loses if one version of staleness needs {(ratio - 1) / age:.1%} more samples or more "
+                f"(--staleness-price, given {price:g})"
+            )
+    whole = "the whole space" if found.exact else "a bounded search: better plans may exist"
+    yield f"{found.considered} combinations fit, {found.simulated} were simulated ({whole})"
+    for reason, count in found.refused.items():
+        yield f"{count} left out: {reason}"

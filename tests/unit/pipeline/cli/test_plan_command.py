@@ -1,0 +1,52 @@
+"""`stageline plan`: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli.main import main
+from pipeline.config.loading import load_config
+from tests.support.paths import TINY, TINY_PROMPTS
+
+CONFIG = (str(TINY), f"prompts.url={TINY_PROMPTS}")
+
+
+def test_the_written_plan_is_a_config_that_is_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.yaml"
+    assert main(["plan", *CONFIG, "--devices", "2xcpu", "--write", str(file)]) == 0
+    assert "asynchrony loses" in capsys.readouterr().out
+    config = load_config([str(file)], [])
+    assert config.rollout.rows == 16
+    assert {gang.name for gang in config.gangs()} == {"generate", "score", "train"}
+    assert main(["check", str(file), f"runs_dir={tmp_path}"]) == 0
+
+
+def test_a_plan_for_several_nodes_has_a_job(tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    given = ["rollout.rows=64", "rollout.shards=4", "ppo.minibatches=1"]
+    assert main(["plan", *CONFIG, *given, "--devices", "4xH100-80", "--nodes-of", "2", "--write", str(file)]) == 0
+    config = load_config([str(file)], [])
+    assert config.cluster.kind == "attached"
+    assert sum(gang.nodes or 0 for gang in config.slurm.gangs.values()) <= 2
+    assert main(["check", str(file), "--as", "2x2xH100-80"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["--devices", "8"], "--devices"),
+        (["--devices", "0xH100-80"], "--devices"),
+        (["--devices", "8xH1000"], "H100-80"),
+        (["--devices", "12xH100-80"], "8xH100-80"),
+        (["--devices", "8xH100-80", "--nodes-of", "9"], "--nodes-of"),
+        (["--devices", "1000xcpu", "--nodes-of", "100"], "cores"),
+        (["--devices", "2xcpu", "--staleness-price", "-1"], "--staleness-price"),
+        (["--devices", "2xcpu", "--write", "plan.txt"], "--write"),
+        (["--devices", "2xcpu", "--lengths", "fixed:9"], "sampling.max_new_tokens"),
+    ],
+)
+def test_refusals_name_what_was_given(given: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *CONFIG, *given]) == 2
+    assert named in capsys.readouterr().err

@@ -1,0 +1,128 @@
+"""The search for plans: its result is that of playing every combination, and no pruning loses it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+import pipeline.plan.search
+from pipeline.config.hardware import HardwareCluster, load_hardware
+from pipeline.config.loading import load_config
+from pipeline.config.memory import planned_run
+from pipeline.config.preflight import check_shapes
+from pipeline.errors import ConfigError
+from pipeline.plan.calibration import KINDS, StageSpeed, typical
+from pipeline.plan.lengths import FixedLengths
+from pipeline.plan.search import (
+    Objective,
+    SameLengths,
+    Space,
+    combinations,
+    device_counts,
+    played_plan,
+    search,
+    space_of,
+)
+from tests.support.paths import TINY, TINY_PROMPTS
+
+H100 = "H100-80"
+
+
+def space(devices: int, *changes: str, file: str = str(TINY)) -> Space:
+    config = load_config([file], [f"prompts.url={TINY_PROMPTS}", *changes])
+    hardware = load_hardware(H100)
+    nodes = max(1, devices // hardware.gpus_per_node)
+    cluster = HardwareCluster(nodes, min(devices, hardware.gpus_per_node), hardware)
+    run = planned_run(config, check_shapes(config, on_gpus=True), on_gpus=True)
+    lengths = FixedLengths(config.sampling.max_new_tokens)
+    return space_of(run, cluster, typical(H100, on_gpus=True), lengths, devices)
+
+
+def random_space(draw: random.Random, devices: int) -> Space:
+    """A tiny model on GPUs that are a thousand times slower, so that no fixed cost hides its arithmetic."""
+    changes = (
+        ["ppo.advantage=group", "ppo.kl.where=loss", "rollout.responses_per_prompt=4"] if draw.random() < 0.5 else []
+    )
+    found = space(devices, f"rollout.shards={draw.choice((1, 2, 4))}", *changes)
+    speeds = {
+        kind: StageSpeed(
+            10 ** draw.uniform(-5, -3), call_s=10 ** draw.uniform(-4, -2), node_s=10 ** draw.uniform(-3, -1)
+        )
+        for kind in KINDS
+    }
+    calibration = replace(found.calibration, overhead_s=10 ** draw.uniform(-4, -1.5), **speeds)
+    tokens = SameLengths([draw.randint(1, 8) for _ in range(16)])
+    shards = found.shards[-1:]
+    return replace(found, calibration=calibration, lengths=tokens, shards=shards, staleness=(0, 1))
+
+
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline.plan.search, "_STEPS", 5)
+
+
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.parametrize("seed", range(20))
+def test_the_search_finds_what_playing_everything_finds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = random_space(random.Random(seed), devices=3 if seed % 4 == 0 else 2)
+    objective = Objective(per_device=seed % 3 == 0, staleness_price=0.1 * (seed % 2))
+    found = search(given, objective, lambda config: None, most=10**6)
+    monkeypatch.setattr(pipeline.plan.search, "pareto", list)  # nothing is pruned
+    every = [played_plan(given, objective, one) for one in combinations(given)[0]]
+    assert found.exact
+    assert found.simulated <= len(every)
+    assert found.plans[0].value == pytest.approx(min(plan.value for plan in every), rel=1e-9)
+
+
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.parametrize("seed", range(5))
+def test_no_play_is_shorter_than_its_bounds(seed: int) -> None:
+    given = random_space(random.Random(100 + seed), devices=2)
+    for one in combinations(given)[0]:
+        assert played_plan(given, Objective(), one).played.mean_s >= one.bound_s * (1 - 1e-9)
+
+
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.parametrize("seed", range(4))
+def test_more_devices_never_cost_a_plan_more(seed: int) -> None:
+    values = []
+    for devices in (1, 2, 3):
+        given = replace(random_space(random.Random(200 + seed), 3), devices=devices)
+        values.append(search(given, Objective(), lambda config: None, most=10**6).plans[0].value)
+    assert values[0] >= values[1] >= values[2]
+
+
+def test_the_numbers_of_devices_of_few_are_among_those_of_more() -> None:
+    assert device_counts(4, 8) == [1, 2, 3, 4]
+    assert device_counts(16, 8) == [8, 16]
+    assert device_counts(64, 8) == [8, 16, 24, 32, 48, 64]
+    for fewer, more in ((8, 8), (16, 64), (64, 512)):
+        assert set(device_counts(fewer, 8)) <= set(device_counts(more, 8))
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_a_bounded_search_says_so() -> None:
+    found = search(random_space(random.Random(1), 3), Objective(), lambda config: None, most=1)
+    assert not found.exact
+    assert found.simulated < found.considered  # one of each form and bound
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_refused_plans_are_left_out_with_their_reason() -> None:
+    given = random_space(random.Random(2), 2)
+    found = search(given, Objective(), lambda config: "no turns" if config.placement.device_sharing else None)
+    assert {plan.form for plan in found.plans} == {"apart"}
+    assert found.refused["no turns"] > 0
+    with pytest.raises(ConfigError, match="never"):
+        search(given, Objective(), lambda config: "never")
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_what_would_hold_it() -> None:
+    given = space(2, "model.path=conf/model/llama-3.1-70b", "model.dtype=bfloat16", "engine.dtype=bfloat16")
+    with pytest.raises(ConfigError) as refusal:
+        search(replace(given, shards=given.shards[:1]), Objective(), lambda config: None)
+    assert refusal.value.key == "--devices"
+    assert "train" in str(refusal.value)
+    assert "it would fit on" in str(refusal.value)

@@ -129,6 +129,13 @@ def _kill_process(dask_worker: Any) -> None:
         os.kill(dask_worker.pid, signal.SIGKILL)
 
 
+def begin_forkserver(config: RunConfig) -> None:
+    """Start the process that local workers are forked from, unless there is one. They inherit this process's limit of
+    open files, so it is raised first."""
+    allow_descriptors(descriptors_needed(config))
+    start_forkserver(shared=shares_cores(config))
+
+
 class Cluster:
     """Owns a run's scheduler, the client connected to it, and the workers that this process starts."""
 
@@ -142,9 +149,10 @@ class Cluster:
         of_scheduler = scheduler_spec(config, security, host, port)
         with ExitStack() as stack:  # closes what was opened if a later part fails
             stack.enter_context(dask_settings())
-            allow_descriptors(descriptors_needed(config))
             if workers:
-                start_forkserver(shared=shares_cores(config))
+                begin_forkserver(config)
+            else:
+                allow_descriptors(descriptors_needed(config))
             self._cluster = SpecCluster(
                 workers=workers or {}, scheduler=of_scheduler, security=security, silence_logs=logging.CRITICAL
             )

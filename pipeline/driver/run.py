@@ -31,7 +31,7 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_run, check_run_directory
 from pipeline.config.run import RunConfig
 from pipeline.driver.alarms import Alarms
-from pipeline.driver.cluster import Cluster
+from pipeline.driver.cluster import Cluster, begin_forkserver
 from pipeline.driver.context import ExecutorEvents, ExecutorSettings, WorkerKey
 from pipeline.driver.executor import Executor
 from pipeline.driver.integrity import UnreadVersions, check_recomputed, finalised
@@ -74,7 +74,6 @@ from pipeline.observe.summary import Summary
 from pipeline.observe.tables import end_of_run
 from pipeline.observe.tracking import Tracker
 from pipeline.workers.messages import Outcome
-from pipeline.workers.worker_process import shares_cores, start_forkserver
 from storage.address import Address
 from storage.errors import StoreError, StoreRefused
 from storage.rollouts import Decode
@@ -123,7 +122,7 @@ def run(
     with only_driver(paths), interruptible(at_once), _not_collected():
         check_run_directory(config, resume=resume)  # another driver may have run since the first check
         if config.cluster.kind == "local" and not resume:  # a resumed run may have nothing left to compute
-            start_forkserver(shared=shares_cores(config))  # it imports torch while this process prepares the run
+            begin_forkserver(config)  # it imports torch while this process prepares the run
         with writable(config):
             ready = prepare(config, checked, resume=resume, from_checkpoint=from_checkpoint)
         this = Run(

@@ -37,7 +37,7 @@ class Constraint:
     """The values that a setting takes."""
 
     need: str
-    """Continues "must be": `1 or more`."""
+    """The allowed values, in words that follow "must be": `1 or more`."""
     holds: Callable[[Any], bool]
     """Return True for a value that works. It is never called with None: the type says whether null is allowed."""
     of_elements: bool = False

@@ -403,8 +403,8 @@ def _group(address: Address) -> str:
 
 
 def dropped(address: Address, before: int) -> bool:
-    """Return True if an output's arrays, if it has any, were deleted together with those of all steps before
-    `before`."""
+    """Return True if an output's arrays were deleted, because all arrays of steps before `before` were. Outputs
+    without arrays count too."""
     return address.step < before and not address.stage.startswith(EVALUATE)
 
 

@@ -41,9 +41,9 @@ def submit(options: argparse.Namespace) -> int:
     check_for_cluster(config)
     submitted = submit_run(config)
     print_line(f"submitted job {submitted.job_id}: {asked_for(config)}")
-    print_line(f"  stageline status {config.run_dir}    what becomes of it")
-    print_line(f"  stageline logs {config.run_dir} --follow    what it prints ({submitted.output})")
-    print_line(f"  stageline cancel {config.run_dir}    ends it; submitted again it goes on")
+    print_line(f"  stageline status {config.run_dir}    its state and progress")
+    print_line(f"  stageline logs {config.run_dir} --follow    its output ({submitted.output})")
+    print_line(f"  stageline cancel {config.run_dir}    ends it; a new submission continues the run")
     return DONE
 
 

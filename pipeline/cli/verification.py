@@ -490,7 +490,7 @@ def _notes(evidence: Evidence, damaged: Mapping[Address, str]) -> Iterator[str]:
     yield from _unproven(evidence)
     for address in sorted(evidence.unneeded):
         what = damaged.get(address, f"{address} has no commit record")
-        yield f"{what}; nobody needs it any more, since {KEEP} has let go what it was made from"
+        yield f"{what}; nobody needs it any more, since {KEEP} has deleted its inputs"
     left = evidence.history.store.attempts()
     if left:
         names = ", ".join(f"{address} ({attempt})" for address, attempt in left[:3])

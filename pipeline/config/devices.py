@@ -30,7 +30,7 @@ Worker = tuple[str, int]
 """(Name of the gang, rank or replica)."""
 THIS_HOST = "this host"
 DeviceSharing = Collection[Collection[str]]
-"""Groups of names of gangs that take turns on the same devices."""
+"""Groups of names of gangs that share the same devices."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ def devices_of_joining(
 
     Args:
         seen: identities of the GPUs that the worker sees. Two workers may see the same GPU.
-        taken: the workers that joined earlier, by their GPUs. A GPU counts as free if only gangs that take turns with
-            this worker's gang hold it.
+        taken: the workers that joined earlier, by their GPUs. A GPU counts as free if only gangs that share
+            devices with this worker's gang hold it.
     """
     alternating = {name for group in device_sharing if gang.name in group for name in group} - {gang.name}
     taken = {device: [one for one in holders if one[0] not in alternating] for device, holders in taken.items()}
@@ -165,7 +165,7 @@ def _in_turn(
     units: Sequence[_Unit], device_sharing: DeviceSharing
 ) -> tuple[list[_Unit], list[tuple[str, list[_Unit]]]]:
     """Divide the units of a host into those that get GPUs of their own, and the others as (leading gang, units of a
-    gang that takes turns on the leader's GPUs)."""
+    gang that shares the leader's GPUs)."""
     own, followers = list(units), []
     for group in device_sharing:
         sizes = {name: sum(unit.size for unit in units if unit.gang.name == name) for name in group}
@@ -179,7 +179,7 @@ def _in_turn(
 def _after(
     leader: str, following: Sequence[_Unit], assigned: Mapping[Worker, tuple[int, ...]]
 ) -> dict[Worker, tuple[int, ...]]:
-    """Return the GPUs of the workers of a gang that takes turns on a leader's GPUs."""
+    """Return the GPUs of the workers of a gang that shares a leader's GPUs."""
     gpus = sorted({gpu for (gang, _), own in assigned.items() if gang == leader for gpu in own})
     found, first = {}, 0
     for unit in following:

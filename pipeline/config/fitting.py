@@ -80,7 +80,7 @@ def memory_problems(
 def devices_memory(
     run: PlannedRun, workers: Sequence[WorkerMemory], hosts: Mapping[Worker, str], num_devices: int
 ) -> list[DeviceMemory]:
-    """Return the most bytes on each GPU that is used. Gangs that take turns are counted as `_at_once` says."""
+    """Return the most bytes on each GPU that is used. Gangs that share devices are counted as `_at_once` says."""
     config = run.config
     sharing = config.placement.device_sharing
     available = dict.fromkeys(hosts.values(), num_devices)
@@ -199,8 +199,9 @@ def describe_layout(layout: LayoutConfig) -> str:
 def _at_once(
     load: Sequence[WorkerMemory], shares: Mapping[Worker, int], device_sharing: Sequence[Sequence[str]]
 ) -> int:
-    """Return the most bytes that these workers hold on a GPU at one time. Of gangs that take turns, the largest counts
-    in full and the others with the bytes that they leave on the device. `shares`: GPUs of each worker."""
+    """Return the most bytes that these workers hold on a GPU at one time. Of gangs that share devices, the
+    largest counts in full, and the others with the bytes that they leave on the device. `shares`: GPUs of each
+    worker."""
 
     by_gang: dict[str, tuple[int, int]] = {}
     for one in load:

@@ -163,7 +163,7 @@ def _leaves(source: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _type_errors(key: str, value: Any, name: str, schema: type) -> Iterator[ConfigError]:
-    """Yield an error if one value cannot be merged; it says what the setting takes."""
+    """Yield an error that names the allowed values if this value has the wrong type for its setting."""
     section, inside = _innermost(key, schema)
     nested: Any = value
     for part in reversed(inside):

@@ -55,7 +55,7 @@ class PlacementConfig:
     """True: if a host has fewer GPUs than its workers need, gangs may share a GPU and its memory. Ranks of one gang
     never share one. null: only on a host with a single GPU, in a local run."""
     device_sharing: list[list[str]] = field(default_factory=list)
-    """Groups of gangs that take turns on the same devices: while one has work, the others have released them.
+    """Groups of gangs that share the same devices: while one has work, the others have released them.
     `[[generate, train]]`: generation and training on the same GPUs."""
 
 

@@ -51,8 +51,8 @@ def _config(kind: type, shown: dict[type, str]) -> Iterator[str]:
 
 
 def _table(section: Any, prefix: str, shown: dict[type, str], sections: dict[str, Any] | None = None) -> Iterator[str]:
-    """Yield the table of a section and of the sections in it, with their defaults. If `sections` is given, inner
-    sections go there instead. `shown`: the key path of each section class that has its table already."""
+    """Yield the lines of a section's table. `shown`: the key path of each section class that has its table already.
+    `sections`: collects the inner sections, for tables of their own; None: their keys stand in this table."""
     yield "| key | type | default | meaning |\n|---|---|---|---|"
     yield from _rows(section, prefix, shown, sections)
     yield ""

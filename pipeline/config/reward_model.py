@@ -51,7 +51,7 @@ class ScorerConfig:
     blocks: int | None = setting(None, at_least(1))
     """Number of lowest blocks that the scorer keeps, for a student smaller than its start model; null: all."""
     frozen_blocks: int = setting(0, at_least(0))
-    """Number of lowest blocks that are not trained, nor are the embeddings; their outputs are computed once per row and
+    """Number of the lowest blocks that are frozen, with the embeddings. Their outputs are computed once per row and
     kept."""
     trunk_cache_mb: int = setting(1024, at_least(0))
     """Memory for the frozen blocks' outputs on a rank."""

@@ -60,8 +60,8 @@ def run_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _without_problems(config: RunConfig, wrong: Sequence[str]) -> tuple[RunConfig, list[str]]:
-    """Return the config with these settings at their defaults, so that the others can be checked across sections; and
-    the sections that had to be replaced as a whole, since they would still have problems."""
+    """Return the config with the wrong settings at their defaults, so that the others can be checked across sections.
+    Also return the sections that were replaced as a whole, since they would still have had problems."""
     sound, usual = deepcopy(config), _sound()
     replaced = {key.partition(".")[0] for key in wrong if not set_default(sound, key)}
     for section in replaced:

@@ -230,5 +230,5 @@ class RunConfig:
         return placed_gangs(self.placement, critic=self.has_critic)
 
     def takes_turns(self, gang: str) -> bool:
-        """Return True if a gang takes turns with others on the same devices."""
+        """Return True if a gang shares devices with others."""
         return any(gang in group for group in self.placement.device_sharing)

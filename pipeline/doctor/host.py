@@ -25,7 +25,8 @@ OPEN_FILES = 1024
 """Open files that a run of some twenty workers needs. `check` computes the number for a config."""
 FREE_DISK_BYTES = 2 << 30
 FREE_SHARED_BYTES = 1 << 30
-"""Two published versions of SmolLM2-135M. `check` computes the number for a config."""
+"""Free bytes of shared memory that the test wants: two published versions of SmolLM2-135M. `check` computes the
+number for a config."""
 PIECE_BYTES = 64 << 20
 """Bytes that a rung writes and reads to measure a rate."""
 CLOCK_SKEW_S = 5.0

@@ -56,7 +56,8 @@ from storage import codec
 from storage.address import Address
 
 _LONGEST_LOOK_S = 5.0
-"""The most that the driver's clock advances between two notices. It hides time in which the driver was suspended."""
+"""Most seconds by which the driver's clock advances between two notices. So time in which the driver was suspended does
+not count against deadlines."""
 _PROCESSES = "all"
 """Topic on which Dask's scheduler reports processes that ended."""
 

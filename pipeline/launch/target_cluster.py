@@ -110,7 +110,7 @@ def _in_job(config: RunConfig) -> Iterator[tuple[Worker, int]]:
 
 
 def _packed(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> Iterator[tuple[Worker, int]]:
-    """Yield each worker with its node if the gangs fill one node after the other. Gangs that take turns begin at the
+    """Yield each worker with its node if the gangs fill one node after the other. Gangs that share devices begin at the
     same place. If GPUs are shared, gangs that find none left begin at the first node again."""
     per_node, position = num_gpus or cluster.cores, 0
     started: dict[str, int] = {}
@@ -121,8 +121,8 @@ def _packed(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> Itera
             continue
         if gang.ordered:
             side_by_side = min(config.placement.gangs[gang.name].layout.tensor, per_node)
-        turn = next((group for group in config.placement.device_sharing if gang.name in group), [])
-        at = next((started[name] for name in turn if name in started), position)
+        sharing = next((group for group in config.placement.device_sharing if gang.name in group), [])
+        at = next((started[name] for name in sharing if name in started), position)
         started[gang.name] = at
         for index in range(gang.workers):
             block = each * side_by_side
@@ -153,8 +153,8 @@ def _node_problems(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -
     elif config.cluster.kind == "attached" and num_gpus and not config.placement.share_devices:
         rooms = {gang.name: _room(config, gang, num_gpus) for gang in config.gangs()}
         rooms = {name: number for name, number in rooms.items() if number}
-        turns = [[rooms.pop(name) for name in group if name in rooms] for group in config.placement.device_sharing]
-        needed = sum(rooms.values()) + sum(max(group, default=0) for group in turns)
+        shared = [[rooms.pop(name) for name in group if name in rooms] for group in config.placement.device_sharing]
+        needed = sum(rooms.values()) + sum(max(group, default=0) for group in shared)
         if needed > cluster.gpus:
             listed = ", ".join(f"{gang.name} {_room(config, gang, num_gpus)}" for gang in config.gangs())
             need = f"the gangs need {needed} GPUs ({listed}), there are {cluster.gpus}: fewer workers, or gangs that "

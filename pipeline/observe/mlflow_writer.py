@@ -292,7 +292,7 @@ class SpoolWriter:
 
 
 def _lane(item: Item) -> str:
-    """Return the queue of an item, by the name of its cursor."""
+    """Return the name of the queue that delivers an item."""
     return "metrics" if item["kind"] == "metrics" else "rest"
 
 

@@ -42,7 +42,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class ObservedRun:
-    """The nodes of a run, and what the run was."""
+    """The executed nodes of a run, with its settings."""
 
     name: str
     run: PlannedRun

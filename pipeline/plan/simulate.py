@@ -265,7 +265,7 @@ class _Simulation:
         self._ahead: dict[Address, list[Execution]] = {}
         """Attempts that were handed out ahead of a parent, by that parent."""
         self._cause: Execution | None = None
-        """The execution whose end is being handled, or led to what is."""
+        """The execution whose end led to the event that is being handled."""
         self._gap = Gap.BOOKKEEPING
         self._last_of: dict[str, Execution] = {}
         """Last execution that ended, by gang."""

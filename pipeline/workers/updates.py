@@ -170,7 +170,7 @@ class ExactlyOnceUpdates:
 
     def replay_all(self, role: Role, steps: range) -> Iterator[tuple[int, str, str]]:
         """Train these versions once more, one after another, from the stored inputs. Yield (step, committed digest,
-        digest now). One rank only. In the layout that made the commits the first difference is the last one: later
+        digest now). One rank only. In the layout that made the commits, end at the first difference, since later
         versions were not trained from such weights. Raises MissingOutput if an update has no commit."""
         for step in steps:
             commit = self._ledger.find(Address(UPDATE_STAGE[role], step))

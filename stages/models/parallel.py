@@ -246,7 +246,7 @@ class CollectiveWatch:
         return found
 
     def _ranks_without_note(self) -> tuple[int, ...]:
-        """Return the ranks without a note that a collective failed for them too, after waiting for the notes."""
+        """Wait for the other ranks to note that a collective failed for them too. Return the ranks that did not."""
         notes = {index: f"gave_up/{index}" for index in range(self._size)}
         try:
             self._notes.wait([*notes.values()], timedelta(seconds=min(self._timeout_s, _LONGEST_ANSWER_S)))

@@ -163,7 +163,7 @@ class TokenMismatch:
     policy: float | None
     """log-prob by the trainer's weights at the step's start."""
     staleness: int
-    """Versions between the two; at 0 they should agree to rounding."""
+    """Version trained minus version that sampled. At 0 both log-probs should be equal up to rounding."""
 
 
 def worst_mismatches(read: Sequence[StageRows], decode: Decode, most: int = MOST) -> list[TokenMismatch] | None:

@@ -91,7 +91,7 @@ class RunTimeline:
     """Versions of the weights that took part, if they were read; otherwise empty."""
     marks: Sequence[TimelineMark]
     of_executions: int
-    """Number of executions; more than are drawn if the run is long: then the first and the last are drawn."""
+    """Number of all executions. Of a long run only the first and the last ones are drawn."""
 
 
 @dataclass(frozen=True)

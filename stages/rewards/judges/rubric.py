@@ -213,7 +213,7 @@ class Answer:
 
     text: str
     likeliest: tuple[tuple[str, float], ...] | None = None
-    """The likeliest first tokens, as text, with their log-probs; None: read the text."""
+    """The likeliest first tokens, as text, with their log-probs. None: the judge gives none, so its text is read."""
 
 
 Ask = Callable[[Sequence[Question]], Sequence[Answer]]

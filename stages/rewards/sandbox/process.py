@@ -105,11 +105,11 @@ class Sandbox:
         self.protections = self.ask(order, START_S)
 
     def ask(self, message: Any, limit_s: float) -> Any:
-        """Send a message, or none where it is None, and return the answer.
+        """Send a message (nothing if it is None) and return the answer.
 
         Raises:
-            SandboxExpired: there was none within `limit_s`; the process and all that it started have been killed.
-            SandboxEnded: the process ended, or was ended since it sent something that is no message.
+            SandboxExpired: no answer came within `limit_s`; the process and its children have been killed.
+            SandboxEnded: the process ended, or was killed because it sent something that is not a message.
         """
         child = self._child
         assert child is not None

@@ -140,7 +140,7 @@ class Speculation:
     # ---- between passes ----
 
     def refit(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Pass the model's new weights to the drafters. From any thread."""
+        """Pass the model's new weights to the drafters. Any thread may call this."""
         for drafter in self._drafters:
             drafter.refit(tensors)
 

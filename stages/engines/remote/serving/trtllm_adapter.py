@@ -92,7 +92,7 @@ class TrtllmAdapter:
         """Do nothing: no recorded call cancels a request. It runs to its end, and the server ignores it."""
 
     def step(self) -> list[Finished]:
-        """Return the rows that have finished. This only looks: no recorded call makes a step of the engine."""
+        """Wait a moment for rows to finish, and return them. The engine makes its steps by itself."""
 
         async def some() -> set[asyncio.Task[Finished]]:
             done, _ = await asyncio.wait(self._tasks, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)

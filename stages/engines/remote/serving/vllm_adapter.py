@@ -266,7 +266,7 @@ def _devices(settings: Settings, ranks: int) -> Iterator[dict[str, Any]]:
 
 
 def _wait_for_memory(uuid: str, needed: int) -> None:
-    """Wait until so many bytes of a GPU are free. A trainer that takes turns with the engine has them while it starts.
+    """Wait until so many bytes of a GPU are free. A trainer that shares the GPU has them while the engine starts.
     NVML is asked, since CUDA would take memory for this process too."""
     nvml = import_pynvml()
     nvml.nvmlInit()

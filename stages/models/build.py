@@ -33,6 +33,7 @@ from stages.models import hf_conversion, lora
 from stages.models.config import LayoutConfig, ModelConfig
 from stages.models.forward import Trunk
 from stages.models.kernels.blocks import BlockKernels
+from stages.models.kernels.fused import adds_gradients
 from stages.models.layers import CpuEmbedding, HiddenOutput, block_spec, rotary_frequencies
 from stages.models.numerics import Products
 from stages.models.parallel import ParallelRank
@@ -191,6 +192,7 @@ def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bo
         bf16=blueprint.dtype is torch.bfloat16,
         fp16=blueprint.dtype is torch.float16,
         deterministic_mode=blueprint.model.deterministic,
+        gradient_accumulation_fusion=blueprint.kernels.portable and adds_gradients(device),
         variable_seq_lengths=layout.pipeline > 1,  # micro-batches have no padding, so their shapes differ
         moe_token_dispatcher_type="alltoall",  # unused here; the default refuses variable_seq_lengths
         use_cpu_initialization=device.type == "cpu",

@@ -116,8 +116,8 @@ class ModelConfig:
     kernels: Literal["auto", "native", "torch", "portable"] = "auto"
     """Implementation of the transformer blocks. native: on a CPU, C between the matrix products, compiled at the first
     start. torch: on a CPU, plain torch instead of C. portable: on any device, Megatron's own linears and embedding, and
-    attention in `dtype`. auto: portable on CUDA; on a CPU native, or torch without a C compiler. The last bits of a run
-    depend on it."""
+    attention in `dtype`. auto: portable on CUDA, with a fused SwiGLU if `deterministic` is off; on a CPU native, or
+    torch without a C compiler. The last bits of a run depend on it."""
     frozen_blocks: int = setting(0, at_least(0))
     """Number of lowest transformer blocks that are not trained; embeddings and a tied output layer are frozen with
     them. Policy, critic and reference share them: they are computed once per row and their outputs are kept."""

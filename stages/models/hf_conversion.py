@@ -68,7 +68,7 @@ _NORMS = {
 
 def transformer_kwargs(spec: ModelSpec) -> dict[str, Any]:
     """Return the settings of Megatron's TransformerConfig that the architecture decides, except the number of layers,
-    since a stage may hold a part of the blocks. Megatron's fusions are off: they need kernels that a CPU lacks."""
+    since a stage may hold a part of the blocks. `kernels/fused.py` says why most of Megatron's fusions are off."""
     return {
         "hidden_size": spec.hidden_size,
         "ffn_hidden_size": spec.intermediate_size,
@@ -89,7 +89,6 @@ def transformer_kwargs(spec: ModelSpec) -> dict[str, Any]:
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
         "cross_entropy_loss_fusion": False,
     }

@@ -24,6 +24,7 @@ from stages.models.config import LayoutConfig, ModelConfig, Offload, OptimizerCo
 from stages.models.forward import KeptForwards, MicroBatch, Trunk, head_values, response_logprobs, run_forward
 from stages.models.hf_weights import read_weights, write_model
 from stages.models.kernels.blocks import choose_kernels
+from stages.models.kernels.fused import with_fusions
 from stages.models.layouts import check_layout
 from stages.models.lora import ADAPTERS, FrozenWeights, write_adapters
 from stages.models.minibatches import MinibatchLoss, peak_of_a_rank, rank_micro_batches, work_of
@@ -86,7 +87,11 @@ class MegatronHost:
             self._threads = rank.threads
             self.product_choice = choose_products(model.products, DTYPES[model.dtype], self._parallel_rank.device)
             """The implementation of matrix products. The last bits of a run depend on it."""
-            self._kernels = choose_kernels(model.kernels, DTYPES[model.dtype], self._parallel_rank.device)
+            self._kernels = with_fusions(
+                choose_kernels(model.kernels, DTYPES[model.dtype], self._parallel_rank.device),
+                model,
+                self._parallel_rank.device,
+            )
             self._blueprint = Blueprint(
                 model, spec, layout, self._parallel_rank, self._kernels, self.product_choice.products, seed
             )

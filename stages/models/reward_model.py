@@ -38,6 +38,7 @@ from stages.models.forward import MicroBatch, Trunk, cut_micro_batches, run_forw
 from stages.models.hf_files import COPIED_FILES, read_tokenizer
 from stages.models.hf_weights import read_weights, write_tensors
 from stages.models.kernels.blocks import choose_kernels
+from stages.models.kernels.fused import with_fusions
 from stages.models.layers import HiddenOutput
 from stages.models.layouts import check_layout
 from stages.models.numerics import choose_products, rows_multiple, set_numerics
@@ -110,7 +111,7 @@ class RewardModel:
         self._parallel_rank = parallel.join(rank, layout, seed) if joined is None else joined
         device, dtype = self._parallel_rank.device, DTYPES[model.dtype]
         products = choose_products(model.products, dtype, device).products
-        kernels = choose_kernels(model.kernels, dtype, device)
+        kernels = with_fusions(choose_kernels(model.kernels, dtype, device), model, device)
         self._blueprint = Blueprint(model, spec, layout, self._parallel_rank, kernels, products, seed)
         weights = read_weights(model.path)
         if SCORE_WEIGHT not in weights:
@@ -179,7 +180,7 @@ class RewardModel:
         assert self._kept is not None, "nothing was kept"
         for parameter, kept in zip(self._trained_parameters(), self._kept, strict=True):
             parameter.copy_(kept)
-        self._kept, self._trainer = None, None
+        self._end_training()
         self._model.eval()
 
     @torch.no_grad()
@@ -196,9 +197,15 @@ class RewardModel:
             write_reward_model(directory, self._path, tensors)
 
     def close(self) -> None:
-        self._trainer = self._trunk = self._kept = None
+        self._end_training()
+        self._trunk = None
         if self._joined_here:
             parallel.leave()
+
+    def _end_training(self) -> None:
+        if self._trainer is not None:
+            self._trainer.close()
+        self._trainer = self._kept = None
 
     def _read(self, batch: MicroBatch, hidden_NH: Tensor) -> Tensor:
         return last_scores(hidden_NH, batch, self._model.output_layer)
@@ -363,7 +370,7 @@ class NextTokens:
         set_numerics(model)
         device, dtype = joined.device, DTYPES[model.dtype]
         products = choose_products(model.products, dtype, device).products
-        kernels = choose_kernels(model.kernels, dtype, device)
+        kernels = with_fusions(choose_kernels(model.kernels, dtype, device), model, device)
         self._blueprint = Blueprint(model, spec, LayoutConfig(), joined, kernels, products)
         self._max_tokens = max_tokens
         self._model = build_role(self._blueprint, Role.REFERENCE, read_weights(model.path))

@@ -24,7 +24,7 @@ from typing import Any
 import megatron.core.optimizer
 import numpy as np
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -47,13 +47,10 @@ from stages.models.checkpoints import (
 )
 from stages.models.config import Offload, OptimizerConfig
 from stages.models.forward import KeptForwards, MicroBatch, Trunk, run_backward
+from stages.models.gradient_buffers import Loss, complete_weights, in_buffers, registering, settle, unbind
 from stages.models.offload import Residence, allocate, release, storages
 from stages.models.protocol import NonFiniteGradientsError, Role
 from stages.ppo.losses import LossStats
-
-Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, LossStats]]
-"""Computes (this micro-batch's share of the minibatch's loss, its stats) from a micro-batch and its hidden states
-[N, H]."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +114,7 @@ class Trainer:
         sharded = blueprint.layout.distributed_optimizer
         bf16 = blueprint.dtype is torch.bfloat16
         model.config.finalize_model_grads_func = finalize_model_grads
-        self._ddp = DistributedDataParallel(
-            model.config,
-            DistributedDataParallelConfig(use_distributed_optimizer=sharded, grad_reduce_in_fp32=True),
-            model,
-        )
+        self._ddp = in_buffers(model, blueprint)
         # Megatron prefers the FusedAdam of Transformer Engine or Apex. Their state is another, and not in checkpoints.
         megatron.core.optimizer.USING_PYTORCH_OPTIMIZER = True
         self._optimizer = get_megatron_optimizer(
@@ -156,10 +149,8 @@ class Trainer:
         self._release_gradients()
 
     def close(self) -> None:
-        """Drop the cyclic references between Megatron's objects. They run through torch's own memory, which Python's
-        collector does not see, and would keep the gang's connections open."""
-        self._ddp.grad_accs.clear()
-        self.model.config.grad_scale_func = None
+        """Let the model go, so that its gang's connections close."""
+        unbind(self._ddp)
 
     def train(
         self,
@@ -201,7 +192,7 @@ class Trainer:
                 continue
             self._ddp.zero_grad_buffer()
             self._optimizer.zero_grad()
-            loss = minibatch.loss(len(norms))
+            loss = registering(self._ddp, self.role, minibatch.loss(len(norms)))
             stats.append(run_backward(self._ddp, trunk, minibatch.micro_batches, loss, self.kept))
             self._forget_forwards()  # the weights change
             self.dirty = True
@@ -221,6 +212,7 @@ class Trainer:
             if self._skipped_in_a_row == MAX_SKIPPED_STEPS:
                 where = f"{self.role}, step {step}, minibatch {number + 1} of {len(minibatches)}"
                 raise NonFiniteGradientsError(f"{where}: {self._not_finite(minibatch, stats[-1], norm)}")
+        complete_weights(self._ddp)
         self._ddp.eval()
         self._release_gradients()
         self._reach(step + 1)
@@ -261,6 +253,7 @@ class Trainer:
         common = read_common(directory, self._architecture)
         (inner,) = self._optimizer.chained_optimizers
         self.dirty = True  # until everything is loaded
+        settle(self._ddp)
         self._forget_forwards()
         self._adam.state.clear()
         for master in masters_of(inner) if common["adam_steps"] is not None else ():
@@ -278,6 +271,7 @@ class Trainer:
     def restart(self) -> None:
         """Go back to version 0: fresh master weights and an empty optimizer state. The caller has already put back the
         model's weights."""
+        settle(self._ddp)
         self._optimizer.reload_model_params()
         self._forget_forwards()
         self._adam.state.clear()

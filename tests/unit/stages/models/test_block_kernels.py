@@ -19,12 +19,18 @@ from stages.models.kernels.blocks import (
     RotaryAngles,
     load_block_kernels,
 )
+from stages.models.kernels.fused import FusedBlockKernels
 from stages.models.numerics import Products
 
 N, H, F_ = 37, 48, 40
 SIZES = HeadSizes(groups=2, queries_per_group=3, dim=16)
 WIDTH = SIZES.groups * (SIZES.queries_per_group + 2) * SIZES.dim
-KERNELS = {"torch": ComposedKernels, "portable": PortableKernels, "native": load_block_kernels}
+KERNELS = {
+    "torch": ComposedKernels,
+    "portable": PortableKernels,
+    "fused": FusedBlockKernels,
+    "native": load_block_kernels,
+}
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 pytestmark = [pytest.mark.parametrize("name", KERNELS), pytest.mark.parametrize("dtype", DTYPES, ids=str)]

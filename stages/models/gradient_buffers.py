@@ -1,0 +1,115 @@
+"""A trained model in Megatron's gradient buffers, and the overlap of their exchange with the passes of an update.
+
+The data-parallel ranks add up their gradients, and under the distributed optimizer each sends the others the weights
+that it has updated. On devices both happen in buckets, during the passes:
+
+    last backward pass   block 9, 8, 7 │ 6, 5, 4 │ 3, 2, 1              a bucket is sent as soon as its last gradient
+    gradients                   └─ bucket 0 ─► └─ bucket 1 ─► └─ ... ─► wait ─► optimizer step      is complete
+    next forward pass                                             block 1, 2, 3 │ 4, 5, 6 │ ...     a block waits for
+    weights (distributed optimizer)                    last bucket ─► bucket 1 ─► bucket 0 ─►       its own bucket
+
+Only the last micro-batch's backward pass sends. The later stages of a pipeline have one bucket each: they wait for the
+first stage anyway. In the first minibatch of a process Megatron only counts how often each gradient becomes ready, and
+sends all buckets at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+from torch.nn import Parameter
+
+from stages.models.build import Blueprint
+from stages.models.forward import MicroBatch
+from stages.models.protocol import Role
+from stages.ppo.losses import LossStats
+
+Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, LossStats]]
+"""Computes (this micro-batch's share of the minibatch's loss, its stats) from a micro-batch and its hidden states
+[N, H]."""
+
+
+def in_buffers(model: GPTModel, blueprint: Blueprint) -> DistributedDataParallel:
+    """Return the model with its gradients (and under the distributed optimizer its weights) in Megatron's buffers."""
+    sharded, overlapping = blueprint.layout.distributed_optimizer, overlaps(blueprint)
+    options = DistributedDataParallelConfig(
+        use_distributed_optimizer=sharded,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=overlapping,
+        overlap_param_gather=overlapping and sharded,
+    )
+    ddp = _Buffers(model.config, options, model)
+    if overlapping:
+        model.config.no_sync_func = ddp.no_sync
+    settle(ddp)
+    return ddp
+
+
+def overlaps(blueprint: Blueprint) -> bool:
+    """Return True if the exchange overlaps with the passes: among several data-parallel ranks with portable kernels,
+    which CUDA always has. The kernels for CPUs do not tell Megatron when a gradient is ready, and leave no core idle
+    that could send it."""
+    return blueprint.kernels.portable and blueprint.parallel_rank.data_size > 1
+
+
+class _Buffers(DistributedDataParallel):
+    def _make_backward_post_hook(self, param: Parameter) -> Callable[..., None]:
+        """Return Megatron's hook, which does nothing for a gradient that autograd does not have: it is in `main_grad`,
+        and `registering` says when it is complete. On CUDA autograd calls this hook in another thread."""
+        ready: Callable[..., None] = super()._make_backward_post_hook(param)
+
+        def hook(*unused: Any) -> None:
+            if param.grad is not None:
+                ready(*unused)
+
+        return hook
+
+
+def registering(ddp: DistributedDataParallel, role: Role, loss: Loss) -> Loss:
+    """Return a loss whose backward pass also tells the buffers when the gradient of a policy's own output layer is
+    complete. `token_logprobs` writes it into `main_grad`, where autograd does not see it.
+
+    It is complete when the gradient of the hidden states is, since the same function computes both. An output layer
+    tied to the embedding of the same stage is complete only after the embedding's part, which autograd does see."""
+    weight = ddp.module.output_layer.weight if ddp.module.post_process and role is Role.POLICY else None
+    bucket_group = ddp.param_to_bucket_group.get(weight)
+    if bucket_group is None or not ddp.ddp_config.overlap_grad_reduce:
+        return loss
+
+    def registered(batch: MicroBatch, hidden_NH: Tensor) -> tuple[Tensor, LossStats]:
+        hidden_NH.register_hook(lambda _: bucket_group.register_grad_ready(weight))
+        return loss(batch, hidden_NH)
+
+    return registered
+
+
+def complete_weights(ddp: DistributedDataParallel) -> None:
+    """Send the weights of the last optimizer step to all data-parallel ranks, if the next forward pass would. Wait for
+    them. A collective call."""
+    if ddp.ddp_config.overlap_param_gather:
+        ddp.start_param_sync(force_sync=True)
+
+
+def settle(ddp: DistributedDataParallel) -> None:
+    """Forget an update that ended early, after waiting for what it sent, and count the weights as complete on every
+    rank: they were, or will be, loaded from files. Not a collective call."""
+    for group in ddp.bucket_groups:
+        for handle in (group.grad_reduce_handle, group.param_gather_handle):
+            if handle is not None:
+                handle.wait()
+        group.grad_reduce_handle = group.param_gather_handle = None
+        group.per_param_grad_ready_counts = {}
+        group.param_gather_dispatched = True
+
+
+def unbind(ddp: DistributedDataParallel) -> None:
+    """Drop the cyclic references between Megatron's objects. They run through torch's own memory, which Python's
+    collector does not see, and would keep the gang's connections open."""
+    ddp.grad_accs.clear()
+    ddp.module.config.grad_scale_func = ddp.module.config.no_sync_func = None
+    if ddp.use_forward_hook:
+        ddp.disable_forward_pre_hook(param_sync=False)

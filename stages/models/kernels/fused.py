@@ -1,0 +1,43 @@
+"""The fused kernels that Megatron offers, and the choice among them. All are for GPUs, and were never run on one.
+
+SwiGLU            yes: one kernel instead of three, and the backward pass keeps its input only. torch.compile makes
+                  it with Triton, at the first call
+weight gradients  yes, if Apex's extension is installed: the product adds to `main_grad`, without a tensor as large
+                  as the weight and a pass over both
+rotary embedding, softmax, cross entropy, norms, bias and dropout
+                  no: they replace parts of Megatron's attention, output layer and blocks that are our own here
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.tensor_parallel import layers
+from torch import Tensor
+from torch.utils._triton import has_triton
+
+from stages.models.config import ModelConfig
+from stages.models.kernels.blocks import BlockKernels, PortableKernels
+
+
+class FusedBlockKernels(PortableKernels):
+    """`PortableKernels` with Megatron's fused SwiGLU, which rounds once."""
+
+    name = "fused"
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        fused: Tensor = bias_swiglu_impl(gate_up, None)
+        return fused
+
+
+def with_fusions(kernels: BlockKernels, model: ModelConfig, device: torch.device) -> BlockKernels:
+    """Return `FusedBlockKernels` if `model.kernels` is auto, they can be compiled for the device, and the run need not
+    repeat its bits: nobody has compared those of two compilations. Return `kernels` otherwise."""
+    fuses = model.kernels == "auto" and device.type == "cuda" and not model.deterministic and has_triton()
+    return FusedBlockKernels() if fuses else kernels
+
+
+def adds_gradients(device: torch.device) -> bool:
+    """Return True if Apex's product that adds a weight's gradient to `main_grad` is installed for the device. It
+    repeats its bits as torch's own products do."""
+    return device.type == "cuda" and bool(layers._grad_accum_fusion_available)

@@ -9,24 +9,22 @@ Two ranks that misplaced alike what they save and what they load would be found 
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing
 from megatron.core import dist_checkpointing
 
-from pipeline.workers.worker_process import PRELOADED
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig, SamplingConfig
 from stages.models.host import MegatronHost
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role, StateError
 from stages.ppo.config import PPOConfig
 from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Values
+from tests.support.collectives import run_ranks
 from tests.support.families import random_model
 from tests.support.models import random_rollout
 
@@ -101,7 +99,14 @@ def save(host: MegatronHost, directory: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         if torch.distributed.get_world_size() > 1:
             torch.distributed.barrier()
-        host.save(role, path)()
+        writing(host.save(role, path)).join()
+
+
+def writing(*calls: Callable[[], object]) -> threading.Thread:
+    """Start to write snapshots in a thread, since their collectives belong to a thread of one name."""
+    thread = threading.Thread(target=lambda: [call() for call in calls], name="writer")
+    thread.start()
+    return thread
 
 
 def load(host: MegatronHost, directory: Path) -> None:
@@ -124,9 +129,7 @@ def two_ranks(index: int, root: Path) -> None:
             for role in TRAINED:
                 (directory / "C" / role.value).mkdir(parents=True)
         torch.distributed.barrier()
-        writes = [host.save(role, directory / "C" / role.value) for role in TRAINED]
-        thread = threading.Thread(target=lambda calls=writes: [write() for write in calls])
-        thread.start()
+        thread = writing(*[host.save(role, directory / "C" / role.value) for role in TRAINED])
         update(host, 3)
         after = [host.digest(role) for role in TRAINED]
         assert after != digests
@@ -173,8 +176,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             update(host, step)
         save(host, directory / "A")
         host.close()
-    multiprocessing.set_forkserver_preload([*PRELOADED])
-    torch.multiprocessing.start_processes(two_ranks, (root,), nprocs=2, start_method="forkserver")
+    run_ranks(two_ranks, 2, root)
     return root
 
 

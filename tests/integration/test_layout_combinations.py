@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch.multiprocessing
+import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
-from pipeline.workers.worker_process import PRELOADED
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig, SamplingConfig
 from stages.models.hf_weights import read_weights
 from stages.models.host import MegatronHost
@@ -31,6 +29,7 @@ from stages.models.spec import read_config
 from stages.models.weights import stage_tensors
 from stages.ppo.config import KLConfig, PPOConfig
 from storage.records import Advantages, ReferenceLogprobs, Rollout
+from tests.support.collectives import run_ranks
 from tests.support.models import ALL_MODELS, random_rollout
 
 RANKS, ROWS, SEQ, SEED, UPDATES = 4, 8, 13, 3, 5
@@ -132,14 +131,14 @@ def batch_of(host: MegatronHost, step: int) -> tuple[PolicyBatch, CriticBatch]:
 
 def trained(host: MegatronHost) -> dict[str, np.ndarray]:
     """Return both models' weights, with the stages of a pipeline joined."""
-    own = {
-        f"{role}:{name}": tensor.float().numpy().copy()
-        for role in TRAINED
-        for name, tensor in stage_tensors(host._trainers[role].model, host._blueprint)
-    }
-    parts: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(parts, own)
-    return {name: array for part in parts for name, array in part.items()}
+    found: dict[str, np.ndarray] = {}
+    for role in TRAINED:
+        tensors = stage_tensors(host._trainers[role].model, host._blueprint)
+        own = {f"{role}:{name}": tensor.float().numpy().copy() for name, tensor in tensors}
+        parts: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(parts, own)
+        found |= {name: array for part in parts for name, array in part.items()}
+    return found
 
 
 def update(host: MegatronHost, step: int, batch: tuple[PolicyBatch, CriticBatch]) -> dict[str, float]:
@@ -224,8 +223,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         directory.mkdir()
     for name, case in ALONE.items():
         work(case, 0, untied, found[name])
-    multiprocessing.set_forkserver_preload([*PRELOADED])
-    torch.multiprocessing.start_processes(work_all, (untied, found), nprocs=RANKS, start_method="forkserver")
+    run_ranks(work_all, RANKS, untied, found)
     return found
 
 

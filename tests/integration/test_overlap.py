@@ -8,7 +8,6 @@ clip.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,13 +19,11 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as BucketGroup
 from megatron.core.models.gpt import GPTModel
 from torch.nn import Parameter
 
-from pipeline.workers.worker_process import PRELOADED
 from stages.models import gradient_buffers
 from stages.models import trainer as trainer_module
 from stages.models.build import Blueprint
@@ -35,6 +32,7 @@ from stages.models.host import MegatronHost
 from stages.models.protocol import Rank, Role
 from stages.models.trainer import Trainer
 from stages.ppo.config import PPOConfig
+from tests.support.collectives import run_ranks
 from tests.support.families import random_model
 from tests.support.models import ALL_MODELS, random_advantages, random_rollout, update_both
 
@@ -233,12 +231,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for tied in (True, False):
         model = random_model("Llama 3.1", num_hidden_layers=4, tie_word_embeddings=tied)
         model.save_pretrained(root / ("tied" if tied else "untied"))
-    multiprocessing.set_forkserver_preload([*PRELOADED])
     (root / "idle").mkdir()
     for size, cases in CASES.items():
         for number in range(len(cases)):
             (root / f"{size}-{number}").mkdir()
-        torch.multiprocessing.start_processes(learn_all, (size, root), nprocs=size, start_method="forkserver")
+        run_ranks(learn_all, size, size, root)
     return root
 
 

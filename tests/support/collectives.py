@@ -1,28 +1,37 @@
-"""Record every collective that the ranks of a gang make, and refuse big pickles.
+"""Run the ranks of a gang, record every collective that they make, and refuse big pickles.
 
-with watched() as calls:  a rank's work       ─► calls: [Call(group, operation, shapes, thread), ...]
-one_order([calls of rank 0, of rank 1, ...])  ─► fails if the ranks would wait for one another for ever, if they come
-                                                 to the same collective with different shapes, or if a group is used
-                                                 by two threads
+run_ranks(function, 4)  ─► function(index) in four processes, and for each process group that they join and leave
+    watched() as calls:  a rank's work            ─► calls: [Call(group, operation, shapes, thread), ...]
+    one_order([calls of rank 0, of rank 1, ...])  ─► fails if the ranks would wait for one another for ever, if they
+                                                     come to the same collective with different shapes, or if a group
+                                                     is used by two threads
 """
 
 from __future__ import annotations
 
 import inspect
+import multiprocessing
 import pickle
 import threading
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from pipeline.workers.worker_process import PRELOADED
 
 OBJECT_BYTES = 1 << 20
 """Largest pickled object that a collective may carry. NCCL pads every rank's to the largest, and collects all of them
@@ -74,6 +83,35 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def run_ranks(function: Callable[..., None], size: int, *args: Any) -> None:
+    """Run function(index, *args) in `size` processes, with their collectives watched. Check that in each process group
+    that they joined and left they made them in one order."""
+    multiprocessing.set_forkserver_preload([*PRELOADED])
+    with TemporaryDirectory() as directory:
+        given = Path(directory), function, args
+        torch.multiprocessing.start_processes(_run_rank, given, nprocs=size, start_method="forkserver")
+        groups = {int(file.name.partition("-")[0]) for file in Path(directory).iterdir()}
+        assert groups, "no rank left a process group"
+        for group in sorted(groups):
+            calls = [torch.load(Path(directory) / f"{group}-{index}", weights_only=False) for index in range(size)]
+            assert all(calls), f"no collectives in process group {group}"
+            one_order(calls)
+
+
+def _run_rank(index: int, directory: Path, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    leave, numbers = dist.destroy_process_group, count()
+    with watched() as calls:
+
+        def left(group: Any = None) -> None:
+            leave(group)
+            if group is None:
+                torch.save(calls, directory / f"{next(numbers)}-{index}")
+                calls.clear()
+
+        with patch.object(dist, "destroy_process_group", left):
+            function(index, *args)
+
+
 @contextmanager
 def watched() -> Iterator[list[Call]]:
     """Record this rank's collectives: those of tensors in this thread, those of objects in all threads."""
@@ -103,7 +141,7 @@ def one_order(calls: Sequence[Sequence[Call]]) -> None:
     """Check that the ranks' calls fit one another. `calls`: each rank's, in its order. The threads of a rank run
     independently of one another. A send does not wait for its receiver: Megatron gives both to NCCL at once."""
     threads: dict[str, set[str]] = defaultdict(set)
-    left: dict[tuple[int, str], list[Call]] = defaultdict(list)
+    left: dict[tuple[int, str], deque[Call]] = defaultdict(deque)
     for rank, of_rank in enumerate(calls):
         for call in of_rank:
             threads[f"{call.group} of rank {rank}"].add(call.thread)
@@ -127,7 +165,7 @@ def one_order(calls: Sequence[Sequence[Call]]) -> None:
                 partners = list(alike) if {rank for rank, _ in alike} == set(call.ranks) else []
                 assert not partners or {c.shapes for c in alike.values()} == {call.shapes}, f"{alike}"
             for partner in partners:
-                left[partner].pop(0)
+                left[partner].popleft()
                 progress = True
             if progress:
                 break

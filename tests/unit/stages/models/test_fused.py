@@ -19,6 +19,7 @@ from stages.models.hf_conversion import named_by_block
 from stages.models.kernels import fused
 from stages.models.kernels.blocks import PortableKernels
 from stages.models.protocol import Role
+from stages.ppo.config import PPOConfig
 from tests.support.models import opened, random_advantages, random_rollout, update_both
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -49,7 +50,7 @@ def test_apexs_product_is_for_devices_where_it_is_installed(monkeypatch: pytest.
     assert not fused.adds_gradients(CPU)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2e-3)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
 def test_an_update_whose_products_add_to_the_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Any, tolerance: float
 ) -> None:
@@ -60,7 +61,7 @@ def test_an_update_whose_products_add_to_the_gradients(
         totals.add(total_MK.data_ptr())
         total_MK.addmm_(grad_NM.float().T, inputs_NK.float())
 
-    def updated(directory: Path, *, by_apex: bool) -> dict[str, np.ndarray]:
+    def updated(directory: Path, *, by_apex: bool) -> dict[str, Tensor]:
         directory.mkdir()
         totals.clear()
         monkeypatch.setattr(build, "adds_gradients", lambda device: by_apex)
@@ -69,7 +70,7 @@ def test_an_update_whose_products_add_to_the_gradients(
         monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", extension, raising=False)
         optimizer = OptimizerConfig(lr=1e-3, micro_batch_rows=3)
         settings = ModelConfig("random:tiny", dtype=dtype, kernels="portable", policy=optimizer, critic=optimizer)
-        with opened(directory, settings) as host:
+        with opened(directory, settings, PPOConfig(epochs=1, minibatches=1)) as host:
             rng = np.random.default_rng(0)
             rollout = random_rollout(rng, 8, 13)
             answers: Any = host.policy_logprobs(rollout), host.ref_logprobs(rollout), host.values(rollout)
@@ -82,8 +83,8 @@ def test_an_update_whose_products_add_to_the_gradients(
             }
             assert totals == (linears if by_apex else set())
             model = host._trainers[Role.POLICY].model
-            return {name: parameter.detach().float().numpy() for name, parameter in model.named_parameters()}
+            return {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
 
     torchs, apexs = (updated(tmp_path / str(by_apex), by_apex=by_apex) for by_apex in (False, True))
-    for name, weights in torchs.items():
-        np.testing.assert_allclose(apexs[name], weights, atol=tolerance, rtol=0, err_msg=name)
+    for name, gradient in torchs.items():
+        torch.testing.assert_close(apexs[name], gradient, rtol=0, atol=tolerance * float(gradient.abs().max()))

@@ -31,6 +31,7 @@ from stages.models.numerics import (
 )
 from stages.models.protocol import Rank, Role
 from stages.ppo.config import PPOConfig
+from tests.support.collectives import run_ranks
 from tests.support.models import opened, random_advantages, random_rollout, update_both
 from tests.support.paths import ROOT
 from tests.unit.stages.models.test_model_update import batches, model_config, weights
@@ -129,7 +130,7 @@ def test_two_tensor_parallel_ranks_agree_whoever_multiplies(tmp_path: Path, sequ
     with opened(tmp_path / "one", model_config()) as host:
         torch.save(batches(host)[0], tmp_path / "batch.pt")
     for products in Products:
-        torch.multiprocessing.spawn(update_on_a_rank, (tmp_path, products.value, sequence_parallel), nprocs=2)
+        run_ranks(update_on_a_rank, 2, tmp_path, products.value, sequence_parallel)
     one, other = (torch.load(tmp_path / f"{products}.pt") for products in Products)
     for name, tensor in one.items():
         torch.testing.assert_close(other[name], tensor, rtol=0, atol=1e-5)

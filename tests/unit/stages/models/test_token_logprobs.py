@@ -19,6 +19,7 @@ from stages.models.kernels.blocks import ComposedKernels
 from stages.models.numerics import Products
 from stages.models.protocol import Rank
 from stages.models.token_logprobs import EXCLUDED, Distribution
+from tests.support.collectives import run_ranks
 
 TORCH = Products.TORCH
 N, H, V = 9, 16, 100
@@ -208,7 +209,7 @@ def check_vocabulary_parallel_rank(rank: int, directory: Path) -> None:
 
 
 def test_two_ranks_with_half_the_vocabulary_each_agree_with_whole_logits(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(check_vocabulary_parallel_rank, (tmp_path,), nprocs=2)
+    run_ranks(check_vocabulary_parallel_rank, 2, tmp_path)
 
 
 def test_an_excluded_token_has_probability_zero(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class Input:
     address: Address
     attempt: str
     content: str
-    """Its `Commit.content`."""
+    """`Commit.content` of that input."""
 
 
 @dataclass(frozen=True)

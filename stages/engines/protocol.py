@@ -236,8 +236,8 @@ def check_ability(request: Request, can: Capabilities) -> None:
 
 
 def begun(results: Iterator[Completion | None]) -> Iterator[Completion]:
-    """Return a generator past the None that it yields first. If it had not begun, closing it would skip its `finally`,
-    and it would keep its rows."""
+    """Start a generator, whose first item is None, and return it. A generator that was never started would skip its
+    `finally` when it is closed, and so keep its rows."""
     next(results)
     return cast(Iterator[Completion], results)
 

@@ -39,8 +39,8 @@ class Scored:
     """Scores of some samples if there is more than one number for each."""
 
     parts: Mapping[str, Sequence[float]]
-    """Name of a part -> one finite number per sample. Their sum counts; each is stored and logged. The name of the only
-    part may be empty: it is then that of the reward in the config."""
+    """Name of a part -> one finite number per sample. Their sum counts; each is stored and logged. An only
+    part may have an empty name: then it gets the reward's name in the config."""
     disagreement: Sequence[float] | None = None
     """For an ensemble: standard deviation over its members, per sample."""
     measured: Mapping[str, Sequence[float]] = field(default_factory=dict)

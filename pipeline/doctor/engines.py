@@ -26,7 +26,7 @@ from stages.models.spec import is_random, read_config, read_spec
 from storage.codec import decode, encode
 
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.3}
-"""Largest accepted difference of a log-prob from the reference's, in nats. Rounding alone causes up to 1e-6 and 0.06."""
+"""Largest accepted difference of a log-prob from the reference's, in nats. Rounding alone makes 1e-6 and 0.06."""
 SAME_TOKENS: dict[Dtype, float] = {"float32": 1.0, "bfloat16": 0.5}
 """Least share of the tokens that come before a row first differs from the reference's. Rounding to 16 bits moves a draw
 now and then, and the row goes on with other tokens: measured 0.8. Unrelated draws have about 0."""

@@ -73,6 +73,7 @@ def settings(sleep_level: int) -> Settings:
         "prefix_caching": True,
         "sleep_level": sleep_level,
         "parameters": 8 * 10**9,
+        "work_bytes": 2 << 30,
     }
     return Settings("model", "bfloat16", 64, 4, 64, 1, 1, 1, extra)
 

@@ -93,9 +93,9 @@ def canary_requests(rollout: Rollout, sampling: SamplingConfig, *, seed: int, ve
 
 
 def sampled_by(part: Rollout, version: int) -> bool:
-    """Return True if `version` sampled all compared tokens of these rows, as always without staleness. Then the
-    engine's log-probs are known, and it is not asked again if the trainer agrees. (If the trainer differs, it is asked:
-    a run that is resumed after an alarm has other engines.)"""
+    """Return True if `version` sampled all compared tokens of these rows. This always holds at staleness 0. The stored
+    log-probs are then the engine's own, and the engine is asked again only if the trainer's differ. (A run that is
+    resumed after an alarm has other engines.)"""
     return bool((part.token_versions[part.response_mask] == version).all())
 
 

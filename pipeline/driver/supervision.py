@@ -54,7 +54,7 @@ from stages.models.protocol import RanksMissing
 from storage.files import is_transient
 
 LOST = (KilledWorker, WorkerLost, RanksMissing, CancelledError, CommClosedError, NoWorkerError, NoValidWorkerError)
-"""Errors of a future whose process, or a peer's, is lost. The stage is not to blame."""
+"""Errors of a future whose own process, or a peer's process, was lost. The stage is not to blame."""
 _LONGEST_BACK_OFF_S = 60.0
 PEER_GRACE_S = 5.0
 """Seconds to wait for news of a peer's death, before one of `PEER_ERRORS` counts as the process's own error."""

@@ -35,7 +35,7 @@ _OVER = frozenset(
 )
 """Final states. A job that Slurm is about to requeue is never in one of them: it is COMPLETING until it is PENDING."""
 _FORGOTTEN = ("Invalid job id", "not found")
-"""Parts of scontrol's answer for a job, and for an array's task, that Slurm has forgotten."""
+"""Texts in scontrol's error when Slurm no longer knows a job, or an array's task."""
 _KEYS = {
     "account": "slurm.account",
     "partition": "slurm.partition",

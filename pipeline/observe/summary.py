@@ -84,9 +84,9 @@ class TrainerLoss:
     gang: str
     reason: str
     built_s: float | None
-    """Seconds until it was built again; None if it was not."""
+    """Seconds until the gang was rebuilt; None if it never was."""
     lost_s: float | None
-    """Seconds until it trained again; None if it did not."""
+    """Seconds until the gang trained again; None if it never did."""
 
 
 @dataclass(frozen=True)

@@ -80,13 +80,13 @@ class DecodeSpeed:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What the decoding of some rows consists of, in seconds at the hardware's peaks."""
+    """Seconds of decoding some rows, by cause, at the hardware's peaks."""
 
     weights: float = 0.0
     context: float = 0.0
-    """Keys and values."""
+    """Seconds to read the keys and values."""
     arithmetic: float = 0.0
-    """In passes that arithmetic limits."""
+    """Seconds of the passes that arithmetic limits."""
     prefill: float = 0.0
     links: float = 0.0
     passes: float = 0.0

@@ -97,7 +97,7 @@ class WorkerParts:
     fetcher: Fetcher | None = None
     """Copies versions that this host lacks from other hosts."""
     numerics: dict[str, str] = field(default_factory=dict)
-    """Facts that the last bits of this worker's results depend on (stages/models/weights.py)."""
+    """Facts that the last bits of this worker's results depend on (stages/native/fingerprint.py)."""
     warnings: list[str] = field(default_factory=list)
     """Warnings for a person that the driver has not received yet."""
 

@@ -41,7 +41,7 @@ class Clock(threading.local):
 
 
 _BFLOAT16_EXPONENT = np.uint16(0x7F80)
-"""All ones in a number that is not finite."""
+"""Exponent bits of a bfloat16: all 1 in infinities and NaN."""
 
 
 class VersionedEngine:

@@ -184,6 +184,6 @@ def expect(name: str, tensor: Tensor, shape: Sequence[int], dtypes: Sequence[tor
 
 
 def require(holds: bool, what: str) -> None:
-    """Raise ValueError with this text unless it holds."""
+    """Raise ValueError with the text `what` unless `holds` is true."""
     if not holds:
         raise ValueError(f"native kernels: {what}")

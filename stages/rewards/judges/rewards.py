@@ -33,8 +33,8 @@ from storage.problems import Problem, above, at_least
 
 ANSWERS = "judge"
 """Folder in a run's directory with a judge's answers and its use."""
-MOST_LIKELIEST = 20
-"""Most tokens for which servers return log-probs by default."""
+MAX_TOP_LOGPROBS = 20
+"""Largest number of top log-probs per position that servers return by default."""
 Reads = Literal["likelihood", "text"]
 
 
@@ -57,7 +57,7 @@ class JudgeReward(Reward):
         system: str | None = None,
         read: Reads = "likelihood",
         max_tokens: int = 512,
-        likeliest: int = MOST_LIKELIEST,
+        likeliest: int = MAX_TOP_LOGPROBS,
         key_env: str | None = None,
         concurrency: int = 16,
         timeout_s: float = TIMEOUT_S,
@@ -171,7 +171,7 @@ class LocalJudgeReward(Reward):
         answers: dict[Any, float] | None = None,
         against: str | None = None,
         system: str | None = None,
-        likeliest: int = MOST_LIKELIEST,
+        likeliest: int = MAX_TOP_LOGPROBS,
         dtype: str = "float32",
         pass_tokens: int | None = None,
         delimit: bool = True,

@@ -11,8 +11,8 @@ told where the tensors lie, and map them (`MappedLoading`). With tied embeddings
 weights unless the stream names it, so it is named. Rows in flight, if there are any, are sent back to vLLM's queue, and
 fed again from their tokens.
 
-Blocks of the cache are given out with zeros in them. Attention multiplies what lies behind a row's last position by 0,
-and what a row with NaN has left there would make NaN of the next one, under any weights.
+New blocks of the cache are filled with zeros. Attention multiplies the positions after a row's end by 0, and 0 x NaN is
+NaN, so a NaN that an earlier row left there would spread, under any weights.
 
 Sleep is vLLM's (`engine.vllm.sleep_level`), where its platform has it. After level 2 there are no weights until the
 next `load`.

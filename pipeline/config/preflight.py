@@ -52,8 +52,8 @@ from storage.prompts import PromptItem, PromptsError
 from storage.redaction import MARK, marked
 
 DEVICE_ITEM, ENGINE_DEVICE_ITEM = "device", "engine.device"
-"""Keys of a worker's numerics: the first is present if the worker has a GPU (stages/native/fingerprint.py); the second is
-reported by an engine in an environment of its own."""
+"""Keys of a worker's numerics (stages/native/fingerprint.py). The first is present if the worker has a GPU. The second
+is reported by an engine in an environment of its own."""
 
 
 def device_of(numerics: Mapping[str, str]) -> Device:

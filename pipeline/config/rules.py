@@ -271,7 +271,7 @@ def _engine_problems(config: RunConfig) -> Iterator[Problem]:
         yield from _plain_problems(config)
     if config.takes_turns(gang_of(config.placement, Role.GENERATE)) and can.sleeps == "nothing":
         need = f"it keeps its memory while other gangs use its devices{_or(config, lambda c: c.sleeps != 'nothing')}"
-        yield _of_engine(config, "placement.device_sharing", "its gang", need)
+        yield _of_engine(config, "placement.device_sharing", config.placement.device_sharing, need)
     if "mismatch" in config.alarms.stop and config.staleness > 0 and not can.scores:
         need = "it cannot score given tokens, so stale rows have no canaries to stop at: leave it out, or staleness=0"
         yield _of_engine(config, "alarms.stop", "mismatch", need)

@@ -201,11 +201,13 @@ def _whole_groups(config: RunConfig, rows: int) -> bool:
 # ---- forms and numbers of devices ----------------------------------------------------------------------------------
 
 
-def forms(*, critic: bool) -> list[Form]:
-    """Return the ways to divide the roles into gangs."""
-    models = frozenset({Role.POLICY, Role.REFERENCE}) | ({Role.CRITIC} if critic else frozenset())
-    found = [Form("apart", {TRAIN: models}), Form("in turns", {TRAIN: models}, in_turns=True)]
-    if critic:
+def forms(config: RunConfig) -> list[Form]:
+    """Return the ways to divide a config's roles into gangs. An engine that cannot free its devices takes no turns."""
+    models = frozenset({Role.POLICY, Role.REFERENCE}) | ({Role.CRITIC} if config.has_critic else frozenset())
+    found = [Form("apart", {TRAIN: models})]
+    if config.capabilities().sleeps != "nothing":
+        found.append(Form("in turns", {TRAIN: models}, in_turns=True))
+    if config.has_critic:
         divided = {TRAIN: models - {Role.CRITIC}, CRITIC: frozenset({Role.CRITIC})}
         found.append(Form("critic apart", divided))
     return found
@@ -532,7 +534,7 @@ def combinations(space: Space) -> tuple[list[Combination], bool]:
     found: list[Combination] = []
     known, counts = Options(space), _counts(space)
     exact, nothing = True, set[str]()
-    for form, shards in itertools.product(forms(critic=space.base.has_critic), space.shards):
+    for form, shards in itertools.product(forms(space.base), space.shards):
         engines = [option for n in counts for option in known.engine(form, shards, n)]
         trainers = [[option for n in counts for option in known.trainer(form, g, shards, n)] for g in form.gangs]
         nothing |= {name for name, of_gang in zip(form.gangs, trainers, strict=True) if not of_gang}
@@ -605,7 +607,7 @@ def _fits_nowhere(space: Space, nothing: set[str]) -> str:
         nodes = max(1, space.devices * factor // max(per_node, 1))
         larger = replace(space, devices=space.devices * factor, cluster=replace(space.cluster, nodes=nodes))
         counts, known = _counts(larger), Options(larger)
-        for form in forms(critic=space.base.has_critic):
+        for form in forms(space.base):
             gangs = [gang for gang in form.gangs if gang in nothing]
             fitting = [
                 min((n for n in counts if known.trainer(form, gang, space.shards[0], n)), default=0) for gang in gangs

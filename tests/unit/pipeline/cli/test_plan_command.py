@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.cli.main import main
 from pipeline.config.loading import load_config
-from tests.support.paths import TINY, TINY_PROMPTS
+from tests.support.paths import ROOT, TINY, TINY_PROMPTS
 
 CONFIG = (str(TINY), f"prompts.url={TINY_PROMPTS}")
 
@@ -31,6 +31,13 @@ def test_a_plan_for_several_nodes_has_a_job(tmp_path: Path) -> None:
     assert config.cluster.kind == "attached"
     assert sum(gang.nodes or 0 for gang in config.slurm.gangs.values()) <= 2
     assert main(["check", str(file), "--as", "2x2xH100-80"]) == 0
+
+
+def test_the_example_of_a_node_with_an_engine_that_takes_no_turns_has_a_plan(tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    assert main(["plan", str(ROOT / "conf/run/8xh100_8b.yaml"), "--devices", "8xH100-80", "--write", str(file)]) == 0
+    assert load_config([str(file)], []).placement.device_sharing == []
+    assert main(["check", str(file), "--as", "8xH100-80"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,12 @@ from pipeline.plan.search import (
     Space,
     combinations,
     device_counts,
+    forms,
     played_plan,
     search,
     space_of,
 )
+from stages.engines.config import EngineConfig
 from tests.support.paths import TINY, TINY_PROMPTS
 
 H100 = "H100-80"
@@ -92,6 +94,12 @@ def test_more_devices_never_cost_a_plan_more(seed: int) -> None:
         given = replace(random_space(random.Random(200 + seed), 3), devices=devices)
         values.append(search(given, Objective(), lambda config: None, most=10**6).plans[0].value)
     assert values[0] >= values[1] >= values[2]
+
+
+def test_only_an_engine_that_can_free_its_devices_takes_turns() -> None:
+    config = load_config([str(TINY)], [f"prompts.url={TINY_PROMPTS}"])
+    for engine, turns in ((EngineConfig(), True), (EngineConfig(kind="vllm"), False)):
+        assert any(form.in_turns for form in forms(replace(config, engine=engine))) is turns
 
 
 def test_the_numbers_of_devices_of_few_are_among_those_of_more() -> None:

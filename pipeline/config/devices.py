@@ -82,7 +82,7 @@ def device_problems(
         units, _ = _in_turn(_units(gangs, replica_ranks, hosts, host) if available else [], device_sharing)
         for unit in units:
             if unit.size > available:
-                yield _too_large(unit, host, available)
+                yield _too_large(unit, host, available, "" if share else _together(units))
                 return
         needed = sum(unit.size for unit in units)
         if needed > available and not share:
@@ -225,30 +225,43 @@ def _assigned(units: Sequence[_Unit], available: int) -> dict[Worker, tuple[int,
     return found
 
 
-def _too_large(unit: _Unit, host: str, available: int) -> Problem:
+def _too_large(unit: _Unit, host: str, available: int, together: str) -> Problem:
+    """Return the problem of a unit that needs more GPUs than its host has. `together`: what all need, or ""."""
     name = unit.gang.name
+    also = f"; {together}" if together else ""
     if Role.GENERATE in unit.gang.roles:
         return Problem(
             "engine.tensor_parallel",
             unit.each,
             f"(with engine.pipeline_parallel) ranks of a replica need {unit.size} GPUs, {host} has {available}: at "
-            f"most {available} ranks",
+            f"most {available} ranks{also}",
         )
-    need = f"its ranks need {unit.size} GPUs, {host} has {available}: at most {available}"
+    need = f"its ranks need {unit.size} GPUs, {host} has {available}: at most {available}{also}"
     return Problem(f"placement.gangs.{name}.workers", unit.gang.workers, need)
 
 
 def _too_many(units: Sequence[_Unit], host: str, available: int) -> Problem:
     """Return the problem of too many workers. It names the gang that needs the most GPUs."""
-    by_gang: dict[str, int] = {}
-    for unit in units:
-        by_gang[unit.gang.name] = by_gang.get(unit.gang.name, 0) + unit.size
+    by_gang = _gpus_of_gangs(units)
     most = max(by_gang, key=by_gang.__getitem__)
-    listed = ", ".join(f"{name} {number}" for name, number in by_gang.items())
     workers = next(unit.gang.workers for unit in units if unit.gang.name == most)
     return Problem(
         f"placement.gangs.{most}.workers",
         workers,
-        f"the gangs need {sum(by_gang.values())} GPUs ({listed}), {host} has {available}: fewer workers or engine "
-        "ranks, roles on one gang, or placement.share_devices=true for gangs that share GPUs and their memory",
+        f"{_together(units)}, {host} has {available}: fewer workers or engine ranks, roles on one gang, or "
+        "placement.share_devices=true for gangs that share GPUs and their memory",
     )
+
+
+def _together(units: Sequence[_Unit]) -> str:
+    """Return the GPUs that units need together, in words."""
+    by_gang = _gpus_of_gangs(units)
+    listed = ", ".join(f"{name} {number}" for name, number in by_gang.items())
+    return f"the gangs need {sum(by_gang.values())} GPUs ({listed})"
+
+
+def _gpus_of_gangs(units: Sequence[_Unit]) -> dict[str, int]:
+    by_gang: dict[str, int] = {}
+    for unit in units:
+        by_gang[unit.gang.name] = by_gang.get(unit.gang.name, 0) + unit.size
+    return by_gang

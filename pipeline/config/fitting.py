@@ -179,20 +179,32 @@ def _with_advice(
         what = f"{predicted}; it fits with {' or '.join(fitting[:3])}"
         return Problem(f"{key}.layout", describe_layout(given.layout), what)
     what = f"no layout of its ranks ({gang.workers}) fits" if gang.ordered else "its replicas take the most"
-    others = "smaller model.*.micro_batch_tokens, engine.max_rows or engine.kv_budget_mb, model.dtype=bfloat16"
-    return Problem(
-        f"{key}.workers",
-        given.workers,
-        f"{predicted}; {what}: more ranks, {others}, LoRA or more model.frozen_blocks",
-    )
+    return Problem(f"{key}.workers", given.workers, f"{predicted}; {what}: {', '.join(_ways(run, gang))}")
+
+
+def _ways(run: PlannedRun, gang: Gang) -> Iterator[str]:
+    """Yield the changes with which a gang would take less memory."""
+    model, engine = run.config.model, run.config.engine
+    if Role.GENERATE in gang.roles:
+        yield "more engine.tensor_parallel" if run.on_gpus else "fewer replicas on a host"
+        yield "smaller engine.max_rows or engine.kv_budget_mb"
+        if engine.dtype == "float32":
+            yield "engine.dtype=bfloat16"
+    if gang.ordered:
+        yield "more ranks"
+        yield "smaller model.*.micro_batch_tokens"
+        if model.dtype == "float32":
+            yield "model.dtype=bfloat16"
+        yield "more model.frozen_blocks" + ("" if model.lora.rank else " or LoRA")
 
 
 def describe_layout(layout: LayoutConfig) -> str:
-    """Return a layout in the form that a config has."""
-    modules = f", recompute_modules: [{', '.join(layout.recompute_modules)}]" if layout.recompute_modules else ""
+    """Return a layout in the form that a config has, with all settings: then it can take the place of any other."""
     return (
-        f"{{tensor: {layout.tensor}, pipeline: {layout.pipeline}, distributed_optimizer: "
-        f"{str(layout.distributed_optimizer).lower()}, recompute: {layout.recompute}{modules}}}"
+        f"{{tensor: {layout.tensor}, pipeline: {layout.pipeline}, "
+        f"sequence_parallel: {str(layout.sequence_parallel).lower()}, "
+        f"distributed_optimizer: {str(layout.distributed_optimizer).lower()}, "
+        f"recompute: {layout.recompute}, recompute_modules: [{', '.join(layout.recompute_modules)}]}}"
     )
 
 

@@ -1,7 +1,7 @@
 """Check a config against a cluster that is not here: nodes and GPUs of its workers, layouts, and memory.
 
     local       every worker on one node
-    attached    gangs fill the GPUs of one node after the other; a tensor-parallel group or a replica stays on a node
+    attached    on the first node with room, large gangs first; a tensor-parallel group or a replica stays on a node
     Slurm       the nodes that the job would ask for (`script.job_shape`), if the config has a section `slurm`
 
 Nothing of this machine is looked at but the models' config.json.
@@ -10,7 +10,7 @@ Nothing of this machine is looked at but the models' config.json.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,7 +94,9 @@ def place(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> dict[Wo
     elif config.cluster.kind == "local":
         number_of = {(gang.name, index): 0 for gang in gangs for index in range(gang.workers)}
     else:
-        number_of = dict(_packed(config, cluster, num_gpus))
+        packed = _packed(config, cluster, num_gpus)
+        assert not isinstance(packed, _Group), f"{packed} was not refused"
+        number_of = packed
     order = sorted(number_of, key=lambda worker: number_of[worker])
     return {worker: f"node {number_of[worker]}" for worker in order}
 
@@ -109,28 +111,62 @@ def _in_job(config: RunConfig) -> Iterator[tuple[Worker, int]]:
         first += group.nodes
 
 
-def _packed(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> Iterator[tuple[Worker, int]]:
-    """Yield each worker with its node if the gangs fill one node after the other. Gangs that share devices begin at the
-    same place. If GPUs are shared, gangs that find none left begin at the first node again."""
-    per_node, position = num_gpus or cluster.cores, 0
-    started: dict[str, int] = {}
-    for gang in sorted(config.gangs(), key=lambda gang: -_room(config, gang, num_gpus)):
-        each, side_by_side = _room(config, gang, num_gpus) // gang.workers, 1
-        if not each:
-            yield from (((gang.name, index), 0) for index in range(gang.workers))
-            continue
-        if gang.ordered:
-            side_by_side = min(config.placement.gangs[gang.name].layout.tensor, per_node)
-        sharing = next((group for group in config.placement.device_sharing if gang.name in group), [])
-        at = next((started[name] for name in sharing if name in started), position)
-        started[gang.name] = at
-        for index in range(gang.workers):
-            block = each * side_by_side
-            if index % side_by_side == 0 and at % per_node + block > per_node:
-                at = (at // per_node + 1) * per_node
-            yield (gang.name, index), at // per_node % cluster.nodes
-            at += each
-        position = max(position, at)
+@dataclass(frozen=True)
+class _Group:
+    """Workers of a gang that stay on one node: a tensor-parallel group, or a replica."""
+
+    gang: Gang
+    indices: range
+    size: int
+    """GPUs, or without any the cores."""
+
+
+def _packed(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> dict[Worker, int] | _Group:
+    """Return the node of each worker, or a group that finds no room. Large gangs come first; if they leave no room for
+    another's groups, large groups do."""
+    gangs = sorted(config.gangs(), key=lambda gang: -_room(config, gang, num_gpus))
+    groups = [group for gang in gangs for group in _groups(config, gang, num_gpus)]
+    found = _first_fit(config, cluster, num_gpus, groups)
+    if isinstance(found, _Group):
+        found = _first_fit(config, cluster, num_gpus, sorted(groups, key=lambda group: -group.size))
+    return found
+
+
+def _first_fit(
+    config: RunConfig, cluster: HardwareCluster, num_gpus: int, groups: Sequence[_Group]
+) -> dict[Worker, int] | _Group:
+    """Return the node of each worker, or the first group that finds no room. Each group goes to the first node that has
+    room, one that takes turns with other gangs to a node of theirs. Cores, and GPUs that may be shared, are used twice
+    after all are used once."""
+    placement, per_node = config.placement, num_gpus or cluster.cores
+    turns = {name: tuple(group) for group in placement.device_sharing for name in group}
+    used: dict[str, list[int]] = {gang.name: [0] * cluster.nodes for gang in config.gangs()}
+    loads = [0] * cluster.nodes
+    found: dict[Worker, int] = {}
+    for group in groups:
+        name, size = group.gang.name, group.size if num_gpus else min(group.size, per_node)
+        choices = []
+        for node, load in enumerate(loads):
+            others = max(used[other][node] for other in turns.get(name, (name,)))
+            growth = max(0, used[name][node] + size - others)
+            rounds = math.ceil((load + growth) / per_node)
+            if not num_gpus or (used[name][node] + size <= num_gpus and (rounds <= 1 or placement.share_devices)):
+                choices.append((max(1, rounds), growth, node))
+        if not choices:
+            return group
+        _, growth, node = min(choices)
+        used[name][node] += size
+        loads[node] += growth
+        found |= dict.fromkeys(((name, index) for index in group.indices), node)
+    return found
+
+
+def _groups(config: RunConfig, gang: Gang, num_gpus: int) -> Iterator[_Group]:
+    """Yield the groups of a gang in the order of its workers."""
+    side_by_side = config.placement.gangs[gang.name].layout.tensor if gang.ordered else 1
+    size = _room(config, gang, num_gpus) // gang.workers * side_by_side
+    for first in range(0, gang.workers, side_by_side):
+        yield _Group(gang, range(first, first + side_by_side), size)
 
 
 def _room(config: RunConfig, gang: Gang, num_gpus: int) -> int:
@@ -150,15 +186,33 @@ def _node_problems(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -
             yield Problem("slurm.gangs", [*config.slurm.gangs], f"{need}: fewer nodes, or gangs beside one another")
         for group in shape.groups:
             yield from _group_problems(config, group, cluster, num_gpus)
-    elif config.cluster.kind == "attached" and num_gpus and not config.placement.share_devices:
-        rooms = {gang.name: _room(config, gang, num_gpus) for gang in config.gangs()}
-        rooms = {name: number for name, number in rooms.items() if number}
-        shared = [[rooms.pop(name) for name in group if name in rooms] for group in config.placement.device_sharing]
-        needed = sum(rooms.values()) + sum(max(group, default=0) for group in shared)
-        if needed > cluster.gpus:
-            listed = ", ".join(f"{gang.name} {_room(config, gang, num_gpus)}" for gang in config.gangs())
-            need = f"the gangs need {needed} GPUs ({listed}), there are {cluster.gpus}: fewer workers, or gangs that "
-            yield Problem("placement.gangs", [*config.placement.gangs], f"{need}take turns (placement.device_sharing)")
+    elif config.cluster.kind == "attached" and num_gpus:
+        found = [*_attached_problems(config, cluster, num_gpus)]
+        yield from found
+        group = None if found else _packed(config, cluster, num_gpus)
+        if isinstance(group, _Group):
+            need = f"groups of {group.size} GPUs that stay on a node find no room: {cluster.nodes} nodes have {num_gpus} "
+            need += "GPUs each, and other groups take some of them: more nodes, fewer workers, or smaller groups"
+            yield Problem(f"placement.gangs.{group.gang.name}.workers", group.gang.workers, need)
+
+
+def _attached_problems(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> Iterator[Problem]:
+    """Yield the problems of attached gangs that need more GPUs than there are, or than one node has."""
+    rooms = {gang.name: _room(config, gang, num_gpus) for gang in config.gangs()}
+    listed = ", ".join(f"{name} {number}" for name, number in rooms.items() if number)
+    shared = [[rooms.pop(name) for name in group if name in rooms] for group in config.placement.device_sharing]
+    needed = sum(rooms.values()) + sum(max(group, default=0) for group in shared)
+    if needed > cluster.gpus and not config.placement.share_devices:
+        need = f"the gangs need {needed} GPUs ({listed}), there are {cluster.gpus}: fewer workers, or gangs that "
+        yield Problem("placement.gangs", [*config.placement.gangs], f"{need}take turns (placement.device_sharing)")
+    for gang in config.gangs():
+        group = next(_groups(config, gang, num_gpus))
+        if group.size > num_gpus:
+            layout, replica = config.placement.gangs[gang.name].layout, config.engine.tensor_parallel
+            key = f"placement.gangs.{gang.name}.layout.tensor" if gang.ordered else "engine.tensor_parallel"
+            ranks = "of a tensor-parallel group" if gang.ordered else "(with engine.pipeline_parallel) of a replica"
+            need = f"the ranks {ranks} stay on one node, and a node has {num_gpus} GPUs: at most {num_gpus}"
+            yield Problem(key, layout.tensor if gang.ordered else replica, need)
 
 
 def _group_problems(config: RunConfig, group: NodeGroup, cluster: HardwareCluster, num_gpus: int) -> Iterator[Problem]:

@@ -112,6 +112,9 @@ def test_the_ranks_of_a_gang_never_share() -> None:
     (problem,) = problems(gangs(train=4), 2, share=True)
     assert (problem.key, problem.given) == ("placement.gangs.train.workers", 4)
     assert "its ranks need 4 GPUs, this host has 2: at most 2" in problem.need
+    assert "the gangs need" not in problem.need
+    (problem,) = problems(gangs(train=4, generate=2), 2)
+    assert "the gangs need 6 GPUs" in problem.need, "so that nobody asks for 4 next"
     (problem,) = problems(gangs(train=1), 2, ranks=4, share=True)
     assert problem.key == "engine.tensor_parallel"
 

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.config import memory
 from pipeline.config.devices import all_here
-from pipeline.config.fitting import devices_memory, fitting_cache_mb, fitting_layouts, memory_problems
+from pipeline.config.fitting import describe_layout, devices_memory, fitting_cache_mb, fitting_layouts, memory_problems
 from pipeline.config.hardware import GIB
 from pipeline.config.loading import load_config
 from pipeline.config.memory import (
@@ -146,12 +146,40 @@ def test_too_little_memory_is_refused_with_layouts_that_fit(tmp_path: Path) -> N
     limits = MemoryLimits(host_bytes(sharded, workers_memory(sharded)) + GIB, math.inf, 0)
     (problem,) = memory_problems(run, limits)
     assert problem.key == "placement.gangs.all.layout"
-    assert problem.given == "{tensor: 2, pipeline: 1, distributed_optimizer: false, recompute: none}"
+    layout = "{tensor: 2, pipeline: 1, sequence_parallel: false, distributed_optimizer: false, recompute: none"
+    assert problem.given == f"{layout}, recompute_modules: []}}"
     gang = next(gang for gang in run.config.gangs() if gang.name == "all")
     fitting = fitting_layouts(run, limits, gang)
     assert sharded.config.placement.gangs["all"].layout in fitting
     assert run.config.placement.gangs["all"].layout not in fitting
     assert all(8 % (layout.tensor * layout.pipeline) == 0 for layout in fitting)
+
+
+def test_a_layout_that_fits_can_be_given_as_it_is_written(tmp_path: Path) -> None:
+    """It has all settings: those that a layout of before sets are replaced, and not kept beside it."""
+    before = "placement.gangs.all.layout={sequence_parallel: true, recompute: selective, recompute_modules: [mlp]}"
+    large = "model.policy.micro_batch_tokens=32768"
+    limits = MemoryLimits(math.inf, 80 * GIB, 10)
+    run = planned(tmp_path, before, large, on_gpus=True)
+    gang = next(gang for gang in run.config.gangs() if gang.name == "all")
+    fitting = fitting_layouts(run, limits, gang)
+    assert {layout.recompute for layout in fitting} >= {"selective", "full"}
+    for layout in fitting:
+        again = planned(tmp_path, before, large, f"placement.gangs.all.layout={describe_layout(layout)}", on_gpus=True)
+        assert again.config.placement.gangs["all"].layout == layout
+        assert not [*memory_problems(again, limits)]
+
+
+def test_only_settings_that_can_still_save_memory_are_named(tmp_path: Path) -> None:
+    """The weights of an engine that is too large are divided by its ranks; a run in bfloat16 is in it already."""
+    ranks, replicas = memory_problems(planned(tmp_path, on_gpus=True), MemoryLimits(math.inf, GIB, 10))
+    assert "engine.tensor_parallel" in replicas.need
+    assert "micro_batch_tokens" not in replicas.need
+    assert "micro_batch_tokens" in ranks.need
+    assert "bfloat16" not in replicas.need + ranks.need
+    single = planned(tmp_path, "model.dtype=float32", on_gpus=True)
+    ranks, _ = memory_problems(single, MemoryLimits(math.inf, GIB, 10))
+    assert "model.dtype=bfloat16" in ranks.need
 
 
 def test_where_no_layout_fits_it_is_said(tmp_path: Path) -> None:

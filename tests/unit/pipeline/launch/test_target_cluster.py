@@ -44,14 +44,24 @@ def test_a_local_run_is_on_one_node() -> None:
     assert any("one of the 4 nodes" in note for note in found.notes)
 
 
-def test_attached_gangs_fill_node_after_node_and_tensor_ranks_stay_together() -> None:
-    """12 ranks in groups of 4: a node of 6 GPUs holds one group, and a replica each that find room beside it."""
-    found = checked("4x6xH100-80", *GANGS, ATTACHED)
+def test_attached_tensor_ranks_stay_together_and_replicas_fill_the_gaps() -> None:
+    """12 ranks in groups of 4: a node of 6 GPUs holds one group, and beside it two replicas."""
+    found = checked("3x6xH100-80", *GANGS, ATTACHED)
     assert nodes(found, "train") == ["node 0"] * 4 + ["node 1"] * 4 + ["node 2"] * 4
-    assert nodes(found, "generate") == ["node 2", "node 2", "node 3", "node 3"]
+    assert nodes(found, "generate") == ["node 0", "node 0", "node 1", "node 1"]
     assert nodes(found, "score") == ["node 0", "node 0"]
     assert found.devices["score", 0] == ()
     assert found.devices["train", 5] == (1,)
+
+
+def test_large_attached_groups_go_first_where_small_ones_would_leave_no_room() -> None:
+    """8 ranks, if they came first, would leave 1 and 3 GPUs on two nodes of 3: room for one replica of two ranks."""
+    gangs = "placement.gangs={generate: {workers: 2}, train: {workers: 8}, score: {}}"
+    model = f"model.path={ROOT / 'conf/model/llama-3.1-8b'}"
+    wide = (model, "model.dtype=bfloat16", "engine.kind=vllm", "engine.python=python", "engine.tensor_parallel=2")
+    found = checked("4x3xH100-80", gangs, *GANGS[1:], *wide, ATTACHED)
+    assert nodes(found, "generate") == ["node 0", "node 1"]
+    assert nodes(found, "train") == ["node 0", "node 1"] + ["node 2"] * 3 + ["node 3"] * 3
 
 
 def test_gangs_that_take_turns_begin_at_the_same_place() -> None:
@@ -84,6 +94,9 @@ def test_nodes_without_gpus_are_filled_by_cores() -> None:
     [
         ("1x8xH100-80", GANGS, "placement.gangs.train.workers"),
         ("1x8xH100-80", (*GANGS, ATTACHED), "placement.gangs"),
+        ("24x1xH100-80", (*GANGS, ATTACHED), "placement.gangs.train.layout.tensor"),
+        ("2x8xH100-80", (*GANGS, ATTACHED, "placement.gangs.generate.workers=5"), "placement.gangs"),
+        ("2x7xH100-80", (*GANGS, ATTACHED, "placement.gangs.generate.workers=2"), "placement.gangs.train.workers"),
         ("2x8xH100-80", (*GANGS, "placement.gangs.train.layout.tensor=12"), "placement.gangs.train.layout.tensor"),
         ("8xH100-80", ("prompts.max_tokens=400",), "prompts.max_tokens"),
         ("2xcpu", ("model.tf32=true",), "model.tf32"),

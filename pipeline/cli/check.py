@@ -115,12 +115,12 @@ def _show_prediction(run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worke
     columns: list[MemoryColumn] = []
     for gang in run.config.gangs():
         columns += _worker_columns([worker for worker in workers if worker.worker[0] == gang.name])
-    output().print(memory_table("predicted memory of a worker, MiB", columns))
+    output().print(memory_table("predicted memory of a worker", columns), crop=False)
     if limits.num_devices:
         for device in fullest_gpus(run, workers, hosts, limits):
             print_line(device)
     of_hosts = [MemoryColumn(name, host.items, host.total) for name, host in _alike(hosts_memory(run, workers, hosts))]
-    output().print(memory_table("predicted memory of a host, MiB", of_hosts, limits.host))
+    output().print(memory_table("predicted memory of a host", of_hosts, limits.host), crop=False)
 
 
 def _worker_columns(workers: Sequence[WorkerMemory]) -> Iterator[MemoryColumn]:

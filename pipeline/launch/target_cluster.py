@@ -191,8 +191,8 @@ def _node_problems(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -
         yield from found
         group = None if found else _packed(config, cluster, num_gpus)
         if isinstance(group, _Group):
-            need = f"groups of {group.size} GPUs that stay on a node find no room: {cluster.nodes} nodes have {num_gpus} "
-            need += "GPUs each, and other groups take some of them: more nodes, fewer workers, or smaller groups"
+            need = f"groups of {group.size} GPUs that stay on a node find no room: there are {cluster.nodes} nodes of "
+            need += f"{num_gpus} GPUs, and others take some of them: more nodes, fewer workers, or smaller groups"
             yield Problem(f"placement.gangs.{group.gang.name}.workers", group.gang.workers, need)
 
 

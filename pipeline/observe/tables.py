@@ -105,17 +105,26 @@ def _number(value: float | None) -> str:
 
 
 def memory_table(title: str, columns: Sequence[MemoryColumn], limit: float | None = None) -> Table:
-    """Return a table of predicted memory, a row per item. `limit`: bytes that each column may have at most."""
+    """Return a table of predicted memory, a row per item; in GiB if a column has 10 of them or more. No word and no
+    number is cut, however narrow the terminal is. `limit`: bytes that each column may have at most."""
+    large = max(column.total for column in columns) >= 10 * 2**30
+    size, digits = (2**30, 1) if large else (2**20, 0)
+
+    def shown(number: float) -> str:
+        return f"{number / size:,.{digits}f}" if number else ""
+
+    title = f"{title}, {'GiB' if large else 'MiB'}"
+    title += f" of {shown(limit)}" if limit is not None and math.isfinite(limit) else ""
+    items = [*dict.fromkeys(name for column in columns for name in column.items)]
+    rows = [(item, *(shown(column.items.get(item, 0)) for column in columns)) for item in items]
+    rows.append(("most at one time", *(shown(column.total) for column in columns)))
+    headings = ("item", *(column.heading for column in columns))
     table = Table(title=title, title_justify="left")
-    table.add_column("item")
-    for column in columns:
-        table.add_column(column.heading, justify="right")
-    for item in dict.fromkeys(name for column in columns for name in column.items):
-        table.add_row(item, *(_mebibytes(column.items.get(item, 0)) for column in columns))
-    table.add_section()
-    table.add_row("most at one time", *(_mebibytes(column.total) for column in columns))
-    if limit is not None and math.isfinite(limit):
-        table.add_row("there is", *[_mebibytes(int(limit))] * len(columns))
+    for number, cells in enumerate(zip(headings, *rows, strict=True)):
+        longest = max(len(word) for cell in cells for word in cell.split())
+        table.add_column(cells[0], justify="right" if number else "left", min_width=longest)
+    for number, row in enumerate(rows, start=1):
+        table.add_row(*row, end_section=number == len(items))
     return table
 
 
@@ -127,7 +136,3 @@ def placement_table(rows: Sequence[tuple[str, str, str, str]]) -> Table:
     for row in rows:
         table.add_row(*map(plain, row))
     return table
-
-
-def _mebibytes(number: int) -> str:
-    return f"{number / 2**20:,.0f}" if number else ""

@@ -19,7 +19,7 @@ from pipeline.observe.provenance import result_text
 from pipeline.observe.report.facts import headlines
 from pipeline.observe.rows import ResponsePair, chosen, response_pairs, samples_table
 from pipeline.observe.summary import EvalSummary, StalenessSummary, Summary, TrainerLoss, summary_lines
-from pipeline.observe.tables import InspectRow, end_of_run, inspect_table, summary_table
+from pipeline.observe.tables import InspectRow, MemoryColumn, end_of_run, inspect_table, memory_table, summary_table
 from pipeline.observe.text import three, visible
 from storage.address import Address
 from storage.commits import Provenance
@@ -179,3 +179,16 @@ def test_the_table_is_one_that_mlflow_reads() -> None:
         "data": [["a", "b", "cde", -0.5, 0.75, None, None], ["fg", "hi", "é", 0.25, 1.0, None, None]],
     }
     assert "é" in samples_table(PAIRS)
+
+
+def test_a_table_of_memory_cuts_no_number_and_no_name_on_a_narrow_terminal() -> None:
+    items = {"publication": 3 << 30, "publication on the host": 1100 << 30}
+    columns = [MemoryColumn(f"node {number}", items, 1103 << 30) for number in range(9)]
+    out = io.StringIO()
+    Console(file=out, width=60).print(memory_table("memory", columns, 1862 << 30), crop=False)
+    shown = out.getvalue()
+    assert "…" not in shown
+    assert shown.count("publication") == 2
+    numbers = {"3.0 ": 18, "1,100.0": 9, "1,103.0": 9, "1,862.0": 1}
+    assert {number: shown.count(number) for number in numbers} == numbers
+    assert " 500 " in _text(memory_table("memory", [MemoryColumn("train", {"process": 500 << 20}, 500 << 20)]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.config.loading import load_file
@@ -72,6 +72,8 @@ def hardware_names() -> list[str]:
 def load_hardware(name: str) -> HardwareConfig:
     """Return a kind of node by the name of a shipped file or by the path of a YAML file. Raises ConfigError."""
     file = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
+    if not file.is_file() and name.endswith(".yaml"):
+        raise ConfigError(AS, f"given {name!r}; no such file (shipped kinds of nodes: {', '.join(hardware_names())})")
     if not file.is_file():
         known = hardware_names()
         alike = [one for one in known if one.casefold().startswith(name.casefold())]
@@ -80,8 +82,8 @@ def load_hardware(name: str) -> HardwareConfig:
         need = f"no such hardware{hint} (there are {', '.join(known)}, or the path of a YAML file)"
         raise ConfigError(AS, f"given {name!r}; {need}")
     config: HardwareConfig = load_file(HardwareConfig, file)
-    if found := [refusal(problem) for problem in (*setting_problems(config), *hardware_problems(config))]:
-        raise together(found)
+    if problems := [*setting_problems(config), *hardware_problems(config)]:
+        raise together([refusal(replace(problem, need=f"{problem.need} (in {file})")) for problem in problems])
     return config
 
 

@@ -189,11 +189,11 @@ def _node_problems(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -
     elif config.cluster.kind == "attached" and num_gpus:
         found = [*_attached_problems(config, cluster, num_gpus)]
         yield from found
-        group = None if found else _packed(config, cluster, num_gpus)
-        if isinstance(group, _Group):
-            need = f"groups of {group.size} GPUs that stay on a node find no room: there are {cluster.nodes} nodes of "
+        packed = {} if found else _packed(config, cluster, num_gpus)
+        if isinstance(packed, _Group):
+            need = f"groups of {packed.size} GPUs that stay on a node find no room: there are {cluster.nodes} nodes of "
             need += f"{num_gpus} GPUs, and others take some of them: more nodes, fewer workers, or smaller groups"
-            yield Problem(f"placement.gangs.{group.gang.name}.workers", group.gang.workers, need)
+            yield Problem(f"placement.gangs.{packed.gang.name}.workers", packed.gang.workers, need)
 
 
 def _attached_problems(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> Iterator[Problem]:

@@ -57,6 +57,7 @@ def test_nodes_without_gpus() -> None:
         ("axbxH100-80", "must be NODESxGPUSxHARDWARE"),
         ("8xh100", "did you mean H100-80"),
         ("8xTPU-v5", "A100-80, B200, GB200, H100-80, H200, cpu"),
+        ("8xnowhere/own.yaml", "no such file"),
         ("2x16xH100-80", "at most 8"),
         ("2x8xcpu", "it has none"),
         ("0x8xH100-80", "1 node or more"),
@@ -82,3 +83,4 @@ def test_a_users_own_file_is_checked_as_a_whole(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_cluster(f"2x4x{own}")
     assert {error.key for error in caught.value.each} == {"device_memory_gib", "nvlink_gpus"}
+    assert all(str(own) in str(error) for error in caught.value.each)

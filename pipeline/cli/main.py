@@ -208,7 +208,10 @@ def _simulate(parser: argparse.ArgumentParser) -> None:
 def _plan(parser: argparse.ArgumentParser) -> None:
     _run(parser)
     parser.add_argument(
-        "--devices", required=True, metavar="DEVICESxHARDWARE", help="devices to place the run on: 64xH100-80, 2xcpu"
+        "--devices",
+        required=True,
+        metavar="DEVICESxHARDWARE",
+        help="devices to place the run on: 64xH100-80, or the cores of one node: 2xcpu",
     )
     parser.add_argument("--nodes-of", type=int, metavar="N", help="devices to use of each node (default: all)")
     _prediction(parser)

@@ -25,9 +25,9 @@ from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.launch.target_cluster import check_target
 from pipeline.observe.text import plain
-from pipeline.plan.search import CRITIC, DEVICES, GENERATE, TRAIN, Found, Objective, Plan, search, space_of
+from pipeline.plan.search import CRITIC, DEVICES, GENERATE, STEPS, TRAIN, Found, Objective, Plan, search, space_of
 
-_TEXT = re.compile(r"(\d+)x(\S+)")
+_TEXT = re.compile(r"(\d+)x(?!\d+x)(\S+)")
 
 
 def command(options: argparse.Namespace) -> int:
@@ -43,11 +43,15 @@ def command(options: argparse.Namespace) -> int:
     objective = Objective(options.objective == "samples_per_device_hour", options.staleness_price)
     space = space_of(run, cluster, calibration, lengths, devices)
     found = search(space, objective, _refusals(cluster, options.devices))
-    print_line(f"{options.devices}: {cluster.hardware.description}; speeds: {calibration.description}")
+    what = "GPUs" if on_gpus else "cores of one node"
+    print_line(f"{devices} {what}: {cluster.hardware.description}; speeds: {calibration.description}")
     if options.lengths is None:
         most = config.sampling.max_new_tokens
         print_line(f"every response is taken to be of {most} tokens (--lengths says otherwise)")
     output().print(_table(found, config))
+    for number, plan in enumerate(found.plans, 1):
+        print_line(f"{number}: {'; '.join(_placement(plan, on_gpus))}")
+    print_line(f"s/step: wall time / steps of {STEPS} simulated steps, of which the first fill the pipeline")
     for line in _verdict(found, options.staleness_price):
         print_line(line)
     if file is not None:
@@ -67,8 +71,8 @@ def devices_of(text: str, nodes_of: int | None) -> tuple[str, HardwareCluster, i
     """
     match = _TEXT.fullmatch(text)
     if match is None or int(match[1]) < 1:
-        raise ConfigError(DEVICES, f"given {text!r}; must be DEVICESxHARDWARE, as in 64xH100-80 or 2xcpu")
-    devices, hardware = int(match[1]), load_hardware(match[2])
+        raise ConfigError(DEVICES, f"given {text!r}; must be DEVICESxHARDWARE, as in 64xH100-80 or 2xcpu (2 cores)")
+    devices, hardware = int(match[1]), load_hardware(match[2], DEVICES)
     most = hardware.gpus_per_node or hardware.cores
     per_node = min(devices, most) if nodes_of is None else nodes_of
     if not 1 <= per_node <= most:
@@ -108,41 +112,46 @@ def _refusals(cluster: HardwareCluster, text: str) -> Callable[[RunConfig], str 
 def _table(found: Found, config: RunConfig) -> Table:
     """Return a table of the plans, the best first."""
     table = Table(title="Plans", title_justify="left", title_style="bold")
-    for heading in ("gangs", "staleness", "shards", "placement", "s/step", "samples/device-hour", "limited by"):
+    headings = ("", "gangs", "staleness", "shards", "devices", "s/step", "samples / device-hour", "limited by")
+    for heading in headings:
         table.add_column(heading, overflow="fold")
-    for plan in found.plans:
+    for number, plan in enumerate(found.plans, 1):
         per_hour = 3600 * config.rollout.rows / plan.played.mean_s / plan.devices
         row = (
+            str(number),
             plan.form,
             str(plan.config.staleness),
             str(plan.config.rollout.shards),
-            "; ".join(_placement(plan)),
+            str(plan.devices),
             f"{plan.played.mean_s:.3g}",
-            f"{per_hour:.3g}",
+            f"{per_hour:,.0f}",
             plan.limit,
         )
         table.add_row(*map(plain, row))
     return table
 
 
-def _placement(plan: Plan) -> Iterator[str]:
+def _placement(plan: Plan, on_gpus: bool) -> Iterator[str]:
     """Yield each gang of a plan in words."""
     config = plan.config
     for name in (GENERATE, TRAIN, CRITIC):
         gang = config.placement.gangs.get(name)
         if gang is None:
             continue
+        words = [f"{name} {gang.workers}"] + [f"threads {gang.threads}"] * (not on_gpus)
         if name == GENERATE:
             engine = config.engine
-            ranks = f" of {engine.tensor_parallel} ranks" if engine.tensor_parallel > 1 else ""
-            yield f"{name} {gang.workers}{ranks}, {engine.max_rows} rows, slots {gang.concurrent_shards}"
-            continue
-        layout = gang.layout
-        words = [f"{name} {gang.workers}"]
-        words += [f"tensor {layout.tensor}"] * (layout.tensor > 1) + [f"pipeline {layout.pipeline}"] * (
-            layout.pipeline > 1
-        )
-        words += [f"recompute {layout.recompute}"] * (layout.recompute != "none")
+            words += [f"ranks {engine.tensor_parallel}"] * (engine.tensor_parallel > 1)
+            words += [f"rows {engine.max_rows}", f"slots {gang.concurrent_shards}"]
+        elif on_gpus:
+            layout = gang.layout
+            numbers = {"tensor": layout.tensor, "pipeline": layout.pipeline}
+            numbers["data"] = gang.workers // (layout.tensor * layout.pipeline)
+            words += [f"{what} {ranks}" for what, ranks in numbers.items() if ranks > 1]
+            words += ["ZeRO-1"] * layout.distributed_optimizer
+            words += [f"recompute {layout.recompute}"] * (layout.recompute != "none")
+            model = config.model.critic if name == CRITIC else config.model.policy
+            words += [f"micro-batch {model.micro_batch_tokens} tokens"] * (not model.micro_batch_rows)
         yield ", ".join(words)
 
 

@@ -22,7 +22,7 @@ from pipeline.config.memory import workers_memory
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError, refusal, together
 from pipeline.launch.target_cluster import check_target
-from pipeline.observe.text import plain
+from pipeline.observe.text import duration, plain
 from pipeline.observe.timeline import run_timeline
 from pipeline.plan.calibration import Calibration, check_hardware, load_calibration, typical
 from pipeline.plan.cost import costs_of
@@ -47,7 +47,7 @@ def command(options: argparse.Namespace) -> int:
     stragglers, failures = _stragglers(options.stragglers), _failures(options, config)
     for key, file, suffix in (("--timeline", options.timeline, ".png"), ("--trace-file", options.trace_file, ".json")):
         _check_file(key, file, suffix)
-    cluster = read_cluster(options.hardware)
+    cluster = read_cluster(options.hardware, "--hardware")
     calibration = calibration_of(options.calibration, hardware_of(options.hardware), cluster)
     lengths = lengths_of(options.lengths, config, options.seed)
     found = check_target(config, cluster, options.hardware)
@@ -151,18 +151,29 @@ def _table(played: Played, config: RunConfig) -> Table:
 
 def _rows(played: Played, config: RunConfig) -> Iterator[tuple[str, str]]:
     samples = config.rollout.rows / played.mean_s if played.mean_s > 0 else 0.0
-    yield "step time", f"{played.steady_s:.3g} s in the steady state (median), {played.mean_s:.3g} s in the mean"
-    yield "first step", f"{played.step_s[0]:.3g} s"
-    yield "wall time", f"{played.wall_s:.4g} s for {config.steps} steps"
+    first, *later = played.step_s
+    yield "step time", f"{_seconds(played.mean_s)} (wall time / steps)"
+    yield "first step", _seconds(first)
+    if later:
+        spread = f"from {_seconds(min(later))} to {_seconds(max(later))}"
+        yield "later steps", f"{_seconds(played.steady_s)} in the median, {spread}"
+    yield "wall time", f"{_seconds(played.wall_s)} for {config.steps} steps"
     yield "speed", f"{samples:.3g} samples/s"
     yield "busy", _shares(played.busy_s, played.wall_s)
-    yield "critical path", _shares(played.path_s, played.wall_s)
-    yield "seconds by stage", ", ".join(f"{stage} {seconds:.3g}" for stage, seconds in played.stage_s.items())
+    path = {name: seconds for name, seconds in played.path_s.items() if seconds > 0.005 * played.wall_s}
+    yield "critical path", _shares(path, played.wall_s)
+    by_stage = ", ".join(f"{stage} {_seconds(seconds)}" for stage, seconds in played.stage_s.items())
+    yield "sum over nodes", f"{by_stage} (nodes that ran side by side all count)"
     rows = sum(played.staleness.values())
     yield "staleness", ", ".join(f"{age}: {count / rows:.0%}" for age, count in played.staleness.items())
     if played.failures:
         yield "failures", f"{played.failures} workers lost; {played.replayed_s:.3g} s of updates repeated"
 
 
+def _seconds(seconds: float) -> str:
+    """Return a time with three significant digits, or in minutes or hours if it is long."""
+    return duration(seconds) if seconds >= 120 else f"{seconds:.3g} s"
+
+
 def _shares(seconds: Mapping[str, float], whole: float) -> str:
-    return ", ".join(f"{name} {part / whole:.0%}" for name, part in seconds.items() if part > 0.005 * whole)
+    return ", ".join(f"{name} {part / whole:.0%}" for name, part in seconds.items())

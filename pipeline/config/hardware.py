@@ -69,8 +69,9 @@ def hardware_names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-def load_hardware(name: str) -> HardwareConfig:
-    """Return a kind of node by the name of a shipped file or by the path of a YAML file. Raises ConfigError."""
+def load_hardware(name: str, option: str = AS) -> HardwareConfig:
+    """Return a kind of node by the name of a shipped file or by the path of a YAML file. Raises ConfigError; with
+    `option` as its key, by which the name was given, if there is no such hardware."""
     file = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
     if not file.is_file() and name.endswith(".yaml"):
         raise ConfigError(AS, f"given {name!r}; no such file (shipped kinds of nodes: {', '.join(hardware_names())})")
@@ -80,7 +81,7 @@ def load_hardware(name: str) -> HardwareConfig:
         meant = alike or difflib.get_close_matches(name, known, n=1)
         hint = f", did you mean {meant[0]}?" if meant else ""
         need = f"no such hardware{hint} (there are {', '.join(known)}, or the path of a YAML file)"
-        raise ConfigError(AS, f"given {name!r}; {need}")
+        raise ConfigError(option, f"given {name!r}; {need}")
     config: HardwareConfig = load_file(HardwareConfig, file)
     if problems := [*setting_problems(config), *hardware_problems(config)]:
         raise together([refusal(replace(problem, need=f"{problem.need} (in {file})")) for problem in problems])
@@ -167,19 +168,21 @@ def hardware_of(text: str) -> str:
     return match[3]
 
 
-def read_cluster(text: str) -> HardwareCluster:
+def read_cluster(text: str, option: str = AS) -> HardwareCluster:
     """Return the cluster that a text like `16x8xH100-80` names. Raises ConfigError for another form, unknown hardware,
-    or more GPUs than a node has."""
+    or more GPUs than a node has. `option`: the one by which the text was given."""
     match = _TEXT.fullmatch(text)
     if match is None:
-        raise ConfigError(AS, f"given {text!r}; must be {_FORM} (there are {', '.join(hardware_names())})")
+        raise ConfigError(option, f"given {text!r}; must be {_FORM} (there are {', '.join(hardware_names())})")
     first, last = match[1], int(match[2])
-    hardware = load_hardware(match[3])
+    hardware = load_hardware(match[3], option)
     whole = hardware.gpus_per_node
     nodes, gpus = (int(first), last) if first is not None else ((1, last) if whole else (last, 0))
     if nodes < 1 or (whole and gpus < 1):
-        raise ConfigError(AS, f"given {text!r}; must have 1 node or more, and 1 GPU or more a node")
+        raise ConfigError(option, f"given {text!r}; must have 1 node or more, and 1 GPU or more a node")
     if gpus > whole:
         need = f"at most {whole}" if whole else "0: it has none"
-        raise ConfigError(AS, f"given {text!r}; a node of {match[3]} ({hardware.description}) has {whole} GPUs: {need}")
+        raise ConfigError(
+            option, f"given {text!r}; a node of {match[3]} ({hardware.description}) has {whole} GPUs: {need}"
+        )
     return HardwareCluster(nodes, gpus, hardware)

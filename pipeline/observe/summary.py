@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pipeline.observe.evaluations import EvaluatedVersion, Evaluation, in_numbers, paired
 from pipeline.observe.incidents import worker_losses
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.text import three
+from pipeline.observe.text import duration, three
 from pipeline.observe.timeline import (
     Box,
     Interval,
@@ -337,9 +337,7 @@ def summary_lines(summary: Summary) -> list[Headline]:
     overlap = f"of the time two gangs were busy; idle: {idle or '-'}"
     lines.append(Headline("overlap", "overlap", f"{summary.overlap_fraction:.0%}", overlap))
     versions = summary.versions.get("weights", 0)
-    lines.append(
-        Headline("wall", "wall time", _duration(summary.wall_s), f"{summary.steps} steps, {versions} versions")
-    )
+    lines.append(Headline("wall", "wall time", duration(summary.wall_s), f"{summary.steps} steps, {versions} versions"))
     stages = sorted(summary.stage_s.items(), key=lambda item: -item[1])
     seconds = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in stages)
     lines.append(Headline("stages", "seconds by stage", seconds))
@@ -354,11 +352,3 @@ def summary_lines(summary: Summary) -> list[Headline]:
         rules = ", ".join(f"{rule} {count}" for rule, count in by_rule.items() if count)
         lines.append(Headline("alarms", "alarms", str(number), f"{rules}; events.jsonl says when and why"))
     return lines
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"

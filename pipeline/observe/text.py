@@ -1,9 +1,9 @@
 """Formatting of numbers and of untrusted text for the terminal.
 
-`three` formats scores and KLs for tables, headlines and descriptions; `sparkline` draws a curve in one line. `visible`,
-`plain` and `print_plain` make text of models, prompts and rewards safe to print. A response is untrusted: an escape
-sequence in it could colour, overwrite or rename the terminal, and a direction mark could reverse the text around it.
-rich lets both through.
+`three` formats scores and KLs for tables, headlines and descriptions, `duration` formats times; `sparkline` draws a
+curve in one line. `visible`, `plain` and `print_plain` make text of models, prompts and rewards safe to print. A
+response is untrusted: an escape sequence in it could colour, overwrite or rename the terminal, and a direction mark
+could reverse the text around it. rich lets both through.
 """
 
 from __future__ import annotations
@@ -29,6 +29,15 @@ def three(value: float, *, sign: bool = False) -> str:
         value = 0.0  # avoid -0.000
     kind = ".3f" if value == 0 or _SMALLEST <= abs(value) < _LARGEST else ".3g"
     return f"{value:{'+' if sign else ''}{kind}}"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in words: 71.6 s, 12 min 05 s, 10 h 01 min."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:

@@ -45,7 +45,7 @@ GENERATE, TRAIN, CRITIC, SCORE = "generate", "train", "critic", "score"
 """Names of the gangs of a plan."""
 DEVICES = "--devices"
 """The option that names the devices. Errors have it as their key."""
-_STEPS = 12
+STEPS = 12
 """Steps that are simulated."""
 _EXACT_SHARDS, _SAMPLED = 16, 4
 """Most shards of which each counts in the bounds; and those that stand for the others if there are more."""
@@ -497,7 +497,7 @@ def _on_nodes(space: Space, config: RunConfig, form: Form) -> RunConfig:
 
 
 def _graph_of_steps(config: RunConfig) -> GraphSpec:
-    return replace(config.graph(), steps=_STEPS, eval_every=0)
+    return replace(config.graph(), steps=STEPS, eval_every=0)
 
 
 # ---- combinations and their bounds -----------------------------------------------------------------------------------
@@ -597,27 +597,29 @@ def _bounds(space: Space, form: Form, options: Sequence[Option], scoring: Option
 
 
 def _fits_nowhere(space: Space, nothing: set[str]) -> str:
-    """Return why no combination fits, and the number of devices on which one would."""
-    there = f"{space.devices} devices of {space.device_bytes / GIB:.1f} GiB"
-    if not nothing:
-        return f"the gangs together need more than {there}: more devices"
-    names = " and ".join(sorted(nothing))
-    per_node = space.cluster.gpus_per_node
-    for factor in (2, 4, 8, 16, 32):
-        nodes = max(1, space.devices * factor // max(per_node, 1))
-        larger = replace(space, devices=space.devices * factor, cluster=replace(space.cluster, nodes=nodes))
+    """Return why no combination fits, and a number of devices, of whole nodes if it takes several, on which one
+    would."""
+    given = f"no settings of {', '.join(sorted(nothing))} fit" if nothing else "the gangs together do not fit"
+    if not space.run.on_gpus:
+        return f"{given} on {space.devices} cores: more cores"
+    there = f"{space.devices} GPUs ({space.device_bytes / GIB:.1f} GiB each)"
+    whole = space.cluster.hardware.gpus_per_node
+    for devices in (space.devices * factor for factor in (2, 4, 8, 16, 32, 64)):
+        cluster = replace(space.cluster, nodes=max(1, devices // whole), gpus_per_node=min(devices, whole))
+        larger = replace(space, devices=cluster.gpus, cluster=cluster)
         counts, known = _counts(larger), Options(larger)
         for form in forms(space.base):
-            gangs = [gang for gang in form.gangs if gang in nothing]
-            fitting = [
-                min((n for n in counts if known.trainer(form, gang, space.shards[0], n)), default=0) for gang in gangs
-            ]
-            if gangs and all(fitting):
-                needed = ", ".join(f"{gang} {n}" for gang, n in zip(gangs, fitting, strict=True))
-                return f"no layout of {names} fits on {there}; with the gangs {form.name} it would fit on {needed}"
+            needed = {GENERATE: next((n for n in counts if known.engine(form, space.shards[0], n)), 0)}
+            for gang in form.gangs:
+                needed[gang] = next((n for n in counts if known.trainer(form, gang, space.shards[0], n)), 0)
+            total = max(needed.values()) if form.in_turns else sum(needed.values())
+            if all(needed.values()) and total <= larger.devices:
+                listed = ", ".join(f"{gang} {n}" for gang, n in needed.items())
+                return f"{given} on {there}; it would fit on {total}, with the gangs {form.name} ({listed})"
+    dtype = "model.dtype=bfloat16, " * (space.base.model.dtype != "bfloat16")
     return (
-        f"nothing of {names} fits on {there}: devices with more memory, smaller model.*.micro_batch_tokens, "
-        "model.dtype=bfloat16, LoRA or more model.frozen_blocks"
+        f"{given} on {there}, nor on {larger.devices} of them: devices with more memory, smaller "
+        f"model.*.micro_batch_tokens, {dtype}LoRA or more model.frozen_blocks"
     )
 
 

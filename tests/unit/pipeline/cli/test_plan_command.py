@@ -45,7 +45,8 @@ def test_the_example_of_a_node_with_an_engine_that_takes_no_turns_has_a_plan(tmp
     [
         (["--devices", "8"], "--devices"),
         (["--devices", "0xH100-80"], "--devices"),
-        (["--devices", "8xH1000"], "H100-80"),
+        (["--devices", "8xH1000"], "--devices"),
+        (["--devices", "2x8xH100-80"], "2x8xH100-80"),
         (["--devices", "12xH100-80"], "8xH100-80"),
         (["--devices", "8xH100-80", "--nodes-of", "9"], "--nodes-of"),
         (["--devices", "1000xcpu", "--nodes-of", "100"], "cores"),

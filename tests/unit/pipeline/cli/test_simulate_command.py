@@ -47,7 +47,7 @@ def test_the_same_seed_prints_the_same(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        (["--hardware", "8xH100"], "H100-80"),
+        (["--hardware", "8xH100"], "--hardware"),
         (["--hardware", "1xcpu", "--stragglers", "2"], "--stragglers"),
         (["--hardware", "1xcpu", "--stragglers", "0.1:0.5"], "--stragglers"),
         (["--hardware", "1xcpu", "--failures-per-hour", "0"], "--failures-per-hour"),

@@ -62,7 +62,7 @@ def random_space(draw: random.Random, devices: int) -> Space:
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline.plan.search, "_STEPS", 5)
+    monkeypatch.setattr(pipeline.plan.search, "STEPS", 5)
 
 
 @pytest.mark.usefixtures("few_steps")

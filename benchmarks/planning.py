@@ -84,8 +84,8 @@ def predicted_steps(table: Sequence[PublishedStep], *, pipeline: int = 8, sigma:
     """Return the predicted seconds of each row, calibrated on the first. `pipeline`: stages of actor and critic, on as
     many nodes; a critic on fewer nodes has as many stages as nodes."""
     assumed = typical("H100-80", on_gpus=True)
-    factor = table[0].seconds / step_s(table[0], assumed, pipeline=pipeline, sigma=sigma)
-    calibration = scaled(assumed, factor, f"a published step of {table[0].seconds} s")
+    first = step_s(table[0], assumed, pipeline=pipeline, sigma=sigma)
+    calibration = scaled(assumed, first, table[0].seconds, f"a published step of {table[0].seconds} s")
     return [step_s(row, calibration, pipeline=pipeline, sigma=sigma) for row in table]
 
 

@@ -23,11 +23,20 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.role_models import read_model, role_models
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, refusal, together
+from pipeline.launch.target_cluster import check_target
 from pipeline.observe.journal import journal_exists, read_events
 from pipeline.observe.text import three
 from pipeline.plan.calibrate import calibrate, compared
-from pipeline.plan.calibration import KINDS, Calibration, StageSpeed, scaled, to_yaml, typical
+from pipeline.plan.calibration import (
+    KINDS,
+    STEP_SECONDS,
+    Calibration,
+    StageSpeed,
+    scaled,
+    to_yaml,
+    typical,
+)
 from pipeline.plan.cost import costs_of
 from pipeline.plan.observed import ObservedRun, observe
 from pipeline.plan.simulate import play, scenario_of
@@ -67,16 +76,20 @@ def command(options: argparse.Namespace) -> int:
 
 
 def published_step(options: argparse.Namespace, cluster: HardwareCluster, hardware: str) -> Calibration:
-    """Return assumed speeds, scaled so that a simulated step takes `--step-seconds`."""
+    """Return assumed speeds, scaled so that a simulated step takes `--step-seconds`. Raises ConfigError for a config
+    that does not fit on the cluster, or a time that no efficiencies explain."""
     seconds: float = options.step_seconds
     if not (math.isfinite(seconds) and seconds > 0):
-        raise ConfigError("--step-seconds", f"given {seconds:g}; must be above 0")
+        raise ConfigError(STEP_SECONDS, f"given {seconds:g}; must be above 0")
     config = config_of(options.sources, runs_here=False)
     config.steps = config.staleness + _SIMULATED_STEPS
     assumed = typical(hardware, on_gpus=cluster.gpus > 0)
     lengths = lengths_of(options.lengths, config, config.seed)
-    played = play(scenario_of(costs_of(planned(config, on_gpus=cluster.gpus > 0), cluster, assumed), lengths))
-    return scaled(assumed, seconds / played.steady_s, f"assumed speeds, scaled to a step of {seconds:g} s")
+    target = check_target(config, cluster, options.hardware)
+    if target.problems:
+        raise together([refusal(problem) for problem in target.problems])
+    played = play(scenario_of(costs_of(target.run, cluster, assumed), lengths))
+    return scaled(assumed, played.steady_s, seconds, f"assumed speeds, scaled to a step of {seconds:g} s")
 
 
 def _new_file(file: Path) -> Path:

@@ -22,6 +22,10 @@ from storage.problems import Constraint, above, at_least, setting, setting_probl
 
 CALIBRATION = "--calibration"
 """The option that names a calibration file. Errors have it as their key."""
+LEAST_EFFICIENCY = 0.01
+"""Lowest efficiency of a scaled calibration. A step that is slower waits for something else than its hardware."""
+STEP_SECONDS = "--step-seconds"
+"""The option with a published step time. Errors have it as their key."""
 _SHARE = Constraint("above 0 and at most 1", lambda share: 0 < share <= 1)
 
 
@@ -116,15 +120,31 @@ def typical(hardware: str, *, on_gpus: bool) -> Calibration:
     )
 
 
-def scaled(calibration: Calibration, factor: float, description: str) -> Calibration:
-    """Return a calibration with which everything takes `factor` times as long. It has no scatter: one step time tells
-    nothing about the stages' shares, which stay as they were."""
+def scaled(calibration: Calibration, predicted_s: float, step_s: float, description: str) -> Calibration:
+    """Return a calibration with which everything takes `step_s` / `predicted_s` times as long. It has no scatter: one
+    step time tells nothing about the stages' shares, which stay as they were. Raises ConfigError if an efficiency would
+    be above 1 or below `LEAST_EFFICIENCY`.
+
+    Args:
+        predicted_s: seconds of a step by `calibration`.
+        step_s: seconds that it is to take.
+    """
+    speeds_now: list[StageSpeed] = [getattr(calibration, kind) for kind in KINDS]
+    shares = [*(speed.efficiency for speed in speeds_now), calibration.link_efficiency]
+    factor, least, most = step_s / predicted_s, max(shares), min(shares) / LEAST_EFFICIENCY
+    if not least <= factor <= most:
+        need = (
+            f"{calibration.description}, the speeds of {calibration.hardware} make it {predicted_s:.4g} s; scaled to "
+            f"less than {least * predicted_s:.4g} s an efficiency would be above 1, to more than "
+            f"{most * predicted_s:.4g} s below {LEAST_EFFICIENCY:g}: give a time between them"
+        )
+        raise ConfigError(STEP_SECONDS, f"given {step_s:g}; {need}")
 
     def slower(speed: StageSpeed) -> StageSpeed:
         return StageSpeed(speed.efficiency / factor, speed.call_s * factor, speed.node_s * factor)
 
     speeds: dict[str, Any] = {kind: slower(getattr(calibration, kind)) for kind in KINDS}
-    found = replace(
+    return replace(
         calibration,
         description=description,
         link_efficiency=calibration.link_efficiency / factor,
@@ -132,10 +152,6 @@ def scaled(calibration: Calibration, factor: float, description: str) -> Calibra
         extrapolated=list(KINDS),
         **speeds,
     )
-    if problems := [*setting_problems(found)]:
-        need = f"is above the peaks of {calibration.hardware}: a shorter time than its arithmetic or memory allows"
-        raise ConfigError(problems[0].key, f"{description}: an efficiency of {problems[0].given:.3g}, which {need}")
-    return found
 
 
 def load_calibration(file: str | Path) -> Calibration:
@@ -159,5 +175,5 @@ def to_yaml(calibration: Calibration) -> str:
 def check_hardware(calibration: Calibration, hardware: str) -> None:
     """Raise ConfigError if a calibration is of other hardware."""
     if calibration.hardware != hardware:
-        need = f"was measured on {calibration.hardware}, and this plan is for {hardware}: calibrate there, or plan for"
+        need = f"is for {calibration.hardware}, and this plan is for {hardware}: calibrate there, or plan for"
         raise ConfigError(CALIBRATION, f"{calibration.description}; it {need} {calibration.hardware}")

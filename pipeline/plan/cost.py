@@ -155,7 +155,9 @@ class Costs:
         """Return the work of gathering the trained weights and writing them to the board."""
         layout, num_bytes = self.run.config.placement.gangs[gang.name].layout, self._published_bytes()
         ranks = layout.tensor * layout.pipeline
-        gathered = gather_s(link_of(self.cluster, ranks), ranks, num_bytes)
+        # a stage's ranks, of all data-parallel copies, come before those of the next stage
+        extent = (layout.pipeline - 1) * (gang.workers // layout.pipeline) + layout.tensor
+        gathered = gather_s(link_of(self.cluster, extent), ranks, num_bytes)
         return Work(self._copied(num_bytes).parts, {"gathering": gathered} if gathered else {})
 
     def _published_bytes(self) -> float:

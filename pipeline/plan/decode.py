@@ -9,6 +9,8 @@ or its arithmetic:
     context_s    keys and values of one token, of all tokens before this one in all rows
     token_s      2 operations per weight, and attention to the row's own context
 
+The prefill of a prompt computes the output layer once, for its last token.
+
 Rows are admitted in their order while `max_rows` and the memory of keys and values allow it. Between two rows that end
 the batch is the same and the context grows linearly, so the time of that interval has a closed form: its passes times
 the cost of the middle one. The heap holds the pass at which each row in flight will end.
@@ -20,7 +22,8 @@ stages' times go by until its next token. Weights are read once for each group.
 Other shards of the same replica are in the same batch: with `beside` shards in flight, each row counts `beside` times.
 
 Not modelled: prefill that is cut into chunks (it delays the rows in flight for its whole time here), keys and values
-shared by rows of one prompt, preemption, rows that migrate. Pure.
+shared by rows of one prompt, preemption, rows that migrate, the drafts of speculation and its rejected tokens, the
+gathering of logits over tensor-parallel ranks. Pure.
 """
 
 from __future__ import annotations
@@ -50,6 +53,8 @@ class DecodeSpeed:
     """Arithmetic of one token, without attention."""
     attention_s: float
     """Arithmetic of one token's attention to one token of context."""
+    output_s: float = 0.0
+    """Arithmetic of the output layer for one token, which is a part of `token_s`."""
     reduces: int = 0
     """All-reduces in a pass."""
     ranks: int = 1
@@ -69,6 +74,10 @@ class DecodeSpeed:
 
     def arithmetic_s(self, rows: float, context: float) -> float:
         return rows * self.token_s + context * self.attention_s
+
+    def prefill_s(self, prompt: float) -> float:
+        """Return the seconds in which a prompt's keys and values and its next token are computed."""
+        return prompt * (self.token_s - self.output_s + prompt / 2 * self.attention_s) + self.output_s
 
     def links_s(self, rows: float) -> float:
         """Return the seconds of a pass in collectives and sends."""
@@ -118,7 +127,7 @@ def decode_speed(
         number_bytes: bytes of a weight, a key or a value.
         tensor, pipeline: ranks; pipeline: stages.
         groups: groups of rows that are in the pipeline's stages at once.
-        kv_bytes: memory of keys and values of all ranks together.
+        kv_bytes: memory of keys and values of all ranks together. Each has an equal part.
         link: the link between the ranks.
     """
     blocks, output = spec.num_layers * matrix_numbers(spec), spec.vocab_size * spec.hidden_size
@@ -126,13 +135,15 @@ def decode_speed(
     ranks = tensor * pipeline
     # a head is never divided: with more ranks than key-value heads, several ranks hold and read the same
     kept = 2 * spec.num_layers * spec.head_dim * max(spec.num_kv_heads / tensor, 1.0) * number_bytes
+    per_row = rounds / groups * 2 / ranks / flops  # seconds for each weight that a token is multiplied with
     return DecodeSpeed(
         max_rows=max_rows,
-        max_context=kv_bytes / (2 * spec.num_layers * spec.kv_size * number_bytes),
+        max_context=kv_bytes / (tensor * kept),
         weights_s=rounds / pipeline * (blocks + output) * number_bytes / tensor / bytes_per_s,
         context_s=rounds / groups * kept / pipeline / bytes_per_s,
-        token_s=rounds / groups * 2 * (blocks + output) / ranks / flops,
-        attention_s=rounds / groups * 4 * spec.num_layers * spec.q_size / ranks / flops,
+        token_s=per_row * (blocks + output),
+        attention_s=per_row * 2 * spec.num_layers * spec.q_size,
+        output_s=per_row * output,
         reduces=2 * spec.num_layers * rounds // pipeline if tensor > 1 else 0,
         ranks=tensor,
         link=link,
@@ -166,7 +177,7 @@ def decode(speed: DecodeSpeed, prompt: float, lengths: Sequence[int], beside: fl
             left -= 1
             heapq.heappush(flight, (clock + length / speed.tokens_per_pass, length))
             context += prompt
-            prefill += beside * prompt * (speed.token_s + prompt / 2 * speed.attention_s)
+            prefill += beside * speed.prefill_s(prompt)
         rows = len(flight)
         end = flight[0][0]
         count = end - clock

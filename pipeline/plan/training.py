@@ -3,18 +3,31 @@
 A gang of t x d x p ranks (tensor, data, pipeline) divides rows over its d data-parallel ranks, and their rows into m
 micro-batches. With F operations of all rows:
 
-    stage             max(F / (t d p m rate),  weights of a stage / bandwidth)     of one micro-batch
+    stage             max(F / (t d p m rate),  bytes of its weights and gradients / bandwidth)     of one micro-batch
     sweep             (m + p - 1) stage                              1F1B: p - 1 stages are the bubble
-    training          F is 3 forward passes, 4 with full recomputation; frozen blocks and, with LoRA, the gradients of
+    training          F is 3 forward passes, and what is recomputed; frozen blocks and, with LoRA, the gradients of
                       frozen weights are left out
-    tensor parallel   2 all-reduces of a micro-batch's hidden states in each block forward, 2 backward; with sequence
-                      parallelism an all-gather and a reduce-scatter each, of the same bytes
+    weights           a forward pass reads them, a backward pass reads them once for the gradients of its inputs, and
+                      adds the trained ones' gradients in float32 (read and written)
+    tensor parallel   all-reduces of a micro-batch's hidden states in each block: 2 forward, 2 backward, and those of
+                      the recomputed modules. With sequence parallelism each is a reduce-scatter and an all-gather,
+                      and the backward pass gathers the inputs of two linears once more (not with a CPU's kernels, which
+                      keep them)
     data parallel     gradients in float32 are all-reduced once for each optimizer step; with ZeRO-1 they are
                       reduce-scattered, and the weights are gathered
     optimizer         bytes of gradients, masters and moments, each read and written once
 
-Sources: Megatron-LM (Narayanan et al. 2021, arXiv 2104.04473, sections 2 and 3), ZeRO (Rajbhandari et al. 2020, arXiv
-1910.02054). Nothing overlaps: Stageline starts no collective before the backward pass has ended. Pure.
+`check --trace` lists the collectives of a layout, and these counts are its counts. Those of tensor parallelism are
+counted in full, although Megatron starts some of the backward pass beside a product.
+
+Data-parallel collectives overlap with the passes where they do in a run (`stages.models.gradient_buffers`): gradients
+with the last micro-batch's backward pass, all but one bucket; weights with the next minibatch's first forward pass, all
+but one bucket, and after the last minibatch with nothing. Only what exceeds the pass counts. Both are compared at the
+peaks; the first stage of a pipeline ends last, so it decides.
+
+Sources: Megatron-LM (Narayanan et al. 2021, arXiv 2104.04473, sections 2 and 3), sequence parallelism (Korthikanti et
+al. 2022, arXiv 2205.05198, section 4.2.2), ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054), overlap (Li et al. 2020,
+arXiv 2006.15704, section 3.2). Pure.
 """
 
 from __future__ import annotations
@@ -33,6 +46,9 @@ from stages.models.protocol import Role
 
 ARITHMETIC, WEIGHTS, BUBBLE = "arithmetic", "weights read", "pipeline bubble"
 OPTIMIZER, TENSOR, PIPELINE, DATA = "optimizer", "tensor-parallel", "pipeline sends", "data-parallel"
+_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
+"""Fewest parameters of a bucket of gradients, in all and for each data-parallel rank; the larger counts: megatron-core,
+distributed/distributed_data_parallel.py."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +134,34 @@ def gang_speed(models: GangModels, cluster: HardwareCluster, flops: float, bytes
     return GangSpeed(models, cluster, flops, bytes_per_s, numbers, trained)
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """A pass of rows through a role's model."""
+
+    operations: float
+    """Operations of all rows on all ranks."""
+    moved: float
+    """Bytes of weights and gradients that a rank reads and writes for a micro-batch."""
+    halves: int
+    """All-gathers and reduce-scatters of hidden states over the tensor-parallel ranks in a block. An all-reduce is
+    two."""
+    sends: int = 1
+    """Sends of hidden states to the next stage, or of their gradients."""
+
+    def plus(self, other: _Pass) -> _Pass:
+        """Return both passes as one."""
+        return _Pass(
+            self.operations + other.operations,
+            self.moved + other.moved,
+            self.halves + other.halves,
+            self.sends + other.sends,
+        )
+
+
 def forward_work(gang: GangSpeed, role: Role, optimizer: OptimizerConfig, rows: Rows, *, trunk: bool) -> Work:
     """Return the work of a forward pass of a role's model over rows. `trunk`: the frozen blocks are computed, too;
     otherwise their outputs are kept from an earlier pass."""
-    return _sweep(gang, role, optimizer, rows, _forward(gang, role, rows, trunk=trunk), trains=False)
+    return _sweep(gang, role, optimizer, rows, _forward_pass(gang, role, rows, trunk=trunk))
 
 
 def update_work(
@@ -129,18 +169,40 @@ def update_work(
 ) -> Work:
     """Return the work of an update of a role's model: `epochs` passes over the rows, each with `minibatches` optimizer
     steps. The frozen blocks' outputs are kept from earlier passes."""
-    part = rows.share(minibatches)
-    forward = _forward(gang, role, part, trunk=False)
-    backward = _backward(gang, role, part)
-    recomputed = {"none": 0.0, "selective": 0.0, "full": forward}[gang.models.layout.recompute]
-    if gang.models.layout.recompute == "selective" and "mlp" in gang.models.layout.recompute_modules:
-        recomputed = 2.0 * _mlp_numbers(gang, role) * gang.models.num_blocks(role) * part.tokens
-    whole = _sweep(gang, role, optimizer, part, forward + backward + recomputed, trains=True)
-    without = _sweep(gang, role, optimizer, part, backward + recomputed, trains=True)
-    first = without if optimizer.reuse_forward else whole
-    step = _optimizer_step(gang, role)
-    found = first.plus(step).times(minibatches)
-    return found.plus(whole.plus(step).times(minibatches * (epochs - 1))) if epochs > 1 else found
+    part, steps = rows.share(minibatches), epochs * minibatches
+    forward, backward = _forward_pass(gang, role, part, trunk=False), _backward_pass(gang, role, part)
+    kept = minibatches if optimizer.reuse_forward else 0
+    swept = _sweep(gang, role, optimizer, part, forward.plus(backward)).times(steps - kept)
+    swept = swept.plus(_sweep(gang, role, optimizer, part, backward).times(kept)) if kept else swept
+    exchanged = _exchanges(
+        gang,
+        role,
+        steps,
+        _stage(gang, optimizer, part, forward)[0],
+        _stage(gang, optimizer, part, backward)[0],
+    )
+    links = {DATA: exchanged} if exchanged else {}
+    return swept.plus(_optimizer_step(gang, role).times(steps)).plus(Work({}, links))
+
+
+def _forward_pass(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> _Pass:
+    return _Pass(_forward(gang, role, rows, trunk=trunk), gang.numbers[role] * gang.models.dtype_bytes, 4)
+
+
+def _backward_pass(gang: GangSpeed, role: Role, rows: Rows) -> _Pass:
+    """Return a backward pass, with what it recomputes."""
+    models, layout = gang.models, gang.models.layout
+    number, forward = models.dtype_bytes, _forward_pass(gang, role, rows, trunk=False)
+    operations, moved = _backward(gang, role, rows), gang.numbers[role] * number + gang.trained[role] * 8
+    halves = 6 if layout.sequence_parallel and models.portable else 4
+    if layout.recompute == "full":
+        again = (forward.operations, forward.moved, forward.halves)
+    elif layout.recompute == "selective" and "mlp" in layout.recompute_modules:
+        mlps = _mlp_numbers(gang, role) * models.num_blocks(role)
+        again = (2.0 * mlps * rows.tokens, mlps / (layout.tensor * layout.pipeline) * number, 2)
+    else:
+        again = (0.0, 0.0, 0)
+    return _Pass(operations, moved, halves).plus(_Pass(*again, sends=0))
 
 
 def _forward(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> float:
@@ -154,12 +216,14 @@ def _forward(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> float:
 def _backward(gang: GangSpeed, role: Role, rows: Rows) -> float:
     """Return the operations of a backward pass: two products for each of the forward pass, or one if its weight is
     frozen, and two of an adapter's."""
-    twice, model = 2 * _forward(gang, role, rows, trunk=False), gang.models.model
-    if not model.lora.rank:
-        return twice
+    found, model = 2 * _forward(gang, role, rows, trunk=False), gang.models.model
     spec, blocks = gang.models.spec_of(role), gang.models.num_blocks(role)
-    adapters = adapter_parameters(spec, model.lora, tensor=1)
-    return twice + (6 * adapters - 2 * matrix_numbers(spec)) * blocks * rows.tokens
+    if model.lora.rank:
+        adapters = adapter_parameters(spec, model.lora, tensor=1)
+        found += (6 * adapters - 2 * matrix_numbers(spec)) * blocks * rows.tokens
+    if role is not Role.CRITIC and (model.lora.rank or (spec.tied_embeddings and model.frozen_blocks)):
+        found -= 2.0 * spec.hidden_size * spec.vocab_size * rows.sampled  # the output layer is frozen
+    return found
 
 
 def _mlp_numbers(gang: GangSpeed, role: Role) -> int:
@@ -167,30 +231,37 @@ def _mlp_numbers(gang: GangSpeed, role: Role) -> int:
     return 3 * spec.hidden_size * spec.intermediate_size
 
 
-def _sweep(
-    gang: GangSpeed, role: Role, optimizer: OptimizerConfig, rows: Rows, operations: float, *, trains: bool
-) -> Work:
-    """Return the work of rows that go through the pipeline in micro-batches. `operations`: of all rows."""
+def _sweep(gang: GangSpeed, role: Role, optimizer: OptimizerConfig, rows: Rows, passes: _Pass) -> Work:
+    """Return the work of rows that go through the pipeline in micro-batches."""
     models, layout = gang.models, gang.models.layout
     if not rows.count:
         return NO_WORK
     stages = layout.pipeline
     mine = rows.share(models.data_ranks)
     count = micro_batches(mine, optimizer)
-    computed = operations * mine.count / rows.count / (layout.tensor * stages * count) / gang.flops
-    # a backward pass reads the weights twice, and adds to gradients in float32
-    read = gang.numbers[role] * (3 * models.dtype_bytes + 8 if trains else models.dtype_bytes) / gang.bytes_per_s
-    stage, limit = (computed, ARITHMETIC) if computed >= read else (read, WEIGHTS)
+    stage, limit = _stage(gang, optimizer, rows, passes)
     parts, links, turns = {limit: count * stage}, dict[str, float](), count + stages - 1
     hidden = mine.tokens / count * models.spec_of(role).hidden_size * models.dtype_bytes
     if layout.tensor > 1:
-        reduce = all_reduce_s(link_of(gang.cluster, layout.tensor), layout.tensor, hidden)
-        links[TENSOR] = turns * models.num_blocks(role) / stages * (4 if trains else 2) * reduce
+        link, ranks = link_of(gang.cluster, layout.tensor), layout.tensor
+        half = gather_s(link, ranks, hidden) if layout.sequence_parallel else all_reduce_s(link, ranks, hidden) / 2
+        links[TENSOR] = turns * models.num_blocks(role) / stages * passes.halves * half
     if stages > 1:
         parts[BUBBLE] = (stages - 1) * stage
         link = link_of(gang.cluster, 2, layout.tensor * models.data_ranks)
-        links[PIPELINE] = turns * (2 if trains else 1) * send_s(link, hidden / layout.tensor)
+        links[PIPELINE] = turns * passes.sends * send_s(link, hidden / layout.tensor)
     return Work(parts, links, turns)
+
+
+def _stage(gang: GangSpeed, optimizer: OptimizerConfig, rows: Rows, passes: _Pass) -> tuple[float, str]:
+    """Return the seconds of one micro-batch in one pipeline stage, and what limits them."""
+    if not rows.count:
+        return 0.0, ARITHMETIC
+    layout, mine = gang.models.layout, rows.share(gang.models.data_ranks)
+    ranks = layout.tensor * layout.pipeline * micro_batches(mine, optimizer)
+    computed = passes.operations * mine.count / rows.count / ranks / gang.flops
+    moved = passes.moved / gang.bytes_per_s
+    return (computed, ARITHMETIC) if computed >= moved else (moved, WEIGHTS)
 
 
 def micro_batches(rows: Rows, optimizer: OptimizerConfig) -> int:
@@ -203,16 +274,33 @@ def micro_batches(rows: Rows, optimizer: OptimizerConfig) -> int:
 def _optimizer_step(gang: GangSpeed, role: Role) -> Work:
     """Return the work of one optimizer step on the rank with the most trained parameters."""
     models, layout = gang.models, gang.models.layout
-    numbers, data = gang.trained[role], models.data_ranks
-    shards = data if layout.distributed_optimizer else 1
+    numbers, shards = gang.trained[role], models.data_ranks if layout.distributed_optimizer else 1
     # gradients: read for the norm and the step, and zeroed; masters and both moments: read and written; the weights
     state = 3 * 8 if models.dtype_bytes == 4 else 3 * 8 + models.dtype_bytes
-    parts = {OPTIMIZER: numbers * (12 + state / shards) / gang.bytes_per_s}
-    links: dict[str, float] = {}
-    if data > 1:
-        link = link_of(gang.cluster, data, layout.tensor)
-        if layout.distributed_optimizer:
-            links[DATA] = gather_s(link, data, 4 * numbers) + gather_s(link, data, models.dtype_bytes * numbers)
-        else:
-            links[DATA] = all_reduce_s(link, data, 4 * numbers)
-    return Work(parts, links)
+    return Work({OPTIMIZER: numbers * (12 + state / shards) / gang.bytes_per_s}, {})
+
+
+def _exchanges(gang: GangSpeed, role: Role, steps: int, forward_s: float, backward_s: float) -> float:
+    """Return the seconds of data-parallel collectives in `steps` optimizer steps that no pass hides.
+
+    Args:
+        forward_s, backward_s: of one micro-batch in one stage.
+    """
+    models, layout = gang.models, gang.models.layout
+    numbers, data = gang.trained[role], models.data_ranks
+    if data == 1:
+        return 0.0
+    link = link_of(gang.cluster, data, layout.tensor)
+    if layout.distributed_optimizer:
+        gradients = gather_s(link, data, 4 * numbers)
+        weights = gather_s(link, data, models.dtype_bytes * numbers)
+    else:
+        gradients, weights = all_reduce_s(link, data, 4 * numbers), 0.0
+    if not models.portable:
+        return steps * (gradients + weights)
+    buckets = max(1, math.ceil(numbers / max(_BUCKET, _BUCKET_PER_RANK * data)))
+
+    def exposed(seconds: float, beside: float) -> float:
+        return max(seconds / buckets, seconds - beside)
+
+    return steps * exposed(gradients, backward_s) + (steps - 1) * exposed(weights, forward_s) + weights

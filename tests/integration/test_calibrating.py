@@ -67,3 +67,6 @@ def test_a_published_step_time_needs_no_run(tmp_path: Path) -> None:
     assert load_calibration(file).extrapolated == list(KINDS)
     assert main([*words, "0"]) == BAD_INPUT
     assert main([*words, "0.5"]) == BAD_INPUT, "no hardware is that fast"
+    assert main([*words, "1e9"]) == BAD_INPUT, "or that slow"
+    words[words.index("16x8xH100-80")] = "8xH100-80"
+    assert main([*words, "120"]) == BAD_INPUT, "the job needs 16 nodes"

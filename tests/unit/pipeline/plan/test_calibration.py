@@ -16,6 +16,7 @@ from pipeline.plan.calibrate import FEWEST_STEPS, calibrate, compared
 from pipeline.plan.calibration import (
     KINDS,
     STAGE_KIND,
+    STEP_SECONDS,
     Calibration,
     StageSpeed,
     check_hardware,
@@ -159,7 +160,7 @@ def test_a_published_step_time_scales_everything() -> None:
     assumed = typical("H100-80", on_gpus=True)
     whole, twice = (
         costs("slurm_70b", "16x8xH100-80", calibration=calibration)
-        for calibration in (assumed, scaled(assumed, 2.0, "a published step"))
+        for calibration in (assumed, scaled(assumed, 10.0, 20.0, "a published step"))
     )
     for stage, node in nodes_by_stage(whole).items():
         lengths = [] if stage == "publish" else [100] * 64
@@ -171,5 +172,11 @@ def test_a_published_step_time_scales_everything() -> None:
 
 
 def test_a_step_time_that_no_hardware_reaches_is_refused() -> None:
-    with pytest.raises(ConfigError):
-        scaled(typical("H100-80", on_gpus=True), 0.1, "a step of a second")
+    """Of the assumed efficiencies the links' are the highest, 0.7, and those of arithmetic the lowest, 0.45: from 10 s
+    down to 7 s, where the links would be at their peak, and up to 450 s, where arithmetic would be at 1 % of its."""
+    assumed = typical("H100-80", on_gpus=True)
+    assert scaled(assumed, 10.0, 7.01, "fast").link_efficiency == pytest.approx(0.7 / 0.701)
+    assert scaled(assumed, 10.0, 449.0, "slow").update.efficiency == pytest.approx(0.45 / 44.9)
+    for seconds in (6.99, 451.0, 1e9):
+        with pytest.raises(ConfigError, match=STEP_SECONDS):
+            scaled(assumed, 10.0, seconds, "a step")

@@ -12,8 +12,10 @@ from pipeline.config.memory import workers_memory
 from pipeline.plan.calibration import STAGE_KIND, StageSpeed, typical
 from pipeline.plan.cost import CALLS, FIXED
 from pipeline.plan.training import ARITHMETIC, BUBBLE, DATA, OPTIMIZER, TENSOR, WEIGHTS
-from stages.models.flops import update_flops
-from stages.models.memory import DTYPE_BYTES
+from stages.models.flops import forward_flops, update_flops
+from stages.models.layouts import adapter_parameters
+from stages.models.memory import DTYPE_BYTES, published_tensors
+from stages.models.protocol import Role
 from tests.support.plans import PEAKS, costs, nodes_by_stage, seconds
 
 TINY = ("placement.gangs.train.threads=1",)
@@ -130,9 +132,116 @@ def test_more_data_parallel_ranks_never_cost_a_forward_pass_more(stage: str, len
     assert times == sorted(times, reverse=True)
 
 
-def test_tensor_parallelism_costs_collectives() -> None:
-    found = costs("slurm_70b", "16x8xH100-80")
-    assert found.work(nodes_by_stage(found)["logprob"], [64] * 64).links[TENSOR] > 0
+@pytest.mark.parametrize(
+    ("layout", "forward", "update"),
+    [
+        ({"sequence_parallel": "false"}, 4, 8),
+        ({"sequence_parallel": "false", "recompute": "selective", "recompute_modules": "[mlp]"}, 4, 10),
+        ({"sequence_parallel": "false", "recompute": "full"}, 4, 12),
+        ({"sequence_parallel": "true"}, 4, 10),
+        ({"sequence_parallel": "true", "recompute": "selective", "recompute_modules": "[mlp]"}, 4, 12),
+        ({"sequence_parallel": "true", "recompute": "full"}, 4, 14),
+    ],
+    ids=["no recomputation", "MLPs again", "all again", "SP", "SP, MLPs again", "SP, all again"],
+)
+def test_the_exchanges_of_tensor_parallelism_are_those_of_a_trace(
+    layout: dict[str, str], forward: int, update: int
+) -> None:
+    """64 rows of 512 + 256 tokens in 80 blocks of hidden size 8192, over NVLink's 450 GB/s. In each block an all-reduce
+    is two halves: 2 all-reduces forward and 2 backward; with sequence parallelism the backward pass of each of the two
+    linears that gather their input gathers it once more."""
+    found = costs("slurm_70b", "16x8xH100-80", *train(1, 8, **layout))
+    nodes, rows = nodes_by_stage(found), 64
+    tokens = found.prompt_tokens + 256
+    half = 6.6e-6 + 7 * (0.47e-6 + tokens * 8192 * 2 / 8 / 450e9)
+    if layout["sequence_parallel"] == "false":
+        half = (6.6e-6 + 14 * (0.47e-6 + tokens * 8192 * 2 / 8 / 450e9)) / 2
+    of_forward, of_update = (
+        found.work(nodes[stage], [256] * rows).links[TENSOR] for stage in ("reference", "update_policy")
+    )
+    assert of_forward == pytest.approx(rows * 80 * forward * half)
+    assert of_update == pytest.approx(rows * 80 * update * half)
+
+
+def test_data_parallel_exchanges_count_where_no_pass_hides_them() -> None:
+    """Two data-parallel ranks of 8 tensor-parallel ones, on two nodes of 50 GB/s a GPU; 2 optimizer steps. Gradients in
+    float32 stick out of one micro-batch's backward pass, weights of its forward pass; the last weights are hidden by
+    nothing. With endless micro-batches one bucket of 40 million parameters sticks out."""
+    settings = (*train(1, 16, distributed_optimizer="true"), "ppo={epochs: 1, minibatches: 2, proximal: recompute}")
+    found = costs("slurm_70b", "16x8xH100-80", *settings)
+    gang, node = found.models["train"], nodes_by_stage(found)["update_policy"]
+    numbers = gang.trained[Role.POLICY]
+    gradients, weights = (6.6e-6 + 2.7e-6 + number * numbers / 2 / 50e9 for number in (4, 2))
+    operations = forward_flops(
+        found.run.spec, 80, found.prompt_tokens + 256, (found.prompt_tokens + 256) ** 2, outputs=128256, num_outputs=256
+    )
+    forward = max(operations / 8 / gang.flops, 2 * gang.numbers[Role.POLICY] / gang.bytes_per_s)
+    backward = max(2 * operations / 8 / gang.flops, (2 + 8) * numbers / gang.bytes_per_s)
+    assert forward < weights
+    expected = 2 * (gradients - backward) + (weights - forward) + weights
+    assert found.work(node, [256] * 64).links[DATA] == pytest.approx(expected)
+    slow = replace(found, models=found.models | {"train": replace(gang, flops=1e9)})
+    buckets = math.ceil(numbers / 40e6)
+    expected = (2 * gradients + weights) / buckets + weights
+    assert slow.work(node, [256] * 64).links[DATA] == pytest.approx(expected)
+
+
+def test_on_cpus_data_parallel_exchanges_wait_for_the_passes() -> None:
+    """Two ranks: an all-reduce of all gradients in each of two optimizer steps."""
+    found = costs("tiny", "2xcpu", "placement.gangs.train={workers: 2, threads: 1}", "ppo.epochs=1")
+    numbers = found.models["train"].trained[Role.POLICY]
+    work = found.work(nodes_by_stage(found)["update_policy"], [8] * 16)
+    assert work.links[DATA] == pytest.approx(2 * (2 * 25e-6 + 4 * numbers / 12.5e9))
+
+
+def test_a_short_update_moves_weights_twice_and_gradients_in_float32() -> None:
+    """Endless arithmetic: of 64 micro-batches each reads the weights forward and backward (2 bytes each), and reads and
+    writes the gradients (4 bytes): 12 bytes a parameter."""
+    found = costs("slurm_70b", "16x8xH100-80", *train(1, 8))
+    gang = replace(found.models["train"], flops=1e30)
+    work = replace(found, models={"train": gang}).work(nodes_by_stage(found)["update_policy"], [256] * 64)
+    assert work.parts[WEIGHTS] == pytest.approx(64 * 12 * gang.numbers[Role.POLICY] / 3.35e12)
+
+
+def test_adapters_move_no_gradients_of_frozen_weights() -> None:
+    found = costs("slurm_70b", "16x8xH100-80", *train(1, 8), "model.lora.rank=16")
+    gang = replace(found.models["train"], flops=1e30)
+    work = replace(found, models={"train": gang}).work(nodes_by_stage(found)["update_policy"], [256] * 64)
+    moved = 4 * gang.numbers[Role.POLICY] + 8 * gang.trained[Role.POLICY]
+    assert work.parts[WEIGHTS] == pytest.approx(64 * moved / 3.35e12)
+
+
+def test_the_operations_of_adapters_are_those_of_the_metrics() -> None:
+    """The output layer is frozen, and has no gradient of its weights."""
+    found = costs("tiny", "1xcpu", *TINY, "ppo.epochs=1", "model.lora.rank=2")
+    fast = replace(found, models={"train": replace(found.models["train"], flops=1e9, bytes_per_s=1e15)})
+    adapters = adapter_parameters(found.run.spec, found.run.config.model.lora, tensor=1)
+    flops = update_flops(
+        found.run.spec,
+        4,
+        np.array([24] * 16),
+        outputs=256,
+        num_outputs=16 * 8,
+        output_trained=False,
+        adapters=adapters,
+    )
+    assert fast.work(nodes_by_stage(fast)["update_policy"], [8] * 16).parts[ARITHMETIC] == pytest.approx(flops / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("layout", "workers", "bytes_per_s"),
+    [("tensor: 4, pipeline: 2", 8, 450e9), ("tensor: 4, pipeline: 2", 16, 50e9), ("tensor: 4, pipeline: 1", 16, 450e9)],
+    ids=["on a node", "the second stage on another node", "copies on another node"],
+)
+def test_publication_gathers_over_the_link_to_the_last_stage(layout: str, workers: int, bytes_per_s: float) -> None:
+    """All stages of the first copy: 8 ranks, or 4. A stage's copies come before the next stage."""
+    gang = f"placement.gangs.train={{workers: {workers}, layout: {{{layout}}}}}"
+    found = costs("slurm_70b", "16x8xH100-80", gang)
+    gathered = found.work(nodes_by_stage(found)["publish"], []).links["gathering"]
+    ranks = 8 if "pipeline: 2" in layout else 4
+    latency = 0.47e-6 if bytes_per_s == 450e9 else 2.7e-6
+    num_bytes = 2 * sum(published_tensors(found.run.spec, found.run.config.model).values())
+    assert gathered == pytest.approx(6.6e-6 + (ranks - 1) * (latency + num_bytes / ranks / bytes_per_s))
 
 
 @pytest.mark.parametrize("name", ON_GPUS)

@@ -108,7 +108,22 @@ def test_a_pass_by_hand() -> None:
     assert speed.context_s == pytest.approx(4 * 2 * 4 * 32 / 1e9)
     assert speed.attention_s == pytest.approx(4 * 4 * 64 / 1e9)
     assert speed.max_context == pytest.approx(1e6 / (4 * 2 * 4 * 32))
+    assert speed.output_s == pytest.approx(2 * 256 * 64 / 1e9)
     assert speed.links_s(8) == 0
+
+
+def test_a_prefill_computes_the_output_layer_once() -> None:
+    """100 tokens: their products with the blocks, attention to 50 tokens on average, and one token's logits."""
+    blocks = 4 * (64 * 128 + 64 * 64 + 3 * 64 * 176)
+    operations = 100 * (2 * blocks + 50 * 4 * 4 * 64) + 2 * 256 * 64
+    assert decode(speed_of(), 100, [1]).prefill == pytest.approx(operations / 1e9)
+
+
+def test_ranks_that_hold_the_same_heads_have_room_for_fewer_tokens() -> None:
+    """Two key-value heads of 16 numbers in four blocks: of four ranks, each has a quarter of the budget for a head."""
+    assert speed_of(tensor=2).max_context == pytest.approx(1e6 / (4 * 2 * 4 * 2 * 16))
+    assert speed_of(tensor=4).max_context == pytest.approx(1e6 / 4 / (4 * 2 * 4 * 16))
+    assert speed_of(pipeline=2, groups=2).max_context == pytest.approx(speed_of().max_context)
 
 
 def test_tensor_parallel_ranks_divide_all_but_shared_heads() -> None:

@@ -46,7 +46,7 @@ _SIMULATED_STEPS = 6
 
 
 def command(options: argparse.Namespace) -> int:
-    cluster, hardware = read_cluster(options.hardware), hardware_of(options.hardware)
+    cluster, hardware = read_cluster(options.hardware, "--hardware"), hardware_of(options.hardware)
     file = None if options.write is None else _new_file(Path(options.write))
     if options.step_seconds is None:
         if options.lengths is not None:

@@ -17,8 +17,9 @@ micro-batches. With F operations of all rows:
                       reduce-scattered, and the weights are gathered
     optimizer         bytes of gradients, masters and moments, each read and written once
 
-`check --trace` lists the collectives of a layout, and these counts are its counts. Those of tensor parallelism are
-counted in full, although Megatron starts some of the backward pass beside a product.
+`check --trace` lists the collectives of a layout; the counts were compared with it for sequence parallelism with `mlp`
+recomputed. Those of tensor parallelism are counted in full, although Megatron starts some of the backward pass's beside
+a product.
 
 Data-parallel collectives overlap with the passes where they do in a run (`stages.models.gradient_buffers`): gradients
 with the last micro-batch's backward pass, all but one bucket; weights with the next minibatch's first forward pass, all

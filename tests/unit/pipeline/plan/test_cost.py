@@ -144,9 +144,7 @@ def test_more_data_parallel_ranks_never_cost_a_forward_pass_more(stage: str, len
     ],
     ids=["no recomputation", "MLPs again", "all again", "SP", "SP, MLPs again", "SP, all again"],
 )
-def test_the_exchanges_of_tensor_parallelism_are_those_of_a_trace(
-    layout: dict[str, str], forward: int, update: int
-) -> None:
+def test_the_exchanges_of_tensor_parallelism_by_hand(layout: dict[str, str], forward: int, update: int) -> None:
     """64 rows of 512 + 256 tokens in 80 blocks of hidden size 8192, over NVLink's 450 GB/s. In each block an all-reduce
     is two halves: 2 all-reduces forward and 2 backward; with sequence parallelism the backward pass of each of the two
     linears that gather their input gathers it once more."""

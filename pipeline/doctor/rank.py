@@ -7,6 +7,7 @@ back to the start, and does the same again. Rank 0 writes the numbers of all job
 from __future__ import annotations
 
 import ctypes
+import re
 import resource
 import sys
 import tempfile
@@ -152,8 +153,16 @@ def _peak_since(state: int, of_process: int) -> int:
     in a process of `of_process` bytes, most of them libraries."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    return state + max(0, largest - of_process)
+    return state + max(0, _largest_resident_set() - of_process)
+
+
+def _largest_resident_set() -> int:
+    """Return the most memory, in bytes, that this program has had. On Linux `getrusage` also counts the process that
+    started it, which may be far larger: until its `exec` a child shares its parent's memory."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return int(re.findall(r"^VmHWM:\s+(\d+) kB", status.read_text("utf8"), re.MULTILINE)[0]) << 10
 
 
 def main() -> int:

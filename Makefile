@@ -9,7 +9,8 @@
 # TESTS   more arguments for pytest (`make pytest TESTS="-k gae"`)
 # VLLM    what `make engine-vllm` installs; TRTLLM: what `make engine-trtllm` does; VLLM_INDEX: an index beside pip's own
 # KILLS   signals that `make test-faults` sends at least; SEED: of its first run
-# WORKERS processes that the tests run in, side by side (`make pytest WORKERS=0`: all in one, for a debugger)
+# WORKERS processes that the tests run in, side by side; three keep two cores busy, since many tests wait
+#         (`make pytest WORKERS=0`: all in one, for a debugger)
 
 PYTHON ?= python3
 VENV := .venv
@@ -28,7 +29,7 @@ TRTLLM ?= tensorrt-llm==1.2.1
 ENGINES := .engines
 ARGS ?=
 TESTS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 KILLS ?= 60
 SEED ?= 0
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.table import Table
 
-from pipeline.cli.answers import DONE, config_of, output, print_line, saved_config
+from pipeline.cli.answers import DONE, config_of, file_to_write, output, print_line, saved_config
 from pipeline.cli.simulate import lengths_of
 from pipeline.config.hardware import HardwareCluster, hardware_of, read_cluster
 from pipeline.config.identity import read_identity
@@ -23,8 +22,8 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.role_models import read_model, role_models
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
-from pipeline.errors import ConfigError, refusal, together
-from pipeline.launch.target_cluster import check_target
+from pipeline.errors import ConfigError
+from pipeline.launch.target_cluster import fitting_target
 from pipeline.observe.journal import journal_exists, read_events
 from pipeline.observe.text import three
 from pipeline.plan.calibrate import calibrate, compared
@@ -47,7 +46,7 @@ _SIMULATED_STEPS = 6
 
 def command(options: argparse.Namespace) -> int:
     cluster, hardware = read_cluster(options.hardware, "--hardware"), hardware_of(options.hardware)
-    file = None if options.write is None else _new_file(Path(options.write))
+    file = None if options.write is None else file_to_write("--write", options.write, ".yaml")
     if options.step_seconds is None:
         if options.lengths is not None:
             raise ConfigError("--lengths", "a run's own lengths count: leave it out, or give --step-seconds")
@@ -85,23 +84,9 @@ def published_step(options: argparse.Namespace, cluster: HardwareCluster, hardwa
     config.steps = config.staleness + _SIMULATED_STEPS
     assumed = typical(hardware, on_gpus=cluster.gpus > 0)
     lengths = lengths_of(options.lengths, config, config.seed)
-    target = check_target(config, cluster, options.hardware)
-    if target.problems:
-        raise together([refusal(problem) for problem in target.problems])
+    target = fitting_target(config, cluster, options.hardware)
     played = play(scenario_of(costs_of(target.run, cluster, assumed), lengths))
     return scaled(assumed, played.steady_s, seconds, f"assumed speeds, scaled to a step of {seconds:g} s")
-
-
-def _new_file(file: Path) -> Path:
-    """Return the file to write. Raises ConfigError if it cannot be one or exists."""
-    given = f"given {str(file)!r}"
-    if file.suffix != ".yaml":
-        raise ConfigError("--write", f"{given}; a name that ends in .yaml")
-    if file.exists():
-        raise ConfigError("--write", f"{given}; it exists already")
-    if not file.absolute().parent.is_dir():
-        raise ConfigError("--write", f"{given}; there is no directory {file.parent}")
-    return file
 
 
 def observed_run(run_dir: str, *, on_gpus: bool) -> ObservedRun:

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
-from pipeline.cli.answers import DONE, print_line, saved_config, trusted_config
+from pipeline.cli.answers import DONE, file_to_write, print_line, saved_config, trusted_config
 from pipeline.cli.opened_run import opened, write_rows
 from pipeline.config.loading import config_hash
 from pipeline.config.paths import RunPaths
@@ -48,13 +48,7 @@ def export_rollouts(config: RunConfig, path: Path) -> int:
         ConfigError: the file exists, has another ending, or its directory does not exist.
         MissingOutput: the run has no rows.
     """
-    given = f"given {str(path)!r}"
-    if path.suffix != ".parquet":
-        raise ConfigError("--rollouts", f"{given}; a name that ends in .parquet: what is written is Parquet")
-    if path.exists():
-        raise ConfigError("--rollouts", f"{given}; it exists already")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError("--rollouts", f"{given}; there is no directory {path.parent}")
+    file_to_write("--rollouts", str(path), ".parquet")
     run = opened(config)
     if not run.steps:
         raise MissingOutput(f"{config.run_dir} has no rollouts yet, or none any more (storage.keep.rollouts)")

@@ -10,11 +10,10 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from rich.table import Table
 
-from pipeline.cli.answers import DONE, config_of, output, print_line
+from pipeline.cli.answers import DONE, config_of, file_to_write, output, print_line
 from pipeline.cli.simulate import calibration_of, lengths_of
 from pipeline.config.hardware import HardwareCluster, load_hardware
 from pipeline.config.loading import to_yaml
@@ -34,7 +33,7 @@ def command(options: argparse.Namespace) -> int:
     config = config_of(options.sources, runs_here=False)
     if not 0 <= options.staleness_price < math.inf:
         raise ConfigError("--staleness-price", f"given {options.staleness_price:g}; must be 0 or more")
-    file = None if options.write is None else _file(options.write)
+    file = None if options.write is None else file_to_write("--write", options.write, ".yaml", replaces=True)
     hardware, cluster, devices = devices_of(options.devices, options.nodes_of)
     calibration = calibration_of(options.calibration, hardware, cluster)
     lengths = lengths_of(options.lengths, config, options.seed)
@@ -86,13 +85,6 @@ def devices_of(text: str, nodes_of: int | None) -> tuple[str, HardwareCluster, i
             raise ConfigError(DEVICES, f"given {text!r}; plans without GPUs are for one node: at most {most} cores")
         return match[2], HardwareCluster(1, 0, hardware), devices
     return match[2], HardwareCluster(devices // per_node, per_node, hardware), devices
-
-
-def _file(given: str) -> Path:
-    path = Path(given)
-    if path.suffix != ".yaml" or path.is_dir() or not path.parent.is_dir():
-        raise ConfigError("--write", f"given {given!r}; must be a file that ends in .yaml, in a directory that exists")
-    return path
 
 
 def _refusals(cluster: HardwareCluster, text: str) -> Callable[[RunConfig], str | None]:

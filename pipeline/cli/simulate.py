@@ -15,13 +15,13 @@ from typing import Any
 
 from rich.table import Table
 
-from pipeline.cli.answers import DONE, config_of, output, print_line
+from pipeline.cli.answers import DONE, config_of, file_to_write, output, print_line
 from pipeline.cli.check import fullest_gpus
 from pipeline.config.hardware import HardwareCluster, hardware_of, read_cluster
 from pipeline.config.memory import workers_memory
 from pipeline.config.run import RunConfig
-from pipeline.errors import ConfigError, refusal, together
-from pipeline.launch.target_cluster import check_target
+from pipeline.errors import ConfigError
+from pipeline.launch.target_cluster import fitting_target
 from pipeline.observe.text import duration, plain
 from pipeline.observe.timeline import run_timeline
 from pipeline.plan.calibration import Calibration, check_hardware, load_calibration, typical
@@ -46,13 +46,12 @@ def command(options: argparse.Namespace) -> int:
     config = config_of(options.sources, runs_here=False)
     stragglers, failures = _stragglers(options.stragglers), _failures(options, config)
     for key, file, suffix in (("--timeline", options.timeline, ".png"), ("--trace-file", options.trace_file, ".json")):
-        _check_file(key, file, suffix)
+        if file is not None:
+            file_to_write(key, file, suffix, replaces=True)
     cluster = read_cluster(options.hardware, "--hardware")
     calibration = calibration_of(options.calibration, hardware_of(options.hardware), cluster)
     lengths = lengths_of(options.lengths, config, options.seed)
-    found = check_target(config, cluster, options.hardware)
-    if found.problems:
-        raise together([refusal(problem) for problem in found.problems])
+    found = fitting_target(config, cluster, options.hardware)
     costs = costs_of(found.run, cluster, calibration)
     drawn: list[Execution] = []
     keeps = options.timeline is not None or options.trace_file is not None
@@ -113,17 +112,6 @@ def _failures(options: argparse.Namespace, config: RunConfig) -> Failures | None
         if not given > 0:
             raise ConfigError(key, f"given {given:g}; must be above 0")
     return Failures(options.failures_per_hour, options.rebuild_s, config.checkpoint.every)
-
-
-def _check_file(key: str, file: str | None, suffix: str) -> None:
-    """Raise ConfigError for a file that cannot be written."""
-    if file is None:
-        return
-    path = Path(file)
-    if path.suffix != suffix:
-        raise ConfigError(key, f"given {file!r}; must end in {suffix}, for example {path.with_suffix(suffix)}")
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(key, f"given {file!r}; must be a file in a directory that exists")
 
 
 def _write(options: argparse.Namespace, config: RunConfig, played: Played, drawn: Sequence[Execution]) -> None:

@@ -7,8 +7,6 @@ back to the start, and does the same again. Rank 0 writes the numbers of all job
 from __future__ import annotations
 
 import ctypes
-import re
-import resource
 import sys
 import tempfile
 import time
@@ -25,6 +23,7 @@ import torch
 from pipeline.doctor.jobs import NUM_LONG, NUM_SHORT, SEED, Published, RankJob, RankResult, batch
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig, SamplingConfig
 from stages.models.host import MegatronHost
+from stages.models.numerics import peak_bytes
 from stages.models.protocol import ALONE, MODEL_ROLES, CriticBatch, PolicyBatch, Rank, Role
 from stages.models.spec import read_spec
 from stages.ppo.config import PPOConfig
@@ -151,18 +150,7 @@ def _forget_peak() -> int:
 def _peak_since(state: int, of_process: int) -> int:
     """Return the most bytes that were in use since `_forget_peak`. On a CPU the models had `state` bytes at that time,
     in a process of `of_process` bytes, most of them libraries."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
-    return state + max(0, _largest_resident_set() - of_process)
-
-
-def _largest_resident_set() -> int:
-    """Return the most memory, in bytes, that this program has had. On Linux `getrusage` also counts the process that
-    started it, which may be far larger: until its `exec` a child shares its parent's memory."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    return int(re.findall(r"^VmHWM:\s+(\d+) kB", status.read_text("utf8"), re.MULTILINE)[0]) << 10
+    return peak_bytes() if torch.cuda.is_available() else state + max(0, peak_bytes() - of_process)
 
 
 def main() -> int:

@@ -42,6 +42,14 @@ class TargetCheck:
     notes: list[str]
 
 
+def fitting_target(config: RunConfig, cluster: HardwareCluster, text: str) -> TargetCheck:
+    """Return `check_target`'s result. Raises ConfigError also for too little memory."""
+    found = check_target(config, cluster, text)
+    if found.problems:
+        raise together([refusal(problem) for problem in found.problems])
+    return found
+
+
 def check_target(config: RunConfig, cluster: HardwareCluster, text: str) -> TargetCheck:
     """Return the placement of a run on a cluster, and the input of its memory prediction. `text`: the cluster as it was
     given.

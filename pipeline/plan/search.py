@@ -99,7 +99,7 @@ class Plan:
     """Lower bounds of the step time by what limits it."""
     played: Played
     value: float
-    """What the objective counts; less is better."""
+    """Value of the objective; less is better."""
 
     @property
     def limit(self) -> str:
@@ -109,7 +109,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a plan is chosen for."""
+    """The quantity that a plan is chosen by."""
 
     per_device: bool = False
     """True: the most samples per device and hour; else the shortest step."""

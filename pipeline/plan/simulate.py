@@ -31,7 +31,7 @@ import itertools
 import math
 import random
 import statistics
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -201,13 +201,13 @@ class Played:
     @property
     def path_s(self) -> dict[str, float]:
         """Seconds of the critical path by stage and by kind of gap, the largest first."""
-        seconds: Counter[str] = Counter()
+        seconds: defaultdict[str, float] = defaultdict(float)
         before = 0.0
         for one in self.critical_path:
-            seconds[one.gap.name.lower().replace("_", " ")] += one.started_s - before  # type: ignore[assignment]
-            seconds[one.submit.node.stage] += one.finished_s - one.started_s  # type: ignore[assignment]
+            seconds[one.gap.name.lower().replace("_", " ")] += one.started_s - before
+            seconds[one.submit.node.stage] += one.finished_s - one.started_s
             before = one.finished_s
-        return {name: s for name, s in seconds.most_common() if s > 0}
+        return {name: s for name, s in _largest_first(seconds).items() if s > 0}
 
 
 def play(scenario: Scenario, watch: Callable[[Execution], None] | None = None) -> Played:
@@ -219,7 +219,7 @@ def play(scenario: Scenario, watch: Callable[[Execution], None] | None = None) -
 class _Kind(IntEnum):
     READY = 0
     END = 1
-    PASSED = 2
+    HANDED_OVER = 2
     UP = 3
     FAILURE = 4
 
@@ -272,15 +272,15 @@ class _Simulation:
         self._lengths: dict[tuple[int, int], list[int]] = {}
         self._replayable: dict[str, deque[float]] = {}
         self._published: list[float] = []
-        self._stage_s: Counter[str] = Counter()
+        self._stage_s: defaultdict[str, float] = defaultdict(float)
         self._staleness: Counter[int] = Counter()
         self._last: Execution | None = None
         self._random = random.Random(scenario.seed)
         self._failures = 0
         self._replayed_s = 0.0
         if scenario.failures is not None:
-            every = scenario.failures.checkpoint_every
-            self._replayable = {stage: deque(maxlen=every) for stage in UPDATE_STAGE.values()}
+            self._checkpoint_every = scenario.failures.checkpoint_every
+            self._replayable = {stage: deque(maxlen=self._checkpoint_every) for stage in UPDATE_STAGE.values()}
             self._push_failure(scenario.failures)
 
     def run(self) -> Played:
@@ -295,7 +295,7 @@ class _Simulation:
             for one in dispatch.next_handovers() if shares else ():
                 hand_over = self._scenario.hand_over_s
                 seconds = hand_over.get(one.giver, 0.0) + hand_over.get(one.taker, 0.0)
-                self._push(self._now + seconds, _Kind.PASSED, one.giver)
+                self._push(self._now + seconds, _Kind.HANDED_OVER, one.giver)
             assert heap, "nothing runs, and the run is not finished"
             self._now, _, kind, subject, stamp = heapq.heappop(heap)
             self._gap = Gap.BOOKKEEPING
@@ -308,7 +308,7 @@ class _Simulation:
                 if self._is_current(subject):
                     self._cause = subject.cause
                     self._enqueue(subject)
-            elif kind is _Kind.PASSED:
+            elif kind is _Kind.HANDED_OVER:
                 assert isinstance(subject, str)
                 self._cause, self._gap = self._last_of.get(subject), Gap.HAND_OVER
                 dispatch.handed_over(subject)
@@ -429,14 +429,14 @@ class _Simulation:
             if not child.parents_left and self._is_current(child):
                 self._is_ready(child)
         seconds = now - one.started_s
-        self._stage_s[node.stage] += seconds  # type: ignore[assignment]
+        self._stage_s[node.stage] += seconds
         if node.stage == "publish":
             self._published.append(now)
         elif node.stage == "generate":
             self._staleness[address.step - node.version] += len(one.lengths)
         elif node.stage in self._replayable:
             self._replayable[node.stage].append(seconds)
-            if (address.step + 1) % self._scenario.failures.checkpoint_every == 0:  # type: ignore[union-attr]
+            if (address.step + 1) % self._checkpoint_every == 0:
                 self._replayable[node.stage].clear()
         if self._watch is not None:
             self._watch(one)
@@ -543,20 +543,24 @@ class _Simulation:
         while one is not None:
             path.append(one)
             one = one.cause
-        busy: Counter[str] = Counter()
+        busy: defaultdict[str, float] = defaultdict(float)
         for (gang, _), worker in self._workers.items():
             replicas = 1 if self._gangs[gang].ordered else self._gangs[gang].workers
-            busy[gang] += worker.busy_s / replicas  # type: ignore[assignment]
+            busy[gang] += worker.busy_s / replicas
         return Played(
             wall_s=self._now,
             published_s=self._published,
             busy_s=dict(busy),
-            stage_s=dict(self._stage_s.most_common()),
+            stage_s=_largest_first(self._stage_s),
             staleness=dict(sorted(self._staleness.items())),
             critical_path=path[::-1],
             failures=self._failures,
             replayed_s=self._replayed_s,
         )
+
+
+def _largest_first(seconds: Mapping[str, float]) -> dict[str, float]:
+    return dict(sorted(seconds.items(), key=lambda item: item[1], reverse=True))
 
 
 def _shards(worker: _Worker) -> list[Execution]:

@@ -124,7 +124,7 @@ class GangSpeed:
     numbers: Mapping[Role, int]
     """Parameters of each role's model on the rank that holds the most of it, in `model.dtype`."""
     trained: Mapping[Role, int]
-    """Those that are trained."""
+    """Weights that are trained."""
 
 
 def gang_speed(models: GangModels, cluster: HardwareCluster, flops: float, bytes_per_s: float) -> GangSpeed:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import resource
 import sys
 import time
@@ -192,5 +193,8 @@ def peak_bytes() -> int:
     includes libraries and mapped pages of files."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage also counts the process that started this one, until its `exec`
+        return 1024 * int(re.findall(r"^VmHWM:\s+(\d+) kB", status.read_text("utf8"), re.MULTILINE)[0])
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else 1024 * largest

@@ -17,7 +17,7 @@ HALF = StageSpeed(efficiency=0.5)
 
 
 def planned(name: str, *changes: str, on_gpus: bool) -> PlannedRun:
-    """Of a config in conf/run; its weights need not be there."""
+    """Return the planned run of a config in conf/run. Its weights need not be there."""
     config = load_config([ROOT / "conf/run" / f"{name}.yaml"], changes)
     models = role_models(config, read_model("model.path", config.model.path, weights=False), weights=False)
     return planned_run(config, models, on_gpus=on_gpus)

@@ -172,8 +172,8 @@ def test_a_published_step_time_scales_everything() -> None:
 
 
 def test_a_step_time_that_no_hardware_reaches_is_refused() -> None:
-    """Of the assumed efficiencies the links' are the highest, 0.7, and those of arithmetic the lowest, 0.45: from 10 s
-    down to 7 s, where the links would be at their peak, and up to 450 s, where arithmetic would be at 1 % of its."""
+    """The highest assumed efficiency is 0.7 (links), the lowest 0.45 (arithmetic). A step of 10 s can be scaled down to
+    7 s, where links reach their peak, and up to 450 s, where arithmetic is at 1 % of its peak."""
     assumed = typical("H100-80", on_gpus=True)
     assert scaled(assumed, 10.0, 7.01, "fast").link_efficiency == pytest.approx(0.7 / 0.701)
     assert scaled(assumed, 10.0, 449.0, "slow").update.efficiency == pytest.approx(0.45 / 44.9)

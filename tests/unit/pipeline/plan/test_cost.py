@@ -25,7 +25,7 @@ CLUSTERS = {"one_gpu": "1x1xH100-80", "8xh100_8b": "1x8xH100-80", "slurm_70b": "
 
 @pytest.mark.parametrize("name", ["tiny", *ON_GPUS])
 def test_every_node_of_a_shipped_config_has_a_cost(name: str) -> None:
-    """What it consists of sums to the seconds, and the roofline is the least that they can be."""
+    """The parts sum to the seconds, and no node is faster than its roofline."""
     cluster = CLUSTERS.get(name, "1xcpu")
     found = costs(name, cluster, calibration=typical("any", on_gpus=cluster in CLUSTERS.values()))
     rows, most = found.run.config.rows_per_shard, found.run.config.sampling.max_new_tokens
@@ -68,7 +68,7 @@ def test_a_kept_forward_pass_is_not_computed_again() -> None:
 
 
 def test_frozen_blocks_are_computed_by_the_first_stage_that_needs_them() -> None:
-    """Of four blocks two are frozen: the reference computes all, the others only those above."""
+    """Two of four blocks are frozen. The reference computes all four; the others compute the upper two."""
     found = costs("tiny", "1xcpu", *TINY, "model.frozen_blocks=2")
     nodes = nodes_by_stage(found)
     first, then = (found.work(nodes[stage], [8] * 8).parts[ARITHMETIC] for stage in ("reference", "logprob"))

@@ -18,7 +18,7 @@ SPEED = DecodeSpeed(
 
 
 def pass_by_pass(speed: DecodeSpeed, prompt: int, lengths: Sequence[int]) -> Decoded:
-    """What `decode` computes in closed form: every pass by itself, with the mean context during it."""
+    """Compute every pass by itself, with its mean context; `decode` has the closed form."""
     waiting, flight = list(lengths), list[list[int]]()  # of each row: its length, its tokens so far
     weights = context_s = arithmetic = prefill = passes = 0.0
     while waiting or flight:

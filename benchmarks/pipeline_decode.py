@@ -1,11 +1,11 @@
-"""Decoding with a model that spans two processes, one thread each: pipeline stages with one group of rows at a time and
-with several, tensor parallelism, and one process with the threads of both.
+"""Decoding with a model that spans two processes, one thread each: pipeline stages, tensor parallelism, and one process
+with the threads of both.
 
 Rows of equal length, so that all are in flight from the first token to the last: 16, and 64. Utilisation is the share
-of the time in which a rank computed, as it counts it itself; waiting for the other rank is not computing. Two groups
-read the weights twice as often as one group, and here both ranks share one memory: so on a CPU what is gained depends
-on the rows. On two cores nothing else may run beside it. Sides are taken in turn in every repeat; a figure is the
-median of its repeats.
+of the time in which a rank computed, as it counts it itself; waiting for the other rank is not computing. Two
+groups of rows read the weights twice as often as one batch, and here both ranks share one memory: so on a CPU the gain
+depends on the rows. On two cores nothing else may run beside it. Sides are taken in turn in every repeat; a figure is
+the median of its repeats.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.generation import MODEL
 from benchmarks.harness import arguments, measured_load, report, write_json
-from stages.engines.config import EmbeddedConfig, EngineConfig
+from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.protocol import Request
@@ -30,7 +30,7 @@ from stages.models.config import SamplingConfig
 from stages.models.spec import RANDOM_TINY, read_spec
 
 NUM_ROWS, PROMPT = (16, 64), 16
-ONE_GROUP = "2 stages, 1 group"
+ONE_PROCESS = "one process, 2 threads"
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,12 @@ class Side:
     threads: int
     tensor: int = 1
     pipeline: int = 1
-    groups: int | None = None
 
 
 SIDES = (
-    Side("one process, 2 threads", 2),
+    Side(ONE_PROCESS, 2),
     Side("one process, 1 thread", 1),
-    Side(ONE_GROUP, 1, pipeline=2, groups=1),
-    Side("2 stages, 2 groups", 1, pipeline=2, groups=2),
-    Side("2 stages, 3 groups", 1, pipeline=2, groups=3),
-    Side("2 stages, 4 groups", 1, pipeline=2, groups=4),
+    Side("2 stages", 1, pipeline=2),
     Side("2 tensor-parallel", 1, tensor=2),
 )
 
@@ -79,7 +75,6 @@ def main() -> None:
                 max_rows=max(NUM_ROWS),
                 tensor_parallel=side.tensor,
                 pipeline_parallel=side.pipeline,
-                embedded=EmbeddedConfig(pipeline_groups=side.groups),
             )
             engine = build_embedded(
                 path, settings, max_seq=PROMPT + new, threads=side.threads, device=torch.device("cpu")
@@ -106,11 +101,11 @@ def main() -> None:
         shares = [statistics.median(ranks) for ranks in zip(*busy[name, num_rows], strict=True)]
         figures[f"{num_rows} rows/{name}/tokens_per_s"] = rate
         figures |= {f"{num_rows} rows/{name}/utilisation/rank{rank}": share for rank, share in enumerate(shares)}
-        against = f"{rate / rates[ONE_GROUP, num_rows]:.2f}"
+        against = f"{rate / rates[ONE_PROCESS, num_rows]:.2f}"
         table.append((f"{num_rows}", name, f"{rate:.0f}", against, ", ".join(f"{s:.0%}" for s in shares)))
     report(
         "decoding with a model on two ranks",
-        ("rows", "layout", "tok/s", "x one group", "utilisation of each rank"),
+        ("rows", "layout", "tok/s", "x one process", "utilisation of each rank"),
         table,
         [f"{repeats} repeats, medians; {new} tokens a row; others' load at most {max(others):.0%}"],
     )

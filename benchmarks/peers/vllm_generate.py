@@ -61,7 +61,7 @@ def keyed_draws(job: dict[str, Any]) -> Callable[[list[Row]], int]:
             tensor_parallel=1,
             pipeline_parallel=1,
             threads=job["threads"],
-            extra={"compile": not job["eager"], "prefix_caching": False, "sleep_level": 0},
+            extra={"compile": not job["eager"], "prefix_caching": False, "sleeps": False},
         )
     )
 

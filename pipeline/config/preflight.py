@@ -437,11 +437,16 @@ def _check_engine(config: RunConfig) -> None:
 
 
 def _check_engine_device(config: RunConfig, device: Device) -> None:
-    """Raise ConfigError if the engine does not run on these devices."""
-    if device not in config.capabilities(device).devices:
+    """Raise ConfigError if the engine does not run on these devices, or cannot share them as the config asks."""
+    can = config.capabilities(device)
+    if device not in can.devices:
         others = " or ".join(able(config.engine, device, lambda can: device in can.devices))
         need = f"it needs a GPU, and the host has none: {others}"
         raise ConfigError("engine.kind", f"given {config.engine.kind!r}; {need}")
+    if config.takes_turns(config.placement.roles[Role.GENERATE]) and can.sleeps == "nothing":
+        others = " or ".join(able(config.engine, device, lambda can: device in can.devices and can.sleeps != "nothing"))
+        need = f"engine.kind={config.engine.kind} keeps its memory on a {device} while other gangs use it: {others}"
+        raise ConfigError("placement.device_sharing", f"given {config.placement.device_sharing!r}; {need}")
 
 
 @dataclass(frozen=True)

@@ -127,8 +127,6 @@ def reward_model_problems(config: RewardModelConfig) -> Iterator[Problem]:
     yield from teacher_problems(config.teacher, config.train.loss)
     yield from gang_problems(config.layout, config.workers)
     yield from tracking_problems(config.tracking)
-    if config.optimizer.reuse_forward:
-        yield Problem("optimizer.reuse_forward", True, "a reward model has no forward before its update: false")
     if config.optimizer.micro_batch_rows is not None:
         need = "micro-batches hold whole groups of rows: null, and optimizer.micro_batch_tokens"
         yield Problem("optimizer.micro_batch_rows", config.optimizer.micro_batch_rows, need)

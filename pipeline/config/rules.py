@@ -15,7 +15,7 @@ from copy import deepcopy
 from dataclasses import is_dataclass
 from typing import Any
 
-from pipeline.config.placement import default_placement, gang_of, placement_problems
+from pipeline.config.placement import default_placement, placement_problems
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import (
     alarms_problems,
@@ -180,10 +180,6 @@ def _unread_problems(config: RunConfig) -> Iterator[Problem]:
     if "mismatch" in config.alarms.stop and not config.mismatch.rows:
         need = "without canaries (mismatch.rows=0) there is no alarm to stop at: set mismatch.rows, or leave it out"
         yield Problem("alarms.stop", "mismatch", need)
-    if not config.takes_turns(gang_of(config.placement, Role.GENERATE)):
-        why = "the engine releases memory only while other gangs use its devices: name them in placement.device_sharing"
-        yield from unread_problems("engine.vllm", config.engine.vllm, why, ("sleep_level",))
-        yield from unread_problems("engine.tensorrt_llm", config.engine.tensorrt_llm, why, ("unload_engine_train",))
     if config.prompts.url.startswith(REASONING_SCHEME):
         why = f"problems of {REASONING_SCHEME} are made, not read from a field: a file as prompts.url"
         yield from unread_problems("prompts", config.prompts, why, ("field",))
@@ -208,8 +204,8 @@ def _normalize_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _reuse_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield the problems of `reuse_forward`: an update can reuse a forward only if its micro-batches are the same."""
-    for role, optimizer in ((Role.POLICY, config.model.policy), (Role.CRITIC, config.model.critic)):
-        if not optimizer.reuse_forward or (role is Role.CRITIC and not config.has_critic):
+    for role in (Role.POLICY, Role.CRITIC):
+        if role not in config.model.reuse_forward or (role is Role.CRITIC and not config.has_critic):
             continue
         gang = config.placement.gangs[config.placement.roles[role]]
         needs: dict[str, tuple[object, object]] = {
@@ -225,7 +221,7 @@ def _reuse_problems(config: RunConfig) -> Iterator[Problem]:
                 need = (
                     f"the update's micro-batches must be those that were computed: needs {key}={wanted} (given {given})"
                 )
-                yield Problem(f"model.{role}.reuse_forward", True, need)
+                yield Problem("model.reuse_forward", str(role), need)
 
 
 def _gang_problems(config: RunConfig, gang: Gang) -> Iterator[Problem]:
@@ -269,9 +265,6 @@ def _engine_problems(config: RunConfig) -> Iterator[Problem]:
         yield _of_engine(config, "model.path", config.model.path, need)
     if can.distributions == "plain":
         yield from _plain_problems(config)
-    if config.takes_turns(gang_of(config.placement, Role.GENERATE)) and can.sleeps == "nothing":
-        need = f"it keeps its memory while other gangs use its devices{_or(config, lambda c: c.sleeps != 'nothing')}"
-        yield _of_engine(config, "placement.device_sharing", config.placement.device_sharing, need)
     if "mismatch" in config.alarms.stop and config.staleness > 0 and not can.scores:
         need = "it cannot score given tokens, so stale rows have no canaries to stop at: leave it out, or staleness=0"
         yield _of_engine(config, "alarms.stop", "mismatch", need)

@@ -219,7 +219,6 @@ def _engine_speed(run: PlannedRun, cluster: HardwareCluster, calibration: Calibr
     engine = config.engine
     threads = next(config.placement.gangs[g.name].threads for g in config.gangs() if Role.GENERATE in g.roles)
     flops, bytes_per_s = rank_peaks(run, cluster, engine.dtype, threads)
-    groups = engine.embedded.pipeline_groups or engine.pipeline_parallel
     return decode_speed(
         run.spec,
         flops=flops,
@@ -227,7 +226,7 @@ def _engine_speed(run: PlannedRun, cluster: HardwareCluster, calibration: Calibr
         number_bytes=DTYPE_BYTES[engine.dtype],
         tensor=engine.tensor_parallel,
         pipeline=engine.pipeline_parallel,
-        groups=groups,
+        groups=engine.pipeline_parallel,
         max_rows=engine.max_rows,
         kv_bytes=float(engine.kv_budget_mb << 20),
         link=link_of(cluster, config.replica_ranks),

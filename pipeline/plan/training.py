@@ -172,7 +172,7 @@ def update_work(
     steps. The frozen blocks' outputs are kept from earlier passes."""
     part, steps = rows.share(minibatches), epochs * minibatches
     forward, backward = _forward_pass(gang, role, part, trunk=False), _backward_pass(gang, role, part)
-    kept = minibatches if optimizer.reuse_forward else 0
+    kept = minibatches if role in gang.models.model.reuse_forward else 0
     swept = _sweep(gang, role, optimizer, part, forward.plus(backward)).times(steps - kept)
     swept = swept.plus(_sweep(gang, role, optimizer, part, backward).times(kept)) if kept else swept
     exchanged = _exchanges(

@@ -254,6 +254,7 @@ def _build_engine(config: RunConfig, spec: WorkerSpec) -> GenerationEngine:
         threads=config.placement.gangs[spec.gang].threads,
         eos_token_ids=config.model.eos_token_ids,
         migratable=config.cluster.migrate_rows_below > 0,
+        shares_devices=config.takes_turns(spec.gang),
         on_lost=partial(_end_process, spec.log),
         log=Path(spec.log) if spec.log is not None else None,
         start_s=config.engine_start_s,

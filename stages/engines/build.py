@@ -29,6 +29,7 @@ def build_engine(
     eos_token_ids: Sequence[int] = (),
     version: int = 0,
     migratable: bool = False,
+    shares_devices: bool = False,
     on_lost: Callable[[str], None] | None = None,
     log: Path | None = None,
     start_s: float | None = None,
@@ -38,9 +39,10 @@ def build_engine(
     `path`: a Hugging Face directory or `random:tiny`, whose weights become `version`. `max_seq`: longest prompt plus
     response, in tokens. `threads`: number of torch threads. `device`: device of the engine's first rank; None: the
     engine chooses. `eos_token_ids`: empty means the model's own. `migratable`: rows may continue in other engines
-    (`MigratingEngine`). `on_lost`: called with the reason when a process of the engine is lost. `log`: log file of an
-    engine that runs in an environment of its own; None: no log. `start_s`: seconds that such an engine has to
-    start; None: 600.
+    (`MigratingEngine`). `shares_devices`: other gangs use the devices while the engine sleeps; otherwise an engine of
+    another project keeps its memory. `on_lost`: called with the reason when a process of the engine is lost. `log`: log
+    file of an engine that runs in an environment of its own; None: no log. `start_s`: seconds that such an engine has
+    to start; None: 600.
 
     Raises ValueError for settings that cannot work, WeightsError for weights that do not fit, and EngineLost if an
     engine in an environment of its own does not start."""
@@ -55,6 +57,7 @@ def build_engine(
         eos_token_ids=eos_token_ids,
         version=version,
         migratable=migratable,
+        shares_devices=shares_devices,
         on_lost=on_lost,
         log=log,
         start_s=start_s,

@@ -109,11 +109,6 @@ def embedded_capabilities(config: EngineConfig, device: Device) -> Capabilities:
     )
 
 
-_VLLM_SLEEPS: Mapping[int, Literal["cache", "weights"]] = {1: "cache", 2: "weights"}
-"""Memory that `sleep` frees, by `engine.vllm.sleep_level`, if the platform supports it (otherwise the server refuses
-the level)."""
-
-
 TENSORRT_LLM_BUCKET_MB = 1024
 """Size of the pieces in which new weights are copied to every rank's device: the largest tensor of a 70B model in
 bfloat16 (its embedding, 128256 x 8192) takes two, and a smaller piece would only mean more calls."""
@@ -132,7 +127,7 @@ def vllm_capabilities(config: EngineConfig, device: Device) -> Capabilities:
         sources=frozenset({"mapped"}),
         failed_refit="rebuild",
         migration=False,
-        sleeps=_VLLM_SLEEPS.get(config.vllm.sleep_level, "nothing"),
+        sleeps="weights" if device == "cuda" else "nothing",
         speculation=False,
         devices=frozenset({"cpu", "cuda"}),
         memory=EngineMemory(reserves_cache=True, refit_bytes=0, process_bytes=_SERVER_BYTES),
@@ -152,7 +147,7 @@ def tensorrt_llm_capabilities(config: EngineConfig, device: Device) -> Capabilit
         sources=frozenset({"mapped"}),
         failed_refit="rebuild",
         migration=False,
-        sleeps="weights" if config.tensorrt_llm.unload_engine_train else "nothing",
+        sleeps="weights",
         speculation=False,
         devices=frozenset({"cuda"}),
         memory=EngineMemory(reserves_cache=True, refit_bytes=TENSORRT_LLM_BUCKET_MB << 20, process_bytes=_SERVER_BYTES),

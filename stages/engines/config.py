@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from storage.problems import Problem, at_least, between, setting, unread_problems
+from storage.problems import Problem, at_least, setting, unread_problems
 
 OTHER_ENVIRONMENTS = {"vllm": "make engine-vllm", "tensorrt_llm": "make engine-trtllm"}
 """Kinds of engines that need a Python environment of their own, and the command that makes it."""
@@ -41,9 +41,6 @@ class EmbeddedConfig:
     """Implementation of the operations between the matrix products: C compiled on this machine (native, on a CPU),
     Triton (on CUDA), or plain torch. auto: C or Triton if there is a compiler. Engines whose log-probs must agree to
     the last bit need the same."""
-    pipeline_groups: int | None = None
-    """Number of passes that are in the pipeline's stages at once, each with its share of the rows in flight; null: one
-    per stage."""
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
 
@@ -53,23 +50,12 @@ class VllmConfig:
 
     compile: bool = False
     """Let vLLM compile the model. That takes minutes at each start with a cold cache."""
-    sleep_level: int = setting(0, between(0, 2))
-    """Memory that vLLM releases while other gangs use its devices. 0: none. 1: the cache; weights move to the host's
-    memory. 2: also the weights, which are loaded again. vLLM cannot sleep on a CPU."""
-
-
-@dataclass
-class TensorrtLlmConfig:
-    """Settings of TensorRT-LLM."""
-
-    unload_engine_train: bool = False
-    """Release the engine's memory while the trainer uses the device, weights included, which are loaded again."""
 
 
 @dataclass
 class EngineConfig:
-    """Settings that all engines share, and a section for each kind. Only the section of the chosen kind may differ from
-    its defaults."""
+    """Settings that all engines share, and sections for single kinds. Only the section of the chosen kind may differ
+    from its defaults."""
 
     kind: Literal["embedded", "vllm", "tensorrt_llm"] = "embedded"
     """Engine. vllm and tensorrt_llm run in a Python environment of their own (`engine.python`)."""
@@ -98,7 +84,6 @@ class EngineConfig:
     ranks. Each rank is a process with a device (or threads) of its own."""
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
-    tensorrt_llm: TensorrtLlmConfig = field(default_factory=TensorrtLlmConfig)
 
 
 def engine_problems(config: EngineConfig) -> Iterator[Problem]:
@@ -107,11 +92,6 @@ def engine_problems(config: EngineConfig) -> Iterator[Problem]:
     yield from _other_kinds_problems(config)
     yield from _embedded_problems(config.embedded)
     yield from _graphs_problems(config)
-    groups = config.embedded.pipeline_groups
-    most = config.max_rows if config.pipeline_parallel > 1 else 1
-    if groups is not None and not 1 <= groups <= most:
-        need = f"must be from 1 to {most} (engine.max_rows, or 1 without engine.pipeline_parallel), or null"
-        yield Problem("engine.embedded.pipeline_groups", groups, need)
 
 
 def _environment_problems(config: EngineConfig) -> Iterator[Problem]:
@@ -129,7 +109,7 @@ def _environment_problems(config: EngineConfig) -> Iterator[Problem]:
 
 def _other_kinds_problems(config: EngineConfig) -> Iterator[Problem]:
     """Yield the settings of other kinds of engines, which this engine would ignore."""
-    for kind in ("embedded", "vllm", "tensorrt_llm"):
+    for kind in ("embedded", "vllm"):
         if kind != config.kind:
             why = f"only engine.kind={kind} reads it (given engine.kind={config.kind})"
             yield from unread_problems(f"engine.{kind}", getattr(config, kind), why)

@@ -67,9 +67,6 @@ class OptimizerConfig:
     """Most tokens per forward and backward pass, unless one row is longer. Gradients do not depend on it."""
     micro_batch_rows: int | None = setting(None, at_least(1))
     """Most rows per forward and backward pass; null: as many as the tokens allow."""
-    reuse_forward: bool = False
-    """Keep the activations of the forward pass of `logprob` or `value` until the update, whose first epoch then needs
-    no forward pass: weights and rows are the same. It costs their memory until then and changes no bit."""
 
 
 @dataclass
@@ -132,6 +129,10 @@ class ModelConfig:
     peak_tflops: float | None = setting(None, above(0, ", or null: then it is measured"))
     """Peak TFLOPS of one rank in `dtype`, of which `update_policy/mfu` is a share; null: measured by a matrix product
     when the worker starts."""
+    reuse_forward: list[str] = field(default_factory=list)
+    """Roles among policy and critic that keep the activations of the forward pass of `logprob` or `value` until the
+    update, whose first epoch then needs no forward pass: weights and rows are the same. It costs their memory until
+    then and changes no bit."""
     policy: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The policy's optimizer."""
     critic: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -172,6 +173,8 @@ def model_problems(config: ModelConfig) -> Iterator[Problem]:
     if config.frozen_blocks == 0:
         why = "no outputs are kept under model.frozen_blocks=0: freeze 1 block or more"
         yield from unread_problems("model", config, why, ("trunk_cache_mb",))
+    if set(config.reuse_forward) - {"policy", "critic"} or len(set(config.reuse_forward)) < len(config.reuse_forward):
+        yield Problem("model.reuse_forward", config.reuse_forward, "must name policy, critic, or both, each once")
     yield from _lora_problems(config.lora)
     yield from _optimizer_problems("model.policy", config.policy)
     yield from _optimizer_problems("model.critic", config.critic)

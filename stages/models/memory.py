@@ -370,11 +370,10 @@ def trunk_cache_bytes(gang: GangModels, rows: int, width: int) -> int:
 def held_bytes(gang: GangModels, role: Role, rows: RowsSize, stage: int) -> float:
     """Return the bytes that a role keeps of all rows of a step from its forward pass to its update
     (`reuse_forward`)."""
-    config = gang.model.critic if role is Role.CRITIC else gang.model.policy
     tokens = -(-rows.of_step // gang.data_ranks) * rows.width
     return (
         kept_bytes(gang, role, MicroBatchSize(tokens, sampled=0, width=rows.width), stage)
-        if config.reuse_forward
+        if role in gang.model.reuse_forward
         else 0
     )
 

@@ -106,7 +106,7 @@ class Trainer:
         self.config = config
         self.version = 0
         self.dirty = False
-        self.kept = KeptForwards() if config.reuse_forward else None
+        self.kept = KeptForwards() if role in blueprint.model.reuse_forward else None
         self._skipped_in_a_row = 0
         self._snapshot: Snapshot | None = None
         self._blueprint = blueprint

@@ -95,7 +95,7 @@ def test_stages_give_the_same_bits_as_one_process(dtype: str, rows: int) -> None
     with closing(make_engine(RANDOM_TINY, rows, dtype=dtype)) as engine:
         expected = by_row(engine.generate(requests))
     speculation = SpeculationConfig(drafter="ngram")
-    settings = {"dtype": dtype, "pipeline_parallel": 2, "pipeline_groups": 3, "speculation": speculation}
+    settings = {"dtype": dtype, "pipeline_parallel": 2, "speculation": speculation}
     with closing(make_engine(RANDOM_TINY, rows, kv_budget_mb=1, **settings)) as engine:
         assert_same_bits(by_row(engine.generate(requests)), expected)
         stats = engine.stats()

@@ -28,7 +28,7 @@ from transformers import LlamaForCausalLM
 
 from stages.engines.build import build_engine
 from stages.engines.capabilities import tensorrt_llm_capabilities
-from stages.engines.config import EngineConfig, TensorrtLlmConfig
+from stages.engines.config import EngineConfig
 from stages.engines.protocol import NO_VERSION, EngineLost, GenerationEngine, RequestError, WeightsError
 from stages.engines.remote import build
 from stages.engines.remote.client import RemoteEngine
@@ -60,14 +60,19 @@ def real(path: Path, max_rows: int = 4) -> GenerationEngine:
     return build_engine(str(path), config, max_seq=MAX_SEQ, threads=1)
 
 
-def stand_in(path: Path, *, bucket_mb: int = 1024, unload_engine_train: bool = False) -> RemoteEngine:
-    own = TensorrtLlmConfig(unload_engine_train=unload_engine_train)
-    config = EngineConfig(kind="tensorrt_llm", python=sys.executable, max_rows=4, kv_budget_mb=64, tensorrt_llm=own)
+def stand_in(path: Path, *, bucket_mb: int = 1024, shares_devices: bool = False) -> RemoteEngine:
+    config = EngineConfig(kind="tensorrt_llm", python=sys.executable, max_rows=4, kv_budget_mb=64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "cache_folder", lambda: path.parent / "compiled")
         patch.setattr(build, "TENSORRT_LLM_BUCKET_MB", bucket_mb)
         engine = build.build_tensorrt_llm(
-            str(path), config, max_seq=MAX_SEQ, threads=1, modules=STAND_IN, adapter="trtllm_on_cpu:OnCpu"
+            str(path),
+            config,
+            max_seq=MAX_SEQ,
+            threads=1,
+            modules=STAND_IN,
+            adapter="trtllm_on_cpu:OnCpu",
+            shares_devices=shares_devices,
         )
     return cast(RemoteEngine, engine)
 
@@ -163,7 +168,7 @@ def test_weights_that_were_given_back_are_loaded_before_the_next_row(
 ) -> None:
     """An older version has `enable_sleep`, all of the model's memory under one tag, and log-probs as numbers."""
     monkeypatch.setenv("STAND_IN_TRTLLM", version)
-    with closing(stand_in(path, unload_engine_train=True)) as engine:
+    with closing(stand_in(path, shares_devices=True)) as engine:
         assert engine.engine == f"tensorrt_llm {'1.2.1' if version == 'old' else '1.3.0'}"
         assert engine.capabilities.sleeps == "weights"
         assert_of_the_model(engine, model)

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from stages.engines.capabilities import vllm_capabilities
-from stages.engines.config import EngineConfig, VllmConfig
+from stages.engines.config import EngineConfig
 from stages.engines.remote.process import ENVIRONMENTS, environment_problem
 from stages.engines.remote.serving.adapter import Settings
 from stages.engines.remote.weights import places_in
@@ -66,12 +66,12 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         del sys.modules[name]
 
 
-def settings(sleep_level: int) -> Settings:
+def settings(*, sleeps: bool = False) -> Settings:
     extra = {
         "compile": False,
         "cuda_graphs": True,
         "prefix_caching": True,
-        "sleep_level": sleep_level,
+        "sleeps": sleeps,
         "parameters": 8 * 10**9,
         "work_bytes": 2 << 30,
     }
@@ -84,17 +84,15 @@ def places(folder: Path, rows: int = 2) -> list[dict[str, Any]]:
     return [asdict(place) for place in places_in(folder / "model.safetensors")]
 
 
-@pytest.mark.parametrize(("level", "sleeps"), [(1, "cache"), (2, "weights")])
-def test_it_sleeps_at_the_level_that_is_asked_for(stand_in: Any, tmp_path: Path, level: int, sleeps: str) -> None:
-    """After level 2 the client has no version resident, so `load` comes before the next row."""
-    config = EngineConfig(kind="vllm", vllm=VllmConfig(sleep_level=level))
-    assert vllm_capabilities(config, "cuda").sleeps == sleeps
-    adapter = stand_in.VllmAdapter(settings(level))
+def test_an_engine_that_shares_its_devices_frees_its_weights(stand_in: Any, tmp_path: Path) -> None:
+    """The client has no version resident afterwards, so `load` comes before the next row."""
+    assert vllm_capabilities(EngineConfig(kind="vllm"), "cuda").sleeps == "weights"
+    adapter = stand_in.VllmAdapter(settings(sleeps=True))
     adapter.sleep()
     adapter.wake()
     adapter.load(places(tmp_path))
     assert adapter._llm.calls == [
-        ("sleep", level),
+        ("sleep", 2),
         ("wake_up", None),
         ("reload_weights", {"lm_head.weight": 2.0, "model.embed_tokens.weight": 2.0}),
         ("reset_prefix_cache", True),
@@ -103,13 +101,13 @@ def test_it_sleeps_at_the_level_that_is_asked_for(stand_in: Any, tmp_path: Path,
 
 def test_ranks_share_the_replicas_cache(stand_in: Any) -> None:
     """vLLM's figure is of one device."""
-    ranks = replace(settings(0), tensor_parallel=2, kv_budget_mb=64)
+    ranks = replace(settings(), tensor_parallel=2, kv_budget_mb=64)
     assert stand_in.VllmAdapter(ranks)._llm.settings["kv_cache_memory_bytes"] == 32 << 20
 
 
 def test_ranks_are_told_where_weights_lie_and_map_them(stand_in: Any, tmp_path: Path) -> None:
     """vLLM pickles a call's arguments for the ranks' processes: an 8B model would be 16 GB."""
-    adapter = stand_in.VllmAdapter(replace(settings(0), tensor_parallel=2))
+    adapter = stand_in.VllmAdapter(replace(settings(), tensor_parallel=2))
     adapter.load(places(tmp_path, rows=1 << 20))
     assert adapter._llm.calls[0] == ("reload_weights", {"model.embed_tokens.weight": 2.0, "lm_head.weight": 2.0})
     assert 0 < adapter._llm.sent_bytes < 4096
@@ -117,7 +115,7 @@ def test_ranks_are_told_where_weights_lie_and_map_them(stand_in: Any, tmp_path: 
 
 def test_the_model_runner_is_the_one_that_takes_our_draws(stand_in: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """V2 is vLLM's default on CUDA, and rejects the processor. A vLLM that uses it all the same is refused."""
-    assert stand_in.VllmAdapter(settings(0))._llm.llm_engine.vllm_config.use_v2_model_runner is False
+    assert stand_in.VllmAdapter(settings())._llm.llm_engine.vllm_config.use_v2_model_runner is False
     build = stand_in.LLM.__init__
 
     def stubborn(llm: Any, *args: Any, **kwargs: Any) -> None:
@@ -126,11 +124,11 @@ def test_the_model_runner_is_the_one_that_takes_our_draws(stand_in: Any, monkeyp
 
     monkeypatch.setattr(stand_in.LLM, "__init__", stubborn)
     with pytest.raises(RuntimeError, match="uses its model runner V2"):
-        stand_in.VllmAdapter(settings(0))
+        stand_in.VllmAdapter(settings())
 
 
 def test_ranks_processes_are_spawned(stand_in: Any) -> None:
-    assert stand_in.VllmAdapter(settings(0))._llm.started_with == {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    assert stand_in.VllmAdapter(settings())._llm.started_with == {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
 
 @pytest.mark.parametrize(
@@ -149,7 +147,7 @@ def test_decoding_is_captured_in_cuda_graphs(
 ) -> None:
     """`enforce_eager` switches graphs off together with compilation."""
     monkeypatch.setattr(stand_in.current_platform, "device_type", device)
-    given = settings(0)
+    given = settings()
     found = stand_in.VllmAdapter(replace(given, extra={**given.extra, **extra}))._llm.settings
     assert {key: found[key] for key in ("enforce_eager", "compilation_config") if key in found} == expected
 
@@ -158,7 +156,7 @@ def test_it_starts_beside_a_trainer_with_the_memory_that_it_needs(stand_in: Any)
     """8B in bfloat16 and the cache: 16 of 80 GB. vLLM wants 92 % to be free, unless it is told otherwise."""
     (gpu, _) = importlib.import_module("vllm.platforms").GPUS
     gpu.free_now = lambda: 20 * 10**9
-    found = stand_in.VllmAdapter(settings(0))._llm.settings["gpu_memory_utilization"]
+    found = stand_in.VllmAdapter(settings())._llm.settings["gpu_memory_utilization"]
     assert found == (16 * 10**9 + (64 << 20)) / (80 * 10**9)
 
 
@@ -169,21 +167,21 @@ def test_it_waits_until_a_trainer_has_left_the_device(
     (gpu, _) = importlib.import_module("vllm.platforms").GPUS
     free = [10**9] * 3
     gpu.free_now = lambda: free.pop() if free else 80 * 10**9
-    stand_in.VllmAdapter(settings(0))
+    stand_in.VllmAdapter(settings())
     assert free == []
     assert capsys.readouterr().out.count("of GPU-b, which has 953 MB free") == 1
 
 
 def test_a_gpu_that_is_too_small_is_refused(stand_in: Any) -> None:
     with pytest.raises(RuntimeError, match=r"needs 21\d+ MB of its GPU, which has 76293: .*engine\.kv_budget_mb"):
-        stand_in.VllmAdapter(replace(settings(0), kv_budget_mb=200_000))
+        stand_in.VllmAdapter(replace(settings(), kv_budget_mb=200_000))
 
 
 def test_engines_that_share_a_device_start_one_after_another(
     stand_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    stand_in.VllmAdapter(settings(0))
+    stand_in.VllmAdapter(settings())
     (path,) = tmp_path.glob("stageline-*-GPU-b.lock")
     waiting, started = threading.Event(), threading.Event()
 
@@ -192,7 +190,7 @@ def test_engines_that_share_a_device_start_one_after_another(
         take_lock(*arguments)
 
     monkeypatch.setattr(stand_in, "take_lock", take)
-    thread = threading.Thread(target=lambda: (stand_in.VllmAdapter(settings(0)), started.set()))
+    thread = threading.Thread(target=lambda: (stand_in.VllmAdapter(settings()), started.set()))
     with open_lock(path) as other:
         take_lock(other, path, 0.0)
         thread.start()
@@ -202,9 +200,8 @@ def test_engines_that_share_a_device_start_one_after_another(
     assert started.is_set()
 
 
-def test_level_0_keeps_its_memory(stand_in: Any) -> None:
-    assert vllm_capabilities(EngineConfig(kind="vllm"), "cuda").sleeps == "nothing"
-    adapter = stand_in.VllmAdapter(settings(0))
+def test_an_engine_with_devices_of_its_own_keeps_its_memory(stand_in: Any) -> None:
+    adapter = stand_in.VllmAdapter(settings())
     adapter.sleep()
     adapter.wake()
     assert not adapter._llm.settings["enable_sleep_mode"]
@@ -213,8 +210,8 @@ def test_level_0_keeps_its_memory(stand_in: Any) -> None:
 
 def test_a_platform_that_cannot_sleep_is_refused_by_the_key(stand_in: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stand_in.current_platform, "device_type", "cpu")
-    with pytest.raises(RuntimeError, match=r"engine\.vllm\.sleep_level = 2: vLLM 0\.32\.0 .* on cpu: must be 0"):
-        stand_in.VllmAdapter(settings(2))
+    with pytest.raises(RuntimeError, match=r"placement\.device_sharing: vLLM 0\.32\.0 .* on cpu"):
+        stand_in.VllmAdapter(settings(sleeps=True))
 
 
 @pytest.mark.skipif(

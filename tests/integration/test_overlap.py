@@ -48,13 +48,12 @@ class Case:
     layout: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     tied: bool = True
-    optimizer: dict[str, Any] = field(default_factory=dict)
 
 
 CASES: dict[int, dict[str, Case]] = {
     2: {
         "DP2": Case(),
-        "DP2, untied, kept forward passes": Case(tied=False, optimizer={"reuse_forward": True}),
+        "DP2, untied, kept forward passes": Case(model={"reuse_forward": ["policy", "critic"]}, tied=False),
         "DP2, ZeRO-1": Case(ZERO1),
         "DP2, ZeRO-1, untied, bfloat16": Case(ZERO1, {"dtype": "bfloat16"}, tied=False),
         "DP2, frozen blocks": Case(model={"frozen_blocks": 1}),
@@ -130,7 +129,7 @@ SENDS = ("start_grad_sync", "start_param_sync")
 
 def opened(case: Case, root: Path, rendezvous: Path, index: int, size: int) -> MegatronHost:
     clips = 0.0 if case.layout.get("distributed_optimizer") else 0.05
-    optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, micro_batch_rows=2, max_grad_norm=clips, **case.optimizer)
+    optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, micro_batch_rows=2, max_grad_norm=clips)
     path = str(root / ("tied" if case.tied else "untied"))
     model = ModelConfig(path=path, kernels="portable", policy=optimizer, critic=optimizer, **case.model)
     ppo, layout = PPOConfig(epochs=1, minibatches=2, entropy_coef=0.01), LayoutConfig(**case.layout)

@@ -39,6 +39,7 @@ def build_embedded(
     eos_token_ids: Sequence[int] = (),
     version: int = 0,
     migratable: bool = False,
+    shares_devices: object = None,
     drafters: Sequence[object] = (),
     on_lost: Callable[[str], None] | None = None,
     log: object = None,

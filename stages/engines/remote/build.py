@@ -34,31 +34,42 @@ _MESSAGE_TIMEOUT_S = 60.0
 _TENSORRT_LLM = "stages.engines.remote.serving.trtllm_adapter:TrtllmAdapter"
 
 
-def build_vllm(path: str, config: EngineConfig, **settings: Any) -> GenerationEngine:
+def build_vllm(path: str, config: EngineConfig, *, shares_devices: bool = False, **settings: Any) -> GenerationEngine:
     """Build vLLM in the environment of `engine.python`. Takes the arguments of `build_engine`; raises the errors of
     `build_remote`."""
     # Rows of a prompt share its keys and values: it changes no number, and costs next to nothing where none are shared.
     extra = {
         **dataclasses.asdict(config.vllm),
         "cuda_graphs": config.cuda_graphs,
+        "sleeps": shares_devices,
         "prefix_caching": True,
         "parameters": _parameters(path),
         "work_bytes": ENGINE_WORK_BYTES,
     }
-    return build_remote(path, config, adapter=_VLLM, stated=vllm_capabilities, extra=extra, **settings)
+    stated = _stated(vllm_capabilities, sleeps=shares_devices)
+    return build_remote(path, config, adapter=_VLLM, stated=stated, extra=extra, **settings)
 
 
-def build_tensorrt_llm(path: str, config: EngineConfig, **settings: Any) -> GenerationEngine:
+def build_tensorrt_llm(
+    path: str, config: EngineConfig, *, shares_devices: bool = False, **settings: Any
+) -> GenerationEngine:
     """Build TensorRT-LLM in the environment of `engine.python`; otherwise like `build_vllm`."""
-    own = config.tensorrt_llm
     extra = {
-        "sleeps": own.unload_engine_train,
+        "sleeps": shares_devices,
         "bucket_mb": TENSORRT_LLM_BUCKET_MB,
         "cache": str(cache_folder() / "tensorrt_llm"),
         "parameters": _parameters(path),
     }
     settings = {"adapter": _TENSORRT_LLM, **settings}
-    return build_remote(path, config, stated=tensorrt_llm_capabilities, extra=extra, **settings)
+    stated = _stated(tensorrt_llm_capabilities, sleeps=shares_devices)
+    return build_remote(path, config, stated=stated, extra=extra, **settings)
+
+
+def _stated(
+    stated: Callable[[EngineConfig, Device], Capabilities], *, sleeps: bool
+) -> Callable[[EngineConfig, Device], Capabilities]:
+    """Return `stated`, without sleep unless the engine is built for it."""
+    return stated if sleeps else lambda config, device: dataclasses.replace(stated(config, device), sleeps="nothing")
 
 
 def build_remote(

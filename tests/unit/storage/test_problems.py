@@ -99,5 +99,4 @@ def test_every_number_of_a_run_states_its_range() -> None:
         "model.eos_token_ids",
         "ppo.dual_clip",
         "sampling.suppress_token_ids",
-        "engine.embedded.pipeline_groups",
     }

@@ -70,7 +70,7 @@ class ParallelRunner:
         tensor, pipeline = engine.tensor_parallel, engine.pipeline_parallel
         self._shares = divide(spec, tensor, pipeline)
         self._spec, self._dtype = spec, getattr(torch, engine.dtype)
-        self.depth = engine.embedded.pipeline_groups or pipeline
+        self.depth = pipeline
         self.vocab = spec.vocab_size
         kernels = choose_kernels(engine, device)
         self.kernels, self.supports_trees = kernels.name, kernels.supports_trees

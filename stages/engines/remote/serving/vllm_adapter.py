@@ -14,8 +14,8 @@ fed again from their tokens.
 New blocks of the cache are filled with zeros. Attention multiplies the positions after a row's end by 0, and 0 x NaN is
 NaN, so a NaN that an earlier row left there would spread, under any weights.
 
-Sleep is vLLM's (`engine.vllm.sleep_level`), where its platform has it. After level 2 there are no weights until the
-next `load`.
+Sleep is vLLM's, at level 2, if the engine shares its devices with other gangs: cache and weights go, and there are no
+weights until the next `load`.
 
 On CUDA an engine takes only the memory that it needs, beside a trainer. vLLM refuses to start if less is free than
 `gpu_memory_utilization` of the device, so that share is computed; engines that share a device start one after another,
@@ -118,11 +118,10 @@ class VllmAdapter:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork of a process with threads, or with CUDA, may hang
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the config's
-        self._sleep_level: int = settings.extra["sleep_level"]
-        if self._sleep_level and not current_platform.is_sleep_mode_available():
+        self._sleeps: bool = settings.extra["sleeps"]
+        if self._sleeps and not current_platform.is_sleep_mode_available():
             raise RuntimeError(
-                f"engine.vllm.sleep_level = {self._sleep_level}: vLLM {vllm.__version__} cannot sleep on "
-                f"{current_platform.device_type}: must be 0"
+                f"placement.device_sharing: vLLM {vllm.__version__} cannot sleep on {current_platform.device_type}"
             )
         device = current_platform.device_type
         ranks = settings.tensor_parallel * settings.pipeline_parallel
@@ -141,7 +140,7 @@ class VllmAdapter:
                 logits_processors=[KeyedDraws],
                 logprobs_mode="processed_logits",
                 disable_log_stats=False,
-                enable_sleep_mode=self._sleep_level > 0,
+                enable_sleep_mode=self._sleeps,
                 kv_cache_memory_bytes=_cache_bytes(settings, ranks),
                 worker_extension_cls=f"{MappedLoading.__module__}.{MappedLoading.__qualname__}",
                 **_execution(settings.extra, device),
@@ -198,13 +197,13 @@ class VllmAdapter:
         return {_id(name): request.num_output_tokens for name, request in self._scheduler.requests.items()}
 
     def sleep(self) -> None:
-        if self._sleep_level:
-            self._llm.sleep(level=self._sleep_level)
+        if self._sleeps:
+            self._llm.sleep(level=2)
         else:
             self._llm.reset_prefix_cache()
 
     def wake(self) -> None:
-        if self._sleep_level:
+        if self._sleeps:
             self._llm.wake_up()
 
     def load_now(self) -> tuple[float, int]:

@@ -160,12 +160,10 @@ REFUSED = {
     "engine.kind=vllm model.path=x": "engine.python",
     "engine.python=x": "engine.python",
     "VLLM engine.embedded.speculation.drafter=ngram": "engine.embedded.speculation.drafter",
-    "VLLM engine.tensorrt_llm.unload_engine_train=true": "engine.tensorrt_llm.unload_engine_train",
     "engine.vllm.compile=true": "engine.vllm.compile",
     "VLLM engine.update=inflight engine.pipeline_parallel=2": "engine.update",
     "engine.kind=vllm engine.python=x": "model.path",
     "VLLM cluster.migrate_rows_below=4": "cluster.migrate_rows_below",
-    "VLLM placement.device_sharing=[[generate,train]]": "placement.device_sharing",  # it does not sleep
     "TRTLLM sampling.temperature=0.7": "sampling.temperature",
     "TRTLLM sampling.min_new_tokens=2": "sampling.min_new_tokens",
     "TRTLLM evaluate.every=2 evaluate.temperature=0.5": "evaluate.temperature",
@@ -185,8 +183,6 @@ REFUSED = {
     "tracking.register=a/b": "tracking.register",
     "tracking.register=mine tracking.uri=http://host:5000": "tracking.register",
     "tracking.uri=mlruns": "tracking.uri",
-    "engine.embedded.pipeline_groups=2": "engine.embedded.pipeline_groups",
-    "engine.embedded.pipeline_groups=17 engine.pipeline_parallel=2": "engine.embedded.pipeline_groups",
     "name=-rf": "name",
     "runs_dir=s3://bucket/runs": "runs_dir",
     "cluster.kind=attached cluster.address=a cluster.interface=b": "cluster.address",
@@ -200,8 +196,9 @@ REFUSED = {
     # sizes that do not divide
     "rollout.shards=3": "rollout.shards",
     "rollout.responses_per_prompt=3": "rollout.responses_per_prompt",
-    "model.critic.reuse_forward=true": "model.critic.reuse_forward",
-    "model.policy.reuse_forward=true ppo.minibatches=1 rollout.shards=1 ppo.proximal=loglinear": "model.policy.reuse_forward",  # noqa: E501
+    "model.reuse_forward=[reference]": "model.reuse_forward",
+    "model.reuse_forward=[critic]": "model.reuse_forward",
+    "model.reuse_forward=[policy] ppo.minibatches=1 rollout.shards=1 ppo.proximal=loglinear": "model.reuse_forward",
     "ppo.minibatches=5": "ppo.minibatches",
     "evaluate={every: 1, shards: 3}": "evaluate.shards",
     "placement.gangs.train.workers=3": "placement.gangs.train.workers",
@@ -274,8 +271,6 @@ REFUSED = {
     "evaluate.every=2 evaluate.select.max_kl=5 evaluate.temperature=0.5": "evaluate.temperature",
     "evaluate={every: 2, reward: {parts: {a: {kind: vader, weight: 0}}}}": "evaluate.reward.parts",
     # settings that nothing reads, beside the ones above
-    "VLLM engine.vllm.sleep_level=1": "engine.vllm.sleep_level",
-    "TRTLLM engine.tensorrt_llm.unload_engine_train=true": "engine.tensorrt_llm.unload_engine_train",
     "engine.embedded.speculation.max_tokens=3": "engine.embedded.speculation.max_tokens",
     "engine.cuda_graphs=false engine.embedded.kernels=torch": "engine.cuda_graphs",
     "TRTLLM engine.cuda_graphs=false": "engine.cuda_graphs",
@@ -341,7 +336,7 @@ REINFORCE = "ppo.advantage=reinforce_pp"
 def test_without_a_critic_nothing_of_one_is_in_the_run(base: Path, changes: tuple[str, ...]) -> None:
     """The config may keep the settings of a critic, so that one key compares an algorithm with `gae`; they are not
     read."""
-    own = ("placement.gangs.critic={workers: 2}", "placement.roles.critic=critic", "model.critic.reuse_forward=true")
+    own = ("placement.gangs.critic={workers: 2}", "placement.roles.critic=critic", "model.reuse_forward=[critic]")
     config = load(base, *changes, *own, "model.critic_path=nowhere", "ppo.critic_lam=1", "model.policy.decay=constant")
     assert not config.graph().critic
     assert {gang.name: Role.CRITIC in gang.roles for gang in config.gangs()} == {"generate": False, "train": False}

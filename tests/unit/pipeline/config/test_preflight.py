@@ -17,7 +17,7 @@ from pipeline.config.identity import Identity, Statement, write_identity
 from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.memory import planned_run, workers_memory
 from pipeline.config.paths import RunPaths
-from pipeline.config.preflight import check_run_directory, device_notes, preflight
+from pipeline.config.preflight import check_run_directory, check_shapes, device_notes, preflight
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
@@ -168,6 +168,17 @@ def test_an_environment_without_engine(folder: Path, python: str, what: str, mon
     settings = (f"model.path={directory}", "sampling.max_new_tokens=8", "prompts.max_tokens=8", "engine.kind=vllm")
     with pytest.raises(ConfigError, match=r"engine\.python: .*" + re.escape(what)):
         preflight(load(folder, *settings, f"engine.python={python}"))
+
+
+def test_vllm_cannot_share_a_cpu(folder: Path) -> None:
+    """It can free its memory on GPUs alone."""
+    directory = model_directory(folder, weights=True)
+    settings = (f"model.path={directory}", "sampling.max_new_tokens=8", "prompts.max_tokens=8", "engine.kind=vllm")
+    shared = "placement={gangs: {engines: {}}, roles: {generate: engines}, device_sharing: [[engines, all]]}"
+    config = load(folder, *settings, f"engine.python={sys.executable}", shared)
+    with pytest.raises(ConfigError, match=r"placement\.device_sharing: "):
+        check_shapes(config, on_gpus=False)
+    check_shapes(config, on_gpus=True)
 
 
 def test_an_engine_of_a_version_that_nobody_knows_is_refused() -> None:

@@ -42,7 +42,6 @@ def test_tiny_passes_all_checks(monkeypatch: pytest.MonkeyPatch) -> None:
         ("train.patience=0", "train.patience", "1 or more"),
         ("optimizer.lr=-1", "optimizer.lr", "0 or more"),
         ("optimizer.min_lr=1", "optimizer.min_lr", "from 0 to optimizer.lr"),
-        ("optimizer.reuse_forward=true", "optimizer.reuse_forward", "false"),
         ("optimizer.micro_batch_rows=4", "optimizer.micro_batch_rows", "whole groups"),
         ("model.lora.targets=[all]", "model.lora.targets", "qkv"),
         ("workers=3 layout.tensor=2", "workers", "multiple"),

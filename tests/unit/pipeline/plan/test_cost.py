@@ -62,7 +62,7 @@ def test_a_kept_forward_pass_is_not_computed_again() -> None:
     """Two epochs: of their six passes' worth of operations the first epoch's forward is saved."""
     settings = ("ppo={epochs: 2, minibatches: 1, proximal: recompute}", "rollout.shards=1")
     plain = costs("tiny", "1xcpu", *TINY, *settings)
-    kept = costs("tiny", "1xcpu", *TINY, *settings, "model.policy.reuse_forward=true")
+    kept = costs("tiny", "1xcpu", *TINY, *settings, "model.reuse_forward=[policy]")
     whole, less = (of.work(nodes_by_stage(of)["update_policy"], [8] * 16).parts[ARITHMETIC] for of in (plain, kept))
     assert less == pytest.approx(5 / 6 * whole)
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, OptimizerConfig
+from stages.models.config import LayoutConfig, LoraConfig, ModelConfig
 from stages.models.flops import update_flops
 from stages.models.forward import cut_micro_batches, hidden_states
 from stages.models.hf_conversion import PARTS, from_hf
@@ -253,8 +253,7 @@ def test_of_two_trained_roles_the_larger_works() -> None:
 def test_forwards_kept_for_the_update_are_of_all_rows() -> None:
     """Both trained models keep theirs at once: the policy is updated while the critic's forward still waits for its
     update."""
-    reuse = OptimizerConfig(reuse_forward=True)
-    both = gang(ModelConfig(path="random:tiny", policy=reuse, critic=reuse), data_ranks=2)
+    both = gang(ModelConfig(path="random:tiny", reuse_forward=["policy", "critic"]), data_ranks=2)
     batches = {Role.POLICY: BATCH, Role.CRITIC: BATCH}
     found = rank_bytes(both, batches, 0, rows=RowsSize(WIDTH, of_step=24, of_run=24), device="cpu")
     of_a_rank = MicroBatchSize(12 * WIDTH, 0, WIDTH)

@@ -211,9 +211,7 @@ def test_a_forward_that_is_kept_serves_the_update_and_changes_no_bit(
 
     monkeypatch.setattr(KeptForwards, "take", counted)
     for reuse in (False, True):
-        config = model_config(frozen_blocks=frozen_blocks)
-        kept = dataclasses.replace(config.policy, reuse_forward=reuse)
-        config = dataclasses.replace(config, policy=kept, critic=kept)
+        config = model_config(frozen_blocks=frozen_blocks, reuse_forward=["policy", "critic"] if reuse else [])
         with opened(tmp_path, config, PPOConfig(epochs=2, minibatches=1)) as host:
             digests = []
             for step in range(2):
@@ -229,8 +227,7 @@ def test_a_forward_that_is_kept_serves_the_update_and_changes_no_bit(
 @pytest.mark.parametrize("why", ["the critic warms up", "no token counts"])
 def test_a_forward_that_no_update_takes_is_forgotten(tmp_path: Path, why: str) -> None:
     """It would be kept for ever: rows of its weights' version are never trained on again."""
-    config = model_config()
-    config = dataclasses.replace(config, policy=dataclasses.replace(config.policy, reuse_forward=True))
+    config = model_config(reuse_forward=["policy"])
     ppo = PPOConfig(epochs=1, minibatches=1, critic_warmup_steps=1 if why == "the critic warms up" else 0)
     with opened(tmp_path, config, ppo) as host:
         policy, _ = batches(host)
@@ -244,8 +241,7 @@ def test_a_forward_that_no_update_takes_is_forgotten(tmp_path: Path, why: str) -
 
 
 def test_a_forward_that_was_kept_is_forgotten_when_other_weights_are_loaded(tmp_path: Path) -> None:
-    config = model_config()
-    config = dataclasses.replace(config, critic=dataclasses.replace(config.critic, reuse_forward=True))
+    config = model_config(reuse_forward=["critic"])
     with opened(tmp_path, config, PPOConfig(epochs=1, minibatches=1)) as host:
         batches(host)
         kept = host._trainers[Role.CRITIC].kept

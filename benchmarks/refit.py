@@ -93,10 +93,12 @@ def measure(path: Path, dtype: str, repeats: int) -> tuple[list[tuple[str, ...]]
     tensors = {name: tensor.float() for name, tensor in read_weights(str(path)).items()}
     few = {n: t for n, t in tensors.items() if n.startswith(tuple(f"model.layers.{i}." for i in range(NUM_BLOCKS)))}
     target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    settings = EngineConfig(max_rows=SLOTS, dtype=dtype, update="inflight")  # type: ignore[arg-type]
+    settings = EngineConfig(max_rows=SLOTS, dtype=dtype)  # type: ignore[arg-type]
     seconds: dict[str, list[float]] = {}
     started = time.perf_counter()
-    with closing(build_embedded(str(path), settings, max_seq=MAX_SEQ, threads=CORES, device=CPU)) as engine:
+    with closing(
+        build_embedded(str(path), settings, max_seq=MAX_SEQ, threads=CORES, device=CPU, in_flight=True)
+    ) as engine:
         assert isinstance(engine, EmbeddedEngine)
         cold = time.perf_counter() - started
         runner = LocalRunner(str(path), settings, max_seq=MAX_SEQ, device=CPU)

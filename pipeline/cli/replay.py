@@ -273,7 +273,7 @@ def _sampled_version(commit: Commit, shard: int) -> int:
         named = ", ".join(f"v{v}" for v in versions)
         raise ConfigError(
             "--shard",
-            f"given {shard}; its rows were sampled by {named} as they came in (engine.update: inflight), "
+            f"given {shard}; its rows were sampled by {named} as they came in (rollout.versions: inflight), "
             "which cannot be repeated; a shard of one version can",
         )
     return versions[0]

@@ -100,8 +100,9 @@ def _version_faults(config: RunConfig, commit: Commit, sampled: np.ndarray) -> I
     if versions and not (versions[0] in allowed and versions[-1] in allowed):
         found = f"{versions[0]} to {versions[-1]}"
         yield f"{address}: tokens of versions {found}, allowed are {allowed[0]} to {allowed[-1]}"
-    if len(versions) > 1 and config.engine.update == "drain":
-        yield f"{address}: tokens of versions {versions}, though engine.update=drain keeps a shard to one"
+    if len(versions) > 1 and not config.in_flight:
+        mode = config.rollout.versions
+        yield f"{address}: tokens of versions {versions}, though rollout.versions={mode} keeps a shard to one"
     if tuple(versions) != named:
         yield f"{address}: its commit names versions {named}, its tokens others"
 

@@ -59,6 +59,7 @@ MOVED = {
     "engine.slots": ["engine.max_rows"],
     "engine.start_s": ["cluster.start_timeout_s"],
     "engine.tensorrt_llm.unload_engine_train": ["placement.device_sharing"],
+    "engine.update": ["rollout.versions=inflight, or exact or latest for drain"],
     "engine.vllm.cuda_graphs": ["engine.cuda_graphs"],
     "engine.vllm.sleep_level": ["placement.device_sharing"],
     "evaluate.reward.trust_answers": ["reward.trust_answers"],

@@ -102,7 +102,7 @@ def _of_draws(can: Capabilities) -> Iterator[str]:
 
 
 def _of_weights(config: RunConfig) -> Iterator[str]:
-    if config.engine.update == "inflight":
+    if config.in_flight:
         yield "shards of several versions cannot be replayed: weights came in as they were published (inflight)"
     elif config.rollout.versions == "latest" and config.staleness:
         yield "which version sampled a shard depends on when nodes ended (rollout.versions=latest)"

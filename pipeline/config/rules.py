@@ -154,12 +154,6 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
         if gang.ordered:
             yield from _gang_problems(config, gang)
     yield from _engine_problems(config)
-    if config.engine.update == "inflight" and config.rollout.versions == "exact":
-        need = (
-            "rows in flight take newer weights, which rollout.versions=exact does not allow: rollout.versions=latest, "
-            "or drain"
-        )
-        yield Problem("engine.update", config.engine.update, need)
     if config.alarms.staleness_steps is not None and config.rollout.versions == "exact":
         need = "every row is at the bound by design under rollout.versions=exact: latest, or null"
         yield Problem("alarms.staleness_steps", config.alarms.staleness_steps, need)
@@ -252,11 +246,11 @@ PLAIN_TEMPERATURES = (0.0, 1.0)
 def _engine_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield a problem for each setting that the engine's capabilities do not allow. The checked capabilities do not
     depend on the device. (`preflight.py` tells which guarantees an accepted run lacks.)"""
-    can, update, below = config.capabilities(), config.engine.update, config.cluster.migrate_rows_below
-    if update not in can.updates:
-        ways = " or ".join(sorted(can.updates))
-        need = f"it cannot load new weights in this way: must be {ways}{_or(config, lambda c: update in c.updates)}"
-        yield _of_engine(config, "engine.update", update, need)
+    can, below = config.capabilities(), config.cluster.migrate_rows_below
+    if config.in_flight and "inflight" not in can.updates:
+        others = _or(config, lambda c: "inflight" in c.updates)
+        need = f"it cannot load new weights under rows in flight: must be exact or latest{others}"
+        yield _of_engine(config, "rollout.versions", config.rollout.versions, need)
     if below and not can.migration:
         need = f"its rows cannot move between replicas: must be 0{_or(config, lambda c: c.migration)}"
         yield _of_engine(config, "cluster.migrate_rows_below", below, need)

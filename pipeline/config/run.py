@@ -130,6 +130,11 @@ class RunConfig:
         exact = self._float32 and self.capabilities().invariance != "none"
         return resolve_proximal(self.ppo, staleness=self.staleness, exact=exact)
 
+    @property
+    def in_flight(self) -> bool:
+        """True if engines load new weights under the rows in flight; otherwise they wait until these have finished."""
+        return self.rollout.versions == "inflight"
+
     def capabilities(self, device: Device = "cpu") -> Capabilities:
         """Return the engine's capabilities. Its numerics may depend on the device."""
         return capabilities_of(self.engine, device)
@@ -216,7 +221,7 @@ class RunConfig:
             eval_shards=self.evaluate.shards,
             canaries=self.has_canaries,
             critic=self.has_critic,
-            latest=self.rollout.versions == "latest",
+            latest=self.rollout.versions != "exact",
         )
 
     def layouts(self) -> Layouts:

@@ -324,10 +324,11 @@ class RolloutConfig:
     """Parts of a step that are generated, scored and evaluated separately."""
     responses_per_prompt: int = setting(1, at_least(1))
     """Responses to each prompt of a step; divides the rows of a shard."""
-    versions: Literal["exact", "latest"] = "exact"
+    versions: Literal["exact", "latest", "inflight"] = "exact"
     """Version of the weights that samples step i. `exact`: max(0, i - staleness), so that a run is a function of its
-    config. `latest`: the newest version that is published when a shard starts, and under `engine.update: inflight` also
-    those published while it runs; never a version older than max(0, i - staleness)."""
+    config. `latest`: the newest version that is published when a shard starts, never one older than that. `inflight`:
+    as `latest`, and each version that is published while the shard runs, from the next token on; keys and values are
+    recomputed from the new weights. Under both a run depends on timing and no longer repeats bit for bit."""
 
 
 def rollout_problems(config: RolloutConfig) -> Iterator[Problem]:

@@ -137,7 +137,7 @@ def _sampled_with(history: History, address: Address, paths: RunPaths) -> int:
         several = f"versions {found}, as they came" if found else "a version that nobody knows any more"
         raise StoreError(
             f"{paths.root} cannot go on: the commit of {address} is lost, other outputs were made from it, and it was "
-            f"sampled by {several} (rollout.versions=latest), so that it cannot be made again. `stageline resume "
+            f"sampled by {several}, so that it cannot be made again. `stageline resume "
             f"{paths.root} --from-checkpoint` goes back to before it was trained on"
         )
     return int(found[0])

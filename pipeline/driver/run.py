@@ -364,7 +364,7 @@ class _Driver(ExecutorEvents):
             self._report_step(address.step - (address.stage == "publish"))
         if address.stage == "publish" and weight_readers(self._graph, node.version):
             self._executor.fetch_weights(node.version)
-            if self._config.engine.update == "inflight":
+            if self._config.in_flight:
                 self._executor.take_weights(node.version)
         elif address.stage == "canary" and outcome.ref is not None:
             self._report_canary(address.step, outcome.ref.metrics)

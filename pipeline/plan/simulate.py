@@ -113,7 +113,7 @@ class Scenario:
     rows_per_shard: int
     eval_rows_per_shard: int = 0
     in_flight: bool = False
-    """True if engines load new weights while rows are in flight (`engine.update`)."""
+    """True if engines load new weights while rows are in flight (`rollout.versions: inflight`)."""
     device_sharing: Sequence[Sequence[str]] = ()
     hand_over_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds in which a gang's workers free their devices, or take them again; 0 for a gang that is not named."""
@@ -588,7 +588,7 @@ def scenario_of(
         lengths=lengths,
         rows_per_shard=config.rows_per_shard,
         eval_rows_per_shard=config.eval_rows_per_shard,
-        in_flight=config.engine.update == "inflight",
+        in_flight=config.in_flight,
         device_sharing=config.placement.device_sharing,
         hand_over_s=hand_over_s(costs.run, costs.cluster),
         stragglers=stragglers,

@@ -206,10 +206,9 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
     if Role.SCORE in gang.roles:
         parts.scorer = _build_scorer(config)
     if Role.GENERATE in gang.roles:
-        in_flight = config.engine.update == "inflight"
         engine = _build_engine(config, spec)
         parts.numerics |= {f"engine.{name}": value for name, value in engine.numerics.items()}
-        parts.engine = VersionedEngine(engine, parts.board, in_flight=in_flight, fetch=parts.fetch)
+        parts.engine = VersionedEngine(engine, parts.board, in_flight=config.in_flight, fetch=parts.fetch)
         if config.cluster.migrate_rows_below:
             message_timeout_s = min(MESSAGE_TIMEOUT_S, config.cluster.deadline_s / 4)
             parts.rows = ReplicaRows(parts.engine, config.cluster.migrate_rows_below, message_timeout_s)
@@ -254,6 +253,7 @@ def _build_engine(config: RunConfig, spec: WorkerSpec) -> GenerationEngine:
         threads=config.placement.gangs[spec.gang].threads,
         eos_token_ids=config.model.eos_token_ids,
         migratable=config.cluster.migrate_rows_below > 0,
+        in_flight=config.in_flight,
         shares_devices=config.takes_turns(spec.gang),
         on_lost=partial(_end_process, spec.log),
         log=Path(spec.log) if spec.log is not None else None,

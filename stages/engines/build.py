@@ -29,6 +29,7 @@ def build_engine(
     eos_token_ids: Sequence[int] = (),
     version: int = 0,
     migratable: bool = False,
+    in_flight: bool = False,
     shares_devices: bool = False,
     on_lost: Callable[[str], None] | None = None,
     log: Path | None = None,
@@ -39,10 +40,11 @@ def build_engine(
     `path`: a Hugging Face directory or `random:tiny`, whose weights become `version`. `max_seq`: longest prompt plus
     response, in tokens. `threads`: number of torch threads. `device`: device of the engine's first rank; None: the
     engine chooses. `eos_token_ids`: empty means the model's own. `migratable`: rows may continue in other engines
-    (`MigratingEngine`). `shares_devices`: other gangs use the devices while the engine sleeps; otherwise an engine of
-    another project keeps its memory. `on_lost`: called with the reason when a process of the engine is lost. `log`: log
-    file of an engine that runs in an environment of its own; None: no log. `start_s`: seconds that such an engine has
-    to start; None: 600.
+    (`MigratingEngine`). `in_flight`: new weights are loaded between two tokens, under the rows in flight; otherwise
+    after they have finished. `shares_devices`: other gangs use the devices while the engine sleeps; otherwise an engine
+    of another project keeps its memory. `on_lost`: called with the reason when a process of the engine is lost. `log`:
+    log file of an engine that runs in an environment of its own; None: no log. `start_s`: seconds that such an engine
+    has to start; None: 600.
 
     Raises ValueError for settings that cannot work, WeightsError for weights that do not fit, and EngineLost if an
     engine in an environment of its own does not start."""
@@ -57,6 +59,7 @@ def build_engine(
         eos_token_ids=eos_token_ids,
         version=version,
         migratable=migratable,
+        in_flight=in_flight,
         shares_devices=shares_devices,
         on_lost=on_lost,
         log=log,

@@ -53,7 +53,7 @@ class Capabilities:
     scores: bool
     """True if the engine returns the log-probs of given tokens (`Request.forced`). Canaries need it."""
     updates: frozenset[Literal["drain", "inflight"]]
-    """The ways to load new weights (`engine.update`)."""
+    """The ways to load new weights (`inflight`: `rollout.versions`)."""
     sources: frozenset[Literal["tensors", "mapped"]]
     """The forms of weights that `load_weights` takes. tensors: tensors of this process; one pass packs them and finds
     numbers that are not finite. mapped: the places of their bytes (`MappedTensors.places`), which the engine passes on

@@ -72,11 +72,6 @@ class EngineConfig:
     cuda_graphs: bool = True
     """Capture decode passes once per size and replay them. Only on CUDA, and in the embedded engine only with Triton's
     kernels; no effect elsewhere. TensorRT-LLM decides itself."""
-    update: Literal["drain", "inflight"] = "drain"
-    """Time at which new weights are loaded. drain: after the rows in flight have finished. inflight: between two
-    tokens; rows continue with keys and values recomputed from the new weights. Which version samples a token then
-    depends on timing: the staleness bound holds, but a run no longer repeats bit for bit. inflight needs
-    `rollout.versions: latest`."""
     tensor_parallel: int = setting(1, at_least(1))
     """Tensor-parallel ranks of a replica: each holds some heads and a part of the MLP of every block."""
     pipeline_parallel: int = setting(1, at_least(1))

@@ -25,11 +25,18 @@ CPU = torch.device("cpu")
 
 
 def make_engine(
-    path: Path | str, max_rows: int = 4, threads: int = 1, drafters: Sequence[object] = (), **config: object
+    path: Path | str,
+    max_rows: int = 4,
+    threads: int = 1,
+    drafters: Sequence[object] = (),
+    *,
+    in_flight: bool = False,
+    **config: object,
 ) -> GenerationEngine:
     """An engine for MAX_SEQ tokens on the CPU; `config` as in `embedded`."""
     settings = embedded(max_rows, **config)
-    return build_embedded(str(path), settings, max_seq=MAX_SEQ, threads=threads, device=CPU, drafters=drafters)
+    more = {"drafters": drafters, "in_flight": in_flight}
+    return build_embedded(str(path), settings, max_seq=MAX_SEQ, threads=threads, device=CPU, **more)
 
 
 def check_update_in_flight(
@@ -38,7 +45,7 @@ def check_update_in_flight(
     """See `assert_updates_in_flight`. `learn`: called after some rows, before the others."""
     old = random_llama(0, tied=True)
     old.save_pretrained(path)
-    with closing(make_engine(path, 8, drafters=drafters, update="inflight", **config)) as engine:
+    with closing(make_engine(path, 8, drafters=drafters, in_flight=True, **config)) as engine:
         if learn is not None:
             by_row(engine.generate(uneven_requests()[:30]))
             learn()

@@ -554,7 +554,7 @@ class AnyDistributionContract:
 
 
 class InFlightContract:
-    """`updates: inflight`, of an engine that draws by law 4. `make_in_flight` builds one with `engine.update: inflight`
+    """`updates: inflight`, of an engine that draws by law 4. `make_in_flight` builds one with `in_flight`
     and eight rows; otherwise as `CoreContract.make`."""
 
     def make_in_flight(self, path: Path) -> GenerationEngine:

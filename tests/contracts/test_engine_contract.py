@@ -119,13 +119,13 @@ def test_same_bits_with_a_shared_prompt(kernels: str) -> None:
         assert engine.stats().shared_tokens == 0
 
 
-@pytest.mark.parametrize("update", ["drain", "inflight"])
-def test_a_prompt_is_fed_once_until_weights_or_memory_change(update: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_prompt_is_fed_once_until_weights_or_memory_change(in_flight: bool, tmp_path: Path) -> None:
     """Rows that do not meet share the prompt's blocks too; not those of older weights, nor of memory given back."""
     random_llama(seed=1, tied=True).save_pretrained(tmp_path)
     prompt = tuple(range(3, 40))
     sampling = SamplingConfig(max_new_tokens=6)
-    with closing(make_engine(tmp_path, 1, update=update)) as engine:
+    with closing(make_engine(tmp_path, 1, in_flight=in_flight)) as engine:
 
         def shared_tokens(row: int, version: int) -> int:
             engine.stats()
@@ -206,7 +206,7 @@ def test_update_in_flight(tmp_path: Path) -> None:
 
 
 def test_update_in_flight_without_rows_and_with_bad_weights() -> None:
-    with closing(make_engine(RANDOM_TINY, update="inflight")) as engine:
+    with closing(make_engine(RANDOM_TINY, in_flight=True)) as engine:
         with pytest.raises(WeightsError, match=r"model\.norm\.weight"):
             engine.load_weights(1, {"model.norm.weight": torch.full((64,), float("nan"))})
         assert engine.version == 0

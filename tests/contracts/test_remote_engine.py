@@ -14,7 +14,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -49,10 +49,9 @@ def make_served(
     message_timeout_s: float = 60.0,
     start_s: float = 600.0,
     python: str = sys.executable,
-    update: Literal["drain", "inflight"] = "drain",
     **more: Any,
 ) -> RemoteEngine:
-    config = EngineConfig(python=python, max_rows=max_rows, update=update)
+    config = EngineConfig(python=python, max_rows=max_rows)
     more |= {"message_timeout_s": message_timeout_s, "start_s": start_s}
     settings = {"adapter": "served_llama:ServedLlama", "modules": SUPPORT, "extra": {}, **more}
     return cast(
@@ -69,7 +68,7 @@ class TestServedEngine(OneServer, contract_of(vllm_capabilities(EngineConfig(kin
         return make_served(path, max_rows)
 
     def make_in_flight(self, path: Path) -> RemoteEngine:
-        return make_served(path, 8, update="inflight")
+        return make_served(path, 8, in_flight=True)
 
 
 @pytest.fixture(scope="module")

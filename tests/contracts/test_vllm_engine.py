@@ -46,9 +46,9 @@ pytestmark = [
 ]
 
 
-def make_vllm(path: Path, max_rows: int = 4, **config: object) -> GenerationEngine:
+def make_vllm(path: Path, max_rows: int = 4, *, in_flight: bool = False, **config: object) -> GenerationEngine:
     settings = EngineConfig(kind="vllm", python=PYTHON, max_rows=max_rows, kv_budget_mb=64, **config)  # type: ignore[arg-type]
-    return build_engine(str(path), settings, max_seq=MAX_SEQ, threads=1)
+    return build_engine(str(path), settings, max_seq=MAX_SEQ, threads=1, in_flight=in_flight)
 
 
 class TestVllmEngine(OneServer, contract_of(vllm_capabilities(EngineConfig(kind="vllm"), "cpu"))):
@@ -58,7 +58,7 @@ class TestVllmEngine(OneServer, contract_of(vllm_capabilities(EngineConfig(kind=
         return make_vllm(path, max_rows)
 
     def make_in_flight(self, path: Path) -> GenerationEngine:
-        return make_vllm(path, 8, update="inflight")
+        return make_vllm(path, 8, in_flight=True)
 
     @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
     def test_tokens_and_logprobs_are_the_embedded_engines(
@@ -90,8 +90,8 @@ def test_prompts_of_older_weights_are_not_shared(tmp_path: Path) -> None:
     prompt = tuple(range(3, 93)) * 3
     sampling = SamplingConfig(20, 20, temperature=0.0)
     requests = [Request(row, 0, 0, prompt, 0, sampling) for row in range(4)]
-    settings = EngineConfig(kind="vllm", python=PYTHON, max_rows=1, kv_budget_mb=64, update="inflight")
-    with closing(build_engine(str(tmp_path), settings, max_seq=290, threads=1)) as engine:
+    settings = EngineConfig(kind="vllm", python=PYTHON, max_rows=1, kv_budget_mb=64)
+    with closing(build_engine(str(tmp_path), settings, max_seq=290, threads=1, in_flight=True)) as engine:
         running = engine.generate(requests[:3])
         found = [next(running)]
         engine.load_weights(1, trained_tensors(new))

@@ -35,8 +35,9 @@ CUDA = torch.device("cuda")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
-def make_engine(path: Path, max_rows: int = 4, **config: object) -> EmbeddedEngine:
-    return build_embedded(str(path), embedded(max_rows, **config), max_seq=MAX_SEQ, threads=1, device=CUDA)
+def make_engine(path: Path, max_rows: int = 4, *, in_flight: bool = False, **config: object) -> EmbeddedEngine:
+    settings = embedded(max_rows, **config)
+    return build_embedded(str(path), settings, max_seq=MAX_SEQ, threads=1, device=CUDA, in_flight=in_flight)
 
 
 class TestPlainTorchOnCuda(EngineContract):
@@ -61,7 +62,7 @@ class TestTritonInFlightOnCuda(EngineContract):
     """A single caller's rows finish before it loads, so the contract holds for this way of updating too."""
 
     def make(self, path: Path, max_rows: int = 4) -> GenerationEngine:
-        return make_engine(path, max_rows, kernels="triton", update="inflight")
+        return make_engine(path, max_rows, kernels="triton", in_flight=True)
 
     def test_load_waits_for_rows_in_flight(self) -> None:
         pytest.skip("rows in flight go on under the new weights")

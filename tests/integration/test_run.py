@@ -79,7 +79,7 @@ def ranks(folder: Path) -> RunConfig:
 @FULL
 def test_weights_that_come_in_flight_keep_the_bound(folder: Path) -> None:
     """Shards of two steps share a replica while weights change; an evaluation is of its own version only."""
-    changes = ("rollout.versions=latest", "engine.update=inflight", "sampling.min_new_tokens=6")
+    changes = ("rollout.versions=inflight", "sampling.min_new_tokens=6")
     config = finish_in(folder, "inflight", *changes, *QUIET)
     report = verify_run(config)
     assert report.faults == []

@@ -4,7 +4,7 @@ callers' threads                                   engine thread
 ----------------                                   -------------
 opened, accept: queue rows                 ──────► wait, take_rows
 drained: wait until all rows are done      ◄────── finished
-hand_over: give weights, wait until taken  ──────► wait, weights, weights_taken     (engine.update: inflight)
+hand_over: give weights, wait until taken  ──────► wait, weights, weights_taken     (in_flight)
 between_batches: wait until the thread     ◄────── wait
          pauses; it resumes at the end
 """

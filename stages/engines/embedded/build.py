@@ -39,13 +39,15 @@ def build_embedded(
     eos_token_ids: Sequence[int] = (),
     version: int = 0,
     migratable: bool = False,
+    in_flight: bool = False,
     shares_devices: object = None,
     drafters: Sequence[object] = (),
     on_lost: Callable[[str], None] | None = None,
     log: object = None,
     start_s: object = None,
 ) -> EmbeddedEngine:
-    """Return an `EmbeddedEngine`; one whose rows may migrate (`MigratingEngine`) if `migratable`.
+    """Return an `EmbeddedEngine`; one whose rows may migrate (`MigratingEngine`) if `migratable`. `in_flight`: see
+    `build_engine`.
 
     `path`: a Hugging Face directory or `random:tiny`; its weights become `version`. `max_seq`: longest prompt plus
     response, in tokens. `threads`: torch threads in the engine's own thread (with several ranks: in each). `device`: by
@@ -80,7 +82,7 @@ def build_embedded(
             threads=threads,
             eos_ids=eos_ids,
             version=version,
-            in_flight=config.update == "inflight",
+            in_flight=in_flight,
             drafts=drafts,
         )
         stack.pop_all()

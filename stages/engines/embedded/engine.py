@@ -8,7 +8,7 @@
 
 The loop runs in the engine's own thread, the only one that touches rows, cache and model. Callers' threads queue rows,
 bring new weights and wait for results (`admission`). New weights are swapped in when no row is in flight
-(`engine.update: drain`), or between two batches, after which the rows in flight are fed again (`inflight`).
+(the default), or between two batches, after which the rows in flight are fed again (`in_flight`).
 
 `generate` waits during a swap, then raises RequestError for a version that is not resident: load first, generate after.
 

@@ -161,14 +161,14 @@ REFUSED = {
     "engine.python=x": "engine.python",
     "VLLM engine.embedded.speculation.drafter=ngram": "engine.embedded.speculation.drafter",
     "engine.vllm.compile=true": "engine.vllm.compile",
-    "VLLM engine.update=inflight engine.pipeline_parallel=2": "engine.update",
+    "VLLM rollout.versions=inflight engine.pipeline_parallel=2": "rollout.versions",
     "engine.kind=vllm engine.python=x": "model.path",
     "VLLM cluster.migrate_rows_below=4": "cluster.migrate_rows_below",
     "TRTLLM sampling.temperature=0.7": "sampling.temperature",
     "TRTLLM sampling.min_new_tokens=2": "sampling.min_new_tokens",
     "TRTLLM evaluate.every=2 evaluate.temperature=0.5": "evaluate.temperature",
     "TRTLLM alarms.stop=[mismatch]": "alarms.stop",
-    "TRTLLM engine.update=inflight rollout.versions=latest": "engine.update",
+    "TRTLLM rollout.versions=inflight": "rollout.versions",
     # a value in the place of a section
     "model=tiny": "model",
     # ranges
@@ -239,7 +239,6 @@ REFUSED = {
     "placement.gangs.train.layout.sequence_parallel=true": "placement.gangs.train.layout.sequence_parallel",
     # things that exclude one another
     "evaluate.every=1 prompts.held_out=1": "prompts.held_out",
-    "engine.update=inflight": "engine.update",
     "alarms.staleness_steps=9": "alarms.staleness_steps",
     "alarms.stop=[kl,reward]": "alarms.stop",
     "mismatch.rows=0 alarms.stop=[mismatch]": "alarms.stop",

@@ -67,7 +67,7 @@ def test_only_the_embedded_engine_on_a_cpu_repeats_every_bit() -> None:
         ((), "cuda", ["repeats to rounding"]),
         (VLLM, "cpu", ["repeats to rounding"]),
         (("rollout.versions=latest",), "cpu", ["depends on when nodes ended"]),
-        (("rollout.versions=latest", "engine.update=inflight"), "cpu", ["of several versions cannot be replayed"]),
+        (("rollout.versions=inflight",), "cpu", ["of several versions cannot be replayed"]),
         (("ppo.correction=none",), "cpu", ["of engine and trainer and of stale rows is not corrected for"]),
         (("ppo.correction=none", "staleness=0"), "cpu", ["of engine and trainer is not corrected for"]),
         ((*TRTLLM, "staleness=0"), "cuda", ["cannot be replayed", "paired by prompt alone"]),

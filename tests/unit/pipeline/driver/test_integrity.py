@@ -187,7 +187,7 @@ def test_a_lost_shard_says_which_version_sampled_it(latest: History, paths: RunP
 def test_a_lost_shard_of_several_versions_is_refused(latest: History, paths: RunPaths) -> None:
     scores(latest, Address("score", 2), 1, sampled(latest, [1, 2]))
     (paths.ledger / f"{SHARD}.json").unlink()
-    with pytest.raises(StoreError, match=rf"{SHARD} is lost, .* versions \[1, 2\], as they came .* --from-checkpoint"):
+    with pytest.raises(StoreError, match=rf"{SHARD} is lost, .* versions \[1, 2\], as they came, .* --from-checkpoint"):
         repair(latest, paths)
     assert newest_sampled(latest, latest.ledger.addresses()) == {SHARD: None}
 

@@ -23,6 +23,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from beartype import beartype
 from jaxtyping import Bool, Float, Int, jaxtyped
@@ -144,13 +145,24 @@ def gae(
     v_tp1 = torch.where(last_token_mask(mask), v_end[:, None], v_tp1)
     delta_t = torch.where(mask, r_t + gamma * v_tp1 - v_t, 0)
 
-    a_t = torch.zeros_like(delta_t)
-    a_tp1 = torch.zeros_like(v_end)
-    for t in reversed(range(mask.shape[1])):
-        # Where token t was not sampled delta is 0; the selection also keeps A from flowing back into the prompt.
-        a_tp1 = torch.where(mask[:, t], delta_t[:, t] + gamma * lam * a_tp1, 0)
-        a_t[:, t] = a_tp1
+    # The selection keeps A from flowing back into the prompt.
+    a_t = torch.where(mask, _discounted_sums(delta_t, gamma * lam), 0)
     return a_t, a_t + v_t
+
+
+def _discounted_sums(x_t: Float[Tensor, "rows seq"], factor: float) -> Float[Tensor, "rows seq"]:
+    """Return y_t = x_t + factor * y_{t+1} for all t.
+
+    The sums are made in this order, one token after another, so that their bits are those of the recursion. numpy
+    works in place on the transposed array: all rows of a token lie together, and a step is two calls.
+    """
+    y = x_t.t().contiguous().numpy()
+    y_tp1, discounted = np.zeros_like(y[:1]), np.empty_like(y[:1])
+    for t in reversed(range(len(y))):
+        np.multiply(y_tp1, factor, discounted)
+        y_tp1 = y[t : t + 1]
+        np.add(y_tp1, discounted, y_tp1)
+    return torch.from_numpy(y).t().contiguous()
 
 
 # ---- critic free -----------------------------------------------------------------------------------------

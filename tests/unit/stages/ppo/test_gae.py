@@ -59,6 +59,27 @@ def test_against_the_explicit_sum(gamma: float, lam: float, on_truncation: str) 
         np.testing.assert_allclose(g.numpy(), e, atol=1e-12)
 
 
+def test_advantages_have_the_bits_of_the_recursion() -> None:
+    """Digests of runs depend on them: another order of the same sums would round differently."""
+    rng = np.random.default_rng(1)
+    mask = np.zeros((3, 40), dtype=bool)
+    for row, (start, end) in enumerate([(1, 40), (7, 31), (20, 20)]):
+        mask[row, start:end] = True
+    rewards, values = rng.normal(size=(2, 3, 40))
+    gamma, lam = 0.99, 0.95
+    expected = np.zeros_like(rewards)
+    for row in range(3):
+        advantage = next_value = 0.0
+        for t in reversed(np.flatnonzero(mask[row])):
+            delta = rewards[row, t] + gamma * next_value - values[row, t]
+            expected[row, t] = advantage = delta + gamma * lam * advantage
+            next_value = values[row, t]
+    given = map(torch.from_numpy, (rewards, values, np.zeros(3), mask, np.zeros(3, dtype=bool)))
+    advantages, _ = gae(*given, gamma, lam, "terminate")
+    assert advantages.numpy().tobytes() == expected.tobytes()
+    assert advantages.is_contiguous()
+
+
 def test_nothing_outside_the_mask_is_read_and_nothing_has_a_gradient() -> None:
     nan = float("nan")
     poisoned = gae(

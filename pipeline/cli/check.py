@@ -54,7 +54,7 @@ def command(options: argparse.Namespace) -> int:
             show_trace = import_module("pipeline.cli.trace").show_trace  # loads torch
         show_trace(config)
     if options.cluster is not None:
-        return _check_elsewhere(config, options.target, options.cluster)
+        return _check_on_target(config, options.target, options.cluster)
     checked = check_run(config, resume=False)
     prompts = checked.prompts
     _show_memory(config)
@@ -172,7 +172,7 @@ def _alike(hosts: Sequence[HostMemory]) -> Iterator[tuple[str, HostMemory]]:
         yield first.host + (f" and {len(others)} more" if others else ""), first
 
 
-def _check_elsewhere(config: RunConfig, target: str, text: str) -> int:
+def _check_on_target(config: RunConfig, target: str, text: str) -> int:
     """Check a config against a cluster that is not here, and print its placement and memory."""
     cluster = read_cluster(text)
     found = check_target(config, cluster, text)

@@ -22,7 +22,7 @@ from pipeline.driver.results import open_history
 from pipeline.errors import ConfigError
 from pipeline.launch import commands
 from pipeline.launch.commands import read_record, require
-from pipeline.launch.requeues import AttemptEnd, committed_so_far, note_end, refusal
+from pipeline.launch.requeues import JobEnd, committed_so_far, note_end, refusal
 from pipeline.launch.submission import asked_for, run_script, submit_run
 from pipeline.observe.journal import is_finished, journal_exists, read_events
 from pipeline.workers.messages import worker_name
@@ -86,17 +86,17 @@ def cancel(options: argparse.Namespace) -> int:
 
 def may_requeue(options: argparse.Namespace) -> int:
     """Return exit code 0 if the job may be requeued, else print the reason and return 75. A job's script asks this when
-    an attempt has ended."""
+    a start has ended."""
     paths = RunPaths(Path(options.run_dir))
     committed = committed_so_far(Ledger(str(paths.ledger)))
-    end = AttemptEnd(options.restart, committed, options.because, options.lost)
+    end = JobEnd(options.restart, committed, options.because, options.lost)
     ends = note_end(paths.job, options.job, end)
     why = refusal(ends, restarts=options.restarts, requeues_without_progress=options.without_progress)
     if why is None:
         return DONE
     here = f", or `stageline resume {paths.root} cluster.kind=local` on one machine" * paths.config.exists()
     print_line(
-        f"not requeued: {why}. The last attempt (restart {ends[-1].restart}) ended: {ends[-1].because}. What the "
+        f"not requeued: {why}. The last start (restart {ends[-1].restart}) ended: {ends[-1].because}. What the "
         f"driver printed is above, what workers printed is in {paths.logs}. When that is repaired, "
         f"`stageline submit {paths.job}/config.yaml` continues the run{here}"
     )

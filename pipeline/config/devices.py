@@ -75,7 +75,7 @@ def device_problems(
         hosts: the host of each worker.
         num_gpus: GPUs of each host; 0 if everything is computed on CPUs.
         replica_ranks: ranks of one engine.
-        share: `placement.share_devices`.
+        share: `placement.oversubscribe`.
         device_sharing: `placement.device_sharing`.
     """
     for host, available in num_gpus.items():
@@ -249,7 +249,7 @@ def _too_many(units: Sequence[_Unit], host: str, available: int) -> Problem:
         f"placement.gangs.{most}.workers",
         workers,
         f"{_together(units)}, {host} has {available}: fewer workers or engine ranks, roles on one gang, or "
-        "placement.share_devices=true for gangs that share GPUs and their memory",
+        "placement.oversubscribe=true for gangs that share GPUs and their memory",
     )
 
 

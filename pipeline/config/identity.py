@@ -53,7 +53,7 @@ DECIDES_NOTHING = (
     "storage.*",
     "engine.python",
     "engine.tensorrt_llm.*",
-    "placement.share_devices",
+    "placement.oversubscribe",
     "placement.device_sharing",
     "placement.gangs.*.weights_dir",
     "placement.gangs.*.offload",

@@ -66,6 +66,7 @@ MOVED = {
     "mismatch.stop": ["alarms.stop=[mismatch]"],
     "model.critic.reuse_forward": ["model.reuse_forward=[critic]"],
     "model.policy.reuse_forward": ["model.reuse_forward=[policy]"],
+    "placement.share_devices": ["placement.oversubscribe"],
     "placement.turns": ["placement.device_sharing"],
     "ppo.center_scores": ["reward.normalize.mean"],
     "ppo.mask_truncated": ["ppo.truncated=mask"],

@@ -51,7 +51,7 @@ class PlacementConfig:
     roles: dict[str, str] = field(default_factory=dict)
     """Each of generate, score, reference, policy, critic -> the name of a gang. `advantage` runs beside `score` unless
     it is given. Without a critic (ppo.advantage) `critic` is not read and may be left out."""
-    share_devices: bool | None = None
+    oversubscribe: bool | None = None
     """True: if a host has fewer GPUs than its workers need, gangs may share a GPU and its memory. Ranks of one gang
     never share one. null: only on a host with a single GPU, in a local run."""
     device_sharing: list[list[str]] = field(default_factory=list)
@@ -143,13 +143,13 @@ def _turn_problems(placement: PlacementConfig) -> Iterator[Problem]:
         key = f"placement.device_sharing.{number}"
         choice = ", ".join(placement.gangs)
         if len(group) < 2:
-            yield Problem(key, group, f"two or more gangs take turns (placement.gangs has {choice})")
+            yield Problem(key, group, f"two or more gangs share devices (placement.gangs has {choice})")
         for name in group:
             roles = {role for role, gang in placement.roles.items() if gang == name}
             if name not in placement.gangs:
                 yield Problem(key, name, f"no such gang; placement.gangs has {choice}")
             elif name in seen:
-                yield Problem(key, name, "is named twice: a gang takes turns in one group")
+                yield Problem(key, name, "is named twice: a gang shares devices in one group")
             elif roles.isdisjoint({Role.GENERATE, *MODEL_ROLES}):
                 models = ", ".join(sorted(MODEL_ROLES))
                 yield Problem(key, name, f"has none of generate, {models}, and so no device: leave it out")
@@ -169,7 +169,7 @@ def _offload_problems(key: str, given: str, roles: Collection[str]) -> Iterator[
     if given == "gradients" and {Role.POLICY, Role.CRITIC}.isdisjoint(roles):
         yield Problem(key, given, "that gang trains no model: none")
     if given == "idle" and len(MODEL_ROLES.intersection(roles)) < 2:
-        need = "needs two or more of policy, critic, reference on the gang, which take turns: none or gradients"
+        need = "needs two or more of policy, critic, reference on the gang, of which the idle ones leave: none or gradients"
         yield Problem(key, given, need)
 
 

@@ -443,7 +443,7 @@ def _check_engine_device(config: RunConfig, device: Device) -> None:
         others = " or ".join(able(config.engine, device, lambda can: device in can.devices))
         need = f"it needs a GPU, and the host has none: {others}"
         raise ConfigError("engine.kind", f"given {config.engine.kind!r}; {need}")
-    if config.takes_turns(config.placement.roles[Role.GENERATE]) and can.sleeps == "nothing":
+    if config.shares_devices(config.placement.roles[Role.GENERATE]) and can.sleeps == "nothing":
         others = " or ".join(able(config.engine, device, lambda can: device in can.devices and can.sleeps != "nothing"))
         need = f"engine.kind={config.engine.kind} keeps its memory on a {device} while other gangs use it: {others}"
         raise ConfigError("placement.device_sharing", f"given {config.placement.device_sharing!r}; {need}")
@@ -511,23 +511,23 @@ def _check_devices(config: RunConfig) -> None:
 
 
 def may_share(config: RunConfig, num_gpus: int) -> bool:
-    """Return True if gangs of a local run may share a GPU: `placement.share_devices`, by default if there is just
+    """Return True if gangs of a local run may share a GPU: `placement.oversubscribe`, by default if there is just
     one."""
-    share = config.placement.share_devices
+    share = config.placement.oversubscribe
     return num_gpus == 1 if share is None else share
 
 
 def device_notes(config: RunConfig, num_gpus: int) -> list[str]:
     """Return a note if the gangs of a local run share a GPU because their host has no other."""
     gangs = [gang.name for gang in config.gangs() if gpus_per_worker(gang.roles, config.replica_ranks)]
-    if config.cluster.kind != "local" or config.placement.share_devices is not None or len(gangs) < 2:
+    if config.cluster.kind != "local" or config.placement.oversubscribe is not None or len(gangs) < 2:
         return []
     together = set(gangs) <= {name for group in config.placement.device_sharing for name in group}
     if together or num_gpus != 1:
         return []
     return [
         f"the gangs {', '.join(gangs)} share their host's only GPU and its memory. placement.device_sharing="
-        f"[[{','.join(gangs)}]] would let them take turns; placement.share_devices=false refuses this"
+        f"[[{','.join(gangs)}]] would let them have it one at a time; placement.oversubscribe=false refuses this"
     ]
 
 

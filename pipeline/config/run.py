@@ -234,6 +234,6 @@ class RunConfig:
     def gangs(self) -> list[Gang]:
         return placed_gangs(self.placement, critic=self.has_critic)
 
-    def takes_turns(self, gang: str) -> bool:
+    def shares_devices(self, gang: str) -> bool:
         """Return True if a gang shares devices with others."""
         return any(gang in group for group in self.placement.device_sharing)

@@ -44,9 +44,9 @@ from pipeline.workers.attached import (
 from pipeline.workers.messages import worker_name
 from pipeline.workers.scheduler_file import (
     SchedulerFile,
-    file_of_attempt,
+    file_of_driver,
     host_name,
-    newest_attempt,
+    newest_driver,
     remove_scheduler_file,
     write_scheduler_file,
 )
@@ -55,8 +55,8 @@ from storage import files
 from storage.errors import StoreError
 from storage.host import family_of, private_directory
 
-_ATTEMPTS = "attempts"
-"""File in the run's `attached` directory that counts the attempts at the run."""
+_COUNT = "attempts"
+"""File in the run's `attached` directory that counts the drivers of the run."""
 _CLOCK_SKEW_S = 5.0
 """Seconds by which a host's clock may differ from the driver's."""
 
@@ -73,11 +73,11 @@ class AttachedWorkers(Cluster):
         given, port = listening(config.cluster)
         host = listening_address(config.cluster.interface, given)
         _check_port(host, port)
-        attempt = begin_attempt(config.run_dir)
+        driver = number_of_new_driver(config.run_dir)
         security = Security.temporary()
         super().__init__(config, security, host, port)
         with self._stack.pop_all() as stack:  # closes the cluster if a later part fails
-            self.file = _new_file(config, attempt, self._cluster.scheduler_address, security)
+            self.file = _new_file(config, driver, self._cluster.scheduler_address, security)
             self._registry = WorkerRegistry(config, self.file, board_bytes, self._report)
             stack.callback(lambda: self.client.sync(self._registry.end, "the run has ended"))
             self._cluster.scheduler.handlers[JOIN] = self._join
@@ -98,7 +98,7 @@ class AttachedWorkers(Cluster):
     def _publish(self, config: RunConfig, stack: ExitStack) -> Path:
         """Write the scheduler file, which is removed when the cluster closes. Return its path."""
         self.file.shared.write_text(self.file.nonce)
-        path = file_of_attempt(config.run_dir, self.file.attempt)
+        path = file_of_driver(config.run_dir, self.file.driver)
         write_scheduler_file(path, self.file)
         stack.callback(remove_scheduler_file, path, self.file.nonce)
         return path
@@ -135,35 +135,35 @@ def _check_port(host: str, port: int) -> None:
             raise ConfigError("cluster.address", f"given port {port}; {need}") from error
 
 
-def begin_attempt(run_dir: Path) -> int:
-    """Return the number of a new attempt at a run. Remove what earlier attempts left, whose drivers are gone, before
-    the scheduler listens: no worker may join this attempt with the certificate of an earlier one. Raises OSError and
+def number_of_new_driver(run_dir: Path) -> int:
+    """Return the number of a new driver of a run, from 1. Remove what earlier drivers left, which are gone, before the
+    scheduler listens: no worker may join this driver with the certificate of an earlier one. Raises OSError and
     StoreError."""
     folder = RunPaths(run_dir.resolve()).attached
     private_directory(folder)
-    attempt = 1 + max(newest_attempt(run_dir), _counted(folder / _ATTEMPTS))
-    files.write(files.open_root(str(folder)), _ATTEMPTS, str(attempt).encode())
+    driver = 1 + max(newest_driver(run_dir), _counted(folder / _COUNT))
+    files.write(files.open_root(str(folder)), _COUNT, str(driver).encode())
     for left in folder.iterdir():
-        if left.name != _ATTEMPTS:
+        if left.name != _COUNT:
             left.unlink(missing_ok=True)
-    return attempt
+    return driver
 
 
-def _counted(attempts: Path) -> int:
+def _counted(count: Path) -> int:
     """Return the number in the file, or 0 if the file is missing or was cut off on a full disk. That is safe: the
     newest scheduler file counts too, and a repeated number only repeats a file name."""
     try:
-        return int(attempts.read_text())
+        return int(count.read_text())
     except (FileNotFoundError, ValueError):
         return 0
 
 
-def _new_file(config: RunConfig, attempt: int, address: str, security: Security) -> SchedulerFile:
-    """Return the scheduler file of this attempt."""
+def _new_file(config: RunConfig, driver: int, address: str, security: Security) -> SchedulerFile:
+    """Return the scheduler file of this driver."""
     run_dir = config.run_dir.resolve()
     certificate = security.get_tls_config_for_role("scheduler")
     return SchedulerFile(
-        attempt=attempt,
+        driver=driver,
         address=address,
         host=host_name(),
         process=os.getpid(),
@@ -296,7 +296,7 @@ class WorkerRegistry:
         if alike is not None and bool(alike.gpus) != bool(request.gpus) and gpus_per_worker(gang.roles, ranks):
             some = "sees GPUs" if request.gpus else "sees no GPU"
             return f"it {some}, unlike {worker_name(alike.gang, alike.index)} on host {alike.host}"
-        share, device_sharing = bool(placement.share_devices), placement.device_sharing
+        share, device_sharing = bool(placement.oversubscribe), placement.device_sharing
         return devices_of_joining(gang, ranks, request.gpus, self._taken(), share=share, device_sharing=device_sharing)
 
     def _taken(self) -> Mapping[str, list[Worker]]:

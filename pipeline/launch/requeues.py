@@ -1,12 +1,10 @@
-"""Decide whether a job may be requeued again, from the ends of its attempts (`job/attempts.json`).
+"""Decide whether a job may be requeued again, from how each of its starts ended (`job/attempts.json`).
 
-An attempt is one start of the job by Slurm.
+    a job ends ────────► its script, or another node, asks ────► its end is recorded ─────► requeue, or end the job
+    it starts again ───► its script asks about the end before ──► recorded if it is not ──► continue, or end the job
 
-    an attempt ends ────► its script, or another node, asks ────► its end is recorded ─────► requeue, or end the job
-    an attempt starts ──► its script asks about the one before ──► recorded if it is not ──► continue, or end the job
-
-The second question is for attempts that Slurm itself requeued: a preempted job, or one whose only node failed. Nothing
-ran that could ask when they ended. The file is in the run's directory, so it survives a node's failure. Progress is
+The second question is for a job that Slurm itself requeued: it was preempted, or its only node failed. Nothing ran that
+could ask when it ended. The file is in the run's directory, so it survives a node's failure. Progress is
 measured by the ledger's commits.
 """
 
@@ -23,7 +21,7 @@ from storage.ledger import Ledger
 
 _FILE = "attempts.json"
 MOST_LOST = 20
-"""Number of attempts at a job that may lose their driver, workers or batch node. The job ends after one more: nodes
+"""Number of starts of a job that may lose their driver, workers or batch node. The job ends after one more: nodes
 that fail so often need somebody to look. Time limits and preemption do not count."""
 MOST_IDLE = 3
 """Number of requeues in a row, for any reason, without a new commit, after which a job ends. Once may be bad luck, as
@@ -31,13 +29,13 @@ when a node fails early; after three times it would go on for ever."""
 
 
 @dataclass(frozen=True)
-class AttemptEnd:
-    """End of one attempt at a job."""
+class JobEnd:
+    """End of one start of a job."""
 
     restart: int
-    """Requeues of the job before this attempt (SLURM_RESTART_COUNT)."""
+    """Requeues of the job before this start (SLURM_RESTART_COUNT)."""
     committed: tuple[int, int]
-    """`committed_so_far` when the attempt had ended."""
+    """`committed_so_far` when the start had ended."""
     because: str
     """Reason why it ended, for people."""
     lost: bool
@@ -45,21 +43,21 @@ class AttemptEnd:
 
 
 @dataclass(frozen=True)
-class _Attempts:
-    """The content of the file."""
+class _StoredEnds:
+    """The content of the file. The names of its fields are those of stored files."""
 
     job_id: str
-    attempts: tuple[AttemptEnd, ...]
+    attempts: tuple[JobEnd, ...]
 
 
-def refusal(ends: Sequence[AttemptEnd], *, restarts: int, requeues_without_progress: int) -> str | None:
+def refusal(ends: Sequence[JobEnd], *, restarts: int, requeues_without_progress: int) -> str | None:
     """Return why a job must not be requeued, or None if it may be.
 
     A restart that nobody noted counts as well: its end is between two others that found the same ledger.
 
     Args:
-        ends: the job's attempts, oldest first; at least one.
-        restarts: most attempts after which the job is requeued although they were lost.
+        ends: the job's starts, oldest first; at least one.
+        restarts: most lost starts after which the job is requeued all the same.
         requeues_without_progress: requeues in a row that commit nothing, after which the job ends.
     """
     last = ends[-1]
@@ -69,7 +67,7 @@ def refusal(ends: Sequence[AttemptEnd], *, restarts: int, requeues_without_progr
         return f"{_number(idle, 'requeue')} in a row committed nothing new (at most {requeues_without_progress})"
     lost = sum(end.lost for end in ends)
     if lost > restarts:
-        return f"{_number(lost, 'attempt')} lost their driver, workers or batch node (at most {restarts})"
+        return f"{_number(lost, 'start')} lost their driver, workers or batch node (at most {restarts})"
     return None
 
 
@@ -84,8 +82,8 @@ def committed_so_far(ledger: Ledger) -> tuple[int, int]:
     return closed, sum(address.step >= closed for address in ledger.open_addresses())
 
 
-def note_end(folder: Path, job_id: str, end: AttemptEnd) -> Sequence[AttemptEnd]:
-    """Record the end of an attempt in a run's `job/`, and return the ends of all attempts of this job, oldest first. An
+def note_end(folder: Path, job_id: str, end: JobEnd) -> Sequence[JobEnd]:
+    """Record the end of a start in a run's `job/`, and return the ends of all starts of this job, oldest first. An
     end that is recorded already stays. Ends of an earlier job are dropped, because a new submission starts afresh.
 
     Raises:
@@ -95,16 +93,16 @@ def note_end(folder: Path, job_id: str, end: AttemptEnd) -> Sequence[AttemptEnd]
     ends = _ends(folder / _FILE, job_id)
     if end.restart not in {one.restart for one in ends}:
         ends = [*ends, end]
-        text = codec.encode(_Attempts(job_id, tuple(ends)), indent=1) + "\n"
+        text = codec.encode(_StoredEnds(job_id, tuple(ends)), indent=1) + "\n"
         files.write(files.open_root(str(folder)), _FILE, text.encode())
     return ends
 
 
-def _ends(path: Path, job_id: str) -> list[AttemptEnd]:
+def _ends(path: Path, job_id: str) -> list[JobEnd]:
     if not path.is_file():
         return []
     try:
-        noted = codec.decode(_Attempts, path.read_bytes())
+        noted = codec.decode(_StoredEnds, path.read_bytes())
     except codec.NotARecord as error:
         raise StoreError(f"{path} is not what was written: {error}") from error
     return list(noted.attempts) if noted.job_id == job_id else []

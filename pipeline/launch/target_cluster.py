@@ -65,7 +65,7 @@ def check_target(config: RunConfig, cluster: HardwareCluster, text: str) -> Targ
         raise together([refusal(problem) for problem in problems])
     hosts = place(config, cluster, num_gpus)
     available = dict.fromkeys(hosts.values(), num_gpus)
-    share = may_share(config, num_gpus) if _on_one_node(config) else bool(config.placement.share_devices)
+    share = may_share(config, num_gpus) if _on_one_node(config) else bool(config.placement.oversubscribe)
     for problem in device_problems(gangs, ranks, hosts, available, share=share, device_sharing=sharing):
         raise refusal(problem)
     limits = limits_of(config, cluster, num_gpus, text)
@@ -144,10 +144,10 @@ def _first_fit(
     config: RunConfig, cluster: HardwareCluster, num_gpus: int, groups: Sequence[_Group]
 ) -> dict[Worker, int] | _Group:
     """Return the node of each worker, or the first group that finds no room. Each group goes to the first node that has
-    room, one that takes turns with other gangs to a node of theirs. Cores, and GPUs that may be shared, are used twice
-    after all are used once."""
+    room, one that shares devices with other gangs to a node of theirs. Cores, and GPUs that may be shared, are used
+    twice after all are used once."""
     placement, per_node = config.placement, num_gpus or cluster.cores
-    turns = {name: tuple(group) for group in placement.device_sharing for name in group}
+    sharing = {name: tuple(group) for group in placement.device_sharing for name in group}
     used: dict[str, list[int]] = {gang.name: [0] * cluster.nodes for gang in config.gangs()}
     loads = [0] * cluster.nodes
     found: dict[Worker, int] = {}
@@ -155,10 +155,10 @@ def _first_fit(
         name, size = group.gang.name, group.size if num_gpus else min(group.size, per_node)
         choices = []
         for node, load in enumerate(loads):
-            others = max(used[other][node] for other in turns.get(name, (name,)))
+            others = max(used[other][node] for other in sharing.get(name, (name,)))
             growth = max(0, used[name][node] + size - others)
             rounds = math.ceil((load + growth) / per_node)
-            if not num_gpus or (used[name][node] + size <= num_gpus and (rounds <= 1 or placement.share_devices)):
+            if not num_gpus or (used[name][node] + size <= num_gpus and (rounds <= 1 or placement.oversubscribe)):
                 choices.append((max(1, rounds), growth, node))
         if not choices:
             return group
@@ -210,9 +210,9 @@ def _attached_problems(config: RunConfig, cluster: HardwareCluster, num_gpus: in
     listed = ", ".join(f"{name} {number}" for name, number in rooms.items() if number)
     shared = [[rooms.pop(name) for name in group if name in rooms] for group in config.placement.device_sharing]
     needed = sum(rooms.values()) + sum(max(group, default=0) for group in shared)
-    if needed > cluster.gpus and not config.placement.share_devices:
+    if needed > cluster.gpus and not config.placement.oversubscribe:
         need = f"the gangs need {needed} GPUs ({listed}), there are {cluster.gpus}: fewer workers, or gangs that "
-        yield Problem("placement.gangs", [*config.placement.gangs], f"{need}take turns (placement.device_sharing)")
+        yield Problem("placement.gangs", [*config.placement.gangs], f"{need}share devices (placement.device_sharing)")
     for gang in config.gangs():
         group = next(_groups(config, gang, num_gpus))
         if group.size > num_gpus:

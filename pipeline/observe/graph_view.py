@@ -152,10 +152,10 @@ def wait_text(wait: Wait) -> str:
         return f"{short(wait.node)} waits for {wait.devices_of}'s turn to end"
     if wait.node in wait.ready:
         return f"{short(wait.node)} waits for a worker"
-    behind = [f"{short(address)} (running)" for address in wait.running]
-    behind += [f"{short(address)} (waits for a worker)" for address in wait.ready]
-    more = f" and {len(behind) - 3} more" if behind[3:] else ""
-    return f"{short(wait.node)} waits for {', '.join(behind[:3])}{more}"
+    blockers = [f"{short(address)} (running)" for address in wait.running]
+    blockers += [f"{short(address)} (waits for a worker)" for address in wait.ready]
+    more = f" and {len(blockers) - 3} more" if blockers[3:] else ""
+    return f"{short(wait.node)} waits for {', '.join(blockers[:3])}{more}"
 
 
 def work_text(gang: GangView, at: float, most: int) -> str:

@@ -253,9 +253,9 @@ class Progress:
         for gang in sorted({*tuple(self._gangs.values()), *views}):
             view = views.get(gang)
             work = work_text(view, now, _SHOWN_NODES) if view is not None else ""
-            away = {name: since for name, since in loading.items() if self._gangs.get(name) == gang}
+            of_gang = {name: since for name, since in loading.items() if self._gangs.get(name) == gang}
             said = [work] if work else []
-            said += [f"{name} loads models ({now - since:.0f} s)" for name, since in sorted(away.items())]
+            said += [f"{name} loads models ({now - since:.0f} s)" for name, since in sorted(of_gang.items())]
             wait = f"idle: {view.wait}" if view is not None and view.wait else "idle"
             table.add_row(plain(gang, "cyan"), plain(", ".join(said)) if said else plain(wait, "dim"))
         return table

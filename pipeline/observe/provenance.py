@@ -65,7 +65,7 @@ def software_versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """One attempt of a Slurm job."""
+    """A Slurm job as it was started last."""
 
     job_id: str
     """The job's id; with the task's number if it is in an array: 12_3."""

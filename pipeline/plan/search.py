@@ -442,7 +442,7 @@ def assembled(
     placement = PlacementConfig(
         gangs=gangs,
         roles=roles,
-        share_devices=base.placement.share_devices,
+        oversubscribe=base.placement.oversubscribe,
         device_sharing=[[GENERATE, *form.gangs]] if form.in_turns else [],
     )
     changes: dict[str, Any] = {key: value for _, of_gang in chosen.values() for key, value in of_gang.items()}

@@ -76,9 +76,9 @@ from pipeline.graph.graph import Gang
 from pipeline.workers.messages import worker_name
 from pipeline.workers.scheduler_file import (
     SchedulerFile,
-    file_of_attempt,
+    file_of_driver,
     host_name,
-    newest_attempt,
+    newest_driver,
     read_scheduler_file,
 )
 from pipeline.workers.worker_process import dask_settings, ending_signals, nanny_options, shares_cores, start_forkserver
@@ -343,7 +343,7 @@ def _config_of(file: SchedulerFile, path: Path) -> RunConfig:
 def _newest_file(run_dir: Path | None) -> Path:
     """Return the path of a run's newest scheduler file; a path that does not exist if there is none."""
     assert run_dir is not None
-    return file_of_attempt(run_dir, newest_attempt(run_dir))
+    return file_of_driver(run_dir, newest_driver(run_dir))
 
 
 def _gang_of(config: RunConfig, wanted: WantedWorker) -> Gang:

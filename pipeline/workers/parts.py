@@ -215,7 +215,7 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
     if gang.ordered:
         parts.updates = _build_updates(parts, _build_host(config, spec, gang.roles & MODEL_ROLES), same_layout)
         parts.numerics |= parts.updates.host.numerics()
-    if config.takes_turns(spec.gang):
+    if config.shares_devices(spec.gang):
         parts.sleep()  # another gang may hold the devices; the first call wakes the models
     return parts
 
@@ -254,7 +254,7 @@ def _build_engine(config: RunConfig, spec: WorkerSpec) -> GenerationEngine:
         eos_token_ids=config.model.eos_token_ids,
         migratable=config.cluster.migrate_rows_below > 0,
         in_flight=config.in_flight,
-        shares_devices=config.takes_turns(spec.gang),
+        device_sharing=config.shares_devices(spec.gang),
         on_lost=partial(_end_process, spec.log),
         log=Path(spec.log) if spec.log is not None else None,
         start_s=config.engine_start_s,

@@ -23,14 +23,14 @@ from storage import codec
 from storage.errors import StoreError
 
 _NAME = re.compile(r"scheduler-(\d+)\.json")
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
 class SchedulerFile:
     """The content of a scheduler file: one driver's message to its workers."""
 
-    attempt: int
+    driver: int
     """Number of this driver among the drivers of the run, from 1."""
     address: str
     """Address of the scheduler."""
@@ -50,7 +50,7 @@ class SchedulerFile:
 
     @property
     def stem(self) -> str:
-        return f"{self.attempt:06d}"
+        return f"{self.driver:06d}"
 
     @property
     def shared(self) -> Path:
@@ -63,11 +63,11 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-def file_of_attempt(run_dir: Path, attempt: int) -> Path:
-    return RunPaths(run_dir).attached / f"scheduler-{attempt:06d}.json"
+def file_of_driver(run_dir: Path, driver: int) -> Path:
+    return RunPaths(run_dir).attached / f"scheduler-{driver:06d}.json"
 
 
-def newest_attempt(run_dir: Path) -> int:
+def newest_driver(run_dir: Path) -> int:
     """Return the number of a run's newest scheduler file; 0 if there is none."""
     try:
         names = os.listdir(

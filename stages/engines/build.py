@@ -30,7 +30,7 @@ def build_engine(
     version: int = 0,
     migratable: bool = False,
     in_flight: bool = False,
-    shares_devices: bool = False,
+    device_sharing: bool = False,
     on_lost: Callable[[str], None] | None = None,
     log: Path | None = None,
     start_s: float | None = None,
@@ -41,7 +41,7 @@ def build_engine(
     response, in tokens. `threads`: number of torch threads. `device`: device of the engine's first rank; None: the
     engine chooses. `eos_token_ids`: empty means the model's own. `migratable`: rows may continue in other engines
     (`MigratingEngine`). `in_flight`: new weights are loaded between two tokens, under the rows in flight; otherwise
-    after they have finished. `shares_devices`: other gangs use the devices while the engine sleeps; otherwise an engine
+    after they have finished. `device_sharing`: other gangs use the devices while the engine sleeps; otherwise an engine
     of another project keeps its memory. `on_lost`: called with the reason when a process of the engine is lost. `log`:
     log file of an engine that runs in an environment of its own; None: no log. `start_s`: seconds that such an engine
     has to start; None: 600.
@@ -60,7 +60,7 @@ def build_engine(
         version=version,
         migratable=migratable,
         in_flight=in_flight,
-        shares_devices=shares_devices,
+        device_sharing=device_sharing,
         on_lost=on_lost,
         log=log,
         start_s=start_s,

@@ -60,7 +60,7 @@ def real(path: Path, max_rows: int = 4) -> GenerationEngine:
     return build_engine(str(path), config, max_seq=MAX_SEQ, threads=1)
 
 
-def stand_in(path: Path, *, bucket_mb: int = 1024, shares_devices: bool = False) -> RemoteEngine:
+def stand_in(path: Path, *, bucket_mb: int = 1024, device_sharing: bool = False) -> RemoteEngine:
     config = EngineConfig(kind="tensorrt_llm", python=sys.executable, max_rows=4, kv_budget_mb=64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "cache_folder", lambda: path.parent / "compiled")
@@ -72,7 +72,7 @@ def stand_in(path: Path, *, bucket_mb: int = 1024, shares_devices: bool = False)
             threads=1,
             modules=STAND_IN,
             adapter="trtllm_on_cpu:OnCpu",
-            shares_devices=shares_devices,
+            device_sharing=device_sharing,
         )
     return cast(RemoteEngine, engine)
 
@@ -168,7 +168,7 @@ def test_weights_that_were_given_back_are_loaded_before_the_next_row(
 ) -> None:
     """An older version has `enable_sleep`, all of the model's memory under one tag, and log-probs as numbers."""
     monkeypatch.setenv("STAND_IN_TRTLLM", version)
-    with closing(stand_in(path, shares_devices=True)) as engine:
+    with closing(stand_in(path, device_sharing=True)) as engine:
         assert engine.engine == f"tensorrt_llm {'1.2.1' if version == 'old' else '1.3.0'}"
         assert engine.capabilities.sleeps == "weights"
         assert_of_the_model(engine, model)

@@ -16,12 +16,12 @@ from tests.support.runs import QUIET, configure, finish, use_runtime
 
 pytestmark = pytest.mark.processes
 
-TURNS = "placement.device_sharing=[[generate,train]]"
+SHARED = "placement.device_sharing=[[generate,train]]"
 
 
 @pytest.fixture(scope="module")
-def in_turns(folder: Path) -> RunConfig:
-    return finish(configure(folder, "in-turns", TURNS, *QUIET))
+def shared(folder: Path) -> RunConfig:
+    return finish(configure(folder, "shared-devices", SHARED, *QUIET))
 
 
 def events_of(config: RunConfig) -> list[Event]:
@@ -41,13 +41,13 @@ def assert_alternating(givers: list[str]) -> None:
     assert givers == [("train", "generate")[number % 2] for number in range(len(givers))]
 
 
-def test_it_is_the_run_that_it_would_be_on_devices_of_its_own(in_turns: RunConfig, overlapped: RunConfig) -> None:
-    assert outputs(in_turns) == outputs(overlapped)
-    assert verify_run(in_turns).faults == []
+def test_it_is_the_run_that_it_would_be_on_devices_of_its_own(shared: RunConfig, overlapped: RunConfig) -> None:
+    assert outputs(shared) == outputs(overlapped)
+    assert verify_run(shared).faults == []
 
 
-def test_one_of_them_works_at_a_time(in_turns: RunConfig) -> None:
-    engine, trainer = boxes_of(in_turns, "generate"), boxes_of(in_turns, "train")
+def test_one_of_them_works_at_a_time(shared: RunConfig) -> None:
+    engine, trainer = boxes_of(shared, "generate"), boxes_of(shared, "train")
     assert engine
     assert trainer
     for one in engine:
@@ -55,17 +55,17 @@ def test_one_of_them_works_at_a_time(in_turns: RunConfig) -> None:
             assert one.end_s <= other.start_s or other.end_s <= one.start_s, f"{one} beside {other}"
 
 
-def test_who_has_nothing_to_do_passes_them_on(in_turns: RunConfig) -> None:
-    givers = givers_of(in_turns)
+def test_who_has_nothing_to_do_passes_them_on(shared: RunConfig) -> None:
+    givers = givers_of(shared)
     assert_alternating(givers)
-    assert len(givers) >= in_turns.steps, "a step has one turn of each at least, but for what is generated ahead"
+    assert len(givers) >= shared.steps, "a step has one turn of each at least, but for what is generated ahead"
 
 
 def test_workers_that_do_not_leave_their_devices_are_lost_and_nothing_else_is(
     folder: Path, overlapped: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_runtime(monkeypatch, "tests.support.faulty_runtimes:RestlessRuntime")
-    config = finish(configure(folder, "restless", TURNS, "cluster.deadline_s=8", *QUIET))
+    config = finish(configure(folder, "restless", SHARED, "cluster.deadline_s=8", *QUIET))
     lost = [(event.worker, event.detail or "") for event in events_of(config) if event.kind is EventKind.GANG_LOST]
     assert [worker for worker, _ in lost] == ["generate-0", "train-0", "generate-0"]
     died, unable, silent = (detail for _, detail in lost)

@@ -36,7 +36,7 @@ def submitted(
         patch.setattr(requeues, "MOST_LOST", most_lost)
         patch.setattr(requeues, "MOST_IDLE", most_idle)
         job = submit_run(config)
-    wait_for_output(job, "driver of attempt 0")
+    wait_for_output(job, "driver of start 0")
     return config, job
 
 
@@ -66,7 +66,7 @@ def start_again(slurm: SlurmCluster, job: Submitted, restart: int) -> None:
     """Waits until a job is requeued, and has it start now and not in two minutes."""
     until(lambda: slurm.may_start(job.job_id, restart), f"restart {restart}", every_s=0.25)
     until(lambda: slurm.started_now(job.job_id), f"start {restart}", every_s=SCHEDULES_S)
-    wait_for_output(job, f"driver of attempt {restart}")
+    wait_for_output(job, f"driver of start {restart}")
 
 
 def wait_for(slurm: SlurmCluster, job: Submitted, state: str) -> dict[str, str]:
@@ -148,7 +148,7 @@ def test_whose_batch_node_fails_is_requeued(slurm: SlurmCluster, tmp_path: Path)
     wait_for_output(job, "requeued: the batch node n1 failed (restart 0)\n")
     wait_for_output(last, "cancelled: the batch node n1 failed (restart 0)\n")
     until(lambda: slurm.started_now(job.job_id), "it is started, on other nodes", every_s=SCHEDULES_S)
-    wait_for_output(job, "driver of attempt 1")
+    wait_for_output(job, "driver of start 1")
     end(config, 0)
     assert wait_for(slurm, job, "COMPLETED")["Restarts"] == "1"
 
@@ -164,11 +164,11 @@ def test_a_time_limit_uses_no_restart_but_must_leave_time_for_a_commit(slurm: Sl
     end(config, 75)
     shown = wait_for(slurm, job, "FAILED")
     assert (shown["Restarts"], shown["ExitCode"]) == ("3", "75:0")
-    wait_for_output(job, "not requeued: 1 attempt lost their driver, workers or batch node (at most 0)")
+    wait_for_output(job, "not requeued: 1 start lost their driver, workers or batch node (at most 0)")
 
 
 def test_what_slurm_itself_requeues_for_ever_ends_without_progress(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """A job of one node, whose script is gone with its node: only the next attempt can say that it is enough."""
+    """A job of one node, whose script is gone with its node: only the next start can say that it is enough."""
     config, job = submitted(slurm, tmp_path, "hopeless", most_idle=1)
     slurm.kill_node(slurm.show(job.job_id)["BatchHost"])
     start_again(slurm, job, 1)
@@ -177,7 +177,7 @@ def test_what_slurm_itself_requeues_for_ever_ends_without_progress(slurm: SlurmC
     until(lambda: slurm.started_now(job.job_id) or slurm.state(job.job_id) == "FAILED", "it ends", every_s=SCHEDULES_S)
     assert wait_for(slurm, job, "FAILED")["ExitCode"] == "75:0"
     wait_for_output(job, "not requeued: 1 requeue in a row committed nothing new")
-    assert "driver of attempt 2" not in job.output.read_text()
+    assert "driver of start 2" not in job.output.read_text()
     wait_for_output(job, f"`stageline submit {RunPaths(config.run_dir).job}/config.yaml` continues")
 
 
@@ -190,7 +190,7 @@ def test_a_job_that_makes_room_goes_on_later(slurm: SlurmCluster, tmp_path: Path
     until(lambda: slurm.state(first) == "COMPLETED", "the urgent job is done", every_s=0.1)
     until(lambda: slurm.may_start(job.job_id, restarts=1), "the other is requeued", every_s=0.1)
     until(lambda: slurm.started_now(job.job_id), "it is started", every_s=SCHEDULES_S)
-    wait_for_output(job, "driver of attempt 1")
+    wait_for_output(job, "driver of start 1")
     end(config, 0)
     assert wait_for(slurm, job, "COMPLETED")["Restarts"] == "1"
 
@@ -204,7 +204,7 @@ def test_without_a_driver_the_job_is_requeued_and_cancelled_it_leaves_nothing(
     (RunPaths(config.run_dir).root / "finish").unlink()
     until(lambda: slurm.may_start(job.job_id, restarts=1), "it is requeued", every_s=0.1)
     until(lambda: slurm.started_now(job.job_id), "it is started", every_s=SCHEDULES_S)
-    wait_for_output(job, "driver of attempt 1")
+    wait_for_output(job, "driver of start 1")
     slurm.call("scancel", job.job_id)
     assert wait_for(slurm, job, "CANCELLED")["Restarts"] == "1"
 
@@ -228,7 +228,7 @@ def test_who_is_told_before_the_driver_is_there_is_requeued(slurm: SlurmCluster,
     until(lambda: slurm.state(job.job_id) == "RUNNING", "it goes on", every_s=0.1)
     (tmp_path / "go").touch()
     wait_for_output(job, "requeued: Slurm wants the nodes back (restart 0)")
-    assert "driver of attempt" not in job.output.read_text()
+    assert "driver of start" not in job.output.read_text()
     until(lambda: slurm.show(job.job_id)["Restarts"] == "1", "it is requeued", every_s=0.1)
     slurm.call("scancel", job.job_id)
     wait_for(slurm, job, "CANCELLED")
@@ -259,7 +259,7 @@ def test_a_task_is_requeued_without_the_others_of_its_array(slurm: SlurmCluster,
         for task in range(2)
     )
     for task in (first, last):
-        wait_for_output(task, "driver of attempt 0")
+        wait_for_output(task, "driver of start 0")
     assert slurm.show(last.job_id)["JobId"] == array.job_id
     end(configs[0], 0)
     until(lambda: slurm.state(first.job_id) == "COMPLETED", "the first is done", every_s=0.1)

@@ -73,7 +73,7 @@ def test_a_run_requeued_repeatedly_is_the_same_run(slurm: SlurmCluster, folder: 
     os.kill(process_id(config, "generate-0"), signal.SIGSTOP)  # else it might be done before Slurm looks
     slurm.call("scontrol", "update", f"JobId={job}", "TimeLimit=2")
     eventually(lambda: slurm.may_start(job, 1), f"restart 1: {printed(config)}")
-    slurm.call("scontrol", "update", f"JobId={job}", "TimeLimit=30")  # else its next attempt is over as soon
+    slurm.call("scontrol", "update", f"JobId={job}", "TimeLimit=30")  # else its next start is over as soon
     requeued(slurm, job, 1, config)
     assert "Slurm wants the nodes back" in printed(config)
 

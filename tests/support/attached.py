@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.config.run import RunConfig
-from pipeline.workers.scheduler_file import file_of_attempt, newest_attempt
+from pipeline.workers.scheduler_file import file_of_driver, newest_driver
 from tests.support.waiting import TIMEOUT_S
 
 ATTACHED = ("cluster.kind=attached", "cluster.address=127.0.0.1", "cluster.arrival_timeout_s=120")
@@ -82,8 +82,8 @@ def commands(folder: Path) -> Iterator[Commands]:
 
 def scheduler_file(config: RunConfig) -> Path | None:
     """The newest of a run, once it is there."""
-    attempt = newest_attempt(config.run_dir)
-    return file_of_attempt(config.run_dir, attempt) if attempt else None
+    driver = newest_driver(config.run_dir)
+    return file_of_driver(config.run_dir, driver) if driver else None
 
 
 def with_other_content(path: Path, to: Path, **changes: object) -> Path:

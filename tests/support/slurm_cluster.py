@@ -132,7 +132,7 @@ class SlurmCluster:
         return self._components(job)[0]
 
     def may_start(self, job: str, restarts: int) -> bool:
-        """Whether a job was requeued so often, its last attempt is gone, and slurmd has forgotten that it was killed,
+        """Whether a job was requeued so often, its last start is gone, and slurmd has forgotten that it was killed,
         for which Slurm waits two minutes."""
         shown = self._components(job)
         submitted = max(time.mktime(time.strptime(one["SubmitTime"], "%Y-%m-%dT%H:%M:%S")) for one in shown)

@@ -17,24 +17,24 @@ def main(command: str, place: str, *options: str) -> None:
     if "--help" in options:
         return
     run = Path(place).parents[1] if command == "job" else Path(place)
-    attempt = os.environ.get("SLURM_RESTART_COUNT", "0")
+    start = os.environ.get("SLURM_RESTART_COUNT", "0")
     if command == "worker":
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         print("worker there", flush=True)
         print(f"{' '.join(options[1::2])} on {os.environ['SLURMD_NODENAME']} sees GPUs {gpus};", flush=True)
-        while not (run / f"ended-{attempt}").exists():
+        while not (run / f"ended-{start}").exists():
             time.sleep(0.05)
         return
     code = 75
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, lambda *_: sys.exit(75))
-        print(f"driver of attempt {attempt}", flush=True)
+        print(f"driver of start {start}", flush=True)
         while not (run / "finish").exists():
             time.sleep(0.05)
         code = int((run / "finish").read_text())
     finally:
-        (run / f"ended-{attempt}").touch()
+        (run / f"ended-{start}").touch()
     sys.exit(code)
 
 

@@ -40,7 +40,7 @@ def build_embedded(
     version: int = 0,
     migratable: bool = False,
     in_flight: bool = False,
-    shares_devices: object = None,
+    device_sharing: object = None,
     drafters: Sequence[object] = (),
     on_lost: Callable[[str], None] | None = None,
     log: object = None,

@@ -34,34 +34,34 @@ _MESSAGE_TIMEOUT_S = 60.0
 _TENSORRT_LLM = "stages.engines.remote.serving.trtllm_adapter:TrtllmAdapter"
 
 
-def build_vllm(path: str, config: EngineConfig, *, shares_devices: bool = False, **settings: Any) -> GenerationEngine:
+def build_vllm(path: str, config: EngineConfig, *, device_sharing: bool = False, **settings: Any) -> GenerationEngine:
     """Build vLLM in the environment of `engine.python`. Takes the arguments of `build_engine`; raises the errors of
     `build_remote`."""
     # Rows of a prompt share its keys and values: it changes no number, and costs next to nothing where none are shared.
     extra = {
         **dataclasses.asdict(config.vllm),
         "cuda_graphs": config.cuda_graphs,
-        "sleeps": shares_devices,
+        "sleeps": device_sharing,
         "prefix_caching": True,
         "parameters": _parameters(path),
         "work_bytes": ENGINE_WORK_BYTES,
     }
-    stated = _stated(vllm_capabilities, sleeps=shares_devices)
+    stated = _stated(vllm_capabilities, sleeps=device_sharing)
     return build_remote(path, config, adapter=_VLLM, stated=stated, extra=extra, **settings)
 
 
 def build_tensorrt_llm(
-    path: str, config: EngineConfig, *, shares_devices: bool = False, **settings: Any
+    path: str, config: EngineConfig, *, device_sharing: bool = False, **settings: Any
 ) -> GenerationEngine:
     """Build TensorRT-LLM in the environment of `engine.python`; otherwise like `build_vllm`."""
     extra = {
-        "sleeps": shares_devices,
+        "sleeps": device_sharing,
         "bucket_mb": TENSORRT_LLM_BUCKET_MB,
         "cache": str(cache_folder() / "tensorrt_llm"),
         "parameters": _parameters(path),
     }
     settings = {"adapter": _TENSORRT_LLM, **settings}
-    stated = _stated(tensorrt_llm_capabilities, sleeps=shares_devices)
+    stated = _stated(tensorrt_llm_capabilities, sleeps=device_sharing)
     return build_remote(path, config, stated=stated, extra=extra, **settings)
 
 

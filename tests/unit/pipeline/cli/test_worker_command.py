@@ -13,7 +13,7 @@ from distributed.security import Security
 
 from pipeline.cli.main import main
 from pipeline.config.loading import load_config, to_yaml
-from pipeline.workers.scheduler_file import SchedulerFile, file_of_attempt, host_name, write_scheduler_file
+from pipeline.workers.scheduler_file import SchedulerFile, file_of_driver, host_name, write_scheduler_file
 from tests.support.attached import with_other_content
 from tests.support.configs import arguments, write_config
 
@@ -28,7 +28,7 @@ def file(tmp_path: Path) -> Path:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     own = Security.temporary().get_tls_config_for_role("scheduler")
-    path = file_of_attempt(tmp_path / "run", 1)
+    path = file_of_driver(tmp_path / "run", 1)
     path.parent.mkdir(parents=True)
     config = to_yaml(load_config([source], changes))
     told = SchedulerFile(

@@ -124,7 +124,7 @@ def test_an_engine_has_less_time_to_start_than_its_worker(base: Path) -> None:
         "export.every=1",
         "checkpoint.every=1",
         "placement.gangs.generate.weights_dir=/dev/shm/elsewhere",
-        "placement.share_devices=true",
+        "placement.oversubscribe=true",
         "placement.device_sharing=[[generate,train]]",
         "placement.gangs.train.offload=gradients",
         "evaluate={every: null, select: {max_kl: 3}}",

@@ -95,7 +95,7 @@ def test_too_few_gpus_are_refused_unless_sharing_is_asked_for() -> None:
     (problem,) = problems(placed, 4)
     assert (problem.key, problem.given) == ("placement.gangs.train.workers", 4)
     assert "need 6 GPUs (generate 2, train 4), this host has 4" in problem.need
-    assert "placement.share_devices=true" in problem.need
+    assert "placement.oversubscribe=true" in problem.need
     assert planned(placed, 4) == {"train": [(0,), (1,), (2,), (3,)], "generate": [(0,), (1,)], "score": [()] * 3}
 
 

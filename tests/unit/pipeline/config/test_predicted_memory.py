@@ -225,7 +225,7 @@ def test_idle_models_are_in_the_hosts_memory(tmp_path: Path) -> None:
 
 
 def test_gangs_that_share_a_gpu_share_its_memory(tmp_path: Path) -> None:
-    run = planned(tmp_path, "placement.share_devices=true", on_gpus=True)
+    run = planned(tmp_path, "placement.oversubscribe=true", on_gpus=True)
     apart, shared = (
         max(
             device.num_bytes
@@ -240,7 +240,7 @@ def test_of_gangs_that_take_turns_the_largest_counts(tmp_path: Path) -> None:
     """On each GPU the largest gang counts; sleeping ones are in the host's memory, except for what is allocated
     anew."""
     device_sharing = "placement.device_sharing=[[all,generate]]"
-    together = planned(tmp_path, "placement.share_devices=true", on_gpus=True)
+    together = planned(tmp_path, "placement.oversubscribe=true", on_gpus=True)
     in_turn = planned(tmp_path, device_sharing, on_gpus=True)
     workers = workers_memory(in_turn)
     rank, replica = (next(w for w in workers if w.worker == (name, 0)) for name in ("all", "generate"))

@@ -137,11 +137,11 @@ def test_gangs_that_need_more_gpus_than_there_are_are_refused(folder: Path, monk
     roles = "placement.roles={generate: all, score: all, reference: train, policy: train, critic: train}"
     with pytest.raises(ConfigError, match=r"gangs\.train\.workers: given 2; the gangs need 3 GPUs \(all 1, train 2\)"):
         preflight(load(folder, gangs, roles))
-    preflight(load(folder, gangs, roles, "placement.share_devices=true"))
+    preflight(load(folder, gangs, roles, "placement.oversubscribe=true"))
 
 
 def test_on_a_single_gpu_gangs_share_it_and_are_told_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not if the config forbids it, or if they take turns."""
+    """Not if the config forbids it, or if they share it one at a time."""
     give_gpus(monkeypatch, 1)
     gangs = "placement.gangs={all: {}, train: {}}"
     roles = "placement.roles={generate: all, score: train, reference: train, policy: train, critic: train}"
@@ -151,7 +151,7 @@ def test_on_a_single_gpu_gangs_share_it_and_are_told_so(folder: Path, monkeypatc
     assert "the gangs all, train share their host's only GPU" in note
     assert device_notes(load(folder, gangs, roles, "placement.device_sharing=[[all,train]]"), 1) == []
     with pytest.raises(ConfigError, match="the gangs need 2 GPUs"):
-        preflight(load(folder, gangs, roles, "placement.share_devices=false"))
+        preflight(load(folder, gangs, roles, "placement.oversubscribe=false"))
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.sections import ClusterConfig, listening
-from pipeline.driver.attached_workers import _check_port, begin_attempt, listening_address
+from pipeline.driver.attached_workers import _check_port, listening_address, number_of_new_driver
 from pipeline.driver.cluster import free_address
 from pipeline.errors import ConfigError
 from pipeline.workers.attached import interface_with, interfaces
-from pipeline.workers.scheduler_file import SchedulerFile, file_of_attempt, write_scheduler_file
+from pipeline.workers.scheduler_file import SchedulerFile, file_of_driver, write_scheduler_file
 
 
 def test_an_interface_stands_for_its_address() -> None:
@@ -76,9 +76,9 @@ def left_by_a_driver(path: Path) -> None:
 
 
 @pytest.mark.parametrize("counted", [b"", b"x", b"\xff"])
-def test_attempts_are_counted_also_where_the_count_was_cut_off(tmp_path: Path, counted: bytes) -> None:
-    assert [begin_attempt(tmp_path) for _ in range(2)] == [1, 2]
-    left_by_a_driver(file_of_attempt(tmp_path, 2))
+def test_drivers_are_counted_also_where_the_count_was_cut_off(tmp_path: Path, counted: bytes) -> None:
+    assert [number_of_new_driver(tmp_path) for _ in range(2)] == [1, 2]
+    left_by_a_driver(file_of_driver(tmp_path, 2))
     (tmp_path / "attached" / "attempts").write_bytes(counted)
-    assert begin_attempt(tmp_path) == 3
+    assert number_of_new_driver(tmp_path) == 3
     assert [one.name for one in (tmp_path / "attached").iterdir()] == ["attempts"]

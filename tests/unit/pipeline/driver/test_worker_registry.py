@@ -56,7 +56,7 @@ class Setting:
         attached = RunPaths(self.config.run_dir).attached
         attached.mkdir(parents=True)
         self.file = SchedulerFile(
-            attempt=1,
+            driver=1,
             address="tls://127.0.0.1:1",
             host="driver",
             process=1,
@@ -262,7 +262,7 @@ def test_gpus_are_shared_where_the_config_says_so(tmp_path: Path) -> None:
             assert shares == {"devices": [0]}
             assert "refused" in rank, "two ranks of a gang are never on one GPU"
 
-    asyncio.run(work(Setting(tmp_path, "placement.share_devices=true")))
+    asyncio.run(work(Setting(tmp_path, "placement.oversubscribe=true")))
 
 
 def test_every_worker_is_told_the_end(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.cli.main import main
 from pipeline.config.paths import RunPaths
-from pipeline.launch.requeues import AttemptEnd, committed_so_far, note_end, refusal
+from pipeline.launch.requeues import JobEnd, committed_so_far, note_end, refusal
 from storage.errors import StoreError
 from storage.ledger import SPAN, Ledger
 from tests.support.commits import commit_nothing
@@ -28,17 +28,17 @@ LOST = "lost their driver, workers or batch node (at most 2)"
         (", ".join(f"{committed} limit" for committed in range(100)), None),
         ("1 limit, 2 limit, 3 limit, 4 lost", None),
         ("1 lost, 2 limit, 3 lost", None),
-        ("1 lost, 2 limit, 3 lost, 4 lost", f"3 attempts {LOST}"),
+        ("1 lost, 2 limit, 3 lost, 4 lost", f"3 starts {LOST}"),
         ("0 limit, none, none, 0 lost", f"3 requeues in a row {IDLE}"),
     ],
 )
 def test_a_job_ends_by_what_its_attempts_committed_and_how_they_ended(history: str, expected: str | None) -> None:
-    """Each attempt: what was committed at its end, and how it ended; `none`: nobody noted it."""
+    """Each start: what was committed at its end, and how it ended; `none`: nobody noted it."""
     ends = []
     for restart, text in enumerate(history.split(", ")):
         if text != "none":
             committed, how = text.split()
-            ends.append(AttemptEnd(restart, (0, int(committed)), how, lost=how == "lost"))
+            ends.append(JobEnd(restart, (0, int(committed)), how, lost=how == "lost"))
     assert refusal(ends, restarts=2, requeues_without_progress=3) == expected
 
 
@@ -56,9 +56,9 @@ def test_progress_is_a_new_commit_and_not_its_way_into_a_segment(tmp_path: Path)
 
 
 def test_the_end_that_was_noted_first_counts_and_another_job_begins_anew(tmp_path: Path) -> None:
-    """A node of the job says why; then the next attempt's script asks, which does not know."""
-    said, unknown = AttemptEnd(0, (0, 4), "n1 failed", lost=True), AttemptEnd(0, (0, 4), "?", lost=False)
-    later = AttemptEnd(1, (16, 9), "time limit", lost=False)
+    """A node of the job says why; then the next start's script asks, which does not know."""
+    said, unknown = JobEnd(0, (0, 4), "n1 failed", lost=True), JobEnd(0, (0, 4), "?", lost=False)
+    later = JobEnd(1, (16, 9), "time limit", lost=False)
     assert note_end(tmp_path, "12_3", said) == [said]
     assert note_end(tmp_path, "12_3", unknown) == [said]
     assert note_end(tmp_path, "12_3", later) == [said, later]
@@ -78,5 +78,5 @@ def test_the_script_is_answered_before_any_driver_runs(tmp_path: Path, capsys: p
     assert codes == [0, 75]
     said = capsys.readouterr().out
     assert said.startswith("not requeued: 1 requeue in a row committed nothing new (at most 1)")
-    assert "The last attempt (restart 1) ended: killed 1." in said
+    assert "The last start (restart 1) ended: killed 1." in said
     assert f"`stageline submit {tmp_path}/job/config.yaml` continues" in said

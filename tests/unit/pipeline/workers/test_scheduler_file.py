@@ -13,8 +13,8 @@ import pytest
 
 from pipeline.workers.scheduler_file import (
     SchedulerFile,
-    file_of_attempt,
-    newest_attempt,
+    file_of_driver,
+    newest_driver,
     read_scheduler_file,
     remove_scheduler_file,
     write_scheduler_file,
@@ -52,14 +52,14 @@ def test_one_of_another_driver_is_neither_written_over_nor_removed(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_newest_attempt_counts(tmp_path: Path) -> None:
-    assert newest_attempt(tmp_path / "nothing") == 0
-    for attempt in (1, 2, 10):
-        path = file_of_attempt(tmp_path, attempt)
+def test_the_newest_driver_counts(tmp_path: Path) -> None:
+    assert newest_driver(tmp_path / "nothing") == 0
+    for driver in (1, 2, 10):
+        path = file_of_driver(tmp_path, driver)
         path.parent.mkdir(exist_ok=True)
         path.touch()
     (path.parent / ".scheduler-000011.json.1").touch()
-    assert newest_attempt(tmp_path) == 10
+    assert newest_driver(tmp_path) == 10
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The same run with engine and trainer side by side, and with their devices in turn (`placement.device_sharing`).
+"""The same run with engine and trainer side by side, and on shared devices (`placement.device_sharing`).
 
 The demo's model with longer responses, without evaluations; whole runs by the command line, arms in turn in every
 repeat. Resident memory of each worker is looked at ten times a second, and told apart by what its gang did just then
@@ -31,7 +31,7 @@ from storage.ledger import Ledger
 ROOT = Path(__file__).resolve().parents[1]
 GANGS = ("generate", "train")
 WHEN = ("working", "waiting")
-ARMS = {"side by side": "placement.device_sharing=[]", "in turns": "placement.device_sharing=[[generate,train]]"}
+ARMS = {"side by side": "placement.device_sharing=[]", "shared devices": "placement.device_sharing=[[generate,train]]"}
 LOOK_S = 0.1
 
 
@@ -121,7 +121,7 @@ def main() -> None:
     with measured_load() as load:
         for repeat in range(repeats):
             for arm in ARMS:
-                with tempfile.TemporaryDirectory(prefix="stageline-turns-") as folder:
+                with tempfile.TemporaryDirectory(prefix="stageline-sharing-") as folder:
                     found[arm].append(run(config, options.steps, arm, Path(folder)))
                 print(f"{arm}, repeat {repeat + 1}: {found[arm][-1].step_s:.2f} s a step", file=sys.stderr, flush=True)
     assert len({ran.digests for of_arm in found.values() for ran in of_arm}) == 1, "the arms ended in other weights"

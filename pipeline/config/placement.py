@@ -169,7 +169,7 @@ def _offload_problems(key: str, given: str, roles: Collection[str]) -> Iterator[
     if given == "gradients" and {Role.POLICY, Role.CRITIC}.isdisjoint(roles):
         yield Problem(key, given, "that gang trains no model: none")
     if given == "idle" and len(MODEL_ROLES.intersection(roles)) < 2:
-        need = "needs two or more of policy, critic, reference on the gang, of which the idle ones leave: none or gradients"
+        need = "needs two or more of policy, critic, reference on the gang; the idle ones leave: none or gradients"
         yield Problem(key, given, need)
 
 

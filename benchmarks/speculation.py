@@ -26,11 +26,9 @@ import numpy as np
 import torch
 
 from benchmarks.harness import arguments, measured_load, report, write_json
-from pipeline.observe.plots import plot_engine_costs
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.drafts.calibration import BRANCHES, make_student
-from stages.engines.embedded.drafts.costs import expected_speed
 from stages.engines.embedded.drafts.draft_head import KIND, LearnedDrafter
 from stages.engines.embedded.drafts.drafters import Drafter, NgramDrafter
 from stages.engines.embedded.drafts.speculation import Speculation
@@ -99,7 +97,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train", type=float, default=120.0, help="seconds of training the head")
     parser.add_argument("--train-rows", type=int, default=256, help="responses of each workload and mode to train on")
     parser.add_argument("--branches", type=int, default=BRANCHES, help="guesses of the head for each position")
-    parser.add_argument("--plot", type=Path, help="draw the measured costs to this file")
     parser.set_defaults(repeats=5)
 
 
@@ -232,12 +229,6 @@ def main() -> None:
         notes.append(f"pass, ms by tokens: { {n: round(1000 * s, 1) for n, s in costs.curve.items()} }; "
                      f"each 1000 positions attended to {1e6 * costs.per_position:.2f} ms")  # fmt: skip
         notes.append(f"drafting a position, ms by rows: { {n: round(1000 * s, 2) for n, s in drafting.curve.items()} }")
-        if options.plot is not None:
-            points = expected_speed(acceptance, costs, drafting)
-            by_rows = {
-                n: [p.tokens_per_s for p in points if p.num_rows == n] for n in sorted({p.num_rows for p in points})
-            }
-            plot_engine_costs(costs.curve, by_rows, options.plot, "What drafts cost and gain (learned head)")
     report(
         "drafts: tokens/s without, and times as fast with",
         ("rows in flight", "workload", "none, tok/s", *SIDES[1:]),

@@ -141,13 +141,13 @@ class Ledger:
         self._remove_closed(addresses)
 
     def reopen(self, addresses: Iterable[Address]) -> None:
-        """Write the records of the segments that hold these addresses as single files again. For a driver without
-        workers."""
+        """Write the records of the segments that hold these addresses as single files again. No worker may run
+        meanwhile."""
         for first in sorted({first_step(address.step) for address in addresses}):
             self._reopen(first)
 
     def reopen_damaged(self) -> None:
-        """Do the same for segments with a damaged record, so that it can be set aside. For a driver without workers.
+        """Reopen the segments with a damaged record, so that it can be set aside. No worker may run meanwhile.
         Raises DamagedCommit if a segment's table of contents is damaged."""
         for first in list(map(segment_of, files.keys(self._root))):
             segment = self._segment(first) if first is not None else None
@@ -205,7 +205,7 @@ class Ledger:
 
     def set_aside(self, address: Address, url: str) -> str:
         """Move the record at an address to a unique name below the directory `url` and return its new place. Afterwards
-        the address has no commit. For a driver without workers."""
+        the address has no commit. No worker may run meanwhile."""
         aside = files.open_root(url, self._root.durability)
         key = f"{_key(address)}.{uuid.uuid4().hex[:8]}"
         data = files.read(self._root, _key(address))
@@ -216,7 +216,7 @@ class Ledger:
 
     def tidy(self) -> int:
         """Remove what processes left that died while they committed or closed steps. Return the number of temporary
-        files. For a driver without workers."""
+        files. No worker may run meanwhile."""
         self._remove_closed(self.open_addresses())
         return files.remove_temporaries(self._root)
 

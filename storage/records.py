@@ -146,7 +146,7 @@ class Scores(Record):
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Any:
-        """Return the record with these arrays. Older runs stored only the sum."""
+        """Return the record with these arrays. Older runs stored only the weighted sum of the parts."""
 
         def named(prefix: str) -> dict[str, np.ndarray]:
             return {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
@@ -197,7 +197,7 @@ class Advantages(Record):
     """Advantages by the estimator `ppo.advantage`, whitened over the sampled tokens of the step if the config says so.
     """
     returns: Float32[np.ndarray, "rows seq"]
-    """Unwhitened advantages + values: the critic's targets. Without a critic: discounted rewards to go."""
+    """Advantages before whitening, plus values: the critic's targets. Without a critic: discounted rewards to go."""
     loss_mask: Bool[np.ndarray, "rows seq"]
     """True for sampled tokens that take part in the losses (response_mask without filtered rows)."""
 

@@ -264,7 +264,7 @@ class RolloutStore:
 
     def drop(self, before: int) -> int:
         """Delete the arrays of all earlier steps, except evaluations. Commits stay. Return the number of steps that had
-        any. For a driver, when nothing can read the arrays any more."""
+        any. Nothing may read the arrays any more."""
         if before > self.dropped_before():
             write_dropped(self._run, before)
         steps = [int(match[1]) for match in map(_STEP_GROUP.fullmatch, files.names(self._data)) if match]
@@ -501,7 +501,7 @@ def write_root(
     run: files.Root, attributes: Mapping[str, Any], arrays: Mapping[str, tuple[str, np.ndarray]] | None = None
 ) -> None:
     """Write the root's attributes and arrays (name -> its dimension and its numbers, one axis). What is already there
-    and right is not written again. For a driver without workers."""
+    and right is not written again. No worker may run meanwhile."""
     found = {"zarr.json": group_metadata(attributes)}
     for name, (dimension, array) in (arrays or {}).items():
         found |= {f"{name}/{key}": data for key, data in encode_whole(array, dimension, describe(name)).items()}

@@ -79,7 +79,7 @@ def device_problems(
         device_sharing: `placement.device_sharing`.
     """
     for host, available in num_gpus.items():
-        units, _ = _in_turn(_units(gangs, replica_ranks, hosts, host) if available else [], device_sharing)
+        units, _ = _divided(_units(gangs, replica_ranks, hosts, host) if available else [], device_sharing)
         for unit in units:
             if unit.size > available:
                 yield _too_large(unit, host, available, "" if share else _together(units))
@@ -104,12 +104,12 @@ def plan_devices(
     num_gpus: Mapping[str, int],
     device_sharing: DeviceSharing = (),
 ) -> dict[Worker, tuple[int, ...]]:
-    """Return the GPUs of each worker, as indices on its host; empty if the worker needs none or the host has none. For
-    placements that `device_problems` accepts. GPUs are shared only if there are too few."""
+    """Return the GPUs of each worker, as indices on its host; empty if the worker needs none or the host has none. The
+    placement must be one that `device_problems` accepts. GPUs are shared only if there are too few."""
     plan: dict[Worker, tuple[int, ...]] = dict.fromkeys(hosts, ())
     for host, available in num_gpus.items():
         if available:
-            units, followers = _in_turn(_units(gangs, replica_ranks, hosts, host), device_sharing)
+            units, followers = _divided(_units(gangs, replica_ranks, hosts, host), device_sharing)
             assigned = _assigned(units, available)
             assert not isinstance(assigned, _Unit), f"{assigned} was not refused"
             plan |= assigned
@@ -161,11 +161,10 @@ def devices_of_joining(
     )
 
 
-def _in_turn(
+def _divided(
     units: Sequence[_Unit], device_sharing: DeviceSharing
 ) -> tuple[list[_Unit], list[tuple[str, list[_Unit]]]]:
-    """Divide the units of a host into those that get GPUs of their own, and the others as (leading gang, units of a
-    gang that shares the leader's GPUs)."""
+    """Return a host's units with GPUs of their own, and the others by gang: (gang whose GPUs they use, units)."""
     own, followers = list(units), []
     for group in device_sharing:
         sizes = {name: sum(unit.size for unit in units if unit.gang.name == name) for name in group}

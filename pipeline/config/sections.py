@@ -164,7 +164,7 @@ class ClusterConfig:
     """Memory of a host that a run may be predicted to take, in units of 2^30 bytes; null: all that this host, or its
     container, has."""
     device_memory_gb: float | None = setting(None, above(0, _WHAT_THERE_IS))
-    """The same of a GPU."""
+    """Memory of a GPU that a run may be predicted to take, in units of 2^30 bytes; null: all that it has."""
     migrate_rows_below: int = setting(
         0,
         Constraint(

@@ -1,9 +1,9 @@
 """Rungs of the connections between processes: one for each GPU of this host, and one on each node of a Slurm job.
 
-    rank 0 listens ──► writes its address to the file MEETING ──► the others connect ──► all add up the same tensor
+    rank 0 listens ──► writes its address to the file RENDEZVOUS ──► the others connect ──► all add up the same tensor
 
 Each rank is a process of its own:
-`python -m pipeline.doctor.exchange INDEX SIZE MEETING RESULT SECONDS PLACE`, with PLACE `here` or `nodes`.
+`python -m pipeline.doctor.exchange INDEX SIZE RENDEZVOUS RESULT SECONDS PLACE`, with PLACE `here` or `nodes`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from storage.codec import decode, encode
 from storage.host import end_with_parent, route_address
 
 NUM_BYTES = {"gloo": 64 << 20, "nccl": 256 << 20}
-MEETING_S = 300.0
-"""Longest wait of a rank for the others, whose nodes may be slower in the tests before."""
+RENDEZVOUS_S = 300.0
+"""Longest wait of a rank for the others, in seconds: their nodes may take longer for the tests before this one."""
 SLOWEST = {"gloo": 20e6, "nccl": 1e9}
 """Slowest accepted sum over ranks, in bytes per second, if the links are not known: a fifth of 1 Gbit/s Ethernet, and
 10 Gbit/s."""
@@ -62,8 +62,8 @@ def ranks(settings: DoctorSettings) -> Finding:
     if count < 2:
         raise Absent("fewer than two GPUs")
     with tempfile.TemporaryDirectory(prefix="stageline-doctor-") as folder:
-        meeting, result = Path(folder, "meeting"), Path(folder, "result")
-        programs = [_program(index, count, meeting, result, "here") for index in range(count)]
+        rendezvous, result = Path(folder, "rendezvous"), Path(folder, "result")
+        programs = [_program(index, count, rendezvous, result, "here") for index in range(count)]
         run_together(programs, settings.deadline_s, ADVICE)
         return judge(decode(Exchanged, result.read_bytes()), count, "here")
 
@@ -75,20 +75,20 @@ def nodes(settings: DoctorSettings) -> Finding:
         raise Absent("not a Slurm step on several nodes (stageline doctor --submit CONFIG)")
     index = int(os.environ["SLURM_PROCID"])
     name = f"doctor-{os.environ['SLURM_JOB_ID']}-{os.environ['SLURM_STEP_ID']}"
-    meeting = settings.runs_dir / f".{name}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+    rendezvous = settings.runs_dir / f".{name}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
     result = settings.scratch / "nodes"
     try:
-        run_together([_program(index, size, meeting, result, "nodes")], settings.deadline_s, ADVICE)
+        run_together([_program(index, size, rendezvous, result, "nodes")], settings.deadline_s, ADVICE)
         if index:
             return Finding(f"{size} nodes added up a tensor, correctly")
         return judge(decode(Exchanged, result.read_bytes()), size, "nodes")
     finally:
         if not index:
-            meeting.unlink(missing_ok=True)
+            rendezvous.unlink(missing_ok=True)
 
 
-def _program(index: int, size: int, meeting: Path, result: Path, place: Place) -> Program:
-    arguments = [*PROGRAM, str(index), str(size), str(meeting), str(result), str(MEETING_S)]
+def _program(index: int, size: int, rendezvous: Path, result: Path, place: Place) -> Program:
+    arguments = [*PROGRAM, str(index), str(size), str(rendezvous), str(result), str(RENDEZVOUS_S)]
     return Program(f"rank {index} of {size}", [*arguments, place], LOG)
 
 
@@ -123,18 +123,18 @@ def _least_rate(found: Exchanged, size: int, place: Place) -> tuple[float, str]:
     return rate, f"a quarter of what {of} of {name} allows, {link / 1e9:.0f} GB/s"
 
 
-def exchange(index: int, size: int, meeting: Path, timeout_s: float, *, alone: bool) -> Exchanged:
+def exchange(index: int, size: int, rendezvous: Path, timeout_s: float, *, alone: bool) -> Exchanged:
     """Join the group, add up a tensor, and compare every number of the sum. `alone`: all ranks are on this host, each
     with a GPU of its own; otherwise each has the first GPU of its node.
 
     Raises RuntimeError if the others do not come, or if the sum is wrong."""
     timeout = timedelta(seconds=timeout_s)
-    host, port = (own_address(alone), 0) if not index else _address(meeting, timeout_s)
+    host, port = (own_address(alone), 0) if not index else _address(rendezvous, timeout_s)
     store = dist.TCPStore(host, port, None, is_master=not index, timeout=timeout, wait_for_workers=False)
     if not index:
-        staged = meeting.with_name(f"{meeting.name}.new")
+        staged = rendezvous.with_name(f"{rendezvous.name}.new")
         staged.write_text(f"{host} {store.port}")
-        staged.replace(meeting)
+        staged.replace(rendezvous)
     cuda = torch.cuda.is_available()
     backend = "nccl" if cuda else "gloo"
     device = torch.device("cuda", index if alone else 0) if cuda else torch.device("cpu")
@@ -172,20 +172,20 @@ def own_address(alone: bool) -> str:
         return named  # no route at all: a machine by itself
 
 
-def _address(meeting: Path, timeout_s: float) -> tuple[str, int]:
+def _address(rendezvous: Path, timeout_s: float) -> tuple[str, int]:
     until = time.monotonic() + timeout_s
-    while not meeting.exists():
+    while not rendezvous.exists():
         if time.monotonic() > until:
-            raise RuntimeError(f"rank 0 did not write {meeting} in {timeout_s:g} s")
+            raise RuntimeError(f"rank 0 did not write {rendezvous} in {timeout_s:g} s")
         time.sleep(0.1)
-    host, port = meeting.read_text().split()
+    host, port = rendezvous.read_text().split()
     return host, int(port)
 
 
 def main() -> int:
     end_with_parent()
-    index, size, meeting, result, timeout_s, place = sys.argv[1:]
-    found = exchange(int(index), int(size), Path(meeting), float(timeout_s), alone=place == "here")
+    index, size, rendezvous, result, timeout_s, place = sys.argv[1:]
+    found = exchange(int(index), int(size), Path(rendezvous), float(timeout_s), alone=place == "here")
     if index == "0":
         Path(result).write_text(encode(found))
     return 0

@@ -61,7 +61,7 @@ class RankResult:
     logprobs: list[float]
     """Log-probs of the sampled tokens, in nats."""
     after: list[float]
-    """The same after the update."""
+    """Their log-probs after the update."""
     losses: dict[str, float]
     digests: list[str]
     """Digest of the policy after the update and after its repetition."""

@@ -29,7 +29,7 @@ AGREEMENT: dict[Dtype, float] = {"float32": 0.999, "bfloat16": 0.7}
 """Least cosine between the update's changes of the log-probs and the reference's. Under Adam rounding turns the signs
 of small gradients: measured 1 - 1e-10 and 0.96. Unrelated updates have about 0."""
 LAYOUT_TOLERANCE = 1e-3
-"""The same between layouts: sums over ranks are added in another order."""
+"""Largest accepted difference between layouts, in nats: sums over ranks are added in another order."""
 STATE_SHARE = 1.05
 """Largest accepted ratio, either way, of measured to predicted state. Both count the same tensors."""
 PEAK_SHARE, PEAK_BYTES = 0.3, 32 << 20

@@ -27,7 +27,7 @@ STEPS = 3
 FIRST_STEPS = 3
 """Number of steps, from the run's first, that the rule first_updates looks at."""
 FIRST_APPROX_KL, FIRST_RATIO = 0.2, 20.0
-"""Its limits on `policy/approx_kl` (nats per token) and `policy/ratio_max` of one update."""
+"""Limits of rule first_updates on `policy/approx_kl` (nats per token) and `policy/ratio_max` of one update."""
 
 
 class AlarmStop(StageFailed):

@@ -56,7 +56,7 @@ from stages.rewards.protocol import BudgetSpent
 from storage.address import Address
 
 LINEAGE = 8
-"""In every step whose number is a multiple of this, no result of another step becomes a dependency."""
+"""Steps between two at which lineage is cut: there no result of another step becomes a dependency."""
 _WITHOUT_RESULT = ("error", "cancelled", "lost")
 
 

@@ -445,7 +445,7 @@ class Supervision:
 
     def _give_up(self, key: WorkerKey, why: Exception, *, at_once: bool = False) -> None:
         """Leave a worker out, if another replica of its pool is up or being built. Build it again after
-        `cluster.start_timeout_s`, or `at_once`: that build begins when its process joins.
+        `cluster.start_timeout_s`, or with `at_once` as soon as its process joins.
 
         Raises:
             Exception: `why`, if no other worker can do its work.

@@ -205,7 +205,7 @@ class Step:
     cpus: int
     """CPUs of a worker."""
     gpus: int
-    """Likewise."""
+    """GPUs of a worker."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class NodeGroup:
     cpus: int
     """CPUs of a node."""
     gpus: int
-    """Likewise."""
+    """GPUs of a node."""
     partition: str | None
     sbatch: tuple[str, ...]
 

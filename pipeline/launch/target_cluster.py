@@ -38,7 +38,7 @@ class TargetCheck:
     """GPUs of each worker, as indices on its node."""
     limits: MemoryLimits
     problems: list[Problem]
-    """The problems of memory that is too small."""
+    """Problems of a run that needs more memory than there is."""
     notes: list[str]
 
 

@@ -37,9 +37,9 @@ class RunCurves:
     of_steps: int
     """Number of finished steps; more than are drawn if the run is long."""
     metrics: Mapping[str, Sequence[float | None]]
-    """By name: a value for each of `steps`, null if a step has none."""
+    """Metrics by name: a value for each of `steps`, null if a step has none."""
     held_out: Mapping[str, Sequence[HeldOutPoint]]
-    """By name of an `eval/` metric: a point for each evaluation."""
+    """Points by name of an `eval/` metric: one for each evaluation."""
 
 
 def read_curves(

@@ -89,42 +89,6 @@ def _points(steps: Sequence[int], values: Sequence[float | None]) -> Points:
     return [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
 
 
-def plot_engine_costs(
-    pass_seconds: Mapping[int, float], speeds: Mapping[int, Sequence[float]], path: Path, title: str
-) -> None:
-    """Draw the measurements by which an engine chooses draft lengths.
-
-    Left: measured seconds of a pass by its number of tokens. Right: expected tokens per second with drafts of
-    0, 1, 2, ... tokens, relative to no drafts, for each number of rows in flight (the keys of `speeds`). A dot marks
-    the best."""
-    figure = Figure(figsize=(11, 4.2), dpi=130, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    sizes = sorted(pass_seconds)
-    left.plot(sizes, [1000 * pass_seconds[size] for size in sizes], color="#4C78A8", lw=1.8, marker="o", ms=4)
-    left.set_xscale("log", base=2)
-    left.set_xticks(sizes, [str(size) for size in sizes])
-    left.set_ylim(bottom=0)
-    left.set_xlabel("tokens in a pass", fontsize=9, color=INK)
-    left.set_title("Milliseconds of a pass", loc="left", fontsize=10, color=INK)
-    colours = ("#4C78A8", "#59A14F", "#F2B447", "#D64550", "#6B5B95", "#9D9D9D")
-    for (num_rows, speed), colour in zip(sorted(speeds.items()), colours, strict=False):
-        ratios = [each / speed[0] for each in speed]
-        best = max(range(len(ratios)), key=ratios.__getitem__)
-        label = f"{num_rows} row{'s' if num_rows > 1 else ''}"
-        right.plot(range(len(ratios)), ratios, color=colour, lw=1.6, label=label)
-        right.plot([best], [ratios[best]], color=colour, marker="o", ms=6, zorder=3)
-    right.axhline(1.0, color=INK, lw=0.8, ls=(0, (4, 3)), alpha=0.55, zorder=1)
-    right.xaxis.set_major_locator(MaxNLocator(integer=True))
-    right.set_xlabel("drafted tokens of each row", fontsize=9, color=INK)
-    right.set_title("Expected tokens per second, against no drafts", loc="left", fontsize=10, color=INK)
-    right.legend(frameon=False, fontsize=8, loc="best", handlelength=1.6)
-    for ax in (left, right):
-        _clean(ax, "both")
-    figure.suptitle(title, fontsize=12, color=INK)
-    figure.savefig(path)
-
-
 def plot_reward_model(
     metrics: Mapping[int, Mapping[str, float]],
     margins: np.ndarray,

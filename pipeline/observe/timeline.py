@@ -166,7 +166,7 @@ class Timeline:
     """The executions of a run in lanes; times in seconds since the epoch."""
 
     lanes: Sequence[Lane]
-    """Sorted by gang and worker."""
+    """Lanes, sorted by gang and worker."""
     start_s: float
     """Start of the first box of the run."""
     end_s: float

@@ -41,7 +41,7 @@ LEAVE_S = 2.0
 ANNOUNCE_S = 2.0
 """Seconds after which `close` logs that it is waiting for MLflow."""
 IMPORT_GRACE_S = 60.0
-"""Added to the deadline of `close`: the writer may still be importing mlflow or creating the database."""
+"""Seconds more until the deadline of `close`: the writer may still be importing mlflow or creating the database."""
 WRITER_ENV = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",

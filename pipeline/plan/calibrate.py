@@ -30,7 +30,7 @@ FEWEST_STEPS = 4
 _PULL = 0.1
 """Weight of the usual proportions, in nodes with a relative error of 1."""
 _INDISTINCT = 30.0
-"""Condition number of the fit's columns from which on the numbers cannot be told apart."""
+"""Condition number of the fit's columns above which it cannot tell their coefficients apart."""
 _OUTLIER = 0.2
 """Relative error from which on a node counts less."""
 
@@ -150,7 +150,7 @@ def _distinct(columns: np.ndarray) -> bool:
 
 
 def _not_negative(rows: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Return the x >= 0 that minimises |rows x - target|. Tries every set of zeros: there are three variables."""
+    """Return the x >= 0 that minimises |rows x - target|, by trying every set of zeros (there are three variables)."""
     best, fewest = np.zeros(rows.shape[1]), float(target @ target)
     for size in range(1, rows.shape[1] + 1):
         for kept in itertools.combinations(range(rows.shape[1]), size):

@@ -54,7 +54,7 @@ class Calibration:
     hardware: str = "???"
     """Hardware whose peaks the efficiencies are shares of: a name of `conf/hardware`, or the path of a file."""
     generate: StageSpeed = field(default_factory=StageSpeed)
-    """Also evaluations' responses and canaries."""
+    """Speed of generation; evaluations' responses and canaries count too."""
     forward: StageSpeed = field(default_factory=StageSpeed)
     """Forward passes of reference, policy and critic."""
     update: StageSpeed = field(default_factory=StageSpeed)

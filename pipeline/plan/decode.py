@@ -46,9 +46,9 @@ class DecodeSpeed:
     max_context: float
     """Most tokens whose keys and values fit."""
     weights_s: float
-    """Reading all weights, in each pass."""
+    """Seconds to read all weights, in each pass."""
     context_s: float
-    """Reading the keys and values of one token of context."""
+    """Seconds to read the keys and values of one token of context."""
     token_s: float
     """Arithmetic of one token, without attention."""
     attention_s: float

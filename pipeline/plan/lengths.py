@@ -82,7 +82,7 @@ def _generator(seed: int, step: int, shard: int) -> random.Random:
 
 
 def lognormal_with_mean(mean: float, sigma: float, most: int, seed: int = 0) -> LognormalLengths:
-    """Return the lognormal distribution whose mean after the cut is `mean`, which is below `most`. By bisection."""
+    """Return the lognormal distribution whose mean after the cut is `mean` (below `most`), by bisection."""
     low, high = 1e-3, float(most)
     while LognormalLengths(high, sigma, most).mean < mean:
         high *= 2

@@ -99,7 +99,7 @@ class Stragglers:
     share: float
     """Share of the nodes, chosen by the seed."""
     factor: float
-    """Their seconds are multiplied by this."""
+    """Factor of their seconds."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Played:
     staleness: Mapping[int, int]
     """Number of rows by staleness: step minus version that sampled them."""
     critical_path: Sequence[Execution]
-    """From the first node to the last commit: each node's end let the next one start."""
+    """Chain from the first node to the last commit, in which each node's end let the next one start."""
     failures: int
     """Workers that were lost."""
     replayed_s: float

@@ -57,7 +57,7 @@ class Work:
     """Work of one node."""
 
     parts: dict[str, float]
-    """Seconds at the hardware's peaks, by what limits."""
+    """Seconds at the hardware's peaks, by limit (`ARITHMETIC`, ...)."""
     links: dict[str, float]
     """Seconds of collectives at the links' full bandwidth."""
     calls: float = 0.0

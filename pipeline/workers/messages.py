@@ -137,13 +137,13 @@ class FailureKind(StrEnum):
     """The reason why a rank did not finish its part of a call."""
 
     LOST = "lost"
-    """Its process is lost."""
+    """The worker's process is lost."""
     MISSING = "missing"
     """Other ranks did not join a collective."""
     PEER = "peer"
-    """It raised an error that the death of a peer would cause too."""
+    """The worker raised an error that the death of a peer would cause too."""
     OWN = "own"
-    """It raised any other error."""
+    """The worker raised any other error."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class Request:
     """One response to sample."""
 
     row: int
-    """Echoed in the result; with `seed` and `step` the key of the noise."""
+    """Row number, which the result repeats; with `seed` and `step` the key of the noise."""
     seed: int
     step: int
     tokens: tuple[int, ...]

@@ -32,8 +32,8 @@ from stages.models.spec import (
 _RANDOM_SEED = 20_24
 _TINY_LINEAR_STD = 0.1
 _TINY_EMBEDDING_STD = 0.2
-"""With it logits have a standard deviation of about 0.2 * sqrt(64) = 1.6, since the final norm makes the hidden state's
-RMS 1."""
+"""Standard deviation of the embedding. Logits then have one of about 0.2 * sqrt(64) = 1.6, since the final norm makes
+the hidden state's RMS 1."""
 _LARGE_STD = 0.02
 """Standard deviation in larger random models, as in most models' initialisation."""
 

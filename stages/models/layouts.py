@@ -105,7 +105,7 @@ TARGET_PARTS = {
 }
 """Projections of a layer by target of `model.lora.targets`."""
 SPLIT_BY_ROWS = ("qkv", "fc1")
-"""Targets whose outputs, and so B, tensor parallelism cuts. For the others it cuts the inputs and A."""
+"""Targets whose outputs tensor parallelism cuts, and with them B. Of the other targets it cuts the inputs and A."""
 SIDES = ("lora_A", "lora_B")
 
 

@@ -171,12 +171,12 @@ def is_on_one_host(rank: Rank) -> bool:
 
 # ---- missing ranks ---------------------------------------------------------------------------------------
 
-_MEETING_S = 86_400.0
+_RENDEZVOUS_S = 86_400.0
 """Time-out for all ranks to join. It is long because the process that starts them has a deadline and ends them."""
 _LONGEST_ANSWER_S = 30.0
 """Longest wait for the other ranks to report a failure of the same collective, or of one that waits for it."""
 _ANSWER_S = 2.0
-"""Additional wait for rank 0's process, which keeps the notes, to answer."""
+"""Additional seconds for an answer from rank 0's process, which keeps the notes."""
 
 
 class CollectiveWatch:
@@ -190,7 +190,7 @@ class CollectiveWatch:
         self.store = store_of(rank)
         self._notes: Any = dist.PrefixStore("missing_ranks", self.store)
         self._note("came", "")
-        self._notes.wait([f"came/{index}" for index in range(self._size)], timedelta(seconds=_MEETING_S))
+        self._notes.wait([f"came/{index}" for index in range(self._size)], timedelta(seconds=_RENDEZVOUS_S))
 
     @property
     def timeout(self) -> timedelta:

@@ -31,7 +31,7 @@ class Family:
     """Keys of a config.json that decide how the model is computed, each with its only supported value. A missing or
     null key counts as that value."""
     needs: tuple[str, ...] = ()
-    """Required keys: transformers would fill them in with the numbers of one model of the family."""
+    """Required keys of config.json. If one is missing, transformers takes the number of one model of the family."""
     windowed: bool = False
     """True if `sliding_window`, unless it is null, limits attention. Then only rows up to that length are supported."""
     qkv_bias: bool = False

@@ -84,7 +84,7 @@ class TracedPhase:
     peak: Mapping[str, int]
     """Most bytes in use at one time, by place (see `fake_gpu`)."""
     collectives: Sequence[Collective]
-    """In the order of the calls."""
+    """Collectives in the order of the calls."""
 
 
 @dataclass(frozen=True)

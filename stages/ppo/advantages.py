@@ -168,7 +168,7 @@ def _discounted_sums(x_t: Float[Tensor, "rows seq"], factor: float) -> Float[Ten
 # ---- critic free -----------------------------------------------------------------------------------------
 
 GROUP_STD_EPS = 1e-6
-"""Added to a group's standard deviation."""
+"""Term added to a group's standard deviation."""
 
 
 @jaxtyped(typechecker=beartype)

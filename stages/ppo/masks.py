@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int, Shaped, jaxtyped
 from torch import Tensor
 
 WHITENING_EPS = 1e-8
-"""Added to the variance before the square root, as in Ziegler et al. 2019."""
+"""Term added to the variance before the square root, as in Ziegler et al. 2019."""
 
 
 @jaxtyped(typechecker=beartype)

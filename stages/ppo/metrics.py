@@ -130,7 +130,7 @@ def canary_metrics(
     engine_logprobs: PerToken, policy_logprobs: PerToken, sampler_logprobs: PerToken, mask: Mask
 ) -> dict[str, float]:
     """Compare engine and trainer at the same version, on tokens that any version sampled; d = log mu - log pi, both
-    now.
+    computed now.
 
     mismatch/canary_mean_abs    mean |d|, which the alarm uses
     mismatch/canary_max_abs     largest |d|

@@ -157,7 +157,7 @@ def _prompt_groups(judged: JudgedRows) -> list[Group]:
 
 
 def _by_number(numbers: np.ndarray) -> list[np.ndarray]:
-    """Return the ascending indices of each number from 0 on."""
+    """Return the indices at which `numbers` is 0, those at which it is 1, and so on; each ascending."""
     return np.split(np.argsort(numbers, kind="stable"), np.cumsum(np.bincount(numbers))[:-1])
 
 

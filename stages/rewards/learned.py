@@ -170,7 +170,7 @@ class _ProcessModels:
 
 
 HERE = _ProcessModels()
-"""This process's."""
+"""The reward models of this process."""
 
 
 # ---- ensemble --------------------------------------------------------------------------------------------

@@ -26,11 +26,11 @@ pytestmark = pytest.mark.processes
 TIMEOUT_S = 6.0
 
 
-def work(index: int, hangs: int, meeting: str, listening: socket.socket | None, driver: Connection) -> None:
+def work(index: int, hangs: int, rendezvous: str, listening: socket.socket | None, driver: Connection) -> None:
     """A rank of three, tensor-parallel: all agree at one node, then one does not come to the next. Of the others the
     first waits in the gang's own group, the second in Megatron's."""
     kept = None if listening is None else listening.detach()
-    rank = Rank(index, 3, meeting, 1, collective_timeout_s=TIMEOUT_S, listening=kept)
+    rank = Rank(index, 3, rendezvous, 1, collective_timeout_s=TIMEOUT_S, listening=kept)
     gang = parallel.join(rank, LayoutConfig(tensor=3), 0)
     with gang.missing_ranks.collectives_of("logprob[3,1]"):
         dist.barrier()
@@ -63,9 +63,9 @@ def test_the_ranks_that_wait_name_the_node_and_the_rank_that_hangs(hangs: int, s
     context.set_forkserver_preload([*PRELOADED])
     ends = [context.Pipe() for _ in range(3)]
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        meeting = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+        rendezvous = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
         ranks = [
-            context.Process(target=work, args=(i, hangs, meeting, None if i else listening, theirs))
+            context.Process(target=work, args=(i, hangs, rendezvous, None if i else listening, theirs))
             for i, (_, theirs) in enumerate(ends)
         ]
         for rank in ranks:

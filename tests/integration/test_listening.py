@@ -40,13 +40,13 @@ def elsewhere() -> str | None:
     return None
 
 
-def work(index: int, size: int, meeting: str, listening_at: socket.socket | None, driver: Connection) -> None:
+def work(index: int, size: int, rendezvous: str, listening_at: socket.socket | None, driver: Connection) -> None:
     """A rank that, if nobody said otherwise, would listen on an address of the network, as on a host whose name
     resolves to one."""
     if (name := elsewhere()) is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = name
     kept = None if listening_at is None else listening_at.detach()
-    parallel.join(Rank(index, size, meeting, 1, listening=kept), LayoutConfig(tensor=size), 0)
+    parallel.join(Rank(index, size, rendezvous, 1, listening=kept), LayoutConfig(tensor=size), 0)
     dist.barrier(dist.new_group(backend="gloo"))
     driver.send(listening(psutil.Process()))
     driver.recv()
@@ -57,10 +57,10 @@ def test_a_gang_on_one_host_listens_on_loopback_alone(size: int) -> None:
     """A gang of one rank is what `export` and `replay` use."""
     context = multiprocessing.get_context("forkserver")
     ends = [context.Pipe() for _ in range(size)]
-    with socket.create_server(("127.0.0.1", 0)) as meeting:
-        where = f"tcp://127.0.0.1:{meeting.getsockname()[1]}" if size > 1 else ALONE
+    with socket.create_server(("127.0.0.1", 0)) as rendezvous:
+        where = f"tcp://127.0.0.1:{rendezvous.getsockname()[1]}" if size > 1 else ALONE
         ranks = [
-            context.Process(target=work, args=(i, size, where, None if i or size == 1 else meeting, theirs))
+            context.Process(target=work, args=(i, size, where, None if i or size == 1 else rendezvous, theirs))
             for i, (_, theirs) in enumerate(ends)
         ]
         for rank in ranks:

@@ -38,7 +38,7 @@ class Batch:
     wants_hidden: bool = False
     """True if the hidden states before the draws are needed."""
     tree_paths: BatchTreePaths | None = None
-    """Given if some guesses are outside a main chain."""
+    """Keys of the guesses outside a main chain, if there are any."""
     forced: Mapping[int, int] = field(default_factory=dict)
     """Index in `drawn` -> prescribed token. Its log-prob is computed; the token is not drawn."""
 

@@ -60,7 +60,7 @@ class Drafts(Protocol):
         ...
 
     def refit(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Receive the model's new weights. From any thread; keep no view of the tensors."""
+        """Receive the model's new weights, in any thread. Do not keep a view of the tensors."""
         ...
 
     def train(self) -> float | None:

@@ -47,7 +47,7 @@ class MigratedRow:
     version: int
     """Version of the weights to continue with."""
     tokens: Int32[np.ndarray, " new"]
-    """Sampled so far."""
+    """Tokens sampled so far."""
     logprobs: Float32[np.ndarray, " new"]
     versions: Int32[np.ndarray, " new"]
     cache: Float32[np.ndarray, "layers 2 kv_heads positions dim"] | None
@@ -175,7 +175,7 @@ class MigratingEngine(EmbeddedEngine):
             self._watch.notify(engine_load(rows, self.version, self.max_rows, self.cache_shape, self._times))
 
     def _stopped(self) -> None:
-        """Wake the callers that wait for rows that have left."""
+        """End the callers' wait for rows that have left."""
         for row in self._outgoing.rows:
             row.call.results.put(None)
 

@@ -133,7 +133,7 @@ class Row:
 
     @property
     def decodes(self) -> bool:
-        """True if only the last token, and those fed again with it, remain to be fed."""
+        """True if only the last token is left to feed, besides those to feed again."""
         return self.num_pending == 1 + self.num_to_refeed
 
     @property

@@ -146,7 +146,7 @@ class LocalRunner:
             self._captured = CapturedBatches(self._whole_batch, max_seq, device, capture)
         self._refit_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._resident = Residence(lambda: all_tensors(self._weights))
-        """Used on a CUDA device only; on a CPU the weights are in the host's memory anyway."""
+        """The weights' place, used on a CUDA device only; on a CPU the weights are in the host's memory anyway."""
 
     def submit(self, batch: Batch) -> None:
         with torch.inference_mode(), torch.cuda.device(self._device) if self._refit_stream else nullcontext():

@@ -36,7 +36,7 @@ class Environment:
     versions: tuple[str, ...]
     """First parts of the versions that the adapter was written for ("0.32")."""
     beside: tuple[str, ...] = ()
-    """Modules that it needs and does not install."""
+    """Further modules that the adapter needs; the packages do not install them."""
 
 
 ENVIRONMENTS: dict[str, Environment] = {

@@ -40,7 +40,7 @@ class ModelFiles:
 
     @contextmanager
     def complete(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[list[TensorPlace]]:
-        """Yield the places of all tensors of the model, with these in place of the model's own, until the block ends.
+        """Yield the places of all tensors of the model, valid until the block ends. `tensors` replace the model's own.
 
         Raises WeightsError, naming the tensor, if the model has no such tensor, or if a shape differs or a number is
         not finite. Raises it also if a tensor is missing that an earlier call had, since its values are unknown."""

@@ -43,7 +43,7 @@ _LARGEST = 1 << 30
 
 
 class ProtocolError(RuntimeError):
-    """Bytes or a message that this protocol does not have."""
+    """The other end sent bytes or a message that the protocol does not allow."""
 
 
 class Channel:

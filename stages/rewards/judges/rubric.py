@@ -298,7 +298,7 @@ def _against_others(
 
 
 def _pairs_of_groups(samples: Sequence[Sample]) -> list[tuple[int, int]]:
-    """Return all pairs of rows with the same prompt. Raises RewardFailed for a row without another."""
+    """Return all pairs of rows with the same prompt. Raises RewardFailed if a prompt has only one row."""
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for number, sample in enumerate(samples):
         groups[sample.prompt_ids or (sample.prompt,)].append(number)

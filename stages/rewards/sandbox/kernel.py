@@ -116,8 +116,9 @@ def can_filter_calls() -> bool:
 
 
 def restrict_files(reads: Iterable[str], writes: Iterable[str], *, network: bool) -> None:
-    """Forbid every file but those beneath `reads` and `writes`, and, from version 4 on, TCP unless `network`; from
-    version 6 on also signals to processes outside, and their abstract sockets. Paths that do not exist are left out."""
+    """Forbid every file but those beneath `reads` and `writes`. From version 4 of Landlock on also forbid TCP unless
+    `network`, and from version 6 on signals to processes outside and their abstract sockets. Paths that do not exist
+    are left out."""
     version = landlock_version()
     handled = (1 << _FILE_RIGHTS[min(version, max(_FILE_RIGHTS))]) - 1
     fields = [handled]

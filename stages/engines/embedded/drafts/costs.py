@@ -24,7 +24,7 @@ _COMMON_RATE, _LOCAL_RATE = 0.08, 0.04
 slower or faster; a size that is not run at present would otherwise look cheap because it was timed at a better
 moment."""
 _FIRST_STEP_SHARE = 0.03
-"""Assumed time of a drafted position until it is measured, as a share of the smallest pass."""
+"""Time that a drafted position is assumed to take until it is measured, as a share of the smallest pass."""
 _NEGLIGIBLE = 0.01
 """Probability below which guesses are ignored."""
 
@@ -62,7 +62,8 @@ class PassCosts:
         self._seconds[left + 1] *= factor ** (_LOCAL_RATE * weight)
 
     def _interval(self, num_tokens: float) -> tuple[int, float]:
-        """Return the interval (index of its left end) and the position in it; the last interval has no right end."""
+        """Return the interval between two measured sizes (index of the smaller) and the share of the way through it;
+        beyond the largest size the last interval continues."""
         left = 0
         while left < len(self._sizes) - 2 and self._sizes[left + 1] <= num_tokens:
             left += 1
@@ -156,35 +157,6 @@ def choose_depth(
         if rate > best:
             best, best_depth = rate, depth
     return best_depth
-
-
-@dataclass(frozen=True)
-class CurvePoint:
-    """Expected speed at one number of rows and draft length."""
-
-    num_rows: int
-    length: int
-    tokens_per_s: float
-
-
-def expected_speed(
-    acceptance: Sequence[float],
-    costs: PassCosts,
-    drafting: DraftingCosts,
-    rows: Sequence[int] = (1, 2, 4, 8, 16),
-) -> list[CurvePoint]:
-    """Return tokens per second by number of rows and draft length, from 0 to len(acceptance). `acceptance[k]`:
-    probability that the token at position k is accepted if all before it were."""
-    points = []
-    for num_rows in rows:
-        expected, together = 1.0, 1.0
-        for length in range(len(acceptance) + 1):
-            if length:
-                together *= acceptance[length - 1]
-                expected += together
-            seconds = costs.seconds(num_rows * (1 + length)) + drafting.seconds(num_rows, length)
-            points.append(CurvePoint(num_rows, length, num_rows * expected / seconds))
-    return points
 
 
 # ---- trials: passes with and without drafts --------------------------------------------------------------

@@ -48,7 +48,7 @@ class Tokens:
     longest: int
     """Largest position + 1, or an upper bound."""
     tree_paths: TreePaths | None = None
-    """Given if some tokens attend to keys that are not at their positions: guesses outside the main chain."""
+    """Keys of the tokens that attend to keys at other positions: guesses outside the main chain."""
     independent: bool = False
     """True if no token reads a key that another token of the batch writes, so keys may be written while others are
     read."""
@@ -166,11 +166,11 @@ class Block:
     gate_up: Packed
     down: Packed
     qkv_bias: Float32[torch.Tensor, " (H+2K)*D"] | None = None
-    """Added to the output of `qkv`."""
+    """Bias of the output of `qkv`."""
     q_norm: Float32[torch.Tensor, " D"] | None = None
     """Weight of the RMS norm of every query head, before the rotation."""
     k_norm: Float32[torch.Tensor, " D"] | None = None
-    """The same for every key head; given if and only if `q_norm` is."""
+    """Weight of the RMS norm of every key head; given if and only if `q_norm` is."""
 
 
 @runtime_checkable

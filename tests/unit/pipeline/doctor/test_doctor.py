@@ -342,7 +342,7 @@ def test_a_node_that_does_not_come(settings: DoctorSettings, monkeypatch: pytest
     step = {"STEP_NUM_TASKS": "2", "PROCID": "1", "JOB_ID": "7", "STEP_ID": "0"}
     for name, value in step.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setattr(exchange, "MEETING_S", 0.5)
+    monkeypatch.setattr(exchange, "RENDEZVOUS_S", 0.5)
     assert "rank 0 did not write" in assert_fault(settings, "nodes").text
 
 

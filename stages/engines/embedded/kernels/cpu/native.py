@@ -41,7 +41,7 @@ class _ThreadState(threading.local):
         self.last_pass: list[weakref.ref[object]] = []
         """The blocks of the last forward pass and their cache, as weak references."""
         self.addresses: ctypes.Array[BlockRecord] | None = None
-        """Their addresses."""
+        """Addresses of the tensors of `last_pass`."""
 
 
 def load_native_kernels() -> NativeKernels:

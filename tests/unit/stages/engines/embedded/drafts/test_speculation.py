@@ -16,7 +16,6 @@ from stages.engines.embedded.drafts.costs import (
     Trials,
     choose_depth,
     choose_guesses,
-    expected_speed,
 )
 from stages.engines.embedded.drafts.drafters import Draft, Drafter, NgramDrafter
 from stages.engines.embedded.drafts.speculation import Speculation
@@ -154,15 +153,6 @@ def test_choices_are_the_best_of_all(seed: int) -> None:
     depth = choose_depth(4, 3, gains[0], others, lambda k: seconds(5 + k), lambda length: each * length)
     rates = [(4 + others + 3 * sum(gains[0][:n])) / (seconds(5 + 3 * n) + each * n) for n in range(4)]
     assert rates[depth] == pytest.approx(max(rates))
-
-
-def test_expected_speed_by_hand() -> None:
-    """2 rows, acceptance .5 then .5: 1, 1.5, 1.75 tokens a row in 2, 4 + d and 6 + 2d seconds."""
-    drafting = DraftingCosts(by_position=True, smallest_pass=1.0)
-    drafting.observe(2, 1, 1.0)
-    points = expected_speed([0.5, 0.5], PassCosts(STEEP), drafting, rows=(2,))
-    assert [(p.num_rows, p.length) for p in points] == [(2, 0), (2, 1), (2, 2)]
-    assert [p.tokens_per_s for p in points] == pytest.approx([2 / 2, 3 / 5, 3.5 / 8])
 
 
 @pytest.mark.parametrize("by_position", [False, True])

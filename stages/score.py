@@ -58,6 +58,20 @@ def score(
     return Scores(scores=scores, parts=found, disagreement=spread)
 
 
+def follow(
+    parts: Sequence[Part],
+    tokenizer: Tokenizer,
+    rollout: Rollout,
+    extras: Sequence[Mapping[str, Any]],
+    messages: Sequence[Sequence[Mapping[str, str]] | None] | None = None,
+) -> None:
+    """Take part in rank 0's `score` of the same rows, on another rank of its gang."""
+    samples = samples_of(tokenizer, rollout, extras, messages)
+    for part in parts:
+        for batch in _batches(part, samples):
+            part.reward.follow([samples[row] for row in batch])
+
+
 def samples_of(
     tokenizer: Tokenizer,
     rollout: Rollout,
@@ -105,12 +119,17 @@ def token_batches(lengths: Sequence[int], budget: int | None) -> Iterator[list[i
         yield batch
 
 
+def _batches(part: Part, samples: Sequence[Sample]) -> Iterator[list[int]]:
+    """Return the rows of each of a part's calls."""
+    return token_batches([len(s.prompt_ids) + len(s.response_ids) for s in samples], part.reward.batch_tokens)
+
+
 def _scored(part: Part, samples: Sequence[Sample]) -> tuple[dict[str, np.ndarray], set[str]]:
     """Return a part's numbers by the names that its reward gives them ("": the only one), float32 [rows]; an ensemble's
     disagreement; and which of them are only measured."""
     found: dict[str, np.ndarray] = {}
     measured: set[str] = set()
-    for rows in token_batches([len(s.prompt_ids) + len(s.response_ids) for s in samples], part.reward.batch_tokens):
+    for rows in _batches(part, samples):
         batch = [samples[row] for row in rows]
         given = _call(part, batch)
         named = _named(part, given)

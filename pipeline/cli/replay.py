@@ -180,7 +180,9 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replaye
     unproven_here = _check_draws(config, stage, commit)
     version = _version_of(config, node, commit)
     holder = gang_of(config.placement, Role.POLICY if stage in SAMPLING else node.role)
-    one_rank = config.placement.gangs[holder].workers == 1 or node.role not in {*MODEL_ROLES, Role.GENERATE}
+    scored_apart = stage not in SCORING or next(g for g in config.gangs() if g.name == holder).ranks_of(node.role) == 1
+    in_replicas = node.role not in {*MODEL_ROLES, Role.GENERATE} and scored_apart
+    one_rank = config.placement.gangs[holder].workers == 1 or in_replicas
     one_rank = one_rank and repeats_bits(config.model)
     close = CLOSE[config.model.dtype]
     with tempfile.TemporaryDirectory(prefix="stageline-replay-") as name:

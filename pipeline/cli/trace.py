@@ -40,7 +40,7 @@ def show_trace(config: RunConfig) -> None:
     """Print the traces of all gangs that hold models."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that the device has no backend of its own
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    gangs = {gang.name: traced_gang(config, gang) for gang in config.gangs() if gang.ordered}
+    gangs = {gang.name: traced_gang(config, gang) for gang in config.gangs() if gang.roles & MODEL_ROLES}
     with ProcessPoolExecutor(min(2, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as processes:
         # first the later stages, since the first stage collects their weights
         later = {

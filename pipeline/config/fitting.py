@@ -170,7 +170,8 @@ def _with_advice(
 ) -> Problem:
     """Return the problem of a run that does not fit, with what would. `gang`: the one that takes the most memory."""
     key, given, engine = f"placement.gangs.{gang.name}", run.config.placement.gangs[gang.name], run.config.engine
-    fitting = [describe_layout(one) for one in fitting_layouts(run, limits, gang, hosts)] if gang.ordered else []
+    trained = bool(gang.roles & MODEL_ROLES)
+    fitting = [describe_layout(one) for one in fitting_layouts(run, limits, gang, hosts)] if trained else []
     cache_mb = fitting_cache_mb(run, limits, hosts) if engine_memory(run).reserves_cache else 0
     if cache_mb and (Role.GENERATE in gang.roles or not fitting):
         what = f"{predicted}; {engine.kind} takes all of its cache at its start: at most {cache_mb} fits"
@@ -178,7 +179,7 @@ def _with_advice(
     if fitting:
         what = f"{predicted}; it fits with {' or '.join(fitting[:3])}"
         return Problem(f"{key}.layout", describe_layout(given.layout), what)
-    what = f"no layout of its ranks ({gang.workers}) fits" if gang.ordered else "its replicas take the most"
+    what = f"no layout of its ranks ({gang.workers}) fits" if trained else "its workers take the most"
     return Problem(f"{key}.workers", given.workers, f"{predicted}; {what}: {', '.join(_ways(run, gang))}")
 
 
@@ -190,7 +191,9 @@ def _ways(run: PlannedRun, gang: Gang) -> Iterator[str]:
         yield "smaller engine.max_rows or engine.kv_budget_mb"
         if engine.dtype == "float32":
             yield "engine.dtype=bfloat16"
-    if gang.ordered:
+    if Role.SCORE in gang.roles and run.scorers:
+        yield "a larger layout.tensor or layout.pipeline"
+    if gang.roles & MODEL_ROLES:
         yield "more ranks"
         yield "smaller model.*.micro_batch_tokens"
         if model.dtype == "float32":

@@ -32,7 +32,7 @@ from pipeline.graph.graph import Gang
 from stages.engines.capabilities import EngineMemory
 from stages.engines.config import ENGINE_WORK_BYTES, HIDDEN_STATES_BYTES
 from stages.engines.embedded.kernels.blocks import block_bytes, blocks_for
-from stages.models.config import OptimizerConfig
+from stages.models.config import ModelConfig, OptimizerConfig
 from stages.models.memory import (
     CUDA_CONTEXT_BYTES,
     DTYPE_BYTES,
@@ -47,6 +47,7 @@ from stages.models.memory import (
     publication_bytes,
     published_tensors,
     rank_bytes,
+    role_parameters,
 )
 from stages.models.protocol import MODEL_ROLES, Role
 from stages.models.spec import ModelSpec, is_random, read_config, read_spec, stored_bytes, tensor_shapes
@@ -292,7 +293,8 @@ def _boards(run: PlannedRun, here: Sequence[Worker]) -> set[str | None]:
 def _models_of(run: PlannedRun, gang: Gang) -> list[PlannedModel]:
     """Return the models whose files a gang's workers read."""
     found = [run.own.get(role, run.model) for role in gang.roles & MODEL_ROLES]
-    found += [run.model] if Role.GENERATE in gang.roles or (gang.ordered and run.config.model.frozen_blocks) else []
+    frozen = found and run.config.model.frozen_blocks
+    found += [run.model] if Role.GENERATE in gang.roles or frozen else []
     return found + ([scorer.model for scorer in run.scorers] if Role.SCORE in gang.roles else [])
 
 
@@ -301,15 +303,26 @@ def _items(run: PlannedRun, gang: Gang, stage: int, *, sends: bool, first: bool)
     config = run.config
     devices = gpus_per_worker(gang.roles, config.replica_ranks) if run.on_gpus else 0
     items = {PROCESS: PROCESS_BYTES + (CUDA_PROCESS_BYTES if devices else 0), CONTEXT: devices * CUDA_CONTEXT_BYTES}
-    if gang.ordered:
+    if gang.roles & MODEL_ROLES:
         items |= _model_items(run, gang, stage, sends=sends, first=first)
     if Role.GENERATE in gang.roles:
         items |= _engine_items(run)
     read = _models_of(run, gang)
     items[READING] = max((model.stored_bytes for model in read if not model.is_mapped), default=0)
     if Role.SCORE in gang.roles and run.scorers:  # they are then the only models of the gang
-        items[SCORERS] = sum(DTYPE_BYTES[scorer.dtype] * parameters(scorer.model.spec) for scorer in run.scorers)
+        items[SCORERS] = sum(_scorer_bytes(run, gang, scorer, stage) for scorer in run.scorers)
     return {name: number for name, number in items.items() if number}
+
+
+def _scorer_bytes(run: PlannedRun, gang: Gang, scorer: PlannedScorer, stage: int) -> int:
+    """Return the bytes of a scoring model's weights on a rank of this pipeline stage."""
+    layout, spec = run.config.placement.gangs[gang.name].layout, scorer.model.spec
+    if not gang.divides_scorers:
+        return DTYPE_BYTES[scorer.dtype] * parameters(spec)
+    model = ModelConfig(dtype=scorer.dtype)  # type: ignore[arg-type]  # `ModelReward` has checked it
+    data = gang.workers // (layout.tensor * layout.pipeline)
+    held = GangModels(spec, model, layout, frozenset({Role.REFERENCE}), data)
+    return DTYPE_BYTES[scorer.dtype] * role_parameters(held, Role.REFERENCE, stage).of_dtype
 
 
 def _model_items(run: PlannedRun, gang: Gang, stage: int, *, sends: bool, first: bool) -> dict[str, int]:

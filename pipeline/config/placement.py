@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from pipeline.graph.graph import Gang, gangs_of
@@ -17,7 +17,8 @@ from storage.problems import Constraint, Problem, at_least, local_directory, pla
 @dataclass
 class GangConfig:
     """Processes that serve some roles. A gang with `policy`, `critic` or `reference` acts as one parallel group of
-    `workers` ranks; any other gang is a pool of `workers` independent replicas."""
+    `workers` ranks, and so does one whose layout divides the models of its rewards. Any other gang is a pool of
+    `workers` independent replicas."""
 
     workers: int = setting(1, at_least(1))
     """Processes."""
@@ -90,7 +91,9 @@ def placed_gangs(placement: PlacementConfig, *, critic: bool) -> list[Gang]:
     without any other role."""
     gangs = placement.gangs
     roles = {role: gang_of(placement, role) for role in Role if critic or role is not Role.CRITIC}
-    return gangs_of(roles, {n: g.workers for n, g in gangs.items()}, {n: g.concurrent_shards for n, g in gangs.items()})
+    dividing = [name for name, gang in gangs.items() if gang.layout.tensor > 1 or gang.layout.pipeline > 1]
+    workers = {name: gang.workers for name, gang in gangs.items()}
+    return gangs_of(roles, workers, {name: gang.concurrent_shards for name, gang in gangs.items()}, dividing)
 
 
 def placement_problems(placement: PlacementConfig, *, critic: bool) -> Iterator[Problem]:
@@ -133,7 +136,7 @@ def _gang_problems(placement: PlacementConfig, name: str) -> Iterator[Problem]:
     yield from _offload_problems(f"{key}.offload", settings.offload, roles)
     yield from _weights_dir_problems(f"{key}.weights_dir", settings.weights_dir, roles)
     if MODEL_ROLES.isdisjoint(roles):
-        yield from _unused_layout_problems(f"{key}.layout", settings.layout)
+        yield from _unused_layout_problems(f"{key}.layout", settings.layout, roles)
 
 
 def _turn_problems(placement: PlacementConfig) -> Iterator[Problem]:
@@ -156,11 +159,19 @@ def _turn_problems(placement: PlacementConfig) -> Iterator[Problem]:
             seen.add(name)
 
 
-def _unused_layout_problems(key: str, layout: LayoutConfig) -> Iterator[Problem]:
-    """Yield a problem for each layout setting of a pool, which has no model to divide."""
+def _unused_layout_problems(key: str, layout: LayoutConfig, roles: Collection[str]) -> Iterator[Problem]:
+    """Yield a problem for each layout setting that nothing reads on a gang that trains nothing: all settings of a pool
+    without a model to divide; of a gang that only scores those of training."""
+    if Role.SCORE in roles and Role.GENERATE not in roles:
+        why = "nothing is trained on that gang"
+        names = sorted({one.name for one in fields(layout)} - {"tensor", "pipeline", "sequence_parallel"})
+        yield from unread_problems(key, layout, why, names)
+        if layout.sequence_parallel and layout.tensor <= 1 and layout.pipeline <= 1:  # else `gang_problems` reports it
+            yield Problem(f"{key}.sequence_parallel", True, "needs layout.tensor of 2 or more")
+        return
     why = (
-        f"a layout divides the models of {', '.join(sorted(MODEL_ROLES))}, and that gang has none of these "
-        "(engine.tensor_parallel and engine.pipeline_parallel divide an engine's model)"
+        f"a layout divides the models of {', '.join(sorted(MODEL_ROLES))} and of rewards, and that gang has none of "
+        "these (engine.tensor_parallel and engine.pipeline_parallel divide an engine's model)"
     )
     yield from unread_problems(key, layout, why)
 
@@ -192,5 +203,5 @@ def _ordered_gang_problems(gang: Gang, settings: GangConfig) -> Iterator[Problem
             "own",
         )
     if settings.concurrent_shards != 1:
-        need = "only a pool works on several shards at once, and this gang trains: 1"
+        need = "only a pool works on several shards at once, and the ranks of this gang act together: 1"
         yield Problem(f"{key}.concurrent_shards", settings.concurrent_shards, need)

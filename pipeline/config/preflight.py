@@ -28,6 +28,7 @@ from pipeline.config.role_models import (
     check_exported,
     check_output_layer,
     check_reward_models,
+    check_scorer_layout,
     model_paths,
     read_model,
     role_models,
@@ -216,11 +217,16 @@ def check_shapes(config: RunConfig, *, on_gpus: bool) -> Mapping[Role, ModelSpec
         lambda: _check_engine_device(config, "cuda" if on_gpus else "cpu"),
         lambda: _check_cuda_only(config, on_gpus=on_gpus),
         *(
-            partial(read_model, f"{where}.path", str(args["path"]), weights=False)
+            partial(_check_scorer, config, f"{where}.path", str(args["path"]))
             for where, args in config.scoring_models().items()
         ),
     )[0]
     return models
+
+
+def _check_scorer(config: RunConfig, key: str, path: str) -> None:
+    """Raise ConfigError if a reward's model cannot be read from its config.json or divided by its gang's layout."""
+    check_scorer_layout(config, path, read_model(key, path, weights=False))
 
 
 def unreadable(config: RunConfig, refused: Collection[str]) -> list[ConfigError]:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError, refusal
+from stages.models.config import ModelConfig
 from stages.models.hf_files import head_problem, is_classifier, read_vocabulary
-from stages.models.layouts import blocks_problems
+from stages.models.layouts import blocks_problems, layout_problems
 from stages.models.protocol import MODEL_ROLES, Role
 from stages.models.spec import EMBEDDING, ModelSpec, is_random, layer_and_part, read_spec, tensor_shapes
 from storage.checkpoints import RECORD, export_faults, has_sums
@@ -114,7 +115,7 @@ def check_reward_models(config: RunConfig, policy: ModelSpec) -> None:
             raise ConfigError(
                 key, f"given {path!r}; {row} has {config.seq + 1} tokens, its context is {model.max_positions}"
             )
-    for where in config.scoring_models():
+    for where, args in config.scoring_models().items():
         gang = next(gang for gang in config.gangs() if Role.SCORE in gang.roles)
         others = sorted(gang.roles & {Role.GENERATE, *MODEL_ROLES})
         if others:
@@ -124,6 +125,17 @@ def check_reward_models(config: RunConfig, policy: ModelSpec) -> None:
                 f"process can have no other, and that gang has {', '.join(others)}: a gang of its own (gangs: "
                 "{score: {}}, roles: {score: score})",
             )
+        check_scorer_layout(config, str(args["path"]), read_spec(str(args["path"])))
+
+
+def check_scorer_layout(config: RunConfig, path: str, spec: ModelSpec) -> None:
+    """Raise ConfigError if the layout of the gang that scores cannot divide a reward's model."""
+    name = config.placement.roles[Role.SCORE]
+    layout = config.placement.gangs[name].layout
+    divided = any(gang.divides_scorers for gang in config.gangs() if gang.name == name)
+    prefix = f"placement.gangs.{name}."
+    for problem in layout_problems(ModelConfig(), Role.POLICY, spec, layout, prefix) if divided else ():
+        raise ConfigError(problem.key, f"given {problem.given}; {path!r} is scored with: {problem.need}")
 
 
 def _check_vocabulary(

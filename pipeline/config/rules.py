@@ -219,8 +219,13 @@ def _reuse_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _gang_problems(config: RunConfig, gang: Gang) -> Iterator[Problem]:
-    """Yield the problems of an ordered gang's layout with its rows, and of its offload with LoRA."""
+    """Yield the problems of an ordered gang's layout with its rows or rewards, and of its offload with LoRA."""
     key, layout = f"placement.gangs.{gang.name}", config.placement.gangs[gang.name].layout
+    if gang.divides_scorers:  # its ranks share out the rows of a shard by their tokens, however many these are
+        if not config.scoring_models():
+            need = "that gang's rewards have no model to divide (kind: model, local_judge): leave the layout out"
+            yield Problem(f"{key}.layout", {"tensor": layout.tensor, "pipeline": layout.pipeline}, need)
+        return
     data = gang.workers // (layout.tensor * layout.pipeline)
     minibatch_rows = config.rollout.rows // config.ppo.minibatches
     if minibatch_rows % data or config.rows_per_shard % data:

@@ -51,7 +51,7 @@ from pipeline.graph.graph import Mode, Node
 from pipeline.observe.journal import Event, EventKind
 from pipeline.workers.entry import run_node_task
 from pipeline.workers.messages import Call, Outcome, RankFailure, pin_resource, slot_resource, worker_name
-from stages.models.protocol import MODEL_ROLES, RanksMissing
+from stages.models.protocol import RanksMissing
 from stages.rewards.protocol import BudgetSpent
 from storage.address import Address
 
@@ -147,7 +147,7 @@ class Attempts:
             times = f"{context.cluster.attempts} times (cluster.attempts)"
             raise StageFailed(f"{address} was lost with its worker {times}")
         index = 0 if submit.mode is Mode.ORDERED else submit.replica
-        num_ranks = gang.workers if submit.mode is Mode.ORDERED and node.role in MODEL_ROLES else 1
+        num_ranks = gang.ranks_of(node.role) if submit.mode is Mode.ORDERED else 1
         name = f"a{submit.attempt}-{context.name}"
         future = self._submit_to(index, submit, name, num_ranks)
         ahead = not self._parents_done(node)

@@ -375,11 +375,19 @@ class Gang:
     """Ranks of an ordered gang, replicas of a pool."""
     concurrent_shards: int = 1
     """Shards that a replica of a pool works on at once."""
+    divides_scorers: bool = False
+    """True if its layout divides the models of its rewards over its workers."""
 
     @property
     def ordered(self) -> bool:
-        """True if the gang holds a trained or a reference model, so that its ranks act together."""
-        return bool(self.roles & MODEL_ROLES)
+        """True if the gang holds a trained or a reference model, or divides the models of its rewards, so that its
+        ranks act together."""
+        return bool(self.roles & MODEL_ROLES) or self.divides_scorers
+
+    def ranks_of(self, role: Role) -> int:
+        """Return the number of ranks that run a node of this role together. Rank 0 alone runs a node without models."""
+        together = role in MODEL_ROLES or (self.divides_scorers and role is Role.SCORE)
+        return self.workers if self.ordered and together else 1
 
     @property
     def threads(self) -> int:
@@ -395,13 +403,20 @@ class Gang:
         return Mode.SLOT if role is Role.GENERATE else Mode.FREE
 
 
-def gangs_of(roles: Mapping[Role, str], workers: Mapping[str, int], concurrent_shards: Mapping[str, int]) -> list[Gang]:
-    """Return the gangs of a placement. `roles` maps each role to a gang's name."""
-    names = sorted(set(roles.values()))
-    return [
-        Gang(name, frozenset(r for r, g in roles.items() if g == name), workers[name], concurrent_shards[name])
-        for name in names
-    ]
+def gangs_of(
+    roles: Mapping[Role, str],
+    workers: Mapping[str, int],
+    concurrent_shards: Mapping[str, int],
+    dividing: Collection[str] = (),
+) -> list[Gang]:
+    """Return the gangs of a placement. `roles` maps each role to a gang's name. `dividing`: names of gangs whose layout
+    divides models; without a trained or a reference model, and without an engine, these are the rewards'."""
+    found = []
+    for name in sorted(set(roles.values())):
+        own = frozenset(role for role, gang in roles.items() if gang == name)
+        scores = Role.SCORE in own and own.isdisjoint({Role.GENERATE, *MODEL_ROLES})
+        found.append(Gang(name, own, workers[name], concurrent_shards[name], scores and name in dividing))
+    return found
 
 
 # ---- Going back to an older version ----------------------------------------------------------------------------

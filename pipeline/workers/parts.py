@@ -23,11 +23,11 @@ from pipeline.config.loading import config_hash, load_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import collective_timeout_s
-from pipeline.graph.graph import STAGE_ROLES, made_from
+from pipeline.graph.graph import STAGE_ROLES, Gang, made_from
 from pipeline.workers.attached import clear_exit_reason, write_exit_reason
 from pipeline.workers.messages import MESSAGE_TIMEOUT_S, Call, WorkerSpec
 from pipeline.workers.replica_rows import ReplicaRows
-from pipeline.workers.updates import ExactlyOnceUpdates
+from pipeline.workers.updates import ExactlyOnceUpdates, agreed
 from pipeline.workers.versioned_engine import Clock, VersionedEngine
 from pipeline.workers.weight_transfer import Fetcher
 from pipeline.workers.worker_process import bind_to_gpus
@@ -38,6 +38,7 @@ from stages.native.fingerprint import machine_numerics
 from stages.native.software import software
 from stages.prompts import PromptTable
 from stages.publish import is_published
+from stages.rewards.learned import HERE
 from stages.rewards.protocol import Part
 from storage.address import Address
 from storage.checkpoints import Checkpoints
@@ -78,6 +79,7 @@ class WorkerParts:
     """Owns a worker's engine and models. A part that none of the gang's roles needs is None."""
 
     spec: WorkerSpec
+    gang: Gang
     config: RunConfig
     config_hash: str
     paths: RunPaths
@@ -94,6 +96,8 @@ class WorkerParts:
     """The rows of a replica, if they may migrate to others."""
     updates: ExactlyOnceUpdates | None = None
     """The models, on the ranks of a gang that has any."""
+    scoring_ranks: Any = None
+    """The membership (a `ParallelRank`) of a gang whose ranks divide the models of its rewards."""
     fetcher: Fetcher | None = None
     """Copies versions that this host lacks from other hosts."""
     numerics: dict[str, str] = field(default_factory=dict)
@@ -114,9 +118,8 @@ class WorkerParts:
     def find(self, address: Address) -> Commit | None:
         """Return the commit at an address, or None. If all ranks run the node, rank 0 looks, so that they act alike."""
         with self.clock.bookkeeping():
-            if self.updates is None or STAGE_ROLES[address.stage] not in MODEL_ROLES:
-                return self.ledger.find(address)
-            return self.updates.agree(lambda: self.ledger.find(address))
+            ranks = self.gang.ranks_of(STAGE_ROLES[address.stage])
+            return agreed(lambda: self.ledger.find(address), rank=self.spec.index, ranks=ranks)
 
     def read(self, address: Address) -> Any:
         """Return the record at an address."""
@@ -131,9 +134,10 @@ class WorkerParts:
     def collectives_of(self, call: Call) -> AbstractContextManager[None]:
         """Return a context for a call on a rank of a gang. A collective that fails in it names the call and the missing
         ranks."""
-        if self.updates is None or self.spec.size == 1:
+        if self.spec.size == 1:
             return nullcontext()
-        return self.updates.host.collectives_of(f"{call.address} (number {call.sequence} of gang {call.gang})")
+        watched = self.scoring_ranks.missing_ranks if self.scoring_ranks is not None else required(self.updates).host
+        return watched.collectives_of(f"{call.address} (number {call.sequence} of gang {call.gang})")
 
     def attempt_name(self, call: Call) -> str:
         """Return a name that is unique even if Dask runs the same call twice."""
@@ -161,6 +165,8 @@ class WorkerParts:
     def close(self) -> None:
         if self.scorer is not None:
             self.scorer.close()
+        if self.scoring_ranks is not None:
+            HERE.leave()
         if self.engine is not None:
             self.engine.close()
         try:
@@ -187,8 +193,10 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
     store = RolloutStore(
         str(paths.root), ledger, config.layouts(), recent_bytes=RECENT_BYTES, durability=durability, writeback=writeback
     )
+    gang = next(g for g in config.gangs() if g.name == spec.gang)
     parts = WorkerParts(
         spec=spec,
+        gang=gang,
         config=config,
         config_hash=config_hash(config),
         paths=paths,
@@ -200,11 +208,12 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
     )
     # Remove weights that a killed run left on this host, but not those whose living publisher is about to commit them.
     parts.board.tidy(lambda manifest: is_published(ledger, manifest) or _being_published(parts.board, manifest))
-    gang = next(g for g in config.gangs() if g.name == spec.gang)
     if gang.roles & {Role.GENERATE, Role.SCORE}:
         parts.prompts = PromptTable.load(paths.prompts)
     if Role.SCORE in gang.roles:
         parts.scorer = _build_scorer(config)
+    if gang.divides_scorers:
+        parts.scoring_ranks = HERE.join(_rank(config, spec), config.placement.gangs[spec.gang].layout)
     if Role.GENERATE in gang.roles:
         engine = _build_engine(config, spec)
         parts.numerics |= {f"engine.{name}": value for name, value in engine.numerics.items()}
@@ -212,7 +221,7 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
         if config.cluster.migrate_rows_below:
             message_timeout_s = min(MESSAGE_TIMEOUT_S, config.cluster.deadline_s / 4)
             parts.rows = ReplicaRows(parts.engine, config.cluster.migrate_rows_below, message_timeout_s)
-    if gang.ordered:
+    if gang.roles & MODEL_ROLES:
         parts.updates = _build_updates(parts, _build_host(config, spec, gang.roles & MODEL_ROLES), same_layout)
         parts.numerics |= parts.updates.host.numerics()
     if config.shares_devices(spec.gang):
@@ -271,20 +280,24 @@ def _build_host(config: RunConfig, spec: WorkerSpec, roles: frozenset[Role]) -> 
         config.ppo,
         settings.layout,
         roles,
-        Rank(
-            spec.index,
-            spec.size,
-            spec.rendezvous,
-            settings.threads,
-            collective_timeout_s=collective_timeout_s(config.cluster),
-            listening=spec.listening,
-        ),
+        _rank(config, spec),
         seed=config.seed,
         total_steps=config.steps,
         offload=settings.offload,
         fsync=config.storage.fsync,
     )
     return host
+
+
+def _rank(config: RunConfig, spec: WorkerSpec) -> Rank:
+    return Rank(
+        spec.index,
+        spec.size,
+        spec.rendezvous,
+        config.placement.gangs[spec.gang].threads,
+        collective_timeout_s=collective_timeout_s(config.cluster),
+        listening=spec.listening,
+    )
 
 
 def _build_updates(parts: WorkerParts, host: ModelHost, same_layout: bool) -> ExactlyOnceUpdates:

@@ -51,7 +51,7 @@ from stages.models.numerics import peak_bytes
 from stages.models.protocol import Role
 from stages.prompts import EVALUATION_STEP, held_out_prompts, training_prompts
 from stages.publish import publish
-from stages.score import score
+from stages.score import follow, score
 from storage.address import Address
 from storage.commits import Commit
 from storage.records import CanaryPolicyLogprobs, PolicyLogprobs, PromptBatch, Record, Rollout, Scores
@@ -129,7 +129,11 @@ def score_shard(parts: WorkerParts, call: Call) -> Output:
     """Score each response of a training or an evaluation shard. Parts that count their requests and costs add the
     metrics judge/PART/requests and judge/PART/cost."""
     held_out = call.address.stage.startswith("evaluate")
-    record = scores_of(parts, parts.read(call.inputs[0]), held_out=held_out)
+    rollout: Rollout = parts.read(call.inputs[0])
+    if parts.spec.index and parts.gang.divides_scorers:
+        follow(*_scored_rows(parts, rollout, held_out=held_out))
+        return Output(None)
+    record = scores_of(parts, rollout, held_out=held_out)
     scorer = required(parts.scorer)
     counts = {
         f"judge/{part.name}/{name}": value
@@ -141,11 +145,16 @@ def score_shard(parts: WorkerParts, call: Call) -> Output:
 
 def scores_of(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Scores:
     """Return a score for each row. `held_out`: score with the parts of evaluations."""
+    return score(*_scored_rows(parts, rollout, held_out=held_out))
+
+
+def _scored_rows(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Any:
+    """Return the arguments of `score`, and of `follow`."""
     scorer, prompts = required(parts.scorer), required(parts.prompts)
     extras = [prompts.extra[i] for i in rollout.prompt_index]
     messages = None if prompts.messages is None else [prompts.messages[i] for i in rollout.prompt_index]
     rewards = scorer.held_out if held_out else scorer.training
-    return score(rewards, scorer.tokenizer, rollout, extras, messages)
+    return rewards, scorer.tokenizer, rollout, extras, messages
 
 
 def advantage_step(parts: WorkerParts, call: Call) -> Output:

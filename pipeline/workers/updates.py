@@ -66,6 +66,15 @@ def _meta(digest: str) -> dict[str, Any]:
     return {"digest": digest}
 
 
+def agreed(look: Callable[[], Any], *, rank: int, ranks: int) -> Any:
+    """Return to every rank of this process's gang the result of `look()` on rank 0. The other ranks do not call it."""
+    if ranks == 1:
+        return look()
+    box = [look() if rank == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
 class ExactlyOnceUpdates:
     """Owns one rank's model host, and brings its policy and critic from version to version."""
 
@@ -113,11 +122,7 @@ class ExactlyOnceUpdates:
 
     def agree(self, look: Callable[[], Any]) -> Any:
         """Return to every rank the result of `look()` on rank 0. The other ranks do not call it."""
-        if self._ranks == 1:
-            return look()
-        box = [look() if self._rank == 0 else None]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        return agreed(look, rank=self._rank, ranks=self._ranks)
 
     def at(self, role: Role, version: int) -> ModelHost:
         """Return the host with `role` resident at `version`.

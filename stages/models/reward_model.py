@@ -1,7 +1,8 @@
 """Models that a worker scores responses with.
 
-    RewardModel(model, layout, rank, seed=0).scores(rows)             one number per row; `rank` is one of a gang's
-    NextTokens(model, joined, max_tokens).likeliest(rows, number)     a row's likeliest next tokens, for a local judge
+    RewardModel(model, layout, rank, seed=0).scores(rows)      one number per row; `rank` is one of a gang's
+    NextTokens(model, layout, joined, max_tokens).likeliest(rows, number)
+                                                               a row's likeliest next tokens, for a local judge
 
 A reward model is a causal language model with a scalar head at a row's last token, a trained one if `model.path` has
 one. It can be trained. It is built by the same code as a critic, in the same layouts. It differs in the position where
@@ -28,6 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from beartype import beartype
 from jaxtyping import Int, jaxtyped
+from megatron.core import parallel_state
 from torch import Tensor
 
 from stages.models import parallel
@@ -137,12 +139,7 @@ class RewardModel:
         scores = np.zeros(len(rows.lengths), np.float32)
         for batch, of_batch in zip(batches if found else [], found, strict=True):
             scores[batch.rows] = of_batch.float().cpu().numpy()
-        if dist.get_world_size() == 1:
-            return scores
-        whole = torch.from_numpy(scores if self._parallel_rank.is_output_rank else np.zeros_like(scores))
-        whole = whole.to(self._parallel_rank.device)
-        dist.all_reduce(whole)
-        return whole.cpu().numpy()
+        return from_all_ranks(scores, self._parallel_rank)
 
     def train(self, step: int, batch: GroupedRows) -> dict[str, float]:
         """Make optimizer step `step` (from 0). Return the stats of the loss over all ranks, `lr`, `grad_norm`, and
@@ -241,6 +238,16 @@ class TokenRows:
     def last_tokens(self) -> np.ndarray:
         """Return a mask, bool [rows, seq], of each row's last token."""
         return np.arange(self.tokens.shape[1]) == self.lengths[:, None] - 1
+
+
+def from_all_ranks(of_rows: np.ndarray, rank: parallel.ParallelRank) -> np.ndarray:
+    """Return the results of all ranks' rows. `of_rows`: this rank's, 0 for rows of others; ignored unless it is an
+    output rank."""
+    if dist.get_world_size() == 1:
+        return of_rows
+    whole = torch.from_numpy(of_rows if rank.is_output_rank else np.zeros_like(of_rows)).to(rank.device)
+    dist.all_reduce(whole)
+    return whole.cpu().numpy()
 
 
 def ended(tokens: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
@@ -361,37 +368,56 @@ def _config(source: str, bias: float) -> dict[str, object]:
 
 
 class NextTokens:
-    """Owns a language model of one process, which is built by the same code as a reference model."""
+    """Owns this rank's part of a language model, which is built by the same code as a reference model. Every rank of
+    the gang makes the same calls in the same order and gets the whole result."""
 
-    def __init__(self, model: ModelConfig, joined: parallel.ParallelRank, max_tokens: int) -> None:
-        """Build the model of `model.path` for a gang of one rank, which the caller has joined and leaves itself.
-        `max_tokens`: most tokens of a forward pass, unless one row is longer."""
+    def __init__(
+        self, model: ModelConfig, layout: LayoutConfig, joined: parallel.ParallelRank, max_tokens: int
+    ) -> None:
+        """Build the model of `model.path` in a layout, for a gang that the caller has joined and leaves itself.
+        `max_tokens`: most tokens of a forward pass, unless one row is longer.
+
+        Raises ValueError, naming the key, for a layout that cannot hold the model."""
         spec = read_spec(model.path)
+        check_layout(model, {Role.REFERENCE: spec}, layout, dist.get_world_size())
         set_numerics(model)
         device, dtype = joined.device, DTYPES[model.dtype]
         products = choose_products(model.products, dtype, device).products
         kernels = with_fusions(choose_kernels(model.kernels, dtype, device), model, device)
-        self._blueprint = Blueprint(model, spec, LayoutConfig(), joined, kernels, products)
+        self._blueprint = Blueprint(model, spec, layout, joined, kernels, products)
         self._max_tokens = max_tokens
         self._model = build_role(self._blueprint, Role.REFERENCE, read_weights(model.path))
 
     def likeliest(self, rows: TokenRows, number: int) -> list[list[tuple[int, float]]]:
         """Return each row's `number` likeliest next tokens as (token, log-prob), the likeliest first."""
+        rank, vocab_size = self._blueprint.parallel_rank, self._blueprint.spec.vocab_size
         batches = score_micro_batches(rows, self._blueprint, self._max_tokens)
-        number = min(number, self._blueprint.spec.vocab_size)
-        found: list[list[tuple[int, float]]] = [[] for _ in rows.lengths]
-        weight_VH = output_weight(self._model, None)[: self._blueprint.spec.vocab_size]
+        number = min(number, vocab_size)
+        weight_VH = output_weight(self._model, None) if rank.last_stage else None
+        if weight_VH is not None and rank.tensor_size == 1:
+            weight_VH = weight_VH[:vocab_size]  # tensor parallelism pads the vocabulary, and cuts the gathered logits
 
         def read(batch: MicroBatch, hidden_NH: Tensor) -> tuple[np.ndarray, np.ndarray]:
+            assert weight_VH is not None  # only the last stage reads
             last = torch.from_numpy(np.cumsum(batch.lengths) - 1).to(hidden_NH.device)
             logits_BV = F.linear(hidden_NH[last].to(weight_VH.dtype), weight_VH).float()
+            if rank.tensor_size > 1:
+                parts = [torch.empty_like(logits_BV) for _ in range(rank.tensor_size)]
+                dist.all_gather(parts, logits_BV.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+                logits_BV = torch.cat(parts, dim=-1)[:, :vocab_size]
             top = torch.log_softmax(logits_BV, dim=-1).topk(number)
             return top.indices.cpu().numpy(), top.values.cpu().numpy()
 
-        for batch, (tokens, log_probs) in zip(batches, run_forward(self._model, None, batches, read), strict=True):
-            for row, of_row, values in zip(batch.rows, tokens.tolist(), log_probs.tolist(), strict=True):
-                found[row] = list(zip(of_row, values, strict=True))
-        return found
+        found = run_forward(self._model, None, batches, read)
+        tokens = np.zeros((len(rows.lengths), number), np.int64)
+        log_probs = np.zeros((len(rows.lengths), number), np.float32)
+        for batch, (of_batch, values) in zip(batches if found else [], found, strict=True):
+            tokens[batch.rows], log_probs[batch.rows] = of_batch, values
+        tokens, log_probs = from_all_ranks(tokens, rank), from_all_ranks(log_probs, rank)
+        return [
+            list(zip(of_row, values, strict=True))
+            for of_row, values in zip(tokens.tolist(), log_probs.tolist(), strict=True)
+        ]
 
     def close(self) -> None:
         """Free the model. The caller's membership of the gang stays."""

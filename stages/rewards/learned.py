@@ -67,6 +67,9 @@ class ModelReward(Reward):
             ids = [rows.ended([*sample.prompt_ids, *sample.response_ids], self._eos_ids) for sample in samples]
             return [float(score) for score in self._model.scores(rows.TokenRows.of(ids))]
 
+    def follow(self, samples: Sequence[Sample]) -> None:
+        self(samples)
+
     def close(self) -> None:
         if self._model is not None:
             self._model = None
@@ -118,8 +121,8 @@ class Loading:
 
 
 class _ProcessModels:
-    """The scoring models of this process, each loaded once for all its users, and the process group of one rank that
-    they share, since Megatron keeps its groups in globals."""
+    """The scoring models of this process, each loaded once for all its users, and the process group that they share,
+    since Megatron keeps its groups in globals. The group has this one rank, unless the process is a rank of a gang."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -127,6 +130,25 @@ class _ProcessModels:
         self._models: dict[Loading, Any] = {}
         self._users: dict[Loading, int] = {}
         self._membership: Any = None
+        self._layout = LayoutConfig()
+        self._rank: Rank | None = None
+        """The rank of the gang that the process belongs to; None: of no gang."""
+
+    def join(self, rank: Rank, layout: LayoutConfig) -> Any:
+        """Join a gang whose ranks divide every model by a layout, until `leave`. Block until all ranks have joined.
+        Return the membership (a `ParallelRank`). Every rank must then take and use the same models in the same
+        order."""
+        assert self._membership is None, "this process holds scoring models already"
+        self._membership = importlib.import_module("stages.models.parallel").join(rank, layout, seed=0)
+        self._rank, self._layout = rank, layout
+        return self._membership
+
+    def leave(self) -> None:
+        """Leave the gang, if the process belongs to one. Close all rewards first."""
+        if self._rank is not None:
+            assert not self._models, "rewards still hold models of the gang"
+            self._rank, self._layout = None, LayoutConfig()
+            self._leave()
 
     def take(self, loading: Loading) -> Any:
         """Return the model. The caller gives it back with `give_back`."""
@@ -137,18 +159,18 @@ class _ProcessModels:
             return self._models[loading]
 
     def give_back(self, loading: Loading) -> None:
-        """Give a model back. Its last user unloads it; the last model leaves the process group."""
+        """Give a model back. Its last user unloads it; the last model leaves the group of this one rank."""
         with self.lock:
             self._users[loading] -= 1
             if self._users[loading]:
                 return
             del self._users[loading]
             self._models.pop(loading).close()
-            if not self._models:
+            if not self._models and self._rank is None:
                 self._leave()
 
     def _load(self, loading: Loading) -> Any:
-        rank = Rank(0, 1, ALONE, torch.get_num_threads())
+        rank = self._rank or Rank(0, 1, ALONE, torch.get_num_threads())
         model = ModelConfig(
             path=loading.path,
             dtype=loading.dtype,  # type: ignore[arg-type]
@@ -156,13 +178,13 @@ class _ProcessModels:
         )
         with closing_on_error() as undo:
             if self._membership is None:
-                self._membership = importlib.import_module("stages.models.parallel").join(rank, LayoutConfig(), seed=0)
+                self._membership = importlib.import_module("stages.models.parallel").join(rank, self._layout, seed=0)
                 undo.callback(self._leave)
             if loading.holds is Holds.LANGUAGE:
                 make = importlib.import_module("stages.models.reward_model").NextTokens
-                return make(model, self._membership, loading.micro_batch_tokens)
+                return make(model, self._layout, self._membership, loading.micro_batch_tokens)
             host = importlib.import_module("stages.models.reward_model")
-            return host.RewardModel(model, LayoutConfig(), rank, seed=0, joined=self._membership)
+            return host.RewardModel(model, self._layout, rank, seed=0, joined=self._membership)
 
     def _leave(self) -> None:
         importlib.import_module("stages.models.parallel").leave()
@@ -221,6 +243,10 @@ class EnsembleReward(Reward):
             for of, numbers in one.measured.items()
         }
         return Scored({"": scores.mean(axis=0).tolist()}, scores.std(axis=0).tolist(), measured)
+
+    def follow(self, samples: Sequence[Sample]) -> None:
+        for member in self._members:
+            member.follow(samples)
 
     def counts(self) -> Mapping[str, float]:
         """Return the sums of the members' counts."""

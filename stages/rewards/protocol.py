@@ -67,6 +67,10 @@ class Reward(ABC):
     def __call__(self, samples: Sequence[Sample]) -> Sequence[float] | Scored:
         """Return one finite number per sample, or several by name."""
 
+    def follow(self, samples: Sequence[Sample]) -> None:  # noqa: B027
+        """Take part in rank 0's call with the same samples, on another rank of its gang: compute this rank's share of
+        the models that the gang divides. A reward without such a model does nothing."""
+
     def counts(self) -> Mapping[str, float]:
         """Return what has been used up so far, over all processes of the run, by name (`requests`, `cost`)."""
         return {}

@@ -227,6 +227,9 @@ class LocalJudgeReward(Reward):
             found = self._model.likeliest(of_rows, self._likeliest)
         return [self._answer(likeliest) for likeliest in found]
 
+    def follow(self, samples: Sequence[Sample]) -> None:
+        self(samples)
+
     def close(self) -> None:
         if self._model is not None:
             self._model = None

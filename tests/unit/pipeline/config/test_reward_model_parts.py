@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.identity import write_identity
+from pipeline.config.identity import change_problems, sections, write_identity
 from pipeline.config.loading import load_config
 from pipeline.config.memory import host_bytes, planned_run, workers_memory
 from pipeline.config.preflight import preflight
@@ -15,6 +15,7 @@ from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
 from pipeline.driver.preparation import check_identity, new_identity
 from pipeline.errors import ConfigError
+from stages.models.protocol import Role
 from stages.models.spec import read_spec
 from storage.ledger import Ledger
 from tests.support.configs import SCORES_APART, arguments, write_config
@@ -107,3 +108,44 @@ def test_other_files_of_a_reward_model_are_another_run(folder: Path) -> None:
         check_identity(config, prompts, ledger)
     assert refused.value.key == "evaluate.reward.parts.learned.args.path"
     assert "its files are not those that the run began with: model.safetensors: " in str(refused.value)
+
+
+TWO_RANKS = "placement.gangs.score={workers: 2, layout: {tensor: 2}}"
+
+
+def refused_keys(folder: Path, *changes: str) -> set[str]:
+    with pytest.raises(ConfigError) as refused:
+        preflight(load(folder, *changes))
+    return {error.key for error in refused.value.each}
+
+
+def test_a_layout_of_the_gang_that_scores_is_checked_with_its_models(folder: Path) -> None:
+    preflight(load(folder, TWO_RANKS))
+    settings = "{workers: 3, concurrent_shards: 2, layout: {tensor: 2, distributed_optimizer: true}}"
+    keys = {
+        f"placement.gangs.score.{name}" for name in ("workers", "concurrent_shards", "layout.distributed_optimizer")
+    }
+    assert keys <= refused_keys(folder, f"placement.gangs.score={settings}")
+    blocks = read_spec(str(folder / "model")).num_layers
+    deep = f"placement.gangs.score={{workers: {blocks + 1}, layout: {{pipeline: {blocks + 1}}}}}"
+    assert refused_keys(folder, deep) == {"placement.gangs.score.layout.pipeline"}
+    rules = "evaluate.reward.parts.learned={kind: vader, args: {path: null}}"
+    assert refused_keys(folder, TWO_RANKS, rules) >= {"placement.gangs.score.layout"}
+    lonely = "placement.gangs.score={layout: {sequence_parallel: true}}"
+    assert refused_keys(folder, lonely) == {"placement.gangs.score.layout.sequence_parallel"}
+
+
+def test_the_ranks_of_the_gang_that_scores_are_counted_and_stay(folder: Path) -> None:
+    one, two = load(folder), load(folder, TWO_RANKS)
+
+    def scorers(config: RunConfig) -> list[int]:
+        run = planned_run(config, role_models(config, read_spec(config.model.path)), on_gpus=False)
+        return [worker.items["reward models"] for worker in workers_memory(run) if worker.worker[0] == "score"]
+
+    (whole,), parts = scorers(one), scorers(two)
+    assert len(parts) == 2
+    assert all(0.5 * whole <= part < 0.6 * whole for part in parts), "norms are on both"
+    (gang,) = [gang for gang in two.gangs() if gang.name == "score"]
+    assert (gang.ranks_of(Role.SCORE), gang.ranks_of(Role.ADVANTAGE)) == (2, 1)
+    (problem,) = change_problems(sections(two), load(folder, TWO_RANKS, "placement.gangs.score.workers=4"))
+    assert problem.key == "placement.gangs.score.workers"

@@ -198,10 +198,10 @@ def _without_critic(
     if groups is None:
         return to_go, to_go
     totals = r.sum(dim=1)
-    if cfg.advantage == "group":
-        of_rows = group_advantages(totals, groups, cfg.group_scale)
-    else:
+    if cfg.advantage == "rloo":
         of_rows = leave_one_out_advantages(totals, groups)
+    else:
+        of_rows = group_advantages(totals, groups, "std" if cfg.advantage == "group" else "none")
     return torch.where(mask, of_rows[:, None], 0), to_go
 
 

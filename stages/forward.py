@@ -49,7 +49,7 @@ def value(models: ModelHost, rollout: Rollout) -> Values | None:
 
 
 CANARY_STEP = 2**31 - 2
-"""Step number in the keys of these rows. No step of a run has it, and evaluations have another."""
+"""Step number in the keys of canaries' rows. No step of a run has it, and evaluations have another."""
 
 
 CANARY_TOKENS = 8

@@ -69,6 +69,7 @@ MOVED = {
     "placement.share_devices": ["placement.oversubscribe"],
     "placement.turns": ["placement.device_sharing"],
     "ppo.center_scores": ["reward.normalize.mean"],
+    "ppo.group_scale": ["ppo.advantage=group (std) or group_mean (none)"],
     "ppo.mask_truncated": ["ppo.truncated=mask"],
     "slurm.array_at_once": ["`stageline sweep --at-once N`"],
     "slurm.constraint": ["slurm.sbatch"],

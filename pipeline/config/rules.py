@@ -182,10 +182,10 @@ def _unread_problems(config: RunConfig) -> Iterator[Problem]:
 def _normalize_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield a problem if the advantage cancels a normalization."""
     normalize, ppo = config.reward.normalize, config.ppo
-    if normalize.scale and normalize.clip is None and ppo.advantage == "group" and ppo.group_scale == "std":
+    if normalize.scale and normalize.clip is None and ppo.advantage == "group":
         need = (
             "ppo.advantage=group divides by the deviation of each prompt's rewards, so that another division before it "
-            "changes nothing: false, a reward.normalize.clip, or ppo.group_scale=none"
+            "changes nothing: false, a reward.normalize.clip, or ppo.advantage=group_mean"
         )
         yield Problem("reward.normalize.scale", True, need)
     if normalize.mean and normalize.clip is None and ppo.advantage in GROUPED:

@@ -206,8 +206,8 @@ def all_committed(spec: GraphSpec, ledger: Ledger, unneeded: Collection[Address]
 
 
 def close_finished_segments(spec: GraphSpec, ledger: Ledger, unneeded: Collection[Address]) -> None:
-    """Close segments again that were opened for a damaged record, if that record is unneeded. Call it before workers
-    start; the run then begins after these segments, as before."""
+    """Close the segments again that were opened for a damaged record, if that record is unneeded. Call it before
+    workers start, so that the run begins after these segments, as before."""
     if not unneeded:
         return
     while True:

@@ -27,7 +27,7 @@ MESSAGE_TIMEOUT_S = 30.0
 
 
 class WorkerLost(RuntimeError):
-    """The process that was to run a node died, and its successor is not built for the node."""
+    """The process that was to run a node died. The process that replaced it is not built for the node."""
 
     def __init__(self, worker: str, incarnation: int) -> None:
         super().__init__(worker, incarnation)

@@ -304,7 +304,7 @@ class Trainer:
 
     @property
     def _adam(self) -> torch.optim.Optimizer:
-        """The torch optimizer inside Megatron's."""
+        """Return the torch optimizer inside Megatron's."""
         (inner,) = self._optimizer.chained_optimizers
         return torch_optimizer(inner)
 

@@ -34,7 +34,8 @@ class NormalizeConfig:
     step's."""
 
     mean: bool = False
-    """Subtract the mean. Refused without `clip` under `advantage: group` and `rloo`, which subtract a mean anyway."""
+    """Subtract the mean. Refused without `clip` under `advantage: group`, `group_mean` and `rloo`, which subtract a mean
+    anyway."""
     scale: bool = False
     """Divide by the standard deviation."""
     clip: float | None = setting(None, above(0, ", or null for no bound"))
@@ -45,16 +46,16 @@ class NormalizeConfig:
 class PPOConfig:
     """The algorithm: advantages, the loss of policy and critic, and the limits of an update."""
 
-    advantage: Literal["gae", "group", "rloo", "reinforce_pp"] = "gae"
+    advantage: Literal["gae", "group", "group_mean", "rloo", "reinforce_pp"] = "gae"
     """Baseline of the advantages. gae: the critic's values; the others train without a critic. group: the other
-    responses to the prompt, standardised (GRPO). rloo: their mean (leave one out). reinforce_pp: the mean of the step
+    responses to the prompt, standardised (GRPO). group_mean: the same without division by the deviation (Dr.
+    GRPO). rloo: the mean of the others (leave one out). reinforce_pp: the mean of the step
     (REINFORCE++). See stages/ppo/advantages.py."""
-    group_scale: Literal["std", "none"] = "std"
-    """Under `advantage: group`, divide by the group's standard deviation (std) or only centre (none; Dr. GRPO)."""
     skip_equal_groups: bool = False
-    """Under `advantage: group` and `rloo`, leave a prompt's responses out of the loss if all have the same score."""
+    """Under `advantage: group`, `group_mean` and `rloo`, leave a prompt's responses out of the loss if all have the same
+    score."""
     gamma: float = setting(1.0, between(0, 1))
-    """Discount. Under `advantage: group` and `rloo` it is 1: a response has one reward."""
+    """Discount. Under `advantage: group`, `group_mean` and `rloo` it is 1: a response has one reward."""
     lam: float = setting(0.95, between(0, 1))
     """Lambda of GAE, for the policy's advantages, and for the critic's returns unless `critic_lam` is set."""
     critic_lam: float | None = setting(None, between(0, 1))
@@ -109,7 +110,7 @@ class PPOConfig:
     """The KL penalty."""
 
 
-GROUPED = ("group", "rloo")
+GROUPED = ("group", "group_mean", "rloo")
 """Values of `ppo.advantage` that compare the responses to one prompt."""
 
 
@@ -163,11 +164,8 @@ def _estimator_problems(config: PPOConfig) -> Iterator[Problem]:
     """Yield the settings that contradict `ppo.advantage`."""
     chosen = f"ppo.advantage={config.advantage}"
     if config.skip_equal_groups and config.advantage not in GROUPED:
-        need = f"{chosen} compares no groups: false, or ppo.advantage=group or rloo"
+        need = f"{chosen} compares no groups: false, or ppo.advantage=group, group_mean or rloo"
         yield Problem("ppo.skip_equal_groups", True, need)
-    if config.group_scale != "std" and config.advantage != "group":
-        need = f"{chosen} divides by no deviation of a group: std (the default), or ppo.advantage=group"
-        yield Problem("ppo.group_scale", config.group_scale, need)
     if has_critic(config):
         return
     if config.critic_warmup_steps:
@@ -181,11 +179,10 @@ def _estimator_problems(config: PPOConfig) -> Iterator[Problem]:
     if config.advantage in GROUPED and config.gamma != 1:
         need = f"{chosen} has one reward for each response, which is not discounted: 1, or gae or reinforce_pp"
         yield Problem("ppo.gamma", config.gamma, need)
-    divided = config.advantage == "group" and config.group_scale == "std"
-    if divided and config.kl.where == "reward" and config.kl.coef:
+    if config.advantage == "group" and config.kl.where == "reward" and config.kl.coef:
         need = (
             "ppo.advantage=group divides by the deviation of a prompt's rewards; if all scores are equal, only the KL "
-            "is left in it: ppo.kl.where=loss (as GRPO has it), ppo.group_scale=none or ppo.kl.coef=0"
+            "is left in it: ppo.kl.where=loss (as GRPO has it), ppo.advantage=group_mean or ppo.kl.coef=0"
         )
         yield Problem("ppo.kl.where", config.kl.where, need)
 

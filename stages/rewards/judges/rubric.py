@@ -63,7 +63,8 @@ class Rubric:
     on_unparsed: float
     """Worth of any other answer."""
     against: str | None = None
-    """None: graded. Pairwise: `GROUP`, or the prompt's field with the answer to compare with."""
+    """None: responses are graded one by one. Otherwise pairs are compared: `GROUP`, or the prompt's field with the
+    answer to compare with."""
     system: str | None = None
     delimit: bool = True
     """True: put responses between tags."""

@@ -56,7 +56,7 @@ def expected_by_loops(cfg: PPOConfig) -> dict[str, list[list[float]]]:
     if cfg.advantage == "reinforce_pp":
         a = to_go
     else:
-        how = "rloo" if cfg.advantage == "rloo" else cfg.group_scale
+        how = {"group": "std", "group_mean": "none", "rloo": "rloo"}[cfg.advantage]
         of_rows = oracles.group_advantages([sum(row) for row in r], numbers, counted, how, GROUP_STD_EPS)
         a = [[of_rows[i]] * SEQ for i in rows]
     if cfg.whiten_advantages or (cfg.advantage == "reinforce_pp" and cfg.whiten_advantages is None):
@@ -67,9 +67,9 @@ def expected_by_loops(cfg: PPOConfig) -> dict[str, list[list[float]]]:
 
 CONFIGS = {
     "grpo": PPOConfig(advantage="group", kl=IN_LOSS),
-    "dr-grpo": PPOConfig(advantage="group", group_scale="none", kl=IN_LOSS),
-    "group-kl-in-the-reward": PPOConfig(advantage="group", group_scale="none"),
-    "group-whitened": PPOConfig(advantage="group", group_scale="none", whiten_advantages=True, kl=IN_LOSS),
+    "dr-grpo": PPOConfig(advantage="group_mean", kl=IN_LOSS),
+    "group-kl-in-the-reward": PPOConfig(advantage="group_mean"),
+    "group-whitened": PPOConfig(advantage="group_mean", whiten_advantages=True, kl=IN_LOSS),
     "group-skips": PPOConfig(advantage="group", skip_equal_groups=True, kl=IN_LOSS),
     "group-overlong": PPOConfig(advantage="group", truncated="mask", kl=IN_LOSS),
     "rloo": PPOConfig(advantage="rloo", kl=KLConfig(coef=0.5)),
@@ -128,7 +128,7 @@ def test_a_group_of_equal_scores_is_counted_and_left_out_where_that_is_asked() -
 
 def test_a_prompt_that_was_drawn_twice_is_two_groups() -> None:
     """Both groups of these rows have prompt 7: rows decide what was sampled together, not prompts."""
-    got, _ = run(make_step(), PPOConfig(advantage="group", group_scale="none", kl=IN_LOSS))
+    got, _ = run(make_step(), PPOConfig(advantage="group_mean", kl=IN_LOSS))
     first = got.advantages[:4].max(axis=1) + got.advantages[:4].min(axis=1)  # one number a row, and zeros
     np.testing.assert_allclose(first, SCORES[:4] - SCORES[:4].mean(), atol=1e-6)
 

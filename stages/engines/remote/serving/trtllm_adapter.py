@@ -266,7 +266,7 @@ _COMPILERS_FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR":
 
 
 class MissingFeatureError(RuntimeError):
-    """The version that is there lacks what is needed; names both."""
+    """The installed version lacks a needed feature. The message names both."""
 
 
 @dataclass(frozen=True)

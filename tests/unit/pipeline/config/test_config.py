@@ -252,8 +252,6 @@ REFUSED = {
     "ppo.advantage=reinforce_pp ppo.critic_warmup_steps=1": "ppo.critic_warmup_steps",
     "ppo.advantage=reinforce_pp ppo.skip_equal_groups=true": "ppo.skip_equal_groups",
     "ppo.skip_equal_groups=true": "ppo.skip_equal_groups",
-    "ppo.group_scale=none": "ppo.group_scale",
-    "ppo.advantage=rloo rollout.responses_per_prompt=2 ppo.group_scale=none": "ppo.group_scale",
     "ppo.advantage=rloo rollout.responses_per_prompt=2 reward.normalize.mean=true": "reward.normalize.mean",
     "ppo.advantage=group rollout.responses_per_prompt=2 ppo.kl.where=loss reward.normalize.scale=true": "reward.normalize.scale",  # noqa: E501
     "ppo.advantage=rloo rollout.responses_per_prompt=2 alarms.stop=[critic]": "alarms.stop",
@@ -329,7 +327,7 @@ REINFORCE = "ppo.advantage=reinforce_pp"
 @pytest.mark.parametrize("changes", [
     (REINFORCE,), ("ppo.advantage=rloo", "rollout.responses_per_prompt=2"),
     ("ppo.advantage=group", "rollout.responses_per_prompt=8", "ppo.kl.where=loss", "ppo.kl.estimator=k3"),
-    ("ppo.advantage=group", "rollout.responses_per_prompt=8", "ppo.group_scale=none", "ppo.skip_equal_groups=true"),
+    ("ppo.advantage=group_mean", "rollout.responses_per_prompt=8", "ppo.skip_equal_groups=true"),
     ("ppo.advantage=group", "rollout.responses_per_prompt=8", "ppo.kl.coef=0", "ppo.whiten_advantages=true"),
 ])  # fmt: skip
 def test_without_a_critic_nothing_of_one_is_in_the_run(base: Path, changes: tuple[str, ...]) -> None:

@@ -229,7 +229,7 @@ def test_nothing_ends_a_reward_that_ships_with_stageline(base: Path) -> None:
 
 def test_the_same_where_it_does_something(base: Path) -> None:
     grouped = ("ppo.advantage=group", "rollout.responses_per_prompt=4", "ppo.kl.where=loss")
-    load(base, *grouped, "ppo.group_scale=none")
+    load(base, *grouped, "ppo.advantage=group_mean", "reward.normalize.scale=true")
     load(base, *grouped, "reward.normalize={mean: true, scale: true, clip: 2}")
     load(base, "reward.normalize.mean=true")
 

@@ -34,8 +34,8 @@ class NormalizeConfig:
     step's."""
 
     mean: bool = False
-    """Subtract the mean. Refused without `clip` under `advantage: group`, `group_mean` and `rloo`, which subtract a mean
-    anyway."""
+    """Subtract the mean. Refused without `clip` under `advantage: group`, `group_mean` and `rloo`, which subtract a
+    mean anyway."""
     scale: bool = False
     """Divide by the standard deviation."""
     clip: float | None = setting(None, above(0, ", or null for no bound"))
@@ -52,8 +52,8 @@ class PPOConfig:
     GRPO). rloo: the mean of the others (leave one out). reinforce_pp: the mean of the step
     (REINFORCE++). See stages/ppo/advantages.py."""
     skip_equal_groups: bool = False
-    """Under `advantage: group`, `group_mean` and `rloo`, leave a prompt's responses out of the loss if all have the same
-    score."""
+    """Under `advantage: group`, `group_mean` and `rloo`, leave a prompt's responses out of the loss if all have the
+    same score."""
     gamma: float = setting(1.0, between(0, 1))
     """Discount. Under `advantage: group`, `group_mean` and `rloo` it is 1: a response has one reward."""
     lam: float = setting(0.95, between(0, 1))

@@ -115,7 +115,7 @@ def write_random(directory: Path) -> None:
 def measure(gang: TracedGang, heap: Mapping[str, str]) -> list[int]:
     """Run all ranks of a gang and return the peak bytes of each."""
     spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="stageline-memory-") as folder, _environment(heap):
+    with tempfile.TemporaryDirectory(prefix="stageline-memory-") as folder, environment(heap):
         answers = [spawn.Pipe(duplex=False) for _ in range(gang.num_ranks)]
         ranks = [spawn.Process(target=_rank, args=(gang, i, folder, answers[i][1])) for i in range(gang.num_ranks)]
         for rank in ranks:
@@ -126,7 +126,7 @@ def measure(gang: TracedGang, heap: Mapping[str, str]) -> list[int]:
 
 
 @contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+def environment(changes: Mapping[str, str]) -> Iterator[None]:
     """Return a context in which processes that are started have these variables."""
     before = dict(os.environ)
     os.environ.update({**changes, "OMP_NUM_THREADS": "1"})

@@ -1,0 +1,182 @@
+"""Memory and seconds that a publication takes on every rank of a gang, beside a plain copy of the same bytes.
+
+A random policy of 0.5 B parameters (Qwen2.5's shape, float32) with its gradients and no moments, since a
+publication reads only weights. Each rank is a process of a gloo gang. A version is published, released, and published
+again into the memory of the first: the second one is timed, from one barrier to the next.
+
+    beyond     peak of the resident set during the second publication (VmHWM, set back before), less what it was before
+    allowed    two buckets of 256 MB, the aim: a stream of tensors needs no more beside the state
+    copy       the published file's bytes from one file in memory into another that has its pages, in pieces of 16 MB
+
+`python -m benchmarks.refit` has the other half: a refit from the board beside an engine made from files.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness import arguments, measured_load, report, write_json
+from benchmarks.predicted_memory import RETURNED, SIZES, environment
+from stages.models.config import LayoutConfig, ModelConfig, SamplingConfig
+from stages.models.hf_weights import write_tensors
+from stages.models.host import MegatronHost
+from stages.models.protocol import Rank, Role
+from stages.models.spec import RANDOM_8B, read_config, read_spec, tensor_shapes
+from stages.ppo.config import PPOConfig
+from stages.publish import publish
+from storage.weights import WeightBoard
+
+HALF_B = {
+    "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
+LAYOUTS = {
+    "1": LayoutConfig(),
+    "TP2": LayoutConfig(tensor=2),
+    "PP2": LayoutConfig(pipeline=2),
+    "TP2 PP2": LayoutConfig(tensor=2, pipeline=2),
+}
+ALLOWED_BYTES = 2 * 256 << 20
+PIECE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A rank's publications."""
+
+    beyond: int
+    """Most bytes of a publication beside what the rank held before."""
+    seconds: list[float]
+    copy_seconds: list[float]
+    """Empty except on rank 0."""
+    num_bytes: int
+
+
+def write_random(directory: Path, sizes: dict[str, Any]) -> None:
+    """Write a random model: `SIZES` of `predicted_memory`, with some of them replaced."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(read_config(RANDOM_8B) | SIZES | sizes))
+    shapes = tensor_shapes(read_spec(str(directory)))
+    weights = {name: torch.full(shape, 0.02) for name, shape in shapes.items()}
+    write_tensors(directory / "model.safetensors", weights)
+
+
+def measure(path: Path, layout: LayoutConfig, repeats: int) -> list[Measured]:
+    """Run all ranks of a gang and return what each measured, in the order of the ranks."""
+    spawn = multiprocessing.get_context("spawn")
+    num_ranks = layout.tensor * layout.pipeline
+    with tempfile.TemporaryDirectory(prefix="stageline-publish-", dir="/dev/shm") as folder, environment(RETURNED):
+        answers = [spawn.Pipe(duplex=False) for _ in range(num_ranks)]
+        ranks = [
+            spawn.Process(target=_rank, args=(path, layout, repeats, Path(folder), i, num_ranks, answers[i][1]))
+            for i in range(num_ranks)
+        ]
+        for rank in ranks:
+            rank.start()
+        for _, own in answers:
+            own.close()
+        found = [answer.recv() for answer, _ in answers]
+        for rank in ranks:
+            rank.join()
+    return found
+
+
+def _rank(
+    path: Path, layout: LayoutConfig, repeats: int, folder: Path, index: int, num_ranks: int, answer: Any
+) -> None:
+    torch.set_num_threads(1)
+    model = ModelConfig(path=str(path), kernels="portable", products="torch", peak_tflops=1.0)
+    rank = Rank(index, num_ranks, f"file://{folder}/rendezvous", 1)
+    host = MegatronHost(
+        model, SamplingConfig(max_new_tokens=8), PPOConfig(), layout, frozenset({Role.POLICY}), rank,
+        seed=0, total_steps=1,
+    )  # fmt: skip
+    board = WeightBoard(folder / "board")
+    beyond, seconds, copies, num_bytes = 0, list[float](), list[float](), 0
+    for version in range(1 + repeats):
+        before = _status("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back
+        dist.barrier()
+        started = time.perf_counter()
+        manifest = publish(host, board, version)
+        dist.barrier()
+        if version:
+            seconds.append(time.perf_counter() - started)
+            beyond = max(beyond, _status("VmHWM") - before)
+        if manifest is not None:
+            num_bytes = manifest.num_bytes
+            if version:
+                copies.append(_copy_seconds(board.directory / manifest.file, folder / "copy"))
+            board.release(version)
+    answer.send(Measured(beyond, seconds, copies, num_bytes))
+    dist.barrier()
+    host.close()
+
+
+def _copy_seconds(source: Path, target: Path) -> float:
+    """Return the seconds of a copy into a file that has its pages; the first call makes the file."""
+    seconds, buffer = 0.0, memoryview(bytearray(PIECE_BYTES))
+    for _ in range(1 if target.exists() else 2):
+        started = time.perf_counter()
+        with source.open("rb", 0) as given, target.open("r+b" if target.exists() else "xb", 0) as taken:
+            while num_bytes := given.readinto(buffer):
+                taken.write(buffer[:num_bytes])
+        seconds = time.perf_counter() - started
+    return seconds
+
+
+def _status(name: str) -> int:
+    """Return a number of bytes from Linux's status of this process."""
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def main() -> None:
+    options = arguments(__doc__ or "")
+    repeats = 1 if options.quick else options.repeats
+    rows: list[tuple[str, ...]] = []
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="stageline-publish-") as scratch:
+        path = Path(scratch, "model")
+        write_random(path, {} if options.quick else HALF_B)
+        for name, layout in LAYOUTS.items():
+            with measured_load() as load:
+                ranks = measure(path, layout, repeats)
+            seconds, copy = statistics.median(ranks[0].seconds), statistics.median(ranks[0].copy_seconds)
+            figures |= {f"{name}/{index}/beyond_bytes": float(rank.beyond) for index, rank in enumerate(ranks)}
+            figures |= {f"{name}/publish_s": seconds, f"{name}/copy_s": copy, f"{name}/bytes": ranks[0].num_bytes}
+            rows.append(
+                (
+                    name,
+                    f"{ranks[0].num_bytes / 1e6:.0f}",
+                    ", ".join(f"{rank.beyond / 1e6:.0f}" for rank in ranks),
+                    f"{ALLOWED_BYTES / 1e6:.0f}",
+                    f"{seconds:.2f}",
+                    f"{copy:.2f}",
+                    f"{seconds / copy:.1f}x",
+                    f"{load().others:.0%}",
+                )
+            )
+    report(
+        "publication: MB and seconds",
+        ("layout", "published", "beyond, by rank", "allowed", "publish", "copy", "of a copy", "others' load"),
+        rows,
+        [f"{repeats} repeats, medians of seconds, most of bytes"],
+    )
+    write_json(options.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ ROWS, SEQ = 8, 12
 LR, EPS, WEIGHT_DECAY = 1e-3, 1e-5, 0.1
 
 
-def model_config(dtype: Any = "float32", frozen_blocks: int = 0, micro_batch_rows: int = 3) -> ModelConfig:
+def model_config(
+    dtype: Any = "float32", frozen_blocks: int = 0, micro_batch_rows: int = 3, reuse_forward: Sequence[str] = ()
+) -> ModelConfig:
     optimizer = OptimizerConfig(
         lr=LR, decay="constant", eps=EPS, weight_decay=WEIGHT_DECAY, micro_batch_rows=micro_batch_rows
     )
@@ -40,6 +43,7 @@ def model_config(dtype: Any = "float32", frozen_blocks: int = 0, micro_batch_row
         dtype=dtype,
         frozen_blocks=frozen_blocks,
         critic_blocks=2,
+        reuse_forward=[*reuse_forward],
         policy=optimizer,
         critic=optimizer,
     )

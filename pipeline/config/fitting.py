@@ -192,7 +192,9 @@ def _ways(run: PlannedRun, gang: Gang) -> Iterator[str]:
         if engine.dtype == "float32":
             yield "engine.dtype=bfloat16"
     if Role.SCORE in gang.roles and run.scorers:
-        yield "a larger layout.tensor or layout.pipeline"
+        if any(scorer.dtype == "float32" for scorer in run.scorers):
+            yield "dtype: bfloat16 for its reward models"
+        yield "on several hosts a larger layout.tensor or layout.pipeline"
     if gang.roles & MODEL_ROLES:
         yield "more ranks"
         yield "smaller model.*.micro_batch_tokens"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from pipeline.config.placement import default_placement, placement_problems
@@ -84,7 +84,7 @@ def set_default(config: RunConfig, key: str) -> bool:
     owner: Any = config
     for part in path:
         owner = owner.get(part) if isinstance(owner, dict) else getattr(owner, part, None)
-    if not is_dataclass(owner) or not hasattr(owner, name):
+    if not is_dataclass(owner) or name not in {field.name for field in fields(owner)}:
         return False
     kind: Any = type(owner)
     setattr(owner, name, getattr(kind(), name))

@@ -27,6 +27,7 @@ def sources(tmp_path: Path) -> list[str]:
     ("change", "key", "part"),
     [
         ("stalenes=1", "stalenes", "did you mean staleness"),
+        ("run_dir=x", "run_dir", "did you mean runs_dir"),  # derived, an attribute of the config
         ("steps=many", "steps", "whole number"),
         ("missing.yaml", "missing.yaml", "no such config file"),
         ("model.path=nowhere", "model.path", "nowhere"),

@@ -123,6 +123,7 @@ def _costs(row: PublishedStep, calibration: Calibration, pipeline: int) -> Costs
         f"placement.gangs.generate={{workers: {row.actor_nodes}, concurrent_shards: 1}}",
         f"placement.gangs.train={actor}",
         f"placement.gangs.critic={critic}",
+        "placement.roles.reference=train",
         "ppo={epochs: 1, minibatches: 8, proximal: recompute}",
         "model.policy.micro_batch_rows=1",
         "model.critic.micro_batch_rows=1",

@@ -83,10 +83,11 @@ def test_adapters_save_the_gradients_of_frozen_weights() -> None:
 
 
 def train(pipeline: int, workers: int, **layout: str) -> tuple[str, ...]:
-    """The 70B policy's gang, tensor-parallel over 8 ranks, in rows of one micro-batch each."""
+    """The gang of the 70B policy and its reference, tensor-parallel over 8 ranks, in rows of one micro-batch each."""
     given = "".join(f", {key}: {value}" for key, value in ({"recompute": "none"} | layout).items())
     return (
         f"placement.gangs.train={{workers: {workers}, layout: {{tensor: 8, pipeline: {pipeline}{given}}}}}",
+        "placement.roles.reference=train",
         "model.policy.micro_batch_rows=1",
         "ppo.minibatches=1",
         "rollout={rows: 64, shards: 4, responses_per_prompt: 1}",

@@ -13,6 +13,10 @@ from storage.problems import Problem, at_least, setting, unread_problems
 
 OTHER_ENVIRONMENTS = {"vllm": "make engine-vllm", "tensorrt_llm": "make engine-trtllm"}
 """Kinds of engines that need a Python environment of their own, and the command that makes it."""
+_NO_DRAFTS = {
+    "vllm": "vLLM refuses speculative decoding beside the logits processor that draws its tokens",
+    "tensorrt_llm": "TensorRT-LLM refuses log-probs beside drafts, or reports wrong ones",
+}
 HIDDEN_STATES_BYTES = 64 << 20
 """Memory of the hidden states that a learned draft head learns from, 2 bytes a number: three quarters for finished
 rows, a quarter for rows in flight."""
@@ -104,10 +108,14 @@ def _environment_problems(config: EngineConfig) -> Iterator[Problem]:
 
 def _other_kinds_problems(config: EngineConfig) -> Iterator[Problem]:
     """Yield the settings of other kinds of engines, which this engine would ignore."""
-    for kind in ("embedded", "vllm"):
-        if kind != config.kind:
-            why = f"only engine.kind={kind} reads it (given engine.kind={config.kind})"
-            yield from unread_problems(f"engine.{kind}", getattr(config, kind), why)
+    why = "only engine.kind={} reads it (given engine.kind=" + config.kind + ")"
+    if config.kind != "embedded":
+        embedded, why_embedded = config.embedded, why.format("embedded")
+        yield from unread_problems("engine.embedded", embedded, why_embedded, ("kernels",))
+        why_no_drafts = f"{why_embedded}, and {_NO_DRAFTS[config.kind]}"
+        yield from unread_problems("engine.embedded.speculation", embedded.speculation, why_no_drafts)
+    if config.kind != "vllm":
+        yield from unread_problems("engine.vllm", config.vllm, why.format("vllm"))
 
 
 def _embedded_problems(config: EmbeddedConfig) -> Iterator[Problem]:

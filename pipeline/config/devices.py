@@ -1,8 +1,8 @@
 """Assign GPUs to workers before anything starts, so that no two workers share a GPU by accident.
 
-Each rank of a gang needs one GPU, each replica of the engine as many as it has ranks, and rewards none. A *unit* is
-placed together: the ranks of a gang on one host, or one replica. Two ranks of a unit never share a GPU, which NCCL
-would refuse.
+Each rank of a gang needs one GPU, each replica of the engine as many as it has ranks, and each scoring worker one if
+rewards have models (`Gang.gpus`). A *unit* is placed together: the ranks of a gang on one host, or one replica. Two
+ranks of a unit never share a GPU, which NCCL would refuse.
 
                 GPU     0    1    2    3
     train (4 ranks)     0    1    2    3                        the larger units first, each on GPUs of its own
@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.graph.graph import Gang
-from stages.models.protocol import MODEL_ROLES, Role
+from stages.models.protocol import Role
 from storage.problems import Problem
 
 Worker = tuple[str, int]
@@ -47,14 +47,6 @@ class _Unit:
         return len(self.indices) * self.each
 
 
-def gpus_per_worker(roles: Collection[str], replica_ranks: int) -> int:
-    """Return the number of GPUs that a worker with these roles computes on, unless everything runs on CPUs.
-    `replica_ranks`: ranks of one engine."""
-    if Role.GENERATE in roles:
-        return replica_ranks
-    return 0 if MODEL_ROLES.isdisjoint(roles) else 1
-
-
 def all_here(gangs: Sequence[Gang]) -> dict[Worker, str]:
     """Return a mapping that places every worker on this host."""
     return {(gang.name, index): THIS_HOST for gang in gangs for index in range(gang.workers)}
@@ -62,7 +54,6 @@ def all_here(gangs: Sequence[Gang]) -> dict[Worker, str]:
 
 def device_problems(
     gangs: Sequence[Gang],
-    replica_ranks: int,
     hosts: Mapping[Worker, str],
     num_gpus: Mapping[str, int],
     *,
@@ -74,12 +65,11 @@ def device_problems(
     Args:
         hosts: the host of each worker.
         num_gpus: GPUs of each host; 0 if everything is computed on CPUs.
-        replica_ranks: ranks of one engine.
         share: `placement.oversubscribe`.
         device_sharing: `placement.device_sharing`.
     """
     for host, available in num_gpus.items():
-        units, _ = _divided(_units(gangs, replica_ranks, hosts, host) if available else [], device_sharing)
+        units, _ = _divided(_units(gangs, hosts, host) if available else [], device_sharing)
         for unit in units:
             if unit.size > available:
                 yield _too_large(unit, host, available, "" if share else _together(units))
@@ -99,7 +89,6 @@ def device_problems(
 
 def plan_devices(
     gangs: Sequence[Gang],
-    replica_ranks: int,
     hosts: Mapping[Worker, str],
     num_gpus: Mapping[str, int],
     device_sharing: DeviceSharing = (),
@@ -109,7 +98,7 @@ def plan_devices(
     plan: dict[Worker, tuple[int, ...]] = dict.fromkeys(hosts, ())
     for host, available in num_gpus.items():
         if available:
-            units, followers = _divided(_units(gangs, replica_ranks, hosts, host), device_sharing)
+            units, followers = _divided(_units(gangs, hosts, host), device_sharing)
             assigned = _assigned(units, available)
             assert not isinstance(assigned, _Unit), f"{assigned} was not refused"
             plan |= assigned
@@ -127,7 +116,6 @@ def visible_devices(indices: Sequence[int], inherited: str | None) -> str:
 
 def devices_of_joining(
     gang: Gang,
-    replica_ranks: int,
     seen: Sequence[str],
     taken: Mapping[str, Collection[Worker]],
     *,
@@ -144,7 +132,7 @@ def devices_of_joining(
     """
     alternating = {name for group in device_sharing if gang.name in group for name in group} - {gang.name}
     taken = {device: [one for one in holders if one[0] not in alternating] for device, holders in taken.items()}
-    each = gpus_per_worker(gang.roles, replica_ranks)
+    each = gang.gpus
     if not each or not seen:
         return ()
     if len(seen) < each:
@@ -188,15 +176,14 @@ def _after(
     return found
 
 
-def _units(gangs: Sequence[Gang], replica_ranks: int, hosts: Mapping[Worker, str], host: str) -> list[_Unit]:
+def _units(gangs: Sequence[Gang], hosts: Mapping[Worker, str], host: str) -> list[_Unit]:
     units = []
     for gang in gangs:
         here = tuple(index for index in range(gang.workers) if hosts[gang.name, index] == host)
-        each = gpus_per_worker(gang.roles, replica_ranks)
         if gang.ordered and here:
-            units.append(_Unit(gang, here, each))
-        elif Role.GENERATE in gang.roles:
-            units += [_Unit(gang, (index,), each) for index in here]
+            units.append(_Unit(gang, here, gang.gpus))
+        elif gang.gpus:
+            units += [_Unit(gang, (index,), gang.gpus) for index in here]
     return units
 
 

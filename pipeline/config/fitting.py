@@ -84,7 +84,7 @@ def devices_memory(
     config = run.config
     sharing = config.placement.device_sharing
     available = dict.fromkeys(hosts.values(), num_devices)
-    plan = plan_devices(config.gangs(), config.replica_ranks, hosts, available, sharing)
+    plan = plan_devices(config.gangs(), hosts, available, sharing)
     loads: dict[tuple[str, int], list[WorkerMemory]] = {}
     for worker in workers:
         for number in plan[worker.worker]:

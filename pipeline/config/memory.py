@@ -24,7 +24,7 @@ from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
 
-from pipeline.config.devices import Worker, all_here, gpus_per_worker
+from pipeline.config.devices import Worker, all_here
 from pipeline.config.hardware import GIB
 from pipeline.config.role_models import read_model, role_models
 from pipeline.config.run import RunConfig
@@ -101,7 +101,7 @@ ENGINE_PROCESSES, ENGINE_WORK = "engine's processes", "engine's graphs and buffe
 PUBLICATION, ON_HOST, CHECKPOINTS = "publication", "publication on the host", "copies for checkpoints"
 EXPORT, EXPORTS = "export", "exports"
 """The last version's export, with no work after it; or exports that are written while training goes on."""
-_ON_HOST = frozenset({PROCESS, READING, OFFLOADED, ENGINE_PROCESSES, SCORERS, ON_HOST, CHECKPOINTS, EXPORT, EXPORTS})
+_ON_HOST = frozenset({PROCESS, READING, OFFLOADED, ENGINE_PROCESSES, ON_HOST, CHECKPOINTS, EXPORT, EXPORTS})
 """Items that lie in the host's memory for a worker with a GPU."""
 _REMAINS = frozenset({CONTEXT, NCCL})
 """Items that stay on the device while other gangs have it."""
@@ -146,7 +146,7 @@ class PlannedRun:
     own: Mapping[Role, PlannedModel] = field(default_factory=dict)
     """Models of the roles whose model is not the policy's."""
     scorers: Sequence[PlannedScorer] = ()
-    """Reward models. Every scoring worker holds all of them in its host's memory."""
+    """Reward models. Every scoring worker holds all of them, or its part of them."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -230,14 +230,15 @@ def workers_memory(run: PlannedRun) -> list[WorkerMemory]:
             key = gang.name, stage, sends, index == 0
             if key not in known:
                 known[key] = _items(run, gang, stage, sends=sends, first=index == 0)
-            found.append(WorkerMemory((gang.name, index), known[key], run.on_gpus))
+            found.append(WorkerMemory((gang.name, index), known[key], on_gpu=run.on_gpus and gang.gpus > 0))
     return found
 
 
 def worker_memory(run: PlannedRun, gang: Gang, index: int) -> WorkerMemory:
     """Return the predicted memory of one worker."""
     stage, sends = _position(run, gang, index)
-    return WorkerMemory((gang.name, index), _items(run, gang, stage, sends=sends, first=index == 0), run.on_gpus)
+    items = _items(run, gang, stage, sends=sends, first=index == 0)
+    return WorkerMemory((gang.name, index), items, on_gpu=run.on_gpus and gang.gpus > 0)
 
 
 def _position(run: PlannedRun, gang: Gang, index: int) -> tuple[int, bool]:
@@ -300,8 +301,7 @@ def _models_of(run: PlannedRun, gang: Gang) -> list[PlannedModel]:
 
 def _items(run: PlannedRun, gang: Gang, stage: int, *, sends: bool, first: bool) -> dict[str, int]:
     """Return the items of a worker. `stage`, `sends`, `first`: of a rank (`publication_bytes`)."""
-    config = run.config
-    devices = gpus_per_worker(gang.roles, config.replica_ranks) if run.on_gpus else 0
+    devices = gang.gpus if run.on_gpus else 0
     items = {PROCESS: PROCESS_BYTES + (CUDA_PROCESS_BYTES if devices else 0), CONTEXT: devices * CUDA_CONTEXT_BYTES}
     if gang.roles & MODEL_ROLES:
         items |= _model_items(run, gang, stage, sends=sends, first=first)
@@ -311,6 +311,8 @@ def _items(run: PlannedRun, gang: Gang, stage: int, *, sends: bool, first: bool)
     items[READING] = max((model.stored_bytes for model in read if not model.is_mapped), default=0)
     if Role.SCORE in gang.roles and run.scorers:  # they are then the only models of the gang
         items[SCORERS] = sum(_scorer_bytes(run, gang, scorer, stage) for scorer in run.scorers)
+        if devices and gang.divides_scorers:
+            items[NCCL] = communicators(run.config.placement.gangs[gang.name].layout, gang.workers) * NCCL_BYTES
     return {name: number for name, number in items.items() if number}
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 from pipeline.graph.graph import Gang, gangs_of
 from stages.models.config import LayoutConfig, Offload
 from stages.models.layouts import gang_problems
 from stages.models.protocol import MODEL_ROLES, Role
 from storage.problems import Constraint, Problem, at_least, local_directory, plain_name, setting, unread_problems
+
+_MODELS = frozenset({Role.GENERATE, *MODEL_ROLES})
+"""Roles with models that compute on GPUs wherever there are any."""
 
 
 @dataclass
@@ -32,6 +35,9 @@ class GangConfig:
     """Parts of the gang's models that leave its devices while they are not needed. gradients: gradient buffers outside
     their model's update. idle: also those of policy, critic and reference that are idle; they move to the host's
     memory, on GPUs only."""
+    device: Literal["auto", "cpu"] = "auto"
+    """Devices of reward models and local judges. auto: GPUs, one for each worker, if the hosts have any; cpu: CPUs
+    although the hosts have GPUs. Other models always compute on GPUs if there are any."""
     weights_dir: str | None = setting(
         None,
         local_directory(),
@@ -86,14 +92,29 @@ def gang_of(placement: PlacementConfig, role: Role) -> str:
     return roles.get(Role.ADVANTAGE, roles[Role.SCORE]) if role is Role.ADVANTAGE else roles[role]
 
 
-def placed_gangs(placement: PlacementConfig, *, critic: bool) -> list[Gang]:
-    """Return the gangs with the roles placed on them. If `critic` is False, its role is left out, and so are gangs
-    without any other role."""
+def placed_gangs(
+    placement: PlacementConfig, *, critic: bool, replica_ranks: int = 1, scoring_models: bool = False
+) -> list[Gang]:
+    """Return the gangs with the roles placed on them, and the GPUs that their workers need.
+
+    Args:
+        critic: False: its role is left out, and so are gangs without any other role.
+        replica_ranks: ranks of one engine.
+        scoring_models: True if rewards have models.
+    """
     gangs = placement.gangs
     roles = {role: gang_of(placement, role) for role in Role if critic or role is not Role.CRITIC}
     dividing = [name for name, gang in gangs.items() if gang.layout.tensor > 1 or gang.layout.pipeline > 1]
     workers = {name: gang.workers for name, gang in gangs.items()}
-    return gangs_of(roles, workers, {name: gang.concurrent_shards for name, gang in gangs.items()}, dividing)
+    placed = gangs_of(roles, workers, {name: gang.concurrent_shards for name, gang in gangs.items()}, dividing)
+
+    def gpus(gang: Gang) -> int:
+        if Role.GENERATE in gang.roles:
+            return replica_ranks
+        scores = scoring_models and Role.SCORE in gang.roles and gangs[gang.name].device == "auto"
+        return 1 if gang.roles & MODEL_ROLES or scores else 0
+
+    return [replace(gang, gpus=gpus(gang)) for gang in placed]
 
 
 def placement_problems(placement: PlacementConfig, *, critic: bool) -> Iterator[Problem]:
@@ -135,6 +156,9 @@ def _gang_problems(placement: PlacementConfig, name: str) -> Iterator[Problem]:
         yield Problem(key, name, "no role is placed on it; place one or remove the gang")
     yield from _offload_problems(f"{key}.offload", settings.offload, roles)
     yield from _weights_dir_problems(f"{key}.weights_dir", settings.weights_dir, roles)
+    if settings.device != "auto" and (Role.SCORE not in roles or not _MODELS.isdisjoint(roles)):
+        need = "is for gangs that only score: models of other roles compute on GPUs if there are any: auto"
+        yield Problem(f"{key}.device", settings.device, need)
     if MODEL_ROLES.isdisjoint(roles):
         yield from _unused_layout_problems(f"{key}.layout", settings.layout, roles)
 
@@ -148,14 +172,10 @@ def _turn_problems(placement: PlacementConfig) -> Iterator[Problem]:
         if len(group) < 2:
             yield Problem(key, group, f"two or more gangs share devices (placement.gangs has {choice})")
         for name in group:
-            roles = {role for role, gang in placement.roles.items() if gang == name}
             if name not in placement.gangs:
                 yield Problem(key, name, f"no such gang; placement.gangs has {choice}")
             elif name in seen:
                 yield Problem(key, name, "is named twice: a gang shares devices in one group")
-            elif roles.isdisjoint({Role.GENERATE, *MODEL_ROLES}):
-                models = ", ".join(sorted(MODEL_ROLES))
-                yield Problem(key, name, f"has none of generate, {models}, and so no device: leave it out")
             seen.add(name)
 
 

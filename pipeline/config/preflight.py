@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from pipeline.config.devices import THIS_HOST, all_here, device_problems, gpus_per_worker
+from pipeline.config.devices import THIS_HOST, all_here, device_problems
 from pipeline.config.fitting import descriptors_needed, memory_problems, most_descriptors
 from pipeline.config.identity import FILE, Identity, change_problems, edited, read_identity, sections, settings
 from pipeline.config.loading import config_hash, read_saved
@@ -510,9 +510,7 @@ def _check_devices(config: RunConfig) -> None:
     gangs = config.gangs()
     placement, gpus = config.placement, {THIS_HOST: gpus_here()}
     share, device_sharing = may_share(config, gpus_here()), placement.device_sharing
-    for problem in device_problems(
-        gangs, config.replica_ranks, all_here(gangs), gpus, share=share, device_sharing=device_sharing
-    ):
+    for problem in device_problems(gangs, all_here(gangs), gpus, share=share, device_sharing=device_sharing):
         raise refusal(problem)
 
 
@@ -525,7 +523,7 @@ def may_share(config: RunConfig, num_gpus: int) -> bool:
 
 def device_notes(config: RunConfig, num_gpus: int) -> list[str]:
     """Return a note if the gangs of a local run share a GPU because their host has no other."""
-    gangs = [gang.name for gang in config.gangs() if gpus_per_worker(gang.roles, config.replica_ranks)]
+    gangs = [gang.name for gang in config.gangs() if gang.gpus]
     if config.cluster.kind != "local" or config.placement.oversubscribe is not None or len(gangs) < 2:
         return []
     together = set(gangs) <= {name for group in config.placement.device_sharing for name in group}

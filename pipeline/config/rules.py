@@ -131,7 +131,7 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
     yield from _normalize_problems(config)
     yield from _unread_problems(config)
     yield from _reuse_problems(config)
-    yield from slurm_placement_problems(config.slurm, config.placement, config.replica_ranks)
+    yield from slurm_placement_problems(config.slurm, config.placement, config.gangs())
     warmup = config.ppo.critic_warmup_steps
     if warmup >= config.steps:
         need = f"must be below steps = {config.steps}: in no other step is the policy trained"
@@ -174,6 +174,15 @@ def _unread_problems(config: RunConfig) -> Iterator[Problem]:
     if "mismatch" in config.alarms.stop and not config.mismatch.rows:
         need = "without canaries (mismatch.rows=0) there is no alarm to stop at: set mismatch.rows, or leave it out"
         yield Problem("alarms.stop", "mismatch", need)
+    gpus = {gang.name: gang.gpus for gang in config.gangs()}
+    for number, group in enumerate(config.placement.device_sharing):
+        for name in group:
+            if gpus.get(name) == 0:
+                need = "computes nothing on GPUs: it has no models, or placement.gangs.*.device is cpu; leave it out"
+                yield Problem(f"placement.device_sharing.{number}", name, need)
+    for name, settings in config.placement.gangs.items():
+        if settings.device == "cpu" and not config.scoring_models():
+            yield Problem(f"placement.gangs.{name}.device", "cpu", "no reward has a model: auto")
     if config.prompts.url.startswith(REASONING_SCHEME):
         why = f"problems of {REASONING_SCHEME} are made, not read from a field: a file as prompts.url"
         yield from unread_problems("prompts", config.prompts, why, ("field",))

@@ -232,7 +232,12 @@ class RunConfig:
         return Layouts(step, Layout(self.evaluate.shards, self.eval_rows_per_shard, self.seq))
 
     def gangs(self) -> list[Gang]:
-        return placed_gangs(self.placement, critic=self.has_critic)
+        return placed_gangs(
+            self.placement,
+            critic=self.has_critic,
+            replica_ranks=self.replica_ranks,
+            scoring_models=bool(self.scoring_models()),
+        )
 
     def shares_devices(self, gang: str) -> bool:
         """Return True if a gang shares devices with others."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeline.config.devices import gpus_per_worker
 from pipeline.config.placement import PlacementConfig
+from pipeline.graph.graph import Gang
 from stages.models.protocol import Role
 from storage.problems import Constraint, Problem, at_least, between, setting
 
@@ -114,16 +114,12 @@ class SlurmConfig:
     """Nodes and resources by gang."""
 
 
-def gpus_of_worker(config: SlurmConfig, placement: PlacementConfig, gang: str, replica_ranks: int) -> int:
+def gpus_of_worker(config: SlurmConfig, gang: Gang) -> int:
     """Return the number of GPUs that a worker is given."""
-    given = _of(config, gang).gpus_per_worker
+    given = _of(config, gang.name).gpus_per_worker
     if config.gres is None:
         return 0
-    return gpus_per_worker(_roles(placement, gang), replica_ranks) if given is None else given
-
-
-def _roles(placement: PlacementConfig, gang: str) -> set[str]:
-    return {role for role, name in placement.roles.items() if name == gang}
+    return gang.gpus if given is None else given
 
 
 def host_gang(config: SlurmConfig, gang: str) -> str | None:
@@ -173,8 +169,11 @@ def slurm_problems(config: SlurmConfig) -> Iterator[Problem]:
             yield Problem("slurm.job", config.job, need)
 
 
-def slurm_placement_problems(config: SlurmConfig, placement: PlacementConfig, replica_ranks: int) -> Iterator[Problem]:
-    """Yield the problems of this section with the placement."""
+def slurm_placement_problems(
+    config: SlurmConfig, placement: PlacementConfig, gangs: Iterable[Gang]
+) -> Iterator[Problem]:
+    """Yield the problems of this section with the placement. `gangs`: those with a role."""
+    gpus = {gang.name: gang.gpus for gang in gangs}
     choice = ", ".join(placement.gangs)
     for name, gang in config.gangs.items():
         key = f"slurm.gangs.{name}"
@@ -190,7 +189,7 @@ def slurm_placement_problems(config: SlurmConfig, placement: PlacementConfig, re
         if nodes is not None and workers % nodes:
             where = f"slurm.gangs.{host}.nodes"
             yield Problem(where, nodes, f"must divide the workers of {name}, which are {workers}")
-        needed, given = gpus_per_worker(_roles(placement, name), replica_ranks), gang.gpus_per_worker
+        needed, given = gpus.get(name, 0), gang.gpus_per_worker
         if config.gres and given is not None and 0 < given < needed:
             yield Problem(f"{key}.gpus_per_worker", given, f"a worker of {name} has {needed} ranks: {needed}, or null")
     for number, group in enumerate(placement.device_sharing if config.gres else ()):

@@ -25,7 +25,7 @@ from distributed import Status
 from distributed.security import Security
 from distributed.utils import get_ip
 
-from pipeline.config.devices import Worker, devices_of_joining, gpus_per_worker
+from pipeline.config.devices import Worker, devices_of_joining
 from pipeline.config.loading import to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
@@ -292,12 +292,12 @@ class WorkerRegistry:
     def _gpus_for(self, request: JoinRequest) -> tuple[int, ...] | str:
         gang = self._gangs[request.gang]
         alike = next((one.request for (name, _), one in self._joined.items() if name == gang.name), None)
-        placement, ranks = self._config.placement, self._config.replica_ranks
-        if alike is not None and bool(alike.gpus) != bool(request.gpus) and gpus_per_worker(gang.roles, ranks):
+        placement = self._config.placement
+        if alike is not None and bool(alike.gpus) != bool(request.gpus) and gang.gpus:
             some = "sees GPUs" if request.gpus else "sees no GPU"
             return f"it {some}, unlike {worker_name(alike.gang, alike.index)} on host {alike.host}"
         share, device_sharing = bool(placement.oversubscribe), placement.device_sharing
-        return devices_of_joining(gang, ranks, request.gpus, self._taken(), share=share, device_sharing=device_sharing)
+        return devices_of_joining(gang, request.gpus, self._taken(), share=share, device_sharing=device_sharing)
 
     def _taken(self) -> Mapping[str, list[Worker]]:
         taken: dict[str, list[Worker]] = {}

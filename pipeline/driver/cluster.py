@@ -194,7 +194,7 @@ def shown_gpus(config: RunConfig, num_gpus: int, inherited: str | None) -> dict[
     """Return `CUDA_VISIBLE_DEVICES` for each worker of a run whose workers are all on this host. `inherited`: this
     process's own."""
     gangs, sharing = config.gangs(), config.placement.device_sharing
-    plan = plan_devices(gangs, config.replica_ranks, all_here(gangs), {THIS_HOST: num_gpus}, sharing)
+    plan = plan_devices(gangs, all_here(gangs), {THIS_HOST: num_gpus}, sharing)
     return {worker: visible_devices(gpus, inherited) for worker, gpus in plan.items()}
 
 

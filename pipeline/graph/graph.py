@@ -377,6 +377,8 @@ class Gang:
     """Shards that a replica of a pool works on at once."""
     divides_scorers: bool = False
     """True if its layout divides the models of its rewards over its workers."""
+    gpus: int = 0
+    """GPUs of each worker, on hosts that have any."""
 
     @property
     def ordered(self) -> bool:

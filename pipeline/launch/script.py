@@ -265,16 +265,16 @@ def _rank(config: RunConfig, host: str) -> tuple[bool, int]:
 
 def _group(config: RunConfig, host: str | None, gangs: Sequence[str]) -> NodeGroup:
     slurm, ranks = config.slurm, config.replica_ranks
-    ordered = {gang.name: gang.ordered for gang in config.gangs()}
+    placed = {gang.name: gang for gang in config.gangs()}
     of_host = SlurmGangConfig() if host is None else slurm.gangs[host]
     nodes = of_host.nodes or 1
     steps = tuple(
         Step(
             gang,
-            ordered[gang],
+            placed[gang].ordered,
             config.placement.gangs[gang].workers,
             cpus_per_worker(slurm, config.placement, gang, ranks),
-            gpus_of_worker(slurm, config.placement, gang, ranks),
+            gpus_of_worker(slurm, placed[gang]),
         )
         for gang in gangs
     )

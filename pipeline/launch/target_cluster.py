@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config.devices import Worker, device_problems, gpus_per_worker, plan_devices
+from pipeline.config.devices import Worker, device_problems, plan_devices
 from pipeline.config.fitting import memory_problems
 from pipeline.config.hardware import AS, GIB, HardwareCluster
 from pipeline.config.memory import MemoryLimits, PlannedRun, planned_run
@@ -60,17 +60,17 @@ def check_target(config: RunConfig, cluster: HardwareCluster, text: str) -> Targ
     """
     num_gpus = cluster.gpus_per_node if config.slurm.gres or not is_slurm(config) else 0
     models = check_shapes(config, on_gpus=num_gpus > 0)
-    gangs, ranks, sharing = config.gangs(), config.replica_ranks, config.placement.device_sharing
+    gangs, sharing = config.gangs(), config.placement.device_sharing
     if problems := [*_node_problems(config, cluster, num_gpus)]:
         raise together([refusal(problem) for problem in problems])
     hosts = place(config, cluster, num_gpus)
     available = dict.fromkeys(hosts.values(), num_gpus)
     share = may_share(config, num_gpus) if _on_one_node(config) else bool(config.placement.oversubscribe)
-    for problem in device_problems(gangs, ranks, hosts, available, share=share, device_sharing=sharing):
+    for problem in device_problems(gangs, hosts, available, share=share, device_sharing=sharing):
         raise refusal(problem)
     limits = limits_of(config, cluster, num_gpus, text)
     run = planned_run(config, models, on_gpus=num_gpus > 0)
-    devices = plan_devices(gangs, ranks, hosts, available, sharing)
+    devices = plan_devices(gangs, hosts, available, sharing)
     problems = [*memory_problems(run, limits, hosts)]
     return TargetCheck(run, hosts, devices, limits, problems, [*_notes(config, cluster, num_gpus)])
 
@@ -180,7 +180,7 @@ def _groups(config: RunConfig, gang: Gang, num_gpus: int) -> Iterator[_Group]:
 def _room(config: RunConfig, gang: Gang, num_gpus: int) -> int:
     """Return the GPUs of a gang, or without any the cores."""
     if num_gpus:
-        return gang.workers * gpus_per_worker(gang.roles, config.replica_ranks)
+        return gang.workers * gang.gpus
     return gang.workers * config.placement.gangs[gang.name].threads
 
 

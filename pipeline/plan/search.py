@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipeline.config.devices import gpus_per_worker
 from pipeline.config.hardware import GIB, HardwareCluster
 from pipeline.config.memory import PlannedRun, engine_memory, row_cache_bytes, worker_memory
 from pipeline.config.placement import GangConfig, PlacementConfig
@@ -480,11 +479,7 @@ def _on_nodes(space: Space, config: RunConfig, form: Form) -> RunConfig:
         return replace(config, cluster=replace(config.cluster, kind="local"), slurm=replace(config.slurm, gangs={}))
     per_node = space.cluster.gpus_per_node
     gangs = {gang.name: gang for gang in config.gangs()}
-    nodes = {
-        name: max(1, gang.workers * gpus_per_worker(gang.roles, config.replica_ranks) // per_node)
-        for name, gang in gangs.items()
-        if name != SCORE
-    }
+    nodes = {name: max(1, gang.workers * gang.gpus // per_node) for name, gang in gangs.items() if name != SCORE}
     host = max(nodes, key=lambda name: nodes[name]) if form.in_turns else None
     of_gangs = {
         name: SlurmGangConfig(nodes=count) if host in (None, name) else SlurmGangConfig(beside=host)

@@ -39,7 +39,6 @@ from typing import Any, Protocol
 
 import xxhash
 
-from pipeline.config.devices import gpus_per_worker
 from pipeline.config.hardware import HardwareCluster
 from pipeline.config.memory import PlannedRun, workers_memory
 from pipeline.graph.dispatch import Dispatch, Submit
@@ -608,7 +607,7 @@ def hand_over_s(run: PlannedRun, cluster: HardwareCluster) -> dict[str, float]:
     for worker in workers_memory(run):
         name = worker.worker[0]
         if name in sharing:
-            gpus = max(1, gpus_per_worker(gangs[name].roles, run.config.replica_ranks))
+            gpus = max(1, gangs[name].gpus)
             found[name] = max(found[name], worker.resting / gpus / cluster.hardware.pcie_bytes_per_s)
     return found
 

@@ -161,6 +161,8 @@ class WorkerParts:
             self.engine.sleep()
         if self.updates is not None:
             self.updates.host.sleep()
+        if self.scorer is not None:
+            HERE.sleep()
 
     def close(self) -> None:
         if self.scorer is not None:

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline.config.loading import to_yaml
@@ -140,7 +141,8 @@ def runtime_for(config: RunConfig, roles: Role | Collection[Role]) -> Iterator[S
     one_rank = held_in_one_process(config, held)
     settings.workers, settings.layout, settings.offload = 1, LayoutConfig(), "none"
     only.cluster.migrate_rows_below = 0  # there is no other replica
-    only.placement.gangs = {"replay": settings, "elsewhere": copy.deepcopy(settings)}
+    only.placement.device_sharing = []
+    only.placement.gangs = {"replay": settings, "elsewhere": replace(settings, device="auto")}
     only.placement.roles = {r.value: "replay" if r in held else "elsewhere" for r in Role}
     only.placement.gangs["replay"].concurrent_shards = 1
     only.placement.gangs["elsewhere"].concurrent_shards = 1

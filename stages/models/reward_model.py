@@ -44,6 +44,7 @@ from stages.models.kernels.fused import with_fusions
 from stages.models.layers import HiddenOutput
 from stages.models.layouts import check_layout
 from stages.models.numerics import choose_products, rows_multiple, set_numerics
+from stages.models.offload import Residence, has_own_memory
 from stages.models.protocol import Rank, Role
 from stages.models.spec import (
     LM_HEAD,
@@ -121,6 +122,8 @@ class RewardModel:
         frozen = model.frozen_blocks
         self._trunk = Trunk(build_trunk(self._blueprint, weights), model.trunk_cache_mb << 20) if frozen else None
         self._model = build_role(self._blueprint, _ROLE, weights)
+        models = [self._model] if self._trunk is None else [self._trunk.model, self._model]
+        self._weights = Residence(lambda: (parameter for model in models for parameter in model.parameters()))
         self._trainer: Trainer | None = None
         self._kept: list[Tensor] | None = None
         if total_steps is not None:
@@ -134,12 +137,20 @@ class RewardModel:
 
     def scores(self, rows: TokenRows) -> np.ndarray:
         """Return the score of each row, float32 [rows]. It depends only on the row and the weights."""
+        self._weights.wake()
         batches = score_micro_batches(rows, self._blueprint, self._config.micro_batch_tokens)
         found = run_forward(self._model, self._trunk, batches, self._read)
         scores = np.zeros(len(rows.lengths), np.float32)
         for batch, of_batch in zip(batches if found else [], found, strict=True):
             scores[batch.rows] = of_batch.float().cpu().numpy()
         return from_all_ranks(scores, self._parallel_rank)
+
+    def sleep(self) -> None:
+        """Move the weights to the host's memory, if the device has its own, until the next `scores`."""
+        if has_own_memory():
+            self._weights.sleep()
+            if self._trunk is not None:
+                self._trunk.forget()
 
     def train(self, step: int, batch: GroupedRows) -> dict[str, float]:
         """Make optimizer step `step` (from 0). Return the stats of the loss over all ranks, `lr`, `grad_norm`, and
@@ -387,9 +398,16 @@ class NextTokens:
         self._blueprint = Blueprint(model, spec, layout, joined, kernels, products)
         self._max_tokens = max_tokens
         self._model = build_role(self._blueprint, Role.REFERENCE, read_weights(model.path))
+        self._weights = Residence(lambda: self._model.parameters())
+
+    def sleep(self) -> None:
+        """Move the weights to the host's memory, if the device has its own, until the next `likeliest`."""
+        if has_own_memory():
+            self._weights.sleep()
 
     def likeliest(self, rows: TokenRows, number: int) -> list[list[tuple[int, float]]]:
         """Return each row's `number` likeliest next tokens as (token, log-prob), the likeliest first."""
+        self._weights.wake()
         rank, vocab_size = self._blueprint.parallel_rank, self._blueprint.spec.vocab_size
         batches = score_micro_batches(rows, self._blueprint, self._max_tokens)
         number = min(number, vocab_size)

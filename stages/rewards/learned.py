@@ -31,12 +31,15 @@ from storage.problems import Problem
 
 _WANTED = "give the directory of a reward model: RUN/model, which `stageline reward train` exports"
 
+PASS_TOKENS = 4096
+"""Most tokens of a pass of a scoring model, unless the config says otherwise."""
+
 
 class ModelReward(Reward):
     """Owns a use of a reward model of this process. It scores the token ids of prompt, response and EOS as they were
     sampled; the score includes the model's bias."""
 
-    def __init__(self, path: str, dtype: str = "float32", batch_tokens: int | None = None) -> None:
+    def __init__(self, path: str, dtype: str = "float32", batch_tokens: int | None = PASS_TOKENS) -> None:
         """Raises UnfitReward, naming the argument.
 
         Args:
@@ -149,6 +152,12 @@ class _ProcessModels:
             assert not self._models, "rewards still hold models of the gang"
             self._rank, self._layout = None, LayoutConfig()
             self._leave()
+
+    def sleep(self) -> None:
+        """Move the models' weights off the devices until they are used again."""
+        with self.lock:
+            for model in self._models.values():
+                model.sleep()
 
     def take(self, loading: Loading) -> Any:
         """Return the model. The caller gives it back with `give_back`."""

@@ -107,7 +107,7 @@ def test_ranks_give_the_scores_of_one(tmp_path: Path, name: str) -> None:
 DIVIDED = "{workers: 2, layout: {tensor: 2}}"
 
 
-def run_of(folder: Path, name: str, score: str) -> RunConfig:
+def run_of(folder: Path, name: str, score: str, *changes: str) -> RunConfig:
     """Run tiny.yaml with a model as the reward, evaluations included, in a gang with these settings. A rule is
     measured."""
     part = f"{{kind: model, args: {{path: {folder / 'model'}, batch_tokens: 64}}}}"
@@ -116,11 +116,14 @@ def run_of(folder: Path, name: str, score: str) -> RunConfig:
     text = TINY.read_text().replace(whole, f"reward: {{parts: {{learned: {part}, vowels: {rule}}}}}")
     (folder / "learned.yaml").write_text(text)
     gangs = placement(f"{{all: {{}}, score: {score}}}", score="score", others="all")
-    return finish(load_config([folder / "learned.yaml"], [*arguments(folder, name, gangs, "steps=2", *QUIET)[1:]]))
+    return finish(
+        load_config([folder / "learned.yaml"], [*arguments(folder, name, gangs, "steps=2", *QUIET, *changes)[1:]])
+    )
 
 
 @pytest.mark.full
 def test_a_run_scores_as_with_one_rank_and_heals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run that heals shares the devices of the scoring gang, too."""
     export_reward_model(tmp_path / "model")
     one, divided = run_of(tmp_path, "one", "{}"), run_of(tmp_path, "divided", DIVIDED)
     of_one, of_two = (
@@ -129,7 +132,7 @@ def test_a_run_scores_as_with_one_rank_and_heals(tmp_path: Path, monkeypatch: py
     np.testing.assert_allclose(of_two.scores, of_one.scores, atol=1e-5)
     np.testing.assert_array_equal(of_two.parts["vowels"], of_one.parts["vowels"])
     use_runtime(monkeypatch, "tests.support.faulty_runtimes:DyingScorerRuntime")
-    healed = run_of(tmp_path, "healed", DIVIDED)
+    healed = run_of(tmp_path, "healed", DIVIDED, "placement.device_sharing=[[all, score]]")
     assert (healed.run_dir / "died").exists()
     assert outputs(healed) == outputs(divided)
     monkeypatch.undo()

@@ -36,7 +36,7 @@ def trained(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def changes(folder: Path, trained: Path) -> list[str]:
     """tiny.yaml with the reward model, and beside it what is only measured."""
-    learned = f"learned: {{kind: model, args: {{path: {trained / 'model'}}}}}"
+    learned = f"learned: {{kind: model, args: {{path: {trained / 'model'}, batch_tokens: null}}}}"
     parts = f"{{{learned}, vowels: {{kind: characters, weight: 0, args: {{characters: aeiou}}}}}}"
     text = TINY.read_text().replace(
         "reward: {kind: characters, args: {characters: aeiou}}", f"reward: {{parts: {parts}}}"

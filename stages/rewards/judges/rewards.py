@@ -26,7 +26,7 @@ from stages.rewards.judges.answers import AnswerCache, question_key
 from stages.rewards.judges.budget import Budget, Spending
 from stages.rewards.judges.endpoint import Asked, Endpoint, Received, ask_endpoint
 from stages.rewards.judges.rubric import GROUP, Answer, Question, make_rubric, scored
-from stages.rewards.learned import DTYPES, EACH_ALONE, HERE, Holds, Loading
+from stages.rewards.learned import DTYPES, EACH_ALONE, HERE, PASS_TOKENS, Holds, Loading
 from stages.rewards.protocol import Reward, RewardFailed, Sample, Scored
 from stages.rewards.registry import UnfitReward
 from storage.problems import Problem, above, at_least
@@ -173,7 +173,7 @@ class LocalJudgeReward(Reward):
         system: str | None = None,
         likeliest: int = MAX_TOP_LOGPROBS,
         dtype: str = "float32",
-        pass_tokens: int | None = None,
+        pass_tokens: int | None = PASS_TOKENS,
         delimit: bool = True,
     ) -> None:
         """Raises UnfitReward, naming the argument.

@@ -22,25 +22,26 @@ from storage.problems import Problem
 TRAINED = frozenset({Role.POLICY, Role.REFERENCE})
 
 
-def gangs(train: int = 2, critic: int = 0, generate: int = 1) -> list[Gang]:
+def gangs(train: int = 2, critic: int = 0, generate: int = 1, *, ranks: int = 1, scorers: int = 0) -> list[Gang]:
+    """`ranks`: of one engine. `scorers`: GPUs of a scoring worker."""
     found = [
-        Gang("critic", frozenset({Role.CRITIC}), critic),
-        Gang("generate", frozenset({Role.GENERATE}), generate),
-        Gang("score", frozenset({Role.SCORE}), 3),
-        Gang("train", TRAINED, train),
+        Gang("critic", frozenset({Role.CRITIC}), critic, gpus=1),
+        Gang("generate", frozenset({Role.GENERATE}), generate, gpus=ranks),
+        Gang("score", frozenset({Role.SCORE}), 3, gpus=scorers),
+        Gang("train", TRAINED, train, gpus=1),
     ]
     return [gang for gang in found if gang.workers]
 
 
-def planned(placed: list[Gang], gpus: int, ranks: int = 1) -> dict[str, list[tuple[int, ...]]]:
+def planned(placed: list[Gang], gpus: int) -> dict[str, list[tuple[int, ...]]]:
     """The GPUs of each gang's workers, in order."""
-    assert not problems(placed, gpus, ranks=ranks, share=True)
-    plan = plan_devices(placed, ranks, all_here(placed), {THIS_HOST: gpus})
+    assert not problems(placed, gpus, share=True)
+    plan = plan_devices(placed, all_here(placed), {THIS_HOST: gpus})
     return {gang.name: [plan[gang.name, index] for index in range(gang.workers)] for gang in placed}
 
 
-def problems(placed: list[Gang], gpus: int, *, ranks: int = 1, share: bool = False) -> list[Problem]:
-    return [*device_problems(placed, ranks, all_here(placed), {THIS_HOST: gpus}, share=share)]
+def problems(placed: list[Gang], gpus: int, *, share: bool = False) -> list[Problem]:
+    return [*device_problems(placed, all_here(placed), {THIS_HOST: gpus}, share=share)]
 
 
 def used(plan: Mapping[str, list[tuple[int, ...]]]) -> list[int]:
@@ -55,24 +56,31 @@ def test_every_rank_and_every_replica_has_a_gpu_of_its_own() -> None:
 
 
 def test_a_replica_of_several_ranks_has_that_many() -> None:
-    plan = planned(gangs(train=1, generate=2), 5, ranks=2)
+    plan = planned(gangs(train=1, generate=2, ranks=2), 5)
     assert plan == {"generate": [(0, 1), (2, 3)], "train": [(4,)], "score": [()] * 3}
 
 
+def test_scoring_workers_with_models_have_gpus_too() -> None:
+    plan = planned(gangs(train=1, generate=1, scorers=1), 5)
+    assert plan == {"generate": [(0,)], "score": [(1,), (2,), (3,)], "train": [(4,)]}
+    (problem,) = problems(gangs(train=1, generate=1, scorers=1), 4)
+    assert "need 5 GPUs (generate 1, score 3, train 1)" in problem.need
+
+
 def test_one_process_for_everything_has_what_its_engine_needs() -> None:
-    everything = [Gang("all", frozenset(Role), 1)]
-    assert planned(everything, 3, ranks=2) == {"all": [(0, 1)]}
+    everything = [Gang("all", frozenset(Role), 1, gpus=2)]
+    assert planned(everything, 3) == {"all": [(0, 1)]}
 
 
 def test_gangs_that_take_turns_have_the_same_gpus() -> None:
-    placed, device_sharing = gangs(train=4, critic=1, generate=2), [["generate", "train"]]
+    placed, device_sharing = gangs(train=4, critic=1, generate=2, ranks=2), [["generate", "train"]]
     here, count = all_here(placed), {THIS_HOST: 5}
-    assert not [*device_problems(placed, 2, here, count, share=False, device_sharing=device_sharing)]
-    plan = plan_devices(placed, 2, here, count, device_sharing)
+    assert not [*device_problems(placed, here, count, share=False, device_sharing=device_sharing)]
+    plan = plan_devices(placed, here, count, device_sharing)
     assert [plan["train", rank] for rank in range(4)] == [(0,), (1,), (2,), (3,)]
     assert [plan["generate", replica] for replica in range(2)] == [(0, 1), (2, 3)]
     assert plan["critic", 0] == (4,), "which takes no turns"
-    (problem,) = device_problems(placed, 2, here, {THIS_HOST: 4}, share=False, device_sharing=device_sharing)
+    (problem,) = device_problems(placed, here, {THIS_HOST: 4}, share=False, device_sharing=device_sharing)
     assert "need 5 GPUs" in problem.need
 
 
@@ -81,8 +89,8 @@ def test_a_worker_that_joins_may_have_what_another_has_in_turn() -> None:
     taken = {"gpu-a": [("train", 0)], "gpu-b": [("critic", 0)]}
     seen = ["gpu-b", "gpu-a"]
     device_sharing = [["generate", "train"]]
-    assert devices_of_joining(engine, 1, seen, taken, share=False, device_sharing=device_sharing) == (1,)
-    assert "of the 2 that it sees 0 are free" in str(devices_of_joining(engine, 1, seen, taken, share=False))
+    assert devices_of_joining(engine, seen, taken, share=False, device_sharing=device_sharing) == (1,)
+    assert "of the 2 that it sees 0 are free" in str(devices_of_joining(engine, seen, taken, share=False))
 
 
 def test_a_host_without_gpus_gives_none() -> None:
@@ -115,7 +123,7 @@ def test_the_ranks_of_a_gang_never_share() -> None:
     assert "the gangs need" not in problem.need
     (problem,) = problems(gangs(train=4, generate=2), 2)
     assert "the gangs need 6 GPUs" in problem.need, "so that nobody asks for 4 next"
-    (problem,) = problems(gangs(train=1), 2, ranks=4, share=True)
+    (problem,) = problems(gangs(train=1, ranks=4), 2, share=True)
     assert problem.key == "engine.tensor_parallel"
 
 
@@ -123,11 +131,11 @@ def test_gpus_are_counted_on_each_host_by_itself() -> None:
     placed = gangs(train=4, generate=2)
     hosts = all_here(placed) | {("train", 2): "b", ("train", 3): "b", ("generate", 1): "b"}
     count = {THIS_HOST: 3, "b": 4}
-    assert not [*device_problems(placed, 1, hosts, count, share=False)]
-    plan = plan_devices(placed, 1, hosts, count)
+    assert not [*device_problems(placed, hosts, count, share=False)]
+    plan = plan_devices(placed, hosts, count)
     assert [plan["train", index] for index in range(4)] == [(0,), (1,), (0,), (1,)]
     assert [plan["generate", index] for index in range(2)] == [(2,), (2,)]
-    (problem,) = device_problems(placed, 1, hosts, {THIS_HOST: 3, "b": 2}, share=False)
+    (problem,) = device_problems(placed, hosts, {THIS_HOST: 3, "b": 2}, share=False)
     assert "b has 2" in problem.need
 
 

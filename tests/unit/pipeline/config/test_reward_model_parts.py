@@ -95,6 +95,24 @@ def test_every_scoring_worker_is_counted_with_the_model(folder: Path) -> None:
     assert total - before == items["reward models"] + stored
 
 
+@pytest.mark.parametrize(("settings", "gpus"), [((), 1), (("placement.gangs.score.device=cpu",), 0)])
+def test_scoring_workers_hold_reward_models_on_gpus_unless_told_otherwise(
+    folder: Path, settings: tuple[str, ...], gpus: int
+) -> None:
+    config = load(folder, *settings)
+    assert {gang.name: gang.gpus for gang in config.gangs()}["score"] == gpus
+    run = planned_run(config, role_models(config, read_spec(config.model.path)), on_gpus=True)
+    (scoring,) = [worker for worker in workers_memory(run) if worker.worker == ("score", 0)]
+    assert bool(scoring.on_device) == ("reward models" in scoring.device_items) == bool(gpus)
+    assert scoring.on_host + scoring.on_device == scoring.total
+    sharing = {config.placement.roles["generate"], "score"}
+    if gpus:
+        load(folder, f"placement.device_sharing=[[{','.join(sharing)}]]")
+    else:
+        with pytest.raises(ConfigError, match=r"^placement\.device_sharing\.0: given 'score'"):
+            load(folder, *settings, f"placement.device_sharing=[[{','.join(sharing)}]]")
+
+
 def test_other_files_of_a_reward_model_are_another_run(folder: Path) -> None:
     config = load(folder)
     prompts, ledger = preflight(config).prompts, Ledger(f"{folder}/runs/small/ledger")

@@ -171,6 +171,10 @@ def _unread_problems(config: RunConfig) -> Iterator[Problem]:
     if "critic" in config.alarms.stop and not config.has_critic:
         need = f"ppo.advantage={config.ppo.advantage} trains no critic: leave it out"
         yield Problem("alarms.stop", "critic", need)
+    if config.ppo.advantage not in GROUPED:
+        need = f"ppo.advantage={config.ppo.advantage} compares no groups: leave it out"
+        for rule in {"equal_groups", "cut_responses"} & {*config.alarms.stop}:
+            yield Problem("alarms.stop", rule, need)
     if "mismatch" in config.alarms.stop and not config.mismatch.rows:
         need = "without canaries (mismatch.rows=0) there is no alarm to stop at: set mismatch.rows, or leave it out"
         yield Problem("alarms.stop", "mismatch", need)

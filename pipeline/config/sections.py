@@ -20,7 +20,10 @@ from typing import Literal
 from stages.rewards.config import RewardPartsConfig, parts_problems
 from storage.problems import Constraint, Problem, above, at_least, divides, local_directory, setting
 
-RULES = ("trainer_idle", "engine_silent", "staleness", "entropy", "kl", "critic", "mismatch", "first_updates")
+RULES = (
+    "trainer_idle", "engine_silent", "staleness", "entropy", "kl", "critic", "mismatch", "first_updates",
+    "equal_groups", "cut_responses", "constant_score", "constant_length", "unmoved",
+)  # fmt: skip
 """Names of the alarms in `alarms.stop`. All but mismatch stand in the journal, in MLflow's tags and in the table at the
 end under this name."""
 
@@ -32,8 +35,8 @@ _LIMITS = {
     "kl": "kl_above",
     "critic": "critic_steps",
 }
-"""Rule -> the setting of `alarms` that switches it off. (mismatch has a section of its own; first_updates is always
-on.)"""
+"""Rule -> the setting of `alarms` that switches it off. (mismatch has a section of its own; the rules without one
+are always on.)"""
 
 
 @dataclass

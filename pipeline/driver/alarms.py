@@ -17,13 +17,12 @@ from pipeline.config.sections import AlarmsConfig
 from pipeline.errors import StageFailed
 from pipeline.graph.display import ObservedDispatch
 from pipeline.observe.journal import EventKind, Journal
+from pipeline.observe.learning import STEPS, learning_signs
 from pipeline.observe.live import Progress
 from pipeline.observe.tracking import Tracker
 from pipeline.workers.messages import worker_name
 from stages.models.protocol import Role
 
-STEPS = 3
-"""Number of steps in a row in which entropy or KL must cross its limit. Single steps do so by chance."""
 FIRST_STEPS = 3
 """Number of steps, from the run's first, that the rule first_updates looks at."""
 FIRST_APPROX_KL, FIRST_RATIO = 0.2, 20.0
@@ -42,6 +41,8 @@ class Alarms:
     ) -> None:
         self._limits = config.alarms
         self._bound = config.staleness
+        self._fixed_length = config.sampling.min_new_tokens == config.sampling.max_new_tokens
+        self._critic_alone = config.ppo.critic_warmup_steps
         self._trainer = config.placement.roles[Role.POLICY.value]
         self._engines = config.placement.roles[Role.GENERATE.value]
         self._dispatch = dispatch
@@ -53,7 +54,9 @@ class Alarms:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Check the rules about a step that is over. Raises AlarmStop."""
+        signs = learning_signs(metrics, self._fixed_length, warming_up=step < self._critic_alone)
         rules = step_rules(step, metrics, self._limits, self._bound)
+        rules += [Rule(sign.rule, sign.holds, sign.steps, sign.text) for sign in signs]
         self._in_a_row, alarms = count(self._in_a_row, step, rules)
         for alarm in alarms:
             self._raise(alarm)

@@ -28,7 +28,7 @@ from rich.text import Text
 
 from pipeline.observe.graph_view import GangView, work_text
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.metric_catalogue import REMEMBERED, TERMINAL, findings
+from pipeline.observe.metric_catalogue import REMEMBERED, findings, shown_numbers
 from pipeline.observe.text import plain, sparkline, visible
 from storage.redaction import redacted, redacted_text
 
@@ -238,7 +238,7 @@ class Progress:
 
     def _numbers(self) -> list[tuple[str, str]]:
         metrics = self._recent[-1] if self._recent else {}
-        shown = [(label, f"{metrics[name]:.4g}{unit}") for name, label, unit in TERMINAL if name in metrics]
+        shown = shown_numbers(metrics)
         if self._held_out:
             (_, first), (version, last) = self._held_out[0], self._held_out[-1]
             before = f" (v0: {first:.4g})" if len(self._held_out) > 1 else ""

@@ -41,6 +41,8 @@ TERMINAL = (
     ("tokens_per_s", "", " tokens/s"),
 )
 """(name, label, unit) of the metrics of a step on the terminal."""
+GROUPED_TERMINAL = (("group/equal_fraction", "equal groups", ""), ("response/truncated_fraction", "cut", ""))
+"""Further metrics on the terminal if the advantages compare the responses to one prompt."""
 
 
 @dataclass(frozen=True)
@@ -275,6 +277,20 @@ def find(name: str) -> Metric | None:
     return next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
 
 
+def upper_limit(name: str) -> float:
+    """Return the upper end of a metric's healthy range, if that is given as `below X`."""
+    metric = find(name)
+    if metric is None or not metric.healthy.startswith("below "):
+        raise ValueError(f"the catalogue has no healthy range `below X` of {name}")
+    return float(metric.healthy.removeprefix("below "))
+
+
+def shown_numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return (label, number with unit) of the metrics of a step on the terminal."""
+    names = TERMINAL + (GROUPED_TERMINAL if GROUPED_TERMINAL[0][0] in metrics else ())
+    return [(label, f"{metrics[name]:.4g}{unit}") for name, label, unit in names if name in metrics]
+
+
 def tracked(values: Mapping[str, float], off: Collection[str], seen: Collection[str]) -> dict[str, float]:
     """Return the metrics to track, the overview first.
 
@@ -313,6 +329,9 @@ def findings(recent: Sequence[Mapping[str, float]], first_entropy: float | None 
     for name, label, limit in limits:
         if name in last and not last[name] <= limit:
             found.append(f"{label} {last[name]:.4g} > {limit:g}")
+    for name, label, _ in GROUPED_TERMINAL if GROUPED_TERMINAL[0][0] in last else ():
+        if name in last and not last[name] < upper_limit(name):
+            found.append(f"{label} {last[name]:.3g} >= {upper_limit(name):g}")
     entropy = last.get("policy/entropy")
     if entropy is not None:
         floor = max(ENTROPY, COLLAPSE * first_entropy) if first_entropy is not None else ENTROPY

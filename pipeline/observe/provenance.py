@@ -131,7 +131,7 @@ def run_note(what: str, facts: Mapping[str, str], result: str) -> str:
     return f"{what}\n\n| | |\n|---|---|\n{rows}\n\n**Result:** {result}\n"
 
 
-_IN_NOTE = ("held_out", "kl", "speed", "overlap", "lost", "best")
+_IN_NOTE = ("held_out", "kl", "speed", "overlap", "lost", "best", "hint")
 """Keys of the results in a run's description."""
 
 

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pipeline.observe.evaluations import EvaluatedVersion, Evaluation, in_numbers, paired
 from pipeline.observe.incidents import worker_losses
 from pipeline.observe.journal import Event, EventKind
+from pipeline.observe.learning import ADVICE
 from pipeline.observe.text import duration, three
 from pipeline.observe.timeline import (
     Box,
@@ -131,6 +132,8 @@ class Summary:
     """Evaluations in order of version."""
     best: EvaluatedVersion | None = None
     """The version with the highest held-out reward within `evaluate.select.max_kl`."""
+    hints: tuple[str, ...] = ()
+    """Alarms that say why the run learned little, the last one of each rule, with advice for the next run."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -196,7 +199,13 @@ def summarise(
         trainer_lost_s=length(within(union(lost), periods)),
         evaluations=tuple(map(in_numbers, evaluations)),
         best=None if best is None else in_numbers(best),
+        hints=_hints(log),
     )
+
+
+def _hints(log: Sequence[Event]) -> tuple[str, ...]:
+    last = {e.rule or "": e for e in log if e.kind is EventKind.ALARM and e.rule in ADVICE}
+    return tuple(f"after {(e.step or 0) + 1} steps: {e.detail}. Advice: {ADVICE[rule]}" for rule, e in last.items())
 
 
 def _seconds(start: float, end: float | None, periods: Sequence[Interval]) -> float | None:
@@ -351,4 +360,5 @@ def summary_lines(summary: Summary) -> list[Headline]:
     if number := sum(by_rule.values()):
         rules = ", ".join(f"{rule} {count}" for rule, count in by_rule.items() if count)
         lines.append(Headline("alarms", "alarms", str(number), f"{rules}; events.jsonl says when and why"))
+    lines += [Headline("hint", "hint", hint) for hint in summary.hints]
     return lines

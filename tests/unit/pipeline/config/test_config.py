@@ -257,6 +257,7 @@ REFUSED = {
     "ppo.advantage=rloo rollout.responses_per_prompt=2 reward.normalize.mean=true": "reward.normalize.mean",
     "ppo.advantage=group rollout.responses_per_prompt=2 ppo.kl.where=loss reward.normalize.scale=true": "reward.normalize.scale",  # noqa: E501
     "ppo.advantage=rloo rollout.responses_per_prompt=2 alarms.stop=[critic]": "alarms.stop",
+    "alarms.stop=[equal_groups]": "alarms.stop",
     # rewards, and which version is the best
     "reward.kind=null": "reward.args",
     "reward={parts: {a: {kind: vader}}}": "reward.kind",

@@ -17,6 +17,7 @@ from pipeline.driver.alarms import Alarm, Alarms, AlarmStop, Quiet, count, heard
 from pipeline.graph.display import ObservedDispatch
 from pipeline.graph.graph import step_nodes
 from pipeline.observe.journal import EventKind, Journal, read_events
+from pipeline.observe.learning import learning_signs
 from pipeline.observe.live import Progress
 from pipeline.observe.tracking import NullTracker
 from tests.support.paths import TINY
@@ -159,6 +160,53 @@ def test_a_step_without_the_metric_neither_counts_nor_ends_the_count() -> None:
     _, (alarm,) = count(in_a_row, 2, step_rules(2, {"critic/explained_variance": -0.5}, limits, 1))
     assert (none, nor, alarm.step) == ([], [], 2)
     assert alarm.text == "critic/explained_variance is -0.5: the critic is worse than a constant, 2 steps in a row"
+
+
+LEARNS = {
+    "group/equal_fraction": 0.2, "response/truncated_fraction": 0.1, "reward/mean": 0.5, "reward/std": 0.1,
+    "response/length_mean": 5.0, "response/length_max": 8.0, "policy/lr": 1e-4, "policy/optimizer_steps": 2.0,
+    "policy/grad_norm_max": 0.3,
+}  # fmt: skip
+SAME_LENGTH = {"response/length_mean": 8.0}
+
+
+def holding(metrics: Mapping[str, float], **facts: bool) -> list[str]:
+    return [sign.rule for sign in learning_signs({**LEARNS, **metrics}, **facts) if sign.holds]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "facts", "rules"),
+    [
+        ({}, {}, []),
+        ({"group/equal_fraction": 0.5}, {}, ["equal_groups"]),
+        ({"response/truncated_fraction": 0.5}, {}, ["cut_responses"]),
+        ({"response/truncated_fraction": 0.5}, {"fixed_length": True}, []),
+        ({"reward/std": 1e-17}, {}, ["constant_score"]),
+        (SAME_LENGTH, {}, ["constant_length"]),
+        (SAME_LENGTH, {"fixed_length": True}, []),
+        ({**SAME_LENGTH, "response/truncated_fraction": 1.0}, {}, ["cut_responses"]),
+        ({"policy/lr": 0.0, "policy/optimizer_steps": 0.0}, {}, ["unmoved"]),
+        ({"policy/lr": 0.0, "policy/optimizer_steps": 0.0}, {"warming_up": True}, []),
+        ({"policy/grad_norm_max": 0.0}, {}, ["unmoved"]),
+    ],
+)
+def test_the_signs_of_a_run_that_learns_nothing(
+    metrics: dict[str, float], facts: dict[str, bool], rules: list[str]
+) -> None:
+    assert holding(metrics, **facts) == rules
+
+
+def test_a_critic_values_cut_responses_so_that_they_are_no_sign() -> None:
+    signs = learning_signs({"response/truncated_fraction": 1.0, "reward/std": 0.1})
+    assert [sign.rule for sign in signs if sign.holds] == []
+
+
+def test_a_run_that_learns_nothing_raises_an_alarm(watch: Callable[..., Watched]) -> None:
+    """The policy is not looked at while only the critic is trained: `unmoved` counts from step 2 on."""
+    watched = watch("ppo.critic_warmup_steps=2")
+    for step in range(5):
+        watched.alarms.step(step, {**LEARNS, "reward/std": 0.0, "policy/optimizer_steps": 0.0})
+    assert [(rule, step) for rule, step, _ in watched.raised()] == [("constant_score", 2), ("unmoved", 4)]
 
 
 def test_staleness_at_its_bound() -> None:

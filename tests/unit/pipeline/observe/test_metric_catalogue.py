@@ -17,6 +17,7 @@ from pipeline.observe.metric_catalogue import (
     VERSION,
     find,
     findings,
+    shown_numbers,
     tracked,
 )
 from pipeline.observe.text import sparkline
@@ -88,6 +89,14 @@ def test_what_is_wrong_with_its_limit() -> None:
     assert findings([{"policy/approx_kl": float("nan")}]) == ["approx_kl nan > 0.1"]
     assert findings([{"policy/entropy": 0.05}]) == ["entropy 0.05 < 0.1: collapsing"]
     assert findings([{"policy/entropy": 0.7}], 4.0) == ["entropy 0.7 < 0.8: collapsing"]
+
+
+def test_equal_groups_and_cut_responses_are_shown_under_advantages_that_compare_groups() -> None:
+    grouped = {"group/equal_fraction": 0.75, "response/truncated_fraction": 0.2}
+    assert findings([grouped]) == ["equal groups 0.75 >= 0.5", "cut 0.2 >= 0.2"]
+    assert shown_numbers(grouped) == [("equal groups", "0.75"), ("cut", "0.2")]
+    assert findings([{"response/truncated_fraction": 0.9}]) == []
+    assert shown_numbers({"response/truncated_fraction": 0.9}) == []
 
 
 def test_a_critic_worse_than_a_constant_for_long() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.observe.evaluations import Evaluation
 from pipeline.observe.journal import Event, EventKind
+from pipeline.observe.learning import ADVICE
 from pipeline.observe.summary import StepNumbers, summarise
 from pipeline.observe.timeline import boxes
 from storage.address import Address
@@ -112,6 +113,19 @@ def test_what_losing_the_trainer_cost() -> None:
     assert json.loads(s.to_json())["trainer_losses"][0]["lost_s"] == 8.0
     never = summarise(events[:-3], STEPS, [], PARENTS, {})
     assert (never.trainer_losses[-1].lost_s, never.trainer_lost_s) == (None, 8.0)
+
+
+def test_alarms_of_a_run_that_learned_little_come_back_as_hints() -> None:
+    """Each rule's last alarm, with advice; an alarm about something else is no hint."""
+    events = [
+        Event(1.0, EventKind.ALARM, step=2, rule="equal_groups", detail="80% were equal"),
+        Event(2.0, EventKind.ALARM, step=4, rule="kl", detail="far away"),
+        Event(3.0, EventKind.ALARM, step=9, rule="equal_groups", detail="90% were equal"),
+        Event(4.0, EventKind.ALARM, step=3, stage="canary", detail="differs"),
+    ]
+    assert summarise(events, [], [], {}, {}).hints == (
+        f"after 10 steps: 90% were equal. Advice: {ADVICE['equal_groups']}",
+    )
 
 
 def test_nothing_happened() -> None:

@@ -1,0 +1,77 @@
+"""Signs that a run learns nothing: rules over the metrics of one step. The display shows them in red, the alarms
+(pipeline/driver/alarms.py) count the steps in a row, and the end of a run repeats them with advice. Pure functions.
+
+    equal_groups     most prompts have responses with equal scores: their advantages are 0
+    cut_responses    most responses are cut by the length limit, and no critic values their ends
+    constant_score   all responses of the step have the same score
+    constant_length  all responses of the step have the same length, though the config permits others
+    unmoved          no optimizer step changed the policy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipeline.observe.metric_catalogue import upper_limit
+
+EQUAL, CUT = "group/equal_fraction", "response/truncated_fraction"
+CUT_ALARM = 0.5
+"""Fraction of cut responses from which it is an alarm. Above the healthy range it is only shown in red."""
+STEPS, LENGTH_STEPS = 3, 10
+"""Number of steps in a row after which a sign is an alarm. Short answers may have one length for a while by chance."""
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A rule about a step that learns nothing, evaluated for one step."""
+
+    rule: str
+    holds: bool
+    text: str
+    steps: int = STEPS
+    """Number of steps in a row after which it is an alarm."""
+
+
+ADVICE = {
+    "equal_groups": "sample more responses per prompt (rollout.responses_per_prompt), use a reward with finer steps, "
+    "permit longer responses (sampling.max_new_tokens), or choose prompts that are sometimes solved",
+    "cut_responses": "raise sampling.max_new_tokens, or reward short responses (the part `overlong`)",
+    "constant_score": "`stageline check` tries the reward; look at the responses with `stageline inspect`, then choose "
+    "easier prompts or a reward with finer steps",
+    "constant_length": "look at the responses with `stageline inspect`: the policy may repeat one answer; lower "
+    "model.policy.lr or raise ppo.kl.coef",
+    "unmoved": "raise model.policy.lr if it is 0; without a gradient, the scores of a step do not differ or all rows "
+    "are left out of the loss (ppo.truncated=mask, ppo.skip_equal_groups)",
+    "critic": "raise model.critic.lr or ppo.critic_warmup_steps, or train without a critic (ppo.advantage=rloo)",
+}
+"""Rule of an alarm -> advice for the next run."""
+
+
+def learning_signs(metrics: Mapping[str, float], fixed_length: bool = False, warming_up: bool = False) -> list[Sign]:
+    """Return the signs whose metrics the step has.
+
+    `fixed_length`: the config permits only one length. `warming_up`: the step trains only the critic."""
+    signs = []
+    equal, cut, deviation = metrics.get(EQUAL), metrics.get(CUT), metrics.get("reward/std")
+    if equal is not None:
+        text = f"{equal:.0%} of the groups had equal scores: nothing to learn from ({EQUAL})"
+        signs.append(Sign("equal_groups", not equal < upper_limit(EQUAL), text))
+    if equal is not None and cut is not None and not fixed_length:
+        text = f"{cut:.0%} of the responses were cut by the length limit ({CUT})"
+        signs.append(Sign("cut_responses", not cut < CUT_ALARM, text))
+    if deviation is not None:
+        score = metrics.get("reward/mean", 0.0)
+        text = f"all responses had the same score, {score:.4g} (reward/std)"
+        signs.append(Sign("constant_score", not deviation > 1e-9 * max(1.0, abs(score)), text))
+    mean, longest = metrics.get("response/length_mean"), metrics.get("response/length_max")
+    if mean is not None and longest is not None and not fixed_length:
+        text = f"all responses had {longest:g} tokens (response/length_max)"
+        constant = mean == longest and cut is not None and cut < 1  # all cut is no answer of one length
+        signs.append(Sign("constant_length", constant, text, LENGTH_STEPS))
+    names = ("policy/lr", "policy/optimizer_steps", "policy/grad_norm_max")
+    causes = {name: metrics[name] for name in names if name in metrics}
+    if causes and not warming_up:
+        zero = " and ".join(f"{name} is 0" for name, value in causes.items() if value == 0)
+        signs.append(Sign("unmoved", bool(zero), f"no optimizer step changed the policy: {zero}"))
+    return signs

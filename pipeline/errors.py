@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from storage.problems import Problem
@@ -75,6 +76,11 @@ def _tried(checks: Sequence[Callable[[], Any]]) -> tuple[list[Any], list[ConfigE
 
 class StageFailed(RuntimeError):
     """A stage raised, or a node or worker was lost too often."""
+
+    def __init__(self, message: str, further: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`further`: label -> a path or a command that helps to find the cause. Commands print each on its own line."""
+        super().__init__(message)
+        self.further = dict(further)
 
 
 class WorkersMissing(StageFailed):

@@ -105,7 +105,7 @@ def note(text: str) -> None:
 
 
 def complain(what: str, text: str, code: int) -> int:
-    """Print one message on stderr, on one line however long, and return the exit code."""
+    """Print one message on stderr, its lines not folded however long, and return the exit code."""
     Console(stderr=True).print(Text.assemble((what, "bold red"), " ", visible(redacted_text(text))), soft_wrap=True)
     return code
 

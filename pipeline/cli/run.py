@@ -87,9 +87,12 @@ def execute(
     except StoredWrongly as error:
         return complain("failed", f"{error}. {_how_to_go_on(paths)}", STAGE_FAILED)
     except StageFailed as error:
-        where = f"What its worker printed is in {paths.logs}; {_how_to_go_on(paths)}"
+        further = {"logs": str(paths.logs)} | error.further
+        if journal_exists(paths.events):
+            further["continue"] = f"stageline resume {paths.root}"
+        lines = (f"  {label:<12}  {what}" for label, what in further.items())
         may_come = bool(at_once) and isinstance(error, WorkersMissing)
-        return complain("failed", f"{error}. {where}", RESUMABLE if may_come else STAGE_FAILED)
+        return complain("failed", "\n".join([str(error), *lines]), RESUMABLE if may_come else STAGE_FAILED)
     return DONE
 
 

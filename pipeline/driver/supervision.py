@@ -25,6 +25,7 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 
 from distributed import Future
 from distributed.comm import CommClosedError
@@ -134,15 +135,15 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def how_to_repeat(node: Node, run_dir: Path) -> str:
-    """Return a hint for people: the inputs of a failed node, and the command that runs it alone."""
+def how_to_repeat(node: Node, run_dir: Path) -> dict[str, str]:
+    """Return the inputs of a failed node, and the command that runs it alone, by the label to show."""
     address, inputs = node.address, ", ".join(map(str, node.inputs)) or "none but the prompts"
-    made_from = f"Its inputs: {inputs}; weights v{node.version}"
+    made_from = {"inputs": f"{inputs}; weights v{node.version}"}
     if address.stage == "publish":
         return made_from
     shard = f" --shard {address.shard}" if address.shard else ""
     command = f"stageline replay {run_dir} --step {address.step} --stage {address.stage}{shard}"
-    return f"{made_from}. To run it alone: `{command}`"
+    return {**made_from, "run it alone": command}
 
 
 # ---- Heartbeats ------------------------------------------------------------------------------------------
@@ -277,13 +278,18 @@ class Supervision:
                 return key
         return None
 
-    def failure(self, what: str, gang: str, errors: Mapping[int, BaseException], hint: str = "") -> StageFailed:
+    def failure(
+        self,
+        what: str,
+        gang: str,
+        errors: Mapping[int, BaseException],
+        further: Mapping[str, str] = MappingProxyType({}),
+    ) -> StageFailed:
         """Return the StageFailed that ends the run. Of `errors` (by rank or replica index) it names one that is not in
-        `PEER_ERRORS`, if there is one. `hint` says what to do about it."""
+        `PEER_ERRORS`, if there is one."""
         index = next((i for i, e in errors.items() if not isinstance(e, PEER_ERRORS)), min(errors))
         error = errors[index]
-        said = f"{what} {describe(error)}{_see_log(self._workers[gang, index])}"
-        failed = StageFailed(f"{said}. {hint}" if hint else said)
+        failed = StageFailed(f"{what} {describe(error)}", {**_log_of(self._workers[gang, index]), **further})
         failed.__cause__ = error
         return failed
 
@@ -384,7 +390,8 @@ class Supervision:
         if losses >= self._context.cluster.attempts:
             failed = StageFailed(
                 f"worker {worker.spec.name} was lost {losses} times (cluster.attempts) without finishing "
-                f"anything; last: {why}{_see_log(worker)}"
+                f"anything; last: {why}",
+                _log_of(worker),
             )
             self._give_up(key, failed)
             return
@@ -438,7 +445,7 @@ class Supervision:
         settings, name = self._context.settings, worker.spec.name
         if worker.here or not settings.attached:
             limit = f"cluster.start_timeout_s = {settings.start_timeout_s:g}"
-            return WorkersMissing(f"worker {name} did not come up within {limit}{_see_log(worker)}")
+            return WorkersMissing(f"worker {name} did not come up within {limit}", _log_of(worker))
         command = f"stageline worker {settings.paths.root} --gang {worker.spec.gang} --index {worker.spec.index}"
         limit = f"cluster.arrival_timeout_s = {settings.cluster.arrival_timeout_s:g}"
         return WorkersMissing(f"worker {name} did not join within {limit}: `{command}` starts it, on any host")
@@ -456,6 +463,7 @@ class Supervision:
         if gang.ordered or all(other.left_out for other in others):
             raise why
         detail = f"{worker.spec.name} is left out, and the rest of {gang.name} continues: {why}"
+        detail += f" (see {worker.spec.log})" if worker.spec.log is not None else ""
         detail += "" if at_once else f"; it is tried again in {again_s:g} s"
         self._context.journal.now(EventKind.WARNED, gang=gang.name, worker=worker.spec.name, detail=detail)
         self._on_down(key, False)
@@ -518,8 +526,8 @@ class Supervision:
         return self.failure(f"worker {self._workers[key].spec.name} could not be built:", key[0], {key[1]: error})
 
 
-def _see_log(worker: _Worker) -> str:
-    return f" (see {worker.spec.log})" if worker.spec.log is not None else ""
+def _log_of(worker: _Worker) -> dict[str, str]:
+    return {} if worker.spec.log is None else {"log": str(worker.spec.log)}
 
 
 def _build_result(future: Future) -> Built | BaseException:

@@ -27,7 +27,7 @@ def test_an_alarm_ends_a_run_that_can_be_resumed(tmp_path: Path, capsys: pytest.
     paths = RunPaths(tmp_path / "runs/stopped")
     captured = capsys.readouterr()
     assert "That ends the run (alarms.stop)" in captured.err
-    assert f"`stageline resume {paths.root}` continues this run" in captured.err
+    assert f"stageline resume {paths.root}\n" in captured.err
     alarms = [event for event in read_events(paths.events) if event.kind is EventKind.ALARM]
     assert [(event.rule, event.step) for event in alarms] == [("entropy", 2)], "after three steps in a row"
     assert main(["resume", str(paths.root), "alarms.stop=[]"]) == 0

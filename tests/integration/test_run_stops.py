@@ -51,7 +51,7 @@ def test_a_stage_that_raises_ends_the_run_with_code_3(folder: Path, capsys: pyte
     assert (summary["steps"], summary["reward"], summary["eval"]) == (0, [], None)
     failed = [e for e in read_events(paths.events) if e.kind is EventKind.FAILED]
     assert {e.stage for e in failed} == {"score"}
-    said = re.search(r"Its inputs: (\S+); weights v0\. To run it alone: `stageline (replay .* --stage score.*?)`", err)
+    said = re.search(r"^  inputs +(\S+); weights v0\n  run it alone +stageline (replay .* --stage score.*)$", err, re.M)
     assert said is not None, err
     assert said[1].startswith("generate/step_000000/shard_000")
     with pytest.raises(Exception, match="no gain of 2 today"):

@@ -1,8 +1,9 @@
 """`stageline check CONFIG [key=value...] [--as 16x8xH100-80] | RUN`: find everything for which a run would be refused,
 here or on a cluster that is not here, or check a run's directory.
 
-Starts nothing and writes nothing. For a config it also prints the memory that the run would need; with `--trace` also
-what its ranks do and take (`pipeline/cli/trace.py`).
+Starts no worker and writes nothing. For a config it also tries the reward on a few made-up responses (`--no-reward`
+leaves that out) and prints the memory that the run would need; with `--trace` also what its ranks do and take
+(`pipeline/cli/trace.py`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pipeline.config.memory import (
     workers_memory,
 )
 from pipeline.config.preflight import check_run, device_notes, engine_line, unproven
+from pipeline.config.reward_trial import try_rewards
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError, refusal, together
@@ -56,12 +58,16 @@ def command(options: argparse.Namespace) -> int:
     if options.cluster is not None:
         return _check_on_target(config, options.target, options.cluster)
     checked = check_run(config, resume=False)
+    tried = try_rewards(config, checked) if options.try_reward else []
     prompts = checked.prompts
     _show_memory(config)
     _show_engine(config)
     _show_network(config)
     for key, protections in checked.sandboxes.items():
         print_line(_sandbox_line(key, protections))
+    for one in tried:
+        scores = f"{one.lowest:.4g} to {one.highest:.4g} on {one.num_rows} made-up responses"
+        print_line(f"{one.key} ({one.kind}): scores from {scores}")
     train, held_out = len(prompts.train), len(prompts.held_out)
     per_step = config.rollout.rows // config.rollout.responses_per_prompt
     if per_step > train:

@@ -183,6 +183,12 @@ def _check(parser: argparse.ArgumentParser) -> None:
         help="check the config against a cluster that is not here, as 16x8xH100-80 (kinds: conf/hardware)",
     )
     parser.add_argument(
+        "--no-reward",
+        dest="try_reward",
+        action="store_false",
+        help="do not try the reward on a few made-up responses (reward models and judges are never tried)",
+    )
+    parser.add_argument(
         "--trace",
         action="store_true",
         help="also run a rank of each pipeline stage without GPUs and numbers; print its memory and its collectives",

@@ -78,6 +78,18 @@ def divides(samples: Sequence[Sample]) -> list[float]:
     return [1 / (len(sample.response) - 3) for sample in samples]
 
 
+def inverse(samples: Sequence[Sample]) -> list[float]:
+    return [1 / len(sample.response) for sample in samples]
+
+
+def too_few(samples: Sequence[Sample]) -> list[float]:
+    return [0.0 for sample in samples if sample.response]
+
+
+def no_number(samples: Sequence[Sample]) -> list[float]:
+    return [float("nan") for _ in samples]
+
+
 def nothing(samples: Sequence[Sample]) -> None:
     return None
 

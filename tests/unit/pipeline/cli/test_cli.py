@@ -74,6 +74,28 @@ def test_check_says_what_would_run(sources: list[str], tmp_path: Path, capsys: p
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("function", ["inverse", "too_few", "no_number", "nothing", "texts"])
+def test_check_tries_the_reward(
+    sources: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], function: str
+) -> None:
+    """An exception, a wrong count, NaN and a wrong type are refused, for either reward, and nothing is written."""
+    changes = [f"evaluate.reward.parts={{own: {{kind: 'tests.support.own_rewards:{function}'}}}}"]
+    assert main(["check", *sources, *changes]) == 2
+    assert capsys.readouterr().err.startswith("refused evaluate.reward.parts.own.kind: ")
+    assert main(["check", *sources, *changes, "--no-reward"]) == 0
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.processes
+def test_check_shows_the_scores_of_made_up_responses(sources: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Four prompts; an empty response, `42`, and a sentence with 14 characters, 4 of them vowels, cut at 8."""
+    own = "evaluate.reward.parts={own: {kind: 'tests.support.own_rewards:vowels', args: {gain: 10}}}"
+    assert main(["check", *sources, own]) == 0
+    said = capsys.readouterr().out
+    assert "evaluate.reward.parts.own (tests.support.own_rewards:vowels): scores from 0 to 20 on 12 made-up" in said
+
+
 def test_check_says_what_keeps_code_of_a_reward_confined(
     sources: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

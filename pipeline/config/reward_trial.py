@@ -1,0 +1,113 @@
+"""A trial of a run's rewards before it starts: score a few of its prompts with short made-up responses, by the code of
+the `score` stage. Rewards that load a model or ask a judge are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from pipeline.config.preflight import Preflight
+from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigError, all_of
+from stages.rewards.config import RewardPartsConfig
+from stages.rewards.protocol import Part, RewardFailed
+from stages.rewards.registry import build_parts, close_parts
+from stages.score import score
+from storage.records import FinishReason, Rollout
+
+COSTLY = frozenset({"ensemble", "judge", "local_judge", "model"})
+"""Kinds of reward that load a model or ask a judge."""
+RESPONSES = ("", "42", "I do not know.")
+"""The made-up responses. The last one is cut, the others end by themselves."""
+NUM_PROMPTS = 4
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The result of a reward part's trial."""
+
+    key: str
+    kind: str
+    lowest: float
+    highest: float
+    num_rows: int
+
+
+def try_rewards(config: RunConfig, checked: Preflight) -> list[Tried]:
+    """Try the parts of `reward`, and of the reward of held-out prompts if that is another. Raises ConfigError with the
+    key path of every part that fails."""
+    rows = _rows(config, checked)
+    sections = {"reward": config.reward} | dict([config.held_out_reward])
+    found = all_of(*(partial(_try_section, config, checked, rows, *one) for one in sections.items()))
+    return [tried for of_section in found for tried in of_section]
+
+
+def _try_section(
+    config: RunConfig, checked: Preflight, rows: Rollout, key: str, section: RewardPartsConfig
+) -> list[Tried]:
+    parts = build_parts(section, key, trust_answers=config.reward.trust_answers)
+    named = section.named(key)
+    try:
+        cheap = [part for part in parts if named[part.name][1].kind not in COSTLY]
+        return all_of(*(partial(_try_part, checked, rows, part, *_where(section, key, part)) for part in cheap))
+    finally:
+        close_parts(parts)
+
+
+def _where(section: RewardPartsConfig, key: str, part: Part) -> tuple[str, str]:
+    where, settings = section.named(key)[part.name]
+    return where, settings.kind
+
+
+def _try_part(checked: Preflight, rows: Rollout, part: Part, key: str, kind: str) -> Tried:
+    prompts = checked.prompts
+    extras = [prompts.extra[i] for i in rows.prompt_index]
+    messages = None if prompts.messages is None else [prompts.messages[i] for i in rows.prompt_index]
+    try:
+        scores = score([part], checked.tokenizer, rows, extras, messages).scores
+    except RewardFailed as error:
+        need = f"given {kind!r}; it failed on {rows.num_rows} made-up responses to prompts of this run: {error}"
+        raise ConfigError(f"{key}.kind", need) from error
+    return Tried(key, kind, float(scores.min()), float(scores.max()), rows.num_rows)
+
+
+def _rows(config: RunConfig, checked: Preflight) -> Rollout:
+    """Return every made-up response to each of the first prompts, as the engine would have sampled it."""
+    prompts = checked.prompts
+    numbers = [int(number) for number in prompts.train[:NUM_PROMPTS]]
+    responses = [*_responses(config, checked)]
+    rows = [(number, ids, reason) for number in numbers for ids, reason in responses]
+    seq = max(int(prompts.lengths[number]) + len(ids) for number, ids, _ in rows)
+    tokens = np.full((len(rows), seq), prompts.pad_id, np.int32)
+    mask = np.zeros((len(rows), seq), bool)
+    for row, (number, ids, _) in enumerate(rows):
+        start = int(prompts.lengths[number])
+        tokens[row, :start] = prompts.tokens[number, :start]
+        tokens[row, start : start + len(ids)] = ids
+        mask[row, start : start + len(ids)] = True
+    return Rollout(
+        row=np.arange(len(rows)),
+        prompt_index=np.array([number for number, _, _ in rows], np.int64),
+        tokens=tokens,
+        prompt_lengths=np.array([prompts.lengths[number] for number, _, _ in rows], np.int32),
+        response_lengths=mask.sum(axis=1).astype(np.int32),
+        response_mask=mask,
+        sampler_logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
+        token_versions=np.where(mask, 0, -1).astype(np.int32),
+        finish_reason=np.array([reason for _, _, reason in rows], np.int8),
+    )
+
+
+def _responses(config: RunConfig, checked: Preflight) -> Iterator[tuple[list[int], FinishReason]]:
+    """Yield tokens and end of the made-up responses that `sampling` permits."""
+    least, most, tokenizer = config.sampling.min_new_tokens, config.sampling.max_new_tokens, checked.tokenizer
+    for text in RESPONSES:
+        ids = tokenizer.encode(text)
+        ids = ids * max(1, -(-least // max(1, len(ids))))
+        cut = text == RESPONSES[-1] or len(ids) >= most or not tokenizer.eos_ids
+        ids = ids[:most] if cut else [*ids, tokenizer.eos_ids[0]]
+        if len(ids) >= max(1, least):
+            yield ids, FinishReason.LENGTH if cut else FinishReason.STOP

@@ -75,6 +75,12 @@ def _run(parser: argparse.ArgumentParser) -> None:
 
 def _run_here(parser: argparse.ArgumentParser) -> None:
     _run(parser)
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="move an earlier run of the same name aside, also one with committed updates; asks first",
+    )
+    parser.add_argument("--yes", action="store_true", help="with --overwrite: do not ask")
     _json_lines(parser)
 
 

@@ -1,6 +1,6 @@
 """The commands that run a config to its last step.
 
-    stageline run CONFIG... [key=value...]      start a run
+    stageline run CONFIG... [key=value...]      start a run; one of that name without an update is moved aside
     stageline resume RUN [key=value...]         continue an interrupted run
     stageline job CONFIG... [key=value...]      start or continue a run: the command of a cluster's job
 
@@ -11,7 +11,9 @@ exit code 75, without summary and plots.
 from __future__ import annotations
 
 import argparse
+import itertools
 import signal
+import sys
 from collections.abc import Collection
 
 from pipeline.cli.answers import (
@@ -22,29 +24,39 @@ from pipeline.cli.answers import (
     begun,
     complain,
     config_of,
+    note,
     output,
     print_line,
     trusted_config,
 )
+from pipeline.config.identity import decides_nothing
 from pipeline.config.paths import RunPaths, refuse_foreign
+from pipeline.config.preflight import holds_run, preflight
 from pipeline.config.run import RunConfig
 from pipeline.driver.run import run
-from pipeline.driver.session import EndedEarly
-from pipeline.errors import StageFailed, StoredWrongly, WorkersMissing
+from pipeline.driver.session import EndedEarly, only_driver
+from pipeline.errors import ConfigError, StageFailed, StoredWrongly, WorkersMissing
+from pipeline.graph.graph import UPDATE_STAGE
 from pipeline.observe.journal import AppendFailed, journal_exists
 from pipeline.workers.worker_process import ending_signals
 from storage.errors import StoreRefused
 from storage.files import REFUSING, TRANSIENT, refusal
+from storage.ledger import Ledger
 
 
 def command(options: argparse.Namespace) -> int:
     """Start a run."""
-    return execute(config_of(options.sources), resume=False, json_lines=options.json_lines)
+    config = config_of(options.sources)
+    _make_way(config, overwrite=options.overwrite, agreed=options.yes)
+    return execute(config, resume=False, json_lines=options.json_lines)
 
 
 def resume(options: argparse.Namespace) -> int:
     """Continue a run from its directory."""
     config = trusted_config(options.run_dir, options.changes)
+    before = trusted_config(options.run_dir).steps
+    if config.steps > before and decides_nothing("steps", config):
+        note(f"{config.steps} steps instead of {before}; the learning rates stay constant, as they were")
     return execute(config, resume=True, from_checkpoint=options.from_checkpoint, json_lines=options.json_lines)
 
 
@@ -94,6 +106,50 @@ def execute(
         may_come = bool(at_once) and isinstance(error, WorkersMissing)
         return complain("failed", "\n".join([str(error), *lines]), RESUMABLE if may_come else STAGE_FAILED)
     return DONE
+
+
+def _make_way(config: RunConfig, *, overwrite: bool, agreed: bool) -> None:
+    """Move an earlier run of this name aside if no update of it was committed, or if `overwrite` is True and the user
+    agrees. Otherwise do nothing: the start of the run refuses a directory that holds a run.
+
+    Raises:
+        ConfigError: the new run cannot work (then nothing is moved), the user does not agree, or the earlier run cannot
+            be moved.
+    """
+    paths = RunPaths(config.run_dir)
+    if not (holds_run(paths) or paths.config.exists()) or paths.variant.exists():
+        return
+    if paths.root.is_symlink() or paths.job.exists():  # a Slurm job may start it again at any time
+        if overwrite:
+            need = f"{paths.root} is a link, or belongs to a Slurm job: choose another name=..., or remove it"
+            raise ConfigError("--overwrite", f"given; {need}")
+        return
+    refuse_foreign(paths.root)
+    stages = {address.stage for address in Ledger(str(paths.ledger)).addresses()} if paths.ledger.exists() else set()
+    updated = bool(stages.intersection(UPDATE_STAGE.values()))
+    if updated and not overwrite:
+        return
+    preflight(config)
+    if updated and not agreed:
+        _ask(f"{paths.root} holds a run with updates. Move it aside, and start a new run of that name?")
+    with only_driver(paths):
+        names = (f"{paths.root.name}-replaced-{number}" for number in itertools.count(1))
+        aside = next(paths.root.with_name(name) for name in names if not paths.root.with_name(name).exists())
+        try:
+            paths.root.rename(aside)
+        except OSError as error:
+            need = f"{paths.root} cannot be moved to {aside} ({error.strerror}): choose another name=..."
+            raise ConfigError("name", f"given {config.name!r}; {need}") from error
+    why = "" if updated else ", of which no update was committed"
+    note(f"the earlier run of this name{why} is in {aside} now")
+
+
+def _ask(question: str) -> None:
+    """Raise ConfigError unless a person at the terminal says yes."""
+    if not sys.stdin.isatty():
+        raise ConfigError("--overwrite", "given, and nobody is at a terminal to be asked: add --yes")
+    if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
+        raise ConfigError("--overwrite", "given, and the answer was no: nothing was changed")
 
 
 def _how_to_go_on(paths: RunPaths) -> str:

@@ -146,9 +146,24 @@ def change_problems(before: Mapping[str, Any], config: RunConfig) -> Iterator[Pr
 def _steps_problems(change: Change, config: RunConfig) -> Iterator[Problem]:
     if not decides_nothing("steps", config):
         why = "the learning rates depend on it, unless model.policy.decay and model.critic.decay are constant"
-        yield _refused(change, why)
+        yield _refused(change, f"{why}{_from_last_version(change, config)}")
     elif change.after < change.before:
         yield _refused(change, "a run may become longer, not shorter")
+
+
+def _from_last_version(change: Change, config: RunConfig) -> str:
+    """Return the command of a new run that begins with the last version of a run that is to have more steps."""
+    if (
+        change.after <= change.before or config.model.lora.rank or config.model.path.startswith("random:")
+    ):  # no tokenizer
+        return ""
+    run, name = config.run_dir, f"{config.name}-{change.after}"
+    return (
+        f". A new run, with schedules and a critic of its own, begins with its last version: `stageline run "
+        f"{run}/config.yaml name={name} steps={change.after - change.before} "
+        f"model.path={run}/weights/v{change.before:06d} "
+        f"model.reference_path={config.model.reference_path or config.model.path}`"
+    )
 
 
 def _refused(change: Change, why: str) -> Problem:

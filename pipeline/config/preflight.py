@@ -299,13 +299,13 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
         raise ConfigError(
             "name",
             f"given {config.name!r}; {paths.root} holds a run with another config ({paths.config}). Choose another "
-            "name=..., or remove that directory",
+            "name=..., or give --overwrite, which moves that directory aside",
         )
     if not resume and holds_run(paths):
         raise ConfigError(
             "name",
             f"given {config.name!r}; {paths.root} holds this run already: `stageline resume {paths.root}` continues "
-            "it, another name=... starts a new one",
+            "it, another name=... starts a new one, --overwrite moves it aside",
         )
 
 

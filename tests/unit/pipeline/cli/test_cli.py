@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.main import COMMANDS, main
+from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.preflight import Preflight, preflight
 from pipeline.config.run import RunConfig
 from storage.errors import DamagedCommit, StoreRefused
+from storage.locks import held
 from tests.support.configs import arguments, write_config
 
 
@@ -221,6 +223,76 @@ def test_a_run_that_came_and_went_while_this_one_was_checked_is_not_written_over
     monkeypatch.setattr("pipeline.config.preflight.preflight", check)
     assert main(["run", *sources]) == 2
     assert "holds this run already" in capsys.readouterr().err
+
+
+@pytest.fixture
+def earlier(sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of an earlier run with another config and no update, and a driver that only notes its start."""
+    config = load_config([sources[0]], [*sources[1:], "seed=5"])
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / "config.yaml").write_text(to_yaml(config))
+    (config.run_dir / "events.jsonl").write_text("")
+    (config.run_dir / "ledger/generate/step_000000").mkdir(parents=True)
+    (config.run_dir / "ledger/generate/step_000000/shard_0000.json").write_text("{}")
+    monkeypatch.setattr("pipeline.cli.run.run", lambda config, *_, **__: config.run_dir.mkdir())
+    return config.run_dir
+
+
+def commit_update(run_dir: Path) -> None:
+    (run_dir / "ledger/update_critic/step_000000").mkdir(parents=True)
+    (run_dir / "ledger/update_critic/step_000000/shard_0000.json").write_text("{}")
+
+
+def test_a_run_without_an_update_makes_way(sources: list[str], earlier: Path) -> None:
+    """Each keeps its files, under a name of its own."""
+    for number in (1, 2):
+        assert main(["run", *sources]) == 0
+        aside = earlier.with_name(f"{earlier.name}-replaced-{number}")
+        assert (aside / "config.yaml").exists()
+        assert list(earlier.iterdir()) == []
+        (earlier / "config.yaml").write_text("name: x\n")
+
+
+def test_a_run_makes_no_way_for_one_that_cannot_work(sources: list[str], earlier: Path) -> None:
+    assert main(["run", *sources, "model.path=nowhere"]) == 2
+    assert [one.name for one in earlier.parent.iterdir()] == [earlier.name]
+
+
+def test_a_run_that_is_running_makes_no_way(sources: list[str], earlier: Path) -> None:
+    with held(earlier / "driver.lock"):
+        assert main(["run", *sources]) == 2
+    assert [one.name for one in earlier.parent.iterdir()] == [earlier.name]
+
+
+@pytest.mark.parametrize(
+    ("options", "answer", "moved"),
+    [
+        ([], None, False),
+        (["--overwrite"], None, False),
+        (["--overwrite"], "n", False),
+        (["--overwrite"], "y", True),
+        (["--overwrite", "--yes"], None, True),
+    ],
+)
+def test_a_run_with_updates_makes_way_only_if_told(
+    sources: list[str],
+    earlier: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    answer: str | None,
+    moved: bool,
+) -> None:
+    """None: nobody is at a terminal. Without --overwrite the run itself refuses (here it finds the directory)."""
+    commit_update(earlier)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: answer is not None, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: answer)
+    if options or moved:
+        assert main(["run", *sources, *options]) == (0 if moved else 2)
+    else:
+        with pytest.raises(FileExistsError):
+            main(["run", *sources])
+    assert (earlier.with_name(f"{earlier.name}-replaced-1")).exists() == moved
+    assert (earlier / "ledger").exists() != moved
 
 
 def test_other_errors_of_the_system_are_not_hidden(sources: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

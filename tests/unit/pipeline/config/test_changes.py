@@ -95,6 +95,23 @@ def test_a_run_may_become_longer_where_no_learning_rate_depends_on_its_end() -> 
     assert "the learning rates depend on it" in decaying.need
 
 
+def test_the_command_that_begins_with_the_last_version_is_a_run(tmp_path: Path) -> None:
+    """Nine steps in all; the reference and the other settings stay."""
+    other = ("model.path=assets/some-model", f"runs_dir={tmp_path}", "steps=4")
+    before, after = load(*other), load(*other, "steps=9")
+    before.run_dir.mkdir()
+    (before.run_dir / "config.yaml").write_text(to_yaml(before))
+    (problem,) = change_problems(sections(before), after)
+    command = re.search("`stageline run ([^`]+)`", problem.need)
+    assert command is not None
+    file, *changes_of_it = command[1].split()
+    new = load_config([file], changes_of_it)
+    assert (new.steps, new.model.path) == (5, f"{before.run_dir}/weights/v000004")
+    assert new.model.reference_path == "assets/some-model"
+    assert new.run_dir.parent == before.run_dir.parent
+    assert not new.run_dir.exists()
+
+
 def test_every_key_that_may_change_is_one() -> None:
     assert MAY_CHANGE.keys() <= flatten(load()).keys()
 

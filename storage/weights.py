@@ -13,21 +13,26 @@ manifest names its .bin, so that two publishers of one version cannot mix their 
 leave a .bin without a manifest; the next publish of that version removes it. Publisher and readers must see each
 other's pids (one host, one pid namespace).
 
+Several processes of a host can write one version together. One opens an `attempt`, all put their parts of the tensors
+at their places, then each sums some of the tensors, and the first one links the manifest:
+
+    attempt(version, places) ──► put(part) … put(part) ──► sums(places) ──► finish(sums)
+
 numpy has no bfloat16, so it is stored as its bit pattern in uint16 and marked "bfloat16" in the manifest.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
+import math
 import mmap
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -53,8 +58,8 @@ _OWNER = re.compile(r"v\d{6,}(?:-|\.lease\.)(\d+)-.+")
 
 
 @dataclass(frozen=True)
-class TensorInfo:
-    """Place of a tensor: `nbytes` bytes in C order from `offset`."""
+class Place:
+    """Place of a tensor in a version's file: `nbytes` bytes in C order from `offset`."""
 
     name: str
     dtype: str
@@ -62,6 +67,12 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+
+
+@dataclass(frozen=True)
+class TensorInfo(Place):
+    """Place and sum of a tensor."""
+
     xxh3: int
     """XXH3-64 of the bytes. The next generation waits for the sums, and CRC-32 takes seven times as long."""
 
@@ -83,8 +94,7 @@ class Manifest:
 
     @property
     def file_bytes(self) -> int:
-        """Return the length of the file: tensors, gaps, and padding for an empty version, which could not be mapped."""
-        return max(mmap.PAGESIZE, *(tensor.offset + tensor.nbytes for tensor in self.tensors), 0)
+        return _file_bytes(self.tensors)
 
     def to_json(self) -> str:
         return codec.encode({"format": FORMAT, **vars(self)})
@@ -97,6 +107,17 @@ class Manifest:
             return codec.from_document(cls, codec.document(text, FORMAT, where))
         except codec.NotARecord as error:
             raise StoreError(f"{where}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A version that one process or several of a host are writing."""
+
+    version: int
+    file: str
+    places: tuple[Place, ...]
+    exists: bool
+    """The version exists already, in this file: `WeightBoard.put` compares with it and writes nothing."""
 
 
 class WeightLease:
@@ -157,15 +178,74 @@ class WeightBoard:
         Publishing a version again with the same tensors returns the existing one. Raises ValueError for other tensors,
         and for a dtype that does not fit its array; StoreRefused if the memory is full, leaving nothing.
         """
-        infos = _describe(tensors, dtypes or {})
-        digest = _digest(infos)
+        with self.attempt(version, _describe(tensors, dtypes or {})) as attempt:
+            for place in attempt.places:
+                self.put(attempt, place, tensors[place.name].reshape(1, -1))
+            return self.finish(attempt, self.sums(attempt, attempt.places))
+
+    @contextlib.contextmanager
+    def attempt(self, version: int, places: tuple[Place, ...]) -> Iterator[Attempt]:
+        """Return a context in which a version can be written. After it the file is removed unless the version exists
+        with it. Raises ValueError if the version exists already with other places."""
         existing = self.manifest(version)
-        if existing is None:
-            where = str(self.directory / stem(version))
-            existing = retried(lambda: self._write(Manifest(version, "", infos, digest), tensors), where, 0.0)
-        if existing.digest != digest:
-            raise ValueError(f"weights v{version} are published already, with other tensors ({existing.digest[:12]}…)")
-        return existing
+        if existing is not None:
+            begun = Attempt(version, existing.file, places, exists=True)
+            if places != tuple(Place(t.name, t.dtype, t.shape, t.offset, t.nbytes) for t in existing.tensors):
+                raise _other_tensors(begun)
+            yield begun
+            return
+        self.remove_torn(version)
+        begun = Attempt(version, f"{unique_name(version)}.bin", places, exists=False)
+        path = self.directory / begun.file
+        try:
+            retried(lambda: self._begin(path, _file_bytes(places)), str(path), 0.0)
+            yield begun
+        finally:
+            linked = self.manifest(version)
+            if linked is None or linked.file != begun.file:
+                path.unlink(missing_ok=True)
+
+    def sees(self, attempt: Attempt) -> bool:
+        """Return True if the attempt's file is on this board, not on another host's."""
+        return (self.directory / attempt.file).exists()
+
+    def put(self, attempt: Attempt, place: Place, rows: np.ndarray, start: int = 0, stride: int = 0) -> None:
+        """Write a part [rows, ...] of a tensor: its row i begins `start + i * stride` bytes after the tensor does. A
+        stride of 0 stands for rows without gaps. Any process of the host may call it.
+
+        Raises StoreRefused if the memory is full; ValueError if the version exists with other bytes there."""
+        path = self.directory / attempt.file
+        retried(lambda: self._put(attempt, path, place.offset + start, rows, stride), str(path), 0.0)
+
+    def sums(self, attempt: Attempt, places: Iterable[Place]) -> dict[str, int]:
+        """Read tensors of which all parts are written, and return their sums by name."""
+        buffer = memoryview(bytearray(_PIECE_BYTES))
+        found = {}
+        with (self.directory / attempt.file).open("rb", 0) as stream:
+            for place in places:
+                seen, left = xxhash.xxh3_64(), place.nbytes
+                stream.seek(place.offset)
+                while left and (count := stream.readinto(buffer[: min(left, _PIECE_BYTES)])):
+                    seen.update(buffer[:count])
+                    left -= count
+                if left:
+                    raise StoreError(f"weights: {place.name} ends {left} bytes after the end of {attempt.file}")
+                found[place.name] = seen.intdigest()
+        return found
+
+    def finish(self, attempt: Attempt, sums: Mapping[str, int]) -> Manifest:
+        """Make a version exist of which all parts are written. Return the manifest that exists then: this one, or that
+        of a faster publisher. Raises ValueError if that one has other tensors."""
+        infos = tuple(TensorInfo(**vars(place), xxh3=sums[place.name]) for place in attempt.places)
+        manifest = Manifest(attempt.version, attempt.file, infos, _digest(infos))
+        staged = (self.directory / attempt.file).with_suffix(".manifest")
+        if attempt.exists:
+            linked = self.manifest(attempt.version)
+        else:
+            linked = retried(lambda: self._link_new(staged, manifest), str(staged), 0.0)
+        if linked is None or linked.digest != manifest.digest:
+            raise _other_tensors(attempt)
+        return linked
 
     def open(self, version: int) -> WeightLease:
         """Map a version and hold it until the lease is closed. Raises MissingOutput for a version that does not exist
@@ -240,27 +320,27 @@ class WeightBoard:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _write(self, manifest: Manifest, tensors: Mapping[str, np.ndarray]) -> Manifest:
-        """Write a version and return the manifest that exists then: this one, or that of a faster publisher."""
-        self.remove_torn(manifest.version)
-        unique = unique_name(manifest.version)
-        manifest = dataclasses.replace(manifest, file=f"{unique}.bin")
-        data, staged = self.directory / manifest.file, self.directory / f"{unique}.manifest"
-        with contextlib.ExitStack() as undo:
-            undo.callback(data.unlink, missing_ok=True)
-            with self._new_file(data) as stream:
-                # Not a mapping: on a full tmpfs a store to one is a SIGBUS, a write is an OSError.
-                for info in manifest.tensors:
-                    stream.seek(info.offset)
-                    stream.write(_bytes(tensors[info.name]))
-                stream.truncate(manifest.file_bytes)
-            undo.callback(staged.unlink, missing_ok=True)
+    def _begin(self, path: Path, num_bytes: int) -> None:
+        with self._new_file(path) as stream:
+            stream.truncate(num_bytes)
+
+    def _put(self, attempt: Attempt, path: Path, offset: int, rows: np.ndarray, stride: int) -> None:
+        data, row_bytes = _bytes(rows), rows.nbytes // max(1, len(rows))
+        step = len(data) if stride in (0, row_bytes) else row_bytes
+        with path.open("rb" if attempt.exists else "r+b", 0) as stream:
+            for row, first in enumerate(range(0, len(data), max(1, step))):
+                run, at = data[first : first + step], offset + row * stride
+                if attempt.exists:
+                    _compare(stream.fileno(), run, at, attempt)
+                else:
+                    _write(stream.fileno(), run, at)
+
+    def _link_new(self, staged: Path, manifest: Manifest) -> Manifest:
+        try:
             staged.write_text(manifest.to_json())
-            winner = self.link(staged, manifest)
-            if winner == manifest:
-                undo.pop_all()
-                staged.unlink()
-        return winner
+            return self.link(staged, manifest)
+        finally:
+            staged.unlink(missing_ok=True)
 
     def _new_file(self, path: Path) -> IO[bytes]:
         """Return a file to write into: the spare one if there is one, else an empty one. The pages of the spare need
@@ -315,19 +395,51 @@ def owner_alive(path: Path) -> bool:
     return match is not None and process_alive(int(match[1]))
 
 
-def _describe(tensors: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> tuple[TensorInfo, ...]:
+def placed(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[Place, ...]:
+    """Return the places of tensors (name, dtype, shape) in a version's file, in their order."""
+    places, offset = [], 0
+    for name, dtype, shape in tensors:
+        nbytes = math.prod(shape) * np.dtype(np.uint16 if dtype == BFLOAT16 else dtype).itemsize
+        places.append(Place(name, dtype, shape, offset, nbytes))
+        offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return tuple(places)
+
+
+def _describe(tensors: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> tuple[Place, ...]:
     unknown = sorted(set(dtypes) - set(tensors))
     if unknown:
         raise ValueError(f"dtypes are given for tensors that are not there: {unknown}")
-    infos, offset = [], 0
+    listed = []
     for name, tensor in tensors.items():
         dtype = dtypes.get(name, tensor.dtype.name)
         if (np.uint16 if dtype == BFLOAT16 else np.dtype(dtype)) != tensor.dtype:
             raise ValueError(f"{name}: an array of {tensor.dtype} cannot hold {dtype}")
-        xxh3 = xxhash.xxh3_64_intdigest(_bytes(tensor))
-        infos.append(TensorInfo(name, dtype, tensor.shape, offset, tensor.nbytes, xxh3))
-        offset += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-    return tuple(infos)
+        listed.append((name, dtype, tensor.shape))
+    return placed(listed)
+
+
+def _file_bytes(places: Iterable[Place]) -> int:
+    """Return the length of a file: tensors, gaps, and padding for an empty version, which could not be mapped."""
+    return max(mmap.PAGESIZE, *(place.offset + place.nbytes for place in places), 0)
+
+
+def _other_tensors(attempt: Attempt) -> ValueError:
+    return ValueError(f"weights v{attempt.version} are published already, with other tensors ({attempt.file})")
+
+
+def _write(file: int, data: memoryview, offset: int) -> None:
+    """Write all bytes. Not through a mapping: on a full tmpfs a store to one is a SIGBUS, a write is an OSError."""
+    while data:
+        count = os.pwrite(file, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def _compare(file: int, data: memoryview, offset: int, attempt: Attempt) -> None:
+    """Raise ValueError if the file has other bytes."""
+    for first in range(0, len(data), _PIECE_BYTES):
+        piece = data[first : first + _PIECE_BYTES]
+        if os.pread(file, len(piece), offset + first) != piece:
+            raise _other_tensors(attempt)
 
 
 def _digest(infos: tuple[TensorInfo, ...]) -> str:

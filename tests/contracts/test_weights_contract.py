@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from storage.errors import DamagedWeights, MissingOutput
-from storage.weights import WeightBoard
+from storage.weights import Attempt, WeightBoard, placed
 from tests.support.processes import exit_status
 
 HERE = """
@@ -36,6 +36,23 @@ def tensors(seed: int = 0) -> dict[str, np.ndarray]:
         "empty": np.zeros((0, 4), np.float16),
         "b": g.integers(0, 2**16, 11, dtype=np.uint16),
     }
+
+
+PLACES = placed([("rows", "float32", (6, 5)), ("columns", "float64", (4, 7)), ("empty", "float16", (0, 4))])
+
+
+def in_parts() -> dict[str, np.ndarray]:
+    g = np.random.default_rng(1)
+    return {place.name: g.standard_normal(place.shape).astype(place.dtype) for place in PLACES}
+
+
+def put(board: WeightBoard, attempt: Attempt, whole: dict[str, np.ndarray], index: int) -> None:
+    """Put part `index` of 2: rows of one tensor, columns of another."""
+    rows, columns, empty = PLACES
+    board.put(attempt, rows, whole["rows"][4 * index : 4 + 2 * index], 4 * index * 5 * 4)
+    cut = [slice(0, 3), slice(3, 7)][index]
+    board.put(attempt, columns, whole["columns"][:, cut], cut.start * 8, 7 * 8)
+    board.put(attempt, empty, whole["empty"])
 
 
 def run(script: str, directory: Path) -> int:
@@ -65,6 +82,67 @@ def test_bfloat16_keeps_its_bit_pattern(board: WeightBoard) -> None:
         as_float = (lease.tensors["b"].astype(np.uint32) << 16).view(np.float32)
         np.testing.assert_array_equal(as_float[:2], [1.0, -2.0])
         assert lease.manifest.tensors[0].dtype == "bfloat16"
+
+
+def test_parts_of_several_writers_make_the_version_that_one_publishes(board: WeightBoard, tmp_path: Path) -> None:
+    whole = in_parts()
+    with board.attempt(1, PLACES) as attempt:
+        other = WeightBoard(board.directory)
+        assert other.sees(attempt)
+        for writer, index in ((other, 1), (board, 0)):
+            put(writer, attempt, whole, index)
+        assert board.available() == []
+        sums = board.sums(attempt, PLACES[1:]) | other.sums(attempt, PLACES[:1])
+        manifest = board.finish(attempt, sums)
+    with WeightBoard(tmp_path / "whole") as alone:
+        expected = alone.publish(1, whole)
+        assert not alone.sees(attempt)
+        assert (manifest.tensors, manifest.digest) == (expected.tensors, expected.digest)
+        assert (board.directory / manifest.file).read_bytes() == (alone.directory / expected.file).read_bytes()
+    with board.open(1) as lease:
+        lease.verify()
+    assert sorted(p.name for p in board.directory.iterdir()) == sorted([manifest.file, "v000001.json"])
+
+
+def test_an_attempt_that_fails_leaves_nothing(board: WeightBoard) -> None:
+    def attempted() -> None:
+        with board.attempt(1, PLACES) as attempt:
+            put(board, attempt, in_parts(), 0)
+            raise ConnectionError("a writer is lost")
+
+    with pytest.raises(ConnectionError):
+        attempted()
+    assert list(board.directory.iterdir()) == []
+
+
+def test_parts_of_a_version_that_exists_are_only_compared(board: WeightBoard) -> None:
+    whole = in_parts()
+    first = board.publish(1, whole)
+    before = (board.directory / first.file).read_bytes()
+    with board.attempt(1, PLACES) as attempt:
+        for index in range(2):
+            put(board, attempt, whole, index)
+        assert board.finish(attempt, board.sums(attempt, PLACES)) == first
+        for name in ("rows", "columns"):
+            changed = whole[name].copy()
+            changed[-1, -1] += 1  # both tensors' last numbers are in part 1
+            put(board, attempt, whole | {name: changed}, 0)
+            with pytest.raises(ValueError, match="v1 are published already"):
+                put(board, attempt, whole | {name: changed}, 1)
+    with pytest.raises(ValueError, match="v1 are published already"), board.attempt(1, PLACES[:1]):
+        pass
+    assert (board.directory / first.file).read_bytes() == before
+
+
+def test_of_two_attempts_the_first_to_finish_wins(board: WeightBoard) -> None:
+    whole = in_parts()
+    with board.attempt(1, PLACES) as attempt:
+        winner = WeightBoard(board.directory).publish(1, whole)
+        assert winner.file != attempt.file
+        for index in range(2):
+            put(board, attempt, whole, index)
+        assert board.finish(attempt, board.sums(attempt, PLACES)) == winner
+    assert sorted(p.name for p in board.directory.iterdir()) == sorted([winner.file, "v000001.json"])
 
 
 def test_two_readers_share_the_pages(board: WeightBoard) -> None:

@@ -83,10 +83,17 @@ def command(options: argparse.Namespace) -> int:
 
 def _show_engine(config: RunConfig) -> None:
     """Print what the engine can do on this host, and what the run therefore cannot prove."""
-    device: Device = "cuda" if gpus_here() else "cpu"
+    _show_guarantees(config, "cuda" if gpus_here() else "cpu")
+
+
+def _show_guarantees(config: RunConfig, device: Device) -> None:
+    missing = unproven(config, device)
+    if not missing:
+        print_line(f"engine {config.engine.kind} on {device}: a run repeats bit for bit, and leaves nothing unproven")
+        return
     print_line(engine_line(config, device))
-    for missing in unproven(config, device):
-        print_line(f"not proven: {missing}")
+    for one in missing:
+        print_line(f"not proven: {one}")
 
 
 def _show_network(config: RunConfig) -> None:
@@ -189,10 +196,7 @@ def _check_on_target(config: RunConfig, target: str, text: str) -> int:
     _show_prediction(found.run, found.limits, found.hosts)
     if found.problems:
         raise together([refusal(problem) for problem in found.problems])
-    device: Device = "cuda" if found.run.on_gpus else "cpu"
-    print_line(engine_line(config, device))
-    for missing in unproven(config, device):
-        print_line(f"not proven: {missing}")
+    _show_guarantees(config, "cuda" if found.run.on_gpus else "cpu")
     for note in found.notes:
         print_line(f"note: {note}")
     print_line(f"note: {_reserve(found)}")

@@ -51,6 +51,7 @@ from pipeline.driver.retention import check_evaluations
 from pipeline.errors import ConfigError
 from pipeline.observe.history import History
 from pipeline.observe.journal import EventKind, Journal
+from pipeline.observe.live import NOT_PROVEN, NOTHING
 from pipeline.workers.messages import worker_name
 from stages.engines.capabilities import Device
 from stages.models.hf_files import Tokenizer, file_digests
@@ -201,8 +202,8 @@ class NumericsWatch:
         if line in self._engines:
             return
         self._engines.add(line)
-        said = "; ".join(missing) or "nothing"
-        self._journal.now(EventKind.ENGINE, gang=self._engine_gang, detail=f"{line}. Not proven: {said}")
+        said = "; ".join(missing) or NOTHING
+        self._journal.now(EventKind.ENGINE, gang=self._engine_gang, detail=f"{line}{NOT_PROVEN}{said}")
         self._tags({"engine": line, "not_proven": said})
 
 

@@ -32,6 +32,8 @@ from pipeline.observe.metric_catalogue import REMEMBERED, findings, shown_number
 from pipeline.observe.text import plain, sparkline, visible
 from storage.redaction import redacted, redacted_text
 
+NOT_PROVEN, NOTHING = ". Not proven: ", "nothing"
+"""The end of an engine event's text: the guarantees that the run lacks, or `NOTHING`."""
 _SHOWN_NODES = 3
 """Most nodes shown by name per gang; the others are counted."""
 
@@ -134,7 +136,7 @@ class Progress:
         if event.kind is EventKind.WARNED:
             self._tell("warning", f"WARNING: {event.detail}", text=event.detail)
         if event.kind is EventKind.ENGINE:
-            self._tell("engine", f"{event.detail}", text=event.detail)
+            self._tell_engine(event.detail or "")
         if event.worker is not None:
             gang = self._gangs[event.worker] = event.gang or event.worker
             self._follow_worker(event, gang, event.worker)
@@ -259,6 +261,12 @@ class Progress:
             wait = f"idle: {view.wait}" if view is not None and view.wait else "idle"
             table.add_row(plain(gang, "cyan"), plain(", ".join(said)) if said else plain(wait, "dim"))
         return table
+
+    def _tell_engine(self, detail: str) -> None:
+        """Report what the engine cannot prove. Programs get the whole text, also if everything is proven."""
+        missing = detail.partition(NOT_PROVEN)[2]
+        if self._screen.json_lines or missing != NOTHING:
+            self._tell("engine", f"not proven in this run: {missing or detail}", text=detail)
 
     def _tell(self, kind: str, line: str | Text, **fields: object) -> None:
         self._screen.say(kind, line, **fields)

@@ -42,7 +42,10 @@ def plot_timeline(timeline: Timeline, losses: Sequence[tuple[float, str]], path:
     axes = figure.subplots(len(windows), 1, squeeze=False)[:, 0]
     for ax, window in zip(axes, windows, strict=True):
         _draw_window(ax, timeline, window, panel_width_px=1550)
-        for at, worker in losses:
+        for start, _ in timeline.gaps:
+            if window[0] <= timeline.at(start) <= window[1]:
+                ax.axvline(timeline.at(start) - timeline.start_s, color=INK, lw=1.0, ls=":")
+        for at, worker in [(timeline.at(t), name) for t, name in losses]:
             if window[0] <= at <= window[1]:
                 left_s = at - timeline.start_s
                 ax.axvline(left_s, color="#c00000", lw=1.2, ls="--")
@@ -53,7 +56,8 @@ def plot_timeline(timeline: Timeline, losses: Sequence[tuple[float, str]], path:
         axes[1].set_title("Whole run (shaded: the steps above)", loc="left", fontsize=10, color=INK)
         left, right = (t - timeline.start_s for t in timeline.middle)
         axes[1].axvspan(left, right, color="#000000", alpha=0.07, zorder=0, lw=0)
-    axes[-1].set_xlabel("seconds since the first stage started", color=INK)
+    between = " (dotted: resumed; the time between is left out)" if timeline.gaps else ""
+    axes[-1].set_xlabel(f"seconds since the first stage started{between}", color=INK)
     present = {box.address.stage for lane in timeline.lanes for box in lane.boxes}
     order = [s for s in STAGE_COLOURS if s in present] + sorted(present - STAGE_COLOURS.keys())
     handles = [Patch(color=STAGE_COLOURS.get(stage, OTHER_COLOUR), label=stage) for stage in order]

@@ -18,7 +18,7 @@ import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.observe.journal import Event, EventKind
 from storage.address import Address
@@ -163,7 +163,8 @@ class Lane:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The executions of a run in lanes; times in seconds since the epoch."""
+    """The executions of a run in lanes. Times are in seconds since the epoch by the first driver's time: those between
+    the end of a driver and the next one's first submission are left out (`Timeline.at`)."""
 
     lanes: Sequence[Lane]
     """Lanes, sorted by gang and worker."""
@@ -174,19 +175,37 @@ class Timeline:
     """The period of the middle steps, to enlarge; None if there are few steps."""
     num_boxes: int
     """Boxes of the run; the lanes have fewer if the run is long."""
+    gaps: Sequence[Interval] = ()
+    """The times without a driver, in order, by the clock."""
+
+    def at(self, t: float) -> float:
+        """Return the place of a clock time in this timeline."""
+        return without(self.gaps, t)
 
 
 def run_timeline(events: Iterable[Event], most: int | None = None) -> Timeline | None:
     """Return the timeline of a run, or None if nothing ran. `most`: of more boxes, only the first and the last are in
     the lanes."""
-    every = boxes(events)
+    log = list(events)
+    gaps = gaps_between(driver_periods(log))
+    every = [replace(b, start_s=without(gaps, b.start_s), end_s=without(gaps, b.end_s)) for b in boxes(log)]
     if not every:
         return None
     kept = every
     if most is not None and len(every) > most:
         kept = [*every[: most // 2], *every[len(every) - most // 2 :]]
     end = max(box.end_s for box in every)
-    return Timeline(lanes_of(kept), every[0].start_s, end, middle_window(kept), len(every))
+    return Timeline(lanes_of(kept), every[0].start_s, end, middle_window(kept), len(every), gaps)
+
+
+def gaps_between(periods: Iterable[Interval]) -> list[Interval]:
+    """Return the times between periods, in order."""
+    return [(end, start) for (_, end), (start, _) in itertools.pairwise(union(periods))]
+
+
+def without(gaps: Iterable[Interval], t: float) -> float:
+    """Return a time less the gaps before it; a time in a gap becomes the gap's start."""
+    return t - math.fsum(min(t, end) - start for start, end in gaps if t > start)
 
 
 def lanes_of(drawn: Iterable[Box]) -> list[Lane]:

@@ -21,7 +21,7 @@ from pipeline.observe.report.facts import Fact, Headline, failures, headlines, r
 from pipeline.observe.report.samples import SampleBudget, Samples, sample, shortened
 from pipeline.observe.report.source import RunSource
 from pipeline.observe.rows import ResponsePair, StageRows, response_pairs, stored_steps, whole_step
-from pipeline.observe.timeline import run_timeline
+from pipeline.observe.timeline import length, run_timeline
 from storage.address import Address
 from storage.commits import Commit
 from storage.errors import StoreError
@@ -92,6 +92,8 @@ class RunTimeline:
     marks: Sequence[TimelineMark]
     of_executions: int
     """Number of all executions. Of a long run only the first and the last ones are drawn."""
+    gaps_ms: int
+    """Time between drivers, which is left out."""
 
 
 @dataclass(frozen=True)
@@ -218,10 +220,11 @@ def timeline_columns(
         length_ms=[round((box.end_s - box.start_s) * 1000) for _, box in placed],
         versions=[versions.get(box.address, "") for _, box in placed],
         marks=[
-            *(TimelineMark(ms(event.t), "resumed", event.detail or "") for event in resumes),
-            *(TimelineMark(ms(one.at), one.kind, one.text) for one in incidents),
+            *(TimelineMark(ms(drawn.at(event.t)), "resumed", event.detail or "") for event in resumes),
+            *(TimelineMark(ms(drawn.at(one.at)), one.kind, one.text) for one in incidents),
         ],
         of_executions=drawn.num_boxes,
+        gaps_ms=round(1000 * length(drawn.gaps)),
     )
 
 

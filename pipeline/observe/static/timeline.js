@@ -21,11 +21,12 @@ function timeline(run) {
     button("earlier", () => pan(state, -0.5)), button("later", () => pan(state, 0.5)),
     button("whole run", () => show(state, whole)));
   const shown = data.begin_ms.length === data.of_executions ? "" : ", the first and the last";
+  const gaps = data.gaps_ms ? ` The time between a stop and a resume, ${duration(data.gaps_ms)} in all, is left out.` : "";
   listenTimeline(state);
   new ResizeObserver(() => draw(state)).observe(state.canvas);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw(state));
   return h("div", {}, controls, state.strip, state.canvas, legend, state.said,
-    note(`${ofAll(data.begin_ms.length, data.of_executions, "executions")}${shown}. Drag to move, Ctrl and wheel to scale.`));
+    note(`${ofAll(data.begin_ms.length, data.of_executions, "executions")}${shown}. Drag to move, Ctrl and wheel to scale.${gaps}`));
 }
 
 const colourOf = (stage) => page.stage_colours[stage] || "#9d9d9d";

@@ -69,5 +69,20 @@ def test_of_a_long_run_the_first_and_the_last_boxes_are_in_lanes() -> None:
     assert run_timeline([]) is None
 
 
+def test_the_time_between_two_drivers_is_left_out() -> None:
+    """The first works from 10 to 14, the second from 100 to 103: 86 s are left out, and what falls into them is put at
+    their start."""
+    found = run_timeline([
+        Event(9.0, EventKind.RUN_STARTED),
+        _ran("train", "update_policy", 10.0, 14.0),
+        Event(99.0, EventKind.RUN_STARTED),
+        _ran("train", "update_policy", 100.0, 103.0),
+    ])  # fmt: skip
+    assert found is not None
+    assert [(box.start_s, box.end_s) for lane in found.lanes for box in lane.boxes] == [(10.0, 14.0), (14.0, 17.0)]
+    assert (found.start_s, found.end_s, found.gaps) == (10.0, 17.0, [(14.0, 100.0)])
+    assert [found.at(t) for t in (12.0, 50.0, 99.0, 101.0)] == [12.0, 14.0, 14.0, 15.0]
+
+
 def test_union() -> None:
     assert union([(4, 5), (0, 2), (1, 3), (5, 6), (9, 9)]) == [(0, 3), (4, 6)]

@@ -91,6 +91,16 @@ class PromptTable:
         return found.hexdigest()[:32]
 
 
+def last_questions(path: Path) -> list[str] | None:
+    """Return the last user message of each prompt of a saved table, for people to read. None if the prompts are plain
+    text, or their messages are lost or damaged: then people read what the model reads."""
+    try:
+        chats = _read_lines(path.with_suffix(".chat.jsonl"))
+    except StoreError:
+        return None
+    return [next((m["content"] for m in reversed(chat) if m["role"] == "user"), "") for chat in chats]
+
+
 def _read_lines(path: Path) -> list[Any]:
     """Return the JSON value of each line of a file. Raises StoreError, naming it."""
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.cli.answers import DONE, output, saved_config
+from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.driver.tracked import span_name
@@ -19,6 +20,7 @@ from pipeline.errors import ConfigError
 from pipeline.graph.graph import step_nodes
 from pipeline.observe.rows import PART_COLUMN, row_columns, shards_of_step, text_of_tokens
 from pipeline.observe.tables import InspectRow, inspect_table
+from stages.prompts import last_questions
 from storage.errors import DroppedOutput, MissingOutput
 
 
@@ -73,11 +75,12 @@ def step_rows(config: RunConfig, step: int) -> list[InspectRow]:
     """Return the rows of a step's generated shards. Results that do not exist yet are None."""
     decode = text_of_tokens(str(config.run_dir), config.model.path)
     tables = [row_columns(shard, decode) for shard in shards_of_step(open_history(config), step)]
+    asked = last_questions(RunPaths(config.run_dir).prompts)
     lines = (dict(zip(table, line, strict=True)) for table in tables for line in zip(*table.values(), strict=True))
-    return [_inspected(line) for line in lines]
+    return [_inspected(line, asked) for line in lines]
 
 
-def _inspected(line: Mapping[str, Any]) -> InspectRow:
+def _inspected(line: Mapping[str, Any], asked: Sequence[str] | None) -> InspectRow:
     """Return a row for the table. `line`: a line of `row_columns`."""
 
     def number(name: str) -> float | None:
@@ -87,7 +90,7 @@ def _inspected(line: Mapping[str, Any]) -> InspectRow:
     parts = {name.removeprefix(PART_COLUMN): float(v) for name, v in line.items() if name.startswith(PART_COLUMN)}
     return InspectRow(
         row=int(line["row"]),
-        prompt=line["prompt"],
+        prompt=line["prompt"] if asked is None else asked[int(line["prompt_index"])],
         response=line["response"],
         score=number("score"),
         kl=number("kl"),

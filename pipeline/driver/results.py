@@ -63,6 +63,7 @@ from pipeline.observe.tracking import (
     how_to_open,
 )
 from stages.models.hf_files import read_tokenizer
+from stages.prompts import last_questions
 from storage.errors import StoreError
 from storage.ledger import Ledger
 from storage.redaction import redacted, redacted_text
@@ -186,7 +187,7 @@ def conclude(
         for step, fraction in overlap_by_step(read_events(paths.events)).items():
             tracker.metrics(step, {"overlap": fraction})
     tracker.artifact(paths.summary, "")
-    pairs = response_pairs(history, decode)
+    pairs = response_pairs(history, decode, last_questions(paths.prompts))
     if pairs:
         paths.samples.write_text(samples_table(pairs), "utf8")
         tracker.table(paths.samples)
@@ -334,6 +335,7 @@ def report_source(config: RunConfig, history: History, summary: Summary) -> RunS
         sameness=_sameness(config, identity),
         software=identity.latest.software if identity is not None else {},
         together=ordered(config.gangs()),
+        asked=last_questions(paths.prompts),
         remarks=tuple(remarks),
     )
 

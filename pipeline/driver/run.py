@@ -74,6 +74,7 @@ from pipeline.observe.summary import Summary
 from pipeline.observe.tables import end_of_run
 from pipeline.observe.tracking import Tracker
 from pipeline.workers.messages import Outcome
+from stages.prompts import last_questions
 from storage.address import Address
 from storage.errors import StoreError, StoreRefused
 from storage.rollouts import Decode
@@ -267,7 +268,7 @@ def _say_done(run: Run, summary: Summary) -> None:
     if run.screen.json_lines:
         run.screen.say("done", "", summary=asdict(summary), paths={label: str(path) for label, path in where.items()})
     else:
-        pairs = chosen(response_pairs(run.history, run.decode))
+        pairs = chosen(response_pairs(run.history, run.decode, last_questions(RunPaths(run.config.run_dir).prompts)))
         run.screen.console.print(end_of_run(summary, pairs, where))
 
 

@@ -231,9 +231,17 @@ class ResponsePair:
     after_kl: float | None = None
 
 
-def response_pairs(history: History, decode: Decode) -> list[ResponsePair]:
+def prompt_text(rollout: Rollout, row: int, decode: Decode, asked: Sequence[str] | None) -> str:
+    """Return a row's prompt for people: its last user message if it is a chat. `asked`: that message of every prompt;
+    None for plain prompts."""
+    if asked is not None:
+        return asked[int(rollout.prompt_index[row])]
+    return decode(rollout.tokens[row, : rollout.prompt_lengths[row]].tolist())
+
+
+def response_pairs(history: History, decode: Decode, asked: Sequence[str] | None = None) -> list[ResponsePair]:
     """Return the held-out prompts with the responses of the first and the last evaluated version; empty if fewer than
-    two versions are evaluated."""
+    two versions are evaluated. `asked`: as for `prompt_text`."""
     evaluations = history.evaluations()
     if len(evaluations) < 2:
         return []
@@ -242,7 +250,7 @@ def response_pairs(history: History, decode: Decode) -> list[ResponsePair]:
     kl, kl_after = (history.evaluated_kl(v, r) for v, r in zip(versions, (rows, rows_after), strict=True))
     return [
         ResponsePair(
-            prompt=decode(rows.tokens[row, : rows.prompt_lengths[row]].tolist()),
+            prompt=prompt_text(rows, row, decode, asked),
             before=_response(rows, row, decode),
             before_score=float(scores.scores[row]),
             after=_response(rows_after, row, decode),

@@ -160,7 +160,7 @@ def gather(source: RunSource, budget: SampleBudget, most_executions: int = MOST_
         timeline=timeline_columns(events, _versions(commits), incidents.shown, most_executions),
         staleness=source.summary.staleness.histogram,
         stage_s={stage: number(seconds) for stage, seconds in source.summary.stage_s.items()},
-        samples=sample(read, stored, source.decode, budget, {(one.step, one.row) for one in worst or ()}),
+        samples=sample(read, stored, source.decode, budget, {(one.step, one.row) for one in worst or ()}, source.asked),
         held_out=_held_out(source, evaluations, budget.held_out),
         mismatches=(worst or []) if history.spec.recompute_logprobs else None,
         incidents=incidents,
@@ -276,7 +276,7 @@ def _absences(source: RunSource, evaluations: Sequence[Evaluation]) -> list[str]
 
 
 def _held_out(source: RunSource, evaluations: Sequence[Evaluation], most: int) -> HeldOutPairs | None:
-    pairs = response_pairs(source.history, source.decode)
+    pairs = response_pairs(source.history, source.decode, source.asked)
     if not pairs:
         return None
     chosen = [pairs[i] for i in evenly(len(pairs), most)]

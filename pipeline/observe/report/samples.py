@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.observe.curves import evenly, number, numbers
-from pipeline.observe.rows import StageRows
+from pipeline.observe.rows import StageRows, prompt_text
 from storage.records import FinishReason
 from storage.rollouts import Decode
 
@@ -93,9 +93,10 @@ def sample(
     decode: Decode,
     budget: SampleBudget,
     mismatched: Collection[tuple[int, int]] = (),
+    asked: Sequence[str] | None = None,
 ) -> Samples:
     """Choose rows to show. `read`: the steps whose rows were read, of `of_steps` stored ones. `mismatched`: (step, row)
-    of the rows with the largest mismatches, which are shown too."""
+    of the rows with the largest mismatches, which are shown too. `asked`: as for `prompt_text`."""
     places = [(i, row) for i, step in enumerate(read) for row in range(step.rollout.num_rows)]
     if not places:
         return Samples([], 0, 0, of_steps)
@@ -110,7 +111,7 @@ def sample(
     others = [place for place in places if place not in extreme]
     even = [others[i] for i in evenly(len(others), most - len(extreme))]
     chosen = sorted([*even, *extreme])
-    rows = [_row(read[i], row, extreme.get((i, row), ""), decode, budget.row_tokens) for i, row in chosen]
+    rows = [_row(read[i], row, extreme.get((i, row), ""), decode, budget.row_tokens, asked) for i, row in chosen]
     return Samples(rows, of_steps * read[0].rollout.num_rows, len(read), of_steps)
 
 
@@ -130,7 +131,9 @@ def _extremes(read: Sequence[StageRows], each: int) -> dict[tuple[int, int], str
     return found
 
 
-def _row(step: StageRows, row: int, extreme: str, decode: Decode, most_tokens: int) -> SampleRow:
+def _row(
+    step: StageRows, row: int, extreme: str, decode: Decode, most_tokens: int, asked: Sequence[str] | None
+) -> SampleRow:
     rollout = step.rollout
     start, length = int(rollout.prompt_lengths[row]), int(rollout.response_lengths[row])
     shown = slice(start, start + min(length, most_tokens))
@@ -143,7 +146,7 @@ def _row(step: StageRows, row: int, extreme: str, decode: Decode, most_tokens: i
     return SampleRow(
         step=step.step,
         row=int(rollout.row[row]),
-        prompt=shortened(decode(rollout.tokens[row, :start].tolist()), _LONGEST_PROMPT),
+        prompt=shortened(prompt_text(rollout, row, decode, asked), _LONGEST_PROMPT),
         score=None if step.scores is None else number(float(step.scores.scores[row]), 4),
         parts={name: number(float(part[row]), 4) for name, part in parts.items()},
         kl=None if step.kl is None else number(float(step.kl[row]), 4),

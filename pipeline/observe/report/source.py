@@ -47,5 +47,7 @@ class RunSource:
     """Name -> version, of what computed the run."""
     together: Collection[str] = ()
     """Gangs whose workers are lost and built together."""
+    asked: Sequence[str] | None = None
+    """The last user message of each prompt; None if the prompts are plain text."""
     remarks: tuple[str, ...] = ()
     """Remarks for the reader about parts of the run that could not be read."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from stages.models.hf_files import ByteTokenizer
-from stages.prompts import PromptTable, held_out_prompts, tokenise, training_prompts
+from stages.prompts import PromptTable, held_out_prompts, last_questions, tokenise, training_prompts
 from storage.config import PromptsConfig
 from storage.errors import StoreError
 from storage.prompts import PromptItem, PromptsError, batch_indices
@@ -60,6 +60,18 @@ def test_chats_go_through_the_template() -> None:
     ]
     found = tokenise(chat, ByteTokenizer(), PromptsConfig(url="x.jsonl", held_out=1), seed=0)
     assert bytes(found.tokens[0, : found.lengths[0]].tolist()).decode() == "user: hi\nassistant: "
+
+
+def test_people_read_the_last_question_of_a_chat(tmp_path: Path) -> None:
+    told = {"role": "system", "content": "Be brief."}
+    first, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}
+    chat = [PromptItem(None, [told, first]), PromptItem(None, [first, answer, {"role": "user", "content": "why?"}])]
+    tokenise(chat, ByteTokenizer(), PromptsConfig(url="x.jsonl", held_out=1), seed=0).save(tmp_path / "prompts.npz")
+    assert last_questions(tmp_path / "prompts.npz") == ["hi", "why?"]
+    table().save(tmp_path / "plain.npz")
+    assert last_questions(tmp_path / "plain.npz") is None
+    (tmp_path / "prompts.chat.jsonl").write_text("[{")
+    assert last_questions(tmp_path / "prompts.npz") is None
 
 
 def test_held_out_prompts_are_never_trained_on() -> None:

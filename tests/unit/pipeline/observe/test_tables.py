@@ -163,6 +163,8 @@ def test_the_first_evaluation_is_paired_with_the_last(history: History) -> None:
     evaluate(history, 2, [("a", "xx"), ("fg", "y")], [9.0, 9.0])
     evaluate(history, 4, [("a", "cde"), ("fg", "é")], [0.75, 1.0])
     assert response_pairs(history, decode_characters) == PAIRS
+    asked = [dataclasses.replace(pair, prompt=text) for pair, text in zip(PAIRS, ("who?", "why?"), strict=True)]
+    assert response_pairs(history, decode_characters, ["who?", "why?"]) == asked
 
 
 def test_those_shown_are_chosen_by_how_much_the_score_changed() -> None:

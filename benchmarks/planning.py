@@ -34,12 +34,13 @@ from rich.console import Console
 
 from benchmarks.harness import arguments, measured_load, report, write_json
 from pipeline.cli.calibrate import observed_run
-from pipeline.config.hardware import read_cluster
+from pipeline.config.hardware import hardware_of, read_cluster
 from pipeline.config.loading import load_config
 from pipeline.config.memory import planned_run
 from pipeline.config.role_models import read_model, role_models
 from pipeline.driver.results import open_history
 from pipeline.driver.run import run
+from pipeline.errors import ConfigError
 from pipeline.graph.graph import Node, step_nodes
 from pipeline.plan.calibrate import calibrate
 from pipeline.plan.calibration import Calibration, scaled, typical
@@ -204,6 +205,16 @@ def simulated_step_s(one: ObservedRun, calibration: Calibration, hardware: str) 
     return (times[-1] - times[WARM_UP_STEPS]) / (len(times) - 1 - WARM_UP_STEPS)
 
 
+def hardware_with_instructions(instructions: str) -> str:
+    """Return the node without GPUs whose processor has these instructions. Raises ConfigError if none has."""
+    flags = instructions.split()
+    if any(flag.startswith("amx") for flag in flags):
+        return "1xcpu"
+    if "avx512_bf16" in flags:
+        return "1xcpu-zen4"
+    raise ConfigError("--hardware", "no file in conf/hardware has a processor without avx512_bf16: give one")
+
+
 def runs_here(options: argparse.Namespace) -> tuple[list[tuple[str, ...]], dict[str, float]]:
     """Return the rows of the table and the figures by name."""
     found: dict[str, list[Measured]] = {}
@@ -216,10 +227,10 @@ def runs_here(options: argparse.Namespace) -> tuple[list[tuple[str, ...]], dict[
                 print(f"{name}: {measured.step_s:.3f} s a step", file=sys.stderr, flush=True)
     seconds = {name: statistics.median(one.step_s for one in of) for name, of in found.items()}
     calibrating = list(variants)[:2]
-    hardware = options.hardware.rpartition("x")[2]
     sources = [one.observed for name in calibrating for one in found[name]]
-    calibration = calibrate(sources, read_cluster(options.hardware), hardware)
-    predicted = {name: simulated_step_s(of[0].observed, calibration, options.hardware) for name, of in found.items()}
+    cluster = options.hardware or hardware_with_instructions(sources[0].processor)
+    calibration = calibrate(sources, read_cluster(cluster), hardware_of(cluster))
+    predicted = {name: simulated_step_s(of[0].observed, calibration, cluster) for name, of in found.items()}
     rows, figures = list[tuple[str, ...]](), dict[str, float]()
     for name in variants:
         error = predicted[name] / seconds[name] - 1
@@ -242,7 +253,9 @@ def _ratio(seconds: dict[str, float], pair: tuple[str, str]) -> float:
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", action="store_true", help="also run variants on this machine, which must be quiet")
-    parser.add_argument("--hardware", default="1xcpu", help="what this machine is, for --runs (default: 1xcpu)")
+    parser.add_argument(
+        "--hardware", help="what this machine is, for --runs (default: by its processor's instructions)"
+    )
 
 
 def main() -> None:

@@ -58,7 +58,9 @@ def command(options: argparse.Namespace) -> int:
         calibration = published_step(options, cluster, hardware)
         output().print(speeds_table(calibration))
     overhead = three(1000 * calibration.overhead_s)
+    turnaround = three(1000 * calibration.turnaround_s)
     print_line(f"overhead of a node: {overhead} ms from its parents' commits to its start")
+    print_line(f"turnaround of a worker: {turnaround} ms between two nodes, a part of the first")
     if calibration.extrapolated:
         names = ", ".join(calibration.extrapolated)
         print_line(

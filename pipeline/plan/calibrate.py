@@ -7,6 +7,9 @@ For each kind of work, three numbers that are 0 or more (efficiency at most 1):
 by least squares of relative errors, in which outliers count less (Huber's weights), with a weak pull toward the usual
 proportions (`typical`, scaled to these runs). Where the nodes differ in all three, the data decides; where they do not
 (one run with shards of equal size), the proportions stay as assumed, and the kind is listed as extrapolated.
+
+The journal tells how long a node worked on store and ledger. The fit then explains the rest of its seconds, and
+`node_s` is the mean of these times and what the fit finds besides.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -44,6 +47,8 @@ class Measurement:
     """Without collectives."""
     roofline: float
     calls: float
+    store_s: float = 0.0
+    """Part of `seconds` on store and ledger; 0: not measured."""
 
 
 def calibrate(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: str) -> Calibration:
@@ -62,7 +67,11 @@ def calibrate(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: s
             speeds[kind], distinct = usual_speed, False
         extrapolated += [] if distinct else [kind]
     if waits := [wait for one in runs for wait in one.waits]:
-        speeds["overhead_s"] = median(waits)
+        speeds["overhead_s"] = usual_mean(waits)
+    if gaps := [gap for one in runs for gap in one.turnarounds]:
+        # a node's children wait for its worker's turnaround, too: it counts once
+        speeds["turnaround_s"] = usual_mean(gaps)
+        speeds["overhead_s"] = max(0.0, speeds.get("overhead_s", usual.overhead_s) - speeds["turnaround_s"])
     return replace(
         usual,
         description="measured in " + ", ".join(one.name for one in runs),
@@ -104,7 +113,8 @@ def samples_of(runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Cal
             work = costs.work(node.node, node.lengths, node.beside)
             links = sum(work.links.values()) / usual.link_efficiency
             if node.seconds > links:
-                found.append(Measurement(STAGE_KIND[node.node.stage], node.seconds - links, work.roofline, work.calls))
+                kind, seconds = STAGE_KIND[node.node.stage], node.seconds - links
+                found.append(Measurement(kind, seconds, work.roofline, work.calls, min(node.store_s, seconds)))
         refit = costs.refit_work()
         found += [Measurement("refit", seconds, refit.roofline, refit.calls) for seconds in one.refits]
     return found
@@ -114,24 +124,28 @@ def fit(samples: Sequence[Measurement], usual: StageSpeed) -> tuple[StageSpeed, 
     """Return the speed that fits these nodes, and True if they tell its numbers apart. `usual`: the proportions to
     assume otherwise."""
     seconds = np.array([sample.seconds for sample in samples])
+    stored = np.array([sample.store_s for sample in samples])
     columns = np.array([[sample.roofline, sample.calls, 1.0] for sample in samples])
-    start = np.array([1 / usual.efficiency, usual.call_s, usual.node_s])
-    start *= np.median(seconds / (columns @ start))
+    # a node does little besides its store: what it does counts as a call, until the data says otherwise
+    besides = usual.call_s if stored.any() and usual.call_s else usual.node_s
+    start = np.array([1 / usual.efficiency, usual.call_s, besides])
+    start *= np.median((seconds - stored) / (columns @ start))
     start[0] = max(start[0], 1.0)
     used = columns.any(axis=0)
     least = np.array([1 / start[0], 0.0, 0.0])[used]
     found, outlying = np.ones(int(used.sum())), np.ones(len(samples))
     for _ in range(20):
         # relative to the prediction, not to the measurement: short nodes would count more than they should
-        predicted = (columns * start)[:, used] @ found
+        predicted = (columns * start)[:, used] @ found + stored
         scaled = (columns * start)[:, used] / predicted[:, None]
         rows = np.vstack([scaled * outlying[:, None], np.sqrt(_PULL) * np.eye(len(found))])
-        target = np.concatenate([seconds / predicted * outlying, np.full(len(found), np.sqrt(_PULL))])
+        target = np.concatenate([(seconds - stored) / predicted * outlying, np.full(len(found), np.sqrt(_PULL))])
         found = least + _not_negative(rows, target - rows @ least)
         errors = np.abs(seconds / predicted - 1)
         outlying = np.sqrt(np.minimum(1.0, _OUTLIER / np.maximum(errors, 1e-12)))
     fitted = start.copy()
     fitted[used] *= found
+    fitted[2] += usual_mean(stored)
     ratios = seconds / (columns @ fitted)
     speed = StageSpeed(
         efficiency=min(1.0, float(1 / fitted[0])),
@@ -141,6 +155,14 @@ def fit(samples: Sequence[Measurement], usual: StageSpeed) -> tuple[StageSpeed, 
         nodes=len(samples),
     )
     return speed, _distinct(scaled)
+
+
+def usual_mean(seconds: Sequence[float] | np.ndarray) -> float:
+    """Return the mean without the longest and the shortest tenth: times have a long tail, which a median leaves out,
+    and a stall is not usual."""
+    ordered = np.sort(np.asarray(seconds))
+    cut = len(ordered) // 10
+    return float(ordered[cut : len(ordered) - cut].mean())
 
 
 def _distinct(columns: np.ndarray) -> bool:
@@ -174,6 +196,6 @@ def compared(
         for node in one.nodes:
             if node.lengths or node.node.stage == "publish":
                 measured, predicted, number = sums.get(node.node.stage, (0.0, 0.0, 0))
-                seconds = costs.seconds(node.node, node.lengths, node.beside)
+                seconds = costs.seconds(node.node, node.lengths, node.beside) - calibration.turnaround_s
                 sums[node.node.stage] = (measured + node.seconds, predicted + seconds, number + 1)
     yield from ((stage, *found) for stage, found in sums.items())

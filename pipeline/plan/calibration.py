@@ -67,6 +67,8 @@ class Calibration:
     """Share of the links' bandwidth that collectives reach."""
     overhead_s: float = setting(0.0, at_least(0))
     """Seconds from the commit of a node's last parent to its start on an idle worker: scheduling and tracking."""
+    turnaround_s: float = setting(0.0, at_least(0))
+    """Seconds from a node's commit until its worker starts the next. They count as a part of the node."""
     tokens_per_pass: float = setting(1.0, at_least(1))
     """Tokens that a row gains in a decoding pass: above 1 with speculation."""
     prompt_tokens: float | None = setting(None, above(0))
@@ -149,6 +151,7 @@ def scaled(calibration: Calibration, predicted_s: float, step_s: float, descript
         description=description,
         link_efficiency=calibration.link_efficiency / factor,
         overhead_s=calibration.overhead_s * factor,
+        turnaround_s=calibration.turnaround_s * factor,
         extrapolated=list(KINDS),
         **speeds,
     )

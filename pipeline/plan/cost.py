@@ -65,7 +65,9 @@ class Costs:
 
     def parts(self, node: Node, lengths: Sequence[int], beside: float | None = None) -> dict[str, float]:
         """Return what the seconds consist of, by name: arithmetic, weights read, collectives, bubble and so on."""
-        return self._timed(self.work(node, lengths, beside), self.speed_of(node.stage))
+        found = self._timed(self.work(node, lengths, beside), self.speed_of(node.stage))
+        fixed = found.get(FIXED, 0.0) + self.calibration.turnaround_s
+        return found | ({FIXED: fixed} if fixed else {})
 
     def overhead(self, node: Node) -> float:
         """Return the seconds from the commits of a node's parents to its start on an idle worker: scheduling and

@@ -10,6 +10,7 @@ that were lost, and the work that was repeated after a loss.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -38,6 +39,8 @@ class Observed:
     """Tokens of the responses that it worked on."""
     beside: float
     """Nodes in flight on its engine, this one included, averaged over its time."""
+    store_s: float = 0.0
+    """Part of `seconds` on store and ledger; 0: not measured."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class ObservedRun:
     """Name of its GPUs as the driver reports it; empty on CPUs."""
     processor: str
     """Instructions of its processor."""
+    turnarounds: Sequence[float] = ()
+    """Seconds from the end of a node to the start of the next on its worker, where that one was ready before."""
 
     @property
     def lengths(self) -> list[int]:
@@ -84,6 +89,7 @@ def observe(
             max(0.0, box.end_s - box.start_s - refits.get(box.address, 0.0)),
             _lengths_of(nodes[box.address], history, lengths),
             _beside(box, engine_boxes) if box.address.stage in ENGINE_STAGES else 1.0,
+            box.store_s,
         )
         for box in kept
     ]
@@ -98,6 +104,7 @@ def observe(
         _tokens_per_pass(run, history) if run.config.engine.embedded.speculation.drafter != "none" else 1.0,
         _item(identity, "device"),
         _item(identity, "instructions"),
+        _turnarounds(found, nodes),
     )
 
 
@@ -166,6 +173,22 @@ def _waits(kept: Iterable[Box], found: Sequence[Box], nodes: Mapping[Address, No
         if parents and ready <= box.start_s and max(before, default=0.0) <= ready:
             waits.append(box.start_s - ready)
     return waits
+
+
+def _turnarounds(found: Sequence[Box], nodes: Mapping[Address, Node]) -> list[float]:
+    """Return the seconds between two nodes of a worker, where the later one's parents had ended before. Engines run
+    several nodes at once and are left out."""
+    ends = {box.address: box.end_s for box in found}
+    last: dict[str, Box] = {}
+    gaps = []
+    for box in found:
+        before = last.get(box.worker)
+        if before is not None and box.address in nodes and box.address.stage not in ENGINE_STAGES:
+            ready = max((ends.get(parent, math.inf) for parent in nodes[box.address].parents), default=math.inf)
+            if ready <= before.end_s <= box.start_s:
+                gaps.append(box.start_s - before.end_s)
+        last[box.worker] = box
+    return gaps
 
 
 def _engine_commits(history: History) -> Iterator[Commit]:

@@ -148,6 +148,8 @@ class _Pass:
     two."""
     sends: int = 1
     """Sends of hidden states to the next stage, or of their gradients."""
+    depth: float = 1.0
+    """Share of the model's blocks that are computed, which is the share of a call's fixed cost."""
 
     def plus(self, other: _Pass) -> _Pass:
         """Return both passes as one."""
@@ -156,6 +158,7 @@ class _Pass:
             self.moved + other.moved,
             self.halves + other.halves,
             self.sends + other.sends,
+            self.depth,
         )
 
 
@@ -187,7 +190,14 @@ def update_work(
 
 
 def _forward_pass(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> _Pass:
-    return _Pass(_forward(gang, role, rows, trunk=trunk), gang.numbers[role] * gang.models.dtype_bytes, 4)
+    operations, depth = _forward(gang, role, rows, trunk=trunk), _depth(gang, role, trunk=trunk)
+    return _Pass(operations, gang.numbers[role] * gang.models.dtype_bytes, 4, depth=depth)
+
+
+def _depth(gang: GangSpeed, role: Role, *, trunk: bool) -> float:
+    """Return the share of a model's blocks that a pass computes: all, or those above the frozen ones."""
+    own = gang.models.num_blocks(role)
+    return 1.0 if trunk or not own else own / (own + gang.models.model.frozen_blocks)
 
 
 def _backward_pass(gang: GangSpeed, role: Role, rows: Rows) -> _Pass:
@@ -203,7 +213,7 @@ def _backward_pass(gang: GangSpeed, role: Role, rows: Rows) -> _Pass:
         again = (2.0 * mlps * rows.tokens, mlps / (layout.tensor * layout.pipeline) * number, 2)
     else:
         again = (0.0, 0.0, 0)
-    return _Pass(operations, moved, halves).plus(_Pass(*again, sends=0))
+    return _Pass(operations, moved, halves, depth=forward.depth).plus(_Pass(*again, sends=0))
 
 
 def _forward(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> float:
@@ -251,7 +261,7 @@ def _sweep(gang: GangSpeed, role: Role, optimizer: OptimizerConfig, rows: Rows, 
         parts[BUBBLE] = (stages - 1) * stage
         link = link_of(gang.cluster, 2, layout.tensor * models.data_ranks)
         links[PIPELINE] = turns * passes.sends * send_s(link, hidden / layout.tensor)
-    return Work(parts, links, turns)
+    return Work(parts, links, turns * passes.depth)
 
 
 def _stage(gang: GangSpeed, optimizer: OptimizerConfig, rows: Rows, passes: _Pass) -> tuple[float, str]:

@@ -66,7 +66,8 @@ def test_people_read_the_last_question_of_a_chat(tmp_path: Path) -> None:
     told = {"role": "system", "content": "Be brief."}
     first, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}
     chat = [PromptItem(None, [told, first]), PromptItem(None, [first, answer, {"role": "user", "content": "why?"}])]
-    tokenise(chat, ByteTokenizer(), PromptsConfig(url="x.jsonl", held_out=1), seed=0).save(tmp_path / "prompts.npz")
+    config = PromptsConfig(url="x.jsonl", format="chat", held_out=1)
+    tokenise(chat, ByteTokenizer(), config, seed=0).save(tmp_path / "prompts.npz")
     assert last_questions(tmp_path / "prompts.npz") == ["hi", "why?"]
     table().save(tmp_path / "plain.npz")
     assert last_questions(tmp_path / "plain.npz") is None

@@ -2,12 +2,16 @@
 
 A local file is written under a temporary name, synced, and then renamed or hard-linked. So a name always means the
 whole content, even after SIGKILL or a power cut (the latter unless `Durability.fsync` is off). Files of a new directory
-are written and synced all together. An object store's PUT has this property already.
+are written and synced all together. An object store's PUT has this property already. It has no directories, and its
+bucket must exist: nothing here creates one.
 
 Errors of the filesystem:
 
     ESTALE, EIO, EAGAIN, ETIMEDOUT, ...   retried after 0.05 s to 2 s until `retry_s` is spent; reported on stderr
+    500, 503, no answer of an object      the same, after the few retries that its client makes by itself
+    store
     ENOSPC, EDQUOT, EROFS, EACCES, ...    StoreRefused, naming the path: waiting does not help
+    403, no bucket, no credentials        the same
     file not found, file exists           answers, not faults: passed on
 
 Every retried operation must be harmless when repeated, even if the first try succeeded and only its answer was lost.
@@ -37,8 +41,13 @@ import fsspec
 
 from storage.config import Durability
 from storage.errors import StoreRefused, StoreUnavailable
+from storage.redaction import redacted_text
 
 DEFAULT = Durability()
+
+EXCLUSIVE = ("s3", "s3a", "gs", "gcs", "memory")
+"""Protocols of the fsspec filesystems whose `mode="create"` is one step of the store. For others fsspec looks whether
+the file exists and then writes it, so that two processes could both commit an output. (`memory` is for one process.)"""
 
 
 @dataclass(frozen=True)
@@ -63,9 +72,17 @@ class Root:
 
 
 def open_root(url: str, durability: Durability = DEFAULT) -> Root:
-    """Return the root at `url`: a path, `file://...`, or the URL of any fsspec filesystem. Creates nothing yet."""
-    fs, path = fsspec.core.url_to_fs(url)
-    if "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol):
+    """Return the root at `url`: a path, `file://...`, or a URL of `EXCLUSIVE`. Creates nothing yet. Raises StoreRefused
+    for another URL."""
+    protocol = fsspec.core.split_protocol(url)[0] or "file"
+    if protocol not in ("file", "local", *EXCLUSIVE):
+        raise StoreRefused(
+            f"{redacted_text(url)}: {protocol} cannot create a file only if there is none, so that two processes could "
+            "commit the same output; give a directory, or a URL of s3:// or gs://"
+        )
+    # A cached listing would hide what other processes have written since.
+    fs, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    if protocol in ("file", "local"):
         return Root(None, str(Path(path).absolute()), durability)
     return Root(fs, path.rstrip("/"), durability)
 
@@ -82,7 +99,10 @@ def read(root: Root, key: str) -> bytes | None:
 
 
 def exists(root: Root, key: str) -> bool:
-    return os.path.exists(root.at(key)) if root.fs is None else bool(root.fs.exists(root.at(key)))
+    path = root.at(key)
+    if root.fs is None:
+        return os.path.exists(path)
+    return retried(lambda: bool(root.fs.exists(path)), path, root.durability.retry_s)
 
 
 def look_again(root: Root, key: str) -> None:
@@ -91,8 +111,6 @@ def look_again(root: Root, key: str) -> None:
     if root.fs is None:
         with suppress(OSError):
             os.listdir(os.path.dirname(root.at(key)))
-    else:
-        root.fs.invalidate_cache()
 
 
 def write(root: Root, key: str, data: bytes, *, private: bool = False) -> None:
@@ -105,8 +123,7 @@ def write(root: Root, key: str, data: bytes, *, private: bool = False) -> None:
             os.replace(temporary, path)
             _sync_directory_of(root, path)
         else:
-            root.fs.makedirs(os.path.dirname(path), exist_ok=True)
-            root.fs.pipe_file(path, data)
+            _put(root.fs, {path: data})
 
     retried(act, path, root.durability.retry_s)
 
@@ -119,10 +136,8 @@ def write_together(root: Root, directory: str, contents: Mapping[str, bytes]) ->
     def act() -> None:
         if root.fs is None:
             _fill_together(root, path, contents)
-            return
-        root.fs.makedirs(path, exist_ok=True)
-        for name, data in contents.items():
-            root.fs.pipe_file(f"{path}/{name}", data)
+        else:
+            _put(root.fs, {f"{path}/{name}": data for name, data in contents.items()})
 
     retried(act, path, root.durability.retry_s)
 
@@ -132,7 +147,8 @@ def write_new(root: Root, key: str, data: bytes, before: Callable[[], None] | No
     content is synced and ends before the file gets its name; if it raises, there is no file.
 
     A local file gets its name by a hard link, which is atomic on NFS and Lustre too; a remote one by fsspec's
-    `mode="create"` (a conditional PUT on S3 and GCS).
+    `mode="create"` (a conditional PUT on S3 and GCS). If the answer to that PUT is lost, it is repeated and finds its
+    own file: then nobody gets True, and the content says who created it.
     """
     path = root.at(key)
     retry_s = root.durability.retry_s
@@ -148,10 +164,13 @@ def write_new(root: Root, key: str, data: bytes, before: Callable[[], None] | No
             return retried(lambda: _link(root, temporary, path), path, retry_s)
 
     def create() -> bool:
-        root.fs.makedirs(os.path.dirname(path), exist_ok=True)
         try:
-            root.fs.pipe_file(path, data, mode="create")
+            _put(root.fs, {path: data}, mode="create")
         except FileExistsError:
+            return False
+        except OSError as error:  # a server need not say which condition failed; s3fs then raises EINVAL
+            if "PreconditionFailed" not in str(error.__cause__):
+                raise
             return False
         return True
 
@@ -169,8 +188,8 @@ def move(root: Root, source: str, target: str) -> bool:
                 os.makedirs(os.path.dirname(root.at(target)), exist_ok=True)
                 os.replace(root.at(source), root.at(target))
             else:
-                root.fs.makedirs(os.path.dirname(root.at(target)), exist_ok=True)
-                root.fs.mv(root.at(source), root.at(target))
+                root.fs.cp_file(root.at(source), root.at(target))
+                root.fs.rm_file(root.at(source))
         except FileNotFoundError:
             return False
         return True
@@ -195,10 +214,8 @@ def remove_tree(root: Root, key: str) -> None:
     if root.fs is None:
         shutil.rmtree(root.at(key), ignore_errors=True)
         return
-    try:
-        root.fs.rm(root.at(key), recursive=True)
-    except FileNotFoundError:
-        return
+    with suppress(FileNotFoundError):
+        retried(lambda: root.fs.rm(root.at(key), recursive=True), root.at(key), root.durability.retry_s)
 
 
 def remove_empty(root: Root, keys: Iterable[str]) -> None:
@@ -213,8 +230,7 @@ def keys(root: Root) -> Iterator[str]:
     if root.fs is None:
         paths = [os.path.join(d, name) for d, _, names in os.walk(root.path) for name in names]
     else:
-        root.fs.invalidate_cache()
-        paths = list(root.fs.find(root.path))
+        paths = list(retried(lambda: root.fs.find(root.path), root.path, root.durability.retry_s))
     for path in sorted(paths):
         if not os.path.basename(path).startswith("."):
             yield path[len(root.path) + 1 :].replace(os.sep, "/")
@@ -226,7 +242,8 @@ def names(root: Root) -> list[str]:
     try:
         if root.fs is None:
             return sorted(os.listdir(root.path))
-        return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in root.fs.ls(root.path, detail=False, refresh=True))
+        paths = retried(lambda: root.fs.ls(root.path, detail=False), root.path, root.durability.retry_s)
+        return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -250,6 +267,14 @@ def sync_directory(path: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _put(fs: Any, contents: Mapping[str, bytes], **options: str) -> None:
+    """Upload objects by path, all at once. Raises StoreRefused if there is no such bucket."""
+    try:
+        fs.pipe(contents, **options)
+    except FileNotFoundError as error:
+        raise refusal(error, next(iter(contents))) from error
 
 
 def _sync_directory_of(root: Root, path: str) -> None:
@@ -366,10 +391,12 @@ def retried(act: Callable[[], Answer], path: str, retry_s: float) -> Answer:
     while True:
         try:
             return act()
-        except OSError as error:
-            if error.errno in REFUSING:
+        except _store_errors() as error:
+            if is_transient(error):
+                pass
+            elif _refuses(error):
                 raise refusal(error, path) from error
-            if error.errno not in TRANSIENT:
+            else:
                 raise
             now = time.monotonic()
             give_up = now + retry_s if give_up is None else give_up
@@ -381,9 +408,40 @@ def retried(act: Callable[[], Answer], path: str, retry_s: float) -> Answer:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return True if the same work may succeed later: after StoreUnavailable, or an OSError of `TRANSIENT` that was not
-    retried."""
-    return isinstance(error, StoreUnavailable) or (isinstance(error, OSError) and error.errno in TRANSIENT)
+    """Return True if the same work may succeed later: after StoreUnavailable, or an error that `retried` retries and
+    that was raised elsewhere."""
+    if isinstance(error, (StoreUnavailable, TimeoutError, *_classes(*_NO_ANSWER))):
+        return True
+    return isinstance(error, OSError) and error.errno in TRANSIENT
+
+
+# The clients of object stores raise an OSError for an answer of the server, and these errors if there is none.
+_NO_ANSWER = (
+    ("botocore.exceptions", "HTTPClientError"),
+    ("botocore.exceptions", "ConnectionError"),
+    ("botocore.exceptions", "IncompleteReadError"),
+    ("aiohttp", "ClientError"),
+)
+_NO_REQUEST = (("botocore.exceptions", "BotoCoreError"),)
+"""Base class of the errors that keep a client from sending a request, such as missing credentials."""
+
+
+def _classes(*names: tuple[str, str]) -> tuple[type[Exception], ...]:
+    """Return these classes of modules. A module that is not imported raises nothing, and is left out: to import it
+    takes time in every process of a run that needs no object store."""
+    return tuple(getattr(sys.modules[module], name) for module, name in names if module in sys.modules)
+
+
+def _store_errors() -> tuple[type[Exception], ...]:
+    """Return the classes of the errors that a filesystem or an object store's client raises."""
+    return (OSError, *_classes(*_NO_ANSWER, *_NO_REQUEST))
+
+
+def _refuses(error: Exception) -> bool:
+    """Return True for an error that stays until a person acts."""
+    if isinstance(error, OSError):
+        return error.errno in REFUSING or isinstance(error, PermissionError)
+    return isinstance(error, _classes(*_NO_REQUEST))
 
 
 def until_seen(look: Callable[[], Answer | None], retry_s: float) -> Answer | None:
@@ -398,16 +456,18 @@ def until_seen(look: Callable[[], Answer | None], retry_s: float) -> Answer | No
     return found
 
 
-def refusal(error: OSError, path: str) -> StoreRefused:
+def refusal(error: Exception, path: str) -> StoreRefused:
     """Return the error of `REFUSING` as a message for the person who must act."""
     return StoreRefused(
         f"{path}: {_said(error)}. What is committed is whole and stays; put this right, and the run can be resumed"
     )
 
 
-def _said(error: OSError) -> str:
-    name = errno.errorcode.get(error.errno or 0, "")
-    return f"{os.strerror(error.errno)} ({name})" if error.errno else str(error)
+def _said(error: Exception) -> str:
+    number = error.errno if isinstance(error, OSError) else None
+    if number and not error.__cause__:  # an object store's client raises it from the server's answer, which says more
+        return f"{os.strerror(number)} ({errno.errorcode.get(number, '')})"
+    return f"{type(error).__name__}: {redacted_text(str(error))}"
 
 
 # ---- in the background -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The contracts of ledger and rollout store on S3: moto's server, over HTTP, by s3fs.
+"""The contracts of ledger and rollout store on S3, and the faults of its server: moto's server, over HTTP, by s3fs.
 
 What they rest on there is the conditional PUT (If-None-Match), which moto has since its pull request 8109 of 2024. A
 whole run keeps to a local directory (`runs_dir`): Megatron writes checkpoints with file calls of its own.
@@ -6,41 +6,79 @@ whole run keeps to a local directory (`runs_dir`): Megatron writes checkpoints w
 
 from __future__ import annotations
 
+import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from storage import files
 from storage.address import Address
 from storage.commits import new_attempt
+from storage.config import Durability
+from storage.errors import StoreRefused, StoreUnavailable
 from storage.ledger import Ledger
 from tests.contracts.test_ledger_contract import LedgerContract, commit_at
 from tests.contracts.test_rollout_store_contract import StoreContract
 
 boto3 = pytest.importorskip("boto3")
-moto_server = pytest.importorskip("moto.server")
+moto_server = pytest.importorskip("moto.moto_server.werkzeug_app")
+werkzeug = pytest.importorskip("werkzeug.serving")
 s3fs = pytest.importorskip("s3fs")
 
 
+class Faults:
+    """moto's server, which answers 500, 503 or 412 to the next request of a method when a test says so."""
+
+    def __init__(self) -> None:
+        self._server = moto_server.DomainDispatcherApplication(moto_server.create_backend_app)
+        self.left: list[tuple[str, int, bool]] = []
+        """(method, status, whether the request is done before it fails) of the request that will fail"""
+
+    def fail(self, method: str, status: int, *, after: bool = False) -> None:
+        """Fail the next request of a method, before or `after` the server has done what it asks for."""
+        self.left = [(method, status, after)]
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if not self.left or self.left[0][0] != environ["REQUEST_METHOD"]:
+            return self._server(environ, start_response)
+        _, status, after = self.left.pop(0)
+        if after:
+            for _ in self._server(environ, lambda *_: None):
+                pass
+        code = {500: "InternalError", 503: "ServiceUnavailable", 412: "PreconditionFailed"}[status]
+        start_response(f"{status} {code}", [("Content-Type", "application/xml")])
+        return [f"<Error><Code>{code}</Code><Message>not now</Message></Error>".encode()]
+
+
 @pytest.fixture(scope="module")
-def bucket() -> Iterator[str]:
-    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
+def faults() -> Faults:
+    return Faults()
+
+
+@pytest.fixture(scope="module")
+def bucket(faults: Faults) -> Iterator[str]:
+    server = werkzeug.make_server("127.0.0.1", 0, faults, threaded=True)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    endpoint = f"http://127.0.0.1:{server.port}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", endpoint)
         patch.setenv("AWS_ACCESS_KEY_ID", "test")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_MAX_ATTEMPTS", "1")  # the client's own retries would hide ours
         boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="runs")
         s3fs.S3FileSystem.clear_instance_cache()
         yield "s3://runs"
         s3fs.S3FileSystem.clear_instance_cache()
-    server.stop()
+    server.shutdown()
+    server.server_close()
+    thread.join()
 
 
 class TestS3Ledger(LedgerContract):
@@ -62,3 +100,101 @@ class TestS3Store(StoreContract):
     @pytest.fixture
     def url(self, bucket: str, tmp_path: Path) -> str:
         return f"{bucket}/{uuid.uuid4().hex}/run"
+
+
+Work = Callable[[files.Root], object]
+
+
+def moved(root: files.Root) -> list[object]:
+    files.move(root, "a/1", "b/1")
+    return [files.read(root, "a/1"), files.read(root, "b/1")]
+
+
+def removed(root: files.Root) -> list[str]:
+    files.remove(root, "a/1")
+    return list(files.keys(root))
+
+
+def removed_all(root: files.Root) -> list[str]:
+    files.remove_tree(root, "a")
+    return list(files.keys(root))
+
+
+def written(root: files.Root) -> list[object]:
+    files.write(root, "c", b"3")
+    files.write_together(root, "d", {"1": b"4", "2": b"5"})
+    return [files.read(root, key) for key in ("c", "d/1", "d/2")]
+
+
+def created(root: files.Root) -> list[object]:
+    files.write_new(root, "e", b"6")
+    return [files.write_new(root, "e", b"7"), files.read(root, "e")]
+
+
+OPERATIONS: dict[str, tuple[str, Work, object]] = {
+    "read": ("GET", lambda root: files.read(root, "a/1"), b"1"),
+    "exists": ("HEAD", lambda root: files.exists(root, "a/1"), True),
+    "keys": ("GET", lambda root: list(files.keys(root)), ["a/1", "a/2"]),
+    "names": ("GET", lambda root: files.names(root.below("a")), ["1", "2"]),
+    "write": ("PUT", written, [b"3", b"4", b"5"]),
+    "write_new": ("PUT", created, [False, b"6"]),
+    "move": ("PUT", moved, [None, b"1"]),
+    "remove": ("DELETE", removed, ["a/2"]),
+    "remove_tree": ("POST", removed_all, []),
+}
+"""name -> (its request, its work on a root with a/1 and a/2, what that finds)"""
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["not done", "done, and the answer lost"])
+@pytest.mark.parametrize("status", [500, 503])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_servers_errors_are_waited_out(
+    bucket: str, faults: Faults, operation: str, status: int, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, work, expected = OPERATIONS[operation]
+    monkeypatch.setattr("storage.files.time.sleep", lambda pause_s: None)
+    root = files.open_root(f"{bucket}/{uuid.uuid4().hex}")
+    files.write_together(root, "a", {"1": b"1", "2": b"2"})
+    faults.fail(method, status, after=after)
+    assert work(root) == expected
+    assert not faults.left, "the operation made no such request"
+
+
+def test_a_server_that_stays_away_is_named(bucket: str, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("storage.files.time.sleep", lambda pause_s: None)
+    root = files.open_root(f"{bucket}/{uuid.uuid4().hex}", Durability(retry_s=0))
+    faults.fail("PUT", 503)
+    with pytest.raises(StoreUnavailable):
+        files.write(root, "a", b"1")
+    away = s3fs.S3FileSystem(endpoint_url="http://127.0.0.1:9", skip_instance_cache=True)  # nobody listens there
+    with pytest.raises(StoreUnavailable):
+        files.write(files.Root(away, "runs/x", Durability(retry_s=0)), "a", b"1")
+
+
+def test_a_server_that_does_not_name_the_condition_refuses_a_second_file_too(bucket: str, faults: Faults) -> None:
+    root = files.open_root(f"{bucket}/{uuid.uuid4().hex}")
+    faults.fail("PUT", 412)
+    assert not files.write_new(root, "a", b"1")
+
+
+def test_a_bucket_must_exist(bucket: str) -> None:
+    root = files.open_root("s3://no-such-bucket/run")
+    with pytest.raises(StoreRefused):
+        files.write(root, "a", b"1")
+    with pytest.raises(StoreRefused):
+        files.write_new(root, "a", b"1")
+    assert root.fs.ls("") == ["runs"]
+
+
+def test_another_process_writes_are_seen(bucket: str) -> None:
+    """The client keeps no listing: a second client stands for another process."""
+    url = f"{bucket}/{uuid.uuid4().hex}"
+    root = files.open_root(url)
+    files.write(root, "a/1", b"1")
+    assert (files.names(root), files.names(root.below("a"))) == (["a"], ["1"])
+    other = s3fs.S3FileSystem(skip_instance_cache=True)
+    other.pipe_file(f"{root.path}/a/2", b"2")
+    assert (list(files.keys(root)), files.names(root.below("a"))) == (["a/1", "a/2"], ["1", "2"])
+    assert files.exists(root, "a/2")
+    other.rm_file(f"{root.path}/a/1")
+    assert not files.exists(root, "a/1")

@@ -72,6 +72,49 @@ def test_answers_are_no_faults(number: int, kind: type[OSError], slept: list[flo
     assert slept == []
 
 
+def raising(error: Exception) -> Callable[[], str]:
+    """Raise this error once, then answer."""
+    left = [error]
+
+    def act() -> str:
+        if left:
+            raise left.pop()
+        return "answer"
+
+    return act
+
+
+def test_the_errors_of_an_object_stores_client_are_waited_out(slept: list[float]) -> None:
+    """A client has some that say no number, and some that are no OSError."""
+    botocore = pytest.importorskip("botocore.exceptions")
+    aiohttp = pytest.importorskip("aiohttp")
+    for error in (
+        TimeoutError("the request took too long"),
+        botocore.EndpointConnectionError(endpoint_url="http://store"),
+        botocore.ReadTimeoutError(endpoint_url="http://store"),
+        botocore.ConnectionClosedError(endpoint_url="http://store"),
+        botocore.IncompleteReadError(actual_bytes=1, expected_bytes=2),
+        aiohttp.ServerDisconnectedError(),
+    ):
+        assert files.is_transient(error)
+        assert retried(raising(error), "s3://runs/x", retry_s=60) == "answer"
+    assert slept == [0.05] * 6
+
+
+def test_an_object_store_that_refuses_is_an_error_at_once(slept: list[float]) -> None:
+    botocore = pytest.importorskip("botocore.exceptions")
+    for error in (PermissionError("Access Denied"), botocore.NoCredentialsError()):
+        with pytest.raises(StoreRefused):
+            retried(raising(error), "s3://runs/x", retry_s=60)
+    assert slept == []
+
+
+@pytest.mark.parametrize("url", ["https://host/runs", "sftp://host/runs", "simplecache::s3://runs/x"])
+def test_a_store_that_cannot_create_exclusively_is_refused(url: str) -> None:
+    with pytest.raises(StoreRefused):
+        files.open_root(url)
+
+
 def commit() -> Commit:
     return Commit(
         Address("score", 0), new_attempt(), None, 0, {}, provenance_here(seed=0, config_hash=""), finished=1.0

@@ -44,6 +44,8 @@ from storage.errors import StoreRefused, StoreUnavailable
 from storage.redaction import redacted_text
 
 DEFAULT = Durability()
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
 
 EXCLUSIVE = ("s3", "s3a", "gs", "gcs", "memory")
 """Protocols of the fsspec filesystems whose `mode="create"` is one step of the store. For others fsspec looks whether
@@ -80,8 +82,10 @@ def open_root(url: str, durability: Durability = DEFAULT) -> Root:
             f"{redacted_text(url)}: {protocol} cannot create a file only if there is none, so that two processes could "
             "commit the same output; give a directory, or a URL of s3:// or gs://"
         )
-    # A cached listing would hide what other processes have written since.
-    fs, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    # A cached listing would hide what other processes have written since. With a concurrency above 1 s3fs asks for the
+    # size of a file before each read, to fetch a large one in pieces; ours are small.
+    options = {"max_concurrency": 1} if protocol in ("s3", "s3a") else {}
+    fs, path = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
     if protocol in ("file", "local"):
         return Root(None, str(Path(path).absolute()), durability)
     return Root(fs, path.rstrip("/"), durability)
@@ -96,6 +100,20 @@ def read(root: Root, key: str) -> bytes | None:
         return retried(lambda: bytes(root.fs.cat_file(path)), path, root.durability.retry_s)
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+_MOST_REQUESTS = 8
+"""Most requests of `each` at once. Clients keep some ten connections."""
+
+
+def each(root: Root, act: Callable[[Item], Answer], items: Iterable[Item]) -> list[Answer]:
+    """Return `act(item)` of every item, in their order. Requests to an object store are made at the same time, as each
+    takes a round trip; work in a local directory one after the other."""
+    found = list(items)
+    if root.fs is None or len(found) < 2:
+        return [act(item) for item in found]
+    with ThreadPoolExecutor(min(len(found), _MOST_REQUESTS)) as threads:
+        return list(threads.map(act, found))
 
 
 def exists(root: Root, key: str) -> bool:
@@ -374,8 +392,6 @@ REFUSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, err
 """Permanent errors: they stay until a person acts."""
 
 _SHORTEST_S, _LONGEST_S = 0.05, 2.0
-
-Answer = TypeVar("Answer")
 
 
 def retried(act: Callable[[], Answer], path: str, retry_s: float) -> Answer:

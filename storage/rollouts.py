@@ -183,10 +183,14 @@ class RolloutStore:
         after the commit, and by any number of processes at once."""
         group, source = _group(commit.address), attempt_key(commit.address, commit.attempt)
         metadata = self._metadata(commit)
-        write_metadata(self._run, {key: data for key, data in metadata.items() if not files.exists(self._data, key)})
-        for name, template, shard in self._blocks(commit):
-            key = f"{name}/{template.key(shard)}"
+        there = files.each(self._data, lambda key: files.exists(self._data, key), metadata)
+        write_metadata(self._run, {key: metadata[key] for key, found in zip(metadata, there, strict=True) if not found})
+
+        def put_in_place(block: tuple[str, Template, int]) -> None:
+            key = f"{block[0]}/{block[1].key(block[2])}"
             files.move(self._run, f"attempts/{source}/{in_attempt(key)}", f"rollouts.zarr/{group}/{key}")
+
+        files.each(self._run, put_in_place, self._blocks(commit))
         files.remove_tree(self._attempts, source)
 
     def recover(self, *, discard: bool = True) -> int:
@@ -234,10 +238,12 @@ class RolloutStore:
         kept = self._recent.get((address, commit.attempt))
         if kept is not None:
             return kept
+        expected = list(self._blocks(commit))
+        keys = [f"{name}/{template.key(shard)}" for name, template, shard in expected]
+        chunks = files.each(self._data, lambda key: self._chunk(commit, key), keys)
         blocks: dict[str, list[np.ndarray]] = {}
-        for name, template, shard in self._blocks(commit):
-            key = f"{name}/{template.key(shard)}"
-            data, where = self._chunk(commit, key), self._data.at(f"{_group(address)}/{key}")
+        for (name, template, shard), key, data in zip(expected, keys, chunks, strict=True):
+            where = self._data.at(f"{_group(address)}/{key}")
             if data is None:
                 what = f"array {name} of {address}: shard {shard} ({where})"
                 raise _why_absent(address, what, self.dropped_before())
@@ -448,8 +454,11 @@ def encode_record(
 
 def write_metadata(run: files.Root, contents: Mapping[str, bytes]) -> None:
     """Write the metadata by which plain readers find arrays. Several processes may race, and write the same bytes.
-    Temporary files stay outside the hierarchy, since Zarr warns about unknown files."""
+    Temporary files stay outside the hierarchy, since Zarr warns about unknown files; an object store needs none."""
     if not contents:
+        return
+    if run.fs is not None:
+        files.write_together(run, _STORE, contents)
         return
     scratch = f"attempts/metadata-{new_attempt()}"
     files.write_together(run, scratch, {in_attempt(key): data for key, data in contents.items()})

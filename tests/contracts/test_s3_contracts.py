@@ -22,8 +22,9 @@ from storage.commits import new_attempt
 from storage.config import Durability
 from storage.errors import StoreRefused, StoreUnavailable
 from storage.ledger import Ledger
+from storage.rollouts import RolloutStore
 from tests.contracts.test_ledger_contract import LedgerContract, commit_at
-from tests.contracts.test_rollout_store_contract import StoreContract
+from tests.contracts.test_rollout_store_contract import LAYOUTS, PROVENANCE, StoreContract, assert_same, rollout
 
 boto3 = pytest.importorskip("boto3")
 moto_server = pytest.importorskip("moto.moto_server.werkzeug_app")
@@ -38,12 +39,27 @@ class Faults:
         self._server = moto_server.DomainDispatcherApplication(moto_server.create_backend_app)
         self.left: list[tuple[str, int, bool]] = []
         """(method, status, whether the request is done before it fails) of the request that will fail"""
+        self.lonely = 0
+        """Requests that waited in vain for a second one."""
+        self._awaited, self._arrived, self._changed = "", 0, threading.Condition()
 
     def fail(self, method: str, status: int, *, after: bool = False) -> None:
         """Fail the next request of a method, before or `after` the server has done what it asks for."""
         self.left = [(method, status, after)]
 
+    def expect_two(self, method: str) -> None:
+        """Let requests of a method for an array's files wait until a second one is there."""
+        self._awaited, self._arrived, self.lonely = method, 0, 0
+
+    def _meet(self) -> None:
+        with self._changed:
+            self._arrived += 1
+            self._changed.notify_all()
+            self.lonely += not self._changed.wait_for(lambda: self._arrived >= 2, timeout=60)
+
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] == self._awaited and "/c/" in environ["PATH_INFO"]:
+            self._meet()
         if not self.left or self.left[0][0] != environ["REQUEST_METHOD"]:
             return self._server(environ, start_response)
         _, status, after = self.left.pop(0)
@@ -198,3 +214,15 @@ def test_another_process_writes_are_seen(bucket: str) -> None:
     assert files.exists(root, "a/2")
     other.rm_file(f"{root.path}/a/1")
     assert not files.exists(root, "a/1")
+
+
+def test_the_files_of_a_record_are_moved_and_read_with_requests_at_the_same_time(bucket: str, faults: Faults) -> None:
+    """Each takes a round trip, and a record has a file for each array."""
+    url, address, record = f"{bucket}/{uuid.uuid4().hex}", Address("generate", 0), rollout()
+    faults.expect_two("PUT")
+    RolloutStore(url, Ledger(f"{url}/ledger"), LAYOUTS).write(address, record, PROVENANCE)
+    assert faults.lonely == 0
+    faults.expect_two("GET")
+    assert_same(RolloutStore(url, Ledger(f"{url}/ledger"), LAYOUTS).read(address), record)
+    assert faults.lonely == 0
+    faults.expect_two("")

@@ -157,12 +157,14 @@ def _from_last_version(change: Change, config: RunConfig) -> str:
         change.after <= change.before or config.model.lora.rank or config.model.path.startswith("random:")
     ):  # no tokenizer
         return ""
-    run, name = config.run_dir, f"{config.name}-{change.after}"
+    run, name, first = config.run_dir, f"{config.name}-{change.after}", config.model
+    shared = first.frozen_blocks > 0  # with the reference, whose files must then be the policy's
+    reference = "null" if shared else first.reference_path or first.path
+    towards = " (the KL is then to that version, since the reference shares model.frozen_blocks)" if shared else ""
     return (
-        f". A new run, with schedules and a critic of its own, begins with its last version: `stageline run "
+        f". A new run, with schedules and a critic of its own, begins with its last version{towards}: `stageline run "
         f"{run}/config.yaml name={name} steps={change.after - change.before} "
-        f"model.path={run}/weights/v{change.before:06d} "
-        f"model.reference_path={config.model.reference_path or config.model.path}`"
+        f"model.path={run}/weights/v{change.before:06d} model.reference_path={reference}`"
     )
 
 

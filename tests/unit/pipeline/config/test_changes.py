@@ -95,9 +95,12 @@ def test_a_run_may_become_longer_where_no_learning_rate_depends_on_its_end() -> 
     assert "the learning rates depend on it" in decaying.need
 
 
-def test_the_command_that_begins_with_the_last_version_is_a_run(tmp_path: Path) -> None:
-    """Nine steps in all; the reference and the other settings stay."""
-    other = ("model.path=assets/some-model", f"runs_dir={tmp_path}", "steps=4")
+@pytest.mark.parametrize(("frozen", "reference"), [(0, "assets/some-model"), (1, None)])
+def test_the_command_that_begins_with_the_last_version_is_a_run(
+    tmp_path: Path, frozen: int, reference: str | None
+) -> None:
+    """Nine steps in all. The other settings stay, and the reference too, unless it shares blocks with the policy."""
+    other = ("model.path=assets/some-model", f"model.frozen_blocks={frozen}", f"runs_dir={tmp_path}", "steps=4")
     before, after = load(*other), load(*other, "steps=9")
     before.run_dir.mkdir()
     (before.run_dir / "config.yaml").write_text(to_yaml(before))
@@ -107,7 +110,7 @@ def test_the_command_that_begins_with_the_last_version_is_a_run(tmp_path: Path) 
     file, *changes_of_it = command[1].split()
     new = load_config([file], changes_of_it)
     assert (new.steps, new.model.path) == (5, f"{before.run_dir}/weights/v000004")
-    assert new.model.reference_path == "assets/some-model"
+    assert new.model.reference_path == reference
     assert new.run_dir.parent == before.run_dir.parent
     assert not new.run_dir.exists()
 

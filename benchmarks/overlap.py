@@ -66,7 +66,7 @@ WORKLOADS: dict[str, tuple[str, ...]] = {
         "model.frozen_blocks=28",
     ),
 }
-QUICK = ("steps=4", "prompts.held_out=8")
+STEPS, QUICK = ("steps=7",), ("steps=4", "prompts.held_out=8")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def measure(config: RunConfig) -> Measured:
 def main() -> None:
     options = arguments(__doc__ or "")
     base = ["conf/run/tiny.yaml"] if options.quick else ["conf/run/demo.yaml"]
-    common = QUICK if options.quick else ("steps=7",)
+    common = QUICK if options.quick else STEPS
     workloads = {"tiny": ()} if options.quick else WORKLOADS
     arms = ARMS[:2] if options.quick else ARMS
     repeats = 1 if options.quick else options.repeats

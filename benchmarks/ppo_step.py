@@ -37,6 +37,7 @@ from stages.models.spec import read_spec
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKLOAD = ROOT / "benchmarks/ppo_step.yaml"
+TRL = ROOT / "benchmarks/peers/trl_ppo.py"
 MODEL = "assets/smollm2-135m-instruct"
 ROWS, PROMPT, NEW = 16, 32, 32
 WARM_UP = 2
@@ -120,21 +121,22 @@ def peers(python: Path, arm: Arm, threads: int, steps: int, prompts: list[list[i
         "model": str(ROOT / MODEL), "dtype": arm.dtype, "epochs": arm.epochs, "threads": threads, "new": NEW,
         "lora_rank": arm.lora_rank,
         "prompts": prompts, "steps": steps, "warm_up": WARM_UP,
+        "micro_batch_rows": ROWS, "stop_token": None, "seconds_per_row": 0.0,
     }  # fmt: skip
+    return run_job([str(python), str(TRL)], job, scratch)
+
+
+def run_job(program: list[str], job: dict[str, Any], scratch: Path, python_path: str = "") -> Measured:
+    """Run a trainer that is no run of ours, in a process of its own: `program JOB.json`."""
     file = scratch / "job.json"
     file.write_text(json.dumps(job), "utf8")
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(job["threads"]), "PYTHONPATH": python_path}
     with measured_load() as load:
         done = subprocess.run(
-            [str(python), str(ROOT / "benchmarks/peers/trl_ppo.py"), str(file)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=scratch,
+            [*program, str(file)], env=environment, capture_output=True, text=True, check=False, cwd=scratch
         )
     if done.returncode:
-        raise RuntimeError(f"TRL's process failed:\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"{' '.join(program)} failed:\n{done.stderr[-4000:]}")
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return Measured(statistics.median(answer["step_s"]), answer["stages"], load().others)
 

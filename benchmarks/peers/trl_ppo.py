@@ -78,7 +78,7 @@ def main() -> None:
         model.config.pad_token_id = tokenizer.pad_token_id
     policy.generation_config.eos_token_id = None  # every response has all of its tokens, as on the other side
     steps = job["warm_up"] + job["steps"]
-    rows = len(job["prompts"])
+    rows, micro = len(job["prompts"]), job["micro_batch_rows"]
     prompts = Dataset.from_dict({"input_ids": job["prompts"] * max(steps, 4)})
     ends: list[tuple[float, dict[str, float]]] = []
 
@@ -89,13 +89,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         config = PPOConfig(
             output_dir=scratch,
-            per_device_train_batch_size=rows,
-            gradient_accumulation_steps=1,
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=rows // micro,
             num_mini_batches=1,
             num_ppo_epochs=job["epochs"],
             response_length=job["new"],
             total_episodes=rows * steps,
-            local_rollout_forward_batch_size=rows,
+            local_rollout_forward_batch_size=micro,
+            stop_token_id=job["stop_token"],
             learning_rate=1e-5,
             temperature=1.0,
             use_cpu=True,
@@ -134,6 +135,7 @@ def main() -> None:
             if model is not trainer.reward_model:
                 return values(model, tokens, pad_id, context)
             texts = tokenizer.batch_decode(tokens[:, context:], skip_special_tokens=True)
+            time.sleep(job["seconds_per_row"] * len(texts))
             scores = torch.tensor([share_of_vowels(text) for text in texts])
             return None, scores, torch.full((len(tokens),), tokens.shape[1] - 1)
 

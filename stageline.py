@@ -1,4 +1,9 @@
-"""A run's directory as xarray and pandas, in a notebook or a script (docs/open_data.md).
+"""Stageline in a notebook or a script.
+
+config = stageline.load_config("conf/run/tiny.yaml", "steps=4")     as on the command line
+run = stageline.run(config, callbacks=[lambda step, metrics: ...])   to the last step (docs/python.md)
+
+A run's directory as xarray and pandas (docs/open_data.md):
 
 run = stageline.open_run("runs/demo")
 run.rows()            one line per response: prompt, response, score and its parts, KL, length, advantage, ...
@@ -8,6 +13,11 @@ run.metrics()         one line per step: what MLflow has, too
 run.arrays([3, 4])    xarray: every stored array over (step, row, token)
 """
 
-from pipeline.cli.opened_run import OpenedRun, open_run
+from importlib.metadata import version
 
-__all__ = ["OpenedRun", "open_run"]
+from pipeline.cli.opened_run import OpenedRun, open_run
+from pipeline.cli.python_run import load_config, run
+from pipeline.errors import ConfigError, StageFailed
+
+__version__ = version("stageline")
+__all__ = ["ConfigError", "OpenedRun", "StageFailed", "__version__", "load_config", "open_run", "run"]

@@ -13,6 +13,7 @@ import argparse
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 
 _EXIT_CODES = (
     "exit codes: 0 done, 2 bad input (nothing was started) or `check` found faults in a run, 3 a stage or the storage "
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         description="RLHF-PPO as a workflow DAG: every stage a node, staleness an edge, every output an open data set.",
         epilog=_EXIT_CODES,
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('stageline')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=command.help, description=command.help))

@@ -225,7 +225,7 @@ def _lists(rows: StageRows) -> dict[str, list[Any]]:
     return {"prompt_ids": prompt_ids(rows.rollout), "response_ids": response_ids(rows.rollout), **made}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OpenedRun:
     """A run to read. Steps count from 0; `steps=None` means all steps with rows."""
 
@@ -234,6 +234,9 @@ class OpenedRun:
     history: History
     decode: Decode
     """A function from token ids to text, without special tokens."""
+
+    def __repr__(self) -> str:
+        return f"<run {self.path}: {len(self.history.steps_done())} of {self.config.steps} steps done>"
 
     @property
     def steps(self) -> list[int]:

@@ -51,7 +51,7 @@ _SLOW_DISK_BYTES_PER_S = 1e8
 """A network filesystem that many nodes read at once."""
 
 
-@dataclass
+@dataclass(repr=False)
 class RunConfig:
     """A whole run."""
 
@@ -82,6 +82,9 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
+
+    def __repr__(self) -> str:
+        return f"<config of run {self.name}: {self.model.path}, {self.steps} steps of {self.rollout.rows} responses>"
 
     # ---- Derived values ------------------------------------------------------------------------------------------
 

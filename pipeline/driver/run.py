@@ -20,7 +20,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 
@@ -97,6 +97,7 @@ def run(
     from_checkpoint: bool = False,
     at_once: Collection[signal.Signals] = (),
     json_lines: bool = False,
+    callbacks: Collection[Callable[[int, Mapping[str, float]], None]] = (),
 ) -> RunResult:
     """Run (or continue) a run to its last step.
 
@@ -106,6 +107,7 @@ def run(
         at_once: signals that end the run with EndedEarly, for a job that is started again. With them, no summary is
             made after such a signal or if workers are missing.
         json_lines: show progress for a program.
+        callbacks: called with (step, metrics) when a step is over, and with (version, metrics) when an evaluation is.
 
     Raises:
         ConfigError: the config cannot work; nothing was started.
@@ -134,6 +136,7 @@ def run(
             decode=checked.tokenizer.decode,
             resumed=resume,
             continued_after=(EndedEarly, WorkersMissing) if at_once else (EndedEarly,),
+            callbacks=callbacks,
         )
         with _tracking_left(this):
             track_prompts(config, this.tracker, ready.identity.prompts, *num_prompts)
@@ -157,6 +160,7 @@ class Run:
     resumed: bool
     continued_after: tuple[type[BaseException], ...]
     """Exceptions after which another job continues the run. Then it writes no summary."""
+    callbacks: Collection[Callable[[int, Mapping[str, float]], None]] = ()
 
     @property
     def history(self) -> History:
@@ -397,6 +401,7 @@ class _Driver(ExecutorEvents):
         for line in lines:
             self._progress.recovered(line)
         self._alarms.step(step, metrics)
+        self._call_back(step, metrics | lost)
 
     def _report_evaluation(self, version: int) -> None:
         """Report a version's evaluation, once, when all its shards have scores and reference log-probs."""
@@ -404,8 +409,14 @@ class _Driver(ExecutorEvents):
         if evaluation is not None and evaluation.kl is not None:
             self._evaluated.add(version)
             self._first_evaluation = self._first_evaluation or self._history.evaluation(0) or evaluation
-            self._tracker.metrics(version, evaluation_metrics(evaluation, self._first_evaluation))
+            metrics = evaluation_metrics(evaluation, self._first_evaluation)
+            self._tracker.metrics(version, metrics)
             self._progress.evaluation(version, evaluation.mean)
+            self._call_back(version, metrics)
+
+    def _call_back(self, step: int, metrics: Mapping[str, float]) -> None:
+        for callback in self._run.callbacks:
+            callback(step, dict(metrics))
 
     def _report_canary(self, version: int, metrics: Mapping[str, float]) -> None:
         """Report how far engine and trainer differ at a version, with an alarm if they differ too much. Without an

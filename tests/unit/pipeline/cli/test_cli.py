@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import stageline
 from pipeline.cli.main import COMMANDS, main
 from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.preflight import Preflight, preflight
@@ -153,6 +154,13 @@ def test_every_command_has_its_file(name: str, capsys: pytest.CaptureFixture[str
         main([name, "--help"])
     assert ended.value.code == 0
     assert f"usage: stageline {name}" in capsys.readouterr().out
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out == f"stageline {stageline.__version__}\n"
 
 
 def test_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:

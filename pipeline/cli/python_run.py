@@ -1,0 +1,69 @@
+"""Start a run from a script or a notebook: the interface of `import stageline` (docs/python.md). What runs is what
+`stageline run` runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+
+from rich.console import Console
+
+from pipeline.cli.answers import begun, config_of
+from pipeline.cli.opened_run import OpenedRun, open_run
+from pipeline.config.loading import load_yaml, to_yaml
+from pipeline.config.paths import refuse_foreign
+from pipeline.config.run import RunConfig
+
+
+def load_config(*sources: str | os.PathLike[str]) -> RunConfig:
+    """Return the config of YAML files and `key=value` changes, merged as on the command line. Raises ConfigError with
+    everything that is wrong."""
+    return config_of([os.fspath(source) for source in sources])
+
+
+def run(
+    config: RunConfig,
+    *,
+    callbacks: Collection[Callable[[int, Mapping[str, float]], None]] = (),
+    resume: bool = False,
+    quiet: bool = False,
+) -> OpenedRun:
+    """Run a config to its last step and return the finished run. Call it in the main thread.
+
+    Args:
+        config: is checked again, so it may have been changed since it was loaded. It is not modified.
+        callbacks: each is called as `callback(step, metrics)` when a step is over, and with the `eval/` metrics of a
+            version when its evaluation is over. They get copies in the driver's process, so they cannot change the
+            run's numbers. An exception in a callback ends the run, which can be resumed.
+        resume: continue the run if its directory has it already, instead of raising ConfigError.
+        quiet: print nothing.
+
+    Raises:
+        ConfigError: the config cannot work; nothing was started.
+        StageFailed: a stage raised, workers were lost too often, or stored data was found damaged.
+        KeyboardInterrupt: Ctrl-C, or the notebook's stop button.
+    """
+    checked = load_yaml(to_yaml(config), where="the given config")
+    goes_on = resume and begun(checked)
+    if goes_on:
+        refuse_foreign(checked.run_dir)
+    driver = import_module("pipeline.driver.run")  # it loads Dask, which reading a run does not need
+    with _main_not_imported():
+        driver.run(checked, Console(quiet=quiet), resume=goes_on, callbacks=callbacks)
+    return open_run(checked.run_dir)
+
+
+@contextmanager
+def _main_not_imported() -> Iterator[None]:
+    """Keep worker processes from importing the calling script, which would start the run again in each of them.
+    multiprocessing does not import a main module of this name."""
+    main = sys.modules["__main__"]
+    before, main.__spec__ = main.__spec__, ModuleSpec("__main__", None)
+    try:
+        yield
+    finally:
+        main.__spec__ = before

@@ -1,0 +1,66 @@
+"""Runs that Python starts: docs/python.md as a script, and callbacks."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+import stageline
+from pipeline.config.run import RunConfig
+from tests.support.paths import ROOT
+from tests.support.run_results import outputs
+from tests.support.runs import ONE_GANG, QUIET, arguments
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.full
+def test_the_page_is_a_script_without_a_guard_and_its_run_has_the_bits_of_the_command_line(
+    tmp_path: Path, overlapped: RunConfig
+) -> None:
+    """Workers would import the script, and start the run again."""
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "docs/python.md").read_text("utf8"), re.MULTILINE | re.DOTALL
+    )
+    (tmp_path / "page.py").write_text(f"{code}\nassert len(curve) == config.steps")
+    (tmp_path / "conf").symlink_to(ROOT / "conf")
+    done = subprocess.run(
+        [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("held-out reward") == 3
+    of_page = stageline.open_run(tmp_path / "runs/from-python").config
+    assert outputs(of_page) == outputs(overlapped)
+
+
+@pytest.mark.full
+def test_a_callback_that_raises_ends_the_run_and_resume_goes_on(tmp_path: Path) -> None:
+    changes = (ONE_GANG, *QUIET, "steps=3", "staleness=0", "evaluate.every=0")
+    config = stageline.load_config(*arguments(tmp_path, "stopped", *changes))
+    seen: list[int] = []
+
+    def stop(step: int, metrics: Mapping[str, float]) -> None:
+        seen.append(step)
+        if step == 1 and len(seen) == 2:
+            raise ArithmeticError("far enough")
+
+    with pytest.raises(ArithmeticError):
+        stageline.run(config, callbacks=[stop], quiet=True)
+    with pytest.raises(stageline.ConfigError):
+        stageline.run(config, quiet=True)
+    run = stageline.run(config, callbacks=[stop], resume=True, quiet=True)
+    assert seen == [0, 1, 2]
+    assert list(run.metrics().index) == [0, 1, 2]
+
+
+def test_a_config_that_was_changed_is_checked_again(tmp_path: Path) -> None:
+    config = stageline.load_config(*arguments(tmp_path, "unused"))
+    config.rollout.shards = 3
+    with pytest.raises(stageline.ConfigError) as refused:
+        stageline.run(config, quiet=True)
+    assert refused.value.key == "rollout.shards"

@@ -94,8 +94,8 @@ def canary_requests(rollout: Rollout, sampling: SamplingConfig, *, seed: int, ve
 
 def sampled_by(part: Rollout, version: int) -> bool:
     """Return True if `version` sampled all compared tokens of these rows. This always holds at staleness 0. The stored
-    log-probs are then the engine's own, and the engine is asked again only if the trainer's differ. (A run that is
-    resumed after an alarm has other engines.)"""
+    log-probs are then the engine's own, so the canary asks an engine only if the trainer's differ too much from them.
+    (After a resume the engine may be another one.)"""
     return bool((part.token_versions[part.response_mask] == version).all())
 
 

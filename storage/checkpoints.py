@@ -1,4 +1,5 @@
-"""Directories of checkpoints. A manifest and then a rename, both last, make a checkpoint complete.
+"""Directories of checkpoints. A checkpoint is complete when its manifest has been written and then its directory
+renamed, its last two steps.
 
     <root>/policy/v000012/checkpoint.json + the model's files
     <root>/policy/.v000012-<host>-<pid>-<hex>/     being written, or left by a process that died

@@ -147,8 +147,8 @@ def write(root: Root, key: str, data: bytes, *, private: bool = False) -> None:
 
 
 def write_together(root: Root, directory: str, contents: Mapping[str, bytes]) -> None:
-    """Create or replace files of one directory that nobody reads before this returns. Then all are whole and synced.
-    The disk is waited for once, not once for each file and each name."""
+    """Create or replace files of one directory. Nobody may read them before this returns. Then all are whole, and local
+    ones are synced, at the same time and not one after the other."""
     path = root.at(directory)
 
     def act() -> None:

@@ -42,8 +42,8 @@ def last_step(config: RunConfig) -> int:
 
 
 def inspect_step(config: RunConfig, step: int, rows: int) -> RenderableType:
-    """Return a table of a step's rows with the results of the stages, and one of the step's nodes: worker, inputs,
-    duration.
+    """Return a table of a step's rows with the results of the stages, and one of the step's nodes: worker,
+    attempt, versions of the weights, duration.
 
     Raises:
         ConfigError: no such step.

@@ -39,8 +39,8 @@ class RunState:
     begun: bool
     record: JobRecord | None
     job: JobState | None
-    """State of its job. None if Slurm is absent or has forgotten the job, or if `unknown` says why
-    it cannot be asked."""
+    """State of its job. None if Slurm is absent or has forgotten the job, or if Slurm could not be asked: `unknown`
+    then says why."""
     unknown: str | None
     """Reason why the job's state is unknown."""
 

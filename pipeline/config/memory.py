@@ -192,8 +192,9 @@ class WorkerMemory:
 
     @property
     def resting(self) -> int:
-        """Bytes in the host's memory after the worker has left its device to another gang: everything except what is
-        computed again. The host's copy is kept, since pinning memory takes longer than copying."""
+        """Bytes that move from the device to the host's memory when the worker leaves the device to another gang:
+        neither what stays there, nor what is freed and computed again. The host's memory stays allocated afterwards,
+        because pinning takes longer than copying."""
         return sum(self.items[name] for name in self.items.keys() - _ON_HOST - _REMAINS - _COMPUTED_AGAIN)
 
     def at(self, phase: Phase, names: Iterable[str] | None = None) -> int:

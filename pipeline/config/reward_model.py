@@ -234,7 +234,8 @@ def labelling_problems(config: LabelConfig) -> Iterator[Problem]:
 
 
 def _unread_problems(config: LabelConfig) -> Iterator[Problem]:
-    """Yield the settings that are of another kind of responses than the given one."""
+    """Yield a problem for each setting that is read only under another source of responses (`responses.run`, `url` or
+    `model`) than the given one."""
     responses, of_kind = (
         config.responses,
         {"run": ("last_steps",), "url": ("prompt", "responses"), "model": ("per_prompt",)},

@@ -324,7 +324,7 @@ class RolloutConfig:
     rows: int = setting(32, at_least(1))
     """Responses per PPO step."""
     shards: int = setting(2, at_least(1))
-    """Parts of a step that are generated, scored and evaluated separately."""
+    """Parts of a step's rows. Each is generated and scored by itself, and so are its log-probs and values computed."""
     responses_per_prompt: int = setting(1, at_least(1))
     """Responses to each prompt of a step; divides the rows of a shard."""
     versions: Literal["exact", "latest", "inflight"] = "exact"

@@ -123,7 +123,7 @@ def _add_page(scheduler: Scheduler, view: RunView, logs: Path) -> None:
 # ---- Our versions of Dask's pages ------------------------------------------------------------------------
 
 _ORDERS = 12
-"""Number of orders of a step's nodes (`graph.Node.priority`), which give their place in the step's column."""
+"""Places in the column of a step. A node's place is the second number of its `graph.Node.priority`."""
 _SHIFT = 0.07
 """Shift of every second node, so that no edge crosses the nodes between its ends."""
 _SPREAD = 0.7

@@ -50,7 +50,7 @@ class WorkerQueues:
         self._running: defaultdict[tuple[str, int], set[Address]] = defaultdict(set)
         self._nodes: dict[Address, Node] = {}
         self._beside: set[Address] = set()
-        """Running nodes that only wait and occupy no thread that others could use."""
+        """Running nodes that only wait, in threads of their own. They do not count towards the worker's `threads`."""
 
     def hand_out(self, node: Node, worker: tuple[str, int], threads: int, unfinished: Iterable[Address]) -> None:
         """Record that a node was handed to a worker that runs `threads` nodes at once. `unfinished`: its parents that

@@ -245,7 +245,7 @@ def job_shape(config: RunConfig) -> JobShape:
     slurm, used = config.slurm, {gang.name for gang in config.gangs()}
     gangs = [gang for gang in config.placement.gangs if gang in used]  # a critic's may be there, and no critic
     hosts = {gang: host_gang(slurm, gang) for gang in gangs}
-    own = sorted({host for host in hosts.values() if host is not None}, key=lambda host: _rank(config, host))
+    own = sorted({host for host in hosts.values() if host is not None}, key=lambda host: _sort_key(config, host))
     members = [[gang for gang in gangs if hosts[gang] == host] for host in own]
     on_batch_node = [gang for gang in gangs if hosts[gang] is None]
     groups = [_group(config, None, on_batch_node)] * bool(on_batch_node)
@@ -256,9 +256,9 @@ def job_shape(config: RunConfig) -> JobShape:
     return JobShape(tuple(groups), heterogeneous)
 
 
-def _rank(config: RunConfig, host: str) -> tuple[bool, int]:
-    """Return the sort key of a node: the policy's nodes come first. Without a batch node of its own, the driver then
-    runs beside the policy's ranks."""
+def _sort_key(config: RunConfig, host: str) -> tuple[bool, int]:
+    """Return the sort key of a group of nodes, which has the name of its gang `host`: the policy's comes first. If no
+    gang runs on the batch node, the driver then runs beside the policy's ranks."""
     policy = host_gang(config.slurm, config.placement.roles[Role.POLICY])
     return host != policy, list(config.placement.gangs).index(host)
 

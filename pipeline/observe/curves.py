@@ -35,7 +35,7 @@ class RunCurves:
 
     steps: Sequence[int]
     of_steps: int
-    """Number of finished steps; more than are drawn if the run is long."""
+    """Number of finished steps. `steps` holds fewer of them if the run is long."""
     metrics: Mapping[str, Sequence[float | None]]
     """Metrics by name: a value for each of `steps`, null if a step has none."""
     held_out: Mapping[str, Sequence[HeldOutPoint]]

@@ -116,7 +116,8 @@ class Objective:
     """Share by which one version of staleness raises the number of samples that are needed."""
 
     def value(self, step_s: float, devices: int, staleness: float) -> float:
-        """Return what is minimised: seconds of a step, times devices, at the price of staleness."""
+        """Return the number that the search minimises: seconds of a step, times `devices` if `per_device`, increased by
+        the share `staleness_price` for each version of staleness."""
         return step_s * (devices if self.per_device else 1) * (1 + self.staleness_price * staleness)
 
 
@@ -125,7 +126,7 @@ class Found:
     """The result of a search."""
 
     plans: Sequence[Plan]
-    """One of each form and staleness bound, the best of all first."""
+    """The best plan of each form (`Form`) and staleness bound. The best of all comes first."""
     considered: int
     """Combinations within the memory of the devices."""
     simulated: int

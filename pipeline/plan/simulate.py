@@ -597,8 +597,8 @@ def scenario_of(
 
 
 def hand_over_s(run: PlannedRun, cluster: HardwareCluster) -> dict[str, float]:
-    """Return the seconds in which each gang that shares devices moves what it keeps to the host's memory, or back: the
-    bytes of its largest worker over the link between a GPU and its host. Without GPUs nothing moves."""
+    """Return for each gang that shares devices the seconds of moving what it keeps from the GPUs to the host's memory,
+    or back. The worker with the most bytes per GPU decides. Empty without GPUs."""
     sharing = {name for group in run.config.placement.device_sharing for name in group}
     if not run.on_gpus or not sharing:
         return {}

@@ -142,7 +142,7 @@ def run_worker(wanted: WantedWorker, say: Callable[[str], None]) -> Ending:
 
 
 class _AttachedWorker:
-    """Owns one worker from joining one driver to its end."""
+    """Owns one worker: finds one driver, joins it, and runs until the worker ends."""
 
     def __init__(self, wanted: WantedWorker, say: Callable[[str], None]) -> None:
         self._wanted = wanted
@@ -572,8 +572,8 @@ def _remove_if_unused(lock: IO[str], path: Path) -> None:
 
 
 def _shared_lock(path: Path) -> IO[str]:
-    """Return the lock file at `path`, locked together with others. Raises StoreError if another process keeps it
-    exclusively."""
+    """Open the lock file at `path` and take a shared lock on it. Raises StoreError if another process keeps an
+    exclusive one."""
     while True:
         held = open_lock(path)
         try:

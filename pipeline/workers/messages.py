@@ -45,7 +45,7 @@ class MirrorSpec:
     publisher: str
     """Name of the worker that publishes."""
     timeout_s: float
-    """Seconds without a byte of a needed version before that is an error."""
+    """Seconds without new bytes of a version after which its transfer fails."""
     message_timeout_s: float
     """Seconds without a message from a sender before another one is asked."""
 

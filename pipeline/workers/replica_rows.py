@@ -63,8 +63,8 @@ class ReplicaRows:
             return tuple(s.address for s in self._shards if s.keys & gone and not s.keys & self._here)
 
     def watch(self, report: Callable[[EngineLoad, tuple[Address, ...]], None]) -> None:
-        """Report the rows here, and `waiting`, whenever they change and there are fewer than `below`. Call this before
-        rows migrate."""
+        """From now on call `report(rows here, self.waiting)` whenever the rows here change and are fewer than the
+        constructor's `below`, and once when they are that many again. Call this before rows migrate."""
 
         def listen(here: EngineLoad) -> None:
             self._engine.rows_left()  # all unfinished rows of a call may be elsewhere now
@@ -85,7 +85,8 @@ class ReplicaRows:
 
     @contextmanager
     def migrate_in(self, migrated: Sequence[MigratedRow]) -> Iterator[AcceptedRows]:
-        """Continue rows of another replica within the block. Raises RequestError for rows that cannot be accepted."""
+        """Return a context in which rows of another replica continue here. Its end stops those that are not finished.
+        Raises RequestError for rows that cannot be accepted."""
         with self._engine.resident({one.version for one in migrated}), closing(self._rows.migrate_in(migrated)) as rows:
             yield rows
 

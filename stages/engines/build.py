@@ -40,11 +40,11 @@ def build_engine(
     `path`: a Hugging Face directory or `random:tiny`, whose weights become `version`. `max_seq`: longest prompt plus
     response, in tokens. `threads`: number of torch threads. `device`: device of the engine's first rank; None: the
     engine chooses. `eos_token_ids`: empty means the model's own. `migratable`: rows may continue in other engines
-    (`MigratingEngine`). `in_flight`: new weights are loaded between two tokens, under the rows in flight; otherwise
-    after they have finished. `device_sharing`: other gangs use the devices while the engine sleeps; otherwise an engine
-    of another project keeps its memory. `on_lost`: called with the reason when a process of the engine is lost. `log`:
-    log file of an engine that runs in an environment of its own; None: no log. `start_s`: seconds that such an engine
-    has to start; None: 600.
+    (`MigratingEngine`). `in_flight`: new weights are loaded between two tokens while rows run; otherwise after the rows
+    in flight have finished. `device_sharing`: build the engine so that it can sleep and leave its devices to other
+    gangs; without it vLLM and TensorRT-LLM cannot. `on_lost`: called with the reason when a process of the engine is
+    lost. `log`: log file of an engine that runs in an environment of its own; None: no log. `start_s`: seconds that
+    such an engine has to start; None: 600.
 
     Raises ValueError for settings that cannot work, WeightsError for weights that do not fit, and EngineLost if an
     engine in an environment of its own does not start."""

@@ -150,15 +150,16 @@ class GenerationEngine(Protocol):
     """Version of the resident weights."""
     capabilities: Capabilities
     numerics: Mapping[str, str]
-    """Names of what the last bits of its results depend on: its `kernels`, and its `device` if it runs in another
+    """Facts that the last bits of its results depend on, by name: `kernels`, and `device` if it computes in another
     process."""
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """A generator, which yields rows as they finish. Thread-safe. A response ends with the EOS that it contains, or
-        at its length. A generator that is closed early, also before its first row, takes its unfinished rows with it.
-        Raises RequestError before any row of the call runs, also for a version that the resident weights will not do
-        for, and RuntimeError asleep. The generator raises EngineLost (or another RuntimeError) if the engine stops,
-        RowsLost, and FloatingPointError for a row whose logits are not finite."""
+        """Yield rows as they finish. Thread-safe. A response ends with its EOS or at its longest length. If the
+        generator is closed early, even before its first row, its unfinished rows are dropped.
+
+        Raises, before any row runs, RequestError (also if the resident weights do not suit the requested version), and
+        RuntimeError if the engine is asleep. Later: EngineLost or another RuntimeError if the engine stops, RowsLost,
+        and FloatingPointError for a row whose logits are not finite."""
         ...
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -165,7 +165,8 @@ class _FakeTensors(FakeTensorMode):
 
 
 class NoNumbers(TorchFunctionMode):
-    """Answers every read of a tensor's numbers: they are 0, conditions are False. Chooses kernels as CUDA does."""
+    """Answers code that reads the numbers of a fake tensor: with zeros, with False for a condition, and with `lists`
+    for `tolist`. Attention and norms use the operations that CUDA would use."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -180,7 +180,7 @@ _ANSWER_S = 2.0
 
 
 class CollectiveWatch:
-    """Owns this rank's notes in its gang's store."""
+    """Owns this rank's notes in the gang's store. After a failed collective they tell which ranks did not take part."""
 
     def __init__(self, rank: Rank) -> None:
         """Connect to the store and block until every rank of the gang has joined."""

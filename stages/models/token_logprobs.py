@@ -190,7 +190,8 @@ def _blocks(num_tokens: int, width: int, device: torch.device) -> list[slice]:
 
 
 def _operand(hidden_NH: Tensor, weight_VH: Tensor) -> Tensor:
-    """Return the hidden states as `_logits` needs them: rounded to the weight's dtype."""
+    """Return the hidden states as `_logits` needs them: rounded to the weight's dtype, and on a CPU then held in
+    float32."""
     rounded_NH = hidden_NH.to(weight_VH.dtype)
     return rounded_NH.float() if rounded_NH.is_cpu else rounded_NH
 

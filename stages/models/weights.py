@@ -113,8 +113,8 @@ def _tensor_parallel_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def collect_rows(rank: ParallelRank, *arrays: np.ndarray) -> tuple[np.ndarray, ...] | None:
-    """Return the arrays [all rows, ...] with the rows of all ranks on rank 0, None on the others. In `arrays` each rank
-    has filled the rows that it computed; its other rows are zero."""
+    """Combine what the ranks computed: on rank 0 return the arrays with all rows filled in, on other ranks None. In
+    `arrays` [all rows, ...] each rank has filled in its own rows and left zeros in the others."""
     if dist.get_world_size() == 1:
         return arrays
     summed = []

@@ -159,7 +159,7 @@ class TokenMismatch:
     """Position in the response, from 0."""
     token: str
     sampler: float | None
-    """log-prob under what was sampled from."""
+    """log-prob under the distribution that the engine drew the token from."""
     policy: float | None
     """log-prob by the trainer's weights at the step's start."""
     staleness: int

@@ -53,7 +53,8 @@ class SampleBudget:
 
 @dataclass(frozen=True)
 class SampleRow:
-    """A response; arrays have an entry for each token that is shown, and are null where the run has no such number."""
+    """A response. Each array has an entry for every token that is shown; it is None where the run has no such
+    numbers."""
 
     step: int
     row: int
@@ -163,8 +164,8 @@ def _row(
 
 
 def shortened(text: str, most: int) -> str:
-    """Return the text without its middle, with a note, if it is longer than `most` characters: the end of a prompt is
-    the question."""
+    """Return the text; if it is longer than `most` characters, with a note in place of its middle. The end is kept
+    because a prompt's question is there."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -173,7 +174,7 @@ def shortened(text: str, most: int) -> str:
 
 _TORN = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_CHARACTER = 4
-"""Tokens of a byte each that a character may take; what is longer torn is no text."""
+"""Most tokens, of one byte each, that make one character. A longer incomplete end belongs to no character."""
 
 
 def pieces(decode: Decode, tokens: Sequence[int]) -> list[str]:

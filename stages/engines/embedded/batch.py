@@ -101,7 +101,8 @@ def lay_out(chunks: Sequence[Chunk], wants_hidden: bool = False) -> Batch:
 
 
 def _tree_paths(chunks: Sequence[Chunk], positions: Int64[np.ndarray, " N"]) -> BatchTreePaths:
-    """Return the tree paths of a batch. The key of a chunk's guess j is j positions after the chunk's own tokens."""
+    """Return the tree paths of a batch. The key of a chunk's guess j is written at place `chunk.stop + j`
+    of its row, whatever the guess's position."""
     cells, starts = positions.copy(), positions + 1
     paths = np.zeros((len(positions), max(max(chunk.drafts.depths, default=0) for chunk in chunks) + 1), np.int64)
     offset = 0

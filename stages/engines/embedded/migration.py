@@ -51,7 +51,8 @@ class MigratedRow:
     logprobs: Float32[np.ndarray, " new"]
     versions: Int32[np.ndarray, " new"]
     cache: Float32[np.ndarray, "layers 2 kv_heads positions dim"] | None
-    """Keys and values of the first positions, in no engine's own layout; None: it is to be fed again."""
+    """Keys and values of the first positions, in a layout that depends on no engine. None: the other engine feeds the
+    row's tokens again."""
 
     @property
     def num_tokens(self) -> int:

@@ -407,7 +407,8 @@ def read_ready(message: Mapping[str, Any]) -> ServerReady:
 
 
 def read_id(message: Mapping[str, Any], name: str) -> int:
-    """Return an id of this side. Raises ProtocolError for anything else."""
+    """Return the id under `name` in a message of the server. This side gave that number to a call or a row. Raises
+    ProtocolError if it is no integer."""
     value = message.get(name)
     if not isinstance(value, int):
         raise ProtocolError(f"a message {message['kind']!r} whose {name} is {value!r:.80}")

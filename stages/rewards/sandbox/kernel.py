@@ -192,8 +192,9 @@ def drop_capabilities() -> None:
 
 
 def filter_calls(*, network: bool, answers: bool) -> None:
-    """Refuse system calls (EPERM): calls that bypass other limits and, unless `network`, all sockets but Unix ones; for
-    `answers` also new processes, signals to others, and all sockets."""
+    """Refuse system calls with EPERM (`clone3` with ENOSYS). Always: calls that bypass other limits. Unless `network`:
+    sockets other than Unix ones. With `answers`, which sampled text gives: also new processes, signals to other
+    processes, and all sockets."""
     machine, column, _ = _MACHINES[platform.machine()]
     numbers = {call: columns[column] for call, columns in _CALLS.items()}
     refuse = _Filter(machine)

@@ -96,8 +96,8 @@ class DraftingCosts:
         return each * (length if self._by_position else 1)
 
     def observe(self, num_rows: int, length: int, seconds: float) -> None:
-        """Update the mean: at first of all measurements, later a decaying one. An outlier counts little, since another
-        process must have caused it."""
+        """Update the mean seconds for this number of rows: first the mean of all measurements, later one in which old
+        measurements fade. A measurement counts as at most 3 times the mean: another process made it slower."""
         each = seconds / (length if self._by_position else 1)
         known, times = self._measured.get(num_rows, (each, 0))
         each = min(each, 3 * known)

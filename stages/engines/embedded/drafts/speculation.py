@@ -7,8 +7,9 @@
     pass: seconds, accepted or not, hidden states ──► costs, acceptance, drafters
 
 The answer may be no guesses at all, i.e. plain decoding, at large batches, where a pass costs in proportion to its
-tokens. A decision holds for some passes, so it costs nothing there. `Trials` overrules the cost model: where passes
-with drafts turn out to gain nothing, there are none for a while. `Acceptance` counts how often guesses were right.
+tokens. A draft length is chosen once for several passes, so the choice costs almost nothing. `Trials` overrules the
+cost model: where passes with drafts turn out to gain nothing, there are none for a while. `Acceptance` counts how often
+guesses were right.
 
 The clock is a parameter, and `Acceptance` counts time in passes.
 """

@@ -112,7 +112,7 @@ def _other_kinds_problems(config: EngineConfig) -> Iterator[Problem]:
     if config.kind != "embedded":
         embedded, why_embedded = config.embedded, why.format("embedded")
         yield from unread_problems("engine.embedded", embedded, why_embedded, ("kernels",))
-        why_no_drafts = f"{why_embedded}, and {_NO_DRAFTS[config.kind]}"
+        why_no_drafts = ", and ".join(filter(None, (why_embedded, _NO_DRAFTS.get(config.kind))))
         yield from unread_problems("engine.embedded.speculation", embedded.speculation, why_no_drafts)
     if config.kind != "vllm":
         yield from unread_problems("engine.vllm", config.vllm, why.format("vllm"))

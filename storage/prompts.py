@@ -13,6 +13,7 @@ The prompts of a step are a pure function of (seed, step), so a resumed run need
 from __future__ import annotations
 
 import csv
+import importlib
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -22,8 +23,6 @@ from typing import Any
 
 import fsspec
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 
 from storage.config import PromptsConfig
 
@@ -92,9 +91,10 @@ def _field_names(cells: list[str], where: str) -> list[str]:
 
 
 def _parquet(url: str) -> Iterator[Row]:
+    pyarrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))  # only these files need them
     try:
         with fsspec.open(url, "rb") as stream:
-            rows = pyarrow.parquet.read_table(stream).to_pylist()
+            rows = parquet.read_table(stream).to_pylist()
     except (OSError, ValueError, ImportError, pyarrow.ArrowException) as error:
         raise RowsError(f"cannot read {url}: {error}") from error
     for number, row in enumerate(rows):

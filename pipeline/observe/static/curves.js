@@ -77,7 +77,7 @@ function drawPanel(state, panel, series) {
     const reading = h("output", { class: "reading" });
     own.readings.push(reading);
     const changed = (on) => { own.hidden[on ? "delete" : "add"](i); own.draw(); };
-    legend.append(toggle([swatch(one.colour, one.dash), ...visible(one.name), reading], true, changed, { class: "series" }));
+    legend.append(toggle([swatch(one.colour, one.dots ? "round" : one.dash ? "dashed" : null), ...visible(one.name), reading], true, changed, { class: "series" }));
   }
   listen(state, own);
   state.panels.push(own);
@@ -104,6 +104,7 @@ function paint(state, own) {
   for (const tick of ticks(from, to, 6).filter(Number.isInteger)) {
     nodes.push(s("text", { x: own.x(tick), y: height - 8, class: "tick middle" }, count(tick)));
   }
+  nodes.push(s("text", { x: left - 12, y: height - 8, class: "tick end" }, "step"));
   const healthy = own.panel.healthy;
   if (healthy !== null && healthy >= low && healthy <= high) {
     nodes.push(s("line", { x1: left, x2: width - right, y1: own.y(healthy), y2: own.y(healthy), class: "healthy" }));

@@ -33,9 +33,9 @@ function toggle(label, pressed, changed, attributes) {
   return button;
 }
 
-/** A patch of colour. */
-function swatch(colour, dash) {
-  const node = h("span", { class: dash ? "swatch dashed" : "swatch", "aria-hidden": "true" });
+/** A patch of colour; as a "dashed" line or a "round" dot, where the series is drawn so. */
+function swatch(colour, shape) {
+  const node = h("span", { class: shape ? `swatch ${shape}` : "swatch", "aria-hidden": "true" });
   node.style.setProperty("--colour", colour);
   return node;
 }

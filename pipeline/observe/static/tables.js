@@ -98,7 +98,7 @@ function paired(page, one) {
   return h("figure", { class: "panel paired" },
     h("figcaption", {}, swatch(COLOURS[one.run]), h("b", {}, ...visible(other.name)), h("span", { class: "unit" }, "against "), ...visible(base.name)),
     h("p", { class: "value" }, signed(found.difference), error),
-    h("p", { class: "detail" }, `paired t ${found.paired_t === null ? "–" : found.paired_t.toFixed(2)} over ${found.num_prompts} prompts: `
+    h("p", { class: "detail" }, `paired t ${found.paired_t === null ? "–" : found.paired_t.toFixed(2)} over ${found.num_prompts} ${found.num_prompts === 1 ? "prompt" : "prompts"}: `
       + `${found.better} better, ${found.worse} worse, ${even} equal · v${one.versions[1]} ${short(found.variant)}, v${one.versions[0]} ${short(found.parent)}`),
     one.remark ? note(one.remark) : null, scatter(page, one));
 }
@@ -108,7 +108,7 @@ function scatter(page, one) {
   const size = 300, edge = 38;
   const values = one.pairs.flat();
   const [low, high] = extent(values.map((value) => [0, value, null]), null);
-  const at = (value) => edge + ((value - low) / (high - low)) * (size - edge - 8);
+  const at = (value) => edge + ((value - low) / (high - low)) * (size - edge - 24);
   const dots = one.pairs.map(([a, b]) => {
     const dot = s("circle", { cx: at(a), cy: size - at(b), r: 3, class: "dot scattered",
       onpointerenter: (event) => tip.show(event.clientX, event.clientY, "a prompt", [[page.runs[0].name, short(a)], [page.runs[one.run].name, short(b)], ["difference", signed(b - a)]]),
@@ -121,5 +121,6 @@ function scatter(page, one) {
     s("text", { x: edge - 6, y: size - at(tick) + 3, class: "tick end" }, short(tick))]);
   return s("svg", { viewBox: `0 0 ${size} ${size}`, class: "scatter", role: "img", "aria-label": "scores by prompt of both runs" },
     s("line", { x1: at(low), y1: size - at(low), x2: at(high), y2: size - at(high), class: "healthy" }), marks, dots,
-    s("text", { x: size - 8, y: size - edge + 30, class: "tick end" }, page.runs[0].name.slice(0, 30)));
+    s("text", { x: size - 8, y: size - edge + 32, class: "tick end" }, `score in ${page.runs[0].name.slice(0, 24)}`),
+    s("text", { x: 2, y: 10, class: "tick" }, `score in ${page.runs[one.run].name.slice(0, 24)}`));
 }

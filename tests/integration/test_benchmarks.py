@@ -1,0 +1,91 @@
+"""Every benchmark starts in its full form: its arms, names, configs and columns, with one step or a few rows of each.
+
+`--quick` takes other paths through a script than a measurement does, so it hides what a measurement would fail at. Here
+a script runs as it is measured, in a copy of the repository's folders that it reads, in which a model of four small
+blocks stands in the place of the demo's. Figures mean nothing, and are not looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from benchmarks.small_model import small_model
+from tests.support.paths import MOVIE_REVIEWS, ROOT, SMOLLM2
+
+pytestmark = [pytest.mark.processes, pytest.mark.smollm2, pytest.mark.timeout(900)]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What makes a script short: arguments, and lines of Python that replace names of its module `m`."""
+
+    arguments: str = ""
+    lines: str = ""
+
+
+FROZEN = 1
+FEWER_FROZEN = f"{{k: [c.replace('=28', '={FROZEN}') for c in v] for k, v in m.WORKLOADS.items()}}"
+CUTS = {
+    "ablation": Cut("--no-peer --steps 2 --dtypes bfloat16 --arms naive refit overlap migration plan"),
+    "device_sharing": Cut("--steps 3"),
+    "generation": Cut(lines="whole = m.workload; m.workload = lambda *_: whole(2, 16_000, 16)"),
+    "judge": Cut(lines="m.LATENCIES_S = (0.01,)"),
+    "memory": Cut("--updates 1 --dtypes bfloat16 --threads 1", "m.SAMPLED = (64,)"),
+    "migration": Cut(lines="m.LENGTHS, m.TAIL = (32,), ((2, 4), (2, 8))"),
+    "overlap": Cut(lines=f"m.STEPS, m.ARMS = ('steps=3',), m.ARMS[:2]; m.WORKLOADS = {FEWER_FROZEN}"),
+    "pages": Cut("--steps 3"),
+    "pipeline_decode": Cut(lines="m.NUM_ROWS = (2,)"),
+    "planning": Cut("--runs", "m.VARIANTS = dict(list(m.VARIANTS.items())[:3])"),
+    "ppo_step": Cut("--no-peer --steps 1 --threads 1 --arms", "sys.argv += [m.ARMS[0].name, m.ARMS[-1].name]"),
+    "predicted_memory": Cut("--heaps returned --only", "sys.argv += [*m.CASES][:1]; m.SIZES['num_hidden_layers'] = 2"),
+    "publish": Cut(lines="m.HALF_B = {}; m.LAYOUTS = dict(list(m.LAYOUTS.items())[:2])"),
+    "refit": Cut(),
+    "sandbox": Cut(),
+    "scale": Cut("--steps 10 --workers 8"),
+    "speculation": Cut("--rows 1 --modes sampled --new 4 --train 0.2 --train-rows 6"),
+    "store": Cut(lines="m.SEQ = 320"),
+    "update": Cut("--rows 2 --threads 1"),
+}
+ELSEWHERE = {
+    "decode_gpu": "needs a CUDA device; without one its --quick runs on a CPU",
+    "slurm_scale": "needs the Slurm cluster that tests/slurm makes",
+    "naive_ppo": "is a part of ablation",
+}
+
+
+def test_every_script_is_here() -> None:
+    scripts = {file.stem for file in (ROOT / "benchmarks").glob("*.py") if "def main()" in file.read_text("utf8")}
+    assert scripts == CUTS.keys() | ELSEWHERE.keys()
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with the folders that scripts read."""
+    folder = tmp_path_factory.mktemp("repository")
+    for name in ("benchmarks", "conf", "tests/support"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "assets").mkdir()
+    (folder / "assets" / MOVIE_REVIEWS.name).symlink_to(MOVIE_REVIEWS.resolve())
+    small_model(folder / "assets" / SMOLLM2.name, SMOLLM2, blocks=4)
+    demo = folder / "conf/run/demo.yaml"
+    demo.write_text(demo.read_text("utf8").replace("frozen_blocks: 24", f"frozen_blocks: {FROZEN}"), "utf8")
+    return folder
+
+
+@pytest.mark.parametrize("script", CUTS)
+def test_a_benchmark_runs_in_its_full_form(script: str, copy: Path, tmp_path: Path) -> None:
+    cut, figures = CUTS[script], tmp_path / "figures.json"
+    code = f"import sys, importlib; m = importlib.import_module('benchmarks.{script}'); {cut.lines or 'pass'}; m.main()"
+    command = [sys.executable, "-c", code, "--repeats", "1", "--json", str(figures), *cut.arguments.split()]
+    environment = {**os.environ, "PYTHONPATH": f"{copy}{os.pathsep}{ROOT}"}
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads(figures.read_text("utf8"))["figures"]

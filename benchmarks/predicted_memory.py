@@ -165,7 +165,8 @@ def _rank(gang: TracedGang, index: int, folder: str, answer: Any) -> None:
             with phase():
                 _update(host, role, step, rows_of(batch, gang.data_ranks * number))
         with phase():
-            host.trained_weights()
+            for _ in host.published_blocks():
+                pass
         for role in (Role.CRITIC, Role.POLICY):
             directory = Path(folder, f"{role}-{step}")
             directory.mkdir(exist_ok=True)
@@ -199,7 +200,7 @@ def by_formula(gang: TracedGang, stage: int) -> tuple[int, int]:
     models = GangModels(spec, gang.model, layout, gang.roles, gang.data_ranks, portable=True)
     sizes = {role: worst_batch(gang, role).size for role in (Role.POLICY, Role.CRITIC)}
     step = sum(rank_bytes(models, sizes, stage, rows=RowsSize(0, 0, 0), device="cpu").values())
-    publication = sum(publication_bytes(models, stage, sends=True, first=not stage, on_gpu=False))
+    publication = sum(publication_bytes(models, stage, on_gpu=False))
     copies = checkpoint_bytes(models, stage, is_pinned=False)
     return max(step, sum(state_bytes(models, stage).values()) + publication) + copies, copies
 
@@ -207,16 +208,13 @@ def by_formula(gang: TracedGang, stage: int) -> tuple[int, int]:
 def by_trace(gang: TracedGang) -> list[int]:
     """Return the most bytes of a phase of the first rank of each stage, without the copies for checkpoints."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        later = [process.submit(_traced, gang, stage, {}).result() for stage in range(1, gang.layout.pipeline)]
-        first = process.submit(_traced, gang, 0, {rank.index: rank.sent for rank in later}).result()
-    return [
-        max(phase.peak.get(DEVICE, 0) + phase.peak.get(HOST, 0) for phase in rank.phases) for rank in [first, *later]
-    ]
+        ranks = [process.submit(_traced, gang, stage).result() for stage in range(gang.layout.pipeline)]
+    return [max(phase.peak.get(DEVICE, 0) + phase.peak.get(HOST, 0) for phase in rank.phases) for rank in ranks]
 
 
-def _traced(gang: TracedGang, stage: int, of_others: Mapping[int, object]) -> TracedRank:
+def _traced(gang: TracedGang, stage: int) -> TracedRank:
     LOGITS_BLOCK_BYTES["cuda"] = LOGITS_BLOCK_BYTES["cpu"]
-    return trace_stage(gang, stage, of_others)
+    return trace_stage(gang, stage)
 
 
 def compare(case: Case, path: str, bases: Mapping[str, int], heaps: Sequence[str]) -> dict[str, float]:

@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, TypeVar
 
 import numpy as np
 import xxhash
@@ -45,6 +45,8 @@ from storage import codec
 from storage.errors import DamagedWeights, MissingOutput, StoreError
 from storage.files import retried
 from storage.host import private_directory, process_alive
+
+T = TypeVar("T")
 
 FORMAT = 2
 BFLOAT16 = "bfloat16"
@@ -198,7 +200,7 @@ class WeightBoard:
         begun = Attempt(version, f"{unique_name(version)}.bin", places, exists=False)
         path = self.directory / begun.file
         try:
-            retried(lambda: self._begin(path, _file_bytes(places)), str(path), 0.0)
+            self._tried(version, lambda: self._begin(path, _file_bytes(places)))
             yield begun
         finally:
             linked = self.manifest(version)
@@ -215,7 +217,7 @@ class WeightBoard:
 
         Raises StoreRefused if the memory is full; ValueError if the version exists with other bytes there."""
         path = self.directory / attempt.file
-        retried(lambda: self._put(attempt, path, place.offset + start, rows, stride), str(path), 0.0)
+        self._tried(attempt.version, lambda: self._put(attempt, path, place.offset + start, rows, stride))
 
     def sums(self, attempt: Attempt, places: Iterable[Place]) -> dict[str, int]:
         """Read tensors of which all parts are written, and return their sums by name."""
@@ -242,7 +244,7 @@ class WeightBoard:
         if attempt.exists:
             linked = self.manifest(attempt.version)
         else:
-            linked = retried(lambda: self._link_new(staged, manifest), str(staged), 0.0)
+            linked = self._tried(attempt.version, lambda: self._link_new(staged, manifest))
         if linked is None or linked.digest != manifest.digest:
             raise _other_tensors(attempt)
         return linked
@@ -319,6 +321,10 @@ class WeightBoard:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+    def _tried(self, version: int, act: Callable[[], T]) -> T:
+        """Return `act()`. Its errors name the version's files."""
+        return retried(act, str(self.directory / stem(version)), 0.0)
 
     def _begin(self, path: Path, num_bytes: int) -> None:
         with self._new_file(path) as stream:

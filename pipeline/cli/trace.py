@@ -42,24 +42,15 @@ def show_trace(config: RunConfig) -> None:
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     gangs = {gang.name: traced_gang(config, gang) for gang in config.gangs() if gang.roles & MODEL_ROLES}
     with ProcessPoolExecutor(min(2, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as processes:
-        # first the later stages, since the first stage collects their weights
-        later = {
-            (name, stage): processes.submit(trace_stage, gang, stage, {})
-            for name, gang in gangs.items()
-            for stage in range(1, gang.layout.pipeline)
-        }
-        found = {place: future.result() for place, future in later.items()}
-        first = {
-            name: processes.submit(
-                trace_stage, gang, 0, {rank.index: rank.sent for (of, _), rank in found.items() if of == name}
-            )
+        traced = {
+            name: [processes.submit(trace_stage, gang, stage) for stage in range(gang.layout.pipeline)]
             for name, gang in gangs.items()
         }
         for name, gang in gangs.items():
-            ranks = [first[name].result(), *(rank for (of, _), rank in found.items() if of == name)]
+            ranks = [future.result() for future in traced[name]]
             for rank in ranks:
                 _show_rank(name, gang, rank)
-            versions, published = config.staleness + 2, ranks[0].published_bytes
+            versions, published = config.staleness + 2, sum(rank.published_bytes for rank in ranks)
             if published:
                 of_formula = DTYPE_BYTES[config.model.dtype] * sum(
                     published_tensors(read_spec(config.model.path), config.model).values()
@@ -106,7 +97,7 @@ def predicted(gang: TracedGang, stage: int) -> dict[str, int]:
     rows = RowsSize(width, num_rows, num_rows)
     sizes = {role: batch.size for role, batch in batches.items()}
     publishes = Role.POLICY in gang.roles
-    _, on_host = publication_bytes(models, stage, sends=True, first=not stage, on_gpu=True) if publishes else (0, 0)
+    _, on_host = publication_bytes(models, stage, on_gpu=True) if publishes else (0, 0)
     return {
         DEVICE: sum(rank_bytes(models, sizes, stage, rows=rows, device="cuda").values()),
         HOST: on_host,

@@ -43,6 +43,7 @@ from stages.models.memory import (
     RowsSize,
     checkpoint_bytes,
     communicators,
+    gathered_bytes,
     offloaded_bytes,
     publication_bytes,
     published_tensors,
@@ -301,7 +302,7 @@ def _models_of(run: PlannedRun, gang: Gang) -> list[PlannedModel]:
 
 
 def _items(run: PlannedRun, gang: Gang, stage: int, *, sends: bool, first: bool) -> dict[str, int]:
-    """Return the items of a worker. `stage`, `sends`, `first`: of a rank (`publication_bytes`)."""
+    """Return the items of a worker. `stage`, `sends`, `first`: of a rank (`gathered_bytes`)."""
     devices = gang.gpus if run.on_gpus else 0
     items = {PROCESS: PROCESS_BYTES + (CUDA_PROCESS_BYTES if devices else 0), CONTEXT: devices * CUDA_CONTEXT_BYTES}
     if gang.roles & MODEL_ROLES:
@@ -349,9 +350,9 @@ def _model_items(run: PlannedRun, gang: Gang, stage: int, *, sends: bool, first:
     if run.on_gpus:
         found[NCCL] = communicators(layout, gang.workers) * NCCL_BYTES
     if Role.POLICY in roles:
-        found[PUBLICATION], found[ON_HOST] = publication_bytes(
-            models, stage, sends=sends, first=first, on_gpu=run.on_gpus
-        )
+        of_version = publication_bytes(models, stage, on_gpu=run.on_gpus)
+        of_export = gathered_bytes(models, stage, sends=sends, first=first, on_gpu=run.on_gpus)
+        found[PUBLICATION], found[ON_HOST] = map(max, of_version, of_export)  # not at the same time
         found[EXPORTS if config.export.every else EXPORT] = _export_bytes(run) if first else 0
     return found
 

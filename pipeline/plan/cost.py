@@ -22,7 +22,7 @@ from pipeline.config.memory import PlannedRun
 from pipeline.graph.graph import STAGE_ROLES, Gang, Node
 from pipeline.plan.calibration import STAGE_KIND, Calibration, StageSpeed
 from pipeline.plan.decode import DecodeSpeed, decode, decode_speed
-from pipeline.plan.links import gather_s, link_of
+from pipeline.plan.links import link_of, send_s
 from pipeline.plan.training import ARITHMETIC, WEIGHTS, GangSpeed, Rows, Work, forward_work, gang_speed, rows_of
 from pipeline.plan.training import update_work as work_of_update
 from stages.models.flops import forward_flops
@@ -154,13 +154,14 @@ class Costs:
         return Work({ARITHMETIC: operations / rate}, {}, rows.count)
 
     def _publication(self, gang: Gang) -> Work:
-        """Return the work of gathering the trained weights and writing them to the board."""
+        """Return the work of writing the trained weights to the board, and of sending it the parts on other nodes."""
         layout, num_bytes = self.run.config.placement.gangs[gang.name].layout, self._published_bytes()
-        ranks = layout.tensor * layout.pipeline
         # a stage's ranks, of all data-parallel copies, come before those of the next stage
-        extent = (layout.pipeline - 1) * (gang.workers // layout.pipeline) + layout.tensor
-        gathered = gather_s(link_of(self.cluster, extent), ranks, num_bytes)
-        return Work(self._copied(num_bytes).parts, {"gathering": gathered} if gathered else {})
+        per_stage, here = gang.workers // layout.pipeline, self.cluster.gpus_per_node or gang.workers
+        writers = [stage * per_stage + rank for stage in range(layout.pipeline) for rank in range(layout.tensor)]
+        away = sum(rank >= here for rank in writers) / len(writers)
+        link = link_of(self.cluster, writers[-1] + 1)
+        return Work(self._copied(num_bytes).parts, {"sending": send_s(link, away * num_bytes)} if away else {})
 
     def _published_bytes(self) -> float:
         number = DTYPE_BYTES[self.run.config.model.dtype]

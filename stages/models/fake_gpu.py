@@ -91,8 +91,6 @@ class Recorder(TorchDispatchMode):
         """Names for people, by torch's names of process groups."""
         self.reads_files = False
         """True while tensors are made that are pages of the model's files."""
-        self.gathered: object = None
-        """The object that the rank gave to its last `gather_object`."""
         self._counted: dict[int, tuple[str, int]] = {}
 
     @classmethod
@@ -216,11 +214,10 @@ class _FusedNorm(torch.autograd.Function):
 
 
 @contextmanager
-def recording(numbers: NoNumbers, of_others: Mapping[int, object]) -> Iterator[Recorder]:
+def recording(numbers: NoNumbers) -> Iterator[Recorder]:
     """Return a context in which tensors are fake, and a recorder of what happens in it.
 
-    Collectives of pickled objects answer that all ranks have the same object; only `gather_object` knows some ranks'
-    own (`of_others`, by rank)."""
+    Collectives of pickled objects answer that all ranks have the same object."""
     recorder = Recorder()
     resize = UntypedStorage.resize_
 
@@ -232,17 +229,11 @@ def recording(numbers: NoNumbers, of_others: Mapping[int, object]) -> Iterator[R
         recorder.record_objects("all_gather_object", group, item)
         parts[:] = [item] * len(parts)
 
-    def gather_object(item: Any, parts: list[Any] | None = None, group: ProcessGroup | None = None, **_: Any) -> None:
-        recorder.record_objects("gather_object", group, item)
-        recorder.gathered = item
-        if parts is not None:
-            parts[:] = [of_others.get(rank, item) for rank in range(len(parts))]
-
     def broadcast_object_list(items: list[Any], group: ProcessGroup | None = None, **_: Any) -> None:
         recorder.record_objects("broadcast_object_list", group, items)
 
     with ExitStack() as stack:
-        for replacement in (all_gather_object, gather_object, broadcast_object_list):
+        for replacement in (all_gather_object, broadcast_object_list):
             stack.enter_context(replaced(dist, replacement.__name__, replacement))
         stack.enter_context(replaced(UntypedStorage, "resize_", resized))
         stack.enter_context(replaced(FakeTensor, "tolist", lambda tensor: list(numbers.lists)))

@@ -11,6 +11,7 @@ Sizes that do not divide over the ranks are padded with zeros (see `spec.padded`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -170,49 +171,91 @@ def from_hf(
             raise KeyError(f"Megatron's {name} has no counterpart among Hugging Face's tensors")
 
 
-def to_hf(
-    name: str, block: int | None, parameter: Tensor, spec: ModelSpec, gather: Gather
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and whole Hugging Face tensors that a Megatron parameter holds. They are views of it if
-    possible."""
+@dataclass(frozen=True)
+class HFPart:
+    """This tensor-parallel rank's part of a Hugging Face tensor: a view of a Megatron parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    tensor: Tensor
+    """Queries, keys and values have an axis of groups before their rows."""
+    axis: int | None
+    """Axis of `tensor` along which the ranks' parts lie; None: each rank has the whole tensor."""
+    size: int
+    """Length of that axis in the whole tensor. What the ranks' parts have beyond it is padding."""
+
+    def whole(self, gather: Gather) -> Tensor:
+        """Return the whole tensor, a view if possible."""
+        if self.axis is None:
+            return self.tensor
+        return _join(gather(self.tensor), self.axis).narrow(self.axis, 0, self.size).reshape(self.shape)
+
+    def own(self, tp_rank: int) -> tuple[int, Tensor]:
+        """Return (the index of this rank's first along `axis`, its part without padding)."""
+        if self.axis is None:
+            return 0, self.tensor
+        length = self.tensor.shape[self.axis]
+        first = min(tp_rank * length, self.size)
+        return first, self.tensor.narrow(self.axis, 0, min(length, self.size - first))
+
+
+def hf_parts(name: str, block: int | None, parameter: Tensor, spec: ModelSpec) -> Iterator[HFPart]:
+    """Yield the parts of Hugging Face tensors that this rank's part of a Megatron parameter holds."""
     weight, suffix = adapted_weight(name)
 
     def of_block(part: str) -> str:
         assert block is not None
         return layer_tensor(block, part + suffix)
 
+    def same(of_hf: str, tensor: Tensor) -> HFPart:
+        return HFPart(of_hf, tuple(tensor.shape), tensor, None, 0)
+
+    def cut(of_hf: str, tensor: Tensor, axis: int, size: int) -> HFPart:
+        shape = (*tensor.shape[:axis], size, *tensor.shape[axis + 1 :])
+        return HFPart(of_hf, shape, tensor, axis, size)
+
     if suffix and name not in SPLIT_AXES:
-        yield from zip(map(of_block, PARTS[weight]), parameter.chunk(len(PARTS[weight])), strict=True)
+        parts = PARTS[weight]
+        yield from map(same, map(of_block, parts), parameter.chunk(len(parts)))
         return
     match weight:
         case "embedding.word_embeddings.weight":
-            yield EMBEDDING, _join(gather(parameter), 0)[: spec.vocab_size]
+            yield cut(EMBEDDING, parameter, 0, spec.vocab_size)
         case "decoder.final_layernorm.weight":
-            yield FINAL_NORM, parameter
+            yield same(FINAL_NORM, parameter)
         case "output_layer.weight" if parameter.shape[0] == 1:
-            yield VALUE_HEAD_WEIGHT, parameter
+            yield same(VALUE_HEAD_WEIGHT, parameter)
         case "output_layer.bias":
-            yield VALUE_HEAD_BIAS, parameter
+            yield same(VALUE_HEAD_BIAS, parameter)
         case "output_layer.weight":
-            yield spec.output_tensor, _join(gather(parameter), 0)[: spec.vocab_size]
+            yield cut(spec.output_tensor, parameter, 0, spec.vocab_size)
         case _ if weight in _NORMS:
-            yield of_block(_NORMS[weight]), parameter
+            yield same(of_block(_NORMS[weight]), parameter)
         case _ if weight in _QKV:
             queries = spec.num_heads // spec.num_kv_heads * spec.head_dim
             rows = [queries, spec.head_dim, spec.head_dim]
-            groups = _join(gather(parameter), 0).unflatten(0, (-1, sum(rows)))[: spec.num_kv_heads]
-            for projection, part in zip(_QKV[weight], groups.split(rows, 1), strict=True):
-                yield of_block(projection), part.flatten(0, 1)
+            groups = parameter.unflatten(0, (-1, sum(rows)))
+            for projection, number, part in zip(_QKV[weight], rows, groups.split(rows, 1), strict=True):
+                shape = (spec.num_kv_heads * number, *part.shape[2:])
+                yield HFPart(of_block(projection), shape, part, 0, spec.num_kv_heads)
         case "self_attention.linear_proj.weight":
-            yield of_block(O_PROJ), _join(gather(parameter), 1)[:, : spec.q_size]
+            yield cut(of_block(O_PROJ), parameter, 1, spec.q_size)
         case "mlp.linear_fc1.weight":
-            halves = [part.chunk(2) for part in gather(parameter)]
-            yield of_block(GATE_PROJ), _join([gate for gate, _ in halves], 0)[: spec.intermediate_size]
-            yield of_block(UP_PROJ), _join([up for _, up in halves], 0)[: spec.intermediate_size]
+            for projection, half in zip((GATE_PROJ, UP_PROJ), parameter.chunk(2), strict=True):
+                yield cut(of_block(projection), half, 0, spec.intermediate_size)
         case "mlp.linear_fc2.weight":
-            yield of_block(DOWN_PROJ), _join(gather(parameter), 1)[:, : spec.intermediate_size]
+            yield cut(of_block(DOWN_PROJ), parameter, 1, spec.intermediate_size)
         case _:
             raise KeyError(f"Megatron's {name} has no counterpart among Hugging Face's tensors")
+
+
+def to_hf(
+    name: str, block: int | None, parameter: Tensor, spec: ModelSpec, gather: Gather
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and whole Hugging Face tensors that a Megatron parameter holds. They are views of it if
+    possible."""
+    yield from ((part.name, part.whole(gather)) for part in hf_parts(name, block, parameter, spec))
 
 
 def _with_zeros(tensor: Tensor, axis: int, count: int) -> Tensor:

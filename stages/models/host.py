@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from stages.models import minibatches as minibatch_losses
-from stages.models import parallel
+from stages.models import parallel, publication
 from stages.models import weights as gather
 from stages.models.build import DTYPES, Blueprint, build_role, build_trunk, output_weight, reset_role
 from stages.models.checkpoints import write_snapshot
@@ -31,6 +31,7 @@ from stages.models.minibatches import MinibatchLoss, peak_of_a_rank, rank_micro_
 from stages.models.numerics import choose_products, peak_bytes, set_numerics
 from stages.models.offload import Residence, has_own_memory
 from stages.models.protocol import MODEL_ROLES, CriticBatch, PolicyBatch, Rank, Role, StateError
+from stages.models.publication import Slab
 from stages.models.spec import ModelSpec, padded, read_eos_ids, read_spec
 from stages.models.token_logprobs import Distribution, Entropy
 from stages.models.trainer import Minibatch, Trainer, learning_rate
@@ -40,6 +41,7 @@ from stages.ppo.masks import state_values
 from stages.ppo.micro_batches import minibatches
 from storage.checkpoints import FileSum
 from storage.records import PolicyLogprobs, ReferenceLogprobs, Rollout, Values
+from storage.weights import Manifest, WeightBoard
 
 
 class MegatronHost:
@@ -212,7 +214,17 @@ class MegatronHost:
         else:
             trainer.load(directory)
 
+    def publish(self, board: WeightBoard, version: int) -> Manifest | None:
+        return publication.publish(self._clean(Role.POLICY).model, self._blueprint, board, version)
+
+    def published_blocks(self) -> Iterator[tuple[Slab, slice, np.ndarray]]:
+        """Yield (part, its rows, their numbers) of all that this rank writes when the policy is published."""
+        model = self._clean(Role.POLICY).model
+        return publication.own_blocks(model, self._blueprint, publication.own_slabs(model, self._blueprint))
+
     def trained_weights(self) -> Mapping[str, np.ndarray] | None:
+        """Return the tensors that `publish` writes, whole, on rank 0, None on the others. They are views where
+        possible, valid until the next update, or under `offload = idle` until the next call."""
         tensors = gather.trained_tensors(self._clean(Role.POLICY).model, self._blueprint)
         return None if tensors is None else {name: gather.as_numpy(tensor) for name, tensor in tensors.items()}
 

@@ -405,6 +405,8 @@ def rank_bytes(
 CUDA_CONTEXT_BYTES = 616 << 20
 """A process's CUDA context with the kernels that torch loads as it needs them: 616 MiB in LMCache/LMCache#4019, about
 400 in pytorch/pytorch#109888. Not measured here."""
+BLOCK_BYTES = 32 << 20
+"""Most bytes of a tensor that are copied or written at a time when weights are published, or gathered for a digest."""
 NCCL_CHANNELS = 32
 _NCCL_SIMPLE, _NCCL_LL, _NCCL_LL128 = 1 << 22, 8 * 512 * 8 * 16, 120 * 640 * 8 * 8
 """Bytes of a channel's buffer by protocol, from NCCL's src/init.cc and src/include/device.h: DEFAULT_BUFFSIZE; LINES x
@@ -433,8 +435,24 @@ def published_tensors(spec: ModelSpec, model: ModelConfig, pipeline: int = 1, st
     return found
 
 
-def publication_bytes(gang: GangModels, stage: int, *, sends: bool, first: bool, on_gpu: bool) -> tuple[int, int]:
-    """Return the bytes (on the device, in the host's memory) of a publication (`weights.trained_tensors`).
+def publication_bytes(gang: GangModels, stage: int, *, on_gpu: bool) -> tuple[int, int]:
+    """Return the bytes (on the device, in the host's memory) of a publication beside the model's state: two blocks of
+    the part that is written (`publication.publish`). With LoRA a whole tensor is merged at a time."""
+    number, lora = gang.dtype_bytes, gang.model.lora.rank
+    largest = max(published_tensors(gang.spec, gang.model, gang.layout.pipeline, stage).values(), default=0)
+    block = min(BLOCK_BYTES, number * largest)
+    merged = _gathered_bytes(gang, largest) if lora else 0
+    return (merged + block, block) if on_gpu else (0, merged + 2 * block)
+
+
+def _gathered_bytes(gang: GangModels, largest: int) -> int:
+    """Return the bytes of a whole tensor while it is gathered, and with LoRA merged."""
+    number, lora = gang.dtype_bytes, gang.model.lora.rank
+    return (3 if gang.layout.tensor > 1 else 1) * number * largest + (2 * 4 * largest if lora else 0)
+
+
+def gathered_bytes(gang: GangModels, stage: int, *, sends: bool, first: bool, on_gpu: bool) -> tuple[int, int]:
+    """Return the bytes (on the device, in the host's memory) of an export's tensors (`weights.trained_tensors`).
 
     Each tensor is gathered from the tensor-parallel ranks (into one buffer of torch's, as parts, and as a whole) and
     moved to the host by the rank of the stage that `sends`. The gang's `first` rank receives those of the other stages.
@@ -444,7 +462,7 @@ def publication_bytes(gang: GangModels, stage: int, *, sends: bool, first: bool,
     layout, number, lora = gang.layout, gang.dtype_bytes, gang.model.lora.rank
     own = published_tensors(gang.spec, gang.model, layout.pipeline, stage)
     largest = max(own.values(), default=0)
-    at_work = (3 if layout.tensor > 1 else 1) * number * largest + (2 * 4 * largest if lora else 0)
+    at_work = _gathered_bytes(gang, largest)
     copied = own
     if not (on_gpu or layout.tensor > 1 or lora):
         copied = {name: n for name, n in own.items() if any(part in name for part in _FUSED[0])}

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # everything that reads a config imports `Role`, and importing the records takes half a second
-    import numpy as np
-
     from storage.checkpoints import FileSum
     from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Values
+    from storage.weights import Manifest, WeightBoard
 
 
 class Role(StrEnum):
@@ -146,12 +145,12 @@ class ModelHost(Protocol):
         dirty, or as it was."""
         ...
 
-    def trained_weights(self) -> Mapping[str, np.ndarray] | None:
-        """Return the policy's trained tensors by Hugging Face name: those that `frozen_blocks` does not freeze; with
-        LoRA those that have adapters, merged.
+    def publish(self, board: WeightBoard, version: int) -> Manifest | None:
+        """Write the policy's trained tensors to a board, by Hugging Face name: those that `frozen_blocks` does not
+        freeze; with LoRA those that have adapters, merged. They are float32, or the model's dtype.
 
-        They are float32, or the model's dtype as its bit pattern (see storage.weights). They are views where possible,
-        valid until the next update, or under `offload = idle` until the next call."""
+        Return the manifest on rank 0, None on the others. Raises, on rank 0, ValueError if the version exists with
+        other bits; StoreRefused if the board's memory is full."""
         ...
 
     def export(self, directory: Path) -> Callable[[], None]:

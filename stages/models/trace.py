@@ -11,6 +11,7 @@ first stage has as many in flight as it ever has. The first update is small: the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -95,24 +96,21 @@ class TracedRank:
     stage: int
     phases: Sequence[TracedPhase]
     published_bytes: int
-    """Bytes of the tensors that this rank passes on to engines: all of them on rank 0, none on the others."""
+    """Bytes of the whole tensors of which this rank writes parts when the policy is published."""
     operations: Mapping[str, int]
     """Number of calls of each of torch's operations in all phases, by name."""
-    sent: object
-    """Description of the tensors that this rank sends to rank 0."""
 
     def peak(self, place: str) -> int:
         return max(phase.peak.get(place, 0) for phase in self.phases)
 
 
-def trace_stage(gang: TracedGang, stage: int, of_others: Mapping[int, object]) -> TracedRank:
+def trace_stage(gang: TracedGang, stage: int) -> TracedRank:
     """Return the record of the first rank of a pipeline stage. Call it in a process that uses no other accelerator and
-    belongs to no process group. `of_others`: `TracedRank.sent` of the other stages, by rank; the first stage needs
-    them all."""
+    belongs to no process group."""
     phases: list[TracedPhase] = []
     index = stage * gang.num_ranks // gang.layout.pipeline  # Megatron orders ranks by tensor, data, then pipeline
     numbers = NoNumbers()
-    with recording(numbers, of_others) as recorder, _alone(recorder):
+    with recording(numbers) as recorder, _alone(recorder):
 
         @contextmanager
         def phase(name: str) -> Iterator[None]:
@@ -155,12 +153,13 @@ def trace_stage(gang: TracedGang, stage: int, of_others: Mapping[int, object]) -
         published = 0
         if Role.POLICY in gang.roles:
             with phase("publish"):
-                published = sum(array.nbytes for array in (host.trained_weights() or {}).values())
+                slabs = {slab.name: slab for slab, _, _ in host.published_blocks()}
+                published = sum(math.prod(slab.shape) * slab.dtype.itemsize for slab in slabs.values())
         for role in trained:
             with phase(f"checkpoint {role}"):
                 host.save(role, Path())  # copies; the returned function, which writes, is not called
         host.close()
-    return TracedRank(index, stage, phases, published, recorder.operations, recorder.gathered)
+    return TracedRank(index, stage, phases, published, recorder.operations)
 
 
 def _update(host: MegatronHost, role: Role, step: int, rollout: Rollout) -> None:

@@ -18,18 +18,24 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from stages.models.build import Blueprint
-from stages.models.hf_conversion import PARTS, adapted_weight, named_by_block, to_hf
+from stages.models.hf_conversion import PARTS, HFPart, adapted_weight, hf_parts, named_by_block, to_hf
 from stages.models.lora import merge
+from stages.models.memory import BLOCK_BYTES
 from stages.models.parallel import ParallelRank
 from stages.ppo.losses import LossStats, merge_stats, summarise_stats
 
 
-def stage_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, Tensor]]:
-    """Yield this pipeline stage's trained parameters as whole Hugging Face tensors with their names, on every rank of
-    the stage. Adapters have peft's names. The last stage's copy of a tied embedding is left out: the first has it."""
+def stage_parts(model: GPTModel, blueprint: Blueprint) -> Iterator[HFPart]:
+    """Yield this rank's parts of its pipeline stage's trained tensors. Adapters have peft's names. The last stage's
+    copy of a tied embedding is left out: the first has it."""
     for name, block, parameter in named_by_block(model, blueprint.model.frozen_blocks):
         if parameter.requires_grad and not getattr(parameter, "shared", False):
-            yield from to_hf(name, block, parameter.detach(), blueprint.spec, _tensor_parallel_parts)
+            yield from hf_parts(name, block, parameter.detach(), blueprint.spec)
+
+
+def stage_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, Tensor]]:
+    """Yield `stage_parts` as whole Hugging Face tensors with their names, on every rank of the stage."""
+    yield from ((part.name, part.whole(_tensor_parallel_parts)) for part in stage_parts(model, blueprint))
 
 
 def merged_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, Tensor]]:
@@ -86,20 +92,53 @@ def digest_of(model: GPTModel, blueprint: Blueprint) -> str:
     """Return a digest of all trained tensors and their names, on every rank. It does not depend on the layout.
 
     It hashes each whole tensor's bytes with XXH3-128, at 15 GB/s per core: not safe against forgery, which is no threat
-    here. The ranks of a stage have the same whole tensors and share the hashing.
+    here. The ranks of a stage gather a tensor block by block and share the hashing.
     """
     rank = blueprint.parallel_rank
     index, num_ranks = (
         rank.tensor_rank * rank.data_size + rank.data_rank,
         rank.tensor_size * rank.data_size,
     )
-    own = {
-        name: xxhash.xxh3_128_hexdigest(as_numpy(tensor).reshape(-1).view(np.uint8).data)
-        for number, (name, tensor) in enumerate(stage_tensors(model, blueprint))
-        if number % num_ranks == index
-    }
+    own = {}
+    for number, part in enumerate(stage_parts(model, blueprint)):
+        seen = xxhash.xxh3_128()
+        for block in _whole_blocks(part, rank.tensor_rank, rank.tensor_size):
+            if number % num_ranks == index:
+                seen.update(as_numpy(block).reshape(-1).view(np.uint8).data)
+        if number % num_ranks == index:
+            own[part.name] = seen.hexdigest()
     named = {name: digest for part in from_all_ranks(own) for name, digest in part.items()}
     return f"xxh3-{xxhash.xxh3_128_hexdigest(json.dumps(named, sort_keys=True).encode())}"
+
+
+def row_blocks(num_rows: int, row_bytes: int) -> Iterator[slice]:
+    """Yield the rows of each block of at most `BLOCK_BYTES`. A longer row is a block of its own."""
+    step = max(1, BLOCK_BYTES // max(1, row_bytes))
+    return (slice(first, min(num_rows, first + step)) for first in range(0, num_rows, step))
+
+
+def _whole_blocks(part: HFPart, tp_rank: int, tp_size: int) -> Iterator[Tensor]:
+    """Yield a whole tensor in consecutive blocks of rows, on every rank of the tensor-parallel group."""
+    tensor = part.tensor
+    row_bytes = tensor[:1].nbytes * (tp_size if part.axis == 1 else 1)
+    if part.axis == 1:
+        for rows in row_blocks(len(tensor), row_bytes):
+            yield torch.cat(_tensor_parallel_parts(tensor[rows]), 1)[:, : part.size]
+        return
+    group = parallel_state.get_tensor_model_parallel_group()
+    for source in range(tp_size if part.axis == 0 else 1):
+        _, own = part.own(source)
+        for rows in row_blocks(len(own), row_bytes):
+            if part.axis is None or tp_size == 1:
+                yield own[rows]
+                continue
+            block = (
+                own[rows].contiguous()
+                if source == tp_rank
+                else torch.empty_like(own[rows], memory_format=torch.contiguous_format)
+            )
+            dist.broadcast(block, dist.get_global_rank(group, source), group=group)
+            yield block
 
 
 def _tensor_parallel_parts(tensor: Tensor) -> list[Tensor]:

@@ -34,8 +34,7 @@ def gang(path: str, ranks: int, *, tokens: int, new: int, dtype: Any = "bfloat16
 
 def traced(given: TracedGang) -> list[TracedRank]:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        later = [process.submit(trace_stage, given, s, {}).result() for s in range(1, given.layout.pipeline)]
-        return [process.submit(trace_stage, given, 0, {r.index: r.sent for r in later}).result(), *later]
+        return [process.submit(trace_stage, given, s).result() for s in range(given.layout.pipeline)]
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +50,9 @@ def test_state_and_published_bytes_are_exact(tiny: tuple[TracedGang, list[Traced
     _, ranks = tiny
     spec = read_spec("random:tiny")
     parameters = sum(torch.Size(shape).numel() for shape in tensor_shapes(spec).values())
-    assert ranks[0].published_bytes == DTYPE_BYTES["bfloat16"] * parameters
-    assert ranks[1].published_bytes == 0
+    published = [rank.published_bytes for rank in ranks]
+    assert sum(published) == DTYPE_BYTES["bfloat16"] * parameters
+    assert min(published) > 0
     for rank in ranks:
         saved = {phase.name: phase.peak[PINNED] for phase in rank.phases if phase.peak.get(PINNED)}
         assert set(saved) == {"checkpoint policy", "checkpoint critic"}

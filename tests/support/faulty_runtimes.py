@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from stages.models.protocol import PolicyBatch
 from storage import files
 from storage.address import Address
 from storage.weight_copies import OutgoingVersion
-from storage.weights import Manifest, WeightBoard
+from storage.weights import Attempt, Place, WeightBoard
 from tests.support.waiting import until
 
 VICTIM = Address("generate", 1, 1)
@@ -206,13 +206,11 @@ DAMAGED = 2
 class PerturbingBoard(WeightBoard):
     """Owns what `WeightBoard` does."""
 
-    def publish(
-        self, version: int, tensors: Mapping[str, np.ndarray], dtypes: Mapping[str, str] | None = None
-    ) -> Manifest:
-        if version == DAMAGED:
-            name = next(name for name in tensors if "down_proj" in name)
-            tensors = {**tensors, name: -tensors[name]}
-        return super().publish(version, tensors, dtypes)
+    def put(self, attempt: Attempt, place: Place, rows: np.ndarray, start: int = 0, stride: int = 0) -> None:
+        turned = next(place.name for place in attempt.places if "down_proj" in place.name)
+        if attempt.version == DAMAGED and place.name == turned:
+            rows = -rows
+        super().put(attempt, place, rows, start, stride)
 
 
 class PerturbedBoardRuntime(StageRuntime):
@@ -226,15 +224,15 @@ class PerturbedBoardRuntime(StageRuntime):
 class StaleBoard(WeightBoard):
     """Owns what `WeightBoard` does."""
 
-    before: Mapping[str, np.ndarray]
+    def __init__(self, directory: str | Path) -> None:
+        super().__init__(directory)
+        self.before: dict[tuple[str, int], np.ndarray] = {}
 
-    def publish(
-        self, version: int, tensors: Mapping[str, np.ndarray], dtypes: Mapping[str, str] | None = None
-    ) -> Manifest:
-        if version == DAMAGED:
-            return super().publish(version, self.before, dtypes)
-        self.before = {name: tensor.copy() for name, tensor in tensors.items()}
-        return super().publish(version, tensors, dtypes)
+    def put(self, attempt: Attempt, place: Place, rows: np.ndarray, start: int = 0, stride: int = 0) -> None:
+        if attempt.version == DAMAGED:
+            rows = self.before[place.name, start]
+        self.before[place.name, start] = rows.copy()
+        super().put(attempt, place, rows, start, stride)
 
 
 class StaleBoardRuntime(StageRuntime):

@@ -33,6 +33,7 @@ from pipeline.config.memory import (
 from pipeline.config.preflight import preflight
 from pipeline.errors import ConfigError
 from stages.models.config import OptimizerConfig
+from stages.models.memory import BLOCK_BYTES
 from stages.models.spec import ModelSpec
 from stages.ppo.micro_batches import micro_batches
 from tests.support.configs import arguments, write_config
@@ -90,7 +91,8 @@ def test_the_host_has_everything_or_what_is_beside_the_gpus(tmp_path: Path) -> N
     assert host_bytes(run, workers) == sum(w.total for w in workers) + once
     beside = planned(tmp_path, on_gpus=True)
     found = items(beside, "all")
-    copies = 2 * PARAMETERS + 2 * PARAMETERS  # a publication of rank 0, and its export
+    copies = 2 * PARAMETERS + 2 * PARAMETERS  # an export's tensors on rank 0, and its copy of them
+    copies += 7 * BLOCK_BYTES  # other ranks' publication
     own = 11 * PROCESS_BYTES + 10 * CUDA_PROCESS_BYTES + copies + 8 * found["copies for checkpoints"]
     assert host_bytes(beside, workers_memory(beside)) == own + once
 

@@ -9,7 +9,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ from storage.errors import MissingOutput
 from storage.ledger import Ledger
 from storage.records import Advantages, PolicyLogprobs, Record, ReferenceLogprobs, Rollout, Values
 from storage.rollouts import RolloutStore
+from storage.weights import Manifest, WeightBoard
 
 ROWS, SEQ, SHARDS, STEPS = 4, 3, 2, 6
 
@@ -111,8 +112,8 @@ class FakeHost:
     def policy_logprobs(self, rollout: Rollout) -> None: ...
     def ref_logprobs(self, rollout: Rollout) -> None: ...
     def values(self, rollout: Rollout) -> None: ...
-    def trained_weights(self) -> Mapping[str, np.ndarray]:
-        return {}
+    def publish(self, board: WeightBoard, version: int) -> Manifest:
+        return board.publish(version, {})
 
     def export(self, directory: Path) -> Callable[[], None]:
         return lambda: None

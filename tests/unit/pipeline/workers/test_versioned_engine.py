@@ -17,7 +17,7 @@ from stages.engines.config import EngineConfig
 from stages.engines.protocol import Completion, EngineLost, EngineStats, MappedTensors, Request, WeightsError
 from stages.publish import publish
 from storage.errors import DamagedWeights, MissingOutput
-from storage.weights import WeightBoard
+from storage.weights import Manifest, WeightBoard
 
 
 class FakeEngine:
@@ -292,8 +292,8 @@ class _Bfloat16Host:
     def __init__(self, weights: torch.Tensor) -> None:
         self.weights = weights
 
-    def trained_weights(self) -> dict[str, np.ndarray]:
-        return {"w": self.weights.view(torch.uint16).numpy()}
+    def publish(self, board: WeightBoard, version: int) -> Manifest:
+        return board.publish(version, {"w": self.weights.view(torch.uint16).numpy()}, {"w": "bfloat16"})
 
 
 def test_bfloat16_weights_reach_the_engine_as_numbers(board: WeightBoard) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from stages.models.host import MegatronHost
 from stages.models.layouts import adapter_shapes
 from stages.models.lora import LINEARS
 from stages.models.memory import (
+    BLOCK_BYTES,
     GangModels,
     MicroBatchSize,
     RowsSize,
     activation_bytes,
     checkpoint_bytes,
     communicators,
+    gathered_bytes,
     kept_bytes,
     logits_bytes,
     offloaded_bytes,
@@ -406,17 +409,31 @@ def test_the_stages_of_a_pipeline_publish_all_tensors_once() -> None:
     assert stages[0] | stages[1] == whole
 
 
-def test_a_publication_needs_a_few_tensors_on_a_gpu_and_the_model_in_the_hosts_memory() -> None:
+def test_a_publication_needs_two_blocks_of_a_part_or_a_merged_tensor() -> None:
+    model, shape = ModelConfig(path="random:tiny", dtype="bfloat16"), LayoutConfig(tensor=2, pipeline=2)
+    largest = 256 * 64
+    assert publication_bytes(gang(model, shape), 0, on_gpu=True) == (2 * largest, 2 * largest)
+    assert publication_bytes(gang(model, shape), 1, on_gpu=False) == (0, 2 * 2 * 176 * 64)
+    adapted = replace(model, lora=LoraConfig(rank=4, targets=["qkv"]))
+    queries = 64 * 64
+    merged = 3 * 2 * queries + 2 * 4 * queries
+    assert publication_bytes(gang(adapted, shape), 0, on_gpu=True) == (merged + 2 * queries, 2 * queries)
+    large = gang(replace(model, path="random:70b-shape"), LayoutConfig(tensor=8, pipeline=4))
+    large = replace(large, spec=read_spec("random:70b-shape"))
+    assert publication_bytes(large, 0, on_gpu=True) == (BLOCK_BYTES, BLOCK_BYTES)
+
+
+def test_an_export_needs_a_few_tensors_on_a_gpu_and_the_model_in_the_hosts_memory() -> None:
     model = ModelConfig(path="random:tiny", dtype="bfloat16")
     largest, whole = 256 * 64, sum(published_tensors(TINY, model).values())
     cut = gang(model, LayoutConfig(tensor=2, pipeline=2), data_ranks=2)
     second = sum(published_tensors(TINY, model, 2, 1).values())
-    first = publication_bytes(cut, 0, sends=True, first=True, on_gpu=True)
+    first = gathered_bytes(cut, 0, sends=True, first=True, on_gpu=True)
     assert first == (3 * 2 * largest, 2 * whole)
-    assert publication_bytes(cut, 1, sends=True, first=False, on_gpu=True) == (3 * 2 * 176 * 64, 2 * second)
-    assert publication_bytes(cut, 1, sends=False, first=False, on_gpu=True) == (3 * 2 * 176 * 64, 0)
+    assert gathered_bytes(cut, 1, sends=True, first=False, on_gpu=True) == (3 * 2 * 176 * 64, 2 * second)
+    assert gathered_bytes(cut, 1, sends=False, first=False, on_gpu=True) == (3 * 2 * 176 * 64, 0)
     queries = 4 * 64 * (64 + 2 * 32)
-    alone = publication_bytes(gang(model), 0, sends=True, first=True, on_gpu=False)
+    alone = gathered_bytes(gang(model), 0, sends=True, first=True, on_gpu=False)
     assert alone == (0, 2 * (largest + queries)), "on a CPU other tensors are not copied"
 
 

@@ -1,4 +1,4 @@
-"""File operations for the ledger and the rollout store, on a local path or any fsspec URL.
+"""File operations for the ledger and the rollout store, on a local path or an object store (S3, GCS).
 
 A local file is written under a temporary name, synced, and then renamed or hard-linked. So a name always means the
 whole content, even after SIGKILL or a power cut (the latter unless `Durability.fsync` is off). Files of a new directory

@@ -50,7 +50,7 @@ class Ledger:
     filesystem, so all processes see the same ledger."""
 
     def __init__(self, url: str, durability: Durability = files.DEFAULT) -> None:
-        """`url`: the ledger's directory (a run's `ledger/`), a path or any fsspec URL."""
+        """`url`: the ledger's directory (a run's `ledger/`), a path or the URL of an object store."""
         self.url = url
         self._root = files.open_root(url, durability)
         self._segments: OrderedDict[int, Segment] = OrderedDict()

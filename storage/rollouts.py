@@ -92,8 +92,8 @@ class RolloutStore:
         durability: Durability = files.DEFAULT,
         writeback: Writeback | None = None,
     ) -> None:
-        """Open the store in the run's directory `url` (a path or any fsspec URL); `rollouts.zarr/` and `attempts/` are
-        created in it.
+        """Open the store in the run's directory `url` (a path or an object store's URL); `rollouts.zarr/` and
+        `attempts/` are created in it.
 
         `recent_bytes`: size of the cache of records, which readers share. `writeback`: settles what `write` commits;
         its owner closes it.

@@ -15,11 +15,12 @@ class PromptsConfig:
     evaluation; they are never trained on."""
 
     url: str = "???"
-    """fsspec URL or path of a .jsonl, .csv, .parquet or .tsv/.txt file; or `reasoning-gym:TASK?size=..&seed=..`."""
+    """fsspec URL or path of a .jsonl, .csv, .parquet, .tsv or .txt file; or `reasoning-gym:TASK?size=..&seed=..`."""
     format: Literal["plain", "chat"] = "plain"
     """plain: a text field; chat: a field holding a list of {role, content} messages, put through the chat template."""
     field: str = "prompt"
-    """Field (JSONL, CSV, Parquet) or 0-based column number (TSV) that holds the prompt."""
+    """Field (JSONL, CSV, Parquet) or 0-based column number (TSV) that holds the prompt. Under the default each line of
+    a .txt file is a prompt."""
     opening_tokens: int | None = setting(None, at_least(1))
     """Use only the first so many tokens of the text as the prompt, and skip shorter texts; null: all of it."""
     max_tokens: int = setting(64, at_least(1))

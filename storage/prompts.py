@@ -162,12 +162,14 @@ class PromptItem:
 
 
 def load_texts(config: PromptsConfig) -> list[PromptItem]:
-    """Return all prompts of a source in its order; blank lines do not count. Raises PromptsError, naming URL, line
-    (from 1) or row (from 0) and field."""
-    if has_columns(config.url) and not config.field.isdecimal():
+    """Return all prompts of a source in its order; blank lines do not count. Without a column's number each line of a
+    .txt file is a prompt. Raises PromptsError, naming URL, line (from 1) or row (from 0) and field."""
+    plain = PurePosixPath(config.url).suffix == ".txt" and config.field == "prompt"
+    if has_columns(config.url) and not config.field.isdecimal() and not plain:
         raise PromptsError(f"prompts.field: {config.url}: must be a 0-based column number, given {config.field!r}")
     try:
-        items = [_item(config, where, row) for where, row in read_rows(config.url)]
+        rows = ((where, {"prompt": line}) for where, line in _lines(config.url)) if plain else read_rows(config.url)
+        items = [_item(config, where, row) for where, row in rows]
     except RowsError as error:
         raise PromptsError(f"prompts.url: {error}") from error
     if not items:

@@ -79,6 +79,53 @@ MOVED = {
     "slurm.qos": ["slurm.sbatch"],
 }
 """Former key -> the current keys (or a key with the value) for the same purpose."""
+SYNONYMS = {
+    "model.path": ("model_name_or_path", "model_path", "sft_model_path", "pretrain"),
+    "model.policy.lr": ("learning_rate", "actor_learning_rate"),
+    "model.critic.lr": ("learning_rate", "critic_learning_rate"),
+    "optimizer.lr": ("learning_rate",),
+    "model.policy.max_grad_norm": ("clip_grad",),
+    "model.policy.micro_batch_tokens": ("gradient_accumulation_steps", "per_device_train_batch_size"),
+    "model.lora.rank": ("lora_r", "lora_rank"),
+    "model.lora.alpha": ("lora_alpha",),
+    "prompts.url": ("dataset", "prompt_dataset", "train_files"),
+    "prompts.max_tokens": ("max_prompt_length", "prompt_max_len"),
+    "rollout.rows": ("batch_size", "train_batch_size", "rollout_batch_size", "per_device_train_batch_size"),
+    "rollout.responses_per_prompt": ("num_generations", "n_samples_per_prompt", "group_size"),
+    "sampling.max_new_tokens": ("max_completion_length", "max_response_length", "response_length", "generate_max_len"),
+    "reward.kind": ("reward_fn", "reward_func", "reward_funcs"),
+    "ppo.advantage": ("adv_estimator", "advantage_estimator"),
+    "ppo.epochs": ("num_iterations", "num_ppo_epochs", "ppo_epochs"),
+    "ppo.minibatches": ("num_mini_batches", "ppo_mini_batch_size"),
+    "ppo.kl.coef": ("beta", "init_kl_coef", "kl_coef", "kl_loss_coef"),
+    "ppo.clip": ("clip_ratio", "cliprange", "epsilon", "eps_clip"),
+    "ppo.clip_high": ("clip_ratio_high", "epsilon_high"),
+    "ppo.value_clip": ("cliprange_value",),
+    "ppo.lam": ("gae_lambda", "lambd"),
+    "ppo.entropy_coef": ("entropy_coeff",),
+    "engine.max_rows": ("max_num_seqs",),
+    "steps": ("max_steps", "total_episodes", "total_training_steps"),
+    "name": ("experiment_name", "run_name"),
+    "runs_dir": ("output_dir",),
+    "checkpoint.every": ("save_freq", "save_steps"),
+    "evaluate.every": ("eval_steps", "test_freq"),
+    "tracking.uri": ("report_to",),
+}
+"""Key -> names that other systems have for it (docs/coming-from.md)."""
+_TRUNCATES = (
+    "is left out on purpose: PPO needs the log-prob of a token under the distribution that sampled it, and trainer and "
+    "engine would have to agree to the last bit on which tokens are cut off. Use sampling.temperature or "
+    "sampling.suppress_token_ids, which both compute alike"
+)
+_STOPS = "is not there: a response ends at a token. model.eos_token_ids names further tokens that end it"
+ABSENT = {
+    **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"), _TRUNCATES),
+    **dict.fromkeys(("stop", "stop_strings", "stop_token_ids"), _STOPS),
+}
+"""Name of a setting of sampling that other systems have -> why there is none, and what to use."""
+_MOST_SUGGESTIONS = 3
+_SIMILAR = 0.75
+"""Least similarity (of difflib) of a key that is suggested from another section."""
 _HINTS: dict[Any, dict[str, Any]] = {}
 _GIVEN = {int: 1, float: 1.0}
 """Values that stand for missing numbers while other settings are checked; all other missing values are texts."""
@@ -117,8 +164,8 @@ def is_setting(word: str, schema: type) -> bool:
 
 
 def _unknown_keys(source: Any, schema: Any, name: str, whole: type, prefix: str = "") -> Iterator[ConfigError]:
-    """Yield an error for each unknown key. It names the key's whole path and suggests settings of the same name in
-    sections below, or else settings with the most similar names."""
+    """Yield an error for each unknown key. It names the key's whole path and says why there is no such setting, or what
+    to use."""
     if not isinstance(schema, DictConfig):
         return
     if OmegaConf.get_type(schema) is dict:  # a mapping of names to sections, or to plain values
@@ -133,11 +180,11 @@ def _unknown_keys(source: Any, schema: Any, name: str, whole: type, prefix: str 
     for key in map(str, source):
         path = f"{prefix}{key}"
         if key not in schema.keys():  # noqa: SIM118  (`in` denies keys without a value)
-            known = [str(k) for k in schema]
-            deeper = [p for p in _paths(whole) if p.startswith(prefix) and p.rpartition(".")[2] == key]
-            meant = MOVED.get(path, deeper) or [
-                f"{prefix}{k}" for k in difflib.get_close_matches(key, known, n=3) or known
-            ]
+            meant = MOVED.get(path) or _meant(key, prefix, [*map(str, schema)], whole)
+            if not meant and key in ABSENT:
+                yield ConfigError(path, f"no such key (in {name}): it {ABSENT[key]}")
+                continue
+            meant = meant or [f"{prefix}{k}" for k in schema]
             yield ConfigError(path, f"no such key (in {name}); did you mean {', '.join(meant)}?")
         elif not OmegaConf.is_missing(source, key) and not OmegaConf.is_interpolation(source, key):
             kind = _type_of(path, whole)
@@ -147,6 +194,22 @@ def _unknown_keys(source: Any, schema: Any, name: str, whole: type, prefix: str 
                 yield ConfigError(path, f"given {given!r} (in {name}); must be {_need(kind)}{hint}")
                 continue
             yield from _unknown_keys(source[key], schema._get_node(key), name, whole, f"{path}.")
+
+
+def _meant(key: str, prefix: str, known: Sequence[str], whole: type) -> list[str]:
+    """Return the paths of at most three settings that a user may have meant by an unknown key of the section `prefix`,
+    which has the settings `known`: those of the same name in sections below; or that any section or another system
+    calls so; or with the most similar names in this section, or in any."""
+    paths = [*_paths(whole)]
+    below = [path for path in paths if path.startswith(prefix) and path.rpartition(".")[2] == key]
+    named: dict[str, list[str]] = {}
+    for path in paths:
+        for called in (path.rpartition(".")[2], *SYNONYMS.get(path, ())):
+            named.setdefault(called, []).append(path)
+    meant = below or named.get(key) or [f"{prefix}{name}" for name in difflib.get_close_matches(key, known)]
+    if not meant and key not in ABSENT:
+        meant = [path for called in difflib.get_close_matches(key, named, cutoff=_SIMILAR) for path in named[called]]
+    return [*dict.fromkeys(meant)][:_MOST_SUGGESTIONS]
 
 
 def _paths(section: Any, prefix: str = "") -> Iterator[str]:

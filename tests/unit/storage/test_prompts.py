@@ -97,6 +97,13 @@ def test_a_source_that_cannot_be_opened(url: str) -> None:
         load_texts(PromptsConfig(url, field="0"))
 
 
+def test_lines_of_a_text_are_prompts_unless_a_column_is_asked_for(tmp_path: Path) -> None:
+    url = source(tmp_path / "p.txt", "one\ttwo\n\nthree\n")
+    assert load_texts(PromptsConfig(url)) == [PromptItem("one\ttwo", None, {}), PromptItem("three", None, {})]
+    columns = source(tmp_path / "columns.txt", "one\ttwo\nthree\tfour\n")
+    assert load_texts(PromptsConfig(columns, field="1"))[0] == PromptItem("two", None, {"0": "one"})
+
+
 def test_csv_is_what_a_spreadsheet_writes(tmp_path: Path) -> None:
     """A byte order mark, quotes around commas and line ends, blank lines, and other fields for the reward."""
     url = source(tmp_path / "p.csv", '\ufeffprompt,answer\r\n"one, two\nthree",3\r\n\r\n"say ""x""",\r\n')

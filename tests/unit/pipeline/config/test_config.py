@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.loading import config_hash, load_config, load_yaml, to_yaml
+from pipeline.config.loading import ABSENT, SYNONYMS, config_hash, load_config, load_yaml, to_yaml
 from pipeline.config.preflight import engine_line
+from pipeline.config.reward_model import RewardModelConfig
 from pipeline.config.rules import run_problems
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
 from stages.models.protocol import Role
+from tests.support.configs import keys
 
 BASE = """
 name: base
@@ -302,11 +304,11 @@ def test_a_bad_config_is_refused_by_its_key(base: Path, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError) as refusal:
         load(base, *overrides)
     assert refusal.value.key == REFUSED[changes]
-    keys = [line.partition(": ")[0] for line in str(refusal.value).splitlines()]
-    assert keys == [error.key for error in refusal.value.each]
-    assert len(keys) == len({*keys})
+    named = [line.partition(": ")[0] for line in str(refusal.value).splitlines()]
+    assert named == [error.key for error in refusal.value.each]
+    assert len(named) == len({*named})
     sections = {field.name for field in dataclasses.fields(RunConfig)}
-    assert changes == "=1" or {key.partition(".")[0] for key in keys} <= sections
+    assert changes == "=1" or {key.partition(".")[0] for key in named} <= sections
 
 
 @pytest.mark.parametrize(
@@ -316,12 +318,30 @@ def test_a_bad_config_is_refused_by_its_key(base: Path, monkeypatch: pytest.Monk
         ("ppo.center_scores=true", "reward.normalize.mean"),  # an old name
         ("engine.kernels=torch", "engine.embedded.kernels"),  # the same word elsewhere
         ("placement.gangs.train.worker=2", "placement.gangs.train.workers"),
+        ("learning_rate=1e-5", "model.policy.lr, model.critic.lr?"),  # another system's
+        ("sampling.max_completion_length=9", "sampling.max_new_tokens?"),
+        ("kl_coeff=0.1", "ppo.kl.coef?"),  # another system's, misspelt
+        ("num_generations=8", "rollout.responses_per_prompt?"),
+        ("reward_fn=f", "reward.kind?"),
     ],
 )
 def test_an_unknown_key_is_refused_with_one_spelt_alike(base: Path, change: str, suggestion: str) -> None:
     with pytest.raises(ConfigError, match=rf"no such key.*did you mean {re.escape(suggestion)}") as refusal:
         load(base, change)
     assert refusal.value.key == change.partition("=")[0]
+
+
+@pytest.mark.parametrize("key", ["sampling.top_p", "top_k", "sampling.stop"])
+def test_a_setting_that_is_absent_on_purpose_is_refused_with_the_reason(base: Path, key: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load(base, f"{key}=1")
+    assert refusal.value.key == key
+    assert ABSENT[key.rpartition(".")[2]] in str(refusal.value)
+
+
+def test_other_systems_names_stand_beside_keys_that_exist() -> None:
+    paths = {*keys(RunConfig(), ""), *keys(RewardModelConfig(), "")}
+    assert SYNONYMS.keys() <= paths
 
 
 REINFORCE = "ppo.advantage=reinforce_pp"

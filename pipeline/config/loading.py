@@ -44,6 +44,7 @@ from pipeline.config.rules import run_problems, set_default, validate
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError, OtherProgramsConfig, all_of, refusal, together
 from stages.engines.config import interpreter, made_interpreter
+from stages.models.spec import cached_in_hub
 from storage import files
 from storage.config import Durability
 from storage.problems import Problem, mentions, setting_problems
@@ -124,7 +125,7 @@ ABSENT = {
 }
 """Name of a setting of sampling that other systems have -> why there is none, and what to use."""
 _MOST_SUGGESTIONS = 3
-_SIMILAR = 0.75
+_SIMILAR = 0.8
 """Least similarity (of difflib) of a key that is suggested from another section."""
 _HINTS: dict[Any, dict[str, Any]] = {}
 _GIVEN = {int: 1, float: 1.0}
@@ -206,8 +207,10 @@ def _meant(key: str, prefix: str, known: Sequence[str], whole: type) -> list[str
     for path in paths:
         for called in (path.rpartition(".")[2], *SYNONYMS.get(path, ())):
             named.setdefault(called, []).append(path)
-    meant = below or named.get(key) or [f"{prefix}{name}" for name in difflib.get_close_matches(key, known)]
-    if not meant and key not in ABSENT:
+    if below or key in ABSENT:
+        return below[:_MOST_SUGGESTIONS]
+    meant = named.get(key) or [f"{prefix}{name}" for name in difflib.get_close_matches(key, known)]
+    if not meant:
         meant = [path for called in difflib.get_close_matches(key, named, cutoff=_SIMILAR) for path in named[called]]
     return [*dict.fromkeys(meant)][:_MOST_SUGGESTIONS]
 
@@ -542,6 +545,10 @@ def _finish(config: Any) -> RunConfig:
     assert isinstance(config, RunConfig)
     if config.engine.python is None:
         config.engine.python = made_interpreter(config.engine.kind)
+    model = config.model
+    model.path = cached_in_hub(model.path)  # the version that is there now: the directory of a name may change
+    model.reference_path = model.reference_path and cached_in_hub(model.reference_path)
+    model.critic_path = model.critic_path and cached_in_hub(model.critic_path)
     validate(config)
     config.ppo.proximal = config.proximal  # write, hash and send to workers the resolved value, not "auto"
     if config.engine.python is not None:

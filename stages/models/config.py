@@ -91,8 +91,9 @@ class ModelConfig:
     three are computed."""
 
     path: str = "???"
-    """Directory in Hugging Face layout (Llama 2 and 3.x, Mistral, Qwen 2, 2.5 and 3), or `random:tiny` for a small
-    random model, or `random:8b-shape` or `random:70b-shape` for one of that size."""
+    """Directory in Hugging Face layout (Llama 2 and 3.x, Mistral, Qwen 2, 2.5 and 3); or the name (`org/model`) of a
+    model in this account's Hugging Face cache, which is replaced by its directory; or `random:tiny` for a small random
+    model, or `random:8b-shape` or `random:70b-shape` for one of that size. Nothing is downloaded."""
     reference_path: str | None = None
     """Reference model of the KL; null: the model at `path`. It has the same vocabulary, and with `frozen_blocks` the
     same architecture and the same frozen blocks."""

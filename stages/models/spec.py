@@ -17,6 +17,8 @@ Standard library only, so that no command has to wait for torch or transformers.
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -358,6 +360,19 @@ _RANDOM: Mapping[str, Mapping[str, Any]] = {
 def is_random(path: str) -> bool:
     """Return True for the name of a random model, which has no files."""
     return path in _RANDOM
+
+
+def cached_in_hub(path: str) -> str:
+    """Return the directory of a model in this account's Hugging Face cache if `path` is its name (`org/model`) and no
+    file's path; otherwise `path`. Nothing is downloaded."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or Path(path).exists():
+        return path
+    caches = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = Path(os.environ.get("HF_HOME", f"{caches}/huggingface"))
+    stored = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser() / f"models--{path.replace('/', '--')}"
+    newest = stored / "refs/main"
+    snapshot = stored / "snapshots" / newest.read_text("utf8").strip() if newest.is_file() else stored
+    return str(snapshot) if (snapshot / "config.json").is_file() else path
 
 
 def stored_bytes(path: str) -> int:

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from stages.models.spec import (
     RANDOM_TINY,
     ModelSpec,
     RopeScaling,
+    cached_in_hub,
     layer_and_part,
     layer_tensor,
     read_config,
@@ -176,3 +178,21 @@ def test_frequencies_equal_transformers(theta: float, head_dim: int, factor: flo
 def test_reading_a_spec_waits_for_no_heavy_import() -> None:
     code = "import sys, stages.models.spec; sys.exit(bool({'torch', 'megatron', 'transformers'} & {*sys.modules}))"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_models_name_is_its_newest_directory_in_the_hub_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    stored = tmp_path / "models--org--a-model.1"
+    for version in ("abc", "def"):
+        (stored / "snapshots" / version).mkdir(parents=True)
+        (stored / "snapshots" / version / "config.json").touch()
+    (stored / "refs").mkdir()
+    (stored / "refs/main").write_text("def\n")
+    assert cached_in_hub("org/a-model.1") == str(stored / "snapshots/def")
+    assert cached_in_hub("org/another") == "org/another"
+    assert cached_in_hub("random:tiny") == "random:tiny"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org/a-model.1").mkdir(parents=True)
+    assert cached_in_hub("org/a-model.1") == "org/a-model.1", "a directory of that name comes first"

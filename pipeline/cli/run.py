@@ -30,12 +30,13 @@ from pipeline.cli.answers import (
     trusted_config,
 )
 from pipeline.config.identity import decides_nothing
+from pipeline.config.loading import read_saved
 from pipeline.config.paths import RunPaths, refuse_foreign
 from pipeline.config.preflight import holds_run, preflight
 from pipeline.config.run import RunConfig
 from pipeline.driver.run import run
 from pipeline.driver.session import EndedEarly, only_driver
-from pipeline.errors import ConfigError, StageFailed, StoredWrongly, WorkersMissing
+from pipeline.errors import ConfigError, OtherProgramsConfig, StageFailed, StoredWrongly, WorkersMissing
 from pipeline.graph.graph import UPDATE_STAGE
 from pipeline.observe.journal import AppendFailed, journal_exists
 from pipeline.workers.worker_process import ending_signals
@@ -117,7 +118,7 @@ def _make_way(config: RunConfig, *, overwrite: bool, agreed: bool) -> None:
             be moved.
     """
     paths = RunPaths(config.run_dir)
-    if not (holds_run(paths) or paths.config.exists()) or paths.variant.exists():
+    if not (holds_run(paths) or paths.config.exists()) or paths.variant.exists() or _is_another_programs(paths):
         return
     if paths.root.is_symlink() or paths.job.exists():  # a Slurm job may start it again at any time
         if overwrite:
@@ -142,6 +143,18 @@ def _make_way(config: RunConfig, *, overwrite: bool, agreed: bool) -> None:
             raise ConfigError("name", f"given {config.name!r}; {need}") from error
     why = "" if updated else ", of which no update was committed"
     note(f"the earlier run of this name{why} is in {aside} now")
+
+
+def _is_another_programs(paths: RunPaths) -> bool:
+    """Return True if the directory is that of a reward model's training or of a labelling."""
+    try:
+        if paths.config.exists():
+            read_saved(paths.config)
+    except OtherProgramsConfig:
+        return True
+    except ConfigError:  # a run's, but damaged or of another version
+        return False
+    return False
 
 
 def _ask(question: str) -> None:

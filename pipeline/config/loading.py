@@ -185,7 +185,7 @@ def _unknown_keys(source: Any, schema: Any, name: str, whole: type, prefix: str 
             if not meant and key in ABSENT:
                 yield ConfigError(path, f"no such key (in {name}): it {ABSENT[key]}")
                 continue
-            meant = meant or [f"{prefix}{k}" for k in schema]
+            meant = meant or [f"{prefix}{k}" for k in map(str, schema)]
             yield ConfigError(path, f"no such key (in {name}); did you mean {', '.join(meant)}?")
         elif not OmegaConf.is_missing(source, key) and not OmegaConf.is_interpolation(source, key):
             kind = _type_of(path, whole)

@@ -60,7 +60,7 @@ _OWNER = re.compile(r"v\d{6,}(?:-|\.lease\.)(\d+)-.+")
 
 
 @dataclass(frozen=True)
-class Place:
+class FilePlace:
     """Place of a tensor in a version's file: `nbytes` bytes in C order from `offset`."""
 
     name: str
@@ -72,7 +72,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class TensorInfo(Place):
+class TensorInfo(FilePlace):
     """Place and sum of a tensor."""
 
     xxh3: int
@@ -112,12 +112,12 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class WeightAttempt:
     """A version that one process or several of a host are writing."""
 
     version: int
     file: str
-    places: tuple[Place, ...]
+    places: tuple[FilePlace, ...]
     exists: bool
     """The version exists already, in this file: `WeightBoard.put` compares with it and writes nothing."""
 
@@ -186,18 +186,18 @@ class WeightBoard:
             return self.finish(attempt, self.sums(attempt, attempt.places))
 
     @contextlib.contextmanager
-    def attempt(self, version: int, places: tuple[Place, ...]) -> Iterator[Attempt]:
+    def attempt(self, version: int, places: tuple[FilePlace, ...]) -> Iterator[WeightAttempt]:
         """Return a context in which a version can be written. After it the file is removed unless the version exists
         with it. Raises ValueError if the version exists already with other places."""
         existing = self.manifest(version)
         if existing is not None:
-            begun = Attempt(version, existing.file, places, exists=True)
-            if places != tuple(Place(t.name, t.dtype, t.shape, t.offset, t.nbytes) for t in existing.tensors):
+            begun = WeightAttempt(version, existing.file, places, exists=True)
+            if places != tuple(FilePlace(t.name, t.dtype, t.shape, t.offset, t.nbytes) for t in existing.tensors):
                 raise _other_tensors(begun)
             yield begun
             return
         self.remove_torn(version)
-        begun = Attempt(version, f"{unique_name(version)}.bin", places, exists=False)
+        begun = WeightAttempt(version, f"{unique_name(version)}.bin", places, exists=False)
         path = self.directory / begun.file
         try:
             self._tried(version, lambda: self._begin(path, _file_bytes(places)))
@@ -207,11 +207,11 @@ class WeightBoard:
             if linked is None or linked.file != begun.file:
                 path.unlink(missing_ok=True)
 
-    def sees(self, attempt: Attempt) -> bool:
+    def sees(self, attempt: WeightAttempt) -> bool:
         """Return True if the attempt's file is on this board, not on another host's."""
         return (self.directory / attempt.file).exists()
 
-    def put(self, attempt: Attempt, place: Place, rows: np.ndarray, start: int = 0, stride: int = 0) -> None:
+    def put(self, attempt: WeightAttempt, place: FilePlace, rows: np.ndarray, start: int = 0, stride: int = 0) -> None:
         """Write a part [rows, ...] of a tensor: its row i begins `start + i * stride` bytes after the tensor does. A
         stride of 0 stands for rows without gaps. Any process of the host may call it.
 
@@ -219,7 +219,7 @@ class WeightBoard:
         path = self.directory / attempt.file
         self._tried(attempt.version, lambda: self._put(attempt, path, place.offset + start, rows, stride))
 
-    def sums(self, attempt: Attempt, places: Iterable[Place]) -> dict[str, int]:
+    def sums(self, attempt: WeightAttempt, places: Iterable[FilePlace]) -> dict[str, int]:
         """Read tensors of which all parts are written, and return their sums by name."""
         buffer = memoryview(bytearray(_PIECE_BYTES))
         found = {}
@@ -235,7 +235,7 @@ class WeightBoard:
                 found[place.name] = seen.intdigest()
         return found
 
-    def finish(self, attempt: Attempt, sums: Mapping[str, int]) -> Manifest:
+    def finish(self, attempt: WeightAttempt, sums: Mapping[str, int]) -> Manifest:
         """Make a version exist of which all parts are written. Return the manifest that exists then: this one, or that
         of a faster publisher. Raises ValueError if that one has other tensors."""
         infos = tuple(TensorInfo(**vars(place), xxh3=sums[place.name]) for place in attempt.places)
@@ -330,7 +330,7 @@ class WeightBoard:
         with self._new_file(path) as stream:
             stream.truncate(num_bytes)
 
-    def _put(self, attempt: Attempt, path: Path, offset: int, rows: np.ndarray, stride: int) -> None:
+    def _put(self, attempt: WeightAttempt, path: Path, offset: int, rows: np.ndarray, stride: int) -> None:
         data, row_bytes = _bytes(rows), rows.nbytes // max(1, len(rows))
         step = len(data) if stride in (0, row_bytes) else row_bytes
         with path.open("rb" if attempt.exists else "r+b", 0) as stream:
@@ -401,17 +401,17 @@ def owner_alive(path: Path) -> bool:
     return match is not None and process_alive(int(match[1]))
 
 
-def placed(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[Place, ...]:
+def placed(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[FilePlace, ...]:
     """Return the places of tensors (name, dtype, shape) in a version's file, in their order."""
     places, offset = [], 0
     for name, dtype, shape in tensors:
         nbytes = math.prod(shape) * np.dtype(np.uint16 if dtype == BFLOAT16 else dtype).itemsize
-        places.append(Place(name, dtype, shape, offset, nbytes))
+        places.append(FilePlace(name, dtype, shape, offset, nbytes))
         offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     return tuple(places)
 
 
-def _describe(tensors: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> tuple[Place, ...]:
+def _describe(tensors: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> tuple[FilePlace, ...]:
     unknown = sorted(set(dtypes) - set(tensors))
     if unknown:
         raise ValueError(f"dtypes are given for tensors that are not there: {unknown}")
@@ -424,12 +424,12 @@ def _describe(tensors: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> t
     return placed(listed)
 
 
-def _file_bytes(places: Iterable[Place]) -> int:
+def _file_bytes(places: Iterable[FilePlace]) -> int:
     """Return the length of a file: tensors, gaps, and padding for an empty version, which could not be mapped."""
     return max(mmap.PAGESIZE, *(place.offset + place.nbytes for place in places), 0)
 
 
-def _other_tensors(attempt: Attempt) -> ValueError:
+def _other_tensors(attempt: WeightAttempt) -> ValueError:
     return ValueError(f"weights v{attempt.version} are published already, with other tensors ({attempt.file})")
 
 
@@ -440,7 +440,7 @@ def _write(file: int, data: memoryview, offset: int) -> None:
         data, offset = data[count:], offset + count
 
 
-def _compare(file: int, data: memoryview, offset: int, attempt: Attempt) -> None:
+def _compare(file: int, data: memoryview, offset: int, attempt: WeightAttempt) -> None:
     """Raise ValueError if the file has other bytes."""
     for first in range(0, len(data), _PIECE_BYTES):
         piece = data[first : first + _PIECE_BYTES]

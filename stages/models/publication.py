@@ -28,7 +28,7 @@ from stages.models.build import Blueprint
 from stages.models.hf_conversion import PARTS, HFPart, adapted_weight, hf_parts, named_by_block
 from stages.models.weights import as_numpy, from_all_ranks, merged_tensors, row_blocks
 from storage.errors import StoreError
-from storage.weights import BFLOAT16, Attempt, Manifest, Place, WeightBoard, placed
+from storage.weights import BFLOAT16, FilePlace, Manifest, WeightAttempt, WeightBoard, placed
 
 _ERRORS = (StoreError, OSError, ValueError)
 """Errors of a board."""
@@ -64,7 +64,7 @@ def publish(model: GPTModel, blueprint: Blueprint, board: WeightBoard, version: 
     whole = {slab.name: slab for listed in of_ranks for slab in listed}
     errors: list[Exception] = []
     with ExitStack() as undo:
-        begun: list[Attempt | None] = [None]
+        begun: list[WeightAttempt | None] = [None]
         if is_first:
             try:
                 places = placed((slab.name, _dtype_name(slab.dtype), slab.shape) for slab in whole.values())
@@ -136,7 +136,7 @@ def _own_parts(model: GPTModel, blueprint: Blueprint) -> Iterator[HFPart]:
 
 def _fill(
     board: WeightBoard,
-    attempt: Attempt,
+    attempt: WeightAttempt,
     blocks: Iterable[tuple[Slab, slice, np.ndarray]],
     sent: Mapping[int, list[Slab]],
     device: torch.device,
@@ -180,7 +180,7 @@ def _slab(
     return Slab(name, shape, dtype, own[0], row, first * row, row)
 
 
-def _share(places: tuple[Place, ...], present: list[int]) -> list[Place]:
+def _share(places: tuple[FilePlace, ...], present: list[int]) -> list[FilePlace]:
     """Return the tensors that this rank sums: the largest ones first, each to the rank with the fewest bytes."""
     loads = dict.fromkeys(present, 0)
     own = []

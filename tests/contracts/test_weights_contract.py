@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from storage.errors import DamagedWeights, MissingOutput
-from storage.weights import Attempt, WeightBoard, placed
+from storage.weights import WeightAttempt, WeightBoard, placed
 from tests.support.processes import exit_status
 
 HERE = """
@@ -46,7 +46,7 @@ def in_parts() -> dict[str, np.ndarray]:
     return {place.name: g.standard_normal(place.shape).astype(place.dtype) for place in PLACES}
 
 
-def put(board: WeightBoard, attempt: Attempt, whole: dict[str, np.ndarray], index: int) -> None:
+def put(board: WeightBoard, attempt: WeightAttempt, whole: dict[str, np.ndarray], index: int) -> None:
     """Put part `index` of 2: rows of one tensor, columns of another."""
     rows, columns, empty = PLACES
     board.put(attempt, rows, whole["rows"][4 * index : 4 + 2 * index], 4 * index * 5 * 4)

@@ -15,6 +15,8 @@ The journal tells how long a node worked on store and ledger. The fit then expla
 from __future__ import annotations
 
 import itertools
+import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -25,11 +27,15 @@ import numpy as np
 from pipeline.config.hardware import HardwareCluster
 from pipeline.errors import ConfigError
 from pipeline.plan.calibration import KINDS, STAGE_KIND, Calibration, StageSpeed, typical
-from pipeline.plan.cost import costs_of
-from pipeline.plan.observed import ObservedRun
+from pipeline.plan.cost import Costs, costs_of, decoding_work
+from pipeline.plan.decode import Decoded, RowQueue
+from pipeline.plan.observed import Observed, ObservedRun
+from pipeline.plan.training import Work
 
 FEWEST_STEPS = 4
 """Fewest steps of a run to calibrate from: the first is left out, and three show the scatter."""
+_ROUNDS = 4
+"""Rounds in which the work and the speed of engines are found from one another."""
 _PULL = 0.1
 """Weight of the usual proportions, in nodes with a relative error of 1."""
 _INDISTINCT = 30.0
@@ -58,6 +64,10 @@ def calibrate(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: s
     usual = typical(hardware, on_gpus=cluster.gpus > 0)
     samples = samples_of(runs, cluster, usual)
     speeds: dict[str, Any] = {}
+    for _ in range(_ROUNDS):  # the work between a shard's start and its end depends on the engine's speed
+        if decoded := [sample for sample in samples if sample.kind == "generate"]:
+            guess = replace(usual, generate=fit(decoded, usual.generate)[0])
+            samples = samples_of(runs, cluster, guess)
     extrapolated = []
     for kind in KINDS:
         usual_speed: StageSpeed = getattr(usual, kind)
@@ -107,10 +117,7 @@ def samples_of(runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Cal
     for one in runs:
         calibration = replace(usual, tokens_per_pass=one.tokens_per_pass)
         costs = costs_of(one.run, cluster, calibration, one.prompt_tokens)
-        for node in one.nodes:
-            if not node.lengths and node.node.stage != "publish":
-                continue  # its rows were deleted
-            work = costs.work(node.node, node.lengths, node.beside)
+        for node, work in works_of(one, costs):
             links = sum(work.links.values()) / usual.link_efficiency
             if node.seconds > links:
                 kind, seconds = STAGE_KIND[node.node.stage], node.seconds - links
@@ -118,6 +125,41 @@ def samples_of(runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Cal
         refit = costs.refit_work()
         found += [Measurement("refit", seconds, refit.roofline, refit.calls) for seconds in one.refits]
     return found
+
+
+def works_of(one: ObservedRun, costs: Costs) -> Iterator[tuple[Observed, Work]]:
+    """Yield the nodes of a run whose rows are stored, with their work at the hardware's peaks. That of a shard is what
+    its engine did from its start to its end, for other shards too."""
+    stored = [node for node in one.nodes if node.lengths or node.node.stage == "publish"]
+    by_engine: dict[str, list[Observed]] = {}
+    for node in stored:
+        if node.node.stage in ("generate", "evaluate"):
+            by_engine.setdefault(node.worker, []).append(node)
+        else:
+            yield node, costs.work(node.node, node.lengths)
+    for nodes in by_engine.values():
+        for place, decoded in _replayed(nodes, costs.engine_queue(), costs.after_rows_s()):
+            yield nodes[place], decoding_work(decoded)
+
+
+def _replayed(nodes: Sequence[Observed], queue: RowQueue[int], after_rows_s: float) -> Iterator[tuple[int, Decoded]]:
+    """Yield the place of each shard of an engine, and the engine's work while the shard was there: they join the queue
+    when they did. A shard whose rows ended earlier than the queue says leaves it then, and delays no later one."""
+    places = sorted(range(len(nodes)), key=lambda place: nodes[place].start_s)
+    ends = [node.start_s + node.seconds - after_rows_s for node in nodes]
+    joining, in_queue = deque(places), set[int]()
+    while joining or in_queue:
+        joins = nodes[joining[0]].start_s if joining else math.inf
+        left = min(in_queue, key=lambda place: ends[place], default=None)
+        ended = queue.next_end() if in_queue else None
+        if left is not None and ended is not None and min(ended, ends[left]) <= joins:
+            found = queue.finish() if ended <= ends[left] else [(left, queue.drop(left, ends[left]))]
+            in_queue.difference_update(place for place, _ in found)
+            yield from found
+        else:
+            place = joining.popleft()
+            queue.add(place, nodes[place].lengths, joins)
+            in_queue.add(place)
 
 
 def fit(samples: Sequence[Measurement], usual: StageSpeed) -> tuple[StageSpeed, bool]:
@@ -193,9 +235,8 @@ def compared(
     sums: dict[str, tuple[float, float, int]] = {}
     for one in runs:
         costs = costs_of(one.run, cluster, calibration, one.prompt_tokens)
-        for node in one.nodes:
-            if node.lengths or node.node.stage == "publish":
-                measured, predicted, number = sums.get(node.node.stage, (0.0, 0.0, 0))
-                seconds = costs.seconds(node.node, node.lengths, node.beside) - calibration.turnaround_s
-                sums[node.node.stage] = (measured + node.seconds, predicted + seconds, number + 1)
+        for node, work in works_of(one, costs):
+            measured, predicted, number = sums.get(node.node.stage, (0.0, 0.0, 0))
+            seconds = costs.timed(work, node.node.stage)
+            sums[node.node.stage] = (measured + node.seconds, predicted + seconds, number + 1)
     yield from ((stage, *found) for stage, found in sums.items())

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from pipeline.config.hardware import HardwareCluster
 from pipeline.config.memory import PlannedRun
 from pipeline.graph.graph import STAGE_ROLES, Gang, Node
 from pipeline.plan.calibration import STAGE_KIND, Calibration, StageSpeed
-from pipeline.plan.decode import DecodeSpeed, decode, decode_speed
+from pipeline.plan.decode import Decoded, DecodeSpeed, PassRates, RowQueue, decode, decode_speed
 from pipeline.plan.links import link_of, send_s
 from pipeline.plan.training import ARITHMETIC, WEIGHTS, GangSpeed, Rows, Work, forward_work, gang_speed, rows_of
 from pipeline.plan.training import update_work as work_of_update
@@ -52,20 +53,19 @@ class Costs:
     trunk_stages: frozenset[str]
     """Stages that compute the frozen blocks of rows that no stage before them has computed on the same gang."""
 
-    def seconds(self, node: Node, lengths: Sequence[int], beside: float | None = None) -> float:
-        """Return the seconds that the node's gang, or one replica, is busy with the node.
+    def seconds(self, node: Node, lengths: Sequence[int]) -> float:
+        """Return the seconds that the node's gang, or one replica, is busy with the node. A shard has the replica for
+        itself: how several share it, `engine_queue` tells.
 
         Args:
             lengths: tokens of the responses that the node works on: those of its shard, or of the whole step for
                 `advantage` and updates; empty for `publish`.
-            beside: shards in flight on the replica of a `generate` or `evaluate` node, this one included; None: as
-                many as it has slots.
         """
-        return math.fsum(self.parts(node, lengths, beside).values())
+        return math.fsum(self.parts(node, lengths).values())
 
-    def parts(self, node: Node, lengths: Sequence[int], beside: float | None = None) -> dict[str, float]:
+    def parts(self, node: Node, lengths: Sequence[int]) -> dict[str, float]:
         """Return what the seconds consist of, by name: arithmetic, weights read, collectives, bubble and so on."""
-        found = self._timed(self.work(node, lengths, beside), self.speed_of(node.stage))
+        found = self._timed(self.work(node, lengths), self.speed_of(node.stage))
         fixed = found.get(FIXED, 0.0) + self.calibration.turnaround_s
         return found | ({FIXED: fixed} if fixed else {})
 
@@ -73,6 +73,20 @@ class Costs:
         """Return the seconds from the commits of a node's parents to its start on an idle worker: scheduling and
         tracking."""
         return self.calibration.overhead_s
+
+    def engine_queue(self) -> RowQueue[Any]:
+        """Return a replica without rows."""
+        speed = self.calibration.generate
+        rates = PassRates(speed.efficiency, self.calibration.link_efficiency, speed.call_s)
+        return RowQueue(self.engine, self.prompt_tokens, rates)
+
+    def decoding_s(self, decoded: Decoded) -> float:
+        """Return the seconds of decoding on one replica, without a node's fixed costs."""
+        return math.fsum(self._timed(decoding_work(decoded), replace(self.calibration.generate, node_s=0.0)).values())
+
+    def after_rows_s(self) -> float:
+        """Return the seconds of a shard besides those of its rows: store, commit and turnaround."""
+        return self.calibration.generate.node_s + self.calibration.turnaround_s
 
     def refit_s(self) -> float:
         """Return the seconds in which a replica loads new weights. They come before its first shard with a version."""
@@ -87,6 +101,10 @@ class Costs:
         found: StageSpeed = getattr(self.calibration, STAGE_KIND[stage])
         return found
 
+    def timed(self, work: Work, stage: str) -> float:
+        """Return the seconds of a stage's work in a node, without its worker's turnaround."""
+        return math.fsum(self._timed(work, self.speed_of(stage)).values())
+
     def _timed(self, work: Work, speed: StageSpeed) -> dict[str, float]:
         """Return work's parts in seconds of this machine."""
         found = {name: seconds / speed.efficiency for name, seconds in work.parts.items()}
@@ -96,12 +114,12 @@ class Costs:
 
     # ---- work, at the hardware's peaks ---------------------------------------------------------------------------
 
-    def work(self, node: Node, lengths: Sequence[int], beside: float | None = None) -> Work:
-        """Return the work of a node."""
+    def work(self, node: Node, lengths: Sequence[int]) -> Work:
+        """Return the work of a node. A shard has its replica for itself."""
         stage, config = node.stage, self.run.config
         gang = self.gang_of(stage)
         if stage in ("generate", "evaluate"):
-            return self._decoding(lengths, float(gang.concurrent_shards) if beside is None else beside)
+            return decoding_work(decode(self.engine, self.prompt_tokens, lengths))
         if stage in ("canary", "canary_logprob"):
             lengths = lengths[: config.mismatch.rows]
         rows = rows_of(self.prompt_tokens, lengths)
@@ -129,16 +147,6 @@ class Costs:
         """Return the gang that runs a stage."""
         role = STAGE_ROLES[stage]
         return next(gang for gang in self.gangs.values() if role in gang.roles)
-
-    def _decoding(self, lengths: Sequence[int], beside: float) -> Work:
-        found = decode(self.engine, self.prompt_tokens, lengths, beside)
-        parts = {
-            WEIGHTS: found.weights,
-            CONTEXT: found.context,
-            ARITHMETIC: found.arithmetic,
-            PREFILL: found.prefill,
-        }
-        return Work(parts, {ENGINE_LINKS: found.links}, found.passes)
 
     def _scoring(self, gang: Gang, rows: Rows) -> Work:
         """Return the work of scoring: rows, and the reward models' forward passes on the worker's cores."""
@@ -172,6 +180,17 @@ class Costs:
         hardware = self.cluster.hardware
         rate = hardware.pcie_bytes_per_s if self.run.on_gpus else hardware.memory_bytes_per_s
         return Work({COPIES: num_bytes / rate}, {})
+
+
+def decoding_work(found: Decoded) -> Work:
+    """Return decoding as work of a node."""
+    parts = {
+        WEIGHTS: found.weights,
+        CONTEXT: found.context,
+        ARITHMETIC: found.arithmetic,
+        PREFILL: found.prefill,
+    }
+    return Work(parts, {ENGINE_LINKS: found.links}, found.passes)
 
 
 def costs_of(

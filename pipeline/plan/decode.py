@@ -19,7 +19,7 @@ the cost of the middle one. The heap holds the pass at which each row in flight 
 **Pipeline parallelism** with g groups of rows in p stages: a group's pass visits all stages, and max(p, g) of the
 stages' times go by until its next token. Weights are read once for each group.
 
-Other shards of the same replica are in the same batch: with `beside` shards in flight, each row counts `beside` times.
+The rows of all shards of a replica are one queue (`RowQueue`): a shard that comes later waits where the batch is full.
 
 Not modelled: prefill that is cut into chunks (it delays the rows in flight for its whole time here), keys and values
 shared by rows of one prompt, preemption, rows that migrate, the drafts of speculation and its rejected tokens, the
@@ -28,13 +28,20 @@ gathering of logits over tensor-parallel ranks. Pure.
 
 from __future__ import annotations
 
+import copy
 import heapq
-from collections.abc import Sequence
+import math
+from collections import deque
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from pipeline.plan.links import Link, all_reduce_s, send_s
 from stages.models.flops import matrix_numbers
 from stages.models.spec import ModelSpec
+
+Shard = TypeVar("Shard", bound=Hashable)
+"""What a queue's user names a shard by."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,26 @@ class Decoded:
     def roofline(self) -> float:
         return self.weights + self.context + self.arithmetic + self.prefill
 
+    def plus(self, other: Decoded) -> Decoded:
+        return Decoded(
+            self.weights + other.weights,
+            self.context + other.context,
+            self.arithmetic + other.arithmetic,
+            self.prefill + other.prefill,
+            self.links + other.links,
+            self.passes + other.passes,
+        )
+
+    def minus(self, other: Decoded) -> Decoded:
+        return Decoded(
+            self.weights - other.weights,
+            self.context - other.context,
+            self.arithmetic - other.arithmetic,
+            self.prefill - other.prefill,
+            self.links - other.links,
+            self.passes - other.passes,
+        )
+
 
 def decode_speed(
     spec: ModelSpec,
@@ -154,46 +181,181 @@ def decode_speed(
     )
 
 
-def decode(speed: DecodeSpeed, prompt: float, lengths: Sequence[int], beside: float = 1.0) -> Decoded:
-    """Return what it takes to decode responses of these lengths to prompts of `prompt` tokens.
+@dataclass(frozen=True)
+class PassRates:
+    """The speed of an engine's passes, as it was calibrated."""
 
-    `beside`: shards like this one that the replica has in flight, this one included. The result is the time from the
-    start to the end of this shard.
+    efficiency: float = 1.0
+    """Share of the hardware's peaks."""
+    link_efficiency: float = 1.0
+    call_s: float = 0.0
+    """Seconds of a pass besides."""
+
+    def seconds(self, work: Decoded) -> float:
+        return work.roofline / self.efficiency + work.links / self.link_efficiency + work.passes * self.call_s
+
+
+class RowQueue(Generic[Shard]):
+    """Owns the rows of one replica, in flight and waiting, on a clock of seconds.
+
+    Rows of all shards form one queue: they are admitted in the order of their shards, and a shard has ended when its
+    last row has. Time only moves forward.
     """
+
+    def __init__(self, speed: DecodeSpeed, prompt: float, rates: PassRates | None = None) -> None:
+        """`prompt`: tokens of a prompt."""
+        self._speed, self._prompt, self._rates = speed, prompt, rates or PassRates()
+        self._now = self._before = 0.0
+        """`_before`: seconds until the passes go on, of prefills and new weights."""
+        self._clock = self._context = self._reserved = 0.0
+        """Passes so far; tokens of all rows in flight, now and at their ends."""
+        self._waiting: deque[tuple[int, Shard]] = deque()
+        self._flight: list[tuple[float, int, int, Shard]] = []
+        """A heap of (pass at which the row ends, its number, its length, its shard)."""
+        self._admitted = 0
+        self._left: dict[Shard, int] = {}
+        """Rows of each shard that have not ended."""
+        self._total, self._begun = Decoded(), dict[Shard, Decoded]()
+        self._ended: list[tuple[Shard, Decoded]] = []
+        self._ahead: RowQueue[Shard] | None = None
+
+    def add(self, shard: Shard, lengths: Sequence[int], now: float) -> None:
+        """Add a shard with responses of these lengths, one or more."""
+        self._advance(now)
+        self._left[shard], self._begun[shard] = len(lengths), self._total
+        self._waiting.extend((length, shard) for length in lengths)
+
+    def pause(self, seconds: float, now: float) -> None:
+        """Stop all passes for some seconds, in which new weights are loaded."""
+        self._advance(now)
+        self._before += seconds
+
+    def drop(self, shard: Shard, now: float) -> Decoded:
+        """Remove a shard that has not ended. Return the engine's work from its start to the end it would have had."""
+        self._advance(now)
+        ahead = self._copy()
+        while shard in ahead._left:
+            ahead._run(math.inf)
+        for end, _, length, of in self._flight:
+            if of == shard:
+                self._reserved -= self._prompt + length
+                self._context -= self._prompt + length - (end - self._clock) * self._speed.tokens_per_pass
+        self._flight = [row for row in self._flight if row[3] != shard]
+        heapq.heapify(self._flight)
+        self._waiting = deque(row for row in self._waiting if row[1] != shard)
+        self._left.pop(shard, None)
+        self._begun.pop(shard, None)
+        self._ended = [(of, work) for of, work in self._ended if of != shard]
+        return next(work for of, work in ahead._ended if of == shard)
+
+    def next_end(self) -> float | None:
+        """Return the time at which the next shard ends if none is added; None if there is none."""
+        if self._ended:
+            return self._now
+        if not self._left:
+            return None
+        self._ahead = self._copy()
+        self._ahead._run(math.inf)
+        return self._ahead._now
+
+    def finish(self) -> list[tuple[Shard, Decoded]]:
+        """Go to the time that `next_end` returned last. Return the shards that end there, each with the engine's work
+        since it was added."""
+        if not self._ended:
+            assert self._ahead is not None, "next_end comes first"
+            vars(self).update(vars(self._ahead))
+        found, self._ended = self._ended, []
+        return found
+
+    def _copy(self) -> RowQueue[Shard]:
+        found = copy.copy(self)
+        found._waiting, found._flight = self._waiting.copy(), self._flight.copy()
+        found._left, found._begun, found._ended = self._left.copy(), self._begun.copy(), self._ended.copy()
+        found._ahead = None
+        return found
+
+    def _advance(self, now: float) -> None:
+        """Go to a time."""
+        self._ahead = None
+        while self._left and self._now < now:
+            self._run(now)
+        self._now = max(self._now, now)
+
+    def _run(self, until: float) -> None:
+        """Go to the end of the next shard, or to a time if that comes first."""
+        while self._left:
+            self._admit()
+            count = self._flight[0][0] - self._clock
+            work = self._stretch(count)
+            seconds = self._rates.seconds(work)
+            if self._now + self._before + seconds > until:
+                given = until - self._now
+                if given > self._before:
+                    self._passed(count * (given - self._before) / seconds)
+                self._before, self._now = max(0.0, self._before - given), until
+                return
+            self._now += self._before + seconds
+            self._before = 0.0
+            self._passed(count)
+            if self._retire():
+                return
+
+    def _admit(self) -> None:
+        """Let waiting rows join the batch while there is room."""
+        speed = self._speed
+        while self._waiting and len(self._flight) < speed.max_rows:
+            length, shard = self._waiting[0]
+            if self._flight and self._reserved + self._prompt + length > speed.max_context:
+                break
+            self._waiting.popleft()
+            self._admitted += 1
+            heapq.heappush(self._flight, (self._clock + length / speed.tokens_per_pass, self._admitted, length, shard))
+            self._context += self._prompt
+            self._reserved += self._prompt + length
+            prefill = Decoded(prefill=speed.prefill_s(self._prompt))
+            self._total = self._total.plus(prefill)
+            self._before += self._rates.seconds(prefill)
+
+    def _stretch(self, count: float) -> Decoded:
+        """Return the work of the next `count` passes, in which no row joins or leaves."""
+        speed, rows = self._speed, len(self._flight)
+        middle = self._context + rows * count * speed.tokens_per_pass / 2
+        read, read_kv = speed.memory_s(middle)
+        computed = speed.arithmetic_s(rows * speed.tokens_per_pass, middle)
+        links = count * speed.links_s(rows)
+        if computed > read + read_kv:
+            return Decoded(arithmetic=count * computed, links=links, passes=count)
+        return Decoded(count * read, count * read_kv, links=links, passes=count)
+
+    def _passed(self, count: float) -> None:
+        self._total = self._total.plus(self._stretch(count))
+        self._context += len(self._flight) * count * self._speed.tokens_per_pass
+        self._clock += count
+
+    def _retire(self) -> bool:
+        """Remove the rows that have ended. Return True if one was the last of its shard."""
+        found = False
+        # the first in the heap ends now; its clock may differ by rounding
+        self._clock = self._flight[0][0]
+        while self._flight and self._flight[0][0] <= self._clock:
+            _, _, length, shard = heapq.heappop(self._flight)
+            self._context -= self._prompt + length
+            self._reserved -= self._prompt + length
+            self._left[shard] -= 1
+            if not self._left[shard]:
+                del self._left[shard]
+                self._ended.append((shard, self._total.minus(self._begun.pop(shard))))
+                found = True
+        return found
+
+
+def decode(speed: DecodeSpeed, prompt: float, lengths: Sequence[int]) -> Decoded:
+    """Return what it takes a replica that has no other rows to decode responses of these lengths to prompts of
+    `prompt` tokens."""
     if not lengths:
         return Decoded()
-    mean = sum(lengths) / len(lengths)
-    fit = min(speed.max_rows, speed.max_context / (prompt + mean))
-    most = max(1, int(fit / beside))
-    turns = max(1.0, beside * most / max(fit, 1.0))  # above 1 if not even one row of each shard fits
-    waiting = iter(lengths)
-    flight: list[tuple[float, int]] = []  # (pass at which the row ends, its length)
-    clock = context = 0.0
-    weights = kv = arithmetic = prefill = links = passes = 0.0
-    left = len(lengths)
-    while left or flight:
-        while left and len(flight) < most:
-            length = next(waiting)
-            left -= 1
-            heapq.heappush(flight, (clock + length / speed.tokens_per_pass, length))
-            context += prompt
-            prefill += beside * speed.prefill_s(prompt)
-        rows = len(flight)
-        end = flight[0][0]
-        count = end - clock
-        middle = beside / turns * (context + rows * count * speed.tokens_per_pass / 2)
-        in_batch = beside / turns * rows
-        read, read_kv = speed.memory_s(middle)
-        computed = speed.arithmetic_s(in_batch * speed.tokens_per_pass, middle)
-        if computed > read + read_kv:
-            arithmetic += turns * count * computed
-        else:
-            weights += turns * count * read
-            kv += turns * count * read_kv
-        links += turns * count * speed.links_s(in_batch)
-        passes += turns * count
-        context += rows * count * speed.tokens_per_pass
-        clock = end
-        while flight and flight[0][0] <= clock:
-            context -= prompt + heapq.heappop(flight)[1]
-    return Decoded(weights, kv, arithmetic, prefill, links, passes)
+    queue = RowQueue[None](speed, prompt)
+    queue.add(None, lengths, 0.0)
+    queue.next_end()
+    ((_, work),) = queue.finish()
+    return work

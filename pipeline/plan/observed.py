@@ -37,8 +37,9 @@ class Observed:
     seconds: float
     lengths: Sequence[int]
     """Tokens of the responses that it worked on."""
-    beside: float
-    """Nodes in flight on its engine, this one included, averaged over its time."""
+    worker: str = ""
+    start_s: float = 0.0
+    """Time at which it began."""
     store_s: float = 0.0
     """Part of `seconds` on store and ledger; 0: not measured."""
 
@@ -82,13 +83,13 @@ def observe(
     lengths, prompts = _rows(history, [node for node in nodes.values() if node.address in last])
     kept = _warm(found, last, nodes)
     refits = {commit.address: commit.metrics.get("engine/refit_s", 0.0) for commit in _engine_commits(history)}
-    engine_boxes = [box for box in found if box.address.stage in ENGINE_STAGES]
     observed = [
         Observed(
             nodes[box.address],
             max(0.0, box.end_s - box.start_s - refits.get(box.address, 0.0)),
             _lengths_of(nodes[box.address], history, lengths),
-            _beside(box, engine_boxes) if box.address.stage in ENGINE_STAGES else 1.0,
+            box.worker,
+            box.start_s + refits.get(box.address, 0.0),
             box.store_s,
         )
         for box in kept
@@ -146,16 +147,6 @@ def _lengths_of(node: Node, history: History, lengths: Mapping[Address, list[int
         case _:
             shards = range(where.shard, where.shard + 1)
     return [length for shard in shards for length in lengths.get(Address("generate", where.step, shard), [])]
-
-
-def _beside(box: Box, others: Iterable[Box]) -> float:
-    """Return the mean number of boxes on a box's worker during its time, itself included."""
-    shared = sum(
-        max(0.0, min(box.end_s, other.end_s) - max(box.start_s, other.start_s))
-        for other in others
-        if other.worker == box.worker
-    )
-    return shared / (box.end_s - box.start_s) if box.end_s > box.start_s else 1.0
 
 
 def _waits(kept: Iterable[Box], found: Sequence[Box], nodes: Mapping[Address, Node]) -> list[float]:

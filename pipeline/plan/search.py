@@ -34,6 +34,7 @@ from pipeline.errors import ConfigError
 from pipeline.graph.graph import SHARDED, GraphSpec, Node, step_nodes
 from pipeline.plan.calibration import Calibration
 from pipeline.plan.cost import Costs, costs_of
+from pipeline.plan.decode import RowQueue, decode
 from pipeline.plan.lengths import Lengths
 from pipeline.plan.simulate import Played, Scenario, play, scenario_of
 from stages.models.config import LayoutConfig
@@ -383,18 +384,23 @@ def _option(
     (gang,) = (gang for gang in config.gangs() if gang.name == name)
     sampled = _SAMPLED if space.sampled(config.rollout.shards) else config.rollout.shards
     seconds: dict[str, list[float]] = {}
+    together = list[int]()
     overheads = busy = 0.0
     for node in step_nodes(_graph_of_steps(config), 1):
         if node.role not in gang.roles or node.address.shard >= sampled:
             continue
         stands_for = config.rollout.shards / sampled if node.stage in SHARDED else 1.0
         lengths = _lengths_of(space, config, node)
-        beside = range(1, gang.concurrent_shards + 1) if node.stage == "generate" else range(1, 2)
-        alone = [costs.seconds(node, lengths, float(k)) for k in beside]
-        seconds.setdefault(node.stage, []).append(alone[0])
-        at_best = min(s / k for s, k in zip(alone, beside, strict=True)) / (1 if gang.ordered else gang.workers)
-        busy += stands_for * at_best
+        alone = costs.seconds(node, lengths)
+        seconds.setdefault(node.stage, []).append(alone)
+        if node.stage == "generate" and gang.concurrent_shards > 1:
+            together += lengths
+            continue
+        busy += stands_for * alone / (1 if gang.ordered else gang.workers)
         overheads += stands_for * costs.overhead(node) if gang.ordered and gang.workers > 1 else 0.0
+    if together:  # as if one queue had all rows at once, and no shard waited for its store
+        stands_for, of_rows = config.rollout.shards / sampled, decode(costs.engine, costs.prompt_tokens, together)
+        busy += stands_for * costs.decoding_s(of_rows) / gang.workers
     by_stage = {stage: tuple(values) for stage, values in seconds.items()}
     return Option(name, devices, settings, changes, by_stage, busy + overheads)
 
@@ -409,14 +415,17 @@ def _lengths_of(space: Space, config: RunConfig, node: Node) -> Sequence[int]:
 
 def pareto(options: Sequence[Option]) -> list[Option]:
     """Return the options that no other one of as many workers and slots equals or beats in every stage and in the work
-    of a step."""
+    of a step. Shards that share an engine queue for its places: fewer places may let the first one end earlier, so
+    only engines of as many places are compared."""
 
     def numbers(option: Option) -> list[float]:
         return [option.busy_s, *itertools.chain.from_iterable(option.seconds[s] for s in sorted(option.seconds))]
 
-    found: dict[tuple[int, int], list[tuple[list[float], Option]]] = {}
+    found: dict[tuple[int, int, int | None], list[tuple[list[float], Option]]] = {}
     for option in sorted(options, key=numbers):
-        own, alike = numbers(option), (option.settings.workers, option.settings.concurrent_shards)
+        slots = option.settings.concurrent_shards
+        alike = option.settings.workers, slots, option.changes.get("max_rows") if slots > 1 else None
+        own = numbers(option)
         if not any(all(a <= b for a, b in zip(other, own, strict=True)) for other, _ in found.get(alike, ())):
             found.setdefault(alike, []).append((own, option))
     return [option for of_kind in found.values() for _, option in of_kind]
@@ -713,13 +722,19 @@ class _RememberedCosts:
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
-        self._known: dict[tuple[str, int, float | None], float] = {}
+        self._known: dict[tuple[str, int], float] = {}
 
-    def seconds(self, node: Node, lengths: Sequence[int], beside: float | None = None) -> float:
-        key = node.stage, node.address.shard, beside
+    def seconds(self, node: Node, lengths: Sequence[int]) -> float:
+        key = node.stage, node.address.shard
         if key not in self._known:
-            self._known[key] = self._costs.seconds(node, lengths, beside)
+            self._known[key] = self._costs.seconds(node, lengths)
         return self._known[key]
+
+    def engine_queue(self) -> RowQueue[Any]:
+        return self._costs.engine_queue()
+
+    def after_rows_s(self) -> float:
+        return self._costs.after_rows_s()
 
     def overhead(self, node: Node) -> float:
         return self._costs.overhead(node)

@@ -13,8 +13,8 @@ the replicas that run them are those of a run whose nodes take these seconds. Th
 - A worker runs as many nodes at once as it has threads, the most urgent first. Ranks of a gang run theirs in the order
   in which Dispatch numbered them.
 - A node can start `Costs.overhead` after its last parent's commit (or after it was submitted, if that is later).
-- Shards that a replica generates side by side share its passes: with k of them each takes `Costs.seconds` of k beside
-  one another. A shard of another version waits until they have ended (unless the engine updates in flight), and then
+- The rows of all shards of a replica are one queue (`decode.RowQueue`), and a shard's output is stored when its last
+  row has ended. A shard of another version waits until they have ended (unless the engine updates in flight), and then
   the replica loads that version, which takes `Costs.refit_s`.
 - A hand-over of shared devices takes `hand_over_s` of both gangs.
 - A worker that fails loses its nodes. It is back after `rebuild_s`; a trainer then also repeats its updates since the
@@ -47,6 +47,7 @@ from pipeline.graph.graph import UPDATE_STAGE, Gang, GraphSpec, Mode, Node
 from pipeline.observe.journal import Event, EventKind
 from pipeline.observe.timeline import run_timeline
 from pipeline.plan.cost import Costs
+from pipeline.plan.decode import RowQueue
 from pipeline.plan.lengths import Lengths
 from pipeline.workers.messages import worker_name
 from stages.models.protocol import Role
@@ -61,13 +62,17 @@ _HELD_OUT = frozenset({"evaluate", "evaluate_score", "evaluate_reference"})
 class NodeCosts(Protocol):
     """Predicted seconds of nodes. `pipeline.plan.cost.Costs` has them."""
 
-    def seconds(self, node: Node, lengths: Sequence[int], beside: float | None = None) -> float:
-        """Return the seconds for which a node keeps its gang, or one replica, busy.
+    def seconds(self, node: Node, lengths: Sequence[int]) -> float:
+        """Return the seconds for which a node keeps its gang, or one replica, busy. `lengths`: response tokens of the
+        node's rows."""
+        ...
 
-        Args:
-            lengths: response tokens of the node's rows.
-            beside: shards that the replica generates at the same time, this one included.
-        """
+    def engine_queue(self) -> RowQueue[Any] | None:
+        """Return a replica without rows; None: shards of a replica do not slow one another, each takes `seconds`."""
+        ...
+
+    def after_rows_s(self) -> float:
+        """Return the seconds of a shard after its last row has ended in the queue."""
         ...
 
     def overhead(self, node: Node) -> float:
@@ -150,12 +155,8 @@ class Execution:
     """True once it may start as soon as its worker has room."""
     started_s: float = math.nan
     finished_s: float = math.nan
-    left: float = 1.0
-    """Share of its work that is left. Kept for shards that share a replica."""
-    whole_s: float = 0.0
-    """Seconds that all of its work takes at the present speed of its replica."""
     stamp: int = 0
-    """Number of its valid end in the heap. Earlier ones were superseded, since the shared replica's speed changed."""
+    """Number of its valid end in the heap. Earlier ones are of a worker that was lost."""
 
 
 @dataclass(frozen=True)
@@ -221,23 +222,25 @@ class _Kind(IntEnum):
     HANDED_OVER = 2
     UP = 3
     FAILURE = 4
+    ROWS_ENDED = 5
 
 
 class _Worker:
     """Owns the queues and the running nodes of a replica, or of an ordered gang."""
 
-    __slots__ = ("busy_s", "busy_since", "queue", "running", "shards", "threads", "updated_s", "version")
+    __slots__ = ("busy_s", "busy_since", "engine", "queue", "running", "shards", "stamp", "threads", "version")
 
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
+    def __init__(self, threads: int, engine: RowQueue[Execution] | None) -> None:
+        self.threads, self.engine = threads, engine
+        """`engine`: rows of a replica; None for other workers."""
         self.queue: list[tuple[float, int, Execution]] = []
         self.shards: list[tuple[float, int, Execution]] = []
         """Nodes that hold a slot and wait for the engine."""
         self.running: list[Execution] = []
         self.busy_since = 0.0
         self.busy_s = 0.0
-        self.updated_s = 0.0
-        """Time at which the work left of its shards was last brought up to date."""
+        self.stamp = 0
+        """Number of the valid end of rows in the heap. Earlier ones were superseded, since rows have come."""
         self.version: int | None = None
         """Version of the weights in its engine."""
 
@@ -254,7 +257,7 @@ class _Simulation:
         self._now, self._sequence = 0.0, 0
         self._heap: list[tuple[float, int, _Kind, object, int]] = []
         self._workers = {
-            (gang.name, index): _Worker(gang.threads)
+            (gang.name, index): _Worker(gang.threads, self._engine_of(gang))
             for gang in scenario.gangs
             for index in range(1 if gang.ordered else gang.workers)
         }
@@ -282,6 +285,9 @@ class _Simulation:
             self._replayable = {stage: deque(maxlen=self._checkpoint_every) for stage in UPDATE_STAGE.values()}
             self._push_failure(scenario.failures)
 
+    def _engine_of(self, gang: Gang) -> RowQueue[Any] | None:
+        return self._costs.engine_queue() if Role.GENERATE in gang.roles else None
+
     def run(self) -> Played:
         dispatch, flow, heap = self._dispatch, self._flow, self._heap
         for gang, index in self._workers:
@@ -302,6 +308,10 @@ class _Simulation:
                 assert isinstance(subject, Execution)
                 if subject.stamp == stamp:
                     self._ended(subject)
+            elif kind is _Kind.ROWS_ENDED:
+                assert isinstance(subject, _Worker)
+                if subject.stamp == stamp:
+                    self._rows_ended(subject)
             elif kind is _Kind.READY:
                 assert isinstance(subject, Execution)
                 if self._is_current(subject):
@@ -393,18 +403,15 @@ class _Simulation:
             worker.version = node.version
         if not worker.running:
             worker.busy_since = self._now
-        if one.submit.mode is not Mode.SLOT:
-            worker.running.append(one)
+        worker.running.append(one)
+        if worker.engine is None or not one.lengths or node.stage not in _GENERATION:
             seconds = self._costs.seconds(node, one.lengths) * self._straggling(node.address)
             self._push(self._now + refit_s + seconds, _Kind.END, one)
             return
-        self._catch_up(worker)
-        worker.running.append(one)
-        self._share(worker)
-        if refit_s:  # the share of its work that the refit takes comes on top
-            one.left += refit_s / one.whole_s if one.whole_s > 0 else 0.0
-            one.stamp += 1
-            self._push(self._now + one.left * one.whole_s, _Kind.END, one)
+        if refit_s:
+            worker.engine.pause(refit_s, self._now)
+        worker.engine.add(one, one.lengths, self._now)
+        self._predict_rows(worker)
 
     def _straggling(self, address: Address) -> float:
         chosen = self._scenario.stragglers
@@ -442,33 +449,28 @@ class _Simulation:
         self._dispatch.done(address)
         self._flow.done(node)
 
-    # ---- Shards that share a replica -----------------------------------------------------------------------------
+    # ---- Rows of the shards that share a replica -----------------------------------------------------------------
 
-    def _catch_up(self, worker: _Worker) -> None:
-        """Bring the work that is left of a replica's shards up to date."""
-        passed = self._now - worker.updated_s
-        for one in _shards(worker):
-            one.left = max(0.0, one.left - passed / one.whole_s) if one.whole_s > 0 else 0.0
-        worker.updated_s = self._now
+    def _predict_rows(self, worker: _Worker) -> None:
+        """Predict anew when the rows of a replica's next shard will have ended."""
+        assert worker.engine is not None
+        worker.stamp += 1
+        at = worker.engine.next_end()
+        if at is not None:
+            self._push(at, _Kind.ROWS_ENDED, worker)
 
-    def _share(self, worker: _Worker) -> None:
-        """Predict the ends of a replica's shards anew, at the speed at which they now run together."""
-        together = _shards(worker)
-        beside = float(sum(one.submit.node.stage in _GENERATION for one in together))
-        for one in together:
-            node = one.submit.node
-            one.whole_s = self._costs.seconds(node, one.lengths, beside) * self._straggling(node.address)
-            one.stamp += 1
-            self._push(self._now + one.left * one.whole_s, _Kind.END, one)
+    def _rows_ended(self, worker: _Worker) -> None:
+        """Handle that all rows of some shards have ended. Their output is stored next."""
+        assert worker.engine is not None
+        for one, _ in worker.engine.finish():
+            assert isinstance(one, Execution)
+            seconds = self._now - one.started_s + self._costs.after_rows_s()
+            self._push(one.started_s + seconds * self._straggling(one.submit.node.address), _Kind.END, one)
+        self._predict_rows(worker)
 
     def _leave(self, one: Execution, worker: _Worker) -> None:
         """Remove a running node from its worker."""
-        if one.submit.mode is Mode.SLOT:
-            self._catch_up(worker)
-            worker.running.remove(one)
-            self._share(worker)
-        else:
-            worker.running.remove(one)
+        worker.running.remove(one)
         if not worker.running:
             worker.busy_s += self._now - worker.busy_since
 
@@ -496,7 +498,9 @@ class _Simulation:
             if not math.isnan(one.started_s):
                 one.stamp += 1
                 self._leave(one, self._workers[one.submit.gang, one.submit.replica])
-        self._workers[where].version = None
+        lost = self._workers[where]
+        lost.version, lost.engine = None, self._engine_of(gang)
+        lost.stamp += 1
         replayed_s = sum(
             math.fsum(self._replayable[stage]) for role, stage in UPDATE_STAGE.items() if role in gang.roles
         )
@@ -533,7 +537,7 @@ class _Simulation:
 
     def _push(self, at: float, kind: _Kind, subject: object) -> None:
         self._sequence += 1
-        stamp = subject.stamp if isinstance(subject, Execution) else 0
+        stamp = subject.stamp if isinstance(subject, (Execution, _Worker)) else 0
         heapq.heappush(self._heap, (at, self._sequence, kind, subject, stamp))
 
     def _result(self) -> Played:

@@ -56,13 +56,14 @@ def executed(
     """A run of the tiny model with the true speeds and random noise of mean 1."""
     run = planned("tiny", f"steps={steps}", *changes, on_gpus=False)
     true, draw = costs_of(run, CLUSTER, truth, 12.0), random.Random(name)
-    config, nodes = run.config, []
+    config, nodes, clock = run.config, list[Observed](), 0.0
     for node in run_nodes(config.graph()):
         rows = config.rollout.rows if STAGE_KIND[node.stage] in ("update", "advantage") else config.rows_per_shard
         lengths = [draw.randint(1, config.sampling.max_new_tokens) for _ in range(rows)]
         noise = draw.lognormvariate(-(scatter**2) / 2, scatter)
-        seconds = noise * true.seconds(node, [] if node.stage == "publish" else lengths, 1.0)
-        nodes.append(Observed(node, seconds, [] if node.stage == "publish" else lengths, 1.0))
+        seconds = noise * true.seconds(node, [] if node.stage == "publish" else lengths)
+        nodes.append(Observed(node, seconds, [] if node.stage == "publish" else lengths, "one", clock))
+        clock += seconds + 1.0
     return ObservedRun(name, run, nodes, [0.01, 0.02, 0.09], [true.refit_s()] * steps, steps, 12.0, 1.0, gpu, processor)
 
 

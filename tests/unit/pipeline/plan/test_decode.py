@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.plan.decode import Decoded, DecodeSpeed, decode, decode_speed
+from pipeline.plan.decode import Decoded, DecodeSpeed, RowQueue, decode, decode_speed
 from pipeline.plan.links import Link
 from stages.models.spec import read_spec
 
@@ -64,17 +64,54 @@ def test_nothing_to_decode() -> None:
     assert decode(SPEED, 5, []) == Decoded()
 
 
-def test_another_shard_in_the_same_batch_adds_its_rows() -> None:
-    """Two shards of two rows are a batch of four, until all have ended."""
-    both, one = decode(SPEED, 3, [10, 10, 20, 20]), decode(SPEED, 3, [10, 20], beside=2)
-    assert vars(one) == pytest.approx(vars(both))
+def ends(queue: RowQueue) -> list[tuple[object, float]]:
+    """Run a queue to its end; return each shard and its time."""
+    found: list[tuple[object, float]] = []
+    while (at := queue.next_end()) is not None:
+        found += [(shard, at) for shard, _ in queue.finish()]
+    return found
 
 
-def test_shards_beside_share_the_places() -> None:
-    """Two rows of each of two shards, and two places: each shard has one row in flight."""
-    speed = replace(SPEED, max_rows=2)
-    assert decode(speed, 0, [10, 10], beside=2).passes == 20
-    assert decode(replace(SPEED, max_rows=1), 0, [10, 10], beside=2).passes == 40, "one place: passes in turn"
+def test_shards_are_one_queue_of_rows() -> None:
+    """Four places and passes of 1 s: the rows of b join as those of a end, at 10 and 20."""
+    queue = RowQueue(replace(SPEED, context_s=0.0), 0)
+    queue.add("a", [10, 10, 20, 20], 0.0)
+    queue.add("b", [5, 30], 0.0)
+    assert ends(queue) == [("a", 20.0), ("b", 40.0)]
+
+
+def test_a_shard_that_comes_late_finds_the_rows_as_they_are() -> None:
+    """Passes of a second for each row. Alone until 4 s, `a` has 6 tokens left; then each takes 2 s a token."""
+    queue = RowQueue(replace(SPEED, weights_s=0.0, context_s=0.0, token_s=1.0), 0)
+    queue.add("a", [10], 0.0)
+    assert queue.next_end() == 10.0
+    queue.add("b", [10], 4.0)
+    assert ends(queue) == [("a", pytest.approx(16.0)), ("b", pytest.approx(20.0))]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_looking_ahead_and_stopping_between_change_nothing(seed: int) -> None:
+    draw = random.Random(seed)
+    plain, stopped = (RowQueue(replace(SPEED, max_rows=3), 5) for _ in range(2))
+    lengths = [draw.randint(1, 30) for _ in range(12)]
+    for queue in (plain, stopped):
+        queue.add("a", lengths[:6], 0.0)
+    for at in (1.0, 2.5, 7.25):
+        stopped.next_end()
+        stopped.pause(0.0, at)
+    for queue in (plain, stopped):
+        queue.add("b", lengths[6:], 8.0)
+    for (one, early), (other, late) in zip(ends(plain), ends(stopped), strict=True):
+        assert one == other
+        assert early == pytest.approx(late, rel=1e-2), "a stretch has the context of its middle"
+
+
+def test_a_shard_that_is_dropped_makes_room() -> None:
+    queue = RowQueue(replace(SPEED, max_rows=1, context_s=0.0), 0)
+    queue.add("a", [10], 0.0)
+    queue.add("b", [10], 0.0)
+    assert queue.drop("a", 4.0).passes == pytest.approx(10), "as if it had stayed"
+    assert ends(queue) == [("b", 14.0)]
 
 
 def test_speculation_saves_passes() -> None:

@@ -38,7 +38,13 @@ class Recorded:
     submitted: dict[Address, Event] = field(default_factory=dict)
     finished: dict[Address, Event] = field(default_factory=dict)
 
-    def seconds(self, node: Node, lengths: Sequence[int], beside: float | None = None) -> float:
+    def engine_queue(self) -> None:
+        return None
+
+    def after_rows_s(self) -> float:
+        return 0.0
+
+    def seconds(self, node: Node, lengths: Sequence[int]) -> float:
         seconds = self.finished[node.address].seconds
         assert seconds is not None
         return seconds

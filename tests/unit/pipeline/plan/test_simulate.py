@@ -7,13 +7,15 @@ import json
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 from pipeline.graph.graph import Gang, GraphSpec, Node, run_nodes
 from pipeline.observe.journal import Event, EventKind
 from pipeline.observe.timeline import boxes, busy_periods, length
+from pipeline.plan.decode import DecodeSpeed, RowQueue
 from pipeline.plan.lengths import FixedLengths
 from pipeline.plan.simulate import (
     Execution,
@@ -86,25 +88,30 @@ def test_overheads_delay_what_waits_for_them() -> None:
     assert late.path_s["bookkeeping"] == pytest.approx(0.1 + 6 * 0.1 * 4)
 
 
-def test_shards_beside_one_another_share_a_replica() -> None:
-    """Two shards of 4 s on one replica, where each further shard adds 1 s: both end after 5 s. On two replicas: 4 s."""
-    spec, costs = GraphSpec(1, 2, 0), replace(CHAIN, beside_s=1.0)
+@dataclass(frozen=True)
+class QueueCosts(FixedCosts):
+    """An engine of two places whose passes take a second, and a second for the store of a shard."""
+
+    def engine_queue(self) -> RowQueue[Any]:
+        return RowQueue(DecodeSpeed(2, 1e9, weights_s=1.0, context_s=0.0, token_s=0.0, attention_s=0.0), 0.0)
+
+    def after_rows_s(self) -> float:
+        return 1.0
+
+
+def test_shards_of_a_replica_are_one_queue_of_rows() -> None:
+    """Two shards of two rows of 4 tokens, two places: the first is generated in 4 s and stored until 5, the second
+    waits for places in its engine until 4. With one slot it waits for the store, too; on two replicas it does not."""
     ends = {}
     for name, gang in {
         "shared": Gang("generate", frozenset({Role.GENERATE}), 1, 2),
         "in turn": Gang("generate", frozenset({Role.GENERATE}), 1, 1),
         "apart": Gang("generate", frozenset({Role.GENERATE}), 2, 1),
     }.items():
-        _, found = played_all(scenario(spec, costs, (gang, *APART[1:])))
+        given = scenario(GraphSpec(1, 2, 0), QueueCosts(CHAIN.stages), (gang, *APART[1:]))
+        _, found = played_all(replace(given, lengths=FixedLengths(4), rows_per_shard=2))
         ends[name] = [one.finished_s - 0.25 for one in found if one.submit.node.stage == "generate"]
-    assert ends == {"shared": [5.0, 5.0], "in turn": [4.0, 8.0], "apart": [4.0, 4.0]}
-
-
-def test_a_shard_that_joins_late_shares_from_then_on() -> None:
-    """Three shards, two at a time, 4 s alone and 5 s beside another: the first two end at 5. The third runs alone."""
-    gang = Gang("generate", frozenset({Role.GENERATE}), 1, 2)
-    _, found = played_all(scenario(GraphSpec(1, 3, 0), replace(CHAIN, beside_s=1.0), (gang, *APART[1:])))
-    assert [one.finished_s - 0.25 for one in found if one.submit.node.stage == "generate"] == [5.0, 5.0, 9.0]
+    assert ends == {"shared": [5.0, 9.0], "in turn": [5.0, 10.0], "apart": [5.0, 5.0]}
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
@@ -125,9 +132,9 @@ def test_an_engine_that_drains_holds_newer_shards_back() -> None:
     """`latest`, eta = 1, one shard a step, 2 slots; generate[1] takes three times as long as the others."""
 
     class Slow(FixedCosts):
-        def seconds(self, node: Node, lengths: Sequence[int], beside: float | None = None) -> float:
+        def seconds(self, node: Node, lengths: Sequence[int]) -> float:
             slow = 3.0 if node.address == Address("generate", 1) else 1.0
-            return slow * super().seconds(node, lengths, beside)
+            return slow * super().seconds(node, lengths)
 
     gang = Gang("generate", frozenset({Role.GENERATE}), 1, 2)
     costs = Slow({"generate": 10.0, "publish": 1.0})

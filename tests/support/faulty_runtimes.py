@@ -24,7 +24,7 @@ from stages.models.protocol import PolicyBatch
 from storage import files
 from storage.address import Address
 from storage.weight_copies import OutgoingVersion
-from storage.weights import Attempt, Place, WeightBoard
+from storage.weights import FilePlace, WeightAttempt, WeightBoard
 from tests.support.waiting import until
 
 VICTIM = Address("generate", 1, 1)
@@ -206,7 +206,7 @@ DAMAGED = 2
 class PerturbingBoard(WeightBoard):
     """Owns what `WeightBoard` does."""
 
-    def put(self, attempt: Attempt, place: Place, rows: np.ndarray, start: int = 0, stride: int = 0) -> None:
+    def put(self, attempt: WeightAttempt, place: FilePlace, rows: np.ndarray, start: int = 0, stride: int = 0) -> None:
         turned = next(place.name for place in attempt.places if "down_proj" in place.name)
         if attempt.version == DAMAGED and place.name == turned:
             rows = -rows
@@ -228,7 +228,7 @@ class StaleBoard(WeightBoard):
         super().__init__(directory)
         self.before: dict[tuple[str, int], np.ndarray] = {}
 
-    def put(self, attempt: Attempt, place: Place, rows: np.ndarray, start: int = 0, stride: int = 0) -> None:
+    def put(self, attempt: WeightAttempt, place: FilePlace, rows: np.ndarray, start: int = 0, stride: int = 0) -> None:
         if attempt.version == DAMAGED:
             rows = self.before[place.name, start]
         self.before[place.name, start] = rows.copy()

@@ -5,9 +5,9 @@
     values, bootstrap_values ───────────────────────────────────────┘
                                               r_t ──► an estimator without a critic (`ppo.advantage`) ──┘
 
-A pure function, computed in float64. It sees the whole step, since whitening, groups of responses to one prompt, the
-running moments of scores and the KL controller are defined over the step and not over a shard. `state` passes from step
-to step: it is small, JSON, and part of the stage's output, and so of every checkpoint.
+The stage is a pure function, computed in float64. It gets the whole step, since whitening, groups of responses to one
+prompt, the running moments of scores and the KL controller are defined over the step and not over a shard. `state`
+passes from step to step. It is a small JSON object in the stage's output, so every checkpoint has it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def advantage(
     Args:
         policy: None under `proximal: loglinear | sampler`; the KL term then uses sampler_logprobs.
         values: None if no critic is trained (`cfg.advantage`).
-        staleness_bound: eta; every sampled token has step - eta <= version <= step.
+        staleness_bound: eta; every sampled token must have max(0, step - eta) <= version <= step.
         state: the state from the step before; empty at step 0. Keys: kl_coef (of this step), step_kl_coef (of the step
             before), score_mean, score_squares, score_count.
         normalize: how scores are normalised before they become rewards.
@@ -72,13 +72,13 @@ def advantage(
             prompt.
 
     Returns:
-        (advantages, state, metrics). `metrics["kl/coef"]` and `state["step_kl_coef"]` are the beta of THIS step,
-            `state["kl_coef"]` that of the next.
+        (advantages, state, metrics). `metrics["kl/coef"]` and `state["step_kl_coef"]` are the KL coefficient of THIS
+        step; `state["kl_coef"]` is the coefficient of the next step.
 
     Raises:
-        StalenessError: see there.
-        ValueError: records that do not belong together or to `cfg`, or rows that are not whole groups if it needs
-            groups.
+        StalenessError: a sampled token has a version outside the range given under `staleness_bound`.
+        ValueError: the records do not belong together or to `cfg`, or `cfg.advantage` compares groups and the rows are
+            not whole groups.
     """
     _check(rollout, scores, reference, policy, values, cfg)
     check_staleness(rollout, step, staleness_bound)
@@ -109,7 +109,8 @@ def advantage(
 
 
 def check_staleness(rollout: Rollout, step: int, bound: int) -> None:
-    """Raise StalenessError, naming the first row, unless step - bound <= version <= step for every sampled token."""
+    """Raise StalenessError unless max(0, step - bound) <= version <= step for every sampled token. It names the first
+    row where this is false."""
     staleness = step - rollout.token_versions.astype(np.int64)
     bad = rollout.response_mask & ((staleness < 0) | (staleness > bound) | (rollout.token_versions < 0))
     if bad.any():
@@ -124,7 +125,8 @@ def check_staleness(rollout: Rollout, step: int, bound: int) -> None:
 def _shape_scores(
     scores: Scores, truncated: torch.Tensor, cfg: PPOConfig, normalize: NormalizeConfig, state: Mapping[str, Any]
 ) -> tuple[torch.Tensor, RunningMoments]:
-    """Return the shaped scores (missing EOS, normalising), and the running moments including this step."""
+    """Return the scores after the replacement for missing EOS and the normalisation, and the running moments including
+    this step."""
     shaped = penalise_missing_eos(torch.tensor(scores.scores).double(), truncated, cfg.missing_eos_score)
     before = RunningMoments(*(state.get(name, 0) for name in ("score_mean", "score_squares", "score_count")))
     running = update_running_moments(before, shaped)
@@ -132,7 +134,8 @@ def _shape_scores(
 
 
 def _whitened_rewards(rewards: torch.Tensor, loss_mask: torch.Tensor, cfg: PPOConfig) -> torch.Tensor:
-    """Return the rewards, whitened if the config asks for it. Filtered rows do not count in the moments."""
+    """Return the rewards, whitened if the config asks for it. Tokens outside the loss mask do not count in the
+    moments."""
     return masked_whiten(rewards, loss_mask, keep_mean=True) if cfg.whiten_rewards else rewards
 
 
@@ -149,8 +152,9 @@ def _record(
 
 
 def _groups(rollout: Rollout, loss_mask: torch.Tensor, responses_per_prompt: int) -> Groups:
-    """Return the groups by row number, since a prompt may be drawn twice in a step. Rows that the loss leaves out do
-    not count in their group. Raises ValueError for rows that are not whole groups."""
+    """Return the groups of rows. Groups are formed by row number and not by prompt, since a prompt may be drawn twice
+    in a step. Rows that the loss leaves out do not count in their group. Raises ValueError if rows of a group are
+    missing or have different prompts."""
     first, number = np.unique(rollout.row // responses_per_prompt, return_inverse=True)
     for index in range(len(first)):
         prompts = rollout.prompt_index[number == index]
@@ -165,7 +169,7 @@ def _groups(rollout: Rollout, loss_mask: torch.Tensor, responses_per_prompt: int
 def _without_equal_groups(
     loss_mask: torch.Tensor, shaped_scores: torch.Tensor, groups: Groups | None, cfg: PPOConfig
 ) -> torch.Tensor:
-    """Return the loss mask, without groups of equal scores if the config says so."""
+    """Return the loss mask. With `cfg.skip_equal_groups` it leaves out the groups whose scores are all equal."""
     if groups is None or not cfg.skip_equal_groups:
         return loss_mask
     return loss_mask & ~equal_groups(shaped_scores, groups)[groups.number][:, None]
@@ -179,7 +183,8 @@ def _advantages_and_returns(
     groups: Groups | None,
     cfg: PPOConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return advantages by the policy's lambda and returns by the critic's. Without a critic see `_without_critic`."""
+    """Return the advantages, computed with the policy's lambda, and the returns, computed with the critic's lambda.
+    Without a critic (`values` is None) return the result of `_without_critic`."""
     if values is None:
         return _without_critic(r, mask, groups, cfg)
     v, v_end = _float64(values.values, mask), torch.tensor(values.bootstrap_values).double()
@@ -193,7 +198,8 @@ def _advantages_and_returns(
 def _without_critic(
     r: torch.Tensor, mask: torch.Tensor, groups: Groups | None, cfg: PPOConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return advantages by `cfg.advantage`, and rewards to go as returns. `groups`: None under `reinforce_pp`."""
+    """Return the advantages that `cfg.advantage` asks for, and the rewards to go as returns. `groups`: None under
+    `reinforce_pp`."""
     to_go = rewards_to_go(r, mask, cfg.gamma)
     if groups is None:
         return to_go, to_go
@@ -212,7 +218,7 @@ def _estimator_metrics(
     groups: Groups | None,
     loss_mask: torch.Tensor,
 ) -> dict[str, float]:
-    """Return the metrics of the critic or of the groups."""
+    """Return the metrics of the critic, or of the groups if there is no critic. Empty under `reinforce_pp`."""
     if values is not None:
         return measure.value_metrics(values.values, returns.numpy(), loss_mask.numpy())
     if groups is None:
@@ -223,7 +229,7 @@ def _estimator_metrics(
 
 
 def _reward_metrics(scores: Scores, shaped_scores: torch.Tensor, kl: torch.Tensor, kl_coef: float) -> dict[str, float]:
-    """Return the metrics of the scores, their parts and the rewards. `kl`: of each token."""
+    """Return the metrics of the scores, their parts and the rewards. `kl`: estimate of the KL at each token."""
     found = measure.reward_metrics(scores.scores, shaped_scores.numpy(), kl.sum(dim=1).numpy(), kl_coef)
     return measure.part_metrics(scores) | found
 
@@ -237,7 +243,8 @@ def _ref_kl_metrics(
 
 
 def _state(kl_coef: float, next_coef: float, running: RunningMoments) -> dict[str, Any]:
-    """Return the input of the step's update, and the state for the next step."""
+    """Return the state: this step's KL coefficient, which the update of the step reads, and the values for the next
+    step."""
     return {
         "step_kl_coef": kl_coef,
         "kl_coef": next_coef,
@@ -248,7 +255,7 @@ def _state(kl_coef: float, next_coef: float, running: RunningMoments) -> dict[st
 
 
 def _policy_metrics(rollout: Rollout, policy: PolicyLogprobs | None, step: int) -> dict[str, float]:
-    """Return the metrics of the proximal policy, if it was computed."""
+    """Return the metrics of the proximal policy. Empty if it was not computed."""
     if policy is None:
         return {}
     mask = rollout.response_mask
@@ -268,7 +275,8 @@ def _check(
     values: Values | None,
     cfg: PPOConfig,
 ) -> None:
-    """Raise ValueError for records that do not belong together."""
+    """Raise ValueError for records with different numbers of rows, and for a record that `cfg` needs and lacks, or
+    excludes."""
     for record in (scores, reference, policy, values):
         if record is not None and record.num_rows != rollout.num_rows:
             raise ValueError(f"{record.KIND} has {record.num_rows} rows, the rollout {rollout.num_rows}")

@@ -4,9 +4,10 @@ logprob      log pi_prox of each token and entropies, by the policy's weights at
 reference    log pi_ref of each token, by the frozen start policy
 value        the value of the state before each token, by the critic's weights at the step's start
 
-`canary_logprob` and `canary` compare trainer and engine: both score the same few tokens with one version of the
-weights. Under staleness no row is fresh, so an engine that did not load its weights, or not all of them, looks like an
-engine with older weights. Canaries show the difference: both score them with version v, whatever version sampled them.
+A canary compares trainer and engine: both score the same few tokens (`canary_logprob`, `engine_logprobs`) with one
+version of the weights. Under staleness no row is fresh, so an engine that did not load all of its weights looks like an
+engine with older weights. The canary shows the difference, since trainer and engine score its tokens with the same
+version, whatever version sampled them.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def logprob(models: ModelHost, rollout: Rollout) -> PolicyLogprobs | None:
 
 
 def reference(models: ModelHost, rollout: Rollout) -> ReferenceLogprobs | None:
-    """Return log pi_ref(token) of a shard's rollout; None on ranks other than 0. The reference is fixed, without
-    versions."""
+    """Return log pi_ref(token) of a shard's rollout; None on ranks other than 0. The reference never changes, so it has
+    no version."""
     return models.ref_logprobs(rollout)
 
 
@@ -49,11 +50,11 @@ def value(models: ModelHost, rollout: Rollout) -> Values | None:
 
 
 CANARY_STEP = 2**31 - 2
-"""Step number in the keys of canaries' rows. No step of a run has it, and evaluations have another."""
+"""Step number in the keys of canaries' rows. No step of a run has this number, and evaluations use a different one."""
 
 
 CANARY_TOKENS = 8
-"""Sampled tokens that are compared per row."""
+"""Number of sampled tokens per row that a canary compares."""
 
 
 def canary_rows(rollout: Rollout, rows: int, tokens: int = CANARY_TOKENS) -> Rollout:
@@ -78,7 +79,7 @@ def canary_logprob(
 
 
 def canary_requests(rollout: Rollout, sampling: SamplingConfig, *, seed: int, version: int) -> list[Request]:
-    """Have an engine score the sampled tokens of these rows with weights `version`."""
+    """Return the requests that make an engine score the sampled tokens of these rows with weights `version`."""
     requests = []
     for i, (prompt, new) in enumerate(
         zip(rollout.prompt_lengths.tolist(), rollout.response_lengths.tolist(), strict=True)
@@ -93,9 +94,9 @@ def canary_requests(rollout: Rollout, sampling: SamplingConfig, *, seed: int, ve
 
 
 def sampled_by(part: Rollout, version: int) -> bool:
-    """Return True if `version` sampled all compared tokens of these rows. This always holds at staleness 0. The stored
-    log-probs are then the engine's own, so the canary asks an engine only if the trainer's differ too much from them.
-    (After a resume the engine may be another one.)"""
+    """Return True if `version` sampled all compared tokens of these rows, as it always does at staleness 0. The stored
+    log-probs are then the engine's log-probs for this version. So the canary compares the trainer with them, and asks
+    an engine only if the difference is too large. (After a resume another engine may be running.)"""
     return bool((part.token_versions[part.response_mask] == version).all())
 
 
@@ -124,8 +125,8 @@ def engine_logprobs(
 def compared(
     engine: np.ndarray, part: Rollout, policy_logprobs: np.ndarray, num_rows: int
 ) -> tuple[CanaryLogprobs, dict[str, float]]:
-    """Return the record for a shard of `num_rows`, and the distance between an engine's log-probs of the canary rows
-    `part` and the trainer's at the same version: `policy_logprobs` [rows, seq]."""
+    """Return the record for a shard of `num_rows`, and the metrics of the distance between two log-probs of the canary
+    rows `part` at the same version: the engine's, and the trainer's `policy_logprobs` [rows, seq]."""
     metrics = canary_metrics(engine, policy_logprobs[: part.num_rows], part.sampler_logprobs, part.response_mask)
     return CanaryLogprobs(_all_rows(engine, num_rows)), metrics
 

@@ -1,5 +1,5 @@
-"""Turn a prompt source into the prompts of each shard: tokenised once, then drawn by a pure function of (seed,
-step)."""
+"""Turn a prompt source into the prompts of each shard. The source is tokenised once; then a pure function of (seed,
+step) draws the prompts of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from storage.prompts import PromptItem, PromptsError, batch_indices, held_out_by
 from storage.records import PromptBatch
 
 EVALUATION_STEP = 2**31 - 1
-"""Step number in the noise of evaluations. It is the same for all versions, so their samples are paired by prompt."""
+"""Step number that keys the sampling noise of evaluations. It is the same for all versions of the weights, so the
+samples of two versions can be compared prompt by prompt."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class PromptTable:
     """For a chat source: each prompt's messages, for the reward."""
 
     def save(self, path: Path) -> None:
-        """Write `path` (.npz), beside it .jsonl with the extra fields, and for a chat source .chat.jsonl with the
-        messages. `path` is written last and atomically, so it exists only if all are complete."""
+        """Write `path` (.npz) and two files beside it: .jsonl with the extra fields, and for a chat source .chat.jsonl
+        with the messages. `path` is written last and atomically, so it exists only if all files are complete."""
         path.with_suffix(".jsonl").write_text("".join(json.dumps(e, default=str) + "\n" for e in self.extra), "utf8")
         if self.messages is not None:
             path.with_suffix(".chat.jsonl").write_text("".join(json.dumps(m) + "\n" for m in self.messages), "utf8")
@@ -64,7 +65,7 @@ class PromptTable:
 
     @staticmethod
     def load(path: Path) -> PromptTable:
-        """Return the table that `save` wrote. Raises StoreError, naming the file, if one is missing or damaged."""
+        """Return the table that `save` wrote. Raises StoreError, naming the file, if a file is missing or damaged."""
         extras = path.with_suffix(".jsonl")
         extra = _read_lines(extras)
         try:
@@ -81,8 +82,8 @@ class PromptTable:
         return table
 
     def digest(self) -> str:
-        """Return a shortened SHA-256 of everything that a run uses of it. It shows whether a source was read the same
-        again."""
+        """Return a shortened SHA-256 of the whole table. Two equal digests show that a source was read the same way
+        twice."""
         found = hashlib.sha256(json.dumps([self.pad_id, self.extra], default=str, sort_keys=True).encode())
         if self.messages is not None:
             found.update(json.dumps(self.messages, sort_keys=True).encode())
@@ -92,8 +93,8 @@ class PromptTable:
 
 
 def last_questions(path: Path) -> list[str] | None:
-    """Return the last user message of each prompt of a saved table, for people to read. None if the prompts are plain
-    text, or their messages are lost or damaged: then people read what the model reads."""
+    """Return the last user message of each prompt of a saved table, for people to read. Return None if the prompts are
+    plain text, or if the file of messages is missing or damaged; the caller then shows the decoded prompt."""
     try:
         chats = _read_lines(path.with_suffix(".chat.jsonl"))
     except StoreError:
@@ -119,11 +120,11 @@ def read_source(config: PromptsConfig) -> list[PromptItem]:
 def tokenise(
     items: list[PromptItem], tokenizer: Tokenizer, config: PromptsConfig, seed: int, eval_shards: int = 1
 ) -> PromptTable:
-    """Tokenise all prompts of a source. `eval_shards`: number of parts that the held-out prompts are divided into; if
-    `prompts.held_out` is not set, a number is chosen that this divides.
+    """Return all prompts of a source as tokens. `eval_shards`: number of equal parts that the held-out prompts are
+    divided into. If `prompts.held_out` is not set, the number of held-out prompts is a multiple of it.
 
     Raises:
-        PromptsError: a prompt longer than `prompts.max_tokens` (unless `too_long: skip`), or none that is usable.
+        PromptsError: a prompt is longer than `prompts.max_tokens` (unless `too_long: skip`), or no prompt is usable.
     """
     kept: list[tuple[list[int], PromptItem]] = []
     for number, item in enumerate(items):
@@ -159,8 +160,8 @@ def tokenise(
 def training_prompts(
     table: PromptTable, *, seed: int, step: int, shard: int, rows: int, shards: int, responses_per_prompt: int
 ) -> PromptBatch:
-    """Return the prompts of one shard of a step: `rows / shards` rows, each prompt `responses_per_prompt` times in a
-    row."""
+    """Return the prompts of one shard of a step: `rows / shards` rows, where each prompt has `responses_per_prompt`
+    consecutive rows."""
     chosen = np.repeat(batch_indices(table.train, seed, step, rows // responses_per_prompt), responses_per_prompt)
     size = rows // shards
     return _batch(table, chosen, slice(shard * size, (shard + 1) * size))

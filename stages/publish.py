@@ -9,12 +9,13 @@ from storage.weights import Manifest, WeightBoard
 
 
 def publish(models: ModelHost, board: WeightBoard, version: int) -> Manifest | None:
-    """Write the resident policy to the board as `version`. Return None on ranks other than 0. A version may be written
-    again with the same bits; raises ValueError for other bits."""
+    """Write the resident policy to the board as `version`. Return the manifest on rank 0, None on other ranks. A
+    version may be written again with the same bits. Raises ValueError on rank 0 if the version exists with other
+    bits."""
     return models.publish(board, version)
 
 
 def is_published(ledger: Ledger, manifest: Manifest) -> bool:
-    """Return True if a version on a board is the one in the run's ledger."""
+    """Return True if a version on a board has the same digest as this version in the run's ledger."""
     commit = ledger.find(Address("publish", manifest.version))
     return commit is not None and commit.digest == manifest.digest

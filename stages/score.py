@@ -1,4 +1,4 @@
-"""The `score` stage: responses to one number each, by the parts that the config names, and each part's own.
+"""Stage `score`: give each response one number, the weighted sum of the reward parts that the config names.
 
 rollout ──► samples ──┬─► part a: all rows, or batches under a budget of tokens ──► [rows] ──┐
                       └─► part b                                                   [rows] ──┴─ weights ──► scores
@@ -29,13 +29,14 @@ def score(
     """Score every row:  score = sum over parts of weight x part  (in float64, stored in float32).
 
     Args:
-        extras: other fields of the prompt in its source, per row (empty mappings if it has none).
-        messages: messages of chat prompts, per row; None for a plain prompt, or if all are plain.
+        extras: other fields of each row's prompt in its source (an empty mapping if there are none).
+        messages: messages of each row's chat prompt. A row is None for a plain prompt; the whole is None if all are
+            plain.
 
     Raises:
-        RewardFailed: a part returned a wrong number of scores, one that is not a finite float32, or raised; names the
-            part and the row.
-        ValueError: the number of extras is not that of rows.
+        RewardFailed: a part failed, or returned a wrong number of scores or a score that is not a finite float32; or
+            the sum is not finite. The message names the part, and the row if one row is at fault.
+        ValueError: there is not one mapping in `extras` per row.
     """
     if len(extras) != rollout.num_rows:
         raise ValueError(f"{len(extras)} extras were given for {rollout.num_rows} rows")
@@ -65,7 +66,7 @@ def follow(
     extras: Sequence[Mapping[str, Any]],
     messages: Sequence[Sequence[Mapping[str, str]] | None] | None = None,
 ) -> None:
-    """Take part in rank 0's `score` of the same rows, on another rank of its gang."""
+    """Take part in the `score` of the same rows that rank 0 computes. The other ranks of its gang call this."""
     samples = samples_of(tokenizer, rollout, extras, messages)
     for part in parts:
         for batch in _batches(part, samples):
@@ -103,9 +104,9 @@ def samples_of(
 
 
 def token_batches(lengths: Sequence[int], budget: int | None) -> Iterator[list[int]]:
-    """Return batches of at most `budget` tokens, counted as rows x the longest of them. The longest rows come first, so
-    that a scorer's memory peaks in its first call. A row longer than the budget is alone. None: one batch of all rows,
-    in their order."""
+    """Yield batches of row indices whose number of rows x longest length is at most `budget` tokens. The longest rows
+    come first, so that a scorer's memory peaks in its first call. A row longer than the budget is alone. If `budget` is
+    None, yield one batch of all rows, in their order."""
     if budget is None:
         yield list(range(len(lengths)))
         return
@@ -120,13 +121,14 @@ def token_batches(lengths: Sequence[int], budget: int | None) -> Iterator[list[i
 
 
 def _batches(part: Part, samples: Sequence[Sample]) -> Iterator[list[int]]:
-    """Return the rows of each of a part's calls."""
+    """Yield the row indices for each call of a part's reward."""
     return token_batches([len(s.prompt_ids) + len(s.response_ids) for s in samples], part.reward.batch_tokens)
 
 
 def _scored(part: Part, samples: Sequence[Sample]) -> tuple[dict[str, np.ndarray], set[str]]:
-    """Return a part's numbers by the names that its reward gives them ("": the only one), float32 [rows]; an ensemble's
-    disagreement; and which of them are only measured."""
+    """Return a part's numbers, float32 [rows], by the names that its reward gives them, and the names of those that are
+    only measured and not added to the score. The name is "" if the reward gives only one. An ensemble's disagreement is
+    among the numbers."""
     found: dict[str, np.ndarray] = {}
     measured: set[str] = set()
     for rows in _batches(part, samples):
@@ -167,7 +169,8 @@ def _named(part: Part, given: Sequence[float] | Scored) -> dict[str, Sequence[fl
 
 
 def _numbers(whose: str, given: Sequence[float], batch: Sequence[Sample]) -> np.ndarray:
-    """Return float32 [rows of the batch]."""
+    """Return the numbers as float32 [rows of the batch]. Raises RewardFailed if they are not one finite number per
+    row."""
     try:
         with np.errstate(over="ignore"):
             numbers = np.asarray(given, np.float32)

@@ -1,20 +1,21 @@
-"""From scores to advantages: one reward per token, then generalised advantage estimation over the sampled tokens of
-each row (Schulman et al. 2016, eq. 11-16).
+"""Turn scores into advantages: first one reward per token, then generalised advantage estimation (GAE) over the sampled
+tokens of each row (Schulman et al. 2016, eq. 11-16).
 
-A score is shaped in this order: a cut response gets its fixed score; scores are normalised by the run's mean and
-spread; the KL penalty is added per token; and rewards are whitened if the config asks for it.
+A score is shaped in this order. A cut response gets a fixed score, scores are normalised by the run's mean and standard
+deviation, the KL penalty is subtracted per token, and rewards are whitened: each only if the config asks for it.
 
-Advantages without a critic: a response against the others to its prompt, or what is still to come against the step.
+Advantages without a critic compare a response's reward with the other responses to its prompt (group, rloo), or a
+token's reward to go with the mean of the step (reinforce_pp).
 
-    R_i = sum_t r_t of response i; its group are the k responses to one prompt, or those of them that count
+    R_i = sum_t r_t of response i. A group is the k responses to one prompt, without the rows that the loss leaves out.
 
     group          A_i = (R_i - mean_group R) / (std_group R + eps)        eq. of GRPO: Shao et al. 2024 (2402.03300)
                    A_i = R_i - mean_group R                                Dr. GRPO: Liu et al. 2025 (2503.20783)
     rloo           A_i = R_i - mean of the other R_j of the group          Ahmadian et al. 2024 (2402.14740)
     reinforce_pp   A_t = sum_{s >= t} gamma^(s - t) r_s, then whitened     Hu 2025 (2501.03262)
 
-The first two give every token of a response the same advantage. In a group whose R are all equal they are exactly 0:
-what rounding leaves of a mean would be trained on, since AdamW divides by a gradient's size.
+group and rloo give every token of a response the same advantage. In a group whose R are all equal, the advantages are
+exactly 0. Otherwise the rounding error of the mean would be trained on, since AdamW divides by a gradient's size.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """Standard deviation, divided by the number; 0 before the first score."""
+        """Standard deviation (the sum of squares divided by `count`); 0 before the first score."""
         return math.sqrt(self.squares / self.count) if self.count else 0.0
 
 
@@ -52,9 +53,9 @@ class RunningMoments:
 def penalise_missing_eos(
     scores: Float[Tensor, " rows"], truncated: Bool[Tensor, " rows"], missing_eos_score: float | None
 ) -> Float[Tensor, " rows"]:
-    """Replace the score of every cut response by `missing_eos_score`, if it is set. In float32, as scores are stored:
-    otherwise a reward's own -0.1 would differ from it by rounding, and constant scores would have a spread that they
-    are divided by."""
+    """Return the scores, where every cut response has `missing_eos_score` if it is set. It is rounded to float32, as
+    scores are stored. Otherwise a score of -0.1 and a `missing_eos_score` of -0.1 would differ by rounding, and
+    normalisation would divide by this difference."""
     if missing_eos_score is None:
         return scores
     return torch.where(truncated, torch.tensor(missing_eos_score, dtype=torch.float32).to(scores), scores)
@@ -82,8 +83,8 @@ def update_running_moments(state: RunningMoments, scores: Float[Tensor, " rows"]
 def normalise_scores(
     scores: Float[Tensor, " rows"], moments: RunningMoments, cfg: NormalizeConfig
 ) -> Float[Tensor, " rows"]:
-    """Return (score - mean) / std, bounded to -clip .. clip; each only if the config asks for it. Scores that have not
-    varied yet are not divided."""
+    """Return (score - mean) / std, bounded to -clip .. clip. The config turns each of the three operations on or off.
+    There is no division while all scores of the run are equal."""
     if cfg.mean:
         scores = scores - moments.mean
     if cfg.scale and moments.std > 0:
@@ -102,8 +103,8 @@ def token_rewards(
 ) -> Float[Tensor, "rows seq"]:
     """Return r_t = 1[t = last] * R - beta * k_t over the sampled tokens, 0 elsewhere.
 
-    The KL term exists only if `cfg.where` is "reward"; under "loss" the policy loss has it. `policy_logprobs`: of the
-    proximal policy, or of the sampler if no proximal policy was computed.
+    The KL term exists only if `cfg.where` is "reward"; under "loss" it is a term of the policy loss. `policy_logprobs`:
+    of the proximal policy, or of the sampler if no proximal policy was computed.
     """
     score_at_last = torch.where(last_token_mask(mask), scores[:, None], 0)
     if cfg.where == "loss":
@@ -153,8 +154,8 @@ def gae(
 def _discounted_sums(x_t: Float[Tensor, "rows seq"], factor: float) -> Float[Tensor, "rows seq"]:
     """Return y_t = x_t + factor * y_{t+1} for all t.
 
-    The sums are made in this order, one token after another, so that their bits are those of the recursion. numpy
-    works in place on the transposed array: all rows of a token lie together, and a step is two calls.
+    The loop adds one token after another, so that the result has the same bits as the recursion. It works in place on
+    the transposed array, where all rows of a token lie together, so that each token takes only two numpy calls.
     """
     y = x_t.t().contiguous().numpy()
     y_tp1, discounted = np.zeros_like(y[:1]), np.empty_like(y[:1])
@@ -179,7 +180,7 @@ class Groups:
     number: Int[Tensor, " rows"]
     """Each row's group, numbered from 0 without a gap. Rows of a group may lie anywhere."""
     counted: Bool[Tensor, " rows"]
-    """Rows that take part in their group's mean and deviation; the others' advantage is 0."""
+    """Rows that take part in their group's mean and deviation. The other rows have advantage 0."""
 
     @property
     def num_groups(self) -> int:
@@ -188,8 +189,8 @@ class Groups:
 
 @jaxtyped(typechecker=beartype)
 def equal_groups(x: Float[Tensor, " rows"], groups: Groups) -> Bool[Tensor, " groups"]:
-    """Return the groups whose counted rows all have the same x, to the last bit. A group with fewer than two such
-    rows is among them."""
+    """Return True for each group whose counted rows all have the same x, to the last bit. A group with fewer than two
+    counted rows is also True."""
     inf = torch.full((groups.num_groups,), torch.inf, dtype=x.dtype)
     least = inf.scatter_reduce(0, groups.number, torch.where(groups.counted, x, torch.inf), "amin")
     most = (-inf).scatter_reduce(0, groups.number, torch.where(groups.counted, x, -torch.inf), "amax")
@@ -208,8 +209,8 @@ def group_std(x: Float[Tensor, " rows"], groups: Groups) -> Float[Tensor, " grou
 def group_advantages(
     totals: Float[Tensor, " rows"], groups: Groups, scale: Literal["std", "none"]
 ) -> Float[Tensor, " rows"]:
-    """Return A_i = R_i - mean, divided by std + GROUP_STD_EPS under `std`. std divides by n - 1, as published runs
-    do; the paper does not say."""
+    """Return A_i = R_i - mean; with `scale="std"` divided by std + GROUP_STD_EPS. The std divides by n - 1, as
+    published runs do; the GRPO paper does not say."""
     centred = _centred(totals, groups)
     return centred if scale == "none" else centred / (group_std(totals, groups) + GROUP_STD_EPS)[groups.number]
 
@@ -233,7 +234,8 @@ def rewards_to_go(
 
 
 def _centred(x: Tensor, groups: Groups) -> Tensor:
-    """Return x - mean of its group; exactly 0 in equal groups and in rows that do not count."""
+    """Return each row's x minus the mean of its group. It is exactly 0 in equal groups and in rows that do not
+    count."""
     means = _sums(x, groups) / _sizes(groups, x).clamp(min=1)
     varies = groups.counted & ~equal_groups(x, groups)[groups.number]
     return torch.where(varies, x - means[groups.number], 0)

@@ -1,4 +1,4 @@
-"""Settings of the PPO algorithm, one field per choice of docs/training.md, and their checks."""
+"""Settings of the PPO algorithm, one field per choice described in docs/training.md, and their checks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class NormalizeConfig:
     scale: bool = False
     """Divide by the standard deviation."""
     clip: float | None = setting(None, above(0, ", or null for no bound"))
-    """Then bound the scores to -clip .. clip; null: no bound."""
+    """Bound of the scores, after the mean and the deviation: they are clipped to -clip .. clip; null: no bound."""
 
 
 @dataclass
@@ -47,15 +47,15 @@ class PPOConfig:
     """The algorithm: advantages, the loss of policy and critic, and the limits of an update."""
 
     advantage: Literal["gae", "group", "group_mean", "rloo", "reinforce_pp"] = "gae"
-    """Baseline of the advantages. gae: the critic's values; the others train without a critic. group: the other
-    responses to the prompt, standardised (GRPO). group_mean: the same without division by the deviation (Dr.
-    GRPO). rloo: the mean of the others (leave one out). reinforce_pp: the mean of the step
-    (REINFORCE++). See stages/ppo/advantages.py."""
+    """Baseline of the advantages. gae: the critic's values; all others train without a critic. group: the mean over the
+    responses to the prompt, with division by their standard deviation (GRPO). group_mean: the same without the division
+    (Dr. GRPO). rloo: the mean over the other responses to the prompt (leave one out). reinforce_pp: the mean of the
+    step, by whitening (REINFORCE++). See stages/ppo/advantages.py."""
     skip_equal_groups: bool = False
     """Under `advantage: group`, `group_mean` and `rloo`, leave a prompt's responses out of the loss if all have the
     same score."""
     gamma: float = setting(1.0, between(0, 1))
-    """Discount. Under `advantage: group`, `group_mean` and `rloo` it is 1: a response has one reward."""
+    """Discount. It must be 1 under `advantage: group`, `group_mean` and `rloo`, where a response has one reward."""
     lam: float = setting(0.95, between(0, 1))
     """Lambda of GAE, for the policy's advantages, and for the critic's returns unless `critic_lam` is set."""
     critic_lam: float | None = setting(None, between(0, 1))
@@ -78,18 +78,18 @@ class PPOConfig:
     """The cap C of `correction`."""
     proximal: Literal["auto", "recompute", "loglinear", "sampler"] = "recompute"
     """Source of pi_prox. recompute: a forward pass at the step's start. loglinear: interpolation between mu and pi,
-    without a forward pass. sampler: mu. auto: recompute, unless that changes nothing; the saved config has the
-    choice."""
+    without a forward pass. sampler: mu. auto: recompute, unless it would change only rounding. The saved config has the
+    choice that auto made."""
     epochs: int = setting(2, at_least(1))
     """Passes of an update over the rows of its step."""
     minibatches: int = setting(2, at_least(1))
     """Optimizer steps per epoch; divides the rows of a step."""
     critic_warmup_steps: int = setting(0, at_least(0))
-    """Number of first PPO steps that train only the critic. The policy's version advances with the same weights, and
-    its learning rate's schedule starts after them."""
+    """Number of PPO steps at the run's start that train only the critic. In these steps the policy's version advances
+    and its weights stay the same. The schedule of its learning rate starts after them."""
     target_kl: float | None = setting(None, above(0, ", or null for none"))
-    """Limit on `policy/approx_kl` of a minibatch, in nats per token. If it is crossed, this minibatch and the rest of
-    the policy's update are skipped; null: no limit."""
+    """Limit on `policy/approx_kl` of a minibatch, in nats per token. If a minibatch exceeds it, this minibatch and the
+    rest of the policy's update are skipped; null: no limit."""
     aggregation: Literal["token", "sequence"] = "token"
     """Loss of a minibatch: the mean over its sampled tokens, or the mean over its rows of each row's mean."""
     entropy_coef: float = setting(0.0, at_least(0))
@@ -100,10 +100,10 @@ class PPOConfig:
     whiten_rewards: bool = False
     """Scale the rewards of tokens to variance 1 and keep their mean."""
     truncated: Literal["terminate", "bootstrap", "mask"] = "terminate"
-    """Treatment of a response that was cut by the length limit. terminate: the value after it is 0. bootstrap: it is
-    the critic's value of its last state; the score is given at the last token all the same, so that the outcome of a
-    cut response counts twice: it suits rewards that accrue per token, not one score per response. mask: it is in
-    neither loss (overlong filtering)."""
+    """Treatment of a response that was cut by the length limit. terminate: the value after its last token is 0.
+    bootstrap: the value after its last token is the critic's value of that state. The last token still gets the score,
+    so the outcome of a cut response counts twice; use bootstrap for rewards that accrue per token, not for one score
+    per response. mask: the response is in neither loss (overlong filtering)."""
     missing_eos_score: float | None = setting(None, finite(", or null for none"))
     """Score of every response that was cut; null: the reward's own."""
     kl: KLConfig = field(default_factory=KLConfig)
@@ -120,19 +120,21 @@ def has_critic(config: PPOConfig) -> bool:
 
 
 def whitens_advantages(config: PPOConfig) -> bool:
-    """Return `ppo.whiten_advantages`; if it is null, whether the estimator was published with whitening."""
+    """Return `ppo.whiten_advantages`. If it is null, return True for the estimators that were published with whitening:
+    gae and reinforce_pp."""
     return config.advantage not in GROUPED if config.whiten_advantages is None else config.whiten_advantages
 
 
 def resolve_proximal(config: PPOConfig, *, staleness: int, exact: bool) -> Literal["recompute", "loglinear", "sampler"]:
-    """Return `ppo.proximal` with `auto` resolved: no forward pass for pi_prox if it changes nothing but rounding.
-    Three things read pi_prox:
+    """Return `ppo.proximal` with `auto` resolved. `auto` avoids the forward pass for pi_prox if the pass would change
+    only rounding. Three things read pi_prox:
 
     - The policy's loss. With one optimizer step per update, pi_prox is pi before that step, whichever weights sampled
       the rows: `loglinear` is exact. Under `anchor: sampler` the loss does not read it: `sampler`.
-    - A KL penalty in the rewards. It needs the forward pass. On fresh rows mu's log-probs differ only by rounding, but
-      if the scores of a step do not vary, the penalty is all that is left. Whitening divides it by its spread and AdamW
-      divides by the gradient's size, so the policy would be trained on rounding errors.
+    - A KL penalty in the rewards. It needs the forward pass. On fresh rows mu's log-probs differ from pi_prox's only by
+      rounding. But if the scores of a step do not vary, the advantages consist of the penalty alone. Whitening divides
+      it by its standard deviation and AdamW divides by the gradient's size, so the policy would be trained on rounding
+      errors.
     - The controller of the KL's coefficient, if there is one. It can use mu's KL on fresh rows if engine and trainer
       agree (`exact`: both compute in float32; in bfloat16 they differ by 0.02 nats a token).
 
@@ -151,7 +153,7 @@ def resolve_proximal(config: PPOConfig, *, staleness: int, exact: bool) -> Liter
 
 
 def ppo_problems(config: PPOConfig) -> Iterator[Problem]:
-    """Yield the problems of section `ppo` by itself."""
+    """Yield the problems of section `ppo` that do not depend on other sections."""
     if config.dual_clip is not None and not 1 + config.clip <= config.dual_clip < float("inf"):
         least = 1 + config.clip
         need = f"must be finite and {least:g} (1 + ppo.clip) or more (3 is usual), or null: less cuts within the clip"
@@ -161,7 +163,7 @@ def ppo_problems(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _estimator_problems(config: PPOConfig) -> Iterator[Problem]:
-    """Yield the settings that contradict `ppo.advantage`."""
+    """Yield the problems of settings that contradict `ppo.advantage`."""
     chosen = f"ppo.advantage={config.advantage}"
     if config.skip_equal_groups and config.advantage not in GROUPED:
         need = f"{chosen} compares no groups: false, or ppo.advantage=group, group_mean or rloo"
@@ -188,7 +190,7 @@ def _estimator_problems(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _dead_problems(config: PPOConfig) -> Iterator[Problem]:
-    """Yield the settings that would have no effect."""
+    """Yield the problems of settings that would have no effect."""
     if config.kl.target is None:
         why = "ppo.kl.coef is constant under ppo.kl.target=null: give a target"
         yield from unread_problems("ppo.kl", config.kl, why, ("horizon",))

@@ -1,5 +1,6 @@
-"""The KL penalty: estimators per token, the same as a loss, and the adaptive coefficient. It is computed only here:
-`token_rewards` subtracts `token_kl` from the rewards, or `losses` adds `token_kl_loss` to the policy's loss.
+"""The KL penalty: estimators per token, the same estimators as a loss term, and the adaptive coefficient. The penalty
+is computed only in this file. `token_rewards` subtracts `token_kl` from the rewards, or `losses` adds `token_kl_loss`
+to the policy's loss.
 
 All estimators estimate KL(pi || pi_ref) from tokens drawn from pi, with d_t = log pi(token t) - log pi_ref(token t).
 Source of k1, k2, k3: J. Schulman, "Approximating KL divergence", 2020.
@@ -51,7 +52,7 @@ def token_kl_loss(
         k1:  d k1 = grad log pi                     expectation under pi: ZERO, it would train nothing
 
     So k1 keeps its value and takes the gradient of k2. Values and expectations hold for tokens drawn from the current
-    policy: for others `losses.policy_loss` weights each term with rho = pi / mu.
+    policy. For tokens drawn from mu, `losses.policy_loss` weights each term with rho = pi / mu.
     """
     value = token_kl(new_logprobs, ref_logprobs, estimator)
     if estimator != "k1":
@@ -66,9 +67,9 @@ def next_kl_coef(coef: float, kl_per_response: float, rows: int, cfg: KLConfig) 
         e      = clip((KL - target) / target, -0.2, 0.2)
         beta' = beta * (1 + e * rows / horizon)
 
-    `kl_per_response` is `kl/ref` of `stages.ppo.metrics`, in nats: the distance of pi_prox, which is trained, not of
-    the policy that sampled. rows / horizon is cut at 1, so that a step larger than the horizon changes beta by 20 %
-    at most and cannot turn its sign.
+    `kl_per_response` is `kl/ref` of `stages.ppo.metrics`, in nats: the distance of pi_prox (the trained policy, not the
+    sampler) from the reference. rows / horizon is bounded to 1, so that a step larger than the horizon changes beta by
+    20 % at most and cannot change its sign.
     """
     if cfg.target is None:
         return cfg.coef

@@ -1,4 +1,5 @@
-"""The two losses of PPO: clipped policy loss (three policies, so that stale data is corrected) and clipped value loss.
+"""The two losses of PPO: the clipped policy loss, with three policies so that stale data is corrected, and the clipped
+value loss.
 
     mu        the behaviour policy: drew the token, with the weights of its `token_versions`
     pi_prox   the proximal policy: the trainer's weights at the start of the step
@@ -15,10 +16,10 @@ Stats of the policy loss (`LossStats`). Sums:
     policy/clipfrac         share of tokens whose gradient the clip removed
     policy/dual_clipfrac    share of tokens whose gradient the dual clip removed, if there is a dual clip
     policy/weight_mean      w before the correction, with anchor proximal
-    policy/weight_outside   share of tokens that the correction cut or dropped, with anchor proximal
+    policy/weight_outside   share of tokens with w > C (under `mask` also w < 1/C), with anchor proximal
 
-Maxima: policy/ratio_max, policy/weight_max. A u beyond exp(80) counts as exp(80) if the clips bound its term. If
-nothing bounds it (A < 0 without a dual clip), the loss is infinite.
+Maxima: policy/ratio_max, policy/weight_max. A ratio u above exp(80) counts as exp(80) where a clip bounds the term.
+Where no clip does (A < 0 without a dual clip), a u that overflows makes the loss infinite.
 
 Sources: Schulman et al. 2017 (clip), Yu et al. 2025 (DAPO: clip_high), Ye et al. 2019 (dual clip), Hilton et al. 2022
 and AReaL, Fu et al. 2025 (decoupled objective).
@@ -51,7 +52,7 @@ class PolicyLossInputs:
     mask: Bool[Tensor, "rows seq"]
     """`Advantages.loss_mask`."""
     weights: Float[Tensor, "rows seq"]
-    """`masks.token_weights` of the whole minibatch, these rows of it."""
+    """These rows of `masks.token_weights` of the whole minibatch."""
     advantages: Float[Tensor, "rows seq"]
     sampler_logprobs: Float[Tensor, "rows seq"]
     """log mu."""
@@ -60,8 +61,8 @@ class PolicyLossInputs:
     ref_logprobs: Float[Tensor, "rows seq"] | None
     """Needed under `kl.where: loss`, None otherwise."""
     stale_optimizer_steps: Int[Tensor, "rows seq"]
-    """s_prox - s_mu: optimizer steps from the weights that drew the token to the start of this update, i.e.
-    (step - token_versions) * epochs * minibatches, as if none had been left out. Read under `proximal: loglinear`."""
+    """s_prox - s_mu: optimizer steps from the weights that drew the token to the start of this update, i.e. (step -
+    token_versions) * epochs * minibatches. Skipped steps count too. Read under `proximal: loglinear`."""
     optimizer_steps_taken: int
     """s_pi - s_prox: optimizer steps made since the start of this update."""
 
@@ -90,8 +91,8 @@ def loglinear_proximal(
         log pi_prox = log mu + alpha * (log pi - log mu)
         alpha       = (s_prox - s_mu) / (s_pi - s_mu) = stale / (stale + taken)
 
-    alpha is 0 for a fresh token (pi_prox = mu) and 1 before the first optimizer step of the update (pi_prox = pi, also
-    for a fresh token, where the quotient is 0/0: at that moment pi IS pi_prox, whatever the engine's numerics).
+    Before the first optimizer step of the update alpha is 1 for every token, since pi IS pi_prox at that moment. (For a
+    fresh token the quotient would be 0/0.) After that step alpha is 0 for a fresh token: pi_prox = mu.
     """
     if optimizer_steps_taken == 0:
         return new_logprobs.detach()
@@ -110,7 +111,7 @@ def behaviour_weights(
     """Return (w after the correction, w before it), w = pi_prox / mu, without gradient.
 
     truncate:  min(w, C)
-    mask:      w where 1/C <= w <= C, else 0: the token leaves the policy term, the loss weights of others stay
+    mask:      w where 1/C <= w <= C, else 0: the policy term omits the token; other tokens keep their loss weights
     none:      1
     """
     w = torch.exp(proximal_logprobs - sampler_logprobs).detach()
@@ -145,13 +146,13 @@ def policy_loss(
 
     Args:
         new_logprobs: log pi of the tokens, with gradient.
-        entropy: H of the distributions the tokens are drawn from, in nats; with gradient if `entropy_coef` is not 0.
+        entropy: H of pi's distribution at each token, in nats; with gradient if `entropy_coef` is not 0.
 
     Raises:
         ValueError: a log-prob array that `cfg` needs is None.
     """
     mask = inputs.mask
-    # Selected first, so that whatever lies outside the mask reaches neither the loss nor the gradient.
+    # Select first, so that entries outside the mask reach neither the loss nor the gradient.
     log_pi = torch.where(mask, new_logprobs, 0)
     log_mu = torch.where(mask, inputs.sampler_logprobs, 0)
     advantages = torch.where(mask, inputs.advantages, 0).detach()
@@ -222,14 +223,14 @@ def value_loss(
 
 
 def _ratio(log_ratio: Tensor, advantages: Tensor, cfg: PPOConfig) -> Tensor:
-    """Return u = exp(log_ratio), at most exp(LARGEST_LOG_RATIO) where the clips take a smaller number anyway: the
-    gradient of an infinite u that they drop would be 0 times infinity, which is NaN."""
+    """Return u = exp(log_ratio), bounded to exp(LARGEST_LOG_RATIO) where a clip replaces large ratios anyway. Without
+    the bound u could be infinite, and its gradient would be 0 times infinity, which is NaN."""
     clipped = advantages >= 0 if cfg.dual_clip is None else torch.ones_like(advantages, dtype=torch.bool)
     return torch.exp(torch.where(clipped, log_ratio.clamp(max=LARGEST_LOG_RATIO), log_ratio))
 
 
 def _clipped_gain(u: Tensor, advantages: Tensor, cfg: PPOConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return g of `policy_loss`, and the tokens whose gradients the clips removed, by the name of the stat."""
+    """Return g of `policy_loss`, and by name of the stat 1 for each token whose gradient the clip removed, else 0."""
     unclipped = u * advantages
     high = cfg.clip if cfg.clip_high is None else cfg.clip_high
     clipped = u.clamp(1 - cfg.clip, 1 + high) * advantages
@@ -246,7 +247,7 @@ def _clipped_gain(u: Tensor, advantages: Tensor, cfg: PPOConfig) -> tuple[Tensor
 def _anchored(
     log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs, cfg: PPOConfig
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the log of the policy that u is the ratio to; w; and w before the correction, if there is one."""
+    """Return the anchor's log-probs, w, and w before the correction (None under `anchor: sampler`)."""
     if cfg.anchor == "sampler":
         return log_mu, torch.ones_like(log_mu), None
     log_anchor = _proximal_logprobs(log_pi, log_mu, inputs, cfg)
@@ -254,7 +255,7 @@ def _anchored(
 
 
 def _proximal_logprobs(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs, cfg: PPOConfig) -> Tensor:
-    """Return log pi_prox as `cfg.proximal` says, without gradient, 0 outside the mask."""
+    """Return log pi_prox from the source that `cfg.proximal` names, without gradient, 0 outside the mask."""
     match cfg.proximal:
         case "recompute":
             if inputs.policy_logprobs is None:
@@ -270,8 +271,8 @@ def _proximal_logprobs(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs,
 
 
 def _reference_kl(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs, cfg: PPOConfig) -> Tensor:
-    """Return rho_t * k_t(pi, pi_ref), with k's gradient, 0 outside the mask. rho is corrected as `cfg` corrects w, and
-    is w before the first optimizer step of the update."""
+    """Return rho_t * k_t(pi, pi_ref), with k's gradient, 0 outside the mask. `cfg.correction` applies to rho as to w.
+    Under `anchor: proximal` rho equals w before the first optimizer step of the update."""
     if inputs.ref_logprobs is None:
         raise ValueError("ppo.kl.where: loss needs ref_logprobs")
     k = token_kl_loss(log_pi, torch.where(inputs.mask, inputs.ref_logprobs, 0), cfg.kl.estimator)
@@ -280,7 +281,7 @@ def _reference_kl(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs, cfg:
 
 
 def _outside_cap(w: Tensor, cfg: PPOConfig) -> Tensor:
-    """Return the tokens whose weight `behaviour_weights` cuts or drops."""
+    """Return True for each token whose weight is above the cap; under `correction: mask` also below 1 / cap."""
     outside = w > cfg.correction_cap
     return outside | (w < 1 / cfg.correction_cap) if cfg.correction == "mask" else outside
 
@@ -306,7 +307,7 @@ class LossStats:
 
 
 def merge_stats(parts: Sequence[LossStats]) -> LossStats:
-    """Return a minibatch's stats from its micro-batches' (or its ranks' shares). Needs at least one part."""
+    """Return a minibatch's stats from the stats of its micro-batches or of its ranks. Needs at least one part."""
     return LossStats(
         sums={name: torch.stack([p.sums[name] for p in parts]).sum() for name in parts[0].sums},
         maxima={name: torch.stack([p.maxima[name] for p in parts]).amax() for name in parts[0].maxima},

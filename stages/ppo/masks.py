@@ -3,7 +3,7 @@
 The rest of this folder rests on two rules:
 
 * **One alignment.** Index t of a per-token array belongs to tokens[:, t]. A causal model predicts token t at position
-  t - 1, and `predictions_of_tokens` is the only function that moves one to the other.
+  t - 1. Only `predictions_of_tokens` moves predictions from positions to tokens.
 * **Loss weights.** Every loss is a plain sum, sum_t weight_t * term_t, whose weights are computed once over the rows of
   the whole minibatch. Micro-batches, gradient accumulation, packing and data-parallel ranks only change the order of
   the sum.
@@ -38,7 +38,8 @@ def predictions_of_tokens(per_position: Shaped[Tensor, "rows seq *rest"]) -> Sha
 
 @jaxtyped(typechecker=beartype)
 def last_token_mask(mask: Bool[Tensor, "rows seq"]) -> Bool[Tensor, "rows seq"]:
-    """Return True at the last True of each row's one contiguous run; nowhere in a row without any."""
+    """Return a mask that is True only at the last True of each row. The Trues of a row must be contiguous; a row may
+    have none."""
     next_is_sampled = torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
     return mask & ~next_is_sampled
 
@@ -85,7 +86,7 @@ def masked_whiten(
     """Return (x - mean) / sqrt(var + eps) with the moments of the masked entries; 0 outside the mask. `keep_mean`: add
     the mean again.
 
-    Give it every row of the step: moments of a shard would scale each shard differently.
+    Pass every row of the step, since the moments of a shard would scale each shard differently.
     """
     mean = masked_mean(x, mask)
     whitened = (x - mean) * torch.rsqrt(masked_var(x, mask) + WHITENING_EPS)

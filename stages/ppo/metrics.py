@@ -1,7 +1,7 @@
 """Compute the metrics of a step from the records of all its rows, in numpy float64.
 
-Every metric is taken over sampled tokens (or over responses) only. A metric that is undefined for a step (the mismatch
-on fresh tokens when every token is stale, say) is absent, never NaN and never a made-up zero.
+Every metric is taken over sampled tokens (or over responses) only. A metric that is undefined for a step is absent, and
+not NaN or 0: for example the mismatch on fresh tokens when every token is stale.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PerRow = Float[np.ndarray, " rows"]
 
 
 def reward_metrics(scores: PerRow, shaped_scores: PerRow, kl_per_response: PerRow, kl_coef: float) -> dict[str, float]:
-    """Return the metrics of the reward's own score, and of the score after its shaping and the KL penalty.
+    """Return the metrics of the scores before shaping, and the mean of the shaped scores less the KL penalty.
 
     reward/adjusted_mean = mean(shaped score - beta * sum_t k_t), whether beta acts in the reward or in the loss.
     """
@@ -32,11 +32,11 @@ def reward_metrics(scores: PerRow, shaped_scores: PerRow, kl_per_response: PerRo
 
 
 def part_metrics(scores: Scores) -> dict[str, float]:
-    """Return the metrics of each part of the scores, before its weight: under reward hacking the sum rises while a part
-    falls.
+    """Return the metrics of each part of the scores, before it is weighted. They reveal reward hacking, where the sum
+    rises while a part falls.
 
-    reward/NAME/mean, reward/NAME/std     absent where the score is that part alone
-    reward/NAME/disagreement              of an ensemble: mean over rows of its members' standard deviation
+    reward/NAME/mean, reward/NAME/std     absent if the score is just this one part
+    reward/NAME/disagreement              for an ensemble: mean over rows of the standard deviation among its members
     """
     if scores.num_rows == 0:
         return {}
@@ -65,11 +65,11 @@ def ref_kl_metrics(
         kl/ref_capped_share    share of tokens whose pi_prox / mu is above the cap
         kl/ref_sampler     = 1/R sum_it (log mu - log pi_ref)
 
-    Where no proximal policy was computed give mu for it: w is 1 and kl/ref is kl/ref_sampler.
+    If no proximal policy was computed, pass mu's log-probs in its place. Then w is 1 and kl/ref equals kl/ref_sampler.
 
     Args:
-        cap: `ppo.correction_cap`. The weights are truncated at it whatever `ppo.correction` does in the loss: it bounds
-            the variance, while dropping tokens would leave out the very ones that moved.
+        cap: `ppo.correction_cap`. The weights are truncated at the cap under every `ppo.correction`. The cap bounds the
+            variance. Dropping tokens instead would leave out exactly the tokens that moved most.
     """
     if not mask.any():
         return {}
@@ -95,11 +95,11 @@ def proximal_metrics(
 ) -> dict[str, float]:
     """Compare the proximal policy with the sampler, d = log pi_prox - log mu, w = exp(d).
 
-    On fresh tokens (version = step) both are the same weights, so that a difference is numerics or a bug:
+    On fresh tokens (version = step) both policies have the same weights, so a difference is due to numerics or a bug:
 
         mismatch/mean_abs       mean |d| over fresh tokens
         mismatch/exp_abs        mean exp(|d|) over fresh tokens; worth an alarm above 1.05
-        mismatch/*_all          the same over all tokens: staleness included
+        mismatch/*_all          the same over all tokens, so it includes staleness
 
     Over all tokens:
 
@@ -134,9 +134,9 @@ def canary_metrics(
 
     mismatch/canary_mean_abs    mean |d|, which the alarm uses
     mismatch/canary_max_abs     largest |d|
-    mismatch/canary_k3          mean of exp(-d) - 1 + d: KL(mu || pi) per token, as of tokens drawn from mu
-    mismatch/canary_moved       mean |log mu - log mu at the sampling|: if it stays 0, the engine's weights do not
-                                change
+    mismatch/canary_k3          mean of exp(-d) - 1 + d: KL(mu || pi) per token, as if mu had drawn the tokens
+    mismatch/canary_moved       mean |log mu now - log mu when sampled|: if it stays 0 although the tokens are stale,
+                                the engine's weights do not change
     """
     if not mask.any():
         return {}
@@ -183,9 +183,9 @@ def value_metrics(values: PerToken, returns: PerToken, mask: Mask) -> dict[str, 
 def group_metrics(
     equal: Bool[np.ndarray, " groups"], score_std: Float[np.ndarray, " groups"], skipped_rows: int
 ) -> dict[str, float]:
-    """Return metrics of responses that are compared with the others to their prompt: group/equal_fraction (share of
-    groups whose scores are all equal, so that they teach nothing), group/score_std (mean of the groups' deviations),
-    and group/skipped_rows (rows of such groups, which the loss leaves out)."""
+    """Return metrics of the groups of responses to one prompt: group/equal_fraction (share of groups whose scores are
+    all equal, so that they teach nothing), group/score_std (mean of the groups' standard deviations), and
+    group/skipped_rows (rows of equal groups, if the loss leaves them out)."""
     if equal.size == 0:
         return {}
     return {
@@ -202,7 +202,7 @@ def advantage_metrics(unwhitened: PerToken, mask: Mask) -> dict[str, float]:
 
 
 def response_metrics(rollout: Rollout) -> dict[str, float]:
-    """Return metrics of the lengths in tokens, EOS included, and of the responses' ends."""
+    """Return metrics of the responses' lengths in tokens, EOS included, and of how they ended."""
     if rollout.num_rows == 0:
         return {}
     lengths = rollout.response_mask.sum(axis=1)

@@ -11,10 +11,11 @@ from jaxtyping import Int
 
 
 def minibatches(num_rows: int, minibatches: int, epochs: int, seed: int, step: int) -> list[list[np.ndarray]]:
-    """Return row indices [num_rows / minibatches] of each minibatch of each epoch; every epoch holds each row once.
+    """Return the row indices of each minibatch of each epoch, num_rows / minibatches per minibatch. Every epoch has
+    each row once.
 
-    Each epoch reshuffles. A pure function of its arguments: (seed, step, epoch) keys the permutation, so that a replay
-    trains on the same minibatches.
+    Each epoch shuffles the rows anew. The permutation depends only on (seed, step, epoch), so that a replay trains on
+    the same minibatches.
 
     Raises:
         ValueError: the rows do not divide into the minibatches.
@@ -34,9 +35,10 @@ def micro_batches(
     max_tokens: int,
     max_rows: int | None = None,
 ) -> list[np.ndarray]:
-    """Divide row indices into micro-batches of similar numbers of tokens: the fewest with at most `max_tokens` each (a
-    longer row is alone) and at most `max_rows`. `lengths`: lengths of these rows, in their order. Within a micro-batch
-    the longest row comes first. Micro-batches with more tokens come first, so that the first needs the most memory."""
+    """Divide row indices into micro-batches of similar numbers of tokens, as few as possible. Each has at most
+    `max_tokens` tokens (a longer row is alone) and at most `max_rows` rows. `lengths`: lengths of these rows, in their
+    order. Within a micro-batch the longest row comes first. Micro-batches with more tokens come first, so that the
+    first needs the most memory."""
     alone, others = np.flatnonzero(lengths > max_tokens), np.flatnonzero(lengths <= max_tokens)
     parts = [*alone[:, None], *(others[part] for part in _within(lengths[others], max_tokens, max_rows))]
     return [rows[part] for part in sorted(parts, key=lambda part: -int(lengths[part].sum()))]
@@ -53,10 +55,10 @@ def _within(lengths: np.ndarray, max_tokens: int, max_rows: int | None) -> list[
 
 
 def balanced(lengths: Int[np.ndarray, " rows"], parts: int) -> list[np.ndarray]:
-    """Divide the indices of `lengths` into parts of nearly the same sum: the longest goes first, each to the part with
-    the smallest sum so far, fewest rows first among equals (Graham's LPT rule, 1969: at most 4/3 of the best). With
-    fewer rows than parts some parts are empty. Each part has its longest row first; rows of one length keep their
-    order."""
+    """Divide the indices of `lengths` into parts of nearly the same sum. The longest rows are assigned first, each to
+    the part with the smallest sum so far; among equal sums, to the part with the fewest rows. (Graham's LPT rule, 1969:
+    the largest sum is at most 4/3 of the best.) With fewer rows than parts some parts are empty. Each part has its
+    longest row first; rows of one length keep their order."""
     sums = np.zeros(parts, np.int64)
     held: list[list[int]] = [[] for _ in range(parts)]
     for index in np.argsort(-lengths, kind="stable"):

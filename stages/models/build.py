@@ -9,12 +9,12 @@
                                                   trunk: blocks 0..k-1
                                                          embedding
 
-The trunk has the embedding and no output layer. The three tops have an output layer each and no embedding. An output
-layer that is tied to the embedding is the trunk's embedding itself, so it is frozen with the trunk. Without frozen
-blocks each role is an ordinary model of its own.
+The trunk has the embedding and no output layer. The parts above the trunk have an output layer each and no embedding.
+An output layer that is tied to the embedding is the trunk's embedding itself, so it is frozen with the trunk. Without
+frozen blocks each role is an ordinary model of its own.
 
-With `model.lora` only adapters and the critic's head are trained. Then the three tops share their frozen parameters
-too, and policy and critic add their own adapters (`lora`).
+With `model.lora` only adapters and the critic's head are trained. Then the parts above the trunk share their frozen
+parameters too, and policy and critic have adapters of their own (`lora`).
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def build_role(
     """Return policy, reference or critic with its weights of version 0.
 
     A critic that starts from a reward model gets that model's head. Otherwise its head is zero, so that its first
-    values are 0 everywhere and depend on no seed. `shared`: with LoRA, the frozen weights of the roles built before;
-    this role's are added to it.
+    values are 0 everywhere and depend on no seed. `shared`: with LoRA, the frozen weights of the roles built before.
+    This role's frozen weights are added to it.
     """
     frozen = blueprint.model.frozen_blocks
     rank, tied = blueprint.parallel_rank, blueprint.spec.tied_embeddings and role is not Role.CRITIC
@@ -88,7 +88,7 @@ def build_role(
         blueprint.num_blocks(role),
         embedding=rank.first_stage and not frozen,
         output=rank.last_stage,
-        # Megatron ties the weights itself; above a trunk `output_weight` returns the trunk's embedding
+        # Megatron ties the weights within a model; above a trunk `output_weight` returns the trunk's embedding
         tied=tied and not frozen,
     )
     if rank.last_stage:
@@ -106,7 +106,7 @@ def build_role(
 
 
 def reset_role(model: GPTModel, blueprint: Blueprint, weights: Mapping[str, Tensor]) -> None:
-    """Put the weights of version 0 back into a trained model of `build_role`."""
+    """Put the trained weights of version 0 back into a model that `build_role` returned."""
     named = hf_conversion.named_by_block(model, blueprint.model.frozen_blocks)
     load_weights(blueprint, weights, (entry for entry in named if entry[2].requires_grad))
 
@@ -177,7 +177,8 @@ def _add_lora(model: GPTModel, blueprint: Blueprint, role: Role, shared: lora.Fr
 
 
 def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bool, tied: bool) -> GPTModel:
-    """Return this rank's stage of a GPTModel with `num_blocks` blocks over all pipeline stages, without weights."""
+    """Return this rank's stage of a GPTModel, with uninitialised weights. `num_blocks`: blocks of all pipeline stages
+    together."""
     layout, device = blueprint.layout, blueprint.parallel_rank.device
     spec = padded(blueprint.spec, layout.tensor)
     config = TransformerConfig(
@@ -231,8 +232,8 @@ def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bo
 
 
 def _output(blueprint: Blueprint, role: Role, weight: Parameter | None) -> HiddenOutput:
-    """Return the replacement of the output layer, which passes hidden states on and holds the critic's head or the
-    policy's own weight, if any."""
+    """Return the replacement of the output layer. It returns the hidden states unchanged, and holds the critic's head,
+    or `weight` if the role has an output weight of its own."""
     bias = None
     if role is Role.CRITIC:
         # float32 under every dtype: values and their errors are small differences of large numbers

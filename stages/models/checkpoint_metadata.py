@@ -1,9 +1,9 @@
 """Read the two pickles of a checkpoint, `.metadata` and `common.pt`, as data only.
 
 Anybody who can write a checkpoint can put any pickle there, with the right CRC-32 in the manifest. So `.metadata` is
-not unpickled into torch's classes: every class that it may name becomes an empty record, and the needed values are
-copied from the records, type by type. Any other name is refused before it is imported. torch loads `common.pt` and the
-shards with `weights_only=True`.
+not unpickled into torch's classes. Every class that it may name becomes a plain record (`_Record`), and the needed
+values are copied from the records, type by type. Any other name is refused before it is imported. torch loads
+`common.pt` and the shards with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _CLASSES = {
         "TensorStorageMetadata",
     },
 }
-"""Names that `.metadata` may contain beside torch's dtypes, by module: in every layout, with LoRA, bfloat16 and any
-optimizer. (BytesStorageMetadata is left out: torch would unpickle the bytes that it describes.)"""
+"""Names that `.metadata` may contain beside torch's dtypes, by module. They suffice for every layout, with LoRA, for
+bfloat16 and for any optimizer. (BytesStorageMetadata is left out: torch would unpickle the bytes that it describes.)"""
 _NOT_ONE = (
     pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, ImportError, LookupError, MemoryError,
     RuntimeError, TypeError, ValueError,
@@ -55,7 +55,7 @@ class MetadataReader(FileSystemReader):
     """Torch's reader of a checkpoint's shards, safe for a `.metadata` from an untrusted source."""
 
     def __init__(self, directory: Path) -> None:
-        """Read `.metadata`. Raises StateError, naming the file, if it is not a checkpoint's."""
+        """Read `.metadata`. Raises StateError, naming the file, if it is not the metadata of a checkpoint."""
         super().__init__(directory)
         self.metadata = _read_metadata(directory / METADATA)
 
@@ -77,7 +77,7 @@ def read_common(directory: Path) -> dict[str, Any]:
 
 
 def pickle_fault(directory: Path) -> str | None:
-    """Return what is wrong with the pickles of a checkpoint, if something is; not whether they are there."""
+    """Return what is wrong with the pickles of a checkpoint, or None. A missing file is not an error here."""
     try:
         if (directory / COMMON).exists():
             read_common(directory)
@@ -143,8 +143,8 @@ def _index(state: dict[str, Any]) -> MetadataIndex:
 
 
 def _stored(state: dict[str, Any]) -> _StorageInfo:
-    """Return a shard's location. Raises ValueError for a file outside the checkpoint, and for one that torch would
-    transform."""
+    """Return a shard's location. Raises ValueError for a file outside the checkpoint's directory, and for a shard that
+    torch would transform on reading."""
     path = state["relative_path"]
     if Path(path).name != path or state.get("transform_descriptors"):
         raise ValueError(f"a shard in {path}")

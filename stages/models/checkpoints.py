@@ -1,8 +1,8 @@
 """Write and read a checkpoint's files in the format of Megatron's dist_checkpointing. They load in any layout.
 
     snapshot            on every rank, between updates: copies this rank's part in memory
-    write_snapshot      in any thread: writes the copy to files; the ranks have a process group of their own for it
-    read_state          whatever layout wrote the files, each rank reads its own part into its tensors
+    write_snapshot      in any thread: writes the copy to files, over a process group that is used for nothing else
+    read_state          on every rank: reads its own part into its tensors, whatever layout wrote the files
 
 Megatron's own asynchronous save forks processes, which a worker with CUDA and threads must not do.
 
@@ -13,10 +13,10 @@ The second part maps each trained tensor of a rank to its place in the whole mod
     exp_avg.…, exp_avg_sq.…                                 AdamW's moments
 
 Frozen weights are not saved: they come from `model.path`. Blocks are numbered in the whole model, whatever the pipeline
-stages. Tensor parallelism cuts a tensor into rectangles; the two halves of `linear_fc1`, gate and up, are cut
-separately and have names of their own. The distributed optimizer gives a data-parallel rank a run of a parameter's
-elements, which is up to three rectangles: the end of a row, whole rows, the beginning of a row. (Megatron's own formats
-gather each parameter on one rank before it is saved, or load in the same layout only.)
+stages. Tensor parallelism cuts a tensor into rectangles. The two halves of `linear_fc1`, gate and up, are cut
+separately and have names of their own. The distributed optimizer gives a data-parallel rank consecutive elements of a
+parameter. They form up to three rectangles: the end of a row, whole rows, the beginning of a row. (Megatron's own
+formats gather each parameter on one rank before it is saved, or load in the same layout only.)
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Snapshot:
 
 
 def snapshot(state: Sequence[ShardedTensor], common: Mapping[str, Any], spent: Snapshot | None = None) -> Snapshot:
-    """Copy this rank's part of a trained model's state. `spent`: an earlier snapshot, already written, whose memory is
-    used again: a new allocation takes longer than the copy."""
+    """Return a copy of the shards that this rank writes of a trained model's state. `spent`: an earlier snapshot,
+    already written, whose memory is used again, since a new allocation takes longer than the copy."""
     assert set(common) == _COMMON_KEYS
     buffers = {_place(shard): shard.data for shards in (spent.tensors.values() if spent else ()) for shard in shards}
     tensors: dict[str, list[ShardedTensor]] = {}
@@ -94,13 +94,13 @@ def write_snapshot(
     """Write this rank's part into an existing, empty directory, and wait until all ranks have. Return the checksums of
     all files by name on rank 0, None elsewhere. `fsync`: sync the files to the disk.
 
-    It is a collective call over `group`, which has all ranks and no other use meanwhile. Errors are raised on every
-    rank.
+    This is a collective call over `group`. The group has all ranks, and nothing else uses it during the call. Errors
+    are raised on every rank.
 
     Raises:
-        StoreRefused: a rank's disk is full or cannot be written.
+        StoreRefused: a rank could not write its shards, because its disk is full or cannot be written.
         CheckpointException: (torch's) a rank could not write for another reason.
-        OSError: a rank could not read what it wrote.
+        OSError: a rank could not read its files back, or rank 0 could not write the common values.
     """
     rank = dist.get_rank()
     tensors = mcore_to_pyt_state_dict({key: list(shards) for key, shards in taken.tensors.items()})
@@ -144,8 +144,8 @@ def _place(shard: ShardedTensor) -> tuple[object, ...]:
 
 
 def read_common(directory: Path, architecture: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's common values. Raises StateError if this program did not write the checkpoint, or if it is
-    of another architecture; the message lists the differences from `architecture`."""
+    """Return a checkpoint's common values. Raises StateError if this program did not write the checkpoint, or if the
+    checkpoint has another architecture. Then the message lists the differences from `architecture`."""
     config = maybe_load_config(str(directory)) if directory.is_dir() else None
     if config != _FORMAT or not (directory / COMMON).is_file():
         raise StateError(f"{directory} holds no checkpoint of Megatron's format {_FORMAT.sharded_backend}")
@@ -166,9 +166,9 @@ def read_common(directory: Path, architecture: Mapping[str, Any]) -> dict[str, A
 def read_state(state: Sequence[ShardedTensor], directory: Path) -> None:
     """Read a checkpoint into the tensors that `state` views. A collective call.
 
-    Raises StateError on every rank, before any change, if a tensor is missing in the checkpoint or has another shape or
-    dtype there, or if the metadata is not a checkpoint's. Raises StateError after some tensors may have changed if a
-    shard is not the tensor that the metadata describes.
+    Raises StateError on every rank, before any change, if the metadata cannot be read, or if a tensor is missing in the
+    checkpoint or has another shape or dtype. Also raises StateError if a shard cannot be read or is not the tensor that
+    the metadata describes; some tensors may then have changed.
     """
     faults = []
     try:
@@ -210,26 +210,26 @@ _GATE_AND_UP = "mlp.linear_fc1."
 
 @dataclass(frozen=True)
 class Master:
-    """The tensor that AdamW updates for a parameter on this rank: the parameter itself, its float32 copy, or a run of
-    elements of either."""
+    """The tensor that AdamW updates for a parameter on this rank: the parameter itself, its float32 copy, or
+    consecutive elements of one of these."""
 
     parameter: Parameter
     tensor: Tensor
     """The optimizer's own object, which is the key of its state."""
     start: int
-    """Index of the run's first element among the parameter's elements in C order."""
+    """Index of the tensor's first element among the parameter's elements in C order."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of this rank's part of a parameter, and their place in the whole model's tensor."""
+    """Some rows of this rank's part of a parameter, and their position in the whole model's tensor."""
 
     key: str
     first_row: int
     num_rows: int
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
-    """Place of the first row's first element in the whole tensor."""
+    """Index of the first row's first element in the whole tensor."""
     num_columns: int
     """Columns of each row that are not padding."""
 
@@ -254,8 +254,8 @@ def masters_of(optimizer: MegatronOptimizer) -> Iterator[Master]:
 
 def sharded_state(model: GPTModel, optimizer: MegatronOptimizer, blueprint: Blueprint) -> list[ShardedTensor]:
     """Return views of this rank's checkpoint tensors: weights, masters, and moments if the optimizer has any. If
-    several ranks hold the same tensor, one of them is marked to write it; the ranks take turns, so that each writes a
-    share."""
+    several ranks hold the same tensor, one of them is marked to write it. The ranks take turns from tensor to tensor,
+    so that each writes a share."""
     rank = blueprint.parallel_rank
     named = {p: (i, name, block) for i, (name, block, p) in enumerate(_named(model, blueprint))}
     shards: list[ShardedTensor] = []
@@ -288,8 +288,8 @@ def torch_optimizer(optimizer: MegatronOptimizer) -> torch.optim.Optimizer:
 
 
 def pieces_of(name: str, block: int | None, parameter: Tensor, blueprint: Blueprint) -> Iterator[Piece]:
-    """Yield the pieces of a parameter with their places in the whole tensor. Padding (`spec.padded`) would be past the
-    whole tensor's end and is left out."""
+    """Yield the pieces of a parameter with their positions in the whole tensor. Padding (`spec.padded`) is left out,
+    since it lies beyond the whole tensor's end."""
     rank, axis, shape = blueprint.parallel_rank, _axis(name, parameter), tuple(parameter.shape)
     key = name if block is None else f"blocks.{block}.{name}"
     halves = ("gate", "up") if name.startswith(_GATE_AND_UP) else ("",)
@@ -307,7 +307,8 @@ def pieces_of(name: str, block: int | None, parameter: Tensor, blueprint: Bluepr
 
 
 def _unpadded(name: str, spec: ModelSpec) -> int:
-    """Return the length without padding of the axis that tensor parallelism cuts; of gate and up, the length of one."""
+    """Return the length, without padding, of the axis that tensor parallelism cuts. For the fused gate and up it is the
+    length of one of them."""
     if name in _OF_VOCABULARY:
         return spec.vocab_size
     if name.startswith("mlp."):
@@ -348,7 +349,8 @@ def _axis(name: str, parameter: Tensor) -> int | None:
 def _cut(
     kind: str, piece: Piece, parameter: Tensor, tensor: Tensor, start: int, replica: int
 ) -> Iterator[ShardedTensor]:
-    """Yield the shards where `tensor`, a parameter's elements from `start` on, overlaps a piece of the parameter."""
+    """Yield the shards of `tensor` that lie in a piece of the parameter. `tensor` has the parameter's elements from
+    `start` on."""
     columns, flat = parameter.numel() // parameter.shape[0], tensor.view(-1)
     first = max(start, piece.first_row * columns)
     last = min(start + flat.numel(), (piece.first_row + piece.num_rows) * columns)

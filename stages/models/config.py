@@ -27,12 +27,13 @@ class LayoutConfig:
     pipeline: int = setting(1, at_least(1))
     """Pipeline stages: each holds some of the blocks."""
     sequence_parallel: bool = False
-    """Divide the activations between the blocks' products among the tensor-parallel ranks, too."""
+    """Divide also the activations outside the matrix products (norms, residual stream) among the tensor-parallel
+    ranks."""
     distributed_optimizer: bool = False
     """Divide master weights and optimizer state among the data-parallel ranks (ZeRO-1)."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that the backward pass computes again: none, some modules of every block, or each whole block from
-    its input."""
+    """Activations that the backward pass computes again. selective: those of some modules of every block; full: those
+    of every whole block, from its input."""
     recompute_modules: list[str] = setting([])
     """Modules to recompute under `selective` (`RECOMPUTE_MODULES`); empty: core_attn."""
 
@@ -87,27 +88,29 @@ class LoraConfig:
 
 @dataclass
 class ModelConfig:
-    """The initial policy, from which reference and critic start too unless they have paths of their own, and how all
-    three are computed."""
+    """The initial policy, and settings for the computation of policy, reference and critic. Reference and critic start
+    from the same model, unless they have paths of their own."""
 
     path: str = "???"
     """Directory in Hugging Face layout (Llama 2 and 3.x, Mistral, Qwen 2, 2.5 and 3); or the name (`org/model`) of a
-    model in this account's Hugging Face cache, which is replaced by its directory; or `random:tiny` for a small random
-    model, or `random:8b-shape` or `random:70b-shape` for one of that size. Nothing is downloaded."""
+    model in this account's Hugging Face cache, which is replaced by its directory; or the name of a random model:
+    `random:tiny` for a small one, `random:8b-shape` or `random:70b-shape` for the shapes of Llama-3.1-8B or 70B.
+    Nothing is downloaded."""
     reference_path: str | None = None
-    """Reference model of the KL; null: the model at `path`. It has the same vocabulary, and with `frozen_blocks` the
-    same architecture and the same frozen blocks."""
+    """Reference model of the KL; null: the model at `path`. It must have the policy's vocabulary, and with
+    `frozen_blocks` also the policy's architecture and frozen blocks."""
     critic_path: str | None = None
     """Model that the critic starts from, with a new scalar head unless it is a reward model; null: the model at `path`.
-    Its size may differ, and its vocabulary begins with the policy's. With `frozen_blocks` it has the same architecture
-    and frozen blocks."""
+    Its size may differ from the policy's. Its vocabulary must begin with the policy's. With `frozen_blocks` it must
+    have the policy's architecture and frozen blocks."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the models' forward and backward passes. Master weights and optimizer state are float32. On a CPU
     float16 runs in plain torch, several times as slow as the others."""
     tf32: bool = False
     """CUDA only: round the operands of float32 products to TF32's 10 bits."""
     deterministic: bool = True
-    """CUDA only: a repeated update gives the same bits, and its digest is compared. (On a CPU both always hold.)"""
+    """CUDA only: a repeated update must give the same bits, and its digest is compared. (On a CPU both are always
+    true.)"""
     products: Literal["auto", "torch", "onednn"] = "auto"
     """Library for float32 matrix products on a CPU. auto: oneDNN on AMD processors, torch's BLAS on others. The last
     bits of a run depend on it."""
@@ -117,23 +120,25 @@ class ModelConfig:
     attention in `dtype`. auto: portable on CUDA, with a fused SwiGLU if `deterministic` is off; on a CPU native, or
     torch without a C compiler. The last bits of a run depend on it."""
     frozen_blocks: int = setting(0, at_least(0))
-    """Number of lowest transformer blocks that are not trained; embeddings and a tied output layer are frozen with
-    them. Policy, critic and reference share them: they are computed once per row and their outputs are kept."""
+    """Number of lowest transformer blocks that are not trained. Embeddings and a tied output layer are frozen with
+    them. Policy, critic and reference share these blocks. They are computed once per row, and their outputs are
+    kept."""
     trunk_cache_mb: int = setting(1024, at_least(0))
-    """Memory on each rank for the frozen blocks' outputs of the last used rows; `trunk/hit_rate` shows if it suffices.
-    A token takes hidden size x 4 bytes: 2.3 KB for SmolLM2-135M, 16 KB for an 8B model. 0: nothing is kept."""
+    """Memory on each rank for the frozen blocks' outputs of the most recently used rows; `trunk/hit_rate` shows if it
+    suffices. A token takes hidden size x 4 bytes: 2.3 KB for SmolLM2-135M, 16 KB for an 8B model. 0: nothing is
+    kept."""
     critic_blocks: int | None = None
     """Number of the critic's blocks above the frozen ones; null: as many as the policy."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     eos_token_ids: list[int] = setting([])
     """End-of-sequence tokens; empty: the model's own."""
     peak_tflops: float | None = setting(None, above(0, ", or null: then it is measured"))
-    """Peak TFLOPS of one rank in `dtype`, of which `update_policy/mfu` is a share; null: measured by a matrix product
-    when the worker starts."""
+    """Peak TFLOPS of one rank in `dtype`; `update_policy/mfu` is the achieved share of it. null: measured by a matrix
+    product when the worker starts."""
     reuse_forward: list[str] = field(default_factory=list)
-    """Roles among policy and critic that keep the activations of the forward pass of `logprob` or `value` until the
-    update, whose first epoch then needs no forward pass: weights and rows are the same. It costs their memory until
-    then and changes no bit."""
+    """Roles (policy, critic) that keep the activations of the forward pass of `logprob` or `value` for the update. The
+    first minibatch of the update then needs no forward pass, since its weights are still the same. The activations take
+    memory until the update; no bit of the result changes."""
     policy: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The policy's optimizer."""
     critic: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -1,14 +1,14 @@
-"""A GPU that is not there: tensors on it have shapes and sizes, but no numbers. Code that CUDA would run runs on it
-unchanged, with a model of any size, and a `Recorder` writes down its memory and its collectives.
+"""A fake GPU: tensors on it have shapes and sizes, but no numbers. Code for CUDA runs on it unchanged, with a model of
+any size, and a `Recorder` records the memory and the collectives that the code uses.
 
     with recording() as recorder:        one rank of a gang; the other ranks do not exist
         ...                              tensors on `fake_device()`
         recorder.usage.peak, recorder.collectives
 
-The device is torch's backend for devices written in Python. Attention and norms take the kernels that CUDA chooses:
-flash attention for 16-bit heads, in float32 the memory-efficient one, or a matrix of scores if heads share keys; and a
-fused norm. Numbers that a program reads from a tensor do not exist: they are 0, and conditions are False (`NoNumbers`).
-Not recorded: that the allocator of a GPU rounds sizes and may be fragmented, and the workspaces of libraries.
+The device is torch's backend for devices written in Python. Attention and norms take the kernels that CUDA chooses.
+These are flash attention for 16-bit heads, memory-efficient attention for float32 heads, a matrix of scores for float32
+heads that share keys, and a fused norm. A program that reads numbers from a tensor gets 0, and False for a condition
+(`NoNumbers`). Not recorded are the rounding and fragmentation of a GPU's allocator, and the workspaces of libraries.
 
 A process that has called `fake_device` cannot use another accelerator afterwards.
 """
@@ -79,7 +79,8 @@ class Usage:
 
 
 class Recorder(TorchDispatchMode):
-    """Owns the record of one rank. A storage counts from the operation that made it until nothing refers to it."""
+    """Owns the record of one rank. A storage counts as in use from the operation that made it until nothing refers to
+    it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,12 +91,13 @@ class Recorder(TorchDispatchMode):
         self.group_names: dict[str, str] = {}
         """Names for people, by torch's names of process groups."""
         self.reads_files = False
-        """True while tensors are made that are pages of the model's files."""
+        """True while new tensors count as pages of the model's files (FILES)."""
         self._counted: dict[int, tuple[str, int]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and each call through the compiler's guard costs as much as the record
+        # Nothing is compiled here, and each call through the compiler's guard would take as long as recording it.
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -125,7 +127,7 @@ class Recorder(TorchDispatchMode):
             self.usage.add(place, num_bytes - before)
 
     def _collective(self, func: Any, args: Sequence[Any]) -> Any:
-        """Record a collective and answer that it is done. It changes no shape."""
+        """Record a collective and return a result that is already done. No shape changes."""
         named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
         group = ProcessGroup.unbox(named.pop("process_group"))
         sides = [[leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)] for side in named.values()]
@@ -157,14 +159,14 @@ _READS = (Tensor.eq, Tensor.__eq__, torch.all, Tensor.item, Tensor.__bool__)
 
 
 class _FakeTensors(FakeTensorMode):
-    """torch's mode, which must not touch the device either when it makes a tensor of given numbers."""
+    """torch's mode for fake tensors. It does not initialise the device, not even for a tensor of given numbers."""
 
     avoid_device_init = True
 
 
 class NoNumbers(TorchFunctionMode):
-    """Answers code that reads the numbers of a fake tensor: with zeros, with False for a condition, and with `lists`
-    for `tolist`. Attention and norms use the operations that CUDA would use."""
+    """Gives an answer to code that reads the numbers of a fake tensor: zeros, False for a condition, and `lists` for
+    `tolist`. It also makes attention and norms use the operations that CUDA would use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,9 +217,9 @@ class _FusedNorm(torch.autograd.Function):
 
 @contextmanager
 def recording(numbers: NoNumbers) -> Iterator[Recorder]:
-    """Return a context in which tensors are fake, and a recorder of what happens in it.
+    """Return a context in which all tensors are fake. It yields a recorder of the operations in it.
 
-    Collectives of pickled objects answer that all ranks have the same object."""
+    Collectives of pickled objects return this rank's object for every rank."""
     recorder = Recorder()
     resize = UntypedStorage.resize_
 

@@ -35,12 +35,12 @@ def update_flops(
         6 P N            P weights in the matrices of the blocks, N tokens: one product forward, two backward, each
                          with a multiplication and an addition per weight. If only adapters are trained, with A weights
                          in the blocks: (4 P + 6 A) N
-        6 B q sum n^2    attention of B blocks with queries of width q over rows of n tokens; on average a token sees
-                         half of them: 2 q n^2 forward, for scores and values, and twice that backward
+        6 B q sum n^2    attention of B blocks with queries of width q over rows of n tokens. On average a token attends
+                         to half of its row: scores and values take 2 q n^2 forward, and twice as much backward
         6 h o M          an output layer of width o at M tokens; 4 h o M if it is not trained
 
     Args:
-        blocks: number of trained blocks; the frozen ones below are computed once per row, elsewhere.
+        blocks: number of trained blocks. The frozen blocks are not counted.
         outputs: o, the vocabulary size, or 1 for a critic's head.
         num_outputs: M, the number of tokens at which the output layer is computed.
         adapters: LoRA's weights per block; None: the matrices themselves are trained.
@@ -56,7 +56,7 @@ def forward_flops(
     spec: ModelSpec, blocks: int, tokens: float, squares: float, *, outputs: int, num_outputs: float
 ) -> float:
     """Return the operations of a forward pass through `blocks` blocks, and through an output layer of width `outputs`
-    at `num_outputs` tokens: a third of `update_flops`.
+    at `num_outputs` tokens. This is a third of `update_flops` without adapters and with a trained output layer.
 
     Args:
         tokens: tokens of all rows.

@@ -39,7 +39,7 @@ class MicroBatch:
     """Rows that go through a model together, packed one after another, the longest first."""
 
     rows: np.ndarray
-    """Indices of the rows in the caller's arrays."""
+    """Index of each row in the caller's arrays."""
     lengths: np.ndarray
     tokens: Tensor
     """int64 [N], on the device. Zeros at the end round N up to a multiple of TP under sequence parallelism, and to a
@@ -56,7 +56,7 @@ class MicroBatch:
     places: Tensor
     """int64 [tokens of the rows]: the index of each packed token in a flattened [B, T]."""
     row_tokens: tuple[np.ndarray, ...]
-    """The tokens of each row, on the host: to read them from the device would wait for it."""
+    """The tokens of each row, on the host, since reading them from the device would wait for its work."""
 
     def padded(self, per_token_N: Tensor) -> Tensor:
         """Return one number per packed token as [B, T], 0 at padding. Differentiable."""
@@ -76,9 +76,9 @@ def cut_micro_batches(
 ) -> list[MicroBatch]:
     """Cut `rows` of tokens and response_mask [all rows, seq] into micro-batches of similar numbers of tokens.
 
-    A micro-batch has at most `max_tokens` (unless a single row is longer) and `max_rows`; `multiple`: its number of
-    tokens is rounded up to a multiple of this. Raises ValueError for a row whose first token was sampled, since nothing
-    predicts it.
+    A micro-batch has at most `max_tokens` tokens, unless it is a single longer row, and at most `max_rows` rows. Its
+    number of tokens is rounded up to a multiple of `multiple`. Raises ValueError for a row whose first token was
+    sampled, since nothing predicts that token.
     """
     if mask[rows, 0].any():
         raise ValueError(f"row {rows[mask[rows, 0]][0]} has no prompt: nothing predicts its first token")
@@ -122,8 +122,8 @@ def row_lengths(mask: np.ndarray) -> np.ndarray:
 
 
 class KeptForwards:
-    """Owns hidden states together with their autograd graphs, by the tokens they were computed from. The weights must
-    not change until the hidden states are taken or cleared."""
+    """Owns hidden states together with their autograd graphs. The key is the tokens that they were computed from. The
+    weights must not change until the hidden states are taken or cleared."""
 
     def __init__(self) -> None:
         self._hidden: dict[bytes, Tensor] = {}
@@ -269,8 +269,8 @@ def _schedule(model: Any, batches: Sequence[MicroBatch], step: Callable[..., Any
 
 
 class Trunk:
-    """Owns the frozen blocks and a cache of their outputs, by a digest of the row's tokens; it drops the least recently
-    used row first. The outputs never become stale, since nothing trains the trunk."""
+    """Owns the frozen blocks and a cache of their outputs. The key of a row is a digest of its tokens. The cache drops
+    the least recently used row first. The outputs never become stale, since nothing trains the trunk."""
 
     def __init__(self, model: GPTModel, cache_bytes: int) -> None:
         self.model = model
@@ -289,8 +289,8 @@ class Trunk:
 
     @torch.no_grad()
     def hidden(self, batch: MicroBatch) -> Tensor:
-        """Return the frozen blocks' outputs for a micro-batch's rows: [N, 1, H], or this rank's [N / TP, 1, H] under
-        sequence parallelism. Tokens after the last row get zeros."""
+        """Return the frozen blocks' outputs for a micro-batch's rows: [N, 1, H], or this rank's part [N / TP, 1, H]
+        under sequence parallelism. Padding tokens after the last row get zeros."""
         tokens_N, lengths = batch.tokens, batch.lengths
         starts = np.cumsum(lengths) - lengths
         row_tokens = [tokens_N[start : start + length] for start, length in zip(starts, lengths, strict=True)]
@@ -355,7 +355,8 @@ def _padded_widths(lengths: np.ndarray, multiple: int) -> np.ndarray:
 
     On a CPU the bits of a row's output do not depend on the rows computed beside it, but do depend on its padding. With
     a width that depends only on the row, a cached row, a row computed again after an eviction, and a replayed row have
-    the same bits. At most an eighth is padding. The minimum is 4 tokens: below, matrix products use other code.
+    the same bits. Padding adds at most an eighth of the length. Then the width is raised to at least 4 tokens, since
+    matrix products with fewer rows use other code, and to a multiple of `multiple`.
     """
     step = np.maximum(1, 2 ** np.log2(lengths).astype(int) // 8)
     widths = np.maximum(4, -(-lengths // step) * step)

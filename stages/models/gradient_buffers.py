@@ -1,16 +1,16 @@
-"""A trained model in Megatron's gradient buffers, and the overlap of their exchange with the passes of an update.
+"""Put a trained model's gradients into Megatron's buffers, and overlap their exchange with the passes of an update.
 
-The data-parallel ranks add up their gradients, and under the distributed optimizer each sends the others the weights
-that it has updated. On devices both happen in buckets, during the passes:
+The data-parallel ranks add up their gradients. Under the distributed optimizer each rank also sends the others the
+weights that it has updated. On GPUs both exchanges happen in buckets, during the passes:
 
     last backward pass   block 9, 8, 7 │ 6, 5, 4 │ 3, 2, 1              a bucket is sent as soon as its last gradient
     gradients                   └─ bucket 0 ─► └─ bucket 1 ─► └─ ... ─► wait ─► optimizer step      is complete
     next forward pass                                             block 1, 2, 3 │ 4, 5, 6 │ ...     a block waits for
     weights (distributed optimizer)                    last bucket ─► bucket 1 ─► bucket 0 ─►       its own bucket
 
-Only the last micro-batch's backward pass sends. The later stages of a pipeline have one bucket each: they wait for the
-first stage anyway. In the first minibatch of a process Megatron only counts how often each gradient becomes ready, and
-sends all buckets at its end.
+Gradients are sent only during the last micro-batch's backward pass. The later stages of a pipeline have one bucket
+each, since they wait for the first stage anyway. In the first minibatch of a process Megatron only counts how often
+each gradient becomes ready, and sends all buckets at the end of the minibatch.
 """
 
 from __future__ import annotations
@@ -50,16 +50,17 @@ def in_buffers(model: GPTModel, blueprint: Blueprint) -> DistributedDataParallel
 
 
 def overlaps(blueprint: Blueprint) -> bool:
-    """Return True if the exchange overlaps with the passes: among several data-parallel ranks with portable kernels,
-    which CUDA always has. The kernels for CPUs do not tell Megatron when a gradient is ready, and leave no core idle
-    that could send it."""
+    """Return True if the exchange overlaps with the passes. It does with several data-parallel ranks and portable
+    kernels, which CUDA always has. The kernels for CPUs do not tell Megatron when a gradient is ready, and no core
+    would be free to send it."""
     return blueprint.kernels.portable and blueprint.parallel_rank.data_size > 1
 
 
 class _Buffers(DistributedDataParallel):
     def _make_backward_post_hook(self, param: Parameter) -> Callable[..., None]:
-        """Return Megatron's hook, which does nothing for a gradient that autograd does not have: it is in `main_grad`,
-        and `registering` says when it is complete. On CUDA autograd calls this hook in another thread."""
+        """Return Megatron's hook, changed to do nothing if autograd has no gradient for the parameter. Such a gradient
+        is written straight into `main_grad`, and `registering` reports when it is complete. On CUDA autograd calls this
+        hook in another thread."""
         ready: Callable[..., None] = super()._make_backward_post_hook(param)
 
         def hook(*unused: Any) -> None:
@@ -71,10 +72,11 @@ class _Buffers(DistributedDataParallel):
 
 def registering(ddp: DistributedDataParallel, role: Role, loss: Loss) -> Loss:
     """Return a loss whose backward pass also tells the buffers when the gradient of a policy's own output layer is
-    complete. `token_logprobs` writes it into `main_grad`, where autograd does not see it.
+    complete. `token_logprobs` writes this gradient into `main_grad`, where autograd does not see it.
 
-    It is complete when the gradient of the hidden states is, since the same function computes both. An output layer
-    tied to the embedding of the same stage is complete only after the embedding's part, which autograd does see."""
+    The gradient is complete together with the gradient of the hidden states, since one function computes both. For an
+    output layer tied to the embedding of the same stage it is complete only after the embedding's part, which autograd
+    does see."""
     weight = ddp.module.output_layer.weight if ddp.module.post_process and role is Role.POLICY else None
     bucket_group = ddp.param_to_bucket_group.get(weight)
     if bucket_group is None or not ddp.ddp_config.overlap_grad_reduce:
@@ -88,15 +90,15 @@ def registering(ddp: DistributedDataParallel, role: Role, loss: Loss) -> Loss:
 
 
 def complete_weights(ddp: DistributedDataParallel) -> None:
-    """Send the weights of the last optimizer step to all data-parallel ranks, if the next forward pass would. Wait for
-    them. A collective call."""
+    """Send the weights of the last optimizer step to all data-parallel ranks now, and wait until they have arrived. Do
+    nothing unless this exchange is left to the next forward pass. A collective call."""
     if ddp.ddp_config.overlap_param_gather:
         ddp.start_param_sync(force_sync=True)
 
 
 def settle(ddp: DistributedDataParallel) -> None:
-    """Forget an update that ended early, after waiting for what it sent, and count the weights as complete on every
-    rank: they were, or will be, loaded from files. Not a collective call."""
+    """Reset the buffers after an update that may have ended early. Wait for the exchanges that it started. Then mark
+    the weights as complete on every rank, since they were, or will be, loaded from files. Not a collective call."""
     for group in ddp.bucket_groups:
         for handle in (group.grad_reduce_handle, group.param_gather_handle):
             if handle is not None:

@@ -1,6 +1,6 @@
 """Slurm's commands, called as a person would call them, and the record of a run's newest job (`job/job.json`).
 
-Slurm's complaints are passed on in its own words.
+Errors contain Slurm's own messages.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class JobState:
     state: str
     """PENDING, RUNNING, COMPLETED, …"""
     reason: str
-    """Reason for which the job waits; None if it does not."""
+    """Slurm's reason why the job waits; the text "None" if it does not wait."""
     nodes: str
     restarts: int
     run_time: str
@@ -87,7 +87,7 @@ def submit(script: Path) -> str:
     """Submit a script and return the job's number.
 
     Raises:
-        ConfigError: Slurm refuses the job. It has Slurm's reason, and the setting that it is about.
+        ConfigError: Slurm refuses the job. The message has Slurm's reason, and the key is the setting to change.
     """
     done = _call("sbatch", "--parsable", str(script))
     if done.returncode:

@@ -1,10 +1,10 @@
 """Decide whether a job may be requeued again, from how each of its starts ended (`job/attempts.json`).
 
     a job ends ────────► its script, or another node, asks ────► its end is recorded ─────► requeue, or end the job
-    it starts again ───► its script asks about the end before ──► recorded if it is not ──► continue, or end the job
+    it starts again ───► its script asks about the last end ────► recorded if it is not ──► continue, or end the job
 
-The second question is for a job that Slurm itself requeued: it was preempted, or its only node failed. Nothing ran that
-could ask when it ended. The file is in the run's directory, so it survives a node's failure. Progress is
+The second question is for a job that Slurm itself requeued after a preemption or the failure of its only node: no
+process was left to ask the first one. The file is in the run's directory, so it survives a node's failure. Progress is
 measured by the ledger's commits.
 """
 
@@ -21,11 +21,11 @@ from storage.ledger import Ledger
 
 _FILE = "attempts.json"
 MOST_LOST = 20
-"""Number of starts of a job that may lose their driver, workers or batch node. The job ends after one more: nodes
-that fail so often need somebody to look. Time limits and preemption do not count."""
+"""Number of starts of a job that may lose their driver, workers or batch node. The job ends after one more,
+because nodes that fail so often need a person's attention. Time limits and preemption do not count."""
 MOST_IDLE = 3
-"""Number of requeues in a row, for any reason, without a new commit, after which a job ends. Once may be bad luck, as
-when a node fails early; after three times it would go on for ever."""
+"""Number of requeues in a row, for any reason, without a new commit, after which a job ends. One may be bad luck, as
+when a node fails early. After three, the job would probably be requeued for ever."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class JobEnd:
     restart: int
     """Requeues of the job before this start (SLURM_RESTART_COUNT)."""
     committed: tuple[int, int]
-    """`committed_so_far` when the start had ended."""
+    """Result of `committed_so_far` after the start had ended."""
     because: str
     """Reason why it ended, for people."""
     lost: bool
@@ -53,11 +53,12 @@ class _StoredEnds:
 def refusal(ends: Sequence[JobEnd], *, restarts: int, requeues_without_progress: int) -> str | None:
     """Return why a job must not be requeued, or None if it may be.
 
-    A restart that nobody noted counts as well: its end is between two others that found the same ledger.
+    A start whose end was not recorded counts as a requeue without progress if the ends before and after it found the
+    same ledger.
 
     Args:
         ends: the job's starts, oldest first; at least one.
-        restarts: most lost starts after which the job is requeued all the same.
+        restarts: most lost starts of a job that may be requeued.
         requeues_without_progress: requeues in a row that commit nothing, after which the job ends.
     """
     last = ends[-1]
@@ -77,7 +78,7 @@ def _number(count: int, thing: str) -> str:
 
 def committed_so_far(ledger: Ledger) -> tuple[int, int]:
     """Return the number of closed steps, and of commits in later steps. Every commit changes one of them. No commit is
-    opened, so a long run takes no longer, and damaged commits do no harm."""
+    read, so the call is as fast for a long run, and damaged commits do not matter."""
     closed = ledger.closed_until()
     return closed, sum(address.step >= closed for address in ledger.open_addresses())
 

@@ -51,7 +51,7 @@ class JobPlace:
 
 
 def render(config: RunConfig, place: JobPlace) -> str:
-    """Return the script.
+    """Return the script of a run or of a sweep.
 
     Raises:
         ConfigError: `slurm.template` cannot be read, lacks a word, or has one that is unknown.
@@ -132,7 +132,7 @@ def _directives(slurm: SlurmConfig, shape: JobShape, place: JobPlace) -> Iterato
     for number, group in enumerate(shape.groups):
         if number:
             yield "#SBATCH hetjob"
-            # again, since some options (--exclusive) are those of a component alone
+            # repeated, since some options (--exclusive) apply to one component only
             yield from (f"#SBATCH {option}" for option in slurm.sbatch)
         yield from _of_nodes(slurm, group)
 
@@ -183,8 +183,8 @@ def _workers(slurm: SlurmConfig, shape: JobShape) -> Iterator[str]:
 
 
 def _sbatch_word(value: str) -> str:
-    """Return a value as sbatch reads it: like a shell, it takes quotes, and a # outside of them; a dollar sign means
-    nothing to it."""
+    """Return a value in quotes for sbatch if it needs them. Like a shell, sbatch interprets quotes, and # outside of
+    quotes; unlike a shell, it does not expand dollar signs."""
     if re.fullmatch(r"[\w@%+=:,./-]*", value):
         return value
     escaped = re.sub(r'(["\\])', r"\\\1", value)
@@ -241,9 +241,9 @@ class JobShape:
 
 
 def job_shape(config: RunConfig) -> JobShape:
-    """Return the nodes and resources that a run asks for, given a config without `run_problems`."""
+    """Return the nodes and resources that a run asks for. The config must have no `run_problems`."""
     slurm, used = config.slurm, {gang.name for gang in config.gangs()}
-    gangs = [gang for gang in config.placement.gangs if gang in used]  # a critic's may be there, and no critic
+    gangs = [gang for gang in config.placement.gangs if gang in used]  # a config without a critic may list its gang
     hosts = {gang: host_gang(slurm, gang) for gang in gangs}
     own = sorted({host for host in hosts.values() if host is not None}, key=lambda host: _sort_key(config, host))
     members = [[gang for gang in gangs if hosts[gang] == host] for host in own]
@@ -257,8 +257,8 @@ def job_shape(config: RunConfig) -> JobShape:
 
 
 def _sort_key(config: RunConfig, host: str) -> tuple[bool, int]:
-    """Return the sort key of a group of nodes, which has the name of its gang `host`: the policy's comes first. If no
-    gang runs on the batch node, the driver then runs beside the policy's ranks."""
+    """Return the sort key of the nodes of gang `host`. The policy's nodes come first, so that the driver runs beside
+    the policy's ranks if no gang is assigned to the batch node."""
     policy = host_gang(config.slurm, config.placement.roles[Role.POLICY])
     return host != policy, list(config.placement.gangs).index(host)
 

@@ -88,8 +88,8 @@ def submit_doctor(config: RunConfig, folder: Path, arguments: Sequence[str]) -> 
 
 
 def array_script(configs: Sequence[RunConfig], folder: Path, at_once: int | None = None) -> str | None:
-    """Return the script of an array whose tasks are these runs; it is kept in `folder`. Return None if that is
-    impossible: Slurm has no arrays of heterogeneous jobs, and all tasks of an array have the same resources. The script
+    """Return the script of an array whose tasks are these runs. Its output goes into `folder`. Return None if no array
+    is possible: Slurm has none of heterogeneous jobs, and all tasks of an array have the same resources. The script
     lists the runs, because a task may start long after the next array of the same sweep was submitted. `at_once`: most
     tasks that may be active; None: all."""
     runs = "".join(f"    {shlex.quote(str(config.run_dir.absolute()))}\n" for config in configs)

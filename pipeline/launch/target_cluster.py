@@ -1,10 +1,10 @@
-"""Check a config against a cluster that is not here: nodes and GPUs of its workers, layouts, and memory.
+"""Check a config against another cluster: nodes and GPUs of its workers, layouts, and memory.
 
     local       every worker on one node
     attached    on the first node with room, large gangs first; a tensor-parallel group or a replica stays on a node
     Slurm       the nodes that the job would ask for (`script.job_shape`), if the config has a section `slurm`
 
-Nothing of this machine is looked at but the models' config.json.
+The check reads nothing of this machine except the models' directories.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from storage.problems import Problem
 
 @dataclass(frozen=True)
 class TargetCheck:
-    """Placement and memory limits of a run on a cluster that is not here."""
+    """Placement and memory limits of a run on another cluster."""
 
     run: PlannedRun
     hosts: Mapping[Worker, str]
@@ -56,7 +56,8 @@ def check_target(config: RunConfig, cluster: HardwareCluster, text: str) -> Targ
 
     Raises:
         ConfigError: lists the settings that cannot work there: models that layouts cannot divide; too few nodes, GPUs
-            or cores. (Too little memory is among the result, whose numbers a reader wants to see then.)
+            or cores. Too little memory raises nothing. It is in the result's `problems`, beside the numbers that show
+            why.
     """
     num_gpus = cluster.gpus_per_node if config.slurm.gres or not is_slurm(config) else 0
     models = check_shapes(config, on_gpus=num_gpus > 0)
@@ -126,12 +127,12 @@ class _Group:
     gang: Gang
     indices: range
     size: int
-    """GPUs, or without any the cores."""
+    """Number of its GPUs, or of its cores on a cluster without GPUs."""
 
 
 def _packed(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> dict[Worker, int] | _Group:
-    """Return the node of each worker, or a group that finds no room. Large gangs come first; if they leave no room for
-    another's groups, large groups do."""
+    """Return the node of each worker, or a group that finds no room. Large gangs are placed first. If a group finds
+    no room, all groups are placed again, with large groups first."""
     gangs = sorted(config.gangs(), key=lambda gang: -_room(config, gang, num_gpus))
     groups = [group for gang in gangs for group in _groups(config, gang, num_gpus)]
     found = _first_fit(config, cluster, num_gpus, groups)
@@ -144,8 +145,8 @@ def _first_fit(
     config: RunConfig, cluster: HardwareCluster, num_gpus: int, groups: Sequence[_Group]
 ) -> dict[Worker, int] | _Group:
     """Return the node of each worker, or the first group that finds no room. Each group goes to the first node that has
-    room, one that shares devices with other gangs to a node of theirs. Cores, and GPUs that may be shared, are used
-    twice after all are used once."""
+    room. A gang that shares devices prefers the nodes of the gangs that it shares them with. Cores, and with
+    `placement.oversubscribe` GPUs, are used twice only after all are used once."""
     placement, per_node = config.placement, num_gpus or cluster.cores
     sharing = {name: tuple(group) for group in placement.device_sharing for name in group}
     used: dict[str, list[int]] = {gang.name: [0] * cluster.nodes for gang in config.gangs()}
@@ -178,7 +179,7 @@ def _groups(config: RunConfig, gang: Gang, num_gpus: int) -> Iterator[_Group]:
 
 
 def _room(config: RunConfig, gang: Gang, num_gpus: int) -> int:
-    """Return the GPUs of a gang, or without any the cores."""
+    """Return the number of a gang's GPUs, or of its cores on a cluster without GPUs."""
     if num_gpus:
         return gang.workers * gang.gpus
     return gang.workers * config.placement.gangs[gang.name].threads

@@ -1,15 +1,15 @@
 """Fit a calibration to the nodes that runs executed.
 
-For each kind of work, three numbers that are 0 or more (efficiency at most 1):
+The fit finds three numbers for each kind of work: `efficiency` (up to 1), `call_s` and `node_s` (0 or more):
 
     seconds - collectives  ~  roofline / efficiency + calls * call_s + node_s
 
-by least squares of relative errors, in which outliers count less (Huber's weights), with a weak pull toward the usual
-proportions (`typical`, scaled to these runs). Where the nodes differ in all three, the data decides; where they do not
-(one run with shards of equal size), the proportions stay as assumed, and the kind is listed as extrapolated.
+The method is least squares of relative errors. Outliers count less (Huber's weights), and there is a weak pull toward
+the usual proportions (`typical`, scaled to these runs). If the nodes differ in all three terms, the data decides. If
+not (one run with shards of equal size), the proportions stay as assumed and the kind is listed as extrapolated.
 
-The journal tells how long a node worked on store and ledger. The fit then explains the rest of its seconds, and
-`node_s` is the mean of these times and what the fit finds besides.
+The journal tells how long a node worked on store and ledger. The fit then explains only the rest of its seconds, and
+`node_s` is the mean of these times plus the seconds per node that the fit finds.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from pipeline.plan.training import Work
 FEWEST_STEPS = 4
 """Fewest steps of a run to calibrate from: the first is left out, and three show the scatter."""
 _ROUNDS = 4
-"""Rounds in which the work and the speed of engines are found from one another."""
+"""Number of rounds. Each computes the engines' work with their last speed, and then fits the speed to this work."""
 _PULL = 0.1
-"""Weight of the usual proportions, in nodes with a relative error of 1."""
+"""Weight of the usual proportions in the fit, where one measured node has the weight 1."""
 _INDISTINCT = 30.0
 """Condition number of the fit's columns above which it cannot tell their coefficients apart."""
 _OUTLIER = 0.2
-"""Relative error from which on a node counts less."""
+"""Relative error above which a node counts less."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Measurement:
 
     kind: str
     seconds: float
-    """Without collectives."""
+    """Measured seconds, without those of collectives."""
     roofline: float
     calls: float
     store_s: float = 0.0
-    """Part of `seconds` on store and ledger; 0: not measured."""
+    """Part of `seconds` that was spent on store and ledger; 0: not measured."""
 
 
 def calibrate(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: str) -> Calibration:
@@ -79,7 +79,7 @@ def calibrate(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: s
     if waits := [wait for one in runs for wait in one.waits]:
         speeds["overhead_s"] = usual_mean(waits)
     if gaps := [gap for one in runs for gap in one.turnarounds]:
-        # a node's children wait for its worker's turnaround, too: it counts once
+        # a node's children wait for its worker's turnaround, too, so it is subtracted from their overhead
         speeds["turnaround_s"] = usual_mean(gaps)
         speeds["overhead_s"] = max(0.0, speeds.get("overhead_s", usual.overhead_s) - speeds["turnaround_s"])
     return replace(
@@ -128,8 +128,9 @@ def samples_of(runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Cal
 
 
 def works_of(one: ObservedRun, costs: Costs) -> Iterator[tuple[Observed, Work]]:
-    """Yield the nodes of a run whose rows are stored, with their work at the hardware's peaks. That of a shard is what
-    its engine did from its start to its end, for other shards too."""
+    """Yield the publications of a run and the nodes whose rows are stored, each with its work at the hardware's peaks.
+    The work of a generated shard is all that its engine did between the shard's start and its end, also for other
+    shards."""
     stored = [node for node in one.nodes if node.lengths or node.node.stage == "publish"]
     by_engine: dict[str, list[Observed]] = {}
     for node in stored:
@@ -143,8 +144,9 @@ def works_of(one: ObservedRun, costs: Costs) -> Iterator[tuple[Observed, Work]]:
 
 
 def _replayed(nodes: Sequence[Observed], queue: RowQueue[int], after_rows_s: float) -> Iterator[tuple[int, Decoded]]:
-    """Yield the place of each shard of an engine, and the engine's work while the shard was there: they join the queue
-    when they did. A shard whose rows ended earlier than the queue says leaves it then, and delays no later one."""
+    """Yield (index in `nodes`, the engine's work while the shard ran) for each shard of one engine. A shard joins the
+    queue at its measured start. If it ended earlier than the queue predicts, it leaves the queue at its measured
+    end."""
     places = sorted(range(len(nodes)), key=lambda place: nodes[place].start_s)
     ends = [node.start_s + node.seconds - after_rows_s for node in nodes]
     joining, in_queue = deque(places), set[int]()
@@ -163,12 +165,12 @@ def _replayed(nodes: Sequence[Observed], queue: RowQueue[int], after_rows_s: flo
 
 
 def fit(samples: Sequence[Measurement], usual: StageSpeed) -> tuple[StageSpeed, bool]:
-    """Return the speed that fits these nodes, and True if they tell its numbers apart. `usual`: the proportions to
-    assume otherwise."""
+    """Return the speed that fits these measurements, and True if they are enough to tell its numbers apart. `usual`:
+    the speed whose proportions are assumed otherwise."""
     seconds = np.array([sample.seconds for sample in samples])
     stored = np.array([sample.store_s for sample in samples])
     columns = np.array([[sample.roofline, sample.calls, 1.0] for sample in samples])
-    # a node does little besides its store: what it does counts as a call, until the data says otherwise
+    # beside its store and ledger a node takes little time: start with that of one call
     besides = usual.call_s if stored.any() and usual.call_s else usual.node_s
     start = np.array([1 / usual.efficiency, usual.call_s, besides])
     start *= np.median((seconds - stored) / (columns @ start))

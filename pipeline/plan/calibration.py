@@ -1,4 +1,4 @@
-"""A calibration: how close each kind of work comes to the hardware's peaks, and what a call and a node cost besides.
+"""A calibration: how close each kind of work comes to the hardware's peaks, and the fixed costs of a call and a node.
 
     seconds of a node = roofline / efficiency + collectives / link_efficiency + calls * call_s + node_s
 
@@ -34,11 +34,11 @@ class StageSpeed:
     """The speed of one kind of work."""
 
     efficiency: float = setting(1.0, _SHARE)
-    """Share of the hardware's peak that is reached, of arithmetic or of memory bandwidth, whichever limits."""
+    """Reached share of the hardware's peak: of its arithmetic or its memory bandwidth, whichever limits the work."""
     call_s: float = setting(0.0, at_least(0))
-    """Seconds of each call besides: a decoding pass, a micro-batch, a scored row. Launches and Python are in it."""
+    """Additional seconds of each call (a decoding pass, a micro-batch or a scored row), for launches and Python."""
     node_s: float = setting(0.0, at_least(0))
-    """Seconds of each node besides: reading and writing the store, the commit."""
+    """Additional seconds of each node, for reading and writing the store and for the commit."""
     scatter: float | None = setting(None, at_least(0))
     """Spread of measured / predicted seconds, as a standard deviation; null: nothing was measured."""
     nodes: int = setting(0, at_least(0))
@@ -74,7 +74,7 @@ class Calibration:
     prompt_tokens: float | None = setting(None, above(0))
     """Mean length of the prompts that were measured; null: unknown."""
     extrapolated: list[str] = setting([])
-    """Kinds of work of which too few nodes differed to tell the numbers apart, so that they hold for similar runs."""
+    """Kinds of work whose numbers are partly assumed: no nodes were measured, or they were too few or too alike."""
 
 
 KINDS = ("generate", "forward", "update", "publish", "refit", "score", "advantage")
@@ -123,13 +123,13 @@ def typical(hardware: str, *, on_gpus: bool) -> Calibration:
 
 
 def scaled(calibration: Calibration, predicted_s: float, step_s: float, description: str) -> Calibration:
-    """Return a calibration with which everything takes `step_s` / `predicted_s` times as long. It has no scatter: one
-    step time tells nothing about the stages' shares, which stay as they were. Raises ConfigError if an efficiency would
-    be above 1 or below `LEAST_EFFICIENCY`.
+    """Return a calibration with which everything takes `step_s` / `predicted_s` times as long. It has no scatter,
+    because nothing was measured in single stages. Their shares of the step stay as they were. Raises ConfigError if an
+    efficiency would be above 1 or below `LEAST_EFFICIENCY`.
 
     Args:
         predicted_s: seconds of a step by `calibration`.
-        step_s: seconds that it is to take.
+        step_s: seconds that the step is to take.
     """
     speeds_now: list[StageSpeed] = [getattr(calibration, kind) for kind in KINDS]
     shares = [*(speed.efficiency for speed in speeds_now), calibration.link_efficiency]

@@ -6,9 +6,9 @@
                                                │
        roofline seconds ─ efficiencies, calls, fixed costs ─► Costs.parts, Costs.seconds
 
-`Costs.seconds` are the seconds that a worker, or a gang, is busy with a node; when it starts, the graph and dispatch
-decide (`simulate`). docs/planning.md has the equations with their sources, and what is not modelled. Pure: seconds and
-bytes are floats, and nothing is read.
+`Costs.seconds` returns the seconds that a worker, or a gang, is busy with a node. The graph and dispatch decide when
+the node starts (`simulate`). docs/planning.md has the equations with their sources, and lists what is not modelled.
+Pure: seconds and bytes are floats, and no file is read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONTEXT, PREFILL, COPIES, ENGINE_LINKS = "keys and values read", "prefill", "cop
 CALLS, FIXED = "calls", "store and commit"
 """Parts that no roofline explains: fixed costs of calls and of nodes."""
 _CORE_FLOPS = 128e9
-"""Float32 rate of a core of a node with GPUs, on which reward models run: conf/hardware/cpu.yaml."""
+"""Float32 FLOP/s of one core of a node with GPUs, from conf/hardware/cpu.yaml. Reward models run on such cores."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,15 @@ class Costs:
     """Mean length of a prompt."""
     gangs: Mapping[str, Gang]
     models: Mapping[str, GangSpeed]
-    """Ranks of each gang that holds models, by its name."""
+    """Models and peaks of each gang that holds models, by the gang's name."""
     engine: DecodeSpeed
     trunk_stages: frozenset[str]
-    """Stages that compute the frozen blocks of rows that no stage before them has computed on the same gang."""
+    """Stages that compute the frozen blocks of their rows. Other stages reuse what an earlier one of the gang has
+    computed."""
 
     def seconds(self, node: Node, lengths: Sequence[int]) -> float:
-        """Return the seconds that the node's gang, or one replica, is busy with the node. A shard has the replica for
-        itself: how several share it, `engine_queue` tells.
+        """Return the seconds that the node's gang, or one replica, is busy with the node. A shard is assumed to
+        have the replica for itself; `engine_queue` is for shards that share it.
 
         Args:
             lengths: tokens of the responses that the node works on: those of its shard, or of the whole step for
@@ -75,7 +76,7 @@ class Costs:
         return self.calibration.overhead_s
 
     def engine_queue(self) -> RowQueue[Any]:
-        """Return a replica without rows."""
+        """Return the queue of a replica, without rows."""
         speed = self.calibration.generate
         rates = PassRates(speed.efficiency, self.calibration.link_efficiency, speed.call_s)
         return RowQueue(self.engine, self.prompt_tokens, rates)
@@ -89,7 +90,7 @@ class Costs:
         return self.calibration.generate.node_s + self.calibration.turnaround_s
 
     def refit_s(self) -> float:
-        """Return the seconds in which a replica loads new weights. They come before its first shard with a version."""
+        """Return the seconds in which a replica loads new weights, before its first shard of another version."""
         return math.fsum(self._timed(self.refit_work(), self.calibration.refit).values())
 
     def refit_work(self) -> Work:
@@ -106,7 +107,7 @@ class Costs:
         return math.fsum(self._timed(work, self.speed_of(stage)).values())
 
     def _timed(self, work: Work, speed: StageSpeed) -> dict[str, float]:
-        """Return work's parts in seconds of this machine."""
+        """Return the calibrated seconds of some work by part, with those of calls and of the node."""
         found = {name: seconds / speed.efficiency for name, seconds in work.parts.items()}
         found |= {name: seconds / self.calibration.link_efficiency for name, seconds in work.links.items()}
         found |= {CALLS: work.calls * speed.call_s, FIXED: speed.node_s}
@@ -115,7 +116,7 @@ class Costs:
     # ---- work, at the hardware's peaks ---------------------------------------------------------------------------
 
     def work(self, node: Node, lengths: Sequence[int]) -> Work:
-        """Return the work of a node. A shard has its replica for itself."""
+        """Return the work of a node. A shard is assumed to have its replica for itself."""
         stage, config = node.stage, self.run.config
         gang = self.gang_of(stage)
         if stage in ("generate", "evaluate"):
@@ -149,7 +150,7 @@ class Costs:
         return next(gang for gang in self.gangs.values() if role in gang.roles)
 
     def _scoring(self, gang: Gang, rows: Rows) -> Work:
-        """Return the work of scoring: rows, and the reward models' forward passes on the worker's cores."""
+        """Return the work of scoring: one call per row, and the reward models' forward passes on the worker's cores."""
         operations = 0.0
         for scorer in self.run.scorers:
             spec = scorer.model.spec
@@ -162,7 +163,8 @@ class Costs:
         return Work({ARITHMETIC: operations / rate}, {}, rows.count)
 
     def _publication(self, gang: Gang) -> Work:
-        """Return the work of writing the trained weights to the board, and of sending it the parts on other nodes."""
+        """Return the work of writing the trained weights to the board, and of sending the parts that ranks on other
+        nodes hold."""
         layout, num_bytes = self.run.config.placement.gangs[gang.name].layout, self._published_bytes()
         # a stage's ranks, of all data-parallel copies, come before those of the next stage
         per_stage, here = gang.workers // layout.pipeline, self.cluster.gpus_per_node or gang.workers
@@ -183,7 +185,7 @@ class Costs:
 
 
 def decoding_work(found: Decoded) -> Work:
-    """Return decoding as work of a node."""
+    """Return the work of a node that decodes."""
     parts = {
         WEIGHTS: found.weights,
         CONTEXT: found.context,
@@ -200,7 +202,7 @@ def costs_of(
 
     Args:
         run: the config with the architectures of its models (`pipeline.config.memory.planned_run`).
-        prompt_tokens: mean length of a prompt; None: the calibration's, or the longest (`prompts.max_tokens`).
+        prompt_tokens: mean length of a prompt; None: the calibration's, or `prompts.max_tokens` if it has none.
     """
     config = run.config
     prompt = prompt_tokens or calibration.prompt_tokens or float(config.prompts.max_tokens)
@@ -257,7 +259,8 @@ def _engine_speed(run: PlannedRun, cluster: HardwareCluster, calibration: Calibr
 
 
 def _trunk_stages(run: PlannedRun, gangs: Mapping[str, Gang]) -> frozenset[str]:
-    """Return the first stage of each gang, in the graph's order, that needs the frozen blocks of a shard's rows."""
+    """Return the stages that compute the frozen blocks. These are the first stage of each gang that needs them for a
+    shard's rows, in the graph's order, and the stages of held-out rows and canaries."""
     if not run.config.model.frozen_blocks:
         return frozenset()
     found = {"evaluate_reference", "canary_logprob"}  # rows that no other stage of the gang has seen

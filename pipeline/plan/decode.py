@@ -1,25 +1,26 @@
 """Seconds of decoding, with rows that join and leave the batch in flight: a fluid simulation on a clock of passes.
 
-In a pass every row of the batch gains a token (`tokens_per_pass` with speculation). The engine's memory limits a pass,
-or its arithmetic:
+In a pass every row of the batch gains a token (`tokens_per_pass` with speculation). A pass is limited by the engine's
+memory bandwidth or by its arithmetic:
 
     pass = max(weights + context * context_s,  rows * token_s) / efficiency  +  collectives  +  call_s
 
     weights      all weights are read once, however many rows there are: few rows cost nearly as much as many
-    context_s    keys and values of one token, of all tokens before this one in all rows
+    context_s    the keys and values of one token are read; `context` counts the tokens so far of all rows
     token_s      2 operations per weight, and attention to the row's own context
 
 The prefill of a prompt computes the output layer once, for its last token.
 
-Rows are admitted in their order while `max_rows` and the memory of keys and values allow it. Between two rows that end
-the batch is the same and the context grows linearly, so the time of that interval has a closed form: its passes times
-the cost of the middle one. The heap holds the pass at which each row in flight will end.
+Rows are admitted in order of arrival while `max_rows` and the memory of keys and values allow it. From the end of one
+row to the end of the next the batch stays the same and the context grows linearly. So the time of this interval has a
+closed form: the number of its passes times the cost of the middle pass. The heap holds the pass at which each row in
+flight will end.
 
 **Tensor parallelism** divides weights, keys and values, and arithmetic; each block all-reduces its output twice.
-**Pipeline parallelism** with g groups of rows in p stages: a group's pass visits all stages, and max(p, g) of the
-stages' times go by until its next token. Weights are read once for each group.
+**Pipeline parallelism** with g groups of rows in p stages: a group's pass visits all stages, and the group's next token
+comes after max(p, g) stage times. Weights are read once for each group.
 
-The rows of all shards of a replica are one queue (`RowQueue`): a shard that comes later waits where the batch is full.
+The rows of all shards of a replica are one queue (`RowQueue`): the rows of a later shard wait while the batch is full.
 
 Not modelled: prefill that is cut into chunks (it delays the rows in flight for its whole time here), keys and values
 shared by rows of one prompt, preemption, rows that migrate, the drafts of speculation and its rejected tokens, the
@@ -41,7 +42,7 @@ from stages.models.flops import matrix_numbers
 from stages.models.spec import ModelSpec
 
 Shard = TypeVar("Shard", bound=Hashable)
-"""What a queue's user names a shard by."""
+"""Type of the names that a queue's user gives to shards."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,11 @@ class DecodeSpeed:
     context_s: float
     """Seconds to read the keys and values of one token of context."""
     token_s: float
-    """Arithmetic of one token, without attention."""
+    """Seconds of arithmetic for one token, without attention."""
     attention_s: float
-    """Arithmetic of one token's attention to one token of context."""
+    """Seconds of arithmetic for one token's attention to one token of context."""
     output_s: float = 0.0
-    """Arithmetic of the output layer for one token, which is a part of `token_s`."""
+    """Seconds of arithmetic in the output layer for one token. `token_s` contains them."""
     reduces: int = 0
     """All-reduces in a pass."""
     ranks: int = 1
@@ -152,7 +153,7 @@ def decode_speed(
         flops: peak rate of one rank, in FLOP/s.
         bytes_per_s: peak memory bandwidth of one rank.
         number_bytes: bytes of a weight, a key or a value.
-        tensor, pipeline: ranks; pipeline: stages.
+        tensor, pipeline: tensor-parallel ranks, and pipeline stages.
         groups: groups of rows that are in the pipeline's stages at once.
         kv_bytes: memory of keys and values of all ranks together. Each has an equal part.
         link: the link between the ranks.
@@ -160,7 +161,7 @@ def decode_speed(
     blocks, output = spec.num_layers * matrix_numbers(spec), spec.vocab_size * spec.hidden_size
     rounds = max(pipeline, groups)  # stage times until a group's next token
     ranks = tensor * pipeline
-    # a head is never divided: with more ranks than key-value heads, several ranks hold and read the same
+    # a head is never divided: with more ranks than key-value heads, several ranks hold and read the same head
     kept = 2 * spec.num_layers * spec.head_dim * max(spec.num_kv_heads / tensor, 1.0) * number_bytes
     per_row = rounds / groups * 2 / ranks / flops  # seconds for each weight that a token is multiplied with
     return DecodeSpeed(
@@ -183,13 +184,13 @@ def decode_speed(
 
 @dataclass(frozen=True)
 class PassRates:
-    """The speed of an engine's passes, as it was calibrated."""
+    """Calibrated speed of an engine's passes."""
 
     efficiency: float = 1.0
     """Share of the hardware's peaks."""
     link_efficiency: float = 1.0
     call_s: float = 0.0
-    """Seconds of a pass besides."""
+    """Additional seconds of each pass."""
 
     def seconds(self, work: Decoded) -> float:
         return work.roofline / self.efficiency + work.links / self.link_efficiency + work.passes * self.call_s
@@ -198,17 +199,17 @@ class PassRates:
 class RowQueue(Generic[Shard]):
     """Owns the rows of one replica, in flight and waiting, on a clock of seconds.
 
-    Rows of all shards form one queue: they are admitted in the order of their shards, and a shard has ended when its
-    last row has. Time only moves forward.
+    Rows of all shards form one queue: they are admitted in the order of their shards, and a shard ends with its last
+    row. Time only moves forward.
     """
 
     def __init__(self, speed: DecodeSpeed, prompt: float, rates: PassRates | None = None) -> None:
         """`prompt`: tokens of a prompt."""
         self._speed, self._prompt, self._rates = speed, prompt, rates or PassRates()
         self._now = self._before = 0.0
-        """`_before`: seconds until the passes go on, of prefills and new weights."""
+        """`_before`: seconds of prefills and weight loading until the passes go on."""
         self._clock = self._context = self._reserved = 0.0
-        """Passes so far; tokens of all rows in flight, now and at their ends."""
+        """`_clock`: passes so far; `_context`, `_reserved`: tokens of all rows in flight, now and at their ends."""
         self._waiting: deque[tuple[int, Shard]] = deque()
         self._flight: list[tuple[float, int, int, Shard]] = []
         """A heap of (pass at which the row ends, its number, its length, its shard)."""
@@ -231,7 +232,7 @@ class RowQueue(Generic[Shard]):
         self._before += seconds
 
     def drop(self, shard: Shard, now: float) -> Decoded:
-        """Remove a shard that has not ended. Return the engine's work from its start to the end it would have had."""
+        """Remove a shard that has not ended. Return the engine's work from the shard's start to its predicted end."""
         self._advance(now)
         ahead = self._copy()
         while shard in ahead._left:
@@ -249,7 +250,7 @@ class RowQueue(Generic[Shard]):
         return next(work for of, work in ahead._ended if of == shard)
 
     def next_end(self) -> float | None:
-        """Return the time at which the next shard ends if none is added; None if there is none."""
+        """Return the time at which the next shard ends if none is added; None if the queue is empty."""
         if self._ended:
             return self._now
         if not self._left:
@@ -335,7 +336,7 @@ class RowQueue(Generic[Shard]):
     def _retire(self) -> bool:
         """Remove the rows that have ended. Return True if one was the last of its shard."""
         found = False
-        # the first in the heap ends now; its clock may differ by rounding
+        # the first row of the heap ends now; the clock may differ from its end by rounding
         self._clock = self._flight[0][0]
         while self._flight and self._flight[0][0] <= self._clock:
             _, _, length, shard = heapq.heappop(self._flight)
@@ -350,8 +351,8 @@ class RowQueue(Generic[Shard]):
 
 
 def decode(speed: DecodeSpeed, prompt: float, lengths: Sequence[int]) -> Decoded:
-    """Return what it takes a replica that has no other rows to decode responses of these lengths to prompts of
-    `prompt` tokens."""
+    """Return the work of decoding responses of these lengths to prompts of `prompt` tokens, on a replica that has no
+    other rows."""
     if not lengths:
         return Decoded()
     queue = RowQueue[None](speed, prompt)

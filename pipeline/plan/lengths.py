@@ -1,8 +1,8 @@
-"""Lengths of responses, in tokens, for runs that have not happened: fixed, lognormal with a cut, or drawn from those of
-a run that has. Pure: a length is a function of the seed, the step, the shard and the row.
+"""Lengths of responses, in tokens, for planned runs: fixed, lognormal up to a maximum, or drawn from those of a past
+run. Pure: a length is a function of the seed, the step, the shard and the row.
 
 The distribution matters as much as its mean. A batch decodes until its longest row ends, so a long tail keeps an engine
-busy with few rows, which costs nearly as much a pass as many (`decode`).
+busy with few rows, and a pass with few rows costs nearly as much as one with many (`decode`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class EmpiricalLengths:
 
 
 def _generator(seed: int, step: int, shard: int) -> random.Random:
-    """Return the generator of a shard: one for each (seed, step, shard)."""
+    """Return the random generator of a shard. Its draws depend on the seed, the step and the shard alone."""
     return random.Random((seed * 1_000_003 + step) * 1_000_003 + shard)
 
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pipeline.config.hardware import HardwareCluster
 
 LAUNCH_S = 6.6e-6
-"""Seconds of a collective before its first hop: NCCL, src/graph/tuning.cc, baseLat, ring, LL."""
+"""Seconds of a collective before its first hop (NCCL, src/graph/tuning.cc: baseLat, ring, LL)."""
 _PCIE_LATENCY_S = 1.0e-6
-"""Seconds of a hop over PCIe: the same file, hwLat, PCI, ring, LL."""
+"""Seconds of a hop over PCIe (the same file: hwLat, PCI, ring, LL)."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Link:
 
 
 def link_of(cluster: HardwareCluster, ranks: int, stride: int = 1) -> Link:
-    """Return the link of a group of `ranks` workers, of which each is `stride` places after the one before it. Workers
-    fill the nodes in order."""
+    """Return the link of a group of `ranks` workers whose indices are `stride` apart. Workers fill the nodes in
+    order."""
     hardware, extent = cluster.hardware, (ranks - 1) * stride + 1
     if not hardware.gpus_per_node:
         return Link(hardware.link_latency_s, hardware.links * hardware.link_bytes_per_s)

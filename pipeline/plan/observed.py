@@ -4,8 +4,8 @@
     store ────► lengths of the responses ────┼─► Observed, one for each node
     graph ────► nodes and their parents ─────┘
 
-The first node of each stage on a worker is left out: it compiles, allocates and fills caches. So are nodes of workers
-that were lost, and the work that was repeated after a loss.
+The first node of each stage on a worker is left out: it compiles, allocates and fills caches. Of several attempts
+at a node, as after the loss of a worker, only the last one is used.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Observed:
     node: Node
     seconds: float
     lengths: Sequence[int]
-    """Tokens of the responses that it worked on."""
+    """Tokens of the responses that the node worked on."""
     worker: str = ""
     start_s: float = 0.0
-    """Time at which it began."""
+    """Time at which the node began, after its engine had loaded new weights."""
     store_s: float = 0.0
     """Part of `seconds` on store and ledger; 0: not measured."""
 
@@ -52,20 +52,22 @@ class ObservedRun:
     run: PlannedRun
     nodes: Sequence[Observed]
     waits: Sequence[float]
-    """Seconds from the end of a node's last parent to its start, of nodes whose worker was idle before."""
+    """Seconds from the end of a node's last parent to the node's start, for nodes whose worker was idle at that end."""
     refits: Sequence[float]
-    """Seconds in which an engine loaded a version, as its next shard's commit tells. They are in no node's seconds."""
+    """Seconds in which an engine loaded a version, from the commit of its next shard. No node's `seconds` include
+    them."""
     steps: int
     """Steps that have ended."""
     prompt_tokens: float
     """Mean length of a prompt."""
     tokens_per_pass: float
     gpu: str
-    """Name of its GPUs as the driver reports it; empty on CPUs."""
+    """Name of the run's GPUs as the driver reports it; empty on CPUs."""
     processor: str
-    """Instructions of its processor."""
+    """Vector instruction sets of its processor."""
     turnarounds: Sequence[float] = ()
-    """Seconds from the end of a node to the start of the next on its worker, where that one was ready before."""
+    """Seconds from the end of a node to the start of the next node on its worker, if the next one's parents had ended
+    before."""
 
     @property
     def lengths(self) -> list[int]:
@@ -76,7 +78,8 @@ class ObservedRun:
 def observe(
     name: str, run: PlannedRun, history: History, events: Iterable[Event], identity: Identity | None
 ) -> ObservedRun:
-    """Return what a run's directory tells about its nodes. Raises StoreError if rows cannot be read."""
+    """Return the nodes that a run executed, from its history and its journal's events. Raises StoreError if rows cannot
+    be read."""
     found = [box for box in boxes(events) if box.rank == 0]
     last = {box.address: box for box in found}  # of several attempts the last one was committed
     nodes = {node.address: node for node in run_nodes(history.spec)}
@@ -110,7 +113,7 @@ def observe(
 
 
 def _warm(found: Sequence[Box], last: Mapping[Address, Box], nodes: Mapping[Address, Node]) -> list[Box]:
-    """Return the boxes to measure: each committed node's, without the first of each stage on a worker."""
+    """Return the boxes to measure: the last box of each node, without the first box of each stage on a worker."""
     seen: set[tuple[str, str]] = set()
     kept = []
     for box in found:
@@ -122,7 +125,8 @@ def _warm(found: Sequence[Box], last: Mapping[Address, Box], nodes: Mapping[Addr
 
 
 def _rows(history: History, nodes: Iterable[Node]) -> tuple[dict[Address, list[int]], float]:
-    """Return the lengths of the responses of each generated shard whose rows are stored, and the mean prompt."""
+    """Return the lengths of the responses of each shard whose rows are stored, generated or evaluated, and the mean
+    length of their prompts."""
     lengths, prompts, dropped = dict[Address, list[int]](), list[int](), history.store.dropped_before()
     for node in nodes:
         if node.stage == "evaluate" or (node.stage == "generate" and node.address.step >= dropped):
@@ -150,8 +154,8 @@ def _lengths_of(node: Node, history: History, lengths: Mapping[Address, list[int
 
 
 def _waits(kept: Iterable[Box], found: Sequence[Box], nodes: Mapping[Address, Node]) -> list[float]:
-    """Return the seconds between the end of a node's last parent and its start, where its worker had ended its last
-    node before."""
+    """Return the seconds from the end of a node's last parent to the node's start, for each node whose worker had ended
+    its earlier nodes by then."""
     ends = {box.address: box.end_s for box in found}
     by_worker: dict[str, list[Box]] = {}
     for box in found:
@@ -167,8 +171,8 @@ def _waits(kept: Iterable[Box], found: Sequence[Box], nodes: Mapping[Address, No
 
 
 def _turnarounds(found: Sequence[Box], nodes: Mapping[Address, Node]) -> list[float]:
-    """Return the seconds between two nodes of a worker, where the later one's parents had ended before. Engines run
-    several nodes at once and are left out."""
+    """Return the seconds between consecutive nodes of a worker, if the parents of the later node had ended before the
+    earlier node. Engines run several nodes at once and are left out."""
     ends = {box.address: box.end_s for box in found}
     last: dict[str, Box] = {}
     gaps = []
@@ -183,7 +187,7 @@ def _turnarounds(found: Sequence[Box], nodes: Mapping[Address, Node]) -> list[fl
 
 
 def _engine_commits(history: History) -> Iterator[Commit]:
-    """Yield the commits of what engines generated."""
+    """Yield the commits of all generated shards, evaluations included."""
     for stage in ("generate", "evaluate"):
         yield from history.ledger.list(stage)
 
@@ -198,6 +202,6 @@ def _tokens_per_pass(run: PlannedRun, history: History) -> float:
 
 
 def _item(identity: Identity | None, name: str) -> str:
-    """Return an item of the first gang's numerics that has it; empty if there is none."""
+    """Return the item `name` from the numerics of the first gang that has it, or an empty text."""
     gangs = identity.numerics if identity is not None else ()
     return next((gang.items[name] for gang in gangs if name in gang.items), "")

@@ -1,6 +1,6 @@
 """Search for the fastest ways to place a run on devices.
 
-    forms       gangs of roles: engine | trainer;  engine | policy + reference | critic;  both in turns on all devices
+    forms       gangs of roles: engine | trainer;  engine | policy + reference | critic;  engine and trainer in turns
       └ gangs   for each number of devices: layouts, micro-batches, engines' ranks, rows, slots
                   ── what does not fit in memory is left out ── what is slower in every stage than another is left out
           └ combinations of gangs, shards and staleness, each with a lower bound of its step time
@@ -9,11 +9,11 @@
 Lower bounds of the mean step time, each of which holds for every schedule:
 
     work     a gang runs the nodes of a step one after the other; replicas of a pool share them at best evenly.
-             Gangs that share devices add up.
+             The work of gangs that share devices adds up.
     latency  publish[v] -> generate[v + eta] -> ... -> publish[v + eta + 1] is a chain of eta + 1 steps
 
-So the result is the best of the space whenever the search ends because of the bounds (`Found.exact`). The lengths of
-one step are drawn, and every step has them: a plan is not better because of luckier draws. No I/O, no clock.
+So the result is the best of the space whenever the search ends because of the bounds (`Found.exact`). Lengths are drawn
+for one step, and every step has the same ones, so no plan is better because of luckier draws. No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -48,28 +48,29 @@ DEVICES = "--devices"
 STEPS = 12
 """Steps that are simulated."""
 _EXACT_SHARDS, _SAMPLED = 16, 4
-"""Most shards of which each counts in the bounds; and those that stand for the others if there are more."""
+"""Most shards for which the bounds use each shard; and the number of shards that represent all if there are more."""
 _MOST_COMBINATIONS = 20_000
-"""Combinations of a form's gangs above which only the option with the least work counts for each number of devices."""
+"""Most combinations of the options of a form's gangs. If there are more, each gang keeps only the option with the least
+work for each number of devices."""
 _FILLED = 0.95
-"""Share of a GPU's free memory that an engine's cache is given at most."""
+"""Largest share of a GPU's free memory that an engine's cache gets."""
 _RECOMPUTES = (
     LayoutConfig(),
     LayoutConfig(recompute="selective", recompute_modules=["mlp"]),
     LayoutConfig(recompute="full"),
 )
-"""From the fastest to the one that saves the most memory."""
+"""Ways to recompute activations, from the fastest to the one that saves the most memory."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """Which roles share a gang."""
+    """A division of the roles into gangs."""
 
     name: str
     gangs: Mapping[str, frozenset[Role]]
     """Gangs that hold models, by name."""
     in_turns: bool = False
-    """True if they and the engine take turns on the same devices."""
+    """True if these gangs and the engine take turns on the same devices."""
 
 
 @dataclass(frozen=True)
@@ -89,21 +90,21 @@ class Option:
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to place a run, and what came of playing it."""
+    """A way to place a run, and the result of its simulation."""
 
     form: str
     config: RunConfig
     devices: int
     """Devices that it uses."""
     bounds: Mapping[str, float]
-    """Lower bounds of the step time by what limits it."""
+    """Lower bounds of the step time, by the name of a gang, or `latency` for the chain of a step's nodes."""
     played: Played
     value: float
     """Value of the objective; less is better."""
 
     @property
     def limit(self) -> str:
-        """The part of the run that sets the step time."""
+        """Name of the largest bound, which limits the step time."""
         return max(self.bounds, key=lambda name: self.bounds[name])
 
 
@@ -129,21 +130,21 @@ class Found:
     plans: Sequence[Plan]
     """The best plan of each form (`Form`) and staleness bound. The best of all comes first."""
     considered: int
-    """Combinations within the memory of the devices."""
+    """Number of combinations that fit in the memory of the devices."""
     simulated: int
     exact: bool
     """True if no other combination of the space can be better than the first plan."""
     refused: Mapping[str, int] = field(default_factory=dict)
-    """Combinations that the checks of a config refused, by the reason."""
+    """Number of combinations that the checks of a config refused, by the reason."""
 
     def best(self, *, synchronous: bool) -> Plan | None:
-        """Return the best plan with a staleness bound of 0, or above 0."""
+        """Return the best plan with a staleness bound of 0 if `synchronous`, else above 0; None if there is none."""
         return next((plan for plan in self.plans if (plan.config.staleness == 0) == synchronous), None)
 
 
 @dataclass(frozen=True)
 class SameLengths:
-    """The lengths of one step's rows, which every step has. Shards of any number divide the same rows."""
+    """The same response lengths in every step, divided among the shards however many there are."""
 
     tokens: Sequence[int]
 
@@ -184,8 +185,8 @@ class Space:
 def space_of(
     run: PlannedRun, cluster: HardwareCluster, calibration: Calibration, lengths: Lengths, devices: int
 ) -> Space:
-    """Return the space around a config: its staleness bound, and 0, 1 and 2; its shards, half of them, and twice
-    as many."""
+    """Return the space around a config: its staleness bound and 0, 1 and 2; its number of shards, half and twice that
+    number. Numbers that would divide a prompt's responses between shards are left out."""
     config = run.config
     rows = config.rollout.rows
     shards = {config.rollout.shards * 2**power // 2 for power in range(3)}
@@ -215,8 +216,8 @@ def forms(config: RunConfig) -> list[Form]:
 
 
 def device_counts(devices: int, per_node: int) -> list[int]:
-    """Return the numbers of devices that a gang may have. On one node any number; on several whole nodes: 1, 2, 3, 4,
-    6, 8, 12, ... (powers of two, and three times those). The numbers of fewer devices are among those of more."""
+    """Return the numbers of devices that a gang may have. On one node any number is possible. On several nodes a gang
+    has 1, 2, 3, 4, 6, 8, 12, ... whole nodes: a power of two, or three times one."""
     if devices <= per_node:
         return [*range(1, devices + 1)]
     nodes = devices // per_node
@@ -228,7 +229,8 @@ def device_counts(devices: int, per_node: int) -> list[int]:
 
 
 class Options:
-    """Owns the options of gangs that were found so far, and what fits in memory, which no number of shards changes."""
+    """Owns the options of gangs that were found so far, and the results of memory checks, which do not depend on the
+    number of shards."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
@@ -238,8 +240,8 @@ class Options:
         """Bytes on a GPU of an engine without a cache, by its ranks."""
 
     def trainer(self, form: Form, gang: str, shards: int, devices: int) -> list[Option]:
-        """Return the options of a gang of models on a number of devices that fit in memory, without those that another
-        one beats in every stage. (Of gangs that take turns, memory decides how long a hand-over takes: all stay.)"""
+        """Return the options of a gang of models on a number of devices that fit in memory. Options that `pareto` drops
+        are left out, but not for gangs that take turns: their hand-overs may be faster with less memory."""
         key = form.gangs[gang], shards, devices, form.in_turns
         if key not in self._known:
             found = [*self._trainers(form, gang, shards, devices)]
@@ -284,7 +286,7 @@ class Options:
                 sizes = [(n, devices // n) for n in range(1, devices + 1) if devices % n == 0]
             for (workers, threads), slots in itertools.product(sizes, (1, 2, 4)):
                 if slots > max(1, math.ceil(shards / workers)):
-                    continue  # they would stay empty
+                    continue  # some slots would stay empty
                 settings = replace(given, workers=workers, threads=threads, concurrent_shards=slots)
                 for max_rows in sorted({min(config.engine.max_rows, rows * slots), rows * slots}):
                     budget = self._cache_mb(form, settings, ranks, max_rows) if on_gpus else config.engine.kv_budget_mb
@@ -295,8 +297,8 @@ class Options:
                         yield _option(space, run, GENERATE, devices, settings, changes)
 
     def _cache_mb(self, form: Form, settings: GangConfig, ranks: int, max_rows: int) -> int:
-        """Return the megabytes of keys and values that fit beside an engine's weights, at most those that its rows can
-        fill; 0 if none fit that hold a row."""
+        """Return the megabytes of keys and values that fit beside an engine's weights; 0 if not even one row fits. An
+        engine that does not reserve its cache gets at most what its rows can fill."""
         space = self._space
         chosen = {GENERATE: (settings, _engine_changes(ranks, max_rows, 1))}
         config = assembled(space, form, chosen, space.shards[0], 0)
@@ -321,7 +323,7 @@ def _engine_changes(ranks: int, max_rows: int, kv_budget_mb: int) -> dict[str, A
 
 
 def _layouts(space: Space, roles: frozenset[Role], shards: int, devices: int) -> Iterator[GangConfig]:
-    """Yield the settings of a gang of models: without GPUs its threads, else the layouts of its ranks."""
+    """Yield the settings of a gang of models to try: each possible layout on GPUs, or one worker without GPUs."""
     config = space.base
     given = _given(space, roles)
     if not space.run.on_gpus:
@@ -348,7 +350,8 @@ def _layouts(space: Space, roles: frozenset[Role], shards: int, devices: int) ->
 
 
 def _given(space: Space, roles: frozenset[Role]) -> GangConfig:
-    """Return the config's own settings of the gang that has the first of these roles, as far as they suit any gang."""
+    """Return the threads of the config's own gang with the first of these roles, and its offload for a gang of policy
+    and critic. Its other settings may not suit another gang, so they are defaults."""
     placement = space.base.placement
     first = next(role for role in (Role.GENERATE, Role.POLICY, Role.CRITIC) if role in roles)
     given = placement.gangs[placement.roles[first]]
@@ -357,7 +360,7 @@ def _given(space: Space, roles: frozenset[Role]) -> GangConfig:
 
 
 def _micro_batches(space: Space) -> list[int | None]:
-    """Return the sizes of micro-batches to try, in tokens; None: as they are given."""
+    """Return the sizes of micro-batches to try, in tokens; None: the config's own size."""
     model = space.base.model
     if model.policy.micro_batch_rows or model.critic.micro_batch_rows or not space.run.on_gpus:
         return [None]
@@ -366,8 +369,8 @@ def _micro_batches(space: Space) -> list[int | None]:
 
 
 def _fits(space: Space, run: PlannedRun, name: str) -> bool:
-    """Return True if the ranks of a gang fit in their GPUs, as far as one gang can tell. Without GPUs only the whole
-    config is checked."""
+    """Return True if the ranks of a gang fit in their GPUs when they run alone. Always True without GPUs, where only
+    whole configs are checked."""
     if not run.on_gpus:
         return True
     (gang,) = (gang for gang in run.config.gangs() if gang.name == name)
@@ -398,7 +401,7 @@ def _option(
             continue
         busy += stands_for * alone / (1 if gang.ordered else gang.workers)
         overheads += stands_for * costs.overhead(node) if gang.ordered and gang.workers > 1 else 0.0
-    if together:  # as if one queue had all rows at once, and no shard waited for its store
+    if together:  # the bound assumes that one queue has all rows at once, and that no shard waits for its store
         stands_for, of_rows = config.rollout.shards / sampled, decode(costs.engine, costs.prompt_tokens, together)
         busy += stands_for * costs.decoding_s(of_rows) / gang.workers
     by_stage = {stage: tuple(values) for stage, values in seconds.items()}
@@ -414,9 +417,9 @@ def _lengths_of(space: Space, config: RunConfig, node: Node) -> Sequence[int]:
 
 
 def pareto(options: Sequence[Option]) -> list[Option]:
-    """Return the options that no other one of as many workers and slots equals or beats in every stage and in the work
-    of a step. Shards that share an engine queue for its places: fewer places may let the first one end earlier, so
-    only engines of as many places are compared."""
+    """Return the options without those that are at least as slow as another one in every stage and in the work of a
+    step. Only options with as many workers and slots are compared. Engines with several slots must also have the same
+    `max_rows`, because with a smaller batch the first of several shards may end earlier."""
 
     def numbers(option: Option) -> list[float]:
         return [option.busy_s, *itertools.chain.from_iterable(option.seconds[s] for s in sorted(option.seconds))]
@@ -472,7 +475,8 @@ def assembled(
 
 
 def _scorers(space: Space, chosen: Mapping[str, tuple[GangConfig, Mapping[str, Any]]]) -> GangConfig:
-    """Return the settings of the scoring gang: the config's own, on several nodes a worker beside each engine node."""
+    """Return the settings of the scoring gang: the config's own, or defaults if that gang has roles besides scores and
+    advantages. On several nodes a worker runs beside each engine node."""
     placement = space.base.placement
     roles = {role for role, gang in placement.roles.items() if gang == placement.roles[Role.SCORE]}
     given = placement.gangs[placement.roles[Role.SCORE]] if roles <= {Role.SCORE, Role.ADVANTAGE} else GangConfig()
@@ -484,7 +488,7 @@ def _scorers(space: Space, chosen: Mapping[str, tuple[GangConfig, Mapping[str, A
 
 
 def _on_nodes(space: Space, config: RunConfig, form: Form) -> RunConfig:
-    """Return the config with the nodes of its gangs. On one node the driver starts the workers."""
+    """Return the config with the number of nodes of each gang. On one node the driver starts the workers."""
     if space.cluster.nodes == 1:
         return replace(config, cluster=replace(config.cluster, kind="local"), slurm=replace(config.slurm, gangs={}))
     per_node = space.cluster.gpus_per_node
@@ -530,8 +534,8 @@ class Combination:
 
 
 def combinations(space: Space) -> tuple[list[Combination], bool]:
-    """Return the combinations of the space that fit in the devices' memory, as far as single gangs tell; and True if
-    these are all, with exact bounds.
+    """Return the combinations of the space whose gangs each fit in the devices' memory; and True if no combination was
+    left out and all bounds are exact.
 
     Raises:
         ConfigError: the models or the engine fit on no number of these devices.
@@ -578,13 +582,13 @@ def _least_work(options: Sequence[Option]) -> list[Option]:
 
 
 def _scoring(space: Space, form: Form, shards: int) -> Option:
-    """Return the seconds of the scoring gang, which has no devices to choose."""
+    """Return the only option of the scoring gang, which uses none of the devices."""
     config = assembled(space, form, {}, shards, 0)
     return _option(space, replace(space.run, config=config), SCORE, 0, config.placement.gangs[SCORE], {})
 
 
 def _bounds(space: Space, form: Form, options: Sequence[Option], scoring: Option, staleness: int) -> dict[str, float]:
-    """Return lower bounds of the mean step time, by what sets them."""
+    """Return lower bounds of the mean step time, by the name of a gang or `latency`."""
     work = {option.gang: option.busy_s for option in options}
     if form.in_turns:
         work = {"devices in turns": sum(work.values())}
@@ -602,8 +606,7 @@ def _bounds(space: Space, form: Form, options: Sequence[Option], scoring: Option
 
 
 def _fits_nowhere(space: Space, nothing: set[str]) -> str:
-    """Return why no combination fits, and a number of devices, of whole nodes if it takes several, on which one
-    would."""
+    """Return why no combination fits, and a number of GPUs on which one would if it is at most 64 times as many."""
     given = f"no settings of {', '.join(sorted(nothing))} fit" if nothing else "the gangs together do not fit"
     if not space.run.on_gpus:
         return f"{given} on {space.devices} cores: more cores"
@@ -632,11 +635,12 @@ def _fits_nowhere(space: Space, nothing: set[str]) -> str:
 
 
 def search(space: Space, objective: Objective, refuse: Callable[[RunConfig], str | None], most: int = 60) -> Found:
-    """Return a plan of each form and staleness bound, the best that was played. The first is the best of all.
+    """Return the best simulated plan of each form and staleness bound. The best of all comes first.
 
     Args:
         refuse: returns why a run of a config would be refused, or None.
-        most: most combinations that are played with a staleness bound of 0, and with bounds above.
+        most: most combinations to simulate with a staleness bound of 0, and again with larger ones. Up to as many more
+            are simulated to find a plan for each form and bound.
 
     Raises:
         ConfigError: nothing fits, or the checks refuse everything.
@@ -670,7 +674,8 @@ def search(space: Space, objective: Objective, refuse: Callable[[RunConfig], str
 def _search(
     space: Space, objective: Objective, accepts: Callable[[Plan], bool], every: Sequence[Combination], most: int
 ) -> tuple[list[Plan], int, bool]:
-    """Return the accepted plans, the number of plays, and True if no other combination can be better than the best."""
+    """Return the accepted plans, the number of simulations, and True if no other combination can be better than the
+    best plan."""
     waiting = [
         (objective.value(one.bound_s, one.devices, 0.0), one.devices, number, one) for number, one in enumerate(every)
     ]
@@ -700,7 +705,7 @@ def _search(
 
 
 def played_plan(space: Space, objective: Objective, one: Combination) -> Plan:
-    """Play a combination and return its plan."""
+    """Simulate a combination and return its plan."""
     chosen = {option.gang: (option.settings, option.changes) for option in one.options}
     config = assembled(space, one.form, chosen, one.shards, one.staleness)
     costs = costs_of(replace(space.run, config=config), space.cluster, space.calibration)

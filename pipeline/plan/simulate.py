@@ -16,7 +16,7 @@ the replicas that run them are those of a run whose nodes take these seconds. Th
 - The rows of all shards of a replica are one queue (`decode.RowQueue`), and a shard's output is stored when its last
   row has ended. A shard of another version waits until they have ended (unless the engine updates in flight), and then
   the replica loads that version, which takes `Costs.refit_s`.
-- A hand-over of shared devices takes `hand_over_s` of both gangs.
+- A hand-over of shared devices takes the sum of both gangs' `hand_over_s`.
 - A worker that fails loses its nodes. It is back after `rebuild_s`; a trainer then also repeats its updates since the
   last checkpoint.
 
@@ -68,7 +68,8 @@ class NodeCosts(Protocol):
         ...
 
     def engine_queue(self) -> RowQueue[Any] | None:
-        """Return a replica without rows; None: shards of a replica do not slow one another, each takes `seconds`."""
+        """Return the queue of a replica, without rows. None: shards of a replica do not slow one another, and each
+        takes `seconds`."""
         ...
 
     def after_rows_s(self) -> float:
@@ -150,13 +151,14 @@ class Execution:
     gap: Gap
     """Why it did not start at the end of `cause`."""
     parents_left: int = 0
-    """Unfinished parents of a node that was handed out ahead of them."""
+    """Number of unfinished parents, if the node was submitted before they ended."""
     is_ready: bool = False
     """True once it may start as soon as its worker has room."""
     started_s: float = math.nan
     finished_s: float = math.nan
     stamp: int = 0
-    """Number of its valid end in the heap. Earlier ones are of a worker that was lost."""
+    """Number that its end event in the heap must have. The loss of its worker raises the number, which cancels older
+    events."""
 
 
 @dataclass(frozen=True)
@@ -194,8 +196,8 @@ class Played:
 
     @property
     def mean_s(self) -> float:
-        """Seconds of the run by step, which all of its work is a part of. With shared devices and staleness, steps come
-        in bursts: this is their throughput, and the median is not."""
+        """Seconds of the whole run divided by its number of steps. With shared devices and staleness several steps end
+        at about the same time, so this mean gives the throughput, and the median does not."""
         return self.wall_s / len(self.step_s)
 
     @property
@@ -240,7 +242,8 @@ class _Worker:
         self.busy_since = 0.0
         self.busy_s = 0.0
         self.stamp = 0
-        """Number of the valid end of rows in the heap. Earlier ones were superseded, since rows have come."""
+        """Number that a ROWS_ENDED event in the heap must have. Each new prediction raises it, which cancels older
+        events."""
         self.version: int | None = None
         """Version of the weights in its engine."""
 
@@ -265,7 +268,7 @@ class _Simulation:
         self._out: dict[Address, Execution] = {}
         """Attempts under way."""
         self._ahead: dict[Address, list[Execution]] = {}
-        """Attempts that were handed out ahead of a parent, by that parent."""
+        """Attempts that were submitted before a parent ended, by that parent."""
         self._cause: Execution | None = None
         """The execution whose end led to the event that is being handled."""
         self._gap = Gap.BOOKKEEPING
@@ -510,7 +513,7 @@ class _Simulation:
     # ---- Lengths and the result ----------------------------------------------------------------------------------
 
     def _lengths_of(self, node: Node) -> Sequence[int]:
-        """Return the response tokens of a node's rows. A publication has none, and a canary those of its shard."""
+        """Return the response tokens of a node's rows. A publication has none, and a canary has those of shard 0."""
         stage, step, shard = node.address.stage, node.address.step, node.address.shard
         if stage in _SHARDED:
             return self._shard(step, shard, self._scenario.rows_per_shard)
@@ -601,8 +604,8 @@ def scenario_of(
 
 
 def hand_over_s(run: PlannedRun, cluster: HardwareCluster) -> dict[str, float]:
-    """Return for each gang that shares devices the seconds of moving what it keeps from the GPUs to the host's memory,
-    or back. The worker with the most bytes per GPU decides. Empty without GPUs."""
+    """Return the seconds in which a gang moves its data from the GPUs to the host's memory or back, for each gang that
+    shares devices. The worker with the most bytes per GPU decides. Empty without GPUs."""
     sharing = {name for group in run.config.placement.device_sharing for name in group}
     if not run.on_gpus or not sharing:
         return {}
@@ -617,7 +620,7 @@ def hand_over_s(run: PlannedRun, cluster: HardwareCluster) -> dict[str, float]:
 
 
 def journal_events(executions: Iterable[Execution]) -> Iterator[Event]:
-    """Yield the events that the journal of such a run would have, so that the report's folds and timelines can read
+    """Yield the events that a run's journal would have after these executions, so that reports and timelines can read
     them. Times count from the run's start."""
     yield Event(0.0, EventKind.RUN_STARTED)
     for one in executions:

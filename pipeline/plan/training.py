@@ -12,19 +12,20 @@ micro-batches. With F operations of all rows:
     tensor parallel   all-reduces of a micro-batch's hidden states in each block: 2 forward, 2 backward, and those of
                       the recomputed modules. With sequence parallelism each is a reduce-scatter and an all-gather,
                       and the backward pass gathers the inputs of two linears once more (not with a CPU's kernels, which
-                      keep them)
+                      keep the gathered inputs)
     data parallel     gradients in float32 are all-reduced once for each optimizer step; with ZeRO-1 they are
                       reduce-scattered, and the weights are gathered
     optimizer         bytes of gradients, masters and moments, each read and written once
 
 `check --trace` lists the collectives of a layout; the counts were compared with it for sequence parallelism with `mlp`
-recomputed. Those of tensor parallelism are counted in full, although Megatron starts some of the backward pass's beside
-a product.
+recomputed. Tensor-parallel collectives count in full, although Megatron runs some of the backward pass's at the same
+time as a matrix product.
 
-Data-parallel collectives overlap with the passes where they do in a run (`stages.models.gradient_buffers`): gradients
-with the last micro-batch's backward pass, all but one bucket; weights with the next minibatch's first forward pass, all
-but one bucket, and after the last minibatch with nothing. Only what exceeds the pass counts. Both are compared at the
-peaks; the first stage of a pipeline ends last, so it decides.
+Data-parallel collectives overlap with passes as in a run (`stages.models.gradient_buffers`), on GPUs and with
+`portable` kernels. Gradients overlap with the last micro-batch's backward pass, and gathered weights with the next
+minibatch's first forward pass, in both cases without one bucket. The weights gathered after the last minibatch overlap
+with nothing. Only the seconds by which a collective is longer than its pass count. Both are compared at the peaks. The
+first stage of a pipeline ends its pass last, so it decides.
 
 Sources: Megatron-LM (Narayanan et al. 2021, arXiv 2104.04473, sections 2 and 3), sequence parallelism (Korthikanti et
 al. 2022, arXiv 2205.05198, section 4.2.2), ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054), overlap (Li et al. 2020,
@@ -48,8 +49,8 @@ from stages.models.protocol import Role
 ARITHMETIC, WEIGHTS, BUBBLE = "arithmetic", "weights read", "pipeline bubble"
 OPTIMIZER, TENSOR, PIPELINE, DATA = "optimizer", "tensor-parallel", "pipeline sends", "data-parallel"
 _BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
-"""Fewest parameters of a bucket of gradients, in all and for each data-parallel rank; the larger counts: megatron-core,
-distributed/distributed_data_parallel.py."""
+"""Parameters of a bucket of gradients: at least the first number, and at least the second for each data-parallel rank
+(megatron-core, distributed/distributed_data_parallel.py)."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def rows_of(prompt: float, lengths: Sequence[int]) -> Rows:
 
 @dataclass(frozen=True)
 class GangSpeed:
-    """The ranks of a gang, and what they hold."""
+    """The models of a gang, and the speed of its ranks."""
 
     models: GangModels
     cluster: HardwareCluster
@@ -124,11 +125,11 @@ class GangSpeed:
     numbers: Mapping[Role, int]
     """Parameters of each role's model on the rank that holds the most of it, in `model.dtype`."""
     trained: Mapping[Role, int]
-    """Weights that are trained."""
+    """Trained parameters of each role's model on the rank that has the most of them."""
 
 
 def gang_speed(models: GangModels, cluster: HardwareCluster, flops: float, bytes_per_s: float) -> GangSpeed:
-    """Return the ranks of a gang with these models; `flops`, `bytes_per_s`: peaks of one rank."""
+    """Return the speed of a gang with these models. `flops`, `bytes_per_s`: peaks of one rank."""
     stages = range(models.layout.pipeline)
     numbers = {role: max(role_parameters(models, role, s).of_dtype for s in stages) for role in models.roles}
     trained = {role: max(trained_parameters(models, role, s).of_dtype for s in stages) for role in models.trained}
@@ -149,7 +150,7 @@ class _Pass:
     sends: int = 1
     """Sends of hidden states to the next stage, or of their gradients."""
     depth: float = 1.0
-    """Share of the model's blocks that are computed, which is the share of a call's fixed cost."""
+    """Share of the model's blocks that are computed. A call takes the same share of its fixed cost."""
 
     def plus(self, other: _Pass) -> _Pass:
         """Return both passes as one."""
@@ -225,8 +226,8 @@ def _forward(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> float:
 
 
 def _backward(gang: GangSpeed, role: Role, rows: Rows) -> float:
-    """Return the operations of a backward pass: two products for each of the forward pass, or one if its weight is
-    frozen, and two of an adapter's."""
+    """Return the operations of a backward pass: two products for each product of the forward pass, or one if its weight
+    is frozen. With LoRA the adapters' own products are added, with those of their forward pass."""
     found, model = 2 * _forward(gang, role, rows, trunk=False), gang.models.model
     spec, blocks = gang.models.spec_of(role), gang.models.num_blocks(role)
     if model.lora.rank:
@@ -276,8 +277,8 @@ def _stage(gang: GangSpeed, optimizer: OptimizerConfig, rows: Rows, passes: _Pas
 
 
 def micro_batches(rows: Rows, optimizer: OptimizerConfig) -> int:
-    """Return the micro-batches of one rank's rows: the fewest that keep to `micro_batch_tokens` and `micro_batch_rows`,
-    with rows of the mean length."""
+    """Return the number of micro-batches of one rank's rows: the fewest within `micro_batch_tokens` and
+    `micro_batch_rows`, if all rows have the mean length."""
     fit = max(1, int(optimizer.micro_batch_tokens / (rows.tokens / rows.count)))
     return -(-rows.count // min(fit, optimizer.micro_batch_rows or fit))
 
@@ -292,10 +293,10 @@ def _optimizer_step(gang: GangSpeed, role: Role) -> Work:
 
 
 def _exchanges(gang: GangSpeed, role: Role, steps: int, forward_s: float, backward_s: float) -> float:
-    """Return the seconds of data-parallel collectives in `steps` optimizer steps that no pass hides.
+    """Return the seconds of data-parallel collectives in `steps` optimizer steps that do not overlap with a pass.
 
     Args:
-        forward_s, backward_s: of one micro-batch in one stage.
+        forward_s, backward_s: seconds of a pass of one micro-batch in one stage.
     """
     models, layout = gang.models, gang.models.layout
     numbers, data = gang.trained[role], models.data_ranks

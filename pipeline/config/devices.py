@@ -1,8 +1,8 @@
 """Assign GPUs to workers before anything starts, so that no two workers share a GPU by accident.
 
-Each rank of a gang needs one GPU, each replica of the engine as many as it has ranks, and each scoring worker one if
-rewards have models (`Gang.gpus`). A *unit* is placed together: the ranks of a gang on one host, or one replica. Two
-ranks of a unit never share a GPU, which NCCL would refuse.
+Each rank of a gang needs one GPU. Each replica of the engine needs as many as it has ranks. Each scoring worker needs
+one if rewards have models (`Gang.gpus`). A *unit* is placed together: the ranks of a gang on one host, or one replica.
+Two ranks of a unit never share a GPU, because NCCL would refuse that.
 
                 GPU     0    1    2    3
     train (4 ranks)     0    1    2    3                        the larger units first, each on GPUs of its own
@@ -122,13 +122,14 @@ def devices_of_joining(
     share: bool,
     device_sharing: DeviceSharing = (),
 ) -> tuple[int, ...] | str:
-    """Return the GPUs of a worker that joins from some host, as indices into `seen`, or the reason why it can have
-    none. The result is empty if the worker needs no GPUs or sees none.
+    """Return the GPUs of a worker that joins a running cluster, as indices into `seen`, or the reason why it cannot get
+    GPUs. The result is empty if the worker needs no GPUs or sees none.
 
     Args:
         seen: identities of the GPUs that the worker sees. Two workers may see the same GPU.
-        taken: the workers that joined earlier, by their GPUs. A GPU counts as free if only gangs that share
-            devices with this worker's gang hold it.
+        taken: identity of a GPU -> the workers that joined earlier and use it. A GPU counts as free if all its
+            users are of gangs that share devices with this worker's gang.
+        share: `placement.oversubscribe`. The worker may then use GPUs of other gangs if too few are free.
     """
     alternating = {name for group in device_sharing if gang.name in group for name in group} - {gang.name}
     taken = {device: [one for one in holders if one[0] not in alternating] for device, holders in taken.items()}
@@ -152,7 +153,8 @@ def devices_of_joining(
 def _divided(
     units: Sequence[_Unit], device_sharing: DeviceSharing
 ) -> tuple[list[_Unit], list[tuple[str, list[_Unit]]]]:
-    """Return a host's units with GPUs of their own, and the others by gang: (gang whose GPUs they use, units)."""
+    """Divide a host's units. Return those that get GPUs of their own, and a list with an entry for each other gang:
+    (gang whose GPUs it uses, its units)."""
     own, followers = list(units), []
     for group in device_sharing:
         sizes = {name: sum(unit.size for unit in units if unit.gang.name == name) for name in group}
@@ -212,7 +214,8 @@ def _assigned(units: Sequence[_Unit], available: int) -> dict[Worker, tuple[int,
 
 
 def _too_large(unit: _Unit, host: str, available: int, together: str) -> Problem:
-    """Return the problem of a unit that needs more GPUs than its host has. `together`: what all need, or ""."""
+    """Return the problem of a unit that needs more GPUs than its host has. `together`: a text with the GPUs that all
+    units need, or ""."""
     name = unit.gang.name
     also = f"; {together}" if together else ""
     if Role.GENERATE in unit.gang.roles:

@@ -2,7 +2,7 @@
 would fit.
 
     WorkerMemory, HostMemory (`memory`) ──► each host, its /dev/shm, each GPU ──► does not fit ──► Problem: the bytes
-    that are needed, those that there are, and the layouts or the cache with which it would fit
+    that are needed, the bytes available, and the layouts or the size of the cache with which the run would fit
 
 The functions about memory are pure. Those about open files read and raise this account's limit.
 """
@@ -45,14 +45,14 @@ class DeviceMemory:
     number: int
     num_bytes: int
     largest: WorkerMemory
-    """The worker that takes the most of them."""
+    """The worker that takes the most of these bytes."""
 
 
 def memory_problems(
     run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str] | None = None
 ) -> Iterator[Problem]:
-    """Yield a problem if a host's memory, a GPU's or /dev/shm is predicted to be too small. It names what would fit.
-    `hosts`: the host of each worker; None: all on this host."""
+    """Yield a problem for the memory of a host, for /dev/shm and for GPUs, if predicted to be too small. Each problem
+    names changes that may help. `hosts`: the host of each worker; None: all on this host."""
     hosts = hosts or all_here(run.config.gangs())
     workers = workers_memory(run)
     of_hosts = hosts_memory(run, workers, hosts)
@@ -112,8 +112,8 @@ def fitting_layouts(
 
 
 def fitting_cache_mb(run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str] | None = None) -> int:
-    """Return the largest `engine.kv_budget_mb`, at most the given one, with which the run is predicted to fit, or 0 if
-    none that fits can hold a row."""
+    """Return the largest `engine.kv_budget_mb` with which the run is predicted to fit, at most the given one. Return 0
+    if a cache of that size could not hold a row."""
     config = run.config
 
     def too_much(megabytes: int) -> bool:
@@ -168,7 +168,8 @@ def _largest(items: Mapping[str, int]) -> str:
 def _with_advice(
     run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str], gang: Gang, predicted: str
 ) -> Problem:
-    """Return the problem of a run that does not fit, with what would. `gang`: the one that takes the most memory."""
+    """Return the problem of a run that does not fit. It names a cache size or layouts that would fit, or else other
+    changes. `gang`: the one that takes the most memory."""
     key, given, engine = f"placement.gangs.{gang.name}", run.config.placement.gangs[gang.name], run.config.engine
     trained = bool(gang.roles & MODEL_ROLES)
     fitting = [describe_layout(one) for one in fitting_layouts(run, limits, gang, hosts)] if trained else []
@@ -204,7 +205,7 @@ def _ways(run: PlannedRun, gang: Gang) -> Iterator[str]:
 
 
 def describe_layout(layout: LayoutConfig) -> str:
-    """Return a layout in the form that a config has, with all settings: then it can take the place of any other."""
+    """Return a layout as a config writes it. All its settings are written, so that it can replace any other layout."""
     return (
         f"{{tensor: {layout.tensor}, pipeline: {layout.pipeline}, "
         f"sequence_parallel: {str(layout.sequence_parallel).lower()}, "
@@ -216,9 +217,9 @@ def describe_layout(layout: LayoutConfig) -> str:
 def _at_once(
     load: Sequence[WorkerMemory], shares: Mapping[Worker, int], device_sharing: Sequence[Sequence[str]]
 ) -> int:
-    """Return the most bytes that these workers hold on a GPU at one time. Of gangs that share devices, the
-    largest counts in full, and the others with the bytes that they leave on the device. `shares`: GPUs of each
-    worker."""
+    """Return the most bytes that these workers hold on a GPU at one time. Of gangs that share devices one is active at
+    a time and counts in full; the others count with the bytes that they leave on the device. The active gang is taken
+    to be the one with the largest total. `shares`: number of GPUs of each worker."""
 
     by_gang: dict[str, tuple[int, int]] = {}
     for one in load:
@@ -269,7 +270,8 @@ def _divisors(number: int) -> list[int]:
 
 
 _OWN_DESCRIPTORS = 128
-"""Open files of a process of a run, before those for each worker. Measured: 24 in the driver, 101 in a rank."""
+"""Open files of a process of a run, without those counted for each worker or rank (below). Measured: 24 in the driver,
+101 in a rank."""
 _DESCRIPTORS_PER_WORKER = 12
 """Open files of the driver for each worker: pipes of its nanny, and TLS connections. Measured: 12."""
 _DESCRIPTORS_PER_RANK = 16
@@ -277,7 +279,8 @@ _DESCRIPTORS_PER_RANK = 16
 
 
 def descriptors_needed(config: RunConfig) -> int:
-    """Return the largest number of open files that a process of the run on the driver's host needs."""
+    """Return the number of open files that the driver needs, or the most of the driver and its workers if the cluster
+    is local."""
     gangs = config.gangs()
     driver = _OWN_DESCRIPTORS + _DESCRIPTORS_PER_WORKER * sum(gang.workers for gang in gangs)
     if config.cluster.kind != "local":
@@ -291,7 +294,7 @@ def descriptors_of_worker(gang: Gang) -> int:
 
 
 def most_descriptors() -> int:
-    """Return how many open files a process of this account may ask for: the hard limit."""
+    """Return how many open files a process may ask for: its hard limit, or `sys.maxsize` if there is no limit."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 

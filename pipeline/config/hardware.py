@@ -70,8 +70,9 @@ def hardware_names() -> list[str]:
 
 
 def load_hardware(name: str, option: str = AS) -> HardwareConfig:
-    """Return a kind of node by the name of a shipped file or by the path of a YAML file. Raises ConfigError; with
-    `option` as its key, by which the name was given, if there is no such hardware."""
+    """Return a kind of node by the name of a shipped file or by the path of a YAML file. Raises ConfigError if there is
+    no such file or its settings are wrong. `option`: the option by which the name was given, as the key of the error
+    for an unknown name."""
     file = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
     if not file.is_file() and name.endswith(".yaml"):
         raise ConfigError(AS, f"given {name!r}; no such file (shipped kinds of nodes: {', '.join(hardware_names())})")
@@ -89,13 +90,14 @@ def load_hardware(name: str, option: str = AS) -> HardwareConfig:
 
 
 def hardware_with(gpu: str) -> tuple[str, HardwareConfig] | None:
-    """Return the kind of node that ships with Stageline whose GPUs have this name, with the kind's name; else None."""
+    """Return the name and the settings of the shipped kind of node whose GPUs CUDA calls `gpu`; None if there is none
+    or `gpu` is ""."""
     kinds = ((name, load_hardware(name)) for name in hardware_names())
     return next(((name, config) for name, config in kinds if gpu and config.gpu == gpu), None)
 
 
 def hardware_problems(config: HardwareConfig) -> Iterator[Problem]:
-    """Yield the problems between a file's settings."""
+    """Yield the contradictions between a file's settings."""
     with_gpus = {"device_memory_gib": config.device_memory_gib, "pcie_bytes_per_s": config.pcie_bytes_per_s}
     without = with_gpus | {
         "nvlink_bytes_per_s": config.nvlink_bytes_per_s,
@@ -133,7 +135,7 @@ class HardwareCluster:
 
     @property
     def share(self) -> float:
-        """Share of a whole node."""
+        """Share of a whole node that is used: that of its GPUs, or 1 for a node without GPUs."""
         return self.gpus_per_node / self.hardware.gpus_per_node if self.hardware.gpus_per_node else 1.0
 
     @property
@@ -169,8 +171,9 @@ def hardware_of(text: str) -> str:
 
 
 def read_cluster(text: str, option: str = AS) -> HardwareCluster:
-    """Return the cluster that a text like `16x8xH100-80` names. Raises ConfigError for another form, unknown hardware,
-    or more GPUs than a node has. `option`: the one by which the text was given."""
+    """Return the cluster that a text like `16x8xH100-80` names. Raises ConfigError if the text has another form, the
+    hardware is unknown, or the number of nodes or of GPUs is impossible. `option`: the option by which the text was
+    given, as the key of the error."""
     match = _TEXT.fullmatch(text)
     if match is None:
         raise ConfigError(option, f"given {text!r}; must be {_FORM} (there are {', '.join(hardware_names())})")

@@ -15,7 +15,8 @@ The lists at the top name the settings that may change when a run is resumed. Th
 
     DECIDES_NOTHING        left out of the config's digest; may change
     MAY_CHANGE             in the digest; may change, each for its own reason
-    steps                  may grow; OF_POOLS, a pool's workers and concurrent_shards, may grow or shrink
+    steps                  may grow, if no learning rate depends on it
+    OF_POOLS               a pool's workers and concurrent_shards may grow or shrink
     everything else        decides what is computed: another value needs another run
 
 Keys are patterns of `fnmatch`.
@@ -80,7 +81,7 @@ MAY_CHANGE = {
 OF_POOLS = ("placement.gangs.*.workers", "placement.gangs.*.concurrent_shards")
 """Settings that may change if the gang is a pool: a row's result does not depend on its replica or on other rows."""
 _WHERE = frozenset({"name", "runs_dir"})
-"""Settings that follow from the place of a run's directory, whatever its files say."""
+"""Settings that are the path of the run's directory. Their values in its files may be old, and are not compared."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def sections(config: RunConfig | RewardModelConfig | LabelConfig) -> dict[str, A
 
 
 def settings(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the key paths and values of nested sections. An empty section is a value."""
+    """Return the key paths and values of nested sections. An empty section counts as a value."""
     flat: dict[str, Any] = {}
     for key, value in content.items():
         if isinstance(value, Mapping) and value:
@@ -113,8 +114,8 @@ def settings(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """Return the changes between two configs in the form of `sections`, by key. The directory's place and secrets are
-    ignored: a secret decides nothing, and recorded configs have none."""
+    """Return the changes between two configs in the form of `sections`, sorted by key. `name`, `runs_dir` and secrets
+    are ignored: secrets do not change what is computed, and recorded configs lack them."""
     old, new = settings(redacted(before)), settings(redacted(after))
     keys = sorted((old.keys() | new.keys()) - _WHERE)
     return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
@@ -152,7 +153,8 @@ def _steps_problems(change: Change, config: RunConfig) -> Iterator[Problem]:
 
 
 def _from_last_version(change: Change, config: RunConfig) -> str:
-    """Return the command of a new run that begins with the last version of a run that is to have more steps."""
+    """Return a sentence with the command of a new run that continues from this run's last version, for a user who wants
+    more steps. Return "" if fewer steps are wanted, or the model has LoRA or random weights."""
     if (
         change.after <= change.before or config.model.lora.rank or config.model.path.startswith("random:")
     ):  # no tokenizer
@@ -196,7 +198,7 @@ class Statement:
     software: Mapping[str, str]
     """Name -> version of the software that decides bits."""
     changed: tuple[str, ...] = ()
-    """Differences from the statement before, for people."""
+    """Differences from the previous statement, as text for users."""
     anew: bool = False
     """True if the commits after a checkpoint were archived. Workers are then no longer compared with the numerics
     recorded before."""
@@ -220,7 +222,7 @@ class GangNumerics:
 
 @dataclass(frozen=True)
 class Identity:
-    """The constant part of a run's identity and its statements in order."""
+    """A run's identity. Models and prompts stay the same; statements and numerics are only appended."""
 
     models: Mapping[str, Mapping[str, str]]
     """{name of a file: its digest} by role (policy, reference, critic), by the key of a reward model's arguments, or by
@@ -272,8 +274,8 @@ def write_identity(run_dir: Path, identity: Identity) -> None:
 
 
 def edited(identity: Identity, saved: Mapping[str, Any]) -> list[Change]:
-    """Return the differences of the saved config from the last statement. The config of the statement before is allowed
-    too: a driver may die between writing the statement and the config."""
+    """Return the differences of the saved config from the last statement. The list is also empty if the saved config is
+    that of the statement before, because a driver may die between writing the statement and the config."""
     found = [changes(statement.config, saved) for statement in identity.statements[-2:]]
     return [] if [] in found else found[-1]
 
@@ -289,7 +291,7 @@ def differences(stated: Mapping[str, str], found: Mapping[str, str]) -> list[str
 
 
 def fingerprint(items: Mapping[str, str]) -> str:
-    """Return the short form of numerics."""
+    """Return the digest of numerics, shortened as commits carry it."""
     return hashlib.sha256(json.dumps(dict(items), sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -79,7 +79,7 @@ MOVED = {
     "slurm.modules": ["slurm.environment"],
     "slurm.qos": ["slurm.sbatch"],
 }
-"""Former key -> the current keys (or a key with the value) for the same purpose."""
+"""Former key -> what to use now: keys, a key with its value, or a command."""
 SYNONYMS = {
     "model.path": ("model_name_or_path", "model_path", "sft_model_path", "pretrain"),
     "model.policy.lr": ("learning_rate", "actor_learning_rate"),
@@ -165,8 +165,8 @@ def is_setting(word: str, schema: type) -> bool:
 
 
 def _unknown_keys(source: Any, schema: Any, name: str, whole: type, prefix: str = "") -> Iterator[ConfigError]:
-    """Yield an error for each unknown key. It names the key's whole path and says why there is no such setting, or what
-    to use."""
+    """Yield an error for each unknown key, with its whole path and what to use, or why there is no such setting. Yield
+    one also for a plain value given to a section, and for a mapping given to a setting with a single value."""
     if not isinstance(schema, DictConfig):
         return
     if OmegaConf.get_type(schema) is dict:  # a mapping of names to sections, or to plain values
@@ -199,8 +199,13 @@ def _unknown_keys(source: Any, schema: Any, name: str, whole: type, prefix: str 
 
 def _meant(key: str, prefix: str, known: Sequence[str], whole: type) -> list[str]:
     """Return the paths of at most three settings that a user may have meant by an unknown key of the section `prefix`,
-    which has the settings `known`: those of the same name in sections below; or that any section or another system
-    calls so; or with the most similar names in this section, or in any."""
+    which has the settings `known`. These are tried in order, until one finds a setting:
+
+    1. settings of this name in the sections below (for a key of `ABSENT` nothing else is tried)
+    2. settings that have this name in any section or, by `SYNONYMS`, in another system
+    3. settings of this section with similar names
+    4. settings of any section with very similar names
+    """
     paths = [*_paths(whole)]
     below = [path for path in paths if path.startswith(prefix) and path.rpartition(".")[2] == key]
     named: dict[str, list[str]] = {}
@@ -334,8 +339,8 @@ def load_config(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str
     """Return the run's config: defaults, YAML files in the order given and `key=value` overrides, merged and validated.
 
     Raises:
-        ConfigError: a file is unreadable; or lists every unknown key, wrong type, missing value, value that cannot
-            work and contradiction between settings.
+        ConfigError: a file is unreadable, or settings are wrong. The error lists every unknown key, wrong type, missing
+            value, impossible value and contradiction between settings.
     """
     return _finish(_loaded(RunConfig, _sources(files, overrides)))
 
@@ -343,8 +348,8 @@ def load_config(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str
 def readable_config(
     files: Iterable[str | os.PathLike[str]], overrides: Iterable[str], refused: Collection[str]
 ) -> RunConfig | None:
-    """Return a config that `load_config` refuses, with the refused settings at their defaults where they have one, so
-    that the files that the other settings name can be read. None: its sources cannot be merged."""
+    """Return a config that `load_config` refuses, so that the files that it names can still be checked. The `refused`
+    settings get their defaults, where they have any. Return None if the sources cannot be merged."""
     try:
         merged, _ = _merge(RunConfig, _sources(files, overrides))
         for key in OmegaConf.missing_keys(merged):
@@ -445,8 +450,8 @@ def _read_override(override: str) -> tuple[str, Any]:
 
 
 def _loaded(schema: type, sources: Sequence[Source]) -> Any:
-    """Return the config merged from defaults and sources. Raises ConfigError with all errors of the merge and all
-    missing values, and beside them the other problems that can already be seen (`_wrong_beside`)."""
+    """Return the config merged from defaults and sources. Raises ConfigError if the merge has errors or values are
+    missing; the error also lists the problems of the other settings (`_wrong_beside`)."""
     merged, errors = _merge(schema, sources)
     try:
         missing = sorted(OmegaConf.missing_keys(merged))
@@ -461,7 +466,8 @@ def _loaded(schema: type, sources: Sequence[Source]) -> Any:
 
 
 def _merge(schema: type, sources: Sequence[Source]) -> tuple[Any, list[ConfigError]]:
-    """Return defaults and sources, merged without the keys that cannot be merged, and the errors of those keys."""
+    """Merge defaults and sources, and leave out the keys that cannot be merged. Return the merged config and the errors
+    of those keys. Raises ConfigError if a file is another command's config, or leaving out keys does not help."""
     try:
         return _in_turn(schema, sources), []
     except (OmegaConfBaseException, TypeError) as error:  # the latter for a list in place of a mapping
@@ -488,7 +494,7 @@ def _in_turn(schema: type, sources: Sequence[Source]) -> Any:
     for _, source in [*([("", _placed(sources))] if schema is RunConfig else []), *sources]:
         if not isinstance(source, DictConfig):
             raise TypeError("not a mapping")
-        merged = OmegaConf.merge(merged, source)  # all in one call leaves types of mappings unchecked
+        merged = OmegaConf.merge(merged, source)  # one call for all would not check types in mappings
     return merged
 
 
@@ -505,7 +511,7 @@ def _wrong_beside(schema: type, merged: Any, missing: Sequence[str], refused: Se
     """Yield the problems of the other settings, so that a user sees them together with those of the `refused` ones.
     Problems that name a refused or missing key are left out: the value checked is only a default or an earlier
     source's."""
-    OmegaConf.set_readonly(merged, False)  # as that of a frozen dataclass is
+    OmegaConf.set_readonly(merged, False)  # a frozen dataclass makes it read-only
     for key in missing:
         OmegaConf.update(merged, key, _GIVEN.get(_type_of(key, schema), "given"))
     try:
@@ -518,7 +524,8 @@ def _wrong_beside(schema: type, merged: Any, missing: Sequence[str], refused: Se
 
 
 def _of_another_command(source: Any, name: str, schema: type) -> Iterator[ConfigError]:
-    """Yield an error if a file is the config of another command: all its sections belong there, and not all here."""
+    """Yield an error if a file is the config of another command. It is if the other command's config has all of the
+    file's top-level keys and `schema` does not."""
     if not isinstance(source, DictConfig) or "=" in name:
         return
     sections_of = {kind: {field.name for field in dataclasses.fields(kind)} for kind in _COMMANDS}
@@ -546,7 +553,7 @@ def _finish(config: Any) -> RunConfig:
     if config.engine.python is None:
         config.engine.python = made_interpreter(config.engine.kind)
     model = config.model
-    model.path = cached_in_hub(model.path)  # the version that is there now: the directory of a name may change
+    model.path = cached_in_hub(model.path)  # now, because the name may later mean another directory
     model.reference_path = model.reference_path and cached_in_hub(model.reference_path)
     model.critic_path = model.critic_path and cached_in_hub(model.critic_path)
     validate(config)
@@ -585,8 +592,8 @@ def flatten(config: RunConfig | RewardModelConfig | LabelConfig) -> dict[str, st
 
 def config_hash(config: RunConfig) -> str:
     """Return a digest of all settings that decide what is computed. Two runs with the same digest may share a
-    directory. `identity.py` lists the settings that are left out. Secrets are left out too: they may be exchanged,
-    and a public digest could reveal them."""
+    directory. `identity.py` lists the settings that are left out. Secrets are left out too: they may be replaced,
+    and a public digest could help to guess them."""
     stated = settings(redacted(sections(config)))
     content = {key: value for key, value in stated.items() if not decides_nothing(key, config)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
@@ -612,12 +619,12 @@ MAY_DIFFER = {
     "model.critic.*": "likewise of the critic's",
     "tracking.*": "where its MLflow run is kept",
 }
-"""Pattern of keys in which a variant may differ -> what they decide."""
+"""Pattern of keys in which a variant may differ from its parent -> what these keys decide."""
 
 
 def variant_of(parent: RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, list[Change]]:
-    """Return the parent's config with `key=value` overrides, and the changes without name and directory. Raises
-    ConfigError for a key that a variant cannot change, and if it has no name of its own."""
+    """Return the parent's config with `key=value` overrides, and the list of changes except those of `name` and
+    `runs_dir`. Raises ConfigError if a variant cannot change one of the keys, or would have its parent's directory."""
     variant = load_yaml(to_yaml(parent), overrides)
     changed = changes(sections(parent), sections(variant))
     for problem in variant_problems(changed):

@@ -10,7 +10,7 @@ the host holds the processes, copies of weights, the models' files, which all pr
 
 The prediction is an upper bound: the largest micro-batches that rows of any lengths can fill, and every slot of every
 engine in use. Differences between engines are in their capabilities (`EngineMemory`). `fitting` compares the prediction
-with what there is. All but the last part, which reads the memory of this host and its GPUs, is pure.
+with the memory available. The last part reads the memory of this host and its GPUs; all else is pure.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _HEAD_HIDDEN = 576
 
 
 class Phase(StrEnum):
-    """The times at which a worker's memory is looked at. It has the most at one of them."""
+    """The times at which a worker's memory is predicted. The largest of these numbers is its maximum."""
 
     START = "start"
     """Weights are read."""
@@ -95,17 +95,17 @@ _PHASES = {
     "export": frozenset({Phase.PUBLISH}),
     "exports": _LATER,
 }
-"""Phases by item; all for an item that is not named."""
+"""Item -> the phases in which it takes memory. An item that is not listed takes memory in all phases."""
 PROCESS, READING, OFFLOADED = "process", "reading weights", "offloaded"
 CONTEXT, NCCL, SCORERS = "CUDA context", "NCCL", "reward models"
 ENGINE_PROCESSES, ENGINE_WORK = "engine's processes", "engine's graphs and buffers"
 PUBLICATION, ON_HOST, CHECKPOINTS = "publication", "publication on the host", "copies for checkpoints"
 EXPORT, EXPORTS = "export", "exports"
-"""The last version's export, with no work after it; or exports that are written while training goes on."""
+"""`EXPORT`: the export of the last version, after training. `EXPORTS`: exports that are written during training."""
 _ON_HOST = frozenset({PROCESS, READING, OFFLOADED, ENGINE_PROCESSES, ON_HOST, CHECKPOINTS, EXPORT, EXPORTS})
 """Items that lie in the host's memory for a worker with a GPU."""
 _REMAINS = frozenset({CONTEXT, NCCL})
-"""Items that stay on the device while other gangs have it."""
+"""Items that stay on the device while other gangs use it."""
 _COMPUTED_AGAIN = frozenset(
     {GRADIENTS, "activations", "logits", "trunk cache", "refit", "KV cache", PUBLICATION, ENGINE_WORK}
 )
@@ -193,9 +193,9 @@ class WorkerMemory:
 
     @property
     def resting(self) -> int:
-        """Bytes that move from the device to the host's memory when the worker leaves the device to another gang:
-        neither what stays there, nor what is freed and computed again. The host's memory stays allocated afterwards,
-        because pinning takes longer than copying."""
+        """Bytes that move from the device to the host's memory when the worker leaves the device to another gang.
+        Items that stay on the device, or are freed and computed again, do not count. The host's memory stays allocated
+        afterwards, because pinning it again would take longer than copying."""
         return sum(self.items[name] for name in self.items.keys() - _ON_HOST - _REMAINS - _COMPUTED_AGAIN)
 
     def at(self, phase: Phase, names: Iterable[str] | None = None) -> int:
@@ -214,7 +214,7 @@ class HostMemory:
 
     host: str
     items: Mapping[str, int]
-    """The workers of each gang by its name, and what is there once for all of them."""
+    """Name of a gang -> bytes of all its workers; and the items that all workers of the host share."""
     shared: int
     """Bytes in /dev/shm, which are among the items."""
 
@@ -280,12 +280,14 @@ def host_bytes(run: PlannedRun, workers: Sequence[WorkerMemory]) -> int:
 
 
 def board_bytes(run: PlannedRun) -> int:
-    """Return the bytes of the versions on one board that readers may still need: eta + 2 of them."""
+    """Return the bytes of a directory of published weights. It holds the `staleness` + 2 versions that readers may
+    still need."""
     return (run.config.staleness + 2) * DTYPE_BYTES[run.config.model.dtype] * _published_parameters(run)
 
 
 def _boards(run: PlannedRun, here: Sequence[Worker]) -> set[str | None]:
-    """Return the boards of a host with these workers: those of the policy's first rank and of the engines."""
+    """Return the directories of published weights on a host with these workers: the policy's, if its first rank is on
+    the host, and the engines'. None stands for the default directory."""
     roles, config = run.config.placement.roles, run.config
     publishes = (roles[Role.POLICY], 0) in here
     reads = any(name == roles[Role.GENERATE] for name, _ in here)
@@ -302,7 +304,7 @@ def _models_of(run: PlannedRun, gang: Gang) -> list[PlannedModel]:
 
 
 def _items(run: PlannedRun, gang: Gang, stage: int, *, sends: bool, first: bool) -> dict[str, int]:
-    """Return the items of a worker. `stage`, `sends`, `first`: of a rank (`gathered_bytes`)."""
+    """Return the items of a worker. `stage`, `sends` and `first` describe a rank, as in `gathered_bytes`."""
     devices = gang.gpus if run.on_gpus else 0
     items = {PROCESS: PROCESS_BYTES + (CUDA_PROCESS_BYTES if devices else 0), CONTEXT: devices * CUDA_CONTEXT_BYTES}
     if gang.roles & MODEL_ROLES:
@@ -368,8 +370,9 @@ def _export_bytes(run: PlannedRun) -> int:
 
 def largest_micro_batch(optimizer: OptimizerConfig, config: RunConfig) -> MicroBatchSize:
     """Return the largest micro-batch that rows of any lengths can make. Short rows may fill `micro_batch_tokens` where
-    rows of full length would not; a row longer than that has a micro-batch of its own. At least one token of a row is
-    the prompt's: with responses of at most n tokens, at most T n / (n + 1) of T tokens were sampled."""
+    rows of full length would not. A row of more than `micro_batch_tokens` has a micro-batch of its own. At least one
+    token of each row belongs to the prompt, so with responses of at most n tokens at most T n / (n + 1) of T tokens
+    were sampled."""
     rows = min(optimizer.micro_batch_rows or config.rollout.rows, config.rollout.rows)
     tokens = min(max(optimizer.micro_batch_tokens, config.seq), rows * config.seq)
     new = config.sampling.max_new_tokens
@@ -408,7 +411,7 @@ def _engine_items(run: PlannedRun) -> dict[str, int]:
 
 
 def engine_memory(run: PlannedRun) -> EngineMemory:
-    """Return what the run's engine is known to take."""
+    """Return the properties of the run's engine, on its devices, that decide how much memory it takes."""
     return run.config.capabilities("cuda" if run.on_gpus else "cpu").memory
 
 
@@ -446,21 +449,21 @@ class MemoryLimits:
 
 
 _GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
-"""Present where a driver for GPUs is: NVIDIA's, that of Windows' Linux, AMD's."""
+"""Device files of GPU drivers: NVIDIA's, that of Linux under Windows, AMD's. One exists if a driver is installed."""
 
 _CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Files of control groups 2 and 1; each holds a number if the container has a limit."""
 
 
 def gpus_here() -> int:
-    """Return the number of GPUs that torch can use on this host. Without a driver torch, which loads slowly, is not
-    loaded."""
+    """Return the number of GPUs that torch can use on this host. If the host has no GPU driver, torch is not loaded,
+    because that is slow."""
     return int(import_module("torch").cuda.device_count()) if any(path.exists() for path in _GPU_DRIVERS) else 0
 
 
 def memory_limits(config: RunConfig) -> MemoryLimits:
-    """Return the memory of this host, or of this process's container, of its GPUs, and the size of its /dev/shm. The
-    config's limits take precedence."""
+    """Return the memory of this host, or of this process's container if that is less, the memory of its smallest GPU,
+    and the size of its /dev/shm. Limits in the config replace the first two."""
     given, num_devices = config.cluster, gpus_here()
     host, device = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), math.inf
     for path in _CONTAINER_LIMITS:
@@ -493,7 +496,7 @@ def planned_run(config: RunConfig, models: Mapping[Role, ModelSpec], *, on_gpus:
 
 
 def _planned_model(path: str, spec: ModelSpec) -> PlannedModel:
-    """Return a model with the size of its files; if they are not there, the size that its config.json means."""
+    """Return a model with the size of its files. If it has no files of weights, compute the size from its config."""
     content = read_config(path)
     dtype = str(content.get("dtype") or content.get("torch_dtype") or "float32")
     return PlannedModel(path, spec, stored_bytes(path) or DTYPE_BYTES.get(dtype, 4) * parameters(spec), dtype)

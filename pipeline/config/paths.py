@@ -49,7 +49,7 @@ class RunPaths:
 
     @property
     def archive(self) -> Path:
-        """Commits that were archived when the run went back to a checkpoint, by the time of going back."""
+        """Commits that were archived when the run went back to a checkpoint, sorted by the time when it did."""
         return self.root / "archive"
 
     @property
@@ -67,7 +67,7 @@ class RunPaths:
 
     @property
     def variant(self) -> Path:
-        """A variant's parent run, whose rollouts it was trained on, and its changes of the config."""
+        """File of a variant: the parent run, whose rollouts it was trained on, and the settings that differ."""
         return self.root / "variant.json"
 
     @property
@@ -111,8 +111,8 @@ class RunPaths:
         return self.root / "weights" / f"v{version:06d}"
 
     def board(self, weights_dir: str | None) -> Path:
-        """The directory of published weights: memory, not disk, unless the config says otherwise. Named by the run's
-        place, so that a resumed run finds what a crashed one left."""
+        """The directory of published weights, in /dev/shm (memory) unless `weights_dir` is given. Its name follows from
+        the path of the run's directory, so that a resumed run finds the files of a crashed one."""
         name = hashlib.sha256(str(self.root.resolve()).encode()).hexdigest()[:12]
         return Path(weights_dir or "/dev/shm") / f"stageline-{self.root.name}-{name}"
 
@@ -123,7 +123,7 @@ MOUNTS = Path("/proc/self/mountinfo")
 _NETWORK = re.compile(
     r"nfs\d?|lustre|gpfs|beegfs\w*|ceph|cifs|smb\d?|9p|afs|pvfs2|orangefs|wekafs|panfs|glusterfs|gfs2|ocfs2|virtiofs|fuse\..*"
 )
-"""Types that several hosts can mount at once. A program serves `fuse.*`, mostly from another host."""
+"""Types that several hosts can mount at once. `fuse.*` counts too: a program serves it, mostly from another host."""
 
 
 def network_filesystem(path: Path, mounts: str | None = None) -> str | None:

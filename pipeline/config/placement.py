@@ -20,21 +20,21 @@ _MODELS = frozenset({Role.GENERATE, *MODEL_ROLES})
 @dataclass
 class GangConfig:
     """Processes that serve some roles. A gang with `policy`, `critic` or `reference` acts as one parallel group of
-    `workers` ranks, and so does one whose layout divides the models of its rewards. Any other gang is a pool of
+    `workers` ranks. So does a gang whose layout divides the models of its rewards. Any other gang is a pool of
     `workers` independent replicas."""
 
     workers: int = setting(1, at_least(1))
     """Processes."""
     threads: int = setting(1, at_least(1))
-    """CPU threads of each worker's computation; of each rank if a replica has several (engine.tensor_parallel,
-    engine.pipeline_parallel)."""
+    """CPU threads of each worker's computation. If a replica has several ranks (engine.tensor_parallel,
+    engine.pipeline_parallel), each rank has this many."""
     concurrent_shards: int = setting(1, at_least(1))
-    """Pools: shards that a replica works on at once."""
+    """Shards that each replica of a pool works on at once. Must be 1 for a parallel group."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     offload: Offload = "none"
-    """Parts of the gang's models that leave its devices while they are not needed. gradients: gradient buffers outside
-    their model's update. idle: also those of policy, critic and reference that are idle; they move to the host's
-    memory, on GPUs only."""
+    """Parts of the gang's models that leave its devices while they are not needed. gradients: gradient buffers, except
+    during the update of their model. idle: also the models of policy, critic and reference that are idle; they move
+    to the host's memory, which needs GPUs."""
     device: Literal["auto", "cpu"] = "auto"
     """Devices of reward models and local judges. auto: GPUs, one for each worker, if the hosts have any; cpu: CPUs
     although the hosts have GPUs. Other models always compute on GPUs if there are any."""
@@ -56,11 +56,11 @@ class PlacementConfig:
     gangs: dict[str, GangConfig] = field(default_factory=dict)
     """Gangs by name."""
     roles: dict[str, str] = field(default_factory=dict)
-    """Each of generate, score, reference, policy, critic -> the name of a gang. `advantage` runs beside `score` unless
-    it is given. Without a critic (ppo.advantage) `critic` is not read and may be left out."""
+    """Each of generate, score, reference, policy, critic -> the name of a gang. `advantage` runs on the gang of `score`
+    unless it is given. Without a critic (ppo.advantage) `critic` is not read and may be left out."""
     oversubscribe: bool | None = None
-    """True: if a host has fewer GPUs than its workers need, gangs may share a GPU and its memory. Ranks of one gang
-    never share one. null: only on a host with a single GPU, in a local run."""
+    """true: if a host has fewer GPUs than its workers need, gangs may share a GPU and its memory. Ranks of one gang
+    never share a GPU. null: true for a local run on a host with a single GPU, otherwise false."""
     device_sharing: list[list[str]] = field(default_factory=list)
     """Groups of gangs that share the same devices: while one has work, the others have released them.
     `[[generate, train]]`: generation and training on the same GPUs."""
@@ -98,8 +98,8 @@ def placed_gangs(
     """Return the gangs with the roles placed on them, and the GPUs that their workers need.
 
     Args:
-        critic: False: its role is left out, and so are gangs without any other role.
-        replica_ranks: ranks of one engine.
+        critic: True if a critic is trained. Without one its role is left out, and gangs that have no other role too.
+        replica_ranks: ranks of one replica of the engine.
         scoring_models: True if rewards have models.
     """
     gangs = placement.gangs
@@ -180,8 +180,8 @@ def _turn_problems(placement: PlacementConfig) -> Iterator[Problem]:
 
 
 def _unused_layout_problems(key: str, layout: LayoutConfig, roles: Collection[str]) -> Iterator[Problem]:
-    """Yield a problem for each layout setting that nothing reads on a gang that trains nothing: all settings of a pool
-    without a model to divide; of a gang that only scores those of training."""
+    """Yield a problem for each given layout setting that has no effect on a gang without policy, critic and reference.
+    On a gang that scores and does not generate, the settings that divide a model have an effect; on others none."""
     if Role.SCORE in roles and Role.GENERATE not in roles:
         why = "nothing is trained on that gang"
         names = sorted({one.name for one in fields(layout)} - {"tensor", "pipeline", "sequence_parallel"})

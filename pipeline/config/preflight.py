@@ -63,7 +63,7 @@ def device_of(numerics: Mapping[str, str]) -> Device:
 
 
 def devices_of(config: RunConfig, identity: Identity | None) -> list[Device]:
-    """Return the devices that a run's engines have computed on, as recorded in its identity; CPU if none is."""
+    """Return the devices that a run's engines have computed on, as its identity records; CPU if it records none."""
     gang = gang_of(config.placement, Role.GENERATE)
     known = [] if identity is None else identity.numerics_of(gang)
     found: list[Device] = sorted({device_of(one.items) for one in known})
@@ -71,7 +71,7 @@ def devices_of(config: RunConfig, identity: Identity | None) -> list[Device]:
 
 
 def engine_line(config: RunConfig, device: Device) -> str:
-    """Return the engine, what it can do, and the Python that it runs in if that is not ours."""
+    """Return a line for users: the engine, its capabilities, and its Python if it runs in another than ours."""
     elsewhere = f"; its Python is {config.engine.python}" if config.engine.python else ""
     return f"engine {config.engine.kind} on {device}: {config.capabilities(device)}{elsewhere}"
 
@@ -158,9 +158,9 @@ def check_secrets(config: RunConfig) -> None:
 
 
 def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
-    """Read and check everything that a run needs.
+    """Read and check everything that a run needs, and return what was read.
 
-    Sets `prompts.held_out` in the config if the config leaves it open.
+    Sets `prompts.held_out` in the config to the number of prompts that are held out.
 
     Args:
         saved: file of a resumed run's prompts. They stay its prompts even if their source has changed; the source is
@@ -278,8 +278,8 @@ def _check_prompts(config: RunConfig, saved: Path | None) -> Preflight:
 
 def check_run_directory(config: RunConfig, *, resume: bool) -> None:
     """Raise ConfigError if the run's directory cannot be written to, or holds another run, or holds this run and
-    `resume` is False. On resume also refuse an edited config file and changes that the run may not have. Creates
-    nothing."""
+    `resume` is False. On resume also refuse an edited config file and changes that the run may not have. Sets
+    `prompts.held_out`, if it is None, to that of the run in the directory. Creates nothing."""
     for problem in plain_name().problems(
         {"name": config.name}
     ):  # a resumed run is named by its directory, which may have moved
@@ -464,8 +464,9 @@ class _BuiltPart:
 
 
 def _check_rewards(config: RunConfig, policy: ModelSpec | None) -> list[_BuiltPart]:
-    """Build every part of both rewards, including the user's own. Raises ConfigError if that fails, if a reward model
-    does not suit the policy (unless that is None), or if a judge's answers cannot be stored."""
+    """Build every part of both rewards, including the user's own, and return them. Raises ConfigError if that fails, if
+    a reward model does not suit the policy, or if a judge's answers cannot be stored. `policy`: None if its model
+    could not be read; reward models are then not compared with it."""
     sections = {"reward": config.reward, "evaluate.reward": config.evaluate.reward}
     of_sections = all_of(
         *(partial(_check_parts, section, key, config.reward.trust_answers) for key, section in sections.items())
@@ -515,8 +516,8 @@ def _check_devices(config: RunConfig) -> None:
 
 
 def may_share(config: RunConfig, num_gpus: int) -> bool:
-    """Return True if gangs of a local run may share a GPU: `placement.oversubscribe`, by default if there is just
-    one."""
+    """Return True if gangs of a local run may share a GPU. `placement.oversubscribe` decides; if it is None, they may
+    on a host with exactly one GPU."""
     share = config.placement.oversubscribe
     return num_gpus == 1 if share is None else share
 

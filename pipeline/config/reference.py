@@ -80,7 +80,8 @@ def _rows(section: Any, prefix: str, shown: dict[type, str], sections: dict[str,
 
 
 def _in_mapping(hint: Any) -> Any:
-    """Return a section as a mapping of this type holds it, with its defaults; None if it holds plain values."""
+    """Return the section, with its defaults, that a mapping of this type holds under each name. Return None if the
+    mapping holds plain values."""
     kind = get_args(hint)[1]
     return kind() if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
 

@@ -67,9 +67,9 @@ class RewardModelConfig:
     """A reward model's training."""
 
     name: str = setting("???", plain_name())
-    """Name of its directory."""
+    """Name of the training's directory."""
     runs_dir: str = setting("runs", local_directory())
-    """Directory of that directory."""
+    """Parent of the training's directory."""
     seed: int = setting(0, at_least(0))
     """Seed of the split, the groups and the head."""
     model: ScorerConfig = field(default_factory=ScorerConfig)
@@ -77,7 +77,7 @@ class RewardModelConfig:
     train: RewardTrainingConfig = field(default_factory=RewardTrainingConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-4))
-    """Steps are optimizer steps here."""
+    """The optimizer. A step in its settings is an optimizer step, since a training has no PPO steps."""
     workers: int = setting(1, at_least(1))
     """Ranks: processes of this host."""
     threads: int = setting(1, at_least(1))
@@ -156,7 +156,7 @@ class ResponsesConfig:
     """The responses to label: exactly one of `run`, `url` and `model`."""
 
     run: str | None = None
-    """A run's directory; the responses of its rollouts are labelled, by prompt. `--from RUN` sets it."""
+    """A run's directory. The responses of its rollouts are labelled, grouped by prompt. `--from RUN` sets it."""
     last_steps: int | None = setting(None, at_least(1))
     """Number of the run's last steps to take responses from; null: all."""
     url: str | None = None
@@ -176,9 +176,9 @@ class LabelConfig:
     """A labelling."""
 
     name: str = setting("???", plain_name())
-    """Name of its directory."""
+    """Name of the labelling's directory."""
     runs_dir: str = setting("runs", local_directory())
-    """Directory of that directory."""
+    """Parent of the labelling's directory."""
     seed: int = setting(0, at_least(0))
     """Seed of the sampling and of the choice of pairs."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
@@ -192,7 +192,7 @@ class LabelConfig:
     min_margin: float = setting(0.0, at_least(0))
     """Pairs with a margin not above this are ties and left out."""
     prompts_at_once: int = setting(64, at_least(1))
-    """Prompts whose questions are asked together and whose labels are then written together."""
+    """Prompts per round. The judge is asked about all responses to them, then all their labels are written."""
     threads: int = setting(1, at_least(1))
     """CPU threads."""
 

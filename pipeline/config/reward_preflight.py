@@ -20,7 +20,7 @@ from stages.preferences.training import TrainingParts, training_steps
 from storage.preferences import Judgement, PreferencesError, load_split
 
 EXPORT = "model"
-"""The trained model, in a training's directory."""
+"""Name of the trained model's directory, inside the training's directory."""
 
 
 def check_training(config: RewardModelConfig) -> TrainingParts:
@@ -103,7 +103,7 @@ def _check_scorer(config: RewardModelConfig, spec: ModelSpec) -> None:
         adapter_problems(model.lora, Role.CRITIC, spec),
         layout_problems(model, Role.CRITIC, spec, config.layout),
     ):
-        need = problem.need.replace(f"the {Role.CRITIC}", "the model")  # which it is to the trainer
+        need = problem.need.replace(f"the {Role.CRITIC}", "the model")  # the trainer calls it a critic
         raise refusal(dataclasses.replace(problem, need=need))
     wrong = head_problem(config.model.path, spec)
     if wrong is not None:

@@ -21,7 +21,7 @@ from storage.records import FinishReason, Rollout
 COSTLY = frozenset({"ensemble", "judge", "local_judge", "model"})
 """Kinds of reward that load a model or ask a judge."""
 RESPONSES = ("", "42", "I do not know.")
-"""The made-up responses. The last one is cut, the others end by themselves."""
+"""The made-up responses. The last one counts as cut; the others end with an EOS if `sampling` leaves room for it."""
 NUM_PROMPTS = 4
 
 
@@ -102,7 +102,8 @@ def _rows(config: RunConfig, checked: Preflight) -> Rollout:
 
 
 def _responses(config: RunConfig, checked: Preflight) -> Iterator[tuple[list[int], FinishReason]]:
-    """Yield tokens and end of the made-up responses that `sampling` permits."""
+    """Yield the tokens and the finish reason of each made-up response. A text is repeated up to
+    `sampling.min_new_tokens`; responses that are then still too short are left out."""
     least, most, tokenizer = config.sampling.min_new_tokens, config.sampling.max_new_tokens, checked.tokenizer
     for text in RESPONSES:
         ids = tokenizer.encode(text)

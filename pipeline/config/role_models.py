@@ -65,12 +65,13 @@ def check_output_layer(key: str, path: str) -> None:
 
 
 def role_models(config: RunConfig, policy: ModelSpec, *, weights: bool = True) -> dict[Role, ModelSpec]:
-    """Return the architecture of each role's model; the critic's only if one is trained. `policy`: that of
-    `model.path`. `weights`: False to look at no weights and tokenizers, which need not be there.
+    """Return the architecture of each role's model; the critic's only if one is trained. `policy`: the architecture of
+    the model at `model.path`. `weights`: False to look only at each config.json.
 
     Raises:
-        ConfigError: a model of another role cannot be read, has an unfit head, another vocabulary, a context too short
-            for a row, or other blocks where frozen blocks are shared; or `model.critic_blocks` does not fit the critic.
+        ConfigError: the model of the reference or the critic cannot be read, or does not fit the policy: its head, its
+            vocabulary, a context too short for a row, or frozen blocks that differ. Also if a number of blocks in the
+            config does not fit a model.
     """
     others = (Role.REFERENCE, Role.CRITIC) if config.has_critic else (Role.REFERENCE,)
     found = dict.fromkeys((Role.POLICY, *others), policy)
@@ -103,8 +104,9 @@ def check_reward_models(config: RunConfig, policy: ModelSpec) -> None:
     or local judge holds no other model. Needs rewards that can be built.
 
     Raises:
-        ConfigError: a vocabulary differs from the policy's; a context is too short for a row and an EOS; or the gang
-            that scores holds another model or an engine.
+        ConfigError: a vocabulary lacks tokens of the policy or numbers them differently; a context is too short for a
+            row and an EOS; the gang that scores holds another model or an engine; or its layout cannot divide the
+            model of a reward.
     """
     for where, args in config.reward_models().items():
         key, path = f"{where}.path", str(args["path"])

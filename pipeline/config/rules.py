@@ -4,7 +4,7 @@ A rule about one setting stands with its field, a rule inside a section beside i
 
     the whole config       `_problems_across`
     rows and layouts       `_gang_problems`, `_reuse_problems`
-    nothing reads it       `_unread_problems`, `_normalize_problems`
+    settings without use   `_unread_problems`, `_normalize_problems`
     the engine's kind      `_engine_problems`
 """
 
@@ -48,7 +48,8 @@ def validate(config: RunConfig) -> None:
 
 
 def run_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield the problems of each setting and section, and those across sections that involve none of these."""
+    """Yield the problems of each setting and section, and then those across sections. The latter are left out if they
+    mention a setting or section that has a problem already."""
     problems = _section_problems(config)
     yield from problems
     wrong = [problem.key for problem in problems]
@@ -79,7 +80,7 @@ def _sound() -> RunConfig:
 
 
 def set_default(config: RunConfig, key: str) -> bool:
-    """Set a setting to its default. Return False if it is no setting of a section."""
+    """Set the setting `key` to its default. Return False, and change nothing, if no section has such a setting."""
     *path, name = key.split(".")
     owner: Any = config
     for part in path:
@@ -167,7 +168,7 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
 
 
 def _unread_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield the settings that settings of other sections leave without effect."""
+    """Yield a problem for each given setting that has no effect because of settings in other sections."""
     if "critic" in config.alarms.stop and not config.has_critic:
         need = f"ppo.advantage={config.ppo.advantage} trains no critic: leave it out"
         yield Problem("alarms.stop", "critic", need)
@@ -234,7 +235,7 @@ def _reuse_problems(config: RunConfig) -> Iterator[Problem]:
 def _gang_problems(config: RunConfig, gang: Gang) -> Iterator[Problem]:
     """Yield the problems of an ordered gang's layout with its rows or rewards, and of its offload with LoRA."""
     key, layout = f"placement.gangs.{gang.name}", config.placement.gangs[gang.name].layout
-    if gang.divides_scorers:  # its ranks share out the rows of a shard by their tokens, however many these are
+    if gang.divides_scorers:  # its ranks divide a shard's rows by tokens, so any number of rows will do
         if not config.scoring_models():
             need = "that gang's rewards have no model to divide (kind: model, local_judge): leave the layout out"
             yield Problem(f"{key}.layout", {"tensor": layout.tensor, "pipeline": layout.pipeline}, need)

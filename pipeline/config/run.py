@@ -48,7 +48,7 @@ from storage.problems import (
 
 _START_S = 300.0
 _SLOW_DISK_BYTES_PER_S = 1e8
-"""A network filesystem that many nodes read at once."""
+"""Rate at which a node reads from a network filesystem while many others do."""
 
 
 @dataclass(repr=False)
@@ -144,8 +144,8 @@ class RunConfig:
 
     @property
     def engine_start_s(self) -> float:
-        """Seconds for an engine in an environment of its own to start: less than its worker's start timeout, so that
-        the error is the engine's own, with the end of its log."""
+        """Seconds for an engine in an environment of its own to start. This is less than its worker's start timeout, so
+        that the user sees the engine's error, with the end of its log, before the worker's."""
         return 0.8 * self.start_timeout_s
 
     @property
@@ -185,7 +185,8 @@ class RunConfig:
         return self._rewards_of(("model",))
 
     def scoring_models(self) -> dict[str, Mapping[str, Any]]:
-        """Return the same for every reward with a model in the scoring worker, local judges included."""
+        """Return the arguments of every reward with a model in the scoring worker (kinds `model` and `local_judge`), by
+        their key path. Needs parts that can be built."""
         return self._rewards_of(("model", "local_judge"))
 
     def answer_caches(self) -> dict[str, str]:
@@ -230,7 +231,7 @@ class RunConfig:
     def layouts(self) -> Layouts:
         step = Layout(self.rollout.shards, self.rows_per_shard, self.seq)
         held_out, shards = self.held_out, self.evaluate.shards
-        if self.evaluate.every == 0 and (not held_out or held_out % shards):  # else it may have evaluated earlier
+        if self.evaluate.every == 0 and (not held_out or held_out % shards):  # else an earlier config may have evaluated
             return Layouts(step)
         return Layouts(step, Layout(self.evaluate.shards, self.eval_rows_per_shard, self.seq))
 

@@ -24,8 +24,8 @@ RULES = (
     "trainer_idle", "engine_silent", "staleness", "entropy", "kl", "critic", "mismatch", "first_updates",
     "equal_groups", "cut_responses", "constant_score", "constant_length", "unmoved",
 )  # fmt: skip
-"""Names of the alarms in `alarms.stop`. All but mismatch stand in the journal, in MLflow's tags and in the table at the
-end under this name."""
+"""Names of the alarms in `alarms.stop`. The journal, MLflow's tags and the table at the end use the same names, except
+for mismatch."""
 
 _LIMITS = {
     "trainer_idle": "trainer_idle_s",
@@ -35,8 +35,8 @@ _LIMITS = {
     "kl": "kl_above",
     "critic": "critic_steps",
 }
-"""Rule -> the setting of `alarms` that switches it off. (mismatch has a section of its own; the rules without one
-are always on.)"""
+"""Rule -> the setting of `alarms` with its limit, where null switches the rule off. Rules that are not listed are always
+on, except mismatch, which has a section of its own."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ def alarms_problems(config: AlarmsConfig) -> Iterator[Problem]:
 
 @dataclass
 class CheckpointConfig:
-    """Checkpoints of the trained models, from which a run goes on after a loss."""
+    """Checkpoints of the trained models, from which a run continues after it has lost a trainer."""
 
     every: int = setting(10, at_least(1))
     """Updates between checkpoints. After a trainer is lost, at most this many are replayed from the stored rollouts."""
@@ -135,8 +135,9 @@ class ClusterConfig:
             lambda given: _listening(given) is not None,
         ),
     )
-    """Attached: address on the driver's host that the scheduler listens on: HOST, HOST:PORT or :PORT. null, or without
-    a host: the interface's, or that of the default route; without a port: any."""
+    """Attached: address on the driver's host that the scheduler listens on: HOST, HOST:PORT or :PORT. Without a host, or
+    if null, it is the address of `interface`, or else that of the default route. Without a port, or if null, the
+    scheduler takes any free port."""
     arrival_timeout_s: float = setting(600.0, above(0, " seconds"))
     """Attached: seconds for a worker to join, from the driver's start or from the loss of the worker before it. A
     replica that is late is left out. A rank that is late ends the run, which can be resumed."""
@@ -152,12 +153,12 @@ class ClusterConfig:
     """Seconds for workers to load their models after their process has started. null: 300, and 10 for every GB of the
     largest model's files."""
     deadline_s: float = setting(1800.0, above(0, " seconds"))
-    """Seconds for one node; after that its worker counts as lost."""
+    """Seconds that a node of the task graph may take; after that its worker counts as lost."""
     collective_timeout_s: float = setting(300.0, above(0, " seconds"))
     """Seconds for all ranks of a gang to reach a collective; after that the gang counts as lost, and the error names
     the missing ranks. At most half of `deadline_s` is used, so that the error comes before the gang is ended."""
     attempts: int = setting(3, at_least(1))
-    """Times that a node may lose its worker before the run gives up."""
+    """Times that a node of the task graph may lose its worker before the run gives up."""
     same_numerics: Literal["refuse", "warn"] = "refuse"
     """Action if workers of one gang, or of a resumed run, would compute different last bits because their processor,
     compiler, kernels or libraries differ."""
@@ -210,8 +211,8 @@ def cluster_problems(config: ClusterConfig) -> Iterator[Problem]:
 
 @dataclass
 class SelectConfig:
-    """The choice of the best version: of the evaluated versions within the budget, the one with the highest mean
-    score."""
+    """The choice of the best version. It is the evaluated version with the highest mean score, among those within the
+    KL budget."""
 
     max_kl: float | None = setting(None, above(0, ", or null for no budget"))
     """KL budget: largest allowed `eval/kl`, in nats per response; null: no budget."""
@@ -264,7 +265,8 @@ BFLOAT16_FLOOR_NATS = 0.05
 """exp(0.05) is 1.05. Measured on a healthy SmolLM2-135M, mean of 32 tokens: 6e-6 nats in float32; in bfloat16 0.014 to
 0.031 in the embedded engine, up to 0.077 in vLLM."""
 FACTOR = 3.0
-"""The means of later versions of a healthy run were 0.6 to 1.3 times the mean of version 0."""
+"""Factor from the difference at version 0 to the limit. In healthy runs the differences of later versions were 0.6 to
+1.3 times that of version 0."""
 STALE_SHARE = 2 / 3
 """Share of the limit that is allowed if the engine's log-probs are close to those of the weights that sampled the
 tokens."""
@@ -287,8 +289,8 @@ class MismatchConfig:
 def alarm_limit(floor: float, first: float | None) -> float:
     """Return the mean absolute difference above which there is an alarm: max(floor, FACTOR * first).
 
-    `first` is the difference at version 0. Both certainly hold the same weights there, so it is rounding alone. At
-    version 0 itself `first` is None, and the floor takes its place.
+    `first` is the difference at version 0, where engine and trainer certainly hold the same weights: it is rounding
+    alone. For the limit of version 0 itself `first` is None, and the floor takes its place.
     """
     return max(floor, FACTOR * (floor if first is None else first))
 
@@ -324,14 +326,16 @@ class RolloutConfig:
     rows: int = setting(32, at_least(1))
     """Responses per PPO step."""
     shards: int = setting(2, at_least(1))
-    """Parts of a step's rows. Each is generated and scored by itself, and so are its log-probs and values computed."""
+    """Parts of a step's rows. Each part is generated and scored by itself, and its log-probs and values are computed by
+    themselves too."""
     responses_per_prompt: int = setting(1, at_least(1))
     """Responses to each prompt of a step; divides the rows of a shard."""
     versions: Literal["exact", "latest", "inflight"] = "exact"
     """Version of the weights that samples step i. `exact`: max(0, i - staleness), so that a run is a function of its
-    config. `latest`: the newest version that is published when a shard starts, never one older than that. `inflight`:
-    as `latest`, and each version that is published while the shard runs, from the next token on; keys and values are
-    recomputed from the new weights. Under both a run depends on timing and no longer repeats bit for bit."""
+    config. `latest`: the newest version that is published when a shard starts, never older than under `exact`.
+    `inflight`: as `latest`, and a running shard also changes to each version that is published, from the next token
+    on; its keys and values are recomputed from the new weights. Under `latest` and `inflight` a run depends on timing
+    and does not repeat bit for bit."""
 
 
 def rollout_problems(config: RolloutConfig) -> Iterator[Problem]:

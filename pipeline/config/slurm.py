@@ -72,9 +72,10 @@ class SlurmGangConfig:
     beside: str | None = None
     """Gang whose nodes the workers share, also spread evenly."""
     gpus_per_worker: int | None = setting(None, at_least(0))
-    """null: one per rank that holds a model, one per engine rank of a replica, none for scorers."""
+    """GPUs of each worker. null: as many as it needs, which is one for a rank that holds a model, one for each engine
+    rank of a replica, one for a scorer if rewards have models (and `device` is not cpu), else none."""
     cpus_per_worker: int | None = setting(None, at_least(1))
-    """null: `placement.gangs.NAME.threads`, times the ranks of a replica."""
+    """CPUs of each worker. null: `placement.gangs.NAME.threads`, for a replica times its engine ranks."""
     partition: str | None = setting(None, _WORD)
     """Partition of these nodes; null: `slurm.partition`."""
     sbatch: list[str] = setting([], _OPTIONS)
@@ -95,7 +96,7 @@ class SlurmConfig:
     signal_lead_s: int = setting(180, between(1, _LONGEST_LEAD_S))
     """Seconds before the time limit at which the run is stopped, to be requeued. Slurm may be a minute early."""
     job: Literal["auto", "plain", "heterogeneous"] = "auto"
-    """Kind of job. auto: heterogeneous if gangs need different nodes."""
+    """Kind of job. auto: heterogeneous if gangs need different nodes, else plain."""
     gres: str | None = setting("gpu", _WORD)
     """Slurm's name of a GPU: `gpu`, or with its kind `gpu:h100`; null: everything is computed on CPUs."""
     driver_cpus: int = setting(2, at_least(1))
@@ -115,7 +116,7 @@ class SlurmConfig:
 
 
 def gpus_of_worker(config: SlurmConfig, gang: Gang) -> int:
-    """Return the number of GPUs that a worker is given."""
+    """Return the number of GPUs that the job requests for each worker of a gang."""
     given = _of(config, gang.name).gpus_per_worker
     if config.gres is None:
         return 0
@@ -129,7 +130,7 @@ def host_gang(config: SlurmConfig, gang: str) -> str | None:
 
 
 def cpus_per_worker(config: SlurmConfig, placement: PlacementConfig, gang: str, replica_ranks: int) -> int:
-    """Return the number of CPUs that a worker is given."""
+    """Return the number of CPUs that the job requests for each worker of a gang."""
     given = _of(config, gang).cpus_per_worker
     if given is not None:
         return given

@@ -231,7 +231,7 @@ class RunConfig:
     def layouts(self) -> Layouts:
         step = Layout(self.rollout.shards, self.rows_per_shard, self.seq)
         held_out, shards = self.held_out, self.evaluate.shards
-        if self.evaluate.every == 0 and (not held_out or held_out % shards):  # else an earlier config may have evaluated
+        if self.evaluate.every == 0 and (not held_out or held_out % shards):  # an earlier config may have evaluated
             return Layouts(step)
         return Layouts(step, Layout(self.evaluate.shards, self.eval_rows_per_shard, self.seq))
 

@@ -35,8 +35,8 @@ _LIMITS = {
     "kl": "kl_above",
     "critic": "critic_steps",
 }
-"""Rule -> the setting of `alarms` with its limit, where null switches the rule off. Rules that are not listed are always
-on, except mismatch, which has a section of its own."""
+"""Rule -> the setting of `alarms` with its limit; null switches the rule off. Rules that are not listed are always on,
+except mismatch, which has a section of its own."""
 
 
 @dataclass
@@ -135,8 +135,8 @@ class ClusterConfig:
             lambda given: _listening(given) is not None,
         ),
     )
-    """Attached: address on the driver's host that the scheduler listens on: HOST, HOST:PORT or :PORT. Without a host, or
-    if null, it is the address of `interface`, or else that of the default route. Without a port, or if null, the
+    """Attached: address on the driver's host that the scheduler listens on: HOST, HOST:PORT or :PORT. Without a host,
+    or if null, it is the address of `interface`, or else that of the default route. Without a port, or if null, the
     scheduler takes any free port."""
     arrival_timeout_s: float = setting(600.0, above(0, " seconds"))
     """Attached: seconds for a worker to join, from the driver's start or from the loss of the worker before it. A

@@ -1,8 +1,9 @@
 """Convert between Hugging Face's and Megatron's models: configuration, tensor names, and tensor-parallel parts.
 
 Megatron fuses tensors that Hugging Face keeps separate. Its `linear_qkv` holds, for each group of queries that share a
-key, the group's queries, the key and the value. `linear_fc1` holds gate and up; each is cut over the tensor-parallel
-ranks first. An adapter's B has the rows of the fused weight; its A is the stack of the parts' As.
+key, the group's queries, the key and the value. `linear_fc1` holds gate and up on each tensor-parallel rank: each of
+the two is cut over the ranks before they are joined. An adapter's B has the rows of the fused weight; its A is the
+stack of the As of its Hugging Face parts.
 
 Sizes that do not divide over the ranks are padded with zeros (see `spec.padded`). Hugging Face tensors have no padding.
 *Blocks* are numbered like Hugging Face's layers, from 0 at the bottom of the whole model.
@@ -57,7 +58,7 @@ PARTS = {
     "mlp.linear_fc1.weight": (GATE_PROJ, UP_PROJ),
     "mlp.linear_fc2.weight": (DOWN_PROJ,),
 }
-"""Hugging Face's parts of a linear's weight, in its order."""
+"""Hugging Face's parts of a linear's weight, in the order of Megatron's weight."""
 _NORMS = {
     "input_layernorm.weight": INPUT_NORM,
     "self_attention.q_layernorm.weight": Q_NORM,
@@ -68,8 +69,9 @@ _NORMS = {
 
 
 def transformer_kwargs(spec: ModelSpec) -> dict[str, Any]:
-    """Return the settings of Megatron's TransformerConfig that the architecture decides, except the number of layers,
-    since a stage may hold a part of the blocks. `kernels/fused.py` says why most of Megatron's fusions are off."""
+    """Return the settings of Megatron's TransformerConfig that follow from the architecture. The number of layers is
+    left out, since a model may have only some of the blocks. `kernels/fused.py` says why most of Megatron's fusions are
+    off."""
     return {
         "hidden_size": spec.hidden_size,
         "ffn_hidden_size": spec.intermediate_size,
@@ -124,8 +126,8 @@ SPLIT_AXES = {
 
 
 def adapted_weight(name: str) -> tuple[str, str]:
-    """Return (the weight that an adapter's A or B belongs to, the suffix of its parts' names); for other names
-    (name, "")."""
+    """Return (name of the weight that an adapter's A or B belongs to, suffix of the names of its Hugging Face parts).
+    For names of other parameters return (name, "")."""
     linear, found, side = name.partition(".lora.")
     return (f"{linear}.weight", f".lora_{side}") if found else (name, "")
 
@@ -183,7 +185,7 @@ class HFPart:
     axis: int | None
     """Axis of `tensor` along which the ranks' parts lie; None: each rank has the whole tensor."""
     size: int
-    """Length of that axis in the whole tensor. What the ranks' parts have beyond it is padding."""
+    """Length of that axis in the whole tensor. Rows or columns of the ranks' parts beyond this length are padding."""
 
     def whole(self, gather: Gather) -> Tensor:
         """Return the whole tensor, a view if possible."""
@@ -192,7 +194,7 @@ class HFPart:
         return _join(gather(self.tensor), self.axis).narrow(self.axis, 0, self.size).reshape(self.shape)
 
     def own(self, tp_rank: int) -> tuple[int, Tensor]:
-        """Return (the index of this rank's first along `axis`, its part without padding)."""
+        """Return (index of this rank's first element along `axis` in the whole tensor, its part without padding)."""
         if self.axis is None:
             return 0, self.tensor
         length = self.tensor.shape[self.axis]
@@ -253,8 +255,8 @@ def hf_parts(name: str, block: int | None, parameter: Tensor, spec: ModelSpec) -
 def to_hf(
     name: str, block: int | None, parameter: Tensor, spec: ModelSpec, gather: Gather
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and whole Hugging Face tensors that a Megatron parameter holds. They are views of it if
-    possible."""
+    """Yield the names and whole Hugging Face tensors that a Megatron parameter holds. They are views of the parameter
+    if possible."""
     yield from ((part.name, part.whole(gather)) for part in hf_parts(name, block, parameter, spec))
 
 

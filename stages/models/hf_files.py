@@ -1,5 +1,6 @@
-"""The files of a model directory in Hugging Face layout: tokenizer, digests, shapes of tensors. Loads no torch, so that
-commands that only check a model answer at once. `spec` reads its config.json, `hf_weights` reads and writes weights.
+"""Read the files of a model directory in Hugging Face layout: tokenizer, digests, shapes of tensors. This module loads
+no torch, so that commands that only check a model answer at once. `spec` reads config.json, and `hf_weights` reads and
+writes weights.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _INDEX = "model.safetensors.index.json"
 _BLOCK_BYTES = 1 << 22
 _VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
-"""Values of `tokenizer_class` that stand for no family's own class: tokenizer.json is the whole tokenizer."""
+"""Values of `tokenizer_class` that name a generic class, for which tokenizer.json is the whole tokenizer."""
 _UNCHANGED_FAMILIES = ("llama", "qwen3")
-"""Values of `model_type` for which transformers keeps a generic class. (For qwen2 it takes Qwen2Tokenizer all the same,
-and for mistral it may replace the pre-tokenizer.)"""
+"""Values of `model_type` for which transformers keeps a generic class. (For qwen2 it uses Qwen2Tokenizer even then, and
+for mistral it may replace the pre-tokenizer.)"""
 _CHANGES = ("auto_map", "add_bos_token", "add_eos_token", "split_special_tokens", "add_prefix_space")
 """Keys of tokenizer_config.json by which transformers changes what tokenizer.json says."""
 
@@ -56,15 +57,15 @@ class Tokenizer(Protocol):
         ...
 
     def token_bytes(self) -> list[bytes] | None:
-        """Return the bytes of each token, none for special tokens. Joined, they are the text. None if a token's text
-        depends on its position (SentencePiece)."""
+        """Return the bytes of each token; b"" for special tokens. The joined bytes of a text's tokens are the text.
+        Return None if a token's text depends on its position (SentencePiece)."""
         ...
 
 
 @dataclass(frozen=True)
 class ByteTokenizer:
     """The tokenizer of random models: one token per UTF-8 byte. NUL and STX, which text does not contain, are pad and
-    EOS. Tokens above 255, which larger vocabularies have, are shown as bytes that are no text."""
+    EOS. Tokens above 255, which larger vocabularies have, are decoded as the byte 255, which is not valid UTF-8."""
 
     vocab_size: int = 256
     eos_ids: tuple[int, ...] = (2,)
@@ -173,7 +174,8 @@ def _bytes_of_characters() -> dict[str, int]:
 
 
 def tensor_shape(path: str, name: str) -> tuple[int, ...] | None:
-    """Return the shape of one of a model's tensors without reading it, or None if it has no tensor of this name."""
+    """Return the shape of one of a model's tensors without reading the tensor. Return None if the model has no tensor
+    of this name, or is a random model."""
     for file in weight_files(path) if not is_random(path) else ():
         with safe_open(file, framework="numpy") as tensors:
             if name in set(tensors.keys()):
@@ -187,7 +189,8 @@ def is_classifier(path: str) -> bool:
 
 
 def head_problem(path: str, spec: ModelSpec) -> str | None:
-    """Return why a model directory's head cannot be a reward model's. None if it can, or if there is no head."""
+    """Return why the head in a model directory cannot be used for a reward model. Return None if it can, or if there is
+    no head."""
     found, wanted = tensor_shape(path, SCORE_WEIGHT) if is_classifier(path) else None, (1, spec.hidden_size)
     if found is None or found == wanted:
         return None
@@ -256,7 +259,7 @@ def read_tokenizer(path: str) -> Tokenizer:
 
 @dataclass(frozen=True)
 class PlainTokenizer:
-    """A tokenizer as tokenizer.json has it, and its named tokens by tokenizer_config.json."""
+    """A tokenizer as tokenizer.json defines it, and the EOS and pad tokens that tokenizer_config.json names."""
 
     backend: FastBackend
     eos_token_id: int | None
@@ -264,8 +267,9 @@ class PlainTokenizer:
 
 
 def plain_tokenizer(path: str) -> PlainTokenizer | None:
-    """Return a directory's tokenizer if tokenizer.json alone defines it. None if transformers may change it: for a
-    family's own class, for tokens that only other files name, for spaces that are cleaned up, and by `_CHANGES`."""
+    """Return a directory's tokenizer if tokenizer.json alone defines it. Return None if transformers may change the
+    tokenizer: it may use a family's own class, add tokens that only other files name, clean up spaces (unless the
+    tokenizer is BPE), or read a key of `_CHANGES`."""
     folder = Path(path)
     whole, named, own = folder / "tokenizer.json", folder / "tokenizer_config.json", read_config(path)
     if not (whole.is_file() and named.is_file()) or (folder / "added_tokens.json").exists():
@@ -301,7 +305,7 @@ def _flags(token: Any) -> dict[str, object]:
 
 
 def _content(token: Any) -> str | None:
-    """Return the text of a token in tokenizer_config.json, where it may stand with its flags."""
+    """Return the text of a token in tokenizer_config.json, where a token is its text or a dict of text and flags."""
     return token["content"] if isinstance(token, dict) else token
 
 
@@ -320,5 +324,5 @@ def _same_tokens(config: Mapping[str, Any], legacy: Mapping[str, Any]) -> bool:
 
 
 def _load_tokenizer(path: str) -> Any:
-    transformers = import_module("transformers")  # loads torch, and the tokenizer of random models needs neither
+    transformers = import_module("transformers")  # here, since it loads torch, which not every tokenizer needs
     return transformers.AutoTokenizer.from_pretrained(path)

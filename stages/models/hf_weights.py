@@ -32,16 +32,16 @@ from stages.models.spec import (
 _RANDOM_SEED = 20_24
 _TINY_LINEAR_STD = 0.1
 _TINY_EMBEDDING_STD = 0.2
-"""Standard deviation of the embedding. Logits then have one of about 0.2 * sqrt(64) = 1.6, since the final norm makes
-the hidden state's RMS 1."""
+"""Standard deviation of the embedding. The logits then have a standard deviation of about 0.2 * sqrt(64) = 1.6, since
+the final norm makes the hidden state's RMS 1."""
 _LARGE_STD = 0.02
 """Standard deviation in larger random models, as in most models' initialisation."""
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
     """Return all tensors by Hugging Face name, in their stored dtype. A tied `lm_head.weight` is usually not among
-    them. For a reward model `SCORE_BIAS`, which its config.json holds, is. Raises FileNotFoundError with the paths that
-    were looked for."""
+    them. A reward model also has `SCORE_BIAS`, which is read from its config.json. Raises FileNotFoundError, naming the
+    missing files."""
     if is_random(path):
         return _random_weights(path)
     weights: dict[str, torch.Tensor] = {}
@@ -66,7 +66,8 @@ def read_some_weights(path: str, names: Collection[str]) -> dict[str, torch.Tens
 
 
 def first_difference(path: str, other: str, names: Collection[str]) -> str | None:
-    """Return the first of `names` whose tensor is missing or different in the model `other`, or None."""
+    """Return the first of `names` whose tensor is missing or different in the model `other`, or None. Names that the
+    model `path` lacks are skipped."""
     mine, theirs = read_some_weights(path, names), read_some_weights(other, names)
     for name, tensor in mine.items():
         found = theirs.get(name)
@@ -108,8 +109,8 @@ def _random_weights(path: str) -> dict[str, torch.Tensor]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file that transformers and peft accept as torch's, with the permissions of any new file.
-    safetensors alone would make it readable by its owner only."""
+    """Write a safetensors file that transformers and peft accept (its metadata names torch). The file gets the
+    permissions of any new file; safetensors alone would make it readable by its owner only."""
     path.write_bytes(b"")
     mode = path.stat().st_mode
     save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})

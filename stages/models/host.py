@@ -1,4 +1,4 @@
-"""The models of one rank of a gang behind the `ModelHost` protocol."""
+"""`MegatronHost`: the models of one rank of a gang, as an implementation of the protocol `ModelHost`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class MegatronHost:
         offload: Offload = "none",
         fsync: bool = True,
     ) -> None:
-        """Join the gang and build the roles placed on it. Block until every rank has joined.
+        """Join the gang and build the models of `roles`. Block until every rank has joined.
 
         `fsync`: sync the files that `save` writes to the disk. Raises ValueError, naming the key, for settings that
         cannot work."""
@@ -218,13 +218,13 @@ class MegatronHost:
         return publication.publish(self._clean(Role.POLICY).model, self._blueprint, board, version)
 
     def published_blocks(self) -> Iterator[tuple[Slab, slice, np.ndarray]]:
-        """Yield (part, its rows, their numbers) of all that this rank writes when the policy is published."""
+        """Yield (part, its rows, their numbers) for every block that this rank writes when the policy is published."""
         model = self._clean(Role.POLICY).model
         return publication.own_blocks(model, self._blueprint, publication.own_slabs(model, self._blueprint))
 
     def trained_weights(self) -> Mapping[str, np.ndarray] | None:
         """Return the tensors that `publish` writes, whole, on rank 0, None on the others. They are views where
-        possible, valid until the next update, or under `offload = idle` until the next call."""
+        possible. The views are valid until the next update, or under `offload = idle` until the next call."""
         tensors = gather.trained_tensors(self._clean(Role.POLICY).model, self._blueprint)
         return None if tensors is None else {name: gather.as_numpy(tensor) for name, tensor in tensors.items()}
 
@@ -295,7 +295,7 @@ class MegatronHost:
         return trainer
 
     def _put_to_sleep(self, *, but: Role) -> None:
-        """Bring the weights back to the device after `sleep`. Under `offload = idle` offload all other roles."""
+        """Bring the weights back to the device after `sleep`. Under `offload = idle` then offload all roles but one."""
         self._all_weights.wake()
         if self._offload != "idle":
             return

@@ -1,13 +1,14 @@
-"""Modules that replace Megatron's own in its transformer layer, the layer specification, and the rotary frequencies,
-which trainer and engines share.
+"""Modules that replace Megatron's own modules in its transformer layer, the layer specification, and the rotary
+frequencies, which trainer and engines share.
 
 Shape suffixes of modules: N tokens of all rows, one after another; B rows of one length, T tokens of each; K heads, G
 groups of them that share keys and values, D head dimension, H hidden size, F features.
 
-With kernels for CPUs the parallel linears and the embedding are replaced too. Megatron's compute a weight's gradient
-as a tensor of the weight's dtype, and a hook adds it to the parameter's float32 `main_grad`: three passes over memory
-as large as the model for every micro-batch. Here the product adds to `main_grad` directly (in bfloat16, whose products
-torch rounds to bfloat16, with one more pass). Shape suffixes of linears: N rows, K inputs, M outputs.
+With kernels for CPUs the parallel linears and the embedding are replaced too. Megatron's linears compute a weight's
+gradient as a tensor of the weight's dtype, and a hook adds it to the parameter's float32 `main_grad`. That takes three
+passes over memory as large as the model for every micro-batch. Here the product adds to `main_grad` directly (in
+bfloat16, whose products torch rounds to bfloat16, with one more pass). Shape suffixes of linears: N rows, K inputs, M
+outputs.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.epsilon = eps
         self.kernels = kernels
-        # each rank has only a part of the sequence: finalize_model_grads adds up the marked gradients over TP. (It
+        # each rank has only a part of the sequence, so finalize_model_grads adds up the marked gradients over TP. (It
         # finds q_layernorm and k_layernorm, whose input is only the rank's heads, by their names.)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -77,15 +78,15 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class UnroundedRMSNorm(RMSNorm):
-    """RMSNorm that keeps its input's dtype: before the output layer or the head, which multiply in float32, and for
-    queries and keys."""
+    """RMSNorm that keeps its input's dtype. It is used before the output layer or the head, which multiply in float32,
+    and for queries and keys."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.norm(x, self.weight, self.epsilon, x.dtype)
 
 
 class Gate(torch.nn.Module):
-    """silu(gate) * up, as the activation module of Megatron's MLP, which gets both."""
+    """The activation module of Megatron's MLP. It gets gate and up together and computes silu(gate) * up."""
 
     def __init__(self, config: TransformerConfig, *, kernels: BlockKernels) -> None:
         super().__init__()
@@ -139,8 +140,9 @@ class PackedAttention(SelfAttention):
 class CausalAttention(MegatronModule):
     """Causal attention by torch's fused kernels, with grouped queries. No mask is needed, since no token is padding.
 
-    One call for all rows on GPUs with 16-bit heads, if a run need not be deterministic: the kernel's backward pass adds
-    up in any order. (Never run on a GPU.) Otherwise one call for each run of adjacent rows of the same length."""
+    On GPUs with 16-bit heads one call computes all rows, unless the run must be deterministic: that kernel's backward
+    pass adds up in any order. (Never run on a GPU.) Otherwise there is one call for each group of adjacent
+    rows of the same length."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config)
@@ -152,7 +154,7 @@ class CausalAttention(MegatronModule):
             starts, longest = packing.cu_seqlens_q, packing.max_seqlen_q
             options: Any = {"window_size": (-1, 0), "scale": self.scale, "enable_gqa": True}  # causal, without a window
             attended = varlen_attn(query_NKD, key_NGD, value_NGD, starts, starts, longest, longest, **options)
-            assert isinstance(attended, Tensor)  # it was not asked for more
+            assert isinstance(attended, Tensor)  # it returns more only if asked to
             return attended.flatten(1)
         parts = []
         for start, rows, length in packing.runs:
@@ -168,8 +170,8 @@ class CausalAttention(MegatronModule):
 
 
 class HiddenOutput(torch.nn.Module):
-    """Replacement of GPTModel's output layer, which returns the hidden states of the whole sequence: `forward.py`
-    selects the few positions it needs before it multiplies with the vocabulary.
+    """Replacement of GPTModel's output layer. It returns the hidden states of the whole sequence, so that `forward.py`
+    can select the few positions that it needs before the product with the vocabulary.
 
     It holds the output layer's own parameters, if any: `weight` [vocab / TP, H] of an output layer that is not the
     embedding, or `weight` [1, H] and `bias` [1] of a critic's head."""
@@ -182,7 +184,7 @@ class HiddenOutput(torch.nn.Module):
 
     def forward(self, hidden_N1H: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
         if self.sequence_parallel:
-            # every TP rank computes the same from the whole sequence, so each already has the full gradient
+            # every TP rank computes the same loss from the whole sequence, so each already has the full gradient
             hidden_N1H = gather_from_sequence_parallel_region(hidden_N1H, tensor_parallel_output_grad=False)
         return hidden_N1H, None
 
@@ -191,8 +193,8 @@ def residual_add(kernels: BlockKernels) -> Callable[[bool, bool], _AddToResidual
     """Return the replacement of Megatron's bias-dropout-add: no bias, no dropout, and the residual stream keeps its
     dtype.
 
-    Under bfloat16 the stream stays float32. Megatron's own would round it to bfloat16 in every block, which is most of
-    the error of the log-probs.
+    Under bfloat16 the stream stays float32. Megatron's own addition would round it to bfloat16 in every block, which
+    would cause most of the error of the log-probs.
     """
 
     def add(output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
@@ -203,7 +205,7 @@ def residual_add(kernels: BlockKernels) -> Callable[[bool, bool], _AddToResidual
 
 def block_spec(num_blocks: int, products: Products, kernels: BlockKernels, *, qk_norm: bool = False) -> BlockSubmodules:
     """Return the specification of `num_blocks` Llama blocks and a final norm, computed by `kernels`. The linears
-    multiply by `products`; with portable kernels Megatron's own do. `qk_norm`: see `ModelSpec`."""
+    multiply with `products`, or with portable kernels are Megatron's own. `qk_norm`: see `ModelSpec`."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     parts = layer.submodules
     by_kernels = {"kernels": kernels}
@@ -247,8 +249,8 @@ class PortableRowLinear(RowParallelLinear):
 
 
 class CpuColumnLinear(ColumnParallelLinear):
-    """Megatron's column-parallel linear. Under sequence parallelism it keeps the gathered input for the backward pass;
-    Megatron's gathers it again."""
+    """Megatron's column-parallel linear with `cpu_linear` as its product. Under sequence parallelism it keeps the
+    gathered input for the backward pass, where Megatron's own gathers it again."""
 
     def __init__(self, *args: Any, products: Products, kernels: BlockKernels, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -263,7 +265,7 @@ class CpuColumnLinear(ColumnParallelLinear):
 
 
 class CpuRowLinear(RowParallelLinear):
-    """Megatron's row-parallel linear."""
+    """Megatron's row-parallel linear with `cpu_linear` as its product."""
 
     def __init__(self, *args: Any, products: Products, kernels: BlockKernels, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -274,8 +276,8 @@ class CpuRowLinear(RowParallelLinear):
 
 
 class CpuEmbedding(VocabParallelEmbedding):
-    """Megatron's vocabulary-parallel embedding. Its gradient is added only to the used rows of `main_grad`; torch's
-    gradient is a tensor as large as the vocabulary."""
+    """Megatron's vocabulary-parallel embedding. Its gradient is added only to the used rows of `main_grad`, where
+    torch's gradient would be a tensor as large as the embedding."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         inside = (tokens >= self.vocab_start_index) & (tokens < self.vocab_end_index)
@@ -350,7 +352,8 @@ def _with_bias(product: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def rotary_frequencies(spec: ModelSpec) -> Float32[torch.Tensor, " D//2"]:
-    """Return the radians per token of each pair of a head's numbers, on the CPU. With d = head_dim and i < d/2:
+    """Return the radians per token by which each pair of a head's numbers is rotated, on the CPU. With d = head_dim and
+    i < d/2:
 
         f_i = theta^(-2i / d)                                                       (Su et al. 2021)
 
@@ -378,7 +381,7 @@ class Packing(PackedSeqParams):
     positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """int64: the position of each token within its row."""
     runs: tuple[tuple[int, int, int], ...] = ()
-    """(first token, number of rows, length) of each run of adjacent rows of the same length."""
+    """(first token, number of rows, length) of each sequence of adjacent rows of the same length."""
     _of_frequencies: Tensor | None = None
     _angles: RotaryAngles | None = None
 

@@ -1,5 +1,5 @@
 """Check whether a parallel layout can hold a model, and give the shapes of a model's LoRA adapters. The checks before a
-run use this, their proposals of other layouts when memory is short, and the ranks themselves. Loads no torch.
+run use this module, also to propose other layouts when memory is short, and so do the ranks. Loads no torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def gang_problems(layout: LayoutConfig, num_ranks: int, prefix: str = "") -> Ite
 
 
 def blocks_problems(model: ModelConfig, role: Role, spec: ModelSpec) -> Iterator[Problem]:
-    """Yield a problem if a role's model has too few blocks for those to be frozen and trained."""
+    """Yield a problem if a role's model has too few blocks for `model.frozen_blocks` or `model.critic_blocks`."""
     frozen, above = model.frozen_blocks, spec.num_layers - model.frozen_blocks
     if not 0 <= frozen < spec.num_layers:
         need = f"the {_whose(role)} has {spec.num_layers} blocks: at most {spec.num_layers - 1}"
@@ -47,7 +47,7 @@ def blocks_problems(model: ModelConfig, role: Role, spec: ModelSpec) -> Iterator
 
 
 def adapter_problems(lora: LoraConfig, role: Role, spec: ModelSpec) -> Iterator[Problem]:
-    """Yield a problem if `model.lora.rank` is above the largest possible rank of a weight that it adapts."""
+    """Yield a problem if `model.lora.rank` is above the smaller side of a weight that has adapters."""
     shapes = layer_shapes(spec)
     sizes = {part: min(shapes[part]) for part in target_parts(lora)}
     part = min(sizes, key=sizes.__getitem__, default=None)
@@ -64,7 +64,8 @@ def adapter_problems(lora: LoraConfig, role: Role, spec: ModelSpec) -> Iterator[
 def layout_problems(
     model: ModelConfig, role: Role, spec: ModelSpec, layout: LayoutConfig, prefix: str = ""
 ) -> Iterator[Problem]:
-    """Yield the problems of cutting a role's model by a layout. `blocks_problems` has none for the model."""
+    """Yield the problems of cutting a role's model by a layout. The caller has checked the model with
+    `blocks_problems`."""
     heads, key = spec.num_heads, f"{prefix}layout.pipeline"
     if layout.tensor > heads:
         need = f"the {_whose(role)} has {heads} query heads: at most {heads}"
@@ -105,7 +106,7 @@ TARGET_PARTS = {
 }
 """Projections of a layer by target of `model.lora.targets`."""
 SPLIT_BY_ROWS = ("qkv", "fc1")
-"""Targets whose outputs tensor parallelism cuts, and with them B. Of the other targets it cuts the inputs and A."""
+"""Targets where tensor parallelism cuts the outputs and B. For the other targets it cuts the inputs and A."""
 SIDES = ("lora_A", "lora_B")
 
 
@@ -116,7 +117,7 @@ def target_parts(lora: LoraConfig) -> Iterator[str]:
 
 
 def adapter_shapes(spec: ModelSpec, lora: LoraConfig, layer: int) -> dict[str, tuple[int, int]]:
-    """Return the shapes of A and B of a layer's adapters by peft's name (without its `base_model.model.`)."""
+    """Return the shapes of A and B of a layer's adapters by peft's names (without the prefix `base_model.model.`)."""
     found: dict[str, tuple[int, int]] = {}
     for part in target_parts(lora):
         outputs, inputs = layer_shapes(spec)[part]
@@ -126,7 +127,7 @@ def adapter_shapes(spec: ModelSpec, lora: LoraConfig, layer: int) -> dict[str, t
 
 
 def adapter_parameters(spec: ModelSpec, lora: LoraConfig, tensor: int) -> int:
-    """Return the number of parameters in one block's adapters on one of `tensor` ranks. `spec` has sizes that divide
+    """Return the number of parameters in one block's adapters on one of `tensor` ranks. The sizes of `spec` must divide
     over the ranks (`spec.padded`)."""
     shapes, total = layer_shapes(spec), 0
     for target in lora.targets if lora.rank else ():

@@ -5,15 +5,15 @@
 Policy, critic and reference share W. Policy and critic have adapters of their own, the reference has none.
 
 Megatron fuses queries, keys and values into one linear, and gate and up into another. Each part has its own A, as in
-peft: so ranks and learning rates known from peft apply, and peft reads the exported files. (One A per fused linear
-would have fewer parameters at the same rank.) The As are stacked, so that x is multiplied once. B has the rows of W in
-the same order, and the code that cuts, pads, saves and names W does the same for B.
+peft, so that ranks and learning rates known from peft apply, and peft can read the exported files. (One A per fused
+linear would have fewer parameters at the same rank.) The As are stacked, so that x is multiplied once. B has its rows
+in the order of W's rows, and the code that cuts, pads, saves and names W does the same for B.
 
     tensor parallelism      A                                       B                                    exchanged
     rows of W (qkv, fc1)    whole on each rank                      cut                                  x A^T: rank
     columns (proj, fc2)     cut                                     whole on each rank                   x A^T: rank
 
-`write_adapters` writes a policy's adapters as a directory that Hugging Face's peft loads over the start model.
+`write_adapters` writes a policy's adapters as a directory. Hugging Face's peft adds them to the start model.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _Multiply = Callable[[Tensor, Tensor], Tensor]
 
 class Adapter(Module):
     """The low-rank product that LoRA adds to a linear's output, with A [parts * rank, inputs] and B [outputs, rank]. If
-    tensor parallelism cuts the linear's inputs or outputs, it holds this rank's part of them."""
+    tensor parallelism cuts the linear's inputs or outputs, A or B is cut in the same way."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Adapter(Module):
         """Create the adapter without values.
 
         Args:
-            part_M: the part, out of `parts`, that each row of the weight belongs to.
+            part_M: number of the part, out of `parts`, that each row of the weight belongs to.
             by_rows: tensor parallelism cuts the outputs.
             sharded: each rank has only a part of the sequence (sequence parallelism).
         """
@@ -94,7 +94,7 @@ class Adapter(Module):
         # B is repeated once per part's A; this marks the entries that belong to another part
         other_MR = part_M[:, None] != torch.arange(parts).repeat_interleave(lora.rank)
         self.other_MR = other_MR.to(weight_MK.device)
-        # one side is whole on each rank; if ranks have only parts of the sequence, Megatron adds its gradients up
+        # the side that is whole on each rank; if ranks have only parts of the sequence, Megatron adds up its gradients
         (self.A if by_rows else self.B).sequence_parallel = sharded  # type: ignore[attr-defined]
 
     def forward(self, x_N1K: Tensor) -> Tensor:
@@ -160,8 +160,8 @@ def share_frozen(model: GPTModel, first_block: int, shared: FrozenWeights) -> No
 
 
 def let_gradients_pass(model: GPTModel) -> None:
-    """Make the embedding's output require a gradient in training: Megatron's recomputation gives no gradients to the
-    adapters inside it if no input requires one."""
+    """Make the embedding's output require a gradient in training. Otherwise no input of a recomputed block requires
+    one, and Megatron's recomputation gives no gradients to the adapters in the block."""
 
     def ask(_: Module, __: object, hidden: Tensor) -> Tensor:
         return hidden.requires_grad_() if torch.is_grad_enabled() else hidden
@@ -172,7 +172,7 @@ def let_gradients_pass(model: GPTModel) -> None:
 
 def initial_adapters(spec: ModelSpec, lora: LoraConfig, layer: int, seed: int) -> dict[str, Tensor]:
     """Return a layer's whole adapters of version 0 by Hugging Face name: B zero, A normal with the variance of peft's
-    uniform numbers, 1 / (3 inputs). They depend on seed and name only, not on the layout."""
+    uniform numbers, 1 / (3 inputs). The numbers depend only on the seed and the tensor's name, not on the layout."""
     return {
         name: _drawn(f"{seed} {name}", shape) if f".{SIDES[0]}." in name else torch.zeros(shape)
         for name, shape in adapter_shapes(spec, lora, layer).items()
@@ -196,8 +196,8 @@ def _add_adapter(
 
 
 def _part_of_rows(name: str, spec: ModelSpec, rank: ParallelRank) -> Tensor:
-    """Return the part that each of this rank's rows of a fused weight belongs to. To find it, a tensor of part numbers
-    is cut as the weight is."""
+    """Return, for each of this rank's rows of a fused weight, the number of its part. To find them, a tensor of part
+    numbers is cut as the weight is."""
     shapes = layer_shapes(spec)
     numbers = {
         layer_tensor(0, part): torch.full((shapes[part][0], 1), number, dtype=torch.int64)
@@ -207,7 +207,8 @@ def _part_of_rows(name: str, spec: ModelSpec, rank: ParallelRank) -> Tensor:
 
 
 def _drawn(key: str, shape: tuple[int, int]) -> Tensor:
-    """Return random numbers [rank, inputs] from numpy's generator, which gives the same ones on every processor."""
+    """Return normal random numbers [rank, inputs] with variance 1 / (3 inputs). numpy's generator gives the same
+    numbers on every processor."""
     generator = np.random.default_rng(list(hashlib.blake2b(key.encode(), digest_size=16).digest()))
     return torch.from_numpy(generator.standard_normal(shape, np.float32)) / math.sqrt(3 * shape[1])
 
@@ -215,14 +216,14 @@ def _drawn(key: str, shape: tuple[int, int]) -> Tensor:
 # ---- files for peft --------------------------------------------------------------------------------------
 
 ADAPTERS = "adapter"
-"""Subdirectory of a model's directory for the adapters. Beside config.json transformers would apply them to the
-model."""
+"""Subdirectory of a model's directory for the adapters. If they lay beside config.json, transformers would add them to
+the model, which has them merged already."""
 _PREFIX = "base_model.model."
 
 
 def write_adapters(directory: Path, model: ModelConfig, spec: ModelSpec, adapters: Mapping[str, Tensor]) -> None:
-    """Write adapters (by the names of `adapter_shapes`) so that `PeftModel.from_pretrained(start_model, directory)` is
-    the policy. Create the directory."""
+    """Write adapters (by the names of `adapter_shapes`) so that `PeftModel.from_pretrained(start_model, directory)`
+    returns the policy. Create the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA",

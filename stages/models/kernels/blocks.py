@@ -1,10 +1,10 @@
 """The operations of a transformer block besides matrix products and attention: their protocol `BlockKernels`, and their
-implementations in plain torch and in C. CUDA runs those in plain torch, and so does a CPU without a C compiler. Tests
-use them as the reference for those in C (`blocks.c`).
+implementations in plain torch and in C. CUDA and a CPU without a C compiler use the torch implementation. Tests use it
+as the reference for the C implementation (`blocks.c`).
 
 Each kernel in C is an autograd function with its backward pass in C. The kernels share torch's OpenMP threads if both
-use the GNU runtime (as torch's own packages for Linux do). The gradient of a norm's weight is added directly to the
-parameter's `main_grad` (float32, Megatron's) if it has one.
+use the GNU runtime (as torch's own packages for Linux do). The gradient of a norm's weight is added directly to
+Megatron's float32 `main_grad` if the parameter has one.
 
 Shape suffixes: N tokens (of all rows of a micro-batch, one after another), H hidden size, F features, D head dimension,
 P positions.
@@ -48,13 +48,13 @@ class HeadSizes:
 
 
 class BlockKernels(Protocol):
-    """The operations. All but `accumulate` are differentiable. All compute in float32 precision and round once if the
+    """The operations of a block. All but `accumulate` are differentiable. All compute in float32 and round once if the
     output has a smaller dtype."""
 
     name: str
     portable: bool
-    """True: the model takes Megatron's own linears and embedding, and attention gets the blocks' dtype. False: it takes
-    the linears and the embedding for CPUs, and attention gets float32."""
+    """True: the model uses Megatron's own linears and embedding, and attention gets the blocks' dtype. False: the model
+    uses the linears and the embedding for CPUs, and attention gets float32."""
 
     def norm(self, x: Tensor, weight_H: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         """Return x / rms(x) * weight over the last axis of float32 x, in `dtype` (RMSNorm, Zhang & Sennrich 2019)."""
@@ -67,9 +67,9 @@ class BlockKernels(Protocol):
     def split_heads(
         self, qkv_NF: Tensor, sizes: HeadSizes, angles: RotaryAngles | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [N, heads, D], keys and values [N, groups, D], in the dtype that attention takes: see
-        `portable`. Queries and keys are rotated by `angles`, if any (RoPE, Su et al. 2021, pairs half a head
-        apart)."""
+        """Return queries [N, heads, D], keys and values [N, groups, D], in the dtype that attention takes (see
+        `portable`). If `angles` is given, queries and keys are rotated (RoPE, Su et al. 2021; the two numbers of a
+        rotated pair are half a head apart)."""
         ...
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class PortableKernels(ComposedKernels):
 
 
 def rotate(x_NKD: Tensor, angles: RotaryAngles) -> Tensor:
-    """Return heads [N, heads, D] rotated by the angles of their token's position. It computes in float32 and returns
+    """Return heads [N, heads, D] rotated by the angles of their token's position, computed in float32 and returned in
     x's dtype."""
     cosine_N1D, sine_N1D = (table[angles.positions, None] for table in (angles.cosines, angles.sines))
     a, b = x_NKD.float().chunk(2, -1)
@@ -307,8 +307,8 @@ class _Add(torch.autograd.Function):
 
 
 def _layout(sizes: HeadSizes, row: int) -> tuple[tuple[_Heads, bool], ...]:
-    """Return the places of queries, keys and values in a row of `linear_qkv`'s output. Each comes with True if the
-    rotary embedding applies to it."""
+    """Return the positions of queries, keys and values in a row of `linear_qkv`'s output, each with True if the rotary
+    embedding applies to it."""
     queries, group = sizes.queries_per_group, (sizes.queries_per_group + 2) * sizes.dim
     return (
         (_Heads(row, 0, group, queries, sizes.groups * queries, sizes.dim), True),

@@ -1,4 +1,4 @@
-"""The fused kernels that Megatron offers, and the choice among them. All are for GPUs, and were never run on one.
+"""Choose among the fused kernels that Megatron offers. All are for GPUs. This code was never run on a GPU.
 
 SwiGLU            yes: one kernel instead of three, and the backward pass keeps its input only. torch.compile makes
                   it with Triton, at the first call
@@ -31,13 +31,14 @@ class FusedBlockKernels(PortableKernels):
 
 
 def with_fusions(kernels: BlockKernels, model: ModelConfig, device: torch.device) -> BlockKernels:
-    """Return `FusedBlockKernels` if `model.kernels` is auto, they can be compiled for the device, and the run need not
-    repeat its bits: nobody has compared those of two compilations. Return `kernels` otherwise."""
+    """Return `FusedBlockKernels` if `model.kernels` is auto, Triton can compile them for the device, and
+    `model.deterministic` is off. (Nobody has checked that two compilations give the same bits.) Return `kernels`
+    otherwise."""
     fuses = model.kernels == "auto" and device.type == "cuda" and not model.deterministic and has_triton()
     return FusedBlockKernels() if fuses else kernels
 
 
 def adds_gradients(device: torch.device) -> bool:
-    """Return True if Apex's product that adds a weight's gradient to `main_grad` is installed for the device. It
-    repeats its bits as torch's own products do."""
+    """Return True if Apex's product that adds a weight's gradient to `main_grad` is installed for the device. Like
+    torch's own products it gives the same bits every time."""
     return device.type == "cuda" and bool(layers._grad_accum_fusion_available)

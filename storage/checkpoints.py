@@ -1,11 +1,11 @@
-"""Directories of checkpoints. A checkpoint is complete when its manifest has been written and then its directory
-renamed, its last two steps.
+"""Directories of checkpoints. The last two steps of a save write the manifest and then rename the directory. After them
+the checkpoint is complete.
 
     <root>/policy/v000012/checkpoint.json + the model's files
     <root>/policy/.v000012-<host>-<pid>-<hex>/     being written, or left by a process that died
 
-The manifest has the size and CRC-32 of every file, a digest of itself, and what the writer says about the content. A
-reader goes through `newest_first` and takes the first version in which `verify` finds no fault.
+The manifest has the size and CRC-32 of every file, a digest of itself, and what the writer states about the content
+(`meta`). A reader goes through `newest_first` and takes the first version in which `verify` finds no fault.
 
 Only local paths work (a node's disk, or a filesystem that all nodes mount): Megatron writes its checkpoints with its
 own file calls, from many ranks into one directory.
@@ -14,7 +14,7 @@ An exported model has a similar record beside its files, written last:
 
     export.json   {"format": 1, "files": {"model.safetensors": {"bytes": ..., "crc32": ...}, ...}, "checksum": "..."}
 
-A directory without this record is somebody else's model, or the export of an earlier version. It cannot be checked.
+A directory without this record is another program's model, or the export of an earlier Stageline. It cannot be checked.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Checkpoints:
         sums: Mapping[str, FileSum] | None = None,
     ) -> Path:
         """Turn `path` (from `begin`) into the checkpoint of a version, after all ranks have written, and return its
-        place. If the version exists already, keep it and discard `path`. `meta` is JSON that `verify` returns later.
+        path. If the version exists already, keep it and discard `path`. `meta` is JSON that `verify` returns later.
         `sums` has the sum of every file by its path below `path`, and the files must be on the disk (see `sum_file`);
         with None all files are read here. Raises StoreError if the files are not those of `sums`."""
         if sums is None:
@@ -122,7 +122,7 @@ class Checkpoints:
         return target
 
     def place(self, role: str, version: int) -> Path:
-        """Return the place of a version's checkpoint, whether it exists or not."""
+        """Return the path of a version's checkpoint, whether it exists or not."""
         return self.root / role / f"v{version:06d}"
 
     def newest_first(self, role: str, at_most: int) -> list[int]:
@@ -170,7 +170,7 @@ class Checkpoints:
         removed = [version for version in complete[:-keep] if not _is_multiple(version, every)]
         for path in (self.root / role).glob("v*"):
             version = version_of(path)
-            # Below the oldest one kept also what an earlier prune left half removed.
+            # Also remove older directories that an earlier prune left half removed.
             if version is not None and kept and version < kept[0] and not _is_multiple(version, every):
                 _discard(path)
         own = re.compile(r"\.v\d{6,}-" + re.escape(socket.gethostname()) + r"-(\d+)-[0-9a-f]+")
@@ -259,7 +259,7 @@ def has_sums(directory: Path) -> bool:
 
 
 def export_faults(directory: Path) -> Iterator[str]:
-    """Return the faults of an exported directory that has the record. Reads every byte. Additional files
+    """Yield the faults of an exported directory that has the record. Reads every byte. Additional files
     are no fault."""
     try:
         document = codec.document((directory / RECORD).read_bytes(), EXPORT_FORMAT, str(directory / RECORD))

@@ -1,8 +1,8 @@
 """The JSON of records: files of a run's directory, and messages between processes.
 
-`encode` writes every field of a dataclass, its records too. `decode` refuses unknown and missing fields and values of
-other types. pydantic does the work; it is imported when the first record is decoded, because `stageline --help` and
-`status` decode none.
+`encode` writes every field of a dataclass, and of the dataclasses in its fields. `decode` refuses unknown and missing
+fields and values of other types. It uses pydantic, which is imported when the first record is decoded, because
+`stageline --help` and `status` decode no records.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def decode(kind: Any, text: str | bytes, *, strict: bool = True, complete: bool 
     """Return the record of type `kind` (or of one type of a union) that `encode` wrote. Raises NotARecord.
 
     Args:
-        strict: accept no other types. Otherwise "NaN" is a float, and 1 a truth value.
+        strict: accept no values of other types. Otherwise the text "NaN" is read as a float, and 1 as true.
         complete: accept no missing field, even if it has a default.
     """
     return _checked(lambda: _validator(kind, complete).validate_json(text, strict=strict, extra="forbid"))

@@ -150,8 +150,8 @@ def decode(data: bytes, where: str = "commit record") -> Commit:
     """Return the commit that `encode` wrote.
 
     Raises:
-        DamagedCommit: naming `where`; not JSON, or not what was written.
-        StoreError: naming `where`; of another format, or with unknown or missing fields.
+        DamagedCommit: `data` is not JSON, or not what was written. The message names `where`.
+        StoreError: `data` is of another format, or has unknown or missing fields. The message names `where`.
     """
     if not (data.startswith(_FORMAT) and is_whole(data)):
         raise _fault(data, where)

@@ -22,7 +22,8 @@ class PromptsConfig:
     """Field (JSONL, CSV, Parquet) or 0-based column number (TSV) that holds the prompt. Under the default each line of
     a .txt file is a prompt."""
     opening_tokens: int | None = setting(None, at_least(1))
-    """Use only the first so many tokens of the text as the prompt, and skip shorter texts; null: all of it."""
+    """Number of tokens at the start of each text that are the prompt; shorter texts are skipped. null: the whole text
+    is the prompt."""
     max_tokens: int = setting(64, at_least(1))
     """Longest prompt in tokens. A longer prompt is refused (`too_long: error`) or left out (`skip`)."""
     too_long: Literal["error", "skip"] = "error"
@@ -56,11 +57,11 @@ class Durability:
 
 @dataclass
 class KeepConfig:
-    """Output that a run keeps after nothing needs it any more; null: everything. Commit records,
-    evaluations, attempts and archived files always stay."""
+    """Output that a run keeps after no later node needs it; null: everything. Commit records, evaluations, attempts and
+    archived files always stay."""
 
     rollouts: int | None = setting(None, at_least(1))
-    """Number of last steps whose arrays stay; more if a recovery may need them."""
+    """Number of last steps whose arrays stay; more of them stay while a recovery may need them."""
     exports: int | None = setting(None, at_least(1))
     """Number of newest versions that stay in Hugging Face layout."""
 
@@ -70,8 +71,8 @@ class StorageConfig:
     """Settings for writing and reading commits, rollouts and checkpoints."""
 
     fsync: bool = True
-    """Sync files to the disk before they count. Without it a killed process still loses nothing, but a power cut may
-    leave files that differ from what was committed (detected when they are read)."""
+    """Sync files to the disk before they are committed. Without syncs a killed process still loses nothing, but a power
+    cut may leave files that differ from what was committed (detected when they are read)."""
     keep: KeepConfig = field(default_factory=KeepConfig)
 
     def durability(self, *, unseen: bool = False) -> Durability:

@@ -2,8 +2,8 @@
 
 A local file is written under a temporary name, synced, and then renamed or hard-linked. So a name always means the
 whole content, even after SIGKILL or a power cut (the latter unless `Durability.fsync` is off). Files of a new directory
-are written and synced all together. An object store's PUT has this property already. It has no directories, and its
-bucket must exist: nothing here creates one.
+are written and synced all together. An object store's PUT is atomic already. An object store has no directories. Its
+bucket must exist, because this module creates none.
 
 Errors of the filesystem:
 
@@ -107,8 +107,8 @@ _MOST_REQUESTS = 8
 
 
 def each(root: Root, act: Callable[[Item], Answer], items: Iterable[Item]) -> list[Answer]:
-    """Return `act(item)` of every item, in their order. Requests to an object store are made at the same time, as each
-    takes a round trip; work in a local directory one after the other."""
+    """Return `act(item)` of every item, in their order. Requests to an object store are made at the same time, because
+    each takes a round trip. In a local directory the calls are made one after the other."""
     found = list(items)
     if root.fs is None or len(found) < 2:
         return [act(item) for item in found]
@@ -147,8 +147,8 @@ def write(root: Root, key: str, data: bytes, *, private: bool = False) -> None:
 
 
 def write_together(root: Root, directory: str, contents: Mapping[str, bytes]) -> None:
-    """Create or replace files of one directory. Nobody may read them before this returns. Then all are whole, and local
-    ones are synced, at the same time and not one after the other."""
+    """Create or replace files of one directory. Nobody may read them before this returns. Then all are complete. Local
+    files are synced at the same time and not one after the other."""
     path = root.at(directory)
 
     def act() -> None:
@@ -161,12 +161,13 @@ def write_together(root: Root, directory: str, contents: Mapping[str, bytes]) ->
 
 
 def write_new(root: Root, key: str, data: bytes, before: Callable[[], None] | None = None) -> bool:
-    """Create the file only if it does not exist. Of several racing callers one gets True. `before` runs while the
-    content is synced and ends before the file gets its name; if it raises, there is no file.
+    """Create the file only if it does not exist. Of several racing callers at most one gets True. `before` ends
+    before the file gets its name: it runs while local content is synced, or before an upload. If it raises, there is no
+    file.
 
     A local file gets its name by a hard link, which is atomic on NFS and Lustre too; a remote one by fsspec's
     `mode="create"` (a conditional PUT on S3 and GCS). If the answer to that PUT is lost, it is repeated and finds its
-    own file: then nobody gets True, and the content says who created it.
+    own file: then nobody gets True, and the file's content tells who created it.
     """
     path = root.at(key)
     retry_s = root.durability.retry_s
@@ -267,8 +268,8 @@ def names(root: Root) -> list[str]:
 
 
 def remove_temporaries(root: Root) -> int:
-    """Remove the temporary files of processes that died in `write` or `write_new`, below a local root that nobody
-    writes to. Return their number."""
+    """Remove the temporary files of processes that died in `write` or `write_new`, below a local root. Nobody may
+    be writing there. Return their number."""
     if root.fs is not None:
         return 0
     left = [f"{d}/{name}" for d, _, names in os.walk(root.path) for name in names if _TEMPORARY.fullmatch(name)]
@@ -431,7 +432,7 @@ def is_transient(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in TRANSIENT
 
 
-# The clients of object stores raise an OSError for an answer of the server, and these errors if there is none.
+# The clients of object stores raise an OSError for the server's error answers, and these errors if no answer comes.
 _NO_ANSWER = (
     ("botocore.exceptions", "HTTPClientError"),
     ("botocore.exceptions", "ConnectionError"),
@@ -443,8 +444,8 @@ _NO_REQUEST = (("botocore.exceptions", "BotoCoreError"),)
 
 
 def _classes(*names: tuple[str, str]) -> tuple[type[Exception], ...]:
-    """Return these classes of modules. A module that is not imported raises nothing, and is left out: to import it
-    takes time in every process of a run that needs no object store."""
+    """Return the named classes of those modules that are imported. Other modules cannot have raised an error, and to
+    import them would take time in every process of a run that uses no object store."""
     return tuple(getattr(sys.modules[module], name) for module, name in names if module in sys.modules)
 
 
@@ -473,7 +474,7 @@ def until_seen(look: Callable[[], Answer | None], retry_s: float) -> Answer | No
 
 
 def refusal(error: Exception, path: str) -> StoreRefused:
-    """Return the error of `REFUSING` as a message for the person who must act."""
+    """Return a permanent error as StoreRefused, with a message for the person who must act."""
     return StoreRefused(
         f"{path}: {_said(error)}. What is committed is whole and stays; put this right, and the run can be resumed"
     )
@@ -490,12 +491,12 @@ def _said(error: Exception) -> str:
 
 
 MOST_WAITING = 8
-"""Most pieces of work that wait. With more the disk does not keep up, and a longer queue gains nothing."""
+"""Most pieces of work that wait. If more would wait, the disk is too slow, and a longer queue would not help."""
 
 
 class Writeback:
-    """A thread that does one piece of work after another, in the order in which any threads submitted them. The next
-    `submit`, or `close`, raises what a piece of work raised."""
+    """A thread that does one piece of work after another, in the order in which any threads submitted them. A later
+    `submit`, or `close`, raises the error of a piece that failed."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="writeback")
@@ -512,7 +513,7 @@ class Writeback:
         _raise_first(over)
 
     def close(self) -> None:
-        """Wait for all work."""
+        """Wait for all work, and raise the first error that was not raised yet."""
         self._thread.shutdown()
         with self._lock:
             over = list(self._pending)

@@ -1,5 +1,5 @@
-"""This host: private directories, who else can change a path, and processes that end with their parent and whose
-connections stay on the host. Standard library only."""
+"""Functions about this host: private directories, accounts that can change a path, processes that end with their
+parent, and connections that stay on the host. Standard library only."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def _foreign(path: Path, *, is_above: bool) -> str | None:
 
 
 def _others_in(group: int) -> Iterator[str]:
-    """Yield the members of a group other than this user and root. A group with its only member's name is that user's
-    own group, as Linux makes one for each account."""
+    """Yield the group's name if accounts other than this user and root may be in it. A group without listed members
+    that has this user's name is the user's own, as Linux makes one for each account."""
     try:
         found, me = grp.getgrgid(group), pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:

@@ -5,16 +5,16 @@
 
 Files are `<stage>/step_000012/shard_0003.json` below the ledger's URL, in strict JSON (`storage/commits.py`).
 
-Old steps lie in segments, `SPAN` steps to a file. A run of 10,000 steps has 150,000 records. As single files they take
-minutes to list and read on a network filesystem, and every resume reads them.
+The records of old steps are in segments, `SPAN` steps in a file. A run of 10,000 steps has 150,000 records. As single
+files they take minutes to list and read on a network filesystem, and every resume reads them.
 
     closed/steps_000016.segment     a line of JSON: the place of each record, and a checksum of the line
                                     the records as they were written, one after the other
 
-A segment is made once, from records that all exist, before their files are removed, and never changes. A reader that
-does not find a file looks into the segment.
+A segment is written when all of its records exist, and never changes. Then the files of the records are removed. A
+reader that does not find a file looks into the segment.
 
-Beside the ledger `dropped.json` records which steps' arrays were deleted. It is written before the first file goes.
+Beside the ledger `dropped.json` records which steps' arrays were deleted. It is written before the first of them is.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Ledger:
         if files.write_new(self._root, _key(commit.address), data, before):
             if self._closed(commit.address) is None:
                 return commit
-            files.remove(self._root, _key(commit.address))  # its step is long over: the file was free again
+            files.remove(self._root, _key(commit.address))  # its step is in a segment, so its file name was free again
         winner = self.find(commit.address)
         if winner is None:
             raise StoreError(f"the commit record of {commit.address} in {self.url} was there and is gone")
@@ -121,7 +121,7 @@ class Ledger:
         return sorted(_addresses_of(files.keys(self._root)))
 
     def closed_until(self) -> int:
-        """Return the first step that has records outside segments."""
+        """Return the first step whose records are not in a segment."""
         firsts = {segment_of(key) for key in files.keys(self._root)}
         step = 0
         while step in firsts:
@@ -141,13 +141,13 @@ class Ledger:
         self._remove_closed(addresses)
 
     def reopen(self, addresses: Iterable[Address]) -> None:
-        """Write the records of the segments that hold these addresses as single files again. No worker may run
-        meanwhile."""
+        """Write the records of the segments that hold these addresses as single files again, and remove the
+        segments. No worker may run meanwhile."""
         for first in sorted({first_step(address.step) for address in addresses}):
             self._reopen(first)
 
     def reopen_damaged(self) -> None:
-        """Reopen the segments with a damaged record, so that it can be set aside. No worker may run meanwhile.
+        """Reopen the segments with a damaged record, so that the record can be set aside. No worker may run meanwhile.
         Raises DamagedCommit if a segment's table of contents is damaged."""
         for first in list(map(segment_of, files.keys(self._root))):
             segment = self._segment(first) if first is not None else None
@@ -215,8 +215,8 @@ class Ledger:
         return aside.at(key)
 
     def tidy(self) -> int:
-        """Remove what processes left that died while they committed or closed steps. Return the number of temporary
-        files. No worker may run meanwhile."""
+        """Remove the leftovers of processes that died while they committed or closed steps. Return the number of
+        temporary files. No worker may run meanwhile."""
         self._remove_closed(self.open_addresses())
         return files.remove_temporaries(self._root)
 
@@ -310,8 +310,8 @@ KEEP = "storage.keep.rollouts"
 
 
 def read_dropped(run: files.Root) -> int:
-    """Return the first step whose arrays were not deleted; 0 if none were. Raises StoreError for a damaged record or
-    one of another format."""
+    """Return the first step whose arrays were not deleted; 0 if nothing was deleted. Raises StoreError for a damaged
+    record or one of another format."""
     data = files.read(run, DROPPED)
     if data is None:
         return 0

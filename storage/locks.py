@@ -9,8 +9,8 @@ releases a lock when the last process that shares it ends.
 
 Some shared filesystems keep flock within a host, so two hosts could both have the lock. Therefore the holder writes its
 identity into the file and sets the file's time every `BEAT_S`. A process that finds another host's name in the file
-waits until that holder is silent: until the time has not changed for `HOLDER_TIMEOUT_S`, or is `STALE_S` old by the
-file server's clock.
+waits until that holder is silent. A holder is silent when the file's time has not changed for `HOLDER_TIMEOUT_S`, or is
+`STALE_S` old by the file server's clock.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def lock_holder(path: Path) -> str | None:
     with suppress(OSError):
         inode = path.stat().st_ino
         for line in Path("/proc/locks").read_text().splitlines():
-            # "1: FLOCK  ADVISORY  WRITE 1234 00:19:5678 0 EOF"; of one that waits "->" follows the number
+            # "1: FLOCK  ADVISORY  WRITE 1234 00:19:5678 0 EOF"; for a process that waits, "->" follows the number
             fields = line.split()
             if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == str(inode):
                 return _described(int(fields[4]))
@@ -140,7 +140,7 @@ class HeldByAnother(Exception):
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Hold a file within the block. Waits up to `HOLDER_TIMEOUT_S` if the last holder was on another host.
+    """Hold a file while the block runs. Waits up to `HOLDER_TIMEOUT_S` if the last holder was on another host.
 
     Raises:
         HeldByAnother: another process has it.
@@ -149,7 +149,7 @@ def held(path: Path) -> Iterator[None]:
     with open_lock(path) as lock:
         _take(lock, path)
         us = Holder(os.getpid(), platform.node(), boot_identity(), time.time())
-        with suppress(OSError):  # of a full disk: the lock holds, and the disk has other ways to show itself
+        with suppress(OSError):  # the disk may be full: the lock holds without a name in the file
             os.ftruncate(lock.fileno(), 0)
             os.pwrite(lock.fileno(), json.dumps(asdict(us)).encode(), 0)
         over = threading.Event()
@@ -177,7 +177,7 @@ def holder(path: Path) -> str | None:
                 return str(last or "another process")
     except FileNotFoundError:
         return None
-    except PermissionError:  # another user's; it has a name in it until it ends by itself
+    except PermissionError:  # another user's file: it has a name in it until that process ends normally
         found = path.stat()
         there = found.st_size > 0 and time.time() - found.st_mtime < STALE_S
         return (lock_holder(path) or "another user's process") if there else None
@@ -212,7 +212,7 @@ def _take(lock: IO[str], path: Path) -> None:
         if age_s > STALE_S or time.monotonic() - began > HOLDER_TIMEOUT_S:
             if locked:
                 return
-            # A file server keeps the lock of a host that is gone until it has noticed.
+            # A file server keeps the lock of a failed host until it notices the failure.
             raise HeldByAnother(
                 f"{last}, silent for {HOLDER_TIMEOUT_S:g} s, whose lock the filesystem has not released,"
             )
@@ -254,5 +254,5 @@ def _age_s(path: Path) -> float:
 
 def _beat(lock: IO[str], over: threading.Event) -> None:
     while not over.wait(BEAT_S):
-        with suppress(OSError):  # the filesystem is away: the next heartbeat may succeed
+        with suppress(OSError):  # the filesystem does not answer: the next heartbeat may succeed
             os.utime(lock.fileno())

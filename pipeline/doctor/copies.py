@@ -20,7 +20,7 @@ from storage.host import end_with_parent
 
 COPY_BYTES = 256 << 20
 PIECE = 1 << 20
-"""Words of a checksum that are summed at a time."""
+"""Words that a checksum adds up at a time."""
 PIECE_FACTOR = 6364136223846793005
 """Knuth's multiplier for 64-bit words."""
 
@@ -60,7 +60,7 @@ def measure(devices: list[str], num_bytes: int) -> Copies:
 
 
 def copy_rate(source: Tensor, target: Tensor) -> float:
-    """Copy a tensor into another, and return the bytes per second, the best of three."""
+    """Copy a tensor into another, and return the bytes per second of the best of four copies."""
     best = 0.0
     for _ in range(4):  # the first one opens the connection
         target.zero_()
@@ -73,8 +73,8 @@ def copy_rate(source: Tensor, target: Tensor) -> float:
 
 
 def checksum(words: Tensor) -> int:
-    """Return a sum of 64-bit words modulo 2^64, in which each has a factor that depends on its place. It is exact, so
-    every device computes the same number."""
+    """Return a sum of 64-bit words modulo 2^64, in which each has a factor that depends on its position. It is exact,
+    so every device computes the same number."""
     factors = torch.arange(1, 2 * PIECE, 2, device=words.device)
     total = 0
     for piece in words.split(PIECE):

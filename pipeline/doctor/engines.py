@@ -26,12 +26,13 @@ from stages.models.spec import is_random, read_config, read_spec
 from storage.codec import decode, encode
 
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.3}
-"""Largest accepted difference of a log-prob from the reference's, in nats. Rounding alone makes 1e-6 and 0.06."""
+"""Largest accepted difference of a log-prob from the reference's, in nats. Rounding alone causes 1e-6 and 0.06."""
 SAME_TOKENS: dict[Dtype, float] = {"float32": 1.0, "bfloat16": 0.5}
-"""Least share of the tokens that come before a row first differs from the reference's. Rounding to 16 bits moves a draw
-now and then, and the row goes on with other tokens: measured 0.8. Unrelated draws have about 0."""
+"""Smallest accepted share of the tokens that come before each row's first difference from the reference's row. Rounding
+to 16 bits sometimes changes a token, and the rest of the row then differs (measured share: 0.8). Unrelated draws have
+about 0."""
 LONGEST_CONTEXT = 1024
-"""Positions of a random model's copy that engines generate with."""
+"""Positions of the copy of a random model that engines read."""
 PROGRAM = ("-m", "pipeline.doctor.generate")
 ADVICE = "the engine's kernels compute wrong numbers here: try engine.embedded.kernels=torch, send the JSON report"
 
@@ -56,7 +57,7 @@ def vllm(settings: DoctorSettings) -> Finding:
 
 
 def tensorrt_llm(settings: DoctorSettings) -> Finding:
-    """Test TensorRT-LLM in its environment. Never run yet."""
+    """Test TensorRT-LLM in its environment. This test has never been run."""
     return _remote(settings, "tensorrt_llm")
 
 
@@ -139,8 +140,8 @@ def _refit_rate(found: EngineResult) -> float:
 
 
 def _model(settings: DoctorSettings) -> str:
-    """Return the model's path for engines. A random model gets files, which other engines need, and more positions if
-    it has few; positions have no weights."""
+    """Return the model's path for engines. A random model is written to files if it has few positions, or if engines
+    in other environments need the files. The files have `LONGEST_CONTEXT` positions, which add no weights."""
     model = settings.model
     if not is_random(model) or (read_spec(model).max_positions >= LONGEST_CONTEXT and not settings.engines):
         return model

@@ -1,4 +1,4 @@
-"""Rungs of the connections between processes: one for each GPU of this host, and one on each node of a Slurm job.
+"""Rungs that test connections between processes: one process for each GPU of this host, or one on each node of a job.
 
     rank 0 listens ──► writes its address to the file RENDEZVOUS ──► the others connect ──► all add up the same tensor
 
@@ -35,11 +35,12 @@ SLOWEST = {"gloo": 20e6, "nccl": 1e9}
 """Slowest accepted sum over ranks, in bytes per second, if the links are not known: a fifth of 1 Gbit/s Ethernet, and
 10 Gbit/s."""
 LINK_SHARE = 0.25
-"""Share of the links' rate in `conf/hardware` that a sum by NCCL must reach. A good one reaches more than half with
-NUM_BYTES; over PCIe in place of NVLink, or TCP in place of InfiniBand, it is a tenth or less. Never measured here."""
+"""Share of the links' rate in `conf/hardware` that a sum by NCCL must reach. A sum over good
+links reaches more than half with NUM_BYTES. Over PCIe in place of NVLink, or TCP in place of InfiniBand, it reaches a
+tenth or less. These shares were not measured by us."""
 PROGRAM = ("-m", "pipeline.doctor.exchange")
 LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
-"""NCCL then prints which network it uses. The report has it."""
+"""Environment in which NCCL prints the network that it uses, for the report."""
 ADVICE = "look for a node that stopped at an earlier test, then at firewalls: these hosts must reach one another"
 
 Place = Literal["here", "nodes"]
@@ -93,7 +94,8 @@ def _program(index: int, size: int, rendezvous: Path, result: Path, place: Place
 
 
 def judge(found: Exchanged, size: int, place: Place) -> Finding:
-    """Compare the rate of a sum over `size` ranks with the links between them. Raises Fault if it is too slow."""
+    """Return the finding of a sum over `size` ranks. Raises Fault if its rate is too slow for the links between
+    them."""
     who = f"{size} processes on this host" if place == "here" else f"{size} nodes"
     least, because = _least_rate(found, size, place)
     said = f"{who} add up {found.bytes_per_s / 1e9:.2f} GB/s by {found.backend}"
@@ -124,10 +126,10 @@ def _least_rate(found: Exchanged, size: int, place: Place) -> tuple[float, str]:
 
 
 def exchange(index: int, size: int, rendezvous: Path, timeout_s: float, *, alone: bool) -> Exchanged:
-    """Join the group, add up a tensor, and compare every number of the sum. `alone`: all ranks are on this host, each
-    with a GPU of its own; otherwise each has the first GPU of its node.
+    """Join the group, add up a tensor, check every number of the sum, and return the rate. `alone`: all ranks are on
+    this host, each with a GPU of its own; otherwise each has the first GPU of its node.
 
-    Raises RuntimeError if the others do not come, or if the sum is wrong."""
+    Raises RuntimeError if the others do not connect, or if the sum is wrong."""
     timeout = timedelta(seconds=timeout_s)
     host, port = (own_address(alone), 0) if not index else _address(rendezvous, timeout_s)
     store = dist.TCPStore(host, port, None, is_master=not index, timeout=timeout, wait_for_workers=False)
@@ -159,17 +161,18 @@ def exchange(index: int, size: int, rendezvous: Path, timeout_s: float, *, alone
 
 
 def own_address(alone: bool) -> str:
-    """Return the address by which the other ranks reach this host: that of its name, or where that is a loopback
-    address, as in Debian's /etc/hosts, that of the interface of the default route."""
+    """Return the address at which the other ranks reach this host; with `alone` they are on this host, too. It is the
+    address of the host's name. If that is a loopback address (as in Debian's /etc/hosts), it is the address of the
+    interface of the default route."""
     if alone:
         return "127.0.0.1"
     named = socket.gethostbyname(socket.gethostname())
     if not ip_address(named).is_loopback:
         return named
     try:
-        return route_address("192.0.2.1")  # a test network's, by which the default route is found
+        return route_address("192.0.2.1")  # an address of no real host, to which the default route leads
     except OSError:
-        return named  # no route at all: a machine by itself
+        return named  # no route at all: a machine without a network
 
 
 def _address(rendezvous: Path, timeout_s: float) -> tuple[str, int]:

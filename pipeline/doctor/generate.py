@@ -1,4 +1,4 @@
-"""Rows of engines, as a process of its own: `python -m pipeline.doctor.generate JOBS RESULT`.
+"""Generate rows with engines, as a process of its own: `python -m pipeline.doctor.generate JOBS RESULT`.
 
 For each job it starts the engine, generates rows, loads other weights and the first ones again, and lets the engine
 sleep if it can. It writes the rows and the times of all jobs to the file RESULT.

@@ -1,5 +1,5 @@
-"""Rungs of the GPUs and their links. On a machine without an NVIDIA driver they are absent. Never run on a GPU yet: the
-tests give them the output of `nvidia-smi` and measured rates.
+"""Rungs of the GPUs and their links. On a machine without an NVIDIA driver they are absent. They have not been run on
+a GPU yet: their unit tests give them output of `nvidia-smi` and rates of copies.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from storage.codec import decode
 
 SMI_S = 60.0
 OLDEST_CAPABILITY = (8, 0)
-"""Ampere: the first with bfloat16."""
+"""Oldest accepted compute capability: Ampere, the first generation with bfloat16."""
 USED_BYTES = 1 << 30
-"""Memory that others may have taken on a GPU that is to be used."""
+"""Most memory that other processes may use on a GPU."""
 LINK_BYTES_PER_S = 25e9
 """Rate of one NVLink in one direction, generations 2 to 4 (NVIDIA's data sheets of A100 and H100: 600 GB/s with 12
 links and 900 GB/s with 18, both directions together). Generation 5 has twice that."""
 NEWER_LINKS = ("B100", "B200", "B300")
-"""GPUs with links of generation 5, in their names."""
+"""Parts of the names of GPUs with links of generation 5."""
 LINK_SHARE = 0.5
 """Share of the links' rate that a copy must reach."""
 PCIE_BYTES_PER_S = 5e9
@@ -61,7 +61,7 @@ class Gpu:
     total_bytes: int
     used_bytes: int
     uncorrected_errors: int
-    """0 also where the GPU does not count them."""
+    """0 also if the GPU does not count them."""
 
 
 def driver(settings: DoctorSettings) -> Finding:
@@ -157,7 +157,7 @@ def gpu_links(settings: DoctorSettings) -> Finding:
 
 def slow_copies(rates: Mapping[str, float], links: Mapping[str, int], link: float) -> Iterator[str]:
     """Yield a line for each copy that is slower than its links allow. `rates`: bytes per second by "from->to"; `links`:
-    number of NVLinks likewise, 0 for PCIe; `link`: bytes per second of one."""
+    number of NVLinks by the same names, 0 for PCIe; `link`: bytes per second of one NVLink."""
     for name, rate in rates.items():
         number = links.get(name, 0)
         least = LINK_SHARE * number * link if number else PCIE_BYTES_PER_S

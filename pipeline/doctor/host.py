@@ -28,12 +28,14 @@ FREE_SHARED_BYTES = 1 << 30
 """Free bytes of shared memory that the test wants: two published versions of SmolLM2-135M. `check` computes the
 number for a config."""
 PIECE_BYTES = 64 << 20
-"""Bytes that a rung writes and reads to measure a rate."""
+"""Bytes that a rung writes to measure a rate."""
 CLOCK_SKEW_S = 5.0
-"""Largest accepted difference between this host's clock and its file server's. Logs and reports order events by it."""
+"""Largest accepted difference between this host's clock and its file server's. Logs and reports order events by these
+clocks."""
 LOOPBACK_S = 10.0
 SLOWER_TOGETHER = 0.25
-"""All threads at less than this share of one thread's rate are a fault. Other programs alone seldom cost that much."""
+"""Smallest accepted rate of all threads together, as a share of one thread's rate. Other programs alone seldom make it
+smaller."""
 ROUNDS = 10
 """Most repetitions of a slow measurement."""
 
@@ -48,7 +50,7 @@ def limits(settings: DoctorSettings) -> Finding:
 
 
 def disk(settings: DoctorSettings) -> Finding:
-    """Write, sync and read a file where runs would be stored."""
+    """Write and sync files where runs would be stored."""
     try:
         free = shutil.disk_usage(settings.scratch).free
         if free < FREE_DISK_BYTES:
@@ -143,7 +145,7 @@ def network(settings: DoctorSettings) -> Finding:
 
 
 def _write_rate(folder: Path, *, sync: bool) -> float:
-    """Return the bytes per second that a file of PIECE_BYTES is written with."""
+    """Return the bytes per second at which a file of PIECE_BYTES is written."""
     data = os.urandom(1 << 20)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         began = time.perf_counter()

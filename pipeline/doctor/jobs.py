@@ -1,7 +1,7 @@
 """The tasks of the rungs that compute, and their results: records that cross to other processes as JSON.
 
-A task names everything that its numbers depend on, so equal tasks have one result. What is compared is decided in
-`training.py` and `engines.py`; what is measured in `rank.py` and `generate.py`.
+A task names everything that its numbers depend on, so equal tasks have one result. `rank.py` and
+`generate.py` measure, `training.py` and `engines.py` compare.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RankJob:
     pipeline: int = 1
     threads: int = 1
     device: int = 0
-    """GPU of rank 0; the other ranks have those after it. Not read on a CPU."""
+    """GPU of rank 0; the other ranks have the next ones. Not read on a CPU."""
     publish: bool = False
     """Publish the trained weights to a board in shared memory."""
     on_gpu: bool = False
@@ -61,7 +61,7 @@ class RankResult:
     logprobs: list[float]
     """Log-probs of the sampled tokens, in nats."""
     after: list[float]
-    """Their log-probs after the update."""
+    """Log-probs of the same tokens after the update."""
     losses: dict[str, float]
     digests: list[str]
     """Digest of the policy after the update and after its repetition."""
@@ -70,8 +70,8 @@ class RankResult:
     state_bytes: int
     """Measured bytes of parameters, gradients, masters and moments."""
     peak_bytes: int
-    """Most bytes in use during the update: of a GPU as torch counts them; on a CPU the state, and the growth of the
-    process from an update of short rows to one of long rows."""
+    """Most bytes in use during the update. On a GPU torch counts them. On a CPU they are the state plus the growth of
+    the process from an update of short rows to one of long rows."""
     published: Published | None
 
 
@@ -105,7 +105,7 @@ class EngineResult:
 
     device: str
     draws: str
-    """`Capabilities.draws`."""
+    """The engine's `Capabilities.draws`."""
     start_s: float
     tokens_per_s: float
     refit_s: float
@@ -113,7 +113,7 @@ class EngineResult:
     slept: bool
     first: list[Drawn]
     alone: list[Drawn]
-    """The first rows again, each without the others."""
+    """The first two rows again, each generated alone."""
     changed: list[Drawn]
     """The rows under other weights."""
     again: list[Drawn]

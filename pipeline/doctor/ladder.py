@@ -67,7 +67,7 @@ class DoctorSettings:
     threads: int = 1
     """Threads of each process that computes."""
     deadline_s: float = 600.0
-    """Longest time of the processes that a test starts."""
+    """Seconds after which the processes that a test started are ended."""
     engines: Mapping[str, str] = field(default_factory=dict)
     """Python interpreters of the engines in environments of their own, by `engine.kind`."""
 

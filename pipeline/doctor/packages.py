@@ -18,7 +18,7 @@ OPTIONAL = (
     "nvidia-nccl-cu13",
     "nvidia-nccl-cu12",
 )
-"""Packages that change what a library does where they are installed, for the report."""
+"""Packages that a library uses if they are installed. The report lists their versions."""
 
 
 def packages(settings: DoctorSettings) -> Finding:

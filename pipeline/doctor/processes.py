@@ -1,4 +1,4 @@
-"""The programs that rungs run in processes of their own: started together, read from result files, ended at a deadline.
+"""Programs that rungs run in processes of their own. They start together, write result files, and end at a deadline.
 
 rung ──► a program per rank or device ──► each writes its results to a file ──► the rung compares them
                  └── fails, or is still running at the deadline ──► Fault, with the output of each program
@@ -37,7 +37,7 @@ class Program:
     arguments: Sequence[str]
     """Arguments of the Python interpreter."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables beside those of this process."""
+    """Environment variables in addition to those of this process."""
 
 
 def run_together(programs: Sequence[Program], deadline_s: float, advice: str) -> None:
@@ -97,7 +97,7 @@ def _hang(
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Kill a program and the processes of its session."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody of the session is left
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # no process of the session is left
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

@@ -1,4 +1,4 @@
-"""One rank of training tests, as a process of its own: `python -m pipeline.doctor.rank JOBS INDEX FOLDER RESULT`.
+"""Run one rank of training tests, as a process of its own: `python -m pipeline.doctor.rank JOBS INDEX FOLDER RESULT`.
 
 For each job it builds the models that a run would build, computes log-probs and values, updates policy and critic, goes
 back to the start, and does the same again. Rank 0 writes the numbers of all jobs to the file RESULT.
@@ -35,11 +35,11 @@ from storage.records import Advantages, Rollout
 from storage.weights import WeightBoard
 
 LEARNING_RATE = 1e-4
-"""Large enough for an update to be seen in bfloat16, small enough for rounding to stay rounding under Adam."""
+"""Large enough for an update to be seen in bfloat16, and so small that rounding errors stay small under Adam."""
 
 
 def run(job: RankJob, index: int, rendezvous: str) -> RankResult | None:
-    """Compute a job's part of rank `index`. Return the numbers on the rank that has them: rank 0."""
+    """Compute the part of rank `index` in a job. Return the numbers on rank 0, and None on the other ranks."""
     with opened(job, index, rendezvous) as host:
         vocabulary = read_spec(job.model).vocab_size
         _step(host, *batch(vocabulary, 0, NUM_SHORT))  # libraries load what they need, Adam makes its moments
@@ -72,7 +72,7 @@ def run(job: RankJob, index: int, rendezvous: str) -> RankResult | None:
 
 @contextmanager
 def opened(job: RankJob, index: int, rendezvous: str) -> Iterator[MegatronHost]:
-    """Own the models of a job's rank."""
+    """Build the models of a job's rank for the block, and close them at its end."""
     optimizer = OptimizerConfig(lr=LEARNING_RATE)
     host = MegatronHost(
         ModelConfig(path=job.model, dtype=job.dtype, kernels=job.kernels, policy=optimizer, critic=optimizer),
@@ -139,7 +139,8 @@ def _publish(host: MegatronHost) -> Published | None:
 
 
 def _forget_peak() -> int:
-    """Begin to measure the peak. Return the memory of this process, in bytes, without what glibc keeps for later."""
+    """Begin to measure the peak. Return the memory of this process, in bytes, without the free memory that glibc
+    keeps."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     if hasattr(ctypes.CDLL(None), "malloc_trim"):

@@ -24,16 +24,19 @@ from pipeline.doctor.processes import Program, run_together
 from storage.codec import decode, encode
 
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.3}
-"""Largest accepted difference of a log-prob or a loss from the reference's, in nats. Rounding makes 1e-5 and 0.05."""
+"""Largest accepted difference of a log-prob or a loss from the reference's, in nats. Rounding alone causes 1e-5 and
+0.05."""
 AGREEMENT: dict[Dtype, float] = {"float32": 0.999, "bfloat16": 0.7}
-"""Least cosine between the update's changes of the log-probs and the reference's. Under Adam rounding turns the signs
-of small gradients: measured 1 - 1e-10 and 0.96. Unrelated updates have about 0."""
+"""Smallest accepted cosine between an update's changes of the log-probs and the reference's. Rounding can change the
+sign of small gradients, which Adam makes as large as others (measured: 1 - 1e-10 and 0.96). Unrelated updates have
+about 0."""
 LAYOUT_TOLERANCE = 1e-3
 """Largest accepted difference between layouts, in nats: sums over ranks are added in another order."""
 STATE_SHARE = 1.05
 """Largest accepted ratio, either way, of measured to predicted state. Both count the same tensors."""
 PEAK_SHARE, PEAK_BYTES = 0.3, 32 << 20
-"""Largest accepted difference of the measured from the predicted peak: this share of it and these bytes. The prediction
+"""Largest accepted difference of the measured from the predicted peak: this share of the
+prediction plus these bytes. The prediction
 leaves out temporaries of the optimizer, and on a CPU the pages of libraries and what the allocator keeps (measured: 16
 to 23 MB). So for a model of a few MB the test only finds a prediction that misses most of the activations."""
 LAYOUTS = {"TP2": (2, 1), "PP2": (1, 2), "DP2": (1, 1)}
@@ -43,7 +46,7 @@ ADVICE = (
 )
 
 Gang = tuple[RankJob, ...]
-"""Jobs of equal size that the same ranks compute, one after the other: libraries are loaded once."""
+"""Jobs of equal size that the same ranks compute, one after the other, so that libraries are loaded once."""
 
 
 def float32(settings: DoctorSettings) -> Finding:
@@ -174,12 +177,12 @@ def agreement(one: RankResult, other: RankResult) -> float:
 
 
 def devices() -> range:
-    """Return the indices of all GPUs that this process sees; of the CPU alone without one."""
+    """Return the indices of all GPUs that this process sees, or 0 alone, for the CPU, without GPUs."""
     return range(torch.cuda.device_count() if torch.cuda.is_available() else 1)
 
 
 def pairs() -> list[int]:
-    """Return the first GPU of pairs of neighbours that together are all GPUs."""
+    """Return the first GPU of each pair of neighbours. Every GPU is in a pair."""
     last = max(len(devices()) - 2, 0)
     return sorted({min(first, last) for first in devices()[::2]})
 
@@ -194,7 +197,7 @@ def _reference(settings: DoctorSettings) -> RankJob:
 
 
 def _device_jobs(settings: DoctorSettings, dtype: Dtype) -> list[RankJob]:
-    """Return one job for each device. The first in float32 publishes what it has trained."""
+    """Return one job for each device. The first one in float32 publishes its trained weights."""
     return [_job(settings, index, dtype=dtype, publish=dtype == "float32" and not index) for index in devices()]
 
 
@@ -208,8 +211,8 @@ def _float32(settings: DoctorSettings) -> Mapping[RankJob, RankResult]:
 
 @cache
 def _run(gangs: tuple[Gang, ...], deadline_s: float) -> dict[RankJob, RankResult]:
-    """Run gangs at the same time, and return rank 0's numbers of each job. What has run is not run again, however many
-    rungs need it. Raises Absent for a model that does not fit, and what `run_together` raises."""
+    """Run gangs at the same time, and return rank 0's numbers of each job. Results are cached,
+    because several rungs need them. Raises Absent for a model that does not fit, and what `run_together` raises."""
     for job in {job for gang in gangs for job in gang}:
         _refuse_too_large(job)
     with tempfile.TemporaryDirectory(prefix="stageline-doctor-") as folder:

@@ -5,17 +5,17 @@ r"""Predict the memory that the models of one rank take, in bytes, from the arch
     masters          float32 copies of 16-bit parameters                \  divided over the data-parallel ranks
     Adam moments     two float32 numbers for every trained parameter    /   with the distributed optimizer
     activations      kept for the backward pass: per block (`block_activations`) x blocks x micro-batches in flight
-    logits           kept logits, the blocks of the vocabulary at work, and the output layer's gradient; less the block
-                     that is recomputed, since the output layer is done before
+    logits           kept logits, the blocks of the vocabulary at work, and the output layer's gradient; minus the
+                     recomputed transformer block, which needs its memory only after the output layer's backward pass
     trunk cache      hidden states of the frozen blocks
 
-On one gang policy and critic train in turn. So the larger of their activations counts, plus the activations that the
-other keeps of all rows for its own update (`reuse_forward`). With LoRA only adapters and the critic's head are trained,
-and all roles share the frozen weights. Not counted: fragmentation, temporaries of the optimizer's step (a tensor or
-two).
+On one gang policy and critic train in turn. So only the larger of their activations counts, plus the activations that
+the other role keeps of all rows for its own update (`reuse_forward`). With LoRA only adapters and the critic's head are
+trained, and all roles share the frozen weights. Not counted are fragmentation and the temporaries of the optimizer's
+step (a tensor or two).
 
-The last part counts what else a rank holds: the whole tensors of a publication, the copies of a checkpoint, and on a
-GPU the memory of CUDA and NCCL.
+The last part of the file counts the other memory of a rank: the blocks of a publication, the whole tensors of an
+export, the copies of a checkpoint, and on a GPU the memory of CUDA and NCCL.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ GRADIENTS = "gradients"
 LOGITS_BLOCK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 28}
 """Size of a block of logits: on a CPU small enough for its cache, on a GPU large enough to keep it busy."""
 LOGITS_MIN_BLOCK = 512
-"""Fewest vocabulary tokens of a block, however many rows it has: narrower products are slow."""
+"""Fewest vocabulary tokens of a block, however many rows it has, since narrower products are slow."""
 LOGITS_KEPT_BYTES = 1 << 27
 """Logits of a micro-batch that are kept from the forward to the backward pass: 680 tokens at a vocabulary of 49k.
 To compute them again costs a third of the output layer's time in float32."""
 
 _SPLIT = tuple(part for parts in TARGET_PARTS.values() for part in parts)
-"""Projections of a layer, which tensor parallelism splits. The norms are whole on each rank."""
+"""Projections of a layer. Tensor parallelism splits them, while the norms are whole on each rank."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class MicroBatchSize:
 
 @dataclass(frozen=True)
 class RowsSize:
-    """Numbers of the rows whose hidden states or activations are kept."""
+    """Sizes of the rows whose hidden states or activations are kept."""
 
     width: int
     """Most tokens of a row."""
@@ -199,8 +199,8 @@ def trunk_parameters(gang: GangModels) -> int:
 
 
 def state_bytes(gang: GangModels, stage: int) -> dict[str, int]:
-    """Return the most bytes of parameters, gradients, masters and moments that are on a rank's device at one time. It
-    depends on `offload`."""
+    """Return the most bytes of parameters, gradients, masters and moments that are on a rank's device at one time. They
+    depend on `offload`."""
     whole, alone = (
         _state_bytes(gang, stage),
         [_state_bytes(replace(gang, roles=frozenset({role})), stage) for role in gang.roles],
@@ -213,7 +213,8 @@ def state_bytes(gang: GangModels, stage: int) -> dict[str, int]:
 
 
 def offloaded_bytes(gang: GangModels, stage: int) -> int:
-    """Return the bytes of the host copies of all roles' parameters, masters and moments. The host keeps its buffers."""
+    """Return the bytes of the host copies of all roles' parameters (without the trunk), masters and moments: 0 unless
+    `offload` is idle. The host buffers of all roles count, since they are kept."""
     if gang.offload != "idle":
         return 0
     kept = (_state_bytes(replace(gang, roles=frozenset({role})), stage) for role in gang.roles)
@@ -328,7 +329,7 @@ def kept_bytes(gang: GangModels, role: Role, batch: MicroBatchSize, stage: int) 
 
 
 def _recomputed(gang: GangModels, role: Role, batch: MicroBatchSize) -> float:
-    """Return the bytes per token that the backward pass recomputes in the block it has reached."""
+    """Return the bytes per token of the activations that the backward pass recomputes in one block."""
     scores = batch.width if gang.computes_scores(role) else 0
     spec, layout = gang.spec_of(role), gang.layout
     whole = LayoutConfig(layout.tensor, layout.pipeline, layout.sequence_parallel)
@@ -361,7 +362,8 @@ def logits_bytes(gang: GangModels, batch: MicroBatchSize, device: str) -> int:
 
 
 def trunk_cache_bytes(gang: GangModels, rows: int, width: int) -> int:
-    """Return the bytes of a rank's trunk cache after `rows` rows, of which each data-parallel rank keeps its share."""
+    """Return the bytes of a rank's trunk cache after `rows` rows, at most its limit. Each data-parallel rank keeps its
+    share of the rows."""
     if not gang.model.frozen_blocks:
         return 0
     return min(gang.model.trunk_cache_mb << 20, -(-rows // gang.data_ranks) * width * 4 * gang.spec.hidden_size)
@@ -381,7 +383,8 @@ def held_bytes(gang: GangModels, role: Role, rows: RowsSize, stage: int) -> floa
 def rank_bytes(
     gang: GangModels, batches: Mapping[Role, MicroBatchSize], stage: int, *, rows: RowsSize, device: str
 ) -> dict[str, int]:
-    """Return all bytes of a rank of a pipeline stage, by purpose. `batches`: micro-batch size of each trained role."""
+    """Return all bytes that a rank of a pipeline stage needs, by purpose. `batches`: micro-batch size of each trained
+    role."""
     last = stage == gang.layout.pipeline - 1
     held = {role: held_bytes(gang, role, rows, stage) for role in gang.trained}
     working: dict[Role, tuple[int, int]] = {}
@@ -403,8 +406,8 @@ def rank_bytes(
 # ---- publication, checkpoints, and what CUDA takes ------------------------------------------------------
 
 CUDA_CONTEXT_BYTES = 616 << 20
-"""A process's CUDA context with the kernels that torch loads as it needs them: 616 MiB in LMCache/LMCache#4019, about
-400 in pytorch/pytorch#109888. Not measured here."""
+"""Size of a process's CUDA context with the kernels that torch loads on first use: 616 MiB in LMCache/LMCache#4019,
+about 400 MiB in pytorch/pytorch#109888. Not measured here."""
 BLOCK_BYTES = 32 << 20
 """Most bytes of a tensor that are copied or written at a time when weights are published, or gathered for a digest."""
 NCCL_CHANNELS = 32
@@ -417,8 +420,8 @@ _FUSED = ((Q_PROJ, K_PROJ, V_PROJ), (Q_BIAS, K_BIAS, V_BIAS))
 
 
 def published_tensors(spec: ModelSpec, model: ModelConfig, pipeline: int = 1, stage: int = 0) -> dict[str, int]:
-    """Return the number of elements of each tensor that a pipeline stage publishes: the policy's trained ones, or with
-    LoRA those that adapters are merged into."""
+    """Return the number of elements of each tensor that a pipeline stage publishes: the policy's trained tensors, or
+    with LoRA the tensors that adapters are merged into."""
     frozen, adapted = model.frozen_blocks, {*target_parts(model.lora)}
     per_stage = model.own_blocks(spec.num_layers, is_critic=False) // pipeline
     found = {}
@@ -436,8 +439,9 @@ def published_tensors(spec: ModelSpec, model: ModelConfig, pipeline: int = 1, st
 
 
 def publication_bytes(gang: GangModels, stage: int, *, on_gpu: bool) -> tuple[int, int]:
-    """Return the bytes (on the device, in the host's memory) of a publication beside the model's state: two blocks of
-    the part that is written (`publication.publish`). With LoRA a whole tensor is merged at a time."""
+    """Return the bytes (on the device, in the host's memory) that a publication takes beside the model's state: two
+    blocks of the part that is written (`publication.publish`). With LoRA also a whole tensor, since tensors are merged
+    one at a time."""
     number, lora = gang.dtype_bytes, gang.model.lora.rank
     largest = max(published_tensors(gang.spec, gang.model, gang.layout.pipeline, stage).values(), default=0)
     block = min(BLOCK_BYTES, number * largest)
@@ -454,10 +458,10 @@ def _gathered_bytes(gang: GangModels, largest: int) -> int:
 def gathered_bytes(gang: GangModels, stage: int, *, sends: bool, first: bool, on_gpu: bool) -> tuple[int, int]:
     """Return the bytes (on the device, in the host's memory) of an export's tensors (`weights.trained_tensors`).
 
-    Each tensor is gathered from the tensor-parallel ranks (into one buffer of torch's, as parts, and as a whole) and
-    moved to the host by the rank of the stage that `sends`. The gang's `first` rank receives those of the other stages.
-    On a CPU a tensor that is whole on its rank is not copied, except queries, keys and values, which Megatron holds
-    interleaved.
+    Each tensor is gathered from the tensor-parallel ranks (into one buffer of torch's, as parts, and as a whole). The
+    rank of the stage that `sends` moves it to the host. The gang's `first` rank receives the tensors of the other
+    stages. On a CPU a tensor that is whole on its rank is not copied. Queries, keys and values are copied, since
+    Megatron holds them interleaved.
     """
     layout, number, lora = gang.layout, gang.dtype_bytes, gang.model.lora.rank
     own = published_tensors(gang.spec, gang.model, layout.pipeline, stage)
@@ -473,9 +477,9 @@ def gathered_bytes(gang: GangModels, stage: int, *, sends: bool, first: bool, on
 
 
 def checkpoint_bytes(gang: GangModels, stage: int, *, is_pinned: bool) -> int:
-    """Return the bytes of the copies that a rank makes of its part of all trained roles for a checkpoint, and keeps for
-    the next one: weights, masters and moments, 14 bytes a parameter of a 16-bit model and 12 of a float32 one. The
-    data-parallel ranks share them."""
+    """Return the bytes of a rank's copies for a checkpoint of all trained roles. The rank keeps their memory for
+    the next checkpoint. The copies are weights, masters and moments: 14 bytes per parameter of a 16-bit model, 12 of a
+    float32 model. Each data-parallel rank copies a share."""
     whole = 0
     for role in gang.trained:
         kinds = (4, 4, 4) if gang.dtype_bytes == 4 else (gang.dtype_bytes, 4, 4, 4)
@@ -486,14 +490,15 @@ def checkpoint_bytes(gang: GangModels, stage: int, *, is_pinned: bool) -> int:
 
 
 def pinned(num_bytes: int) -> int:
-    """Return the size of an allocation of pinned memory: torch rounds it up to a power of two, to use it again
-    (CachingHostAllocator)."""
+    """Return the size of an allocation of pinned memory. torch rounds it up to a power of two, so that the memory can
+    be reused (CachingHostAllocator)."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
 def communicators(layout: LayoutConfig, ranks: int) -> int:
-    """Return the number of NCCL communicators of a rank that are used: of all ranks, of its tensor-parallel, pipeline
-    and data-parallel groups, and of the ranks that hold one copy of the model (for the norm of the gradients)."""
+    """Return the number of NCCL communicators that a rank uses: those of all ranks, of its tensor-parallel, pipeline
+    and data-parallel groups, and of the ranks that hold one copy of the model (for the norm of the gradients). Groups
+    of one rank have none."""
     group = layout.tensor * layout.pipeline
     used = (layout.tensor > 1, layout.pipeline > 1, ranks > group, group > 1)
     return 1 + sum(used) if ranks > 1 else 0

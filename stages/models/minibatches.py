@@ -1,6 +1,6 @@
 """Split a step's rows over ranks and micro-batches, and compute the loss of each micro-batch.
 
-The losses feed the formulas of stages.ppo.losses with the model's outputs and the rows they belong to.
+The losses call the formulas of stages.ppo.losses with the model's outputs and with the data of their rows.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def rank_micro_batches(
 ) -> list[MicroBatch]:
     """Return the micro-batches of this rank's share of some rows.
 
-    With frozen blocks a row always goes to the same rank, which keeps its hidden states. Without them every
-    data-parallel rank gets nearly the same number of tokens. With `never_empty` a rank without a row gets one that the
-    loss does not depend on, since every rank takes part in the reduction of gradients.
+    With frozen blocks a row always goes to the same data-parallel rank, which keeps the row's hidden states. Without
+    frozen blocks every data-parallel rank gets nearly the same number of tokens. With `never_empty` a rank without a
+    row gets a row that the loss does not depend on, since every rank takes part in the reduction of gradients.
     """
     rank, mask = blueprint.parallel_rank, rollout.response_mask
     rows = np.sort(rows)  # the same set of rows is cut the same way, whatever its order in an epoch
@@ -63,7 +63,8 @@ def rank_micro_batches(
 
 
 def work_of(blueprint: Blueprint, role: Role, mask: np.ndarray, seconds: float, peak_flops: float) -> UpdateWork:
-    """Return the work of training a role on rows with this response_mask. `peak_flops`: per second, of all ranks."""
+    """Return the work of training a role on rows with this response_mask. `peak_flops`: peak operations per second of
+    all ranks together."""
     lengths, spec, is_critic = row_lengths(mask), blueprint.spec, role is Role.CRITIC
     model = blueprint.model
     flops = update_flops(
@@ -79,7 +80,7 @@ def work_of(blueprint: Blueprint, role: Role, mask: np.ndarray, seconds: float, 
 
 
 def peak_of_a_rank(blueprint: Blueprint) -> float:
-    """Return this rank's peak operations per second: `model.peak_tflops`, or measured."""
+    """Return this rank's peak operations per second: from `model.peak_tflops`, or measured if it is null."""
     if blueprint.model.peak_tflops is not None:
         return blueprint.model.peak_tflops * 1e12
     return measured_peak(blueprint.dtype, blueprint.parallel_rank.device, blueprint.products)
@@ -92,8 +93,8 @@ MinibatchLoss = Callable[[np.ndarray, int], Loss]
 before it."""
 
 RATIO_DEVIATION = "policy/ratio_deviation_first"
-"""Largest |pi / pi_prox - 1| before the first optimizer step, where it should be 0 up to rounding. A larger number
-shows that `logprob` and the update compute log-probs differently."""
+"""Metric: largest |pi / pi_prox - 1| before the first optimizer step of an update. It should be 0 up to rounding. A
+larger number shows that `logprob` and the update compute log-probs differently."""
 
 
 def policy_loss_of(

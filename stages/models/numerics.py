@@ -2,12 +2,13 @@
 
 **On a CPU** float32 products use torch's BLAS (MKL) or oneDNN. On AMD processors MKL takes its AVX2 path, and oneDNN is
 2-4x as fast in the forward and both backward products; on Intel processors MKL is as fast or faster. The two differ in
-the last bits, and a replayed update is compared by digest. So every rank of a gang, and every later start on such a
-machine, must choose the same. Therefore the processor's vendor decides and not a measurement, which would depend on the
-machine's load; the times are measured once and only recorded. bfloat16 products always use oneDNN, CUDA's cuBLAS.
+the last bits, and a replayed update is compared by digest. So all ranks of a gang must use the same library, also after
+a restart on another machine with the same processor. Therefore the processor's vendor decides, and not a measurement,
+which would depend on the machine's load. The times are measured once and only recorded. bfloat16 products always use
+oneDNN, and products on CUDA always use cuBLAS.
 
-**On CUDA** `set_numerics` sets TF32 and determinism for the whole process, including an engine in it. (Never run on a
-device.) A CPU has no TF32, and the same calls on the same threads give the same bits.
+**On CUDA** `set_numerics` sets TF32 and determinism for the whole process, including an engine in the process. (Never
+run on a GPU.) A CPU has no TF32, and the same calls on the same threads give the same bits.
 
 Shape suffixes: N rows, K inputs, M outputs.
 """
@@ -53,8 +54,8 @@ class ProductChoice:
     products: Products
     reason: str
     milliseconds: Mapping[str, float]
-    """Best time of several on rank 0, by "torch forward", "onednn weight_gradient" and so on. Empty without a
-    choice."""
+    """Best time of several runs on rank 0. The keys are "torch forward", "onednn weight_gradient" and so on. Empty if
+    only one library could be used."""
 
 
 def choose_products(
@@ -87,8 +88,8 @@ def choose_by_vendor(vendor: str) -> tuple[Products, str]:
 
 def rows_multiple(dtype: torch.dtype, device: torch.device) -> int:
     """Return the multiple that the number of tokens in a product is rounded up to. On a CPU torch caches its code for
-    every shape of a 16-bit product, some 0.5 MiB each, without limit: with rows of all lengths a trainer grew by 600
-    MiB in 150 updates."""
+    every shape of a 16-bit product, some 0.5 MiB each, without limit. Without the rounding a trainer grew by 600 MiB in
+    150 updates, since its rows had many lengths."""
     return 64 if device.type == "cpu" and dtype.itemsize < 4 else 1
 
 
@@ -104,8 +105,8 @@ def multiply_bfloat16(x_NK: Tensor, weight_MK: Tensor) -> Tensor:
     """Return x @ weight.T of float32 tensors that hold bfloat16 values, summed in float32 without rounding.
 
     oneDNN multiplies them as bfloat16, several times as fast if the processor can. (torch's product of bfloat16 tensors
-    rounds its result.) The setting applies to the whole process: other threads' float32 products would be rounded
-    meanwhile, but a rank's process has none.
+    rounds its result.) The setting applies to the whole process. It would round the float32 products of other threads
+    meanwhile, but a rank's process has no other threads that compute products.
     """
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
@@ -130,7 +131,8 @@ def weight_gradient(grad_NM: Tensor, x_NK: Tensor, products: Products) -> Tensor
 
 
 def measure() -> dict[str, float]:
-    """Return the milliseconds of each product by each library in this process: the best of several runs, in turns."""
+    """Return the milliseconds of each product by each library in this process. Each is the best of several runs; the
+    libraries take turns."""
     rows, inputs, outputs = MEASURED_SHAPE
     # not random: the process's generator belongs to the run
     x_NK, weight_MK, grad_NM = torch.ones(rows, inputs), torch.ones(outputs, inputs), torch.ones(rows, outputs)
@@ -178,7 +180,7 @@ def set_numerics(model: ModelConfig) -> None:
     if model.deterministic:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        # nothing here reads uninitialised memory, and filling it costs a pass over it
+        # no code here reads uninitialised memory, so torch need not fill it
         settings: Any = torch.utils.deterministic
         settings.fill_uninitialized_memory = False
 

@@ -2,12 +2,13 @@
 
     none         everything stays on the device
     gradients    gradient buffers exist only during their model's update
-    idle         as `gradients`, and only the role at work is on the device: the weights, and for an update or a
-                 checkpoint the master weights and moments; the rest is in (pinned) host memory
+    idle         as `gradients`, and only the role at work is on the device: its weights, and for an update or a
+                 checkpoint its master weights and moments. Everything else is in (pinned) host memory
 
-Only the storage under a tensor is freed and allocated again, never the tensor. So Megatron's buffers, the parameters
-and `main_grad`s that are views of them, and the optimizer's keys stay the same objects, and see the same bits when the
-storage is back. Never run on CUDA; the tests move storages on a CPU, where the mechanism is the same.
+Only the storage under a tensor is freed and allocated again, never the tensor itself. So Megatron's buffers, the
+parameters and `main_grad`s that are views of them, and the optimizer's keys stay the same objects. They have the same
+bits again when the storage is back. Never run on CUDA; the tests move storages on a CPU, where the mechanism is the
+same.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ def has_own_memory() -> bool:
 
 
 class Residence:
-    """Owns the host copies of some tensors' storages while these are offloaded. Nothing catches a read of an offloaded
-    tensor: call `wake` first."""
+    """Owns the host copies of some tensors' storages while the storages are offloaded. A read of an offloaded tensor is
+    not detected, so call `wake` before."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         """`tensors` is called on every `sleep`, since an optimizer creates its state in its first step."""
         self._tensors = tensors
         self._asleep: list[tuple[UntypedStorage, Tensor]] = []
         self._copies: list[Tensor] = []
-        """Host buffers. They are kept after `wake` too: pinning memory takes longer than the copy."""
+        """Host buffers. They are kept after `wake` for the next `sleep`, since pinning memory takes longer than the
+        copy."""
 
     def sleep(self) -> None:
         """Copy the storages to the host and free them. Do nothing if they are offloaded already."""
@@ -61,7 +63,7 @@ class Residence:
 
 
 def storages(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
-    """Yield the tensors' storages, each once, without empty ones."""
+    """Yield each storage of the tensors once. Empty storages are left out."""
     seen = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()

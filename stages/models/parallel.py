@@ -16,8 +16,8 @@ note into the store. A rank that hangs or has died writes none.
     rank 1   at update_policy[3] ──► all_reduce ──time-out──► "gave up" ──┤
     rank 2   at logprob[3, 1]        hangs                                └─► RanksMissing: 2, last at logprob[3, 1]
 
-With gloo the error is raised where the collective was called. With NCCL the watchdog ends the process after the same
-time unless the call raises first; then nothing names the missing rank (never run on GPUs).
+With gloo the error is raised where the collective was called. With NCCL, unless the call raises first, NCCL's watchdog
+ends the process after the same time, and no error names the missing rank (never run on GPUs).
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class ParallelRank:
 
     @property
     def is_output_rank(self) -> bool:
-        """True for the one of the tensor-parallel ranks, which all compute the same outputs, that passes them on."""
+        """True if this rank passes on the model's outputs. All tensor-parallel ranks of the last stage compute the same
+        outputs, and one of them passes them on."""
         return self.last_stage and self.tensor_rank == 0
 
 
@@ -113,10 +114,10 @@ def create_groups(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
-        create_gloo_process_groups=False,  # they would be second copies of the groups, used by nothing here
+        create_gloo_process_groups=False,  # they would be second copies of the groups, which no code here uses
         distributed_timeout_minutes=missing_ranks.timeout / timedelta(minutes=1),
     )
-    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)  # sequence parallelism needs its generators
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)  # creates generators that sequence parallelism needs
     return ParallelRank(
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_size=layout.tensor,
@@ -174,7 +175,7 @@ def is_on_one_host(rank: Rank) -> bool:
 _RENDEZVOUS_S = 86_400.0
 """Time-out for all ranks to join. It is long because the process that starts them has a deadline and ends them."""
 _LONGEST_ANSWER_S = 30.0
-"""Longest wait for the other ranks to report a failure of the same collective, or of one that waits for it."""
+"""Longest wait for the other ranks to report that a collective failed for them too."""
 _ANSWER_S = 2.0
 """Additional seconds for an answer from rank 0's process, which keeps the notes."""
 
@@ -215,7 +216,7 @@ class CollectiveWatch:
                 raise
             try:
                 found = self._find_missing(where)
-            except dist.DistNetworkError:  # rank 0, which keeps the notes, has ended; the driver sees that by itself
+            except dist.DistNetworkError:  # rank 0, which keeps the notes, has ended; the driver notices this itself
                 raise error from None
             if found is None:
                 raise
@@ -223,7 +224,8 @@ class CollectiveWatch:
 
     def _find_missing(self, where: str) -> RanksMissing | None:
         """Return an error with the ranks that have not seen a collective fail, or None if all have. Rank 0's process
-        keeps the notes: if it does not answer, rank 0 is the missing one. Raises DistNetworkError if it has ended."""
+        keeps the notes. If that process does not answer, rank 0 is the missing rank. Raises DistNetworkError if that
+        process has ended."""
         answer: SimpleQueue[RanksMissing | dist.DistNetworkError | None] = SimpleQueue()
 
         def ask() -> None:
@@ -252,7 +254,7 @@ class CollectiveWatch:
             self._notes.wait([*notes.values()], timedelta(seconds=min(self._timeout_s, _LONGEST_ANSWER_S)))
         except dist.DistNetworkError:
             raise
-        except RuntimeError:  # time-out: a file store raises a RuntimeError, and a DistStoreError is one
+        except RuntimeError:  # a time-out: file stores raise this class, other stores a subclass (DistStoreError)
             pass
         return tuple(index for index, note in notes.items() if not self._notes.check([note]))
 
@@ -290,10 +292,10 @@ FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "empty_like", "zeros_li
 def run_megatron_without_cuda(device: torch.device = CPU) -> None:
     """Make megatron-core run on a torch without CUDA, on `device`. A second call, or a call with CUDA, does nothing.
 
-    megatron-core asks for CUDA devices, generators and tensor type names by name. Its modules that are imported so far
-    get a copy of the torch module in which these are the device's. All other code in the process keeps the real torch,
-    except for two methods of Tensor: `cuda` moves the tensor to the device, and `type` without arguments returns
-    "torch.cuda.FloatTensor". Call this in worker processes only."""
+    megatron-core asks for CUDA devices, generators and tensor type names by name. Its modules that are already imported
+    get a copy of the torch module that uses `device` instead of CUDA. All other code in the process keeps the real
+    torch, except for two methods of Tensor: `cuda` moves the tensor to `device`, and `type` without arguments names the
+    types of tensors on `device` as CUDA's, such as "torch.cuda.FloatTensor". Call this in worker processes only."""
     if torch.cuda.is_available() or hasattr(torch.Tensor.type, "__wrapped__"):
         return
     cuda = _view(

@@ -1,5 +1,6 @@
 """The protocol between the stages and the trained models, independent of the framework that holds the models.
-`stages/models/host.py` implements it. The errors are at the end. Standard library only.
+`stages/models/host.py` implements it. The errors are at the end. At run time this module imports only the standard
+library.
 
 A *gang* is the set of processes (ranks) that hold one parallel group. Every rank of a gang makes the same calls in the
 same order. Every rank gets all rows as arguments and works on its share. The result is complete on rank 0 and None on
@@ -33,7 +34,8 @@ class Role(StrEnum):
 
 
 MODEL_ROLES = frozenset({Role.REFERENCE, Role.POLICY, Role.CRITIC})
-"""Roles whose models the ranks of a gang hold together. Every rank runs their nodes, in the same order."""
+"""Roles whose models are divided over the ranks of a gang. Every rank runs the nodes of these roles, in the same
+order."""
 
 
 ALONE = "alone://"
@@ -42,8 +44,8 @@ ALONE = "alone://"
 
 @dataclass(frozen=True)
 class Rank:
-    """This process's rank in its gang. `rendezvous` is where the ranks connect, a new one each time the gang is built:
-    `tcp://ADDRESS:PORT` of rank 0, `ALONE`, or any other init method of torch.distributed."""
+    """This process's rank in its gang. The ranks connect at `rendezvous`: `tcp://ADDRESS:PORT` of rank 0, `ALONE`, or
+    any other init method of torch.distributed. Each time the gang is built it has a new one."""
 
     index: int
     size: int
@@ -52,7 +54,8 @@ class Rank:
     device: int = 0
     """Index of this process's GPU among the GPUs it sees. Not read without GPUs."""
     collective_timeout_s: float = 600.0
-    """Longest wait of a collective for ranks that do not join it; then it raises an error (`RanksMissing`)."""
+    """Longest wait of a collective for ranks that have not joined it. After this time it raises an error (see
+    `RanksMissing`)."""
     listening: int | None = None
     """On rank 0 under `tcp://`: file descriptor of the listening socket, which the rank takes over."""
 
@@ -81,8 +84,8 @@ class CriticBatch:
 
 class ModelHost(Protocol):
     """Owns this rank's models. The resident policy and critic each have a version (the number of updates made) and a
-    `dirty` flag, set from the first optimizer step of an update until `mark_clean` or `load`. Calls that run, train,
-    save or export a dirty model raise StateError."""
+    `dirty` flag, which an update or a failed `load` sets and `mark_clean` or a successful `load` clears. Calls that
+    run, train, save, publish or export a dirty model raise StateError."""
 
     def collectives_of(self, where: str) -> AbstractContextManager[None]:
         """Return a context for calls that all ranks make. `where` names the node they belong to. Raises RanksMissing,
@@ -100,12 +103,12 @@ class ModelHost(Protocol):
     def values(self, rollout: Rollout) -> Values | None: ...
 
     def update_policy(self, step: int, batch: PolicyBatch) -> dict[str, float]:
-        """Train version `step` into `step + 1` and return metrics. The model is dirty afterwards: the caller commits
-        and then calls `mark_clean`.
+        """Train version `step` into `step + 1` and return metrics. The model is dirty afterwards, until the caller has
+        committed the update and calls `mark_clean`.
 
-        Deterministic on a CPU: the same weights, batch and layout give the same bits. Raises StateError on another
-        version, and NonFiniteGradientsError after 8 optimizer steps in a row without a finite
-        gradient."""
+        On a CPU the same weights, batch and layout give the same bits; on CUDA they do under `model.deterministic`.
+        Raises StateError if the resident version is not `step`. Raises NonFiniteGradientsError after 8 optimizer steps
+        in a row without a finite gradient."""
         ...
 
     def update_critic(self, step: int, batch: CriticBatch) -> dict[str, float]: ...
@@ -133,43 +136,45 @@ class ModelHost(Protocol):
     def save(self, role: Role, directory: Path) -> Callable[[], Mapping[str, FileSum] | None]:
         """Copy weights, optimizer state and version, and return a function that writes the copy into the directory.
 
-        The directory exists and is empty. Every rank calls the function before the role is saved again, in any thread
-        and whatever else the rank does meanwhile. One host's functions are called one at a time, in the order of the
-        copies. When every rank has written, the function returns the checksums of all files on rank 0, None on the
-        others."""
+        The directory must exist and be empty. Every rank must call the function before the role is saved again. It may
+        do so in any thread, while the rank makes other calls. A host's functions are called one at a time, in the order
+        of the copies. When every rank has written, the function returns the checksums of all files on rank 0, None on
+        the others."""
         ...
 
     def load(self, role: Role, directory: Path | None) -> None:
-        """Restore a checkpoint that `save` wrote in any layout, bit for bit; with None go back to version 0, built from
-        the config and the run's seed. Raises StateError on every rank for another model's checkpoint; the role is then
-        dirty, or as it was."""
+        """Restore a checkpoint that `save` wrote in any layout, bit for bit. With None go back to version 0, built from
+        the config and the run's seed. Raises StateError on every rank if the checkpoint is of another model or damaged.
+        The role is then unchanged or dirty."""
         ...
 
     def publish(self, board: WeightBoard, version: int) -> Manifest | None:
-        """Write the policy's trained tensors to a board, by Hugging Face name: those that `frozen_blocks` does not
-        freeze; with LoRA those that have adapters, merged. They are float32, or the model's dtype.
+        """Write the policy's trained tensors to a board, by Hugging Face name and in the model's dtype. They are all
+        tensors that `frozen_blocks` does not freeze, or with LoRA the tensors that have adapters, with the adapters
+        merged.
 
-        Return the manifest on rank 0, None on the others. Raises, on rank 0, ValueError if the version exists with
-        other bits; StoreRefused if the board's memory is full."""
+        Return the manifest on rank 0, None on the others. On rank 0 raises ValueError if the version exists with other
+        bits, and StoreRefused if the board's memory is full."""
         ...
 
     def export(self, directory: Path) -> Callable[[], None]:
-        """Copy the policy and return a function that writes it in Hugging Face layout on rank 0, in any thread.
-        AutoModelForCausalLM.from_pretrained loads the directory. With LoRA the adapters, in peft's format, are in its
-        subdirectory `adapter`."""
+        """Copy the policy and return a function that writes the copy in Hugging Face layout. The function may be called
+        in any thread; it writes on rank 0 and does nothing on other ranks. AutoModelForCausalLM.from_pretrained loads
+        the directory. With LoRA its subdirectory `adapter` has the adapters in peft's format."""
         ...
 
     def sleep(self) -> None:
-        """Free the devices for others until a role is needed again: free gradient buffers and, on a GPU, move models
-        and optimizers to the host's memory. A second call does nothing."""
+        """Free the devices for other processes until a role is needed again. This frees gradient buffers and, on a GPU,
+        moves models and optimizers to the host's memory. A second call does nothing."""
         ...
 
     def close(self) -> None: ...
 
 
 class StateError(RuntimeError):
-    """An error for a resident model that is not the one the call needs: another version, dirty, closed, not placed
-    here, or another model's checkpoint. The message names the role and both versions."""
+    """An error for a resident model that the call cannot use (another version, dirty, or not placed here), for a
+    checkpoint that does not fit the model, and for a process that is already in a gang. The message names the role or
+    the files."""
 
 
 class NonFiniteGradientsError(RuntimeError):

@@ -1,14 +1,15 @@
-"""Write the trained weights of a gang to a board: every rank writes its own parts of the tensors at their places.
+"""Write the trained weights of a gang to a board. Every rank writes its own parts of the tensors at their offsets.
 
     rank 0        lists ─► opens an attempt ─► writes ─► receives from other hosts ─► sums some ─► links the manifest
     same host     lists ──────────┴──────────► writes ────────────────┤               sums some ──┘
     another host  lists ──────────┴──────────► sends its parts ───────┘
 
-No rank gathers a tensor: beside the model's state it needs one block of `BLOCK_BYTES` on the device and one on the
-host. The ranks of data-parallel rank 0 write. With LoRA the merged tensors are whole on one rank of each stage, which
-writes them. The tensors' order in the file, and so the manifest's digest, is the same in every layout.
+No rank gathers a tensor. Beside the model's state a rank needs one block of `BLOCK_BYTES` on the device and one on the
+host. Only ranks with data-parallel rank 0 write. With LoRA the merged tensors are whole on one rank of each stage,
+which writes them. The tensors' order in the file, and so the manifest's digest, is the same in every layout.
 
-The calls are collective. A rank that cannot write goes on, so that no other waits for it, and rank 0 raises its error.
+The calls are collective. A rank that cannot write goes on with the calls, so that no other rank waits for it. At the
+end rank 0 raises its error.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from storage.errors import StoreError
 from storage.weights import BFLOAT16, FilePlace, Manifest, WeightAttempt, WeightBoard, placed
 
 _ERRORS = (StoreError, OSError, ValueError)
-"""Errors of a board."""
+"""Errors that the calls of a board raise."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ class Slab:
     dtype: torch.dtype
     rows: int
     row: int
-    """Numbers in a row of this part."""
+    """Number of elements in a row of this part."""
     start: int
-    """Number of the tensor's numbers before this part's first one."""
+    """Index of this part's first element in the flattened tensor."""
     stride: int
-    """Numbers from the beginning of a row to that of the next."""
+    """Distance, in elements of the flattened tensor, between the starts of consecutive rows."""
 
     @property
     def blocks(self) -> Iterator[slice]:
@@ -56,8 +57,9 @@ class Slab:
 
 
 def publish(model: GPTModel, blueprint: Blueprint, board: WeightBoard, version: int) -> Manifest | None:
-    """Write the trained weights as a version. Return its manifest on rank 0, None on the others. Raises, on rank 0,
-    ValueError if the version exists with other bits, and StoreRefused if the memory of the board is full."""
+    """Write the trained weights as a version. Return its manifest on rank 0, None on the others. On rank 0 raises
+    ValueError if the version exists with other bits, StoreRefused if the memory of the board is full, or another rank's
+    error."""
     is_first = dist.get_rank() == 0
     slabs = own_slabs(model, blueprint)
     of_ranks: list[list[Slab]] = from_all_ranks(slabs)
@@ -109,20 +111,21 @@ def own_slabs(model: GPTModel, blueprint: Blueprint) -> list[Slab]:
 
 
 def own_blocks(model: GPTModel, blueprint: Blueprint, slabs: list[Slab]) -> Iterator[tuple[Slab, slice, np.ndarray]]:
-    """Yield (part, its rows, their numbers) of all parts that this rank writes. With LoRA the call is collective."""
+    """Yield (part, its rows, their numbers) for every block of the parts that this rank writes. With LoRA the call is
+    collective."""
     rank, tensors = blueprint.parallel_rank, iter(list[Tensor]())
     if not blueprint.model.lora.rank:
         tensors = (part.own(rank.tensor_rank)[1] for part in _own_parts(model, blueprint))
     elif not rank.data_rank:
         tensors = (tensor for _, tensor in merged_tensors(model, blueprint))
-    for tensor, slab in zip(tensors, slabs, strict=True):  # tensors first: the others of the stage merge along
+    for tensor, slab in zip(tensors, slabs, strict=True):  # tensors first: all ranks must take part in the merging
         for rows in slab.blocks:
             yield slab, rows, as_numpy(tensor[rows])
 
 
 def _own_parts(model: GPTModel, blueprint: Blueprint) -> Iterator[HFPart]:
-    """Yield the parts that this rank writes of what its stage publishes: the trained tensors, or with LoRA the weights
-    that adapters are merged into."""
+    """Yield the parts that this rank writes of the tensors that its stage publishes. These are the trained tensors, or
+    with LoRA the weights that adapters are merged into."""
     rank, with_lora = blueprint.parallel_rank, bool(blueprint.model.lora.rank)
     named = list(named_by_block(model, blueprint.model.frozen_blocks))
     adapted = {adapted_weight(name)[0] for name, _, p in named if p.requires_grad} & PARTS.keys()
@@ -142,8 +145,9 @@ def _fill(
     device: torch.device,
     errors: list[Exception],
 ) -> None:
-    """Write this rank's blocks, and on rank 0 those that ranks of other hosts have `sent`. A rank that does not see the
-    attempt's file sends its blocks. After an error the other blocks are taken, but not written."""
+    """Write this rank's blocks, and on rank 0 also the blocks that ranks of other hosts send (`sent`). A rank that does
+    not see the attempt's file sends its blocks to rank 0. After an error the remaining blocks are computed or received,
+    but not written."""
     places = {place.name: place for place in attempt.places}
 
     def put(slab: Slab, rows: slice, block: np.ndarray) -> None:
@@ -173,7 +177,7 @@ def _fill(
 def _slab(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, own: tuple[int, ...], first: int, axis: int | None
 ) -> Slab:
-    """Return the place of a part of shape `own` whose first index along `axis` is `first`."""
+    """Return the slab of a part of shape `own` whose first index along `axis` is `first`."""
     row = math.prod(own[1:])
     if axis == 1:
         return Slab(name, shape, dtype, own[0], row, first, shape[1])
@@ -181,7 +185,8 @@ def _slab(
 
 
 def _share(places: tuple[FilePlace, ...], present: list[int]) -> list[FilePlace]:
-    """Return the tensors that this rank sums: the largest ones first, each to the rank with the fewest bytes."""
+    """Return the tensors whose checksums this rank computes. Tensors are assigned largest first, each to the rank with
+    the fewest bytes so far."""
     loads = dict.fromkeys(present, 0)
     own = []
     for place in sorted(places, key=lambda place: -place.nbytes):

@@ -1,14 +1,14 @@
-"""Models that a worker scores responses with.
+"""Models that score responses in a worker: reward models and local judges.
 
-    RewardModel(model, layout, rank, seed=0).scores(rows)      one number per row; `rank` is one of a gang's
+    RewardModel(model, layout, rank, seed=0).scores(rows)      one number per row, on rank `rank` of a gang
     NextTokens(model, layout, joined, max_tokens).likeliest(rows, number)
                                                                a row's likeliest next tokens, for a local judge
 
-A reward model is a causal language model with a scalar head at a row's last token, a trained one if `model.path` has
-one. It can be trained. It is built by the same code as a critic, in the same layouts. It differs in the position where
-the head is read, and a new head is random instead of zero. Its directory in Hugging Face layout loads with
-`AutoModelForSequenceClassification`. That class has no bias in its head: its logit is the score minus `reward_bias` of
-config.json.
+A reward model is a causal language model with a scalar head that is read at a row's last token. The head comes from
+`model.path` if that model has one; otherwise it is new and random. A reward model can be trained. The code that builds
+critics builds it too, in the same layouts. (A critic's head is read at every token, and a new one is zero.) Its
+directory in Hugging Face layout loads with `AutoModelForSequenceClassification`. That class has no bias in its head, so
+its logit is the score minus `reward_bias` of config.json.
 
 Shape suffixes: B rows of a micro-batch, N tokens of all of them, H hidden size.
 """
@@ -64,10 +64,10 @@ from storage.checkpoints import write_sums
 
 ScoreLoss = Callable[[Tensor, np.ndarray], tuple[Tensor, LossStats]]
 """Computes (share of the minibatch's loss, its stats) from the scores [B] of some rows and their numbers [B]. The loss
-must not depend on rows with the number `NO_ROW`."""
+must not depend on rows whose number is `NO_ROW`."""
 
 NO_ROW = -1
-"""Number of a row that does not count, on a rank that has no rows of its own."""
+"""Number that marks a row which does not count. A rank without rows of its own computes such rows."""
 _ROLE = Role.CRITIC
 
 
@@ -81,8 +81,8 @@ class GroupedRows:
 
 
 class RewardModel:
-    """Owns this rank's reward model, its optimizer if it is trained, and its membership of the gang's process group.
-    Every rank of the gang makes the same calls in the same order and gets the whole result."""
+    """Owns this rank's part of a reward model, its optimizer if the model is trained, and the rank's membership of the
+    gang's process group. Every rank of the gang makes the same calls in the same order and gets the whole result."""
 
     def __init__(
         self,
@@ -97,10 +97,10 @@ class RewardModel:
         """Join the gang and build the model of `model.path`. Draw its head with the seed if its files have none.
 
         Args:
-            total_steps: number of optimizer steps of the training with `model.critic`, for the learning rate; None: it
-                is not trained.
-            joined: the caller's own membership with this layout, so that a process can hold several models; None: join
-                here, and leave in `close`.
+            total_steps: number of optimizer steps of the training, which the learning rate's schedule needs
+                (`model.critic` has the optimizer's settings); None: the model is not trained.
+            joined: the caller's membership of a gang with this layout, so that a process can hold several models; None:
+                join here, and leave in `close`.
 
         Raises ValueError, naming the key, for a layout that cannot hold the model.
         """
@@ -154,7 +154,7 @@ class RewardModel:
 
     def train(self, step: int, batch: GroupedRows) -> dict[str, float]:
         """Make optimizer step `step` (from 0). Return the stats of the loss over all ranks, `lr`, `grad_norm`, and
-        `skipped_steps`: 1 if the gradient was not finite and nothing changed."""
+        `skipped_steps`, which is 1 if the gradient was not finite and the weights did not change."""
         trainer = self._trained()
         assert self._total_steps is not None
         micro_batches = group_micro_batches(batch.rows, batch.groups, self._blueprint, self._config.micro_batch_tokens)
@@ -173,13 +173,13 @@ class RewardModel:
         )
         lr = learning_rate(self._config, step, self._total_steps)
         stats, metrics = trainer.train(step, lr, self._trunk, [minibatch])
-        trainer.dirty = False  # single steps are not committed: only the end of a training is kept
+        trainer.dirty = False  # single steps are not committed, only the trained model is kept
         named = gather.summarise_over_ranks(self._parallel_rank, stats)
         return named | {name: metrics[name] for name in ("lr", "grad_norm", "skipped_steps")}
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copy the current trained weights, replacing an earlier copy."""
+        """Copy the current trained weights for `restore`, replacing an earlier copy."""
         self._kept = [parameter.detach().clone() for parameter in self._trained_parameters()]
 
     @torch.no_grad()
@@ -252,8 +252,8 @@ class TokenRows:
 
 
 def from_all_ranks(of_rows: np.ndarray, rank: parallel.ParallelRank) -> np.ndarray:
-    """Return the results of all ranks' rows. `of_rows`: this rank's, 0 for rows of others; ignored unless it is an
-    output rank."""
+    """Return the results of all rows, on every rank. `of_rows`: this rank's results, with 0 for rows of other ranks. It
+    is ignored unless this is an output rank."""
     if dist.get_world_size() == 1:
         return of_rows
     whole = torch.from_numpy(of_rows if rank.is_output_rank else np.zeros_like(of_rows)).to(rank.device)
@@ -262,7 +262,7 @@ def from_all_ranks(of_rows: np.ndarray, rank: parallel.ParallelRank) -> np.ndarr
 
 
 def ended(tokens: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
-    """Return a row, prompt and response, as reward models read it: with one EOS at the end, even if the response was
+    """Return a row (prompt and response) as reward models read it: with an EOS at the end, even if the response was
     cut."""
     return [*tokens] if tokens and tokens[-1] in eos_ids else [*tokens, eos_ids[0]]
 
@@ -307,8 +307,8 @@ def group_micro_batches(
 
 
 def is_share(groups: Sequence[np.ndarray], blueprint: Blueprint) -> bool:
-    """Return True if this rank's micro-batches of `group_micro_batches` count. Otherwise another rank has the same
-    ones, and the loss must not depend on these."""
+    """Return True if this rank's micro-batches of `group_micro_batches` count. If not, another rank has the same group,
+    and the loss must not depend on this rank's copy of it."""
     return blueprint.parallel_rank.data_rank < len(groups)
 
 
@@ -332,8 +332,8 @@ _HEAD = 2
 
 
 def new_head(hidden_size: int, seed: int) -> dict[str, Tensor]:
-    """Return the tensors of a new head by name: a normal weight with standard deviation 1 / sqrt(d + 1), so that scores
-    of normed states begin near 1 in size, and a zero bias (Stiennon et al. 2020; Huang et al. 2024)."""
+    """Return the tensors of a new head by name: a zero bias, and a random normal weight with standard deviation 1 /
+    sqrt(hidden_size + 1), so that the first scores are of size 1 (Stiennon et al. 2020; Huang et al. 2024)."""
     drawn = np.random.default_rng([seed, _HEAD]).standard_normal((1, hidden_size), np.float32)
     return {
         SCORE_WEIGHT: torch.from_numpy(drawn) / math.sqrt(hidden_size + 1),
@@ -344,8 +344,8 @@ def new_head(hidden_size: int, seed: int) -> dict[str, Tensor]:
 def write_reward_model(directory: Path, source: str, trained: Mapping[str, Tensor]) -> None:
     """Write the model of `source` with its trained tensors replaced: config, weights, tokenizer, and their checksums.
 
-    `trained` has the head under a critic's names. Trained tensors are written in float32, so nothing is rounded; the
-    others keep their bits and dtype. Create the directory.
+    `trained` has the head under a critic's names. Trained tensors are written in float32, so that nothing is rounded.
+    The other tensors keep their bits and dtype. Create the directory.
     """
     tensors = dict(trained)
     head = {SCORE_WEIGHT: tensors.pop(VALUE_HEAD_WEIGHT), SCORE_BIAS: tensors.pop(VALUE_HEAD_BIAS)}
@@ -385,7 +385,7 @@ class NextTokens:
     def __init__(
         self, model: ModelConfig, layout: LayoutConfig, joined: parallel.ParallelRank, max_tokens: int
     ) -> None:
-        """Build the model of `model.path` in a layout, for a gang that the caller has joined and leaves itself.
+        """Build the model of `model.path` in a layout, for a gang that the caller has joined and will leave.
         `max_tokens`: most tokens of a forward pass, unless one row is longer.
 
         Raises ValueError, naming the key, for a layout that cannot hold the model."""
@@ -413,7 +413,7 @@ class NextTokens:
         number = min(number, vocab_size)
         weight_VH = output_weight(self._model, None) if rank.last_stage else None
         if weight_VH is not None and rank.tensor_size == 1:
-            weight_VH = weight_VH[:vocab_size]  # tensor parallelism pads the vocabulary, and cuts the gathered logits
+            weight_VH = weight_VH[:vocab_size]  # without padding; under tensor parallelism `read` cuts the padding off
 
         def read(batch: MicroBatch, hidden_NH: Tensor) -> tuple[np.ndarray, np.ndarray]:
             assert weight_VH is not None  # only the last stage reads

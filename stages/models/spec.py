@@ -4,9 +4,10 @@
                                          ├─► the embedded engine: model, ranks/rank_model
                                          └─► the checks before a run: pipeline/config/preflight
 
-To add a family that computes as Llama does, or with features that are already here (biases of queries, keys and values;
-norms of queries and keys), add an entry to `FAMILIES`. A new feature also needs a field of `ModelSpec`, its tensors in
-`layer_shapes`, and code in both implementations: Megatron's blocks and the engine. `spec_of` refuses other models.
+To add a family that computes as Llama does, or that only uses features which are already here (biases of queries, keys
+and values; norms of queries and keys), add an entry to `FAMILIES`. A new feature also needs a field of `ModelSpec`, its
+tensors in `layer_shapes`, and code in both implementations: Megatron's blocks and the engine. `spec_of` refuses other
+models.
 
 The file also has the padding that makes a model divide over tensor-parallel ranks (`padded`), the readers of a Hugging
 Face directory's small JSON files, and the random models (`random:tiny`, …), Llamas that need no files.
@@ -33,7 +34,8 @@ class Family:
     """Keys of a config.json that decide how the model is computed, each with its only supported value. A missing or
     null key counts as that value."""
     needs: tuple[str, ...] = ()
-    """Required keys of config.json. If one is missing, transformers takes the number of one model of the family."""
+    """Keys that config.json must have. If one were missing, transformers would use a default that fits only one model
+    of the family."""
     windowed: bool = False
     """True if `sliding_window`, unless it is null, limits attention. Then only rows up to that length are supported."""
     qkv_bias: bool = False
@@ -66,7 +68,7 @@ VALUE_HEAD_BIAS = "value_head.bias"
 SCORE_WEIGHT = "score.weight"
 """[1, hidden_size]: a reward model's head, by the name in Hugging Face's models for sequence classification."""
 SCORE_BIAS = "score.bias"
-"""[1]: the head's bias, which those models lack. config.json keeps it (`REWARD_BIAS`); it is read like a tensor."""
+"""[1]: the head's bias, which those models lack. It is stored in config.json (`REWARD_BIAS`) and read like a tensor."""
 
 INPUT_NORM = "input_layernorm"
 Q_PROJ, K_PROJ, V_PROJ = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
@@ -181,7 +183,8 @@ def spec_of(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _max_positions(config: Mapping[str, Any], family: Family) -> int:
-    """Return the longest supported row. Up to the sliding window's length, rows are computed as if there were none."""
+    """Return the longest supported row. Rows up to the sliding window's length are computed as if there were no
+    window."""
     positions = int(config["max_position_embeddings"])
     window = config["sliding_window"] if family.windowed else None
     return positions if window is None else min(positions, int(window))
@@ -261,17 +264,19 @@ def layer_and_part(name: str) -> tuple[int, str] | None:
 
 
 def padded(spec: ModelSpec, tensor: int) -> ModelSpec:
-    """Return the spec with zeros added, so that `tensor` ranks hold equal parts; for 1 rank the spec itself.
+    """Return the spec with sizes raised so that `tensor` ranks hold equal parts, by adding zeros. Sizes that divide
+    stay the same.
 
         vocabulary   rows of embedding and output layer; their logits are excluded from every softmax
         MLP          rows of gate and up, columns of down
         attention    whole groups of queries with their key and value: rows of q, k, v, columns of o
 
-    The added weights are zero at the start and stay exactly zero without a mask. A padded unit outputs zero, so the
-    weights that read it have a zero gradient. Those weights are zero, so the unit's own weights have a zero gradient.
-    AdamW leaves a zero with a zero gradient at zero, and it adds nothing to the gradient norm. (It would not work to
-    add queries to a group of real ones: they read that group's values, and the gradient of their columns of o is not
-    zero.) Padding exists only within a rank: `hf_conversion` adds it on reading and removes it on writing.
+    The added weights are zero at the start and stay exactly zero without a mask. An added unit outputs zero, so the
+    weights that read its output have a zero gradient. Those weights are zero, so the unit's own weights have a zero
+    gradient. AdamW keeps a zero weight with a zero gradient at zero, and the gradient norm does not change. (Added
+    queries in a group of real queries would not stay zero: they read that group's values, and the gradient of their
+    columns of o is not zero.) Padding exists only within a rank: `hf_conversion` adds it on reading and removes it on
+    writing.
     """
     groups = spec.num_kv_heads if _divides(spec, tensor) else _multiple(spec.num_kv_heads, tensor)
     return replace(
@@ -284,9 +289,9 @@ def padded(spec: ModelSpec, tensor: int) -> ModelSpec:
 
 
 def _divides(spec: ModelSpec, tensor: int) -> bool:
-    """Return True if heads need no padding. Either every rank has the same number of whole groups. Or there are fewer
-    groups than ranks, and, as Megatron does it, the ranks of a group share its key and value and split its queries;
-    then they must hold equal parts of the fused projection."""
+    """Return True if heads need no padding. There are two cases. Either every rank has the same number of whole groups.
+    Or there are fewer groups than ranks: then, as in Megatron, the ranks of a group share its key and value and split
+    its queries, and all ranks must hold equal parts of the fused projection."""
     if spec.num_kv_heads % tensor == 0:
         return True
     fused = spec.q_size + 2 * spec.kv_size
@@ -302,8 +307,8 @@ def _multiple(size: int, of: int) -> int:
 RANDOM_TINY = "random:tiny"
 """Name of the small random Llama. It can be given wherever a model directory is read."""
 RANDOM_8B, RANDOM_70B = "random:8b-shape", "random:70b-shape"
-"""Names of random Llamas with the shapes of Llama-3.1-8B and 70B, in bfloat16, to measure and to check with. They read
-text as bytes, as `random:tiny` does."""
+"""Names of random Llamas with the shapes of Llama-3.1-8B and 70B, in bfloat16, for measurements and checks. Their
+tokens are bytes, like those of `random:tiny`."""
 
 REWARD_BIAS = "reward_bias"
 """Key of a reward model's config.json: the number added to the output of its head, which has no bias of its own."""
@@ -363,8 +368,8 @@ def is_random(path: str) -> bool:
 
 
 def cached_in_hub(path: str) -> str:
-    """Return the directory of a model in this account's Hugging Face cache if `path` is its name (`org/model`) and no
-    file's path; otherwise `path`. Nothing is downloaded."""
+    """Return the directory of a model in this account's Hugging Face cache. Return `path` itself unless `path` is the
+    name (`org/model`) of a cached model and not the path of an existing file. Nothing is downloaded."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or Path(path).exists():
         return path
     caches = os.environ.get("XDG_CACHE_HOME", "~/.cache")
@@ -376,7 +381,7 @@ def cached_in_hub(path: str) -> str:
 
 
 def stored_bytes(path: str) -> int:
-    """Return the bytes of a model's weights on disk; 0 for a random model, and for a directory that has none."""
+    """Return the bytes of a model's weights on disk; 0 for a random model, and for a directory without weights."""
     return 0 if is_random(path) else sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
 
 

@@ -4,12 +4,13 @@ softmax, one block of the vocabulary at a time.
     block b of the vocabulary:   logits = hidden @ weight_b.T  ─► max, sum exp, ... per token   (forward)
                                  logits ─► their gradient G    ─► hidden' += G @ weight_b, weight_b' = G.T @ hidden
 
-So the matrix [tokens, vocabulary] never exists as a whole. The backward pass computes the logits of a block again, one
-product in four, except for the blocks that fit into `KEPT_BYTES`, which are kept from the forward pass.
+So the matrix [tokens, vocabulary] never exists as a whole. Logits that fit into `KEPT_BYTES` are kept from the forward
+to the backward pass. The backward pass computes the logits of the other blocks again, a fourth product beside the three
+that each block needs.
 
 The distribution is the sampler's (temperature, suppressed tokens, no EOS before `min_new_tokens`). Under bfloat16 the
-operands of every product are bfloat16 and logits are float32, as in the engine. With rounded logits, those near 20
-would be multiples of 1/16, which is another distribution.
+operands of every product are bfloat16 and logits are float32, as in the engine. Logits rounded to bfloat16 would be
+another distribution: those near 20 would be multiples of 1/8.
 
 Shape suffixes: N sampled tokens of the micro-batch, H hidden size, V this tensor-parallel rank's part of the
 vocabulary, W tokens of a block, K blocks.
@@ -37,7 +38,7 @@ EXCLUDED = -1e30
 """Logit of a token that cannot be sampled. Its probability is exactly 0, and 0 times this is 0 (0 times -inf: NaN)."""
 
 Entropy = Literal["none", "value", "gradient"]
-"""Entropies to compute: none (they are 0), values, or values with a gradient."""
+"""Entropies to compute. none: they are 0. value: without a gradient. gradient: with a gradient."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ def token_logprobs(
     """Return (log-prob of every token, entropy in nats of the distribution it was sampled from), float32 [N] each,
     given the hidden states that predict them.
 
-    `index_N`: index of each token in its response. It is vocabulary-parallel: each tensor-parallel rank multiplies with
-    its part of the output layer, and all ranks get the same result.
+    `index_N`: index of each token in its response. The computation is vocabulary-parallel: each tensor-parallel rank
+    multiplies with its part of the output layer, and all ranks get the same result.
     """
     first_token = parallel_state.get_tensor_model_parallel_rank() * weight_VH.shape[0]
     logprobs_N, entropy_N = _TokenLogprobs.apply(
@@ -100,8 +101,8 @@ class _TokenLogprobs(torch.autograd.Function):
         kernels: BlockKernels,
         entropy: Entropy,
     ) -> tuple[Tensor, Tensor]:
-        """Compute both outputs. `target_N` and the distribution's tokens count from this rank's first token, so a
-        target of another rank is outside 0..V-1. `early_N`: True where the response must not end."""
+        """Compute both outputs. Token numbers in `target_N` and in the distribution count from this rank's first token,
+        so a target of another rank is outside 0..V-1. `early_N`: True where the response must not end yet."""
         blocks = _blocks(len(target_N), weight_VH.shape[0], hidden_NH.device)
         operand_NH = _operand(hidden_NH, weight_VH)
         kept_bytes = KEPT_BYTES if any(ctx.needs_input_grad) else 0
@@ -116,7 +117,7 @@ class _TokenLogprobs(torch.autograd.Function):
             target_logit_N += torch.where(inside_N, z_NW.gather(1, column_N[:, None])[:, 0], 0)
             torch.amax(z_NW, 1, out=largest_KN[k])
             kept_bytes -= z_NW.nbytes
-            if kept_bytes >= 0:  # the first blocks: a smaller last one may fit again, but `kept` has no gaps
+            if kept_bytes >= 0:  # only the first blocks: `kept` has no gaps, even if a smaller last block fits
                 kept.append(z_NW)
             below_NW = z_NW - largest_KN[k, :, None]
             weight_NW = below_NW.exp() if entropy != "none" else below_NW.exp_()
@@ -200,7 +201,7 @@ def _logits(
     operand_NH: Tensor, weight_WH: Tensor, early_N: Tensor, distribution: Distribution, products: Products
 ) -> Tensor:
     """Return the float32 logits [N, W] of one block of the vocabulary, after temperature and exclusions. The
-    distribution's tokens count from the block's first."""
+    distribution's tokens count from the block's first token."""
     if weight_WH.dtype == torch.bfloat16 and weight_WH.is_cpu:
         z_NW = multiply_bfloat16(operand_NH, weight_WH.float())
     elif operand_NH.dtype == torch.float32:
@@ -225,13 +226,14 @@ def _add_product(sum_NH: Tensor, grad_NW: Tensor, weight_WH: Tensor, products: P
 
 
 def _inside(target_N: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Return (True for each target in the block, its column in the block or 0)."""
+    """Return two tensors [N]: True for each target in the block, and the target's column in the block (0 if
+    outside)."""
     inside_N = (target_N >= block.start) & (target_N < block.stop)
     return inside_N, torch.where(inside_N, target_N - block.start, 0)
 
 
 def _cut(distribution: Distribution, block: slice) -> Distribution:
-    """Return the distribution with tokens counted from the block's first, without tokens of other blocks."""
+    """Return the distribution with tokens counted from the block's first token, without tokens of other blocks."""
 
     def local(tokens: Sequence[int]) -> tuple[int, ...]:
         return tuple(t - block.start for t in tokens if block.start <= t < block.stop)
@@ -240,7 +242,7 @@ def _cut(distribution: Distribution, block: slice) -> Distribution:
 
 
 def _shifted(distribution: Distribution, first_token: int) -> Distribution:
-    """Return the distribution with tokens counted from this rank's first."""
+    """Return the distribution with tokens counted from this rank's first token."""
     suppressed, eos = ([t - first_token for t in tokens] for tokens in (distribution.suppressed, distribution.eos))
     return replace(distribution, suppressed=tuple(suppressed), eos=tuple(eos))
 

@@ -1,12 +1,13 @@
 """Run one rank of a gang without its GPUs and without the other ranks, and return the memory and the collectives of
-each thing that it does.
+each phase of its work.
 
     trace_stage ──► MegatronHost on a fake device (`fake_gpu`) ──► a first update, log-probs, values, another
                                                                 update, publication, checkpoints ──► TracedRank
 
-It is the real host with the real models, of which only the numbers are missing. The rows are the worst that the config
-allows: they fill every micro-batch (`worst_batch`). There are as many micro-batches as pipeline stages, so that the
-first stage has as many in flight as it ever has. The first update is small: the optimizer makes its moments in it.
+The host and the models are the real ones; only the tensors have no numbers. The rows need the most memory that the
+config allows: they fill every micro-batch (`worst_batch`). There are as many micro-batches as pipeline stages, and at
+least two, so that the first stage has the most micro-batches in flight. The first update is small, since the optimizer
+only has to create its moments in it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollo
 
 @dataclass(frozen=True)
 class TracedGang:
-    """A gang as its ranks are built."""
+    """The settings that the ranks of a gang are built with."""
 
     model: ModelConfig
     sampling: SamplingConfig
@@ -56,7 +57,7 @@ class TracedGang:
 
     @property
     def num_batches(self) -> int:
-        """Micro-batches of an update on each data-parallel rank."""
+        """Number of micro-batches of an update on each data-parallel rank."""
         return max(2, self.layout.pipeline)
 
     def optimizer(self, role: Role) -> OptimizerConfig:
@@ -70,7 +71,7 @@ class TraceBatch:
     rows: int
     length: int
     new: int
-    """Sampled tokens of a row."""
+    """Number of sampled tokens of a row."""
 
     @property
     def size(self) -> MicroBatchSize:
@@ -79,7 +80,7 @@ class TraceBatch:
 
 @dataclass(frozen=True)
 class TracedPhase:
-    """One thing that a rank did."""
+    """One phase of a rank's work."""
 
     name: str
     peak: Mapping[str, int]
@@ -121,7 +122,7 @@ def trace_stage(gang: TracedGang, stage: int) -> TracedRank:
 
         with phase("build"):
             host = MegatronHost(
-                # the only settings that would ask for a device's numbers or make more of the same
+                # these settings would need the numbers of a device, or only repeat the same calls
                 replace(gang.model, kernels="portable", tf32=False, peak_tflops=1.0),
                 gang.sampling,
                 replace(gang.ppo, epochs=1, minibatches=1, critic_warmup_steps=0),
@@ -175,8 +176,9 @@ def _update(host: MegatronHost, role: Role, step: int, rollout: Rollout) -> None
 
 
 def worst_batch(gang: TracedGang, role: Role) -> TraceBatch:
-    """Return the largest micro-batch, with as few prompt tokens as possible, since the output layer computes the
-    others."""
+    """Return the micro-batch that needs the most memory. Its rows have one prompt token and the longest response, since
+    the output layer is computed for response tokens. If the longest row alone exceeds `micro_batch_tokens`, it is this
+    row."""
     optimizer = gang.optimizer(role)
     new, most = gang.sampling.max_new_tokens, gang.max_prompt_tokens + gang.sampling.max_new_tokens
     length = most if most > optimizer.micro_batch_tokens else new + 1
@@ -185,13 +187,13 @@ def worst_batch(gang: TracedGang, role: Role) -> TraceBatch:
 
 
 def rows_of(batch: TraceBatch, number: int) -> Rollout:
-    """Return the rows of `number` such micro-batches."""
+    """Return the rows of `number` micro-batches like `batch`."""
     rows = batch.rows * number
     mask = np.broadcast_to(np.arange(batch.length) >= batch.length - batch.new, (rows, batch.length)).copy()
     return Rollout(
         row=np.arange(rows, dtype=np.int64),
         prompt_index=np.zeros(rows, np.int64),
-        tokens=np.arange(mask.size, dtype=np.int32).reshape(mask.shape) % 251,  # rows differ: some are kept by tokens
+        tokens=np.arange(mask.size, dtype=np.int32).reshape(mask.shape) % 251,  # rows differ: tokens are keys of caches
         prompt_lengths=np.full(rows, batch.length - batch.new, np.int32),
         response_lengths=np.full(rows, batch.new, np.int32),
         response_mask=mask,
@@ -202,7 +204,8 @@ def rows_of(batch: TraceBatch, number: int) -> Rollout:
 
 
 def _sent_shape(gang: TracedGang, role: Role, batch: TraceBatch) -> list[int]:
-    """Return the shape of the hidden states that pipeline stages send each other, which they ask each other for."""
+    """Return the shape of the hidden states that pipeline stages send each other. The stages exchange this shape
+    before."""
     shards = gang.layout.tensor if gang.layout.sequence_parallel else 1
     return [-(-batch.size.tokens // shards), 1, read_spec(gang.model.path_of(role)).hidden_size]
 
@@ -215,8 +218,8 @@ _BACKEND = "cpu:fake,fakegpu:fake"
 
 @contextmanager
 def _alone(recorder: Recorder) -> Iterator[None]:
-    """Return a context in which a host joins a gang of which no other rank exists, and reads the shapes of weights
-    instead of files."""
+    """Return a context in which a host joins a gang without other processes, and gets empty tensors of the right shapes
+    instead of weights from files."""
     device = fake_device()
 
     def join(rank: Rank, layout: LayoutConfig, seed: int) -> ParallelRank:

@@ -8,8 +8,8 @@ small gradients are not rounded to 0. The gradients are divided by it in float32
     not finite          no step                                          scale' = max(scale / 2, minimum)
 
 (Micikevicius et al. 2018, as in Megatron's DynamicGradScaler.) While the scale is above its minimum, a gradient that is
-not finite is taken to be an overflow that the scale caused. The scale decides the bits of the next update, so a
-checkpoint includes its state.
+not finite is assumed to be an overflow caused by the scale. The bits of the next update depend on the scale, so a
+checkpoint includes the scaler's state.
 """
 
 from __future__ import annotations
@@ -64,19 +64,20 @@ class Minibatch:
     micro_batches: list[MicroBatch]
     """This rank's share: at least one, unless the minibatch is empty."""
     loss: Callable[[int], Loss]
-    """The loss, given the number of optimizer steps that the update has made so far."""
+    """Function that returns the loss, given the number of optimizer steps that the update has made so far."""
     empty: bool
     """True if no token of any rank's rows counts in the loss."""
 
 
 MAX_SKIPPED_STEPS = 8
-"""Number of consecutive optimizer steps without a finite gradient, counted across PPO steps, that is an error. One
-such step may be bad luck; after a whole update of them (2 epochs of 4 minibatches) weights or data are broken."""
+"""Number of consecutive optimizer steps without a finite gradient that is an error; they are counted across PPO steps.
+One such step may be an accident. After a whole update of them (2 epochs of 4 minibatches) weights or data are
+broken."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Return the learning rate of PPO step `step` (from 0). It is a closed form: a resumed or replayed step needs no
-    history.
+    """Return the learning rate of PPO step `step` (from 0). The rate is a closed form, so a resumed or replayed step
+    needs no history.
 
     warm-up:  lr * (step + 1) / warmup_steps    for step < warmup_steps
     Later steps use x = (step - warmup_steps) / (total_steps - warmup_steps), which is 1 one step past the last:
@@ -115,7 +116,7 @@ class Trainer:
         bf16 = blueprint.dtype is torch.bfloat16
         model.config.finalize_model_grads_func = finalize_model_grads
         self._ddp = in_buffers(model, blueprint)
-        # Megatron prefers the FusedAdam of Transformer Engine or Apex. Their state is another, and not in checkpoints.
+        # Megatron would prefer the FusedAdam of Transformer Engine or Apex. Checkpoints cannot hold its state.
         megatron.core.optimizer.USING_PYTORCH_OPTIMIZER = True
         self._optimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
@@ -144,12 +145,12 @@ class Trainer:
             group["foreach"], group["fused"] = False, True
         self.weights = Residence(model.parameters)
         self.optimizer_state = Residence(self._beside_weights)
-        """Master weights and moments."""
+        """Master weights and moments, which `sleep` offloads separately from the weights."""
         self._keeps_gradients = offload == "none"
         self._release_gradients()
 
     def close(self) -> None:
-        """Let the model go, so that its gang's connections close."""
+        """Drop Megatron's cyclic references to the model, so that the gang's connections can close."""
         unbind(self._ddp)
 
     def train(
@@ -167,8 +168,8 @@ class Trainer:
         - A minibatch whose gradient is not finite makes no optimizer step.
         - A minibatch whose approx_kl is above `target_kl` ends the update before its optimizer step.
 
-        All ranks decide alike: every rank knows all rows, and the gradient norm and the approx_kl are taken over all
-        ranks.
+        All ranks decide the same, since every rank knows all rows, and the gradient norm and the approx_kl are taken
+        over all ranks.
 
         Returns:
             The stats of this rank's micro-batches, one list per computed minibatch; the lists are empty except on the
@@ -249,7 +250,8 @@ class Trainer:
 
     def load(self, directory: Path) -> None:
         """Restore a snapshot bit for bit, whatever the layout it was taken in. Raises StateError for a checkpoint of
-        another architecture or of another program, and then leaves the model's state as it was."""
+        another architecture or of another program; the model is then unchanged. Also raises StateError if a tensor does
+        not fit or cannot be read; the model is then dirty."""
         common = read_common(directory, self._architecture)
         (inner,) = self._optimizer.chained_optimizers
         self.dirty = True  # until everything is loaded
@@ -286,15 +288,16 @@ class Trainer:
         release(self._gradient_buffers())
 
     def sleep(self) -> None:
-        """Move everything to the host's memory to free the device for another role. `weights` and `optimizer_state`
-        are brought back separately: a forward pass needs no master weights or moments."""
+        """Move weights and optimizer state to the host's memory, to free the device for another role. `weights` and
+        `optimizer_state` are brought back separately, since a forward pass needs no master weights or moments. Gradient
+        buffers are freed if `offload` is not "none"."""
         self._release_gradients()
         self.optimizer_state.sleep()  # before the weights: it compares its tensors' addresses with theirs
         self.weights.sleep()
 
     def _reach(self, version: int) -> None:
-        """Set the version and mark it uncommitted. Drop the previous version's forwards that no minibatch used, because
-        all minibatches were empty or the role was not trained."""
+        """Set the version and mark it uncommitted. Drop the previous version's kept forwards; some remain if all
+        minibatches were empty or the role was not trained."""
         self._forget_forwards()
         self.version, self.dirty = version, True
 
@@ -343,7 +346,7 @@ class Trainer:
 
     @property
     def _architecture(self) -> dict[str, Any]:
-        """The settings that decide which tensors exist, without those that decide how ranks share them."""
+        """The settings that decide which tensors exist. Settings of the parallel layout are left out."""
         blueprint = self._blueprint
         found = dataclasses.asdict(blueprint.spec) | {
             "role": str(self.role),
@@ -386,8 +389,8 @@ class Trainer:
         return gather.sum_over_ranks(self._rank, [float(s.sums[f"{self.role}/approx_kl"]) for s in stats])
 
     def _not_finite(self, minibatch: Minibatch, stats: list[LossStats], norm: float) -> str:
-        """Return the text that says which losses and which parameters' gradients of a minibatch were not finite, with
-        the minibatch's rows. It is the same on every rank (a collective call)."""
+        """Return a text that names the losses and the parameters' gradients of a minibatch that were not finite, and
+        the minibatch's rows. The text is the same on every rank (a collective call)."""
         bad_rows = {
             int(row)
             for micro, of_micro in zip(minibatch.micro_batches if stats else [], stats, strict=True)
@@ -417,7 +420,8 @@ def _norm_metrics(norms: Sequence[float]) -> dict[str, float]:
 
 
 def _scale_gradients(parameters: Sequence[Parameter], factor: float) -> None:
-    """Clip gradients in place. (Without a CUDA kernel Megatron's own clipping allocates new gradients.)"""
+    """Multiply gradients by `factor` in place if it is below 1. (Without a CUDA kernel Megatron's own clipping
+    allocates new gradients.)"""
     if factor < 1:
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
 
@@ -432,12 +436,13 @@ def _listed(items: Sequence[object], most: int = 64) -> str:
 
 
 INITIAL_SCALE = 65536.0
-"""Loss scale at the start. It only has to be high enough: every gradient that is not finite halves it."""
+"""Loss scale at the start. It only has to be high enough, since every gradient that is not finite halves it."""
 MINIMUM_SCALE = 1.0
-"""Lowest loss scale. If a gradient is not finite there, the scale is not to blame, and the step counts as skipped."""
+"""Lowest loss scale. If a gradient is not finite at this scale, the scale did not cause it, and the step counts as
+skipped."""
 GROWTH_INTERVAL = 1000
-"""Number of consecutive optimizer steps with finite gradients after which the loss scale is doubled. Megatron's own
-default: at the next doubling too far, one step in a thousand is lost."""
+"""Number of consecutive optimizer steps with finite gradients after which the loss scale is doubled. This is Megatron's
+own default. When a doubling makes gradients overflow, one step in a thousand is lost."""
 
 
 def scaler_options(dtype: torch.dtype) -> dict[str, Any]:
@@ -449,7 +454,7 @@ def scaler_options(dtype: torch.dtype) -> dict[str, Any]:
         "initial_loss_scale": INITIAL_SCALE,
         "min_loss_scale": MINIMUM_SCALE,
         "loss_scale_window": GROWTH_INTERVAL,
-        "hysteresis": 1,  # every overflow lowers the scale: a second try at the same scale would cost a minibatch
+        "hysteresis": 1,  # every overflow lowers the scale, since a second try at the same scale would lose a minibatch
     }
 
 

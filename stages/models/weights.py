@@ -27,7 +27,7 @@ from stages.ppo.losses import LossStats, merge_stats, summarise_stats
 
 def stage_parts(model: GPTModel, blueprint: Blueprint) -> Iterator[HFPart]:
     """Yield this rank's parts of its pipeline stage's trained tensors. Adapters have peft's names. The last stage's
-    copy of a tied embedding is left out: the first has it."""
+    copy of a tied embedding is left out, since the first stage has the embedding."""
     for name, block, parameter in named_by_block(model, blueprint.model.frozen_blocks):
         if parameter.requires_grad and not getattr(parameter, "shared", False):
             yield from hf_parts(name, block, parameter.detach(), blueprint.spec)
@@ -40,8 +40,8 @@ def stage_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, 
 
 def merged_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, Tensor]]:
     """Yield this pipeline stage's weights that differ from `model.path`, with their names: the trained weights, or with
-    LoRA copies of the adapted weights with the adapters merged in. These copies are only made on TP and DP rank 0,
-    which passes them on."""
+    LoRA copies of the adapted weights with the adapters merged in. Only the rank with TP and DP rank 0 makes and yields
+    these copies."""
     trained, rank, given = stage_tensors(model, blueprint), blueprint.parallel_rank, blueprint.model.lora
     if not given.rank:
         yield from trained
@@ -61,8 +61,8 @@ def trained_tensors(model: GPTModel, blueprint: Blueprint, *, merged: bool = Tru
     """Return the tensors of all pipeline stages in the host's memory on rank 0, None on the others. `merged`: with
     adapters merged into the weights (`merged_tensors`), as an engine reads them; otherwise the adapters themselves.
 
-    The ranks of a stage gather one tensor at a time, and only one of them keeps it, in the host's memory. So a device
-    needs room for a whole tensor or two, however large the model is."""
+    The ranks of a stage gather one tensor at a time, and only one rank keeps it, in the host's memory. So a device
+    needs memory for one or two whole tensors only, however large the model is."""
     of_stage, rank = merged_tensors if merged else stage_tensors, blueprint.parallel_rank
     sends = rank.tensor_rank == rank.data_rank == 0
     tensors = {name: tensor.cpu() for name, tensor in of_stage(model, blueprint) if sends}
@@ -72,8 +72,9 @@ def trained_tensors(model: GPTModel, blueprint: Blueprint, *, merged: bool = Tru
 
 
 def _from_all_stages(rank: ParallelRank, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of all stages on rank 0; `tensors` on the others. Each stage's rank 0 sends its own, one after
-    another; one call for all would pad every rank's part to the largest, and collect them on the device."""
+    """Return the tensors of all stages on rank 0, and `tensors` on the others. The first rank of each stage sends its
+    tensors one after another. A single collective would pad every rank's part to the largest, and collect all parts on
+    the device."""
     sends = rank.tensor_rank == rank.data_rank == 0
     listed = [(name, t.shape, t.dtype) for name, t in tensors.items()] if sends and not rank.first_stage else []
     expected: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -91,8 +92,8 @@ def _from_all_stages(rank: ParallelRank, tensors: dict[str, Tensor]) -> dict[str
 def digest_of(model: GPTModel, blueprint: Blueprint) -> str:
     """Return a digest of all trained tensors and their names, on every rank. It does not depend on the layout.
 
-    It hashes each whole tensor's bytes with XXH3-128, at 15 GB/s per core: not safe against forgery, which is no threat
-    here. The ranks of a stage gather a tensor block by block and share the hashing.
+    It hashes each whole tensor's bytes with XXH3-128, at 15 GB/s per core. This does not protect against forgery, which
+    is no threat here. The ranks of a stage gather a tensor block by block and share the hashing.
     """
     rank = blueprint.parallel_rank
     index, num_ranks = (
@@ -152,8 +153,8 @@ def _tensor_parallel_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def collect_rows(rank: ParallelRank, *arrays: np.ndarray) -> tuple[np.ndarray, ...] | None:
-    """Combine what the ranks computed: on rank 0 return the arrays with all rows filled in, on other ranks None. In
-    `arrays` [all rows, ...] each rank has filled in its own rows and left zeros in the others."""
+    """Return the arrays with the rows of all ranks on rank 0, None on other ranks. In `arrays` [all rows, ...] each
+    rank has filled in its own rows and left zeros in the others."""
     if dist.get_world_size() == 1:
         return arrays
     summed = []
@@ -166,7 +167,7 @@ def collect_rows(rank: ParallelRank, *arrays: np.ndarray) -> tuple[np.ndarray, .
 
 def summarise_over_ranks(rank: ParallelRank, stats: Sequence[Sequence[LossStats]]) -> dict[str, float]:
     """Return an update's metrics over all ranks, on every rank. `stats`: one list per minibatch with the stats of this
-    rank's micro-batches. Empty without a minibatch."""
+    rank's micro-batches. The result is empty if there was no minibatch."""
     own = [[(_floats(s.sums), _floats(s.maxima)) for s in minibatch] for minibatch in stats]
     parts = [part for part in from_all_ranks(own if rank.is_output_rank else []) if part]
     merged = [
@@ -182,7 +183,8 @@ def sum_over_ranks(rank: ParallelRank, shares: Sequence[float]) -> float:
 
 
 def as_numpy(tensor: Tensor) -> np.ndarray:
-    """Return the tensor as a numpy array. numpy has no bfloat16: it becomes its bit pattern in uint16."""
+    """Return the tensor as a numpy array. A bfloat16 tensor becomes its bit pattern in uint16, since numpy has no
+    bfloat16."""
     tensor = tensor.detach().contiguous()
     if tensor.dtype is torch.bfloat16:
         tensor = tensor.view(torch.uint16)

@@ -1,4 +1,4 @@
-"""The rate of an update's floating-point operations (`flops`), compared with the hardware's peak."""
+"""Measure the rate of an update's floating-point operations (`flops`), and compare it with the hardware's peak."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from stages.models.numerics import Products, multiply
 
 _MEASURED = {"cpu": 768, "cuda": 8192}
-"""Rows, inputs and outputs of the measured product: some ten milliseconds on a core, two on a large GPU."""
+"""Number of rows, inputs and outputs of the measured product. It takes some ten milliseconds on a core, two on a large
+GPU."""
 _REPEATS = 4
 
 
@@ -38,8 +39,8 @@ class UpdateWork:
 
 
 def measured_peak(dtype: torch.dtype, device: torch.device, products: Products = Products.TORCH) -> float:
-    """Return the operations per second of a large product in this process, with its threads: the best of several. It
-    estimates the hardware's peak; other load on the machine makes it too low."""
+    """Return the operations per second of a large product with this process's threads: the best of several runs. This
+    estimates the hardware's peak. The estimate is too low if the machine has other load."""
     size = _MEASURED[device.type]
     generator = torch.Generator(device).manual_seed(0)  # the process's own generator belongs to the run
     a, b = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))

@@ -37,7 +37,7 @@ class Admission:
         """The error that stopped the engine; None if it was closed."""
         self._inbox: list[Row] = []
         self._closed = False
-        """True while weights are exchanged: new rows wait."""
+        """True while `drained` waits or its block runs. New rows wait meanwhile."""
         self._is_paused = False
         """True while the engine thread waits and no batch is under way."""
 
@@ -45,7 +45,8 @@ class Admission:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Hold the lock, once rows may come in. Raises RuntimeError if the engine has stopped."""
+        """Wait until new rows may come in (see `drained`), then hold the lock. Raises RuntimeError if the engine has
+        stopped."""
         with self.changed:
             self.changed.wait_for(lambda: not self._closed or self.stopped)
             self.check_running()
@@ -61,8 +62,8 @@ class Admission:
 
     @contextmanager
     def drained(self) -> Iterator[None]:
-        """Hold the lock once all accepted rows are done. New rows wait until the block ends. Raises RuntimeError if the
-        engine has stopped."""
+        """Wait until all accepted rows are done, then hold the lock. New rows wait until the block ends. Raises
+        RuntimeError if the engine has stopped."""
         with self.changed:
             self._closed = True
             try:
@@ -83,8 +84,8 @@ class Admission:
 
     @contextmanager
     def between_batches(self) -> Iterator[None]:
-        """Hold the lock while the engine thread waits and no batch is under way. Raises RuntimeError if the engine has
-        stopped."""
+        """Wait until the engine thread pauses with no batch under way, then hold the lock. Raises RuntimeError if the
+        engine has stopped."""
         with self.changed:
             self.num_pausing += 1
             try:
@@ -124,8 +125,8 @@ class Admission:
     # ---- engine thread; the caller holds the lock ----
 
     def wait(self, under_way: bool, wants_report: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Wait for something to do: a batch to end (`under_way`), rows, weights or a report; at most `timeout_s`
-        seconds. Threads that want a pause go first. Return False if the engine is to stop."""
+        """Wait until there are rows, weights or a report to handle, or `timeout_s` seconds are over. Other threads that
+        want a pause go first. If a batch is `under_way`, do not wait. Return False if the engine has stopped."""
 
         def is_due() -> bool:
             has_work = self.weights is not None or not self.idle or wants_report()

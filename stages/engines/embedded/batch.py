@@ -19,8 +19,8 @@ Draw = tuple[int, float]
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The input of one forward pass: N tokens of R rows, and a draw after M of them. Numbers only, so that it can be
-    sent to the ranks of a model."""
+    """The input of one forward pass: N tokens of R rows, and a draw after M of them. It holds only numbers, so it can
+    be sent to the ranks of a model."""
 
     ids: Int64[np.ndarray, " N"]
     positions: Int64[np.ndarray, " N"]
@@ -38,7 +38,7 @@ class Batch:
     wants_hidden: bool = False
     """True if the hidden states before the draws are needed."""
     tree_paths: BatchTreePaths | None = None
-    """Keys of the guesses outside a main chain, if there are any."""
+    """Places of the keys that the tokens read; None if no draft branches, so that all keys are in place."""
     forced: Mapping[int, int] = field(default_factory=dict)
     """Index in `drawn` -> prescribed token. Its log-prob is computed; the token is not drawn."""
 
@@ -67,8 +67,9 @@ NO_DRAWS = Draws(np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
 def lay_out(chunks: Sequence[Chunk], wants_hidden: bool = False) -> Batch:
-    """Lay out the chunks one after the other. A chunk that samples gets a draw after its last own token and after each
-    of its guesses, each with the noise of its own position. `keep` decides which of these draws count."""
+    """Return the batch with the chunks one after the other. A chunk that samples gets a draw after its last own token
+    and after each of its guesses, each with the noise of its own position. `keep` decides which of these draws
+    count."""
     ends = [chunk.stop + len(chunk.drafts) for chunk in chunks]
     counts = [end - chunk.start for chunk, end in zip(chunks, ends, strict=True)]
     tables = np.full((len(chunks), blocks_for(max(ends))), NO_BLOCK, np.int32)
@@ -118,10 +119,10 @@ def _tree_paths(chunks: Sequence[Chunk], positions: Int64[np.ndarray, " N"]) -> 
 
 
 def keep(chunks: Sequence[Chunk], draws: Draws, version: int) -> list[list[int]]:
-    """Append to each row that samples the draws that become its tokens: the first one, and each one after a right
-    guess, up to the row's end. Return for each such chunk the indices of these draws (0: after its own tokens, 1 + j:
-    after guess j). Keys of wrong guesses stay in the cache until they are overwritten, and so do keys of right guesses
-    that are not in place. A row whose model output is not finite gets a `failure` and no more tokens."""
+    """Append the valid draws of each chunk that samples to its row. These are the first draw and each draw after a
+    right guess, up to the row's end. Return for each such chunk the indices of these draws (0: after its own tokens, 1
+    + j: after guess j). Keys of wrong guesses stay in the cache until they are overwritten, and so do keys of right
+    guesses that are not in place. A row whose model output is not finite gets a `failure` and no more tokens."""
     pairs: list[Draw] = list(zip(draws.tokens.tolist(), draws.logprobs.tolist(), strict=True))
     kept, start = [], 0
     for chunk in chunks:

@@ -17,16 +17,16 @@ from stages.engines.embedded.kernels.blocks import BLOCK_TOKENS, NO_BLOCK, block
 from stages.engines.embedded.kernels.packed import Slabs
 
 _NO_PARENT = 0
-"""Stands for the block before a prompt's first."""
+"""Serial number that stands for the missing block before a prompt's first one."""
 _Content = tuple[int, tuple[int, ...]]
 """Content of a known block: serial number of the block before it, and its own tokens."""
 
 
 class KVCache:
-    """Owns the memory: per layer keys [P, K, D, BLOCK_TOKENS] and values [P, K, BLOCK_TOKENS, D]. Keys have the layout
-    in which a block's scores are computed side by side. The dtype is the weights': decoding many or long rows is mostly
-    reading the cache, and its contents are products of such numbers. On a CPU the system may back it with huge
-    pages."""
+    """Owns the memory: per layer keys [P, K, D, BLOCK_TOKENS] and values [P, K, BLOCK_TOKENS, D]. In this layout a
+    kernel computes the scores of a block's positions side by side. The dtype is that of the weights. A wider one would
+    add little precision, and decoding many or long rows spends most of its time on reading the cache. On a CPU the
+    system may back the memory with huge pages."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class KVCache:
         return bool(self.layers)
 
     def allocate(self) -> None:
-        """Allocate the memory, unless it is allocated. Filled with zeros: masked positions are multiplied by 0, and 0 *
-        NaN is NaN."""
+        """Allocate the memory, unless it is allocated, and fill it with zeros. Masked positions are multiplied by 0,
+        and 0 * NaN would be NaN."""
         if self.allocated:
             return
 
@@ -67,13 +67,14 @@ class KVCache:
         self.layers = [(zeros(dim, BLOCK_TOKENS), zeros(BLOCK_TOKENS, dim)) for _ in range(self._num_layers)]
 
     def release(self) -> None:
-        """Free the memory, on a device for other processes too."""
+        """Free the memory. On a CUDA device other processes can use it then."""
         self.layers = []
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def read(self, blocks: Sequence[int], num_positions: int) -> Float[np.ndarray, "layers 2 K positions D"]:
-        """Return a copy of a row's first positions, given the row's blocks. The copy does not depend on blocks."""
+        """Return a copy of the keys and values of a row's first positions, given the row's blocks. The copy is not
+        divided into blocks."""
         index = torch.tensor(blocks[: blocks_for(num_positions)], device=self._device)
         copied = torch.stack(
             [
@@ -143,8 +144,8 @@ class BlockPool:
         return block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove one holder from each block of a row; blocks without holders become free. Ends are freed before
-        beginnings, since an end is useless without its beginning."""
+        """Remove one holder from each block of a row; blocks without holders become free. A row's last blocks are freed
+        first and so reused first, since `match` finds them only after the first ones."""
         for block in reversed(blocks):
             self._reference_counts[block] -= 1
             if self._reference_counts[block] == 0:
@@ -184,7 +185,7 @@ class BlockPool:
             if block not in self._content:
                 content = (serial, tuple(tokens[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS]))
                 if content in self._by_content:
-                    return  # another row has computed the same meanwhile, and its blocks are the known ones
+                    return  # another row has computed the same tokens meanwhile, and its blocks are the known ones
                 self._by_content[content] = block
                 self._content[block] = content
                 self._serials[block] = self._next_serial

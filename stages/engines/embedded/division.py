@@ -2,10 +2,11 @@
 
 Ranks are numbered stage by stage: rank r is number r % T of stage r // T, with T = engine.tensor_parallel.
 
-    engine.pipeline_parallel   a stage has some of the blocks; the first one the embedding, the last one norm and head
-    engine.tensor_parallel     a rank has, of each block, some heads (rows of q, k, v and of their biases; columns of
-                               out) and some of the MLP (rows of gate and up; columns of down), and some of the head's
-                               tokens
+    engine.pipeline_parallel   a stage holds some of the blocks. The first stage also holds the embedding, the last one
+                               the final norm and the output layer
+    engine.tensor_parallel     a rank holds a part of each block: some heads (rows of q, k, v and of their biases;
+                               columns of out) and some hidden units of the MLP (rows of gate and up; columns of down).
+                               In the last stage it also holds some rows of the output layer
 
 Parts need not be equal. Heads are divided in groups of a key/value head and its queries, so 3 key/value heads on 2
 ranks are 2 + 1. With more ranks than key/value heads, several ranks hold the same one.
@@ -29,12 +30,13 @@ class Share:
     intermediate: range
     """Hidden units of the MLP."""
     tokens: range
-    """Rows of the head; unused on ranks outside the last stage."""
+    """Rows of the output layer, one per token; unused outside the last stage."""
     first: bool
     last: bool
 
     def spec(self, whole: ModelSpec) -> ModelSpec:
-        """Return the sizes of this rank's part. Untied, since embedding and head are different parts."""
+        """Return the sizes of this rank's part. Embedding and output layer are untied there, since a rank may hold
+        different rows of them."""
         return replace(
             whole,
             num_layers=len(self.layers),
@@ -95,9 +97,9 @@ def _heads(num_heads: int, num_kv_heads: int, tensor: int, index: int) -> tuple[
 
 
 def _stages(spec: ModelSpec, pipeline: int) -> list[range]:
-    """Return the blocks of each stage, so that all stages multiply with nearly the same number of weights; the head
-    counts as the equivalent number of blocks. Rounding never makes stage 0, which also runs the scheduler, the
-    largest."""
+    """Return the blocks of each stage, so that all stages multiply with nearly the same number of weights. The output
+    layer counts as the number of blocks that have as many weights. Rounding never makes stage 0, which also runs the
+    scheduler, the largest."""
     block = spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
     head = spec.vocab_size * spec.hidden_size / block
     num_before = pipeline - 1

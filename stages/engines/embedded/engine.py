@@ -6,11 +6,14 @@
     sample   append the drawn tokens to their rows                            `batch`, `sampling`
     finish   return complete rows to their callers
 
-The loop runs in the engine's own thread, the only one that touches rows, cache and model. Callers' threads queue rows,
-bring new weights and wait for results (`admission`). New weights are swapped in when no row is in flight
-(the default), or between two batches, after which the rows in flight are fed again (`in_flight`).
+The loop runs in the engine's own thread. Callers' threads queue rows, pack new weights and wait for results
+(`admission`). They change rows, cache and weights only while the engine's thread waits and no batch is under way. New
+weights are swapped in when no row is in flight (the default), or between two batches (`in_flight`). In the second case
+the rows in flight are fed again from their first token.
 
-`generate` waits during a swap, then raises RequestError for a version that is not resident: load first, generate after.
+By default `generate` waits while `load_weights` waits for the rows in flight and swaps. It raises RequestError if a row
+asks for another version than the resident one. With `in_flight` it does not wait, and also accepts rows that ask for an
+older version.
 
 Three parts are optional: speculative decoding (`drafts`, through `extensions.Drafts`), a model that spans processes
 (`ranks`, through `runner.Runner`), and rows that migrate to another engine (`migration`, a subclass that uses the last
@@ -45,8 +48,8 @@ from stages.engines.protocol import Completion, EngineStats, Request, RequestErr
 
 
 class EmbeddedEngine:
-    """Owns a runner, the rows and the engine thread; implements `GenerationEngine`. `cache_shape` is the runner's;
-    `max_rows` is the most rows that run together."""
+    """Owns a runner, the rows and the engine thread; implements `GenerationEngine`. `cache_shape`: see `Runner`.
+    `max_rows`: most rows that run at the same time."""
 
     def __init__(
         self,
@@ -61,9 +64,10 @@ class EmbeddedEngine:
         in_flight: bool = False,
         drafts: Drafts | None = None,
     ) -> None:
-        """`runner` holds the weights of `version` and is closed with the engine. `scheduler` has the runner's blocks
-        and depth, and no rows. `max_seq`: longest prompt plus response, in tokens. `threads`: torch threads in the
-        engine's own thread. `in_flight`: swap weights between two batches instead of waiting for all rows."""
+        """`runner` holds the weights of `version` and is closed with the engine. `scheduler` is built for the runner's
+        number of blocks and depth, and has no rows yet. `max_seq`: longest prompt plus response, in tokens. `threads`:
+        torch threads in the engine's own thread. `in_flight`: swap weights between two batches instead of waiting for
+        all rows."""
         self.version, self.eos_ids, self.drafts = version, eos_ids, drafts
         self.capabilities = capabilities
         self.numerics: Mapping[str, str] = {"kernels": runner.kernels}
@@ -72,7 +76,8 @@ class EmbeddedEngine:
         self._max_seq, self._threads, self._in_flight = max_seq, threads, in_flight
         self._admission = Admission()
         self.lock = self._admission.changed
-        """Held while rows change hands; notified at every change that a thread waits for."""
+        """Lock that is held while rows pass from one thread to another. It is notified at every change that a thread
+        waits for."""
         self._running_batches: deque[_RunningBatch] = deque()
         """Batches that have been submitted and not collected: at most `runner.depth`."""
         self._collected_at = 0.0
@@ -91,7 +96,7 @@ class EmbeddedEngine:
         while True:
             with self.lock:
                 if self._admission.idle and not self._running_batches:
-                    self._runner.end_threads()  # another engine of this process may be computing
+                    self._runner.end_threads()  # another engine of this process may need the cores
                 if not self._admission.wait(bool(self._running_batches), self._wants_report, until_training_s):
                     return
                 self._admit()
@@ -103,7 +108,8 @@ class EmbeddedEngine:
                 until_training_s = self.drafts.train()
 
     def _admit(self) -> None:
-        """Swap weights once no batch is under way, and queue the rows that came in. The caller holds the lock."""
+        """Swap in new weights if no batch is under way, queue new rows, and drop the rows whose caller has gone. The
+        caller holds the lock."""
         if self._admission.weights is not None and not self._running_batches:
             self._exchange(*self._admission.weights)
             self._admission.weights_taken()
@@ -114,8 +120,8 @@ class EmbeddedEngine:
         self._admission.finished(len(abandoned))
 
     def _step(self) -> None:
-        """Start a batch, and end the oldest one unless another can be started. Start none while new weights, or a
-        thread that wants the rows, wait for the batches under way to end."""
+        """Start a batch if possible. End the oldest one if none was started, or if `Runner.depth` batches are under
+        way. No batch is started while new weights, or a thread that needs a pause, wait for the batches under way."""
         paused = self._running_batches and (self._admission.weights is not None or self._admission.num_pausing > 0)
         submitted = not paused and self._plan_and_run()
         if self._running_batches and (not submitted or len(self._running_batches) == self._runner.depth):
@@ -166,7 +172,7 @@ class EmbeddedEngine:
         self._admission.finished(len(rows))
 
     def _detach(self, row: Row) -> None:
-        """Stop counting a row as this engine's. The caller holds the lock."""
+        """Stop counting a row as this engine's, and call `Drafts.finish`. The caller holds the lock."""
         row.call.num_local_rows -= 1
         if self.drafts is not None:
             self.drafts.finish(row)
@@ -197,8 +203,9 @@ class EmbeddedEngine:
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """See `GenerationEngine`. Checks and queues the requests at once. The rows run whether or not the result is
         iterated; closing the iterator early drops its unfinished rows. Also raises RequestError if a row asks for a
-        version that is not resident, and RuntimeError if the engine is asleep or has stopped. The iterator raises
-        FloatingPointError, naming the row, if its logits are not finite: this call ends there, other calls go on."""
+        newer version than the resident one or, unless `in_flight`, for an older one. Raises RuntimeError if the engine
+        is asleep or has stopped. The iterator raises RuntimeError if the engine stops. It raises FloatingPointError,
+        naming the row, if a row's logits are not finite. Then this call ends, and other calls go on."""
         rows = list(requests)
         for request in rows:
             self.check(request)
@@ -255,7 +262,7 @@ class EmbeddedEngine:
         self.version = version
 
     def sleep(self) -> None:
-        """See `GenerationEngine`. Raises RuntimeError while rows are in flight."""
+        """See `GenerationEngine`. Raises RuntimeError while rows are in flight, or if the engine has stopped."""
         with self.lock:
             self._admission.check_running()
             if not self._admission.idle:
@@ -285,7 +292,7 @@ class EmbeddedEngine:
         self._thread.join()
         self._runner.close()
 
-    # ---- for `migration.MigratingEngine`: what it is told, and rows that leave and arrive between two batches ----
+    # ---- for `migration.MigratingEngine`: methods to override, and rows that leave and arrive between two batches ----
 
     def _observe(self, chunks: Sequence[Chunk], seconds: float) -> None:
         """Record a batch that has ended. The caller holds the lock."""
@@ -295,11 +302,11 @@ class EmbeddedEngine:
         return False
 
     def _report(self, rows: Collection[Row]) -> None:
-        """Receive all rows of this engine, before each batch and if `_wants_report`. In the engine thread, without the
-        lock."""
+        """Receive all rows of this engine. Called in the engine thread, without the lock, before each batch and
+        whenever `_wants_report` is True."""
 
     def _stopped(self) -> None:
-        """React to the engine's stop: no row will finish. The caller holds the lock."""
+        """React to the stop of the engine, after which no row finishes. The caller holds the lock."""
 
     @property
     def has_stopped(self) -> bool:
@@ -315,8 +322,8 @@ class EmbeddedEngine:
             raise RuntimeError("the engine is asleep: wake() it first")
 
     def between_batches(self) -> AbstractContextManager[None]:
-        """Hold the lock while the engine thread waits and no batch is under way. Raises RuntimeError if the engine has
-        stopped."""
+        """Return a context that holds the lock. Entering it waits until the engine thread pauses with no batch under
+        way, and raises RuntimeError if the engine has stopped."""
         return self._admission.between_batches()
 
     def rows_here(self) -> tuple[Row, ...]:
@@ -325,7 +332,7 @@ class EmbeddedEngine:
 
     def take_out(self, row: Row, with_cache: bool) -> np.ndarray | None:
         """Remove an unfinished row from the queue or the batch. Return a copy of its keys and values (see
-        `Runner.read_cache`) if `with_cache` is set and it has any. Call between batches."""
+        `Runner.read_cache`) if `with_cache` is set and the row has any. Call between batches."""
         cache = self._runner.read_cache(row.blocks, row.num_cached) if with_cache and row.num_cached else None
         if not self._admission.withdraw(row):
             self._scheduler.remove(row)
@@ -334,8 +341,8 @@ class EmbeddedEngine:
         return cache
 
     def put_in(self, row: Row, cache: np.ndarray | None) -> None:
-        """Continue a row: with the keys and values it brings, if a slot and blocks are free; otherwise queue it, to be
-        fed again. Call between batches."""
+        """Continue a row from another engine. If it brings keys and values, and a slot and enough blocks are free, it
+        runs with them. Otherwise it is queued, and its tokens are fed again. Call between batches."""
         if cache is not None and self._scheduler.admit_with_blocks(row, blocks_for(cache.shape[3])):
             self._runner.write_cache(row.blocks, cache)
             row.num_cached = cache.shape[3]
@@ -350,8 +357,9 @@ class EmbeddedEngine:
 
 
 def _zero_blocks(row: Row, pool: BlockPool, runner: Runner) -> None:
-    """Write zeros into the blocks that only this failed row holds. The next holder multiplies positions that it has not
-    written by 0, so they must be finite. No other batch under way reads or writes these blocks."""
+    """Write zeros into the blocks that only this failed row holds. The next holder of a block multiplies the positions
+    that it has not written by 0, so their contents must be finite. No other batch under way reads or writes these
+    blocks."""
     own = pool.discard(row.blocks)
     layers, heads, dim = runner.cache_shape
     runner.write_cache(own, np.zeros((layers, 2, heads, len(own) * BLOCK_TOKENS, dim), np.float32))

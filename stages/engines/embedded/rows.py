@@ -4,9 +4,10 @@
                  │        └─ was            parents   -1    0  1   0    -1
                  └─ movie                   depths     0    1  2   1     0
 
-All guesses are fed in one batch, each after its own path of ancestors. Among guesses with the same parent at most one
-is right. The keys of guess j are written j positions after the row. The keys of the main chain (film is a) are thereby
-where the row's own tokens will be; a right guess outside it is fed again in the next batch.
+All guesses are fed in one batch. Each attends to the row and to its own path of ancestors. Among guesses with the same
+parent at most one is right. The key of guess j is written j places after the row's last key. The keys of the main chain
+(film is a) are thereby in place: they lie where the keys of the row's next tokens belong. A right guess outside the
+main chain is fed again in the next batch.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from storage.records import FinishReason
 
 @dataclass(frozen=True)
 class DraftTree:
+    """Guesses of the tokens that follow a row, parents before children."""
+
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
-    """Index of the guess that each one follows, an earlier one; -1: the row."""
+    """Index of the earlier guess that each guess follows; -1: it follows the row itself."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -53,7 +56,7 @@ class DraftTree:
         return path[::-1]
 
     def after(self, guess: int, token: int) -> int | None:
-        """Return the guess of `token` after `guess` (-1: the row), or None."""
+        """Return the index of the guess that follows `guess` (-1: the row) and is `token`, or None."""
         for other, (each, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
             if parent == guess and each == token:
                 return other
@@ -87,7 +90,7 @@ class GenerateCall:
     """One call of `generate`: the queue for its results, and a flag that its caller has gone."""
 
     results: queue.SimpleQueue[tuple[Row, Completion | Exception] | None]
-    """A row and its completion or error; None alone: the engine has stopped."""
+    """Each row with its completion or error. None instead: the engine has stopped."""
     abandoned: threading.Event
     num_local_rows: int = 0
     """Unfinished rows of the call in this engine (not in another one)."""
@@ -107,9 +110,11 @@ class Row:
     blocks: list[int] = field(default_factory=list)
     """Blocks of the cache. The first ones may be shared with other rows."""
     num_cached: int = 0
-    """Positions whose keys are in the blocks: always fewer than tokens, since a token is fed to get the next."""
+    """Number of positions whose keys are in the blocks, or are written by the batch under way. Between two batches the
+    last token is not among them, since it is fed to sample the next one."""
     num_to_refeed: int = 0
-    """Tokens before the last that were fed as guesses, but whose keys are not in place: they are fed again."""
+    """Number of tokens before the last one that were fed as guesses, but whose keys are not in place. They are fed
+    again."""
     failure: FloatingPointError | None = None
     """The error that ends this row, if any."""
     dropped: bool = False
@@ -133,7 +138,7 @@ class Row:
 
     @property
     def decodes(self) -> bool:
-        """True if only the last token is left to feed, besides those to feed again."""
+        """True if only the last token and the `num_to_refeed` tokens before it are left to feed."""
         return self.num_pending == 1 + self.num_to_refeed
 
     @property

@@ -1,17 +1,18 @@
-"""The scheduler: which rows run in the next batch, and with how many tokens each. No tensors, no clock, no threads.
+"""The scheduler chooses the rows of the next batch and the number of tokens that each feeds. It uses no tensors, clock
+or threads.
 
     waiting ──admit──► running ──retire──► (finished)
        ▲                 │
-       └────preempt──────┘   the youngest row first, when blocks run out; it resumes first, from its tokens
+       └────preempt──────┘   when blocks run out: the youngest row, which is then admitted first and fed again
 
 Every running row that decodes feeds its last token in every batch, together with accepted guesses whose keys are not in
-place (see `rows`). Prompts and preempted rows share `BATCH_PROMPT_TOKENS` per batch, oldest first, in pieces if need
-be. A long prompt therefore does not hold up the rows that decode.
+place (see `rows`). Prompts and preempted rows are fed oldest first, with at most `BATCH_PROMPT_TOKENS` tokens in a
+batch, so a long one is fed in pieces. It therefore does not delay the rows that decode.
 
 With `depth` > 1 (pipeline stages on several ranks) several batches are under way at once. A row is in at most one of
-them, and each takes an equal share of the rows. The shares together hold all rows, so rows that one batch leaves out
-fit into the next. A row whose batch is under way keeps its blocks. Later batches may read what an earlier one writes,
-since every rank runs them in order.
+them, and each batch takes an equal share of the rows. The shares together hold all rows, so rows that one batch leaves
+out fit into the next one. A row whose batch is under way keeps its blocks. Later batches may read what an earlier one
+writes, since every rank runs them in order.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ BATCH_PROMPT_TOKENS = 512
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """One row's tokens in a batch: `count` of its own from `start` on, then guesses of the next ones."""
+    """One row's part of a batch: `count` of the row's own tokens from position `start` on, then guesses of the tokens
+    that follow."""
 
     row: Row
     start: int
@@ -39,7 +41,7 @@ class Chunk:
     """True if the chunk ends with the row's last token, so that the next one can be sampled."""
     drafts: DraftTree = NO_GUESSES
     decodes: bool = True
-    """True if the chunk's own tokens are the row's last one and those fed again with it, and no prompt."""
+    """True if the chunk's own tokens are only the row's last one and the `Row.num_to_refeed` tokens before it."""
 
     @property
     def stop(self) -> int:
@@ -55,7 +57,7 @@ class Scheduler:
     """Owns the waiting and running rows and their blocks."""
 
     def __init__(self, max_rows: int, pool: BlockPool, depth: int = 1) -> None:
-        """`depth`: most batches planned before the first is `returned`."""
+        """`depth`: most batches that are planned before `returned` is called for the first of them."""
         self.max_rows = max_rows
         self._depth = depth
         self._rows_under_way: set[Row] = set()
@@ -66,7 +68,7 @@ class Scheduler:
         """Oldest first."""
         self.num_preemptions = 0
         self.num_shared_tokens = 0
-        """Prompt positions found in another row's blocks; the engine resets the count."""
+        """Number of prompt positions whose keys were in the cache already. The engine resets it."""
 
     @property
     def idle(self) -> bool:
@@ -79,9 +81,9 @@ class Scheduler:
         return [row for row in self.running if row not in self._rows_under_way][: self._max_batch_rows]
 
     def plan(self, drafts: Mapping[Row, DraftTree] | None = None) -> list[Chunk]:
-        """Return the next batch: at least one chunk, unless the scheduler is idle or all rows are under way. A row may
-        read blocks that an earlier row of the same batch writes. `drafts`: guesses for rows that decode; some are cut
-        when blocks run short."""
+        """Return the chunks of the next batch. There are none if the scheduler is idle, or if every row is under way or
+        waits for the blocks of a row that is. A row may read blocks that an earlier row of the same batch writes.
+        `drafts`: guesses for rows that decode; some are cut when blocks run short."""
         chunks: list[Chunk] = []
         budget = BATCH_PROMPT_TOKENS
         for row in self.next_rows():
@@ -131,7 +133,7 @@ class Scheduler:
 
     def admit_with_blocks(self, row: Row, num_blocks: int) -> bool:
         """Start a row at once, with blocks for the keys and values that it brings. Return False, changing nothing, if
-        there is no free slot or too few blocks for these and one more per running row."""
+        no slot is free, or if there are too few blocks for them and one more for each running row."""
         if len(self.running) >= self.max_rows or num_blocks + len(self.running) + 1 > self.pool.num_free:
             return False
         row.blocks = [self.pool.take() for _ in range(num_blocks)]
@@ -139,15 +141,16 @@ class Scheduler:
         return True
 
     def recompute(self) -> None:
-        """Drop the blocks of all running rows, which start over from their tokens. For new weights or a released
-        cache."""
+        """Drop the contents of the cache, because the weights are new or the memory was released. All running rows lose
+        their blocks and are fed again from their first token."""
         self.pool.forget()
         for row in self.running:
             self._drop_blocks(row)
 
     def _admit(self) -> bool:
-        """Move the first waiting row to the running ones. Needs a slot, and blocks for all its tokens plus one per
-        running row, so that it is not preempted at once. Return False if there is no such row."""
+        """Move the first waiting row to the running ones, and return True. Return False if no row waits or no slot is
+        free. Also return False if other rows run and there are too few blocks for the row's tokens and one more per
+        running row, since the row would soon be preempted."""
         if not self.waiting or len(self.running) >= self.max_rows:
             return False
         row = self.waiting[0]
@@ -157,9 +160,10 @@ class Scheduler:
         return True
 
     def _chunk(self, row: Row, budget: int, drafts: DraftTree) -> Chunk | None:
-        """Return a row's chunk. None: nothing to do in this batch (no budget left, or the row itself was preempted)."""
+        """Return a row's chunk, or None if the row is not in this batch: no budget is left, the row was preempted, or
+        it waits for blocks."""
         if not row.blocks:
-            # never the last token: it has to be fed to get the next one
+            # without the prompt's last token, which must be fed so that the next one can be sampled
             row.blocks = self.pool.match(row.tokens[: len(row.request.tokens) - 1])
             row.num_cached = len(row.blocks) * BLOCK_TOKENS
             self.num_shared_tokens += row.num_cached

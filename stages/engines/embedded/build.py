@@ -1,6 +1,6 @@
-"""Build an embedded engine as its config asks: the plain engine, with drafts, ranks and migration as needed.
+"""Build an embedded engine from its config, with drafts, several ranks and migration if they are asked for.
 
-Inside the engine only this module imports those three parts, by name and only if they are used.
+Inside the engine only this module imports these three parts, by name and only if they are used.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ def build_embedded(
     log: object = None,
     start_s: object = None,
 ) -> EmbeddedEngine:
-    """Return an `EmbeddedEngine`; one whose rows may migrate (`MigratingEngine`) if `migratable`. `in_flight`: see
-    `build_engine`.
+    """Return an `EmbeddedEngine`, or a `MigratingEngine` if `migratable`. `in_flight`: see `build_engine`.
 
     `path`: a Hugging Face directory or `random:tiny`; its weights become `version`. `max_seq`: longest prompt plus
     response, in tokens. `threads`: torch threads in the engine's own thread (with several ranks: in each). `device`: by
     default the first GPU, or the CPU without one; with several ranks it is rank 0's. `eos_token_ids`: empty means the
     model's own. `drafters`: `Drafter`s to use instead of those that `engine.embedded.speculation` names. `on_lost`: see
-    `RankProcesses`. `log` is ignored: ranks write to this process's output.
+    `RankProcesses`. `log` is ignored, since ranks write to this process's output. `device_sharing` and `start_s` are
+    ignored too.
 
-    Raises ValueError for sizes that cannot work, WeightsError for weights that do not fit, NoNativeKernelsError or
-    NoTritonKernelsError if the config asks for kernels that are not available, and RankLost if a rank ends
-    meanwhile."""
+    Raises ValueError for sizes that cannot work, and WeightsError for weights that are not the model's. Raises
+    NoNativeKernelsError or NoTritonKernelsError if the config asks for kernels that are not available, and RankLost if
+    a rank's process ends meanwhile."""
     eos_ids = frozenset(eos_token_ids or read_eos_ids(path))
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with ExitStack() as stack:

@@ -1,5 +1,5 @@
-"""The protocol of speculative decoding: guesses of next tokens, which the next batch verifies. The engine's loop runs
-without it. `drafts.speculation.Speculation` implements it.
+"""The protocol of speculative decoding: guesses of next tokens, which the next batch verifies. The engine's loop also
+runs without drafts. `drafts.speculation.Speculation` implements the protocol.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stages.engines.embedded.scheduler import Chunk
 
 @dataclass
 class DraftCounts:
-    """Counts for `EngineStats`, since they were last read."""
+    """Counts for `EngineStats` since the last call of `stats`."""
 
     drafted: Counter[str] = field(default_factory=Counter)
     """Guesses verified, by kind."""
@@ -36,10 +36,11 @@ class Drafts(Protocol):
     wants_hidden: bool
     """True if `observe` needs the hidden states before the draws."""
     counts: DraftCounts
-    """A reader replaces them by new ones, under the engine's lock."""
+    """Counts since the last call of `stats`, which replaces this object by a new one under the engine's lock."""
 
     def propose(self, rows: Sequence[Row], num_other_tokens: int) -> Mapping[Row, DraftTree]:
-        """Return guesses for rows that decode in the next batch, which feeds `num_other_tokens` more."""
+        """Return guesses for rows that decode in the next batch. Rows without guesses are left out. `num_other_tokens`:
+        number of further tokens that the batch feeds."""
         ...
 
     def observe(

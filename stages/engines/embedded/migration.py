@@ -12,10 +12,10 @@ A migrated row's tokens and log-probs have the same bits as without the migratio
 and values are copied, or computed again by kernels whose results depend only on the row. The callers of the rows notice
 nothing, apart from `RowsLost`.
 
-`MigratedRow` is a row on its way; `Capabilities.migration` says which engines can send and receive rows.
-`OutgoingRows` and `AcceptedRows` keep the rows that left and arrived, `BatchTimes` measures the engine, and `LoadWatch`
-reports its load. The functions at the end check, pack and unpack rows. Everything but `AcceptedRows` is used under the
-engine's lock.
+`MigratedRow` is a row on its way; `Capabilities.migration` says which engines can send and receive rows. `OutgoingRows`
+and `AcceptedRows` keep the rows that left and arrived, `BatchTimes` measures the engine, and `LoadWatch` reports its
+load. The functions at the end check, pack and unpack rows. `OutgoingRows` is used only under the engine's lock,
+`BatchTimes` and `LoadWatch` only in the engine's thread.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class MigratedRow:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response."""
+        """Number of tokens of the prompt and of the response so far."""
         return len(self.request.tokens) + len(self.tokens)
 
 
@@ -66,8 +66,8 @@ def key_of(request: Request) -> RowKey:
 
 
 class MigratingEngine(EmbeddedEngine):
-    """Owns an engine whose rows can leave and arrive, and the rows that have left. All methods are thread-safe. Its
-    state is guarded by the engine's lock."""
+    """Owns an engine whose rows can leave and arrive, and the rows that have left. All public methods are
+    thread-safe."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         """Take the arguments of `EmbeddedEngine`."""
@@ -91,16 +91,17 @@ class MigratingEngine(EmbeddedEngine):
             return self._outgoing.num_calls
 
     def watch_load(self, below: int, listener: Callable[[EngineLoad], None]) -> None:
-        """Call `listener` in the engine's thread at each change of the number of rows here while it is under `below`,
-        and when it reaches `below` again. An exception of the listener stops the engine."""
+        """Report the engine's load to `listener`, in the engine's thread. The first report is made at once. Another one
+        follows whenever the number of rows here changes, or the first batch has been timed, if the old or the new
+        number is under `below`. An exception of the listener stops the engine."""
         with self.lock:
             self._watch = LoadWatch(below, listener)
             self.lock.notify_all()
 
     def migrate_out(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]:
-        """Take rows out, each with a copy of what another engine needs to continue it. Rows that are not here, are
-        nearly done or have lost their caller are skipped. The rows do not count as in flight until they are delivered
-        or given back. Raises RuntimeError if the engine has stopped."""
+        """Take rows out, each with a copy of what another engine needs to continue it. Rows are skipped if they are not
+        here, if fewer than `min_left` tokens are left to sample, or if no caller waits for them. The rows that leave do
+        not count as in flight here, unless they are given back. Raises RuntimeError if the engine has stopped."""
         migrated = []
         asked_for = {one.key: one for one in rows}
         with self.between_batches():
@@ -115,9 +116,9 @@ class MigratingEngine(EmbeddedEngine):
         return migrated
 
     def migrate_in(self, migrated: Sequence[MigratedRow]) -> AcceptedRows:
-        """Continue another engine's rows; they wait for free places in the batch. Raises RequestError, and takes none,
-        if a row needs another version, has another model's keys, or is too long, and RuntimeError if the engine is
-        asleep or has stopped."""
+        """Continue another engine's rows. They are queued if no slot is free. Raises RequestError, and takes none of
+        the rows, if one needs another version, has keys of another model, or is too long. Raises RuntimeError if the
+        engine is asleep or has stopped."""
         for one in migrated:
             self.check(one.request)
         call = GenerateCall(queue.SimpleQueue(), threading.Event())
@@ -132,14 +133,15 @@ class MigratingEngine(EmbeddedEngine):
         return AcceptedRows(call, {row: one.ticket for row, one in rows.items()})
 
     def deliver(self, ticket: int, completion: Completion) -> None:
-        """Return a finished row that was taken out to its caller, if the caller still waits."""
+        """Give the caller of a row that was taken out the row's completion, if the caller still waits."""
         with self.lock:
             left = self._outgoing.pop(ticket)
             if left is not None:
                 left[0].call.results.put((left[0], completion))
 
     def give_back(self, tickets: Collection[int]) -> None:
-        """Continue rows that were taken out. If their weights are gone, their callers get RowsLost."""
+        """Continue rows here that were taken out. If the engine has other weights by now, the rows' callers get
+        RowsLost."""
         with self.lock:
             for left in map(self._outgoing.pop, self._outgoing.wanted(tickets)):
                 assert left is not None
@@ -152,7 +154,7 @@ class MigratingEngine(EmbeddedEngine):
                     row.call.results.put((row, self._lost(row)))
 
     def wanted(self, tickets: Collection[int]) -> set[int]:
-        """Return the rows that were taken out and whose callers still wait."""
+        """Return those of `tickets` whose rows were taken out and whose callers still wait."""
         with self.lock:
             return self._outgoing.wanted(tickets)
 
@@ -185,7 +187,7 @@ class MigratingEngine(EmbeddedEngine):
 
 _LEARNING_RATE = 0.2
 _BULK_TOKENS = 8
-"""Fewer prompt tokens in a batch say little about the time of one."""
+"""Fewest prompt tokens in a batch from which the time per prompt token is measured."""
 
 
 class OutgoingRows:
@@ -202,7 +204,7 @@ class OutgoingRows:
 
     @property
     def num_calls(self) -> int:
-        """Calls that have rows elsewhere and none here."""
+        """Number of calls that have unfinished rows in other engines and none here."""
         return len({row.call for row in self.rows if row.call.num_local_rows == 0})
 
     def add(self, row: Row, version: int) -> int:
@@ -212,7 +214,7 @@ class OutgoingRows:
         return ticket
 
     def pop(self, ticket: int) -> tuple[Row, int] | None:
-        """Remove and return a row and the version that it had; None if it is not elsewhere (any more)."""
+        """Remove and return a row and the version that it had; None if no row has this ticket, or no longer."""
         return self._rows.pop(ticket, None)
 
     def wanted(self, tickets: Collection[int]) -> set[int]:
@@ -231,8 +233,8 @@ class AcceptedRows:
         self._tickets = dict(tickets)
 
     def __iter__(self) -> Iterator[tuple[int, Completion | None]]:
-        """Yield (ticket, completion) as each row finishes; None if it cannot be finished here after all. Raises
-        RuntimeError if the engine stops."""
+        """Yield (ticket, completion) as each row finishes. The completion is None if the row cannot be finished here
+        after all. Raises RuntimeError if the engine stops."""
         while self._tickets:
             result = self._call.results.get()
             if result is None:
@@ -281,7 +283,7 @@ class LoadWatch:
         self._reported: tuple[int, bool] | None = None
 
     def due(self, num_rows: int, times: BatchTimes) -> bool:
-        """Return True if this number of rows is worth a report."""
+        """Return True if a report is due for this number of rows (see `MigratingEngine.watch_load`)."""
         if self._reported is None:
             return True
         return (num_rows, times.pass_s > 0) != self._reported and min(num_rows, self._reported[0]) < self._below
@@ -293,7 +295,7 @@ class LoadWatch:
 
 def may_migrate(row: Row) -> bool:
     """Return True if another engine may continue the row: it is wanted, and its tokens are drawn. Rows with prescribed
-    tokens are few, and their log-probs must be this engine's."""
+    tokens stay, since their log-probs must be this engine's."""
     return not row.unwanted and not row.request.forced
 
 

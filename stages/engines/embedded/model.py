@@ -1,11 +1,12 @@
 """The forward pass of Llama and its relatives for decoding: fused projections, a paged key/value cache, no autograd.
 
 The forward takes a flat list of tokens, each with its position and row: prompts, single new tokens and guesses share a
-batch. The residual stream, the attention and the logits are float32 for any dtype of the weights. With bfloat16 weights
-the operands of the matrix products are the only numbers that are rounded.
+batch. The residual stream, the attention and the logits are float32 for any dtype of the weights. With bfloat16
+weights, fused kernels round only the operands of the matrix products. Other kernels also round the results of the
+products inside a block.
 
-On a CPU a row's numbers are the same bits in any batch; see `kernels`. Kernels that compute half a block in one call
-(`FusedKernels`) do so; for other kernels this module combines the operations.
+On a CPU a row's numbers are the same bits in any batch; see `kernels`. `FusedKernels` compute half a block or more in
+one call. For other kernels this module combines the single operations.
 
 Shape letters: N tokens, H query heads, K key/value heads, D head dimension, C hidden size, V vocabulary.
 """
@@ -74,8 +75,8 @@ class LlamaWeights:
     blocks: tuple[Block, ...]
     norm: Float[torch.Tensor, " C"]
     head: Packed
-    """The output layer, in the weights' dtype and packed wide: its operands are rounded like all operands, its logits
-    are not."""
+    """The output layer, in the weights' dtype. It is packed wide (see `Kernels.pack`), so the logits are not
+    rounded."""
     angles: Angles
 
 
@@ -151,8 +152,8 @@ def forward(
     total: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Float[torch.Tensor, "N C"]:
     """Return the float32 hidden states after the last block, before the final norm, and write the tokens' keys and
-    values to the cache. `hidden`: the states from the blocks before these, used instead of the embeddings and
-    overwritten. `total`: sums a part over the ranks that split heads and MLP."""
+    values to the cache. `hidden`: states from the pipeline stage before, used instead of the embeddings and
+    overwritten. `total`: returns the sum of a rank's part over the ranks that share the heads and MLP of a block."""
     x_NC = weights.embedding[tokens.ids].float() if hidden is None else hidden
     if isinstance(kernels, FusedKernels):
         eps, angles = spec.norm_eps, weights.angles
@@ -197,7 +198,8 @@ def logits(
 def _add_bias_and_norm(
     qkv: Float[torch.Tensor, "N (H+2K)*D"], block: Block, spec: ModelSpec
 ) -> Float[torch.Tensor, "N (H+2K)*D"]:
-    """Add the block's biases to a product and norm its query and key heads, if the block has biases or norms."""
+    """Return a product with the block's biases added, and its query and key heads normalised, if the block has biases
+    or norms."""
     if block.qkv_bias is None and block.q_norm is None:
         return qkv
     whole = qkv.float() if block.qkv_bias is None else qkv.float() + block.qkv_bias
@@ -220,7 +222,8 @@ def _vectors(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
 def _placer(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
 ) -> Callable[[str], torch.Tensor]:
-    """Return a function: name -> the engine's own copy of the tensor. Norms and biases stay float32."""
+    """Return a function: name -> the engine's own copy of the tensor. Norms and biases stay float32. It raises
+    WeightsError for numbers that are not finite."""
 
     def place(name: str) -> torch.Tensor:
         tensor = tensors[name].detach()
@@ -239,8 +242,8 @@ def _packer(
     device: torch.device,
     kernels: Kernels,
 ) -> Callable[[list[str], Packed | None], Packed]:
-    """Return a function: (names, old) -> these tensors stacked and packed; missing ones are taken from `old`. Packing
-    rounds them and checks that they are finite."""
+    """Return a function: (names, old) -> these tensors, stacked and packed. Tensors that are not given are taken from
+    `old`. Packing rounds the new ones and raises WeightsError for numbers that are not finite."""
     shapes = tensor_shapes(spec)
 
     def pack(names: list[str], old: Packed | None) -> Packed:

@@ -1,4 +1,4 @@
-"""Runners compute batches: the protocol, and a model on the one device of this process.
+"""Runners compute batches. Here are their protocol, and the runner of a whole model on one device of this process.
 
 The engine decides which rows run (`scheduler`) and lays them out as numbers (`batch`). A runner holds weights and
 cache, and runs batches in the order in which they are submitted.
@@ -60,8 +60,8 @@ class Runner(Protocol):
         ...
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """Return new weights, made beside the old ones, for `swap`. Raises WeightsError, naming the tensor, and changes
-        nothing."""
+        """Return new weights for `swap`, made while the old ones are in use. Raises WeightsError if they cannot be
+        made; the old weights stay."""
         ...
 
     def swap(self, prepared: Any) -> None:
@@ -69,12 +69,12 @@ class Runner(Protocol):
         ...
 
     def end_threads(self) -> None:
-        """End the calling thread's helper threads, since it will not compute for a while. See `Kernels`."""
+        """End the helper threads of the calling thread, which will not compute for a while. See `Kernels`."""
         ...
 
     def busy_s(self) -> tuple[float, ...]:
-        """Return the seconds that each rank has computed since the start, on the CPU's clock, without waiting for
-        others."""
+        """Return for each rank the seconds that it has spent on batches since the start: wall-clock time of the host,
+        without the time in which the rank waited for other ranks."""
         ...
 
     def read_cache(self, blocks: Sequence[int], num_positions: int) -> np.ndarray:
@@ -83,7 +83,7 @@ class Runner(Protocol):
         ...
 
     def write_cache(self, blocks: Sequence[int], copied: np.ndarray) -> None:
-        """Write such a copy into a row's blocks, which no batch under way reads or writes."""
+        """Write a copy made by `read_cache` into a row's blocks. No batch under way reads or writes these blocks."""
         ...
 
     @property
@@ -108,14 +108,15 @@ class Prepared:
 class LocalRunner:
     """Owns a whole model and its cache; implements `Runner`.
 
-    On a CUDA device new weights are made on a stream of their own beside the batches. A swap copies them into the old
-    ones' memory, which captured batches go on reading. It cannot fail half-way, since all checks come before it."""
+    On a CUDA device new weights are made on a separate stream while batches run. A swap copies them into the memory of
+    the old ones, which captured batches go on reading. A swap cannot fail half-way, since `prepare` has made all
+    checks."""
 
     depth = 1
 
     def __init__(self, path: str, engine: EngineConfig, *, max_seq: int, device: torch.device) -> None:
-        """Raise ValueError for sizes that cannot work, WeightsError for weights that do not fit, NoNativeKernelsError
-        or NoTritonKernelsError if the config asks for kernels that are not available."""
+        """Raise ValueError for sizes that cannot work, and WeightsError for weights that are not the model's. Raise
+        NoNativeKernelsError or NoTritonKernelsError if the config asks for kernels that are not available."""
         self._spec = checked_spec(path, engine, max_seq)
         self._device = device
         self._kernels = choose_kernels(engine, device)
@@ -146,7 +147,8 @@ class LocalRunner:
             self._captured = CapturedBatches(self._whole_batch, max_seq, device, capture)
         self._refit_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._resident = Residence(lambda: all_tensors(self._weights))
-        """The weights' place, used on a CUDA device only; on a CPU the weights are in the host's memory anyway."""
+        """Moves the weights to the host's memory and back. Used only on a CUDA device, since on a CPU they are always
+        in the host's memory."""
 
     def submit(self, batch: Batch) -> None:
         with torch.inference_mode(), torch.cuda.device(self._device) if self._refit_stream else nullcontext():
@@ -233,14 +235,15 @@ class LocalRunner:
 
 
 def all_tensors(weights: LlamaWeights) -> list[torch.Tensor]:
-    """Return the tensors that a refit can change, always in the same order. For weights that torch multiplies."""
+    """Return the tensors that a refit can change, always in the same order. The weights must be packed as torch
+    tensors, not as `NativeWeight`."""
     assert isinstance(weights.head, torch.Tensor)
     blocks = [getattr(block, field.name) for block in weights.blocks for field in fields(block)]
     return [weights.embedding, *(each for each in blocks if each is not None), weights.norm, weights.head]
 
 
 def checked_spec(path: str, engine: EngineConfig, max_seq: int) -> ModelSpec:
-    """Read the model's sizes. Raises ValueError if they or the engine's settings cannot work."""
+    """Return the model's sizes. Raises ValueError if `max_seq` or the engine's settings cannot work with them."""
     spec = read_spec(path)
     if not 0 < max_seq <= spec.max_positions:
         raise ValueError(f"max_seq is {max_seq}; {path!r} has positions for {spec.max_positions} tokens")
@@ -251,7 +254,7 @@ def checked_spec(path: str, engine: EngineConfig, max_seq: int) -> ModelSpec:
 
 def affordable_blocks(engine: EngineConfig, per_block: int, max_seq: int) -> int:
     """Return the number of blocks that `max_rows` rows can use, or fewer if the budget allows fewer at `per_block`
-    bytes each. Raises ValueError if that is less than one row."""
+    bytes each. Raises ValueError if the budget is too small for one row."""
     per_row = blocks_for(max_seq)
     affordable = engine.kv_budget_mb * 2**20 // per_block
     if affordable < per_row:
@@ -263,7 +266,8 @@ def affordable_blocks(engine: EngineConfig, per_block: int, max_seq: int) -> int
 
 
 def choose_kernels(engine: EngineConfig, device: torch.device) -> Kernels:
-    """Return the kernels that `engine.embedded.kernels` asks for, or the best ones for the device."""
+    """Return the kernels that `engine.embedded.kernels` asks for (auto: the best available ones for the device). Raises
+    NoNativeKernelsError or NoTritonKernelsError if they are not available."""
     wanted = engine.embedded.kernels
     has_triton = find_spec("triton") is not None
     if wanted == "triton" or (wanted == "auto" and device.type == "cuda" and has_triton):
@@ -271,7 +275,7 @@ def choose_kernels(engine: EngineConfig, device: torch.device) -> Kernels:
             raise NoTritonKernelsError("engine.embedded.kernels is triton, which is not installed")
         triton_kernels = importlib.import_module(
             "stages.engines.embedded.kernels.cuda.triton_kernels"
-        )  # takes a second, and may not be installed
+        )  # the import takes a second, and Triton may not be installed
         loaded: Kernels = triton_kernels.load_triton_kernels(device)
         return loaded
     if wanted == "torch" or (wanted == "auto" and device.type != "cpu"):
@@ -288,7 +292,7 @@ def choose_kernels(engine: EngineConfig, device: torch.device) -> Kernels:
 
 
 def on_device(batch: Batch, device: torch.device) -> Tokens:
-    """Return a batch's tokens in the form that the kernels take."""
+    """Return a batch's tokens as tensors on the device."""
     paths = batch.tree_paths
     return Tokens(
         ids=torch.from_numpy(batch.ids).to(device),
@@ -307,7 +311,8 @@ def on_device(batch: Batch, device: torch.device) -> Tokens:
 
 
 def draw(kernels: Kernels, scores: torch.Tensor, batch: Batch) -> Draws:
-    """Draw the batch's tokens, with its noise, from float32 logits `scores` [M, V], which may be overwritten."""
+    """Return the batch's draws from float32 logits `scores` [M, V], which may be overwritten. Prescribed tokens
+    (`Batch.forced`) replace drawn ones."""
     ban(scores, batch.banned)
     given = forced_logprobs(scores, batch.temperatures, batch.forced)  # before `choose` overwrites the logits
     chosen, logprobs_of_chosen = kernels.choose(scores, batch.temperatures, batch.keys)

@@ -1,13 +1,13 @@
-"""Sampling: keyed noise, and from logits to tokens (suppression, temperature, the draw and its log-prob).
+"""Sampling: noise with keys, and the way from logits to tokens (suppression, temperature, the draw and its log-prob).
 
-Noise is keyed by (seed, step, row, position): law 4 of the design. The generator is counter-based (Salmon et al. 2011,
-"Parallel random numbers: as easy as 1, 2, 3"): no state passes from draw to draw, so the noise of a token depends on
-its key and its id alone. splitmix64 (Steele et al. 2014) mixes the four numbers of a key into 64 bits. The two halves
-of the key steer two multiply-xorshift rounds (with the constants of Ettinger's `lowbias32`) over a word that stands for
-the token id.
+The key of a token's noise is (seed, step, row, position), which is law 4 of the design. The generator is counter-based
+(Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): no state passes from draw to draw, so the noise of
+a token depends only on the key and on the token's id. splitmix64 (Steele et al. 2014) mixes the four numbers of a key
+into 64 bits. The two halves of the key steer two multiply-xorshift rounds (with the constants of Ettinger's
+`lowbias32`) over a word that stands for the token id.
 
 Everything up to the uniform variate is integer arithmetic or one rounding per operation, so its bits are the same on
-every device. The two logarithms are the device's own.
+every device. The two logarithms are the device's own, and may differ in the last bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _ROUND_1 = 0x7FEB352D
 _ROUND_2 = 0x846CA68B - (1 << 32)
-"""Stored as int32, since torch has no uint32 arithmetic and two's complement multiplies alike."""
+"""Stored as int32, since torch has no uint32 arithmetic. In two's complement both products have the same bits."""
 _UNIFORM_SCALE = (1.0 - 2.0**-24) * 2.0**-31
 """The largest float32 below 2^-31: the largest 31-bit word, which rounds to 2^31, still gives a variate below 1."""
 _BLOCK_ELEMENTS = 1 << 16
@@ -56,7 +56,7 @@ def gumbel(keys: UInt64[np.ndarray, " keys"], vocab: int, device: torch.device) 
 def gumbel_of(
     keys: UInt64[np.ndarray, " keys"], token_words: Int32[torch.Tensor, "1 tokens"]
 ) -> Float32[torch.Tensor, "keys tokens"]:
-    """Return the same noise for some tokens only, given their columns of `token_words(vocab)`."""
+    """Return the noise of `gumbel` for some tokens only, given their columns of `token_words(vocab)`."""
     device, num_tokens = token_words.device, token_words.shape[1]
     words = torch.from_numpy(keys.view(np.int32).reshape(-1, 2).copy()).to(device)
     out = torch.empty(len(keys), num_tokens, dtype=torch.float32, device=device)
@@ -76,7 +76,7 @@ def _gumbel_block(
     token_words: Int32[torch.Tensor, "1 tokens"],
     out: Float32[torch.Tensor, "keys tokens"],
 ) -> None:
-    """Fill `out`. All in place: each operation is one pass over memory, and a new tensor would double it."""
+    """Fill `out` with noise. Every operation works in place, since a new tensor would double the memory traffic."""
     x = torch.bitwise_xor(token_words, words[:, :1])
     shifted = torch.empty_like(x)
     x.mul_(_ROUND_1)
@@ -161,8 +161,8 @@ def sample_part(
     first: int,
     vocab: int,
 ) -> Float64[torch.Tensor, "rows 5"]:
-    """Return a part of the vocabulary's contribution to `join_parts`. Per row: the best token here, its logit + noise,
-    its logit, the largest logit, and the sum of e^(logit - largest). Overwrites `logits`."""
+    """Return the input of `join_parts` from one part of the vocabulary. Per row: the best token here, its logit +
+    noise, its logit, the largest logit, and the sum of e^(logit - largest). Overwrites `logits`."""
     _apply_temperatures(logits, temperatures)
     noise = gumbel_of(keys, token_words(vocab, logits.device)[:, first : first + logits.shape[1]])
     noise.mul_(torch.tensor([t > 0 for t in temperatures], device=logits.device)[:, None])
@@ -208,8 +208,8 @@ def forced_logits(
 
 
 def put_forced(part: Float64[torch.Tensor, "rows 5"], forced: Mapping[int, int], logits: Mapping[int, float]) -> None:
-    """Make the prescribed tokens win in `join_parts`, in place: +inf in the part that has the token's logit, -inf in
-    others."""
+    """Overwrite a part so that the prescribed tokens win in `join_parts`. In their rows the best score is +inf in the
+    part that holds the token's logit, and -inf in the other parts."""
     for row, token in forced.items():
         part[row, 0] = token
         part[row, 1] = float("inf") if row in logits else float("-inf")
@@ -217,7 +217,7 @@ def put_forced(part: Float64[torch.Tensor, "rows 5"], forced: Mapping[int, int],
 
 
 def _apply_temperatures(logits: Float32[torch.Tensor, "rows vocab"], temperatures: Sequence[float]) -> None:
-    """Divide by the temperatures in place; by 1 where they are 0."""
+    """Divide each row's logits by its temperature in place, or by 1 if the temperature is 0."""
     divisors = [t or 1.0 for t in temperatures]
     if any(d != 1.0 for d in divisors):
         logits.div_(torch.tensor(divisors, device=logits.device)[:, None])

@@ -1,1 +1,3 @@
-"""The graph of a run and what decides on it: pure, no clock, no Dask. Imports stages' and storage's plain types."""
+"""The graph of a run, and the decisions about what runs next. Pure code: no clock, no I/O, no Dask.
+
+Imports only plain types from `stages` and `storage`."""

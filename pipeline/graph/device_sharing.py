@@ -1,12 +1,13 @@
 """Decide which gang holds devices that several gangs share (`placement.device_sharing`). No clock, no I/O, no Dask.
 
-    generate holds them ──it has nothing submitted or ready, train has──► handover: its workers free the devices
-           ▲                                                                  │ all of them have
-           └── handover ◄──it has nothing submitted or ready, generate has── train holds them
+    generate holds them ──it has no node left to run, train has a ready one──► handover: generate's workers free them
+           ▲                                                                       │ all workers have
+           └── handover ◄──train has no node left to run, generate has a ready one── train holds them
 
-A gang keeps the devices as long as it can do anything, because a handover costs seconds. With a staleness bound it
-generates as far ahead as the bound allows, and then all of it is trained on. The graph alone says which weights sample
-which rows, so the run computes the same numbers as on separate devices.
+A gang keeps the devices as long as it can do anything, because a handover costs seconds. So the generating gang
+samples as far ahead as the staleness bound allows, and then the training gang trains on all those rows. Under
+`rollout.versions: exact` the graph alone says which weights sample which rows, so the run computes the same numbers as
+on separate devices.
 
 There is no deadlock: the holder hands the devices over as soon as it has nothing ready, so it never waits for work that
 only a waiting gang could do.
@@ -53,7 +54,8 @@ class DeviceSharing:
         return gang in self._group_of
 
     def holder(self, gang: str) -> str | None:
-        """Return the gang that holds the devices this gang waits for, or None if it holds them itself."""
+        """Return the gang that holds the devices this gang waits for. Return None if this gang may use its devices, or
+        if nobody holds them yet."""
         return None if self.has(gang) else self._group_of[gang].holder
 
     def take_free(self, first_ready: Callable[[str], Node | None]) -> None:

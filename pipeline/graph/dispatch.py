@@ -2,18 +2,18 @@
 
 A node gets a worker in one of three ways:
 - **ordered**: on a gang whose ranks act together. Nodes whose parents are done queue by priority. The driver numbers
-  them as it hands them out, and every rank executes them in that order. With several ranks one node is out at a
-  time: two could reach the ranks in different orders, since each waits for its own inputs, and their collectives would
-  interleave. A single rank gets two, which hides the round trip, unless a child of the first is more urgent than the
-  second.
-- **slot**: on one replica of a pool, when it has a free slot. A replica that is eight times slower then gets fewer
-  shards; Dask's own placement would give it as many.
+  them as it hands them out, and every rank executes them in that order. With several ranks one node is handed
+  out at a time. Two nodes could reach the ranks in different orders, since each waits for its own inputs, and then
+  their collectives would interleave. A single rank gets two nodes at a time, which hides the round trip. It gets only
+  one if a child of that node is more urgent than the next node.
+- **slot**: on one replica of a pool, when it has a free slot. So a slow replica gets fewer shards
+  than a fast one. Dask's own placement would give both the same number.
 - **free**: on the least loaded replica of a pool, as soon as its parents of the same step are submitted. So Dask runs
   this part of the graph by itself. The node does wait for parents of earlier steps, so that a chain of steps does not
   become one endless Dask graph.
 
 A node that may use several versions of the weights is handed out with the newest readable one. If it is handed out
-again, it gets the version that is newest then. Dispatch alone decides this, so no replica has to find out.
+again, it gets the version that is newest then. Dispatch alone chooses versions; replicas do not.
 
 A gang that shares its devices (`device_sharing`) gets nodes only while it holds them. It keeps them until it has
 nothing submitted and nothing ready.
@@ -62,7 +62,7 @@ class State(StrEnum):
 
 @dataclass(eq=False)
 class Entry:
-    """A node in the window, and what became of it so far."""
+    """A node in the window, with its state."""
 
     node: Node
     place: Place
@@ -99,7 +99,7 @@ class _GangState:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where the nodes of a stage run."""
+    """The gang and the mode in which the nodes of a stage run."""
 
     state: _GangState
     mode: Mode
@@ -129,7 +129,7 @@ class Dispatch:
                 self._places[stage] = Place(state, mode, self._ready[state.gang.name, mode])
         used = {id(place.ready): place for place in self._places.values()}
         self._used = [used[id(ready)] for ready in self._ready.values() if id(ready) in used]
-        """One place for each gang and mode that any stage has."""
+        """One `Place` for each pair of gang and mode that some stage uses."""
         self._readable: set[int] = set()
         """Versions of the weights that can be read."""
         self._device_sharing = DeviceSharing(device_sharing)
@@ -164,7 +164,8 @@ class Dispatch:
         self._readable.discard(version)
 
     def worker_up(self, gang: str, worker: int) -> None:
-        """Record that a replica can take work. For an ordered gang, call this once, with rank 0, when all ranks can."""
+        """Record that a replica can take work. For an ordered gang, call this once, with rank 0, when
+        all its ranks can take work."""
         state = self._gangs[gang]
         state.up = True
         if not state.gang.ordered:
@@ -185,11 +186,12 @@ class Dispatch:
 
     def can_spare(self, gang: str, worker: int) -> bool:
         """Return True if a pool has another usable replica, so that this one need not be restarted at once. Return
-        False if another gang waits for its devices."""
+        False if the gang shares its devices, since another gang may wait for them."""
         return not self._device_sharing.shares(gang) and any(replica != worker for replica in self._gangs[gang].free)
 
     def release_slot(self, address: Address) -> None:
-        """Free the slot of a submitted node that only waits from now on. Its attempt continues."""
+        """Free the slot of a submitted node that from now on only waits for rows on other replicas. Its attempt
+        continues."""
         entry = self._entries.get(address)
         if entry is not None and entry.state is State.SUBMITTED:
             self._release_capacity(entry)
@@ -231,7 +233,8 @@ class Dispatch:
     # ---- Instructions and queries --------------------------------------------------------------------------------
 
     def next_submits(self) -> list[Submit]:
-        """Return everything that can be handed out now, most urgent first, and mark it as submitted."""
+        """Return everything that can be handed out now, and mark it as submitted. For each gang and mode, the most
+        urgent ready nodes are chosen."""
         submits: list[Submit] = []
         self._device_sharing.take_free(self._first_ready)
         progress = True
@@ -328,8 +331,9 @@ class Dispatch:
         return mode is Mode.FREE or any(state.free.values())
 
     def _comes_after_a_child(self, node: Node, state: _GangState) -> bool:
-        """Return True if a submitted node of the gang has a more urgent child than `node`. Handed out now, `node` would
-        run before that child: the critic's update would delay the policy's publication and so the next generation."""
+        """Return True if submitted nodes of the gang have a child on this gang that is more urgent than `node` and
+        waits for nothing else. If `node` were handed out now, it would run before that child. For example, the critic's
+        update would delay the policy's publication, and so the next generation."""
         for parent in state.out:
             for entry in self._entries[parent].children:
                 if entry.state is not State.WAITING or entry.place.state is not state:
@@ -401,7 +405,7 @@ class ReadyNodes:
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, str, int, int, Entry]] = []
-        """Entries by the order of their nodes: tuples of numbers are compared faster than nodes."""
+        """Entries behind the sort keys of their nodes. Such tuples are compared faster than nodes."""
 
     def add(self, entry: Entry) -> None:
         """Add a node that became ready."""
@@ -415,7 +419,7 @@ class ReadyNodes:
         return (entry.node for *_, entry in self._heap if entry.is_ready)
 
     def first(self) -> Entry | None:
-        """Return the most urgent one."""
+        """Return the entry of the most urgent ready node, or None."""
         while self._heap and not self._heap[0][-1].is_ready:
             heapq.heappop(self._heap)[-1].in_heap = False
         return self._heap[0][-1] if self._heap else None

@@ -2,8 +2,8 @@
 
 `ObservedDispatch` is a dispatch that also answers questions of people. It follows what dispatch hands out.
 
-**Queues.** Workers do not report when a node begins. It follows from what dispatch knows: a worker runs as many nodes
-as it has threads, begins the most urgent one that can run, and interrupts none.
+**Queues.** Workers do not report when a node begins. Dispatch knows enough to infer this: a worker runs as many nodes
+as it has threads, begins the most urgent node that can run, and interrupts none.
 
     handed out ──its parents are done──► queued ──a thread is free, nothing queued is more urgent──► running ──► gone
 
@@ -101,7 +101,8 @@ class WorkerQueues:
         return worker is not None and (address in self._running[worker] or address in self._beside)
 
     def before(self, address: Address) -> tuple[Address, ...]:
-        """Return the nodes that its worker runs first, if the node could run but is queued; else nothing."""
+        """Return the nodes that the worker of a queued node runs first. Empty if the node runs, waits for parents, or
+        is on no worker."""
         worker = self._workers.get(address)
         if worker is None or address in self._unfinished or self.is_running(address):
             return ()
@@ -170,9 +171,9 @@ def with_steps_over(
     """Return the open steps' statuses with finished steps filled in, parents before children.
 
     Args:
-        statuses: every node of the open steps. All other steps below `admitted` are over, also between open ones: an
-            evaluation may keep its step open while later steps end.
-        past: finished steps to include before the oldest open one.
+        statuses: every node of the open steps. All other steps below `admitted` are over. Some of them may lie between
+            open steps, because an evaluation may keep its step open while later steps end.
+        past: number of finished steps to include before the oldest open one.
         most: most nodes to return; the oldest finished steps are left out first.
     """
     by_step: dict[int, list[NodeStatus]] = {}

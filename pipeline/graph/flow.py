@@ -44,7 +44,7 @@ class Flow:
 
         Args:
             first_step: every earlier step is over and all its nodes are committed.
-            committed: outputs of `first_step` and later that an earlier driver of this run left.
+            committed: addresses of the outputs, from `first_step` on, that an earlier driver of this run committed.
             published: versions whose weights are readable now.
             sampled_versions: shards that lost their commit although committed outputs were made from them, with the
                 version that sampled each. They must be sampled with that version again.
@@ -64,7 +64,7 @@ class Flow:
         self._reopened: set[Address] = set()
         """Nodes without a commit that a committed update has read. A trainer that goes back needs them."""
         self._readers: dict[int, set[Address]] = {}
-        """Nodes without a commit that may read a version, by version, from the admission of its publication on."""
+        """Nodes without a commit that may read a version, by version. It is added when its publication is admitted."""
         self._awaited: set[int] = set()
         """Versions in the window that are not published yet."""
         self._made_with = sampled_versions

@@ -26,7 +26,7 @@ trained). So the trainer never waits for an engine. `canary[v]` runs after the l
 version, so no engine changes its weights early because of it. All later canaries also read `canary[0]`, which says how
 far engine and trainer may differ.
 
-The last part says which commits stay valid if a run goes back to an older version of its weights:
+The last part of this file decides which commits stay valid if a run goes back to an older version of its weights:
 
     update_policy[v], update_critic[v] and later ──► everything that depends on them ──► computed again
     all other commits stay valid, rows that older versions generated ahead included
@@ -62,8 +62,9 @@ STAGE_ROLES: dict[str, Role] = {
     "evaluate_score": Role.SCORE,
     "evaluate_reference": Role.REFERENCE,
 }
-"""The role whose gang runs each stage. `advantage` needs no model. It runs in the scoring gang unless it has a gang of
-its own: behind a slow scorer it would wait for scores of later steps."""
+"""The role whose gang runs each stage. `advantage` needs no model, and runs in the scoring gang unless it is placed in
+a gang of its own. A gang of its own helps if scoring is slow, since `advantage` would wait for the scores of later
+steps."""
 
 
 UPDATE_STAGE = {Role.POLICY: "update_policy", Role.CRITIC: "update_critic"}
@@ -75,14 +76,14 @@ class Node:
     """One (stage, step, shard). Nodes sort by priority: the oldest step first."""
 
     priority: tuple[int, int]
-    """(step whose progress it serves, order within it): lower runs first."""
+    """(step whose progress the node serves, order within that step): lower runs first."""
     address: Address
     parents: tuple[Address, ...]
     inputs: tuple[Address, ...]
     """The parents whose stored output the node reads. The other parents only order it."""
     version: int
-    """Version of the weights it needs: the critic's for value nodes, else the policy's. In a node that is handed out:
-    the version to use."""
+    """Version of the weights that the node needs: the critic's in `value` and `update_critic` nodes, else the policy's.
+    In a `publish` node: the version that it publishes. In a node that is handed out: the version to use."""
     newest: int | None = None
     """Newest version that a `generate` node may use under `latest`; `version` is the oldest."""
 
@@ -116,14 +117,14 @@ class GraphSpec:
     recompute_logprobs: bool = True
     """True under `ppo.proximal: recompute`; else there are no logprob nodes."""
     eval_every: int = 0
-    """Evaluate versions 0, k, 2k, ... and the last; 0 evaluates none."""
+    """Number k of versions between evaluations: versions 0, k, 2k, ... and the last are evaluated. 0: none."""
     eval_shards: int = 1
     canaries: bool = False
     """True if engine and trainer are compared at every version that is trained."""
     critic: bool = True
     """True under `ppo.advantage: gae`; else there are no critic nodes."""
     latest: bool = False
-    """True if a shard uses the newest version within the bound that is published when it starts."""
+    """True if a shard uses the newest version within the bound that is published when the shard is handed out."""
 
 
 def update_stages(spec: GraphSpec) -> dict[Role, str]:
@@ -190,15 +191,15 @@ def canary_node(spec: GraphSpec, version: int) -> Node:
 
 
 def _canary_step(spec: GraphSpec, version: int) -> int:
-    """Return the step that lists `canary[v]`: the last step that an older version generates, or v itself (always under
-    `latest`, where engines load a new version as soon as they can)."""
+    """Return the step whose `step_nodes` include `canary[v]`: the last step that an older version generates. Return v
+    if there is no such step, and always under `latest`, where engines load a new version as soon as they can."""
     if spec.latest:
         return version
     return min(version + max(spec.staleness - 1, 0), spec.steps - 1) if version else 0
 
 
 def _canaries_of(spec: GraphSpec, step: int) -> list[Node]:
-    """Return the canaries that a step lists. The last step of a run may list several."""
+    """Return the canaries among the nodes of a step. The last step of a run may have several."""
     versions = range(max(0, step - spec.staleness), step + 1) if spec.canaries else ()
     return [canary_node(spec, version) for version in versions if _canary_step(spec, version) == step]
 
@@ -296,8 +297,8 @@ def _updated(update: Node, committed: Set[Address]) -> bool:
 
 
 def after_reopened(node: Node, missing: Iterable[Address]) -> Node:
-    """Return the node with extra parents: those of the `missing` outputs that its model may have to be trained from
-    again. The updates in between are committed, so no other edge would make the node wait for them."""
+    """Return the node with extra parents: the `missing` outputs from which its model may have to be trained again. The
+    updates in between are committed, so no other edge would make the node wait for these outputs."""
     if node.role not in _TRAINED_FROM:
         return node
     needs = _TRAINED_FROM[node.role]
@@ -333,7 +334,7 @@ def window(spec: GraphSpec) -> int:
 def weight_readers(spec: GraphSpec, version: int) -> list[Address]:
     """Return the nodes that may read the published version v. When all of them have their commits, v can be released.
     Under `latest` a node counts as a reader until its commit, although it may read another version."""
-    newest = version + spec.staleness  # no older version may generate this step; version 0 also generates all before
+    newest = version + spec.staleness  # no older version may generate this step; version 0 generates all before it too
     steps = range(version if spec.latest or not version else newest, min(newest + 1, spec.steps))
     return [*(Address("generate", i, s) for i in steps for s in range(spec.shards)), *_own_readers(spec, version)]
 
@@ -412,7 +413,8 @@ def gangs_of(
     dividing: Collection[str] = (),
 ) -> list[Gang]:
     """Return the gangs of a placement. `roles` maps each role to a gang's name. `dividing`: names of gangs whose layout
-    divides models; without a trained or a reference model, and without an engine, these are the rewards'."""
+    divides models. If such a gang has the scoring role, no engine, and no trained or reference model, it divides the
+    models of its rewards."""
     found = []
     for name in sorted(set(roles.values())):
         own = frozenset(role for role, gang in roles.items() if gang == name)

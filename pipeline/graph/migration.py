@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from stages.engines.row_loads import EngineLoad, MigrationRequest, RowLoad
 
 BANDWIDTH_PRIOR = 200e6
-"""Bytes per second between two replicas until some were measured: a slow network's."""
+"""Assumed bandwidth between two replicas (bytes per second) before one was measured: that of a slow network."""
 HANDLING_S = 0.02
 """Seconds that a migration costs a row besides its bytes: waiting for passes to end on both sides, and messages."""
 _LEARNING_RATE = 0.5
@@ -36,9 +36,10 @@ class Migration:
 def plan_migrations(loads: Mapping[int, EngineLoad], bytes_per_s: float, below: int) -> list[Migration]:
     """Return the migrations to order, if fewer than `below` rows are left on all replicas together.
 
-    Replicas with the fewest rows are emptied first, into those with the most rows. A replica is emptied completely or
-    not at all, and only into free places of replicas that hold rows of the same version. So every migration leaves one
-    replica fewer with rows, and no row comes back. Rows that are nearly done stay: their replica is free as soon."""
+    Replicas with the fewest rows are emptied first, into those with the most rows. A replica sends all rows that
+    are worth a migration or none, and only into free places of replicas that hold rows of the same version. So every
+    migration leaves one replica fewer with rows, and no row comes back. Rows that are nearly done stay, since they end
+    sooner than they would migrate."""
     if sum(len(load.rows) for load in loads.values()) >= below:
         return []
     moves: list[Migration] = []
@@ -71,8 +72,9 @@ def _gather(busy: Mapping[int, EngineLoad], bytes_per_s: float) -> list[Migratio
 
 
 def _worth(row: RowLoad, source: EngineLoad, target: EngineLoad, bytes_per_s: float) -> MigrationRequest | None:
-    """Return how the row should migrate, or None if it is not worth it. It travels with its keys and values or is fed
-    again, whichever is faster, and only if it may run for longer than that takes."""
+    """Return how the row should migrate, or None if that is not worth it. Either its keys and values are sent too, or
+    the target feeds its tokens again, whichever is faster. A row migrates only if it may run for longer than that
+    takes."""
     if source.pass_s == 0.0:
         return None  # not measured yet
     carried_s = row.cached * source.position_bytes / bytes_per_s if row.cached else math.inf
@@ -99,7 +101,8 @@ class MigrationPlanner:
         self._loads[replica] = load
 
     def replica_lost(self, replica: int) -> None:
-        """Forget a replica that is lost or overdue and end its migrations. Its next report makes it take part again."""
+        """Forget a replica that is lost or overdue, and the migrations whose source it is. Its next report makes it
+        take part again."""
         self._loads.pop(replica, None)
         for number, move in list(self._under_way.items()):
             if move.source == replica:

@@ -1,5 +1,5 @@
-"""Build an engine's speculation: its drafters, and its cost model from passes of several sizes, timed before the first
-row."""
+"""Build an engine's speculation: its drafters, and its cost model. The cost model comes from passes of several sizes
+that are timed before the first row."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from stages.models.hf_weights import read_weights
 from stages.models.spec import EMBEDDING, FINAL_NORM, read_spec
 
 _GUESSES = 32
-"""Tokens of the passes that measure the cost of a long context: guesses for one row, enough for their attention to be a
+"""Number of tokens in the passes that measure the cost of a long context. They are so many that their attention takes a
 large part of the pass."""
 HEAD_VOCAB = 4096
 """Tokens that the learned head can draft: the most frequent ones in the responses."""
 LENGTHS: Literal["measured", "longest"] = "measured"
-"""Lengths of drafts. measured: those that maximise the expected tokens per second, possibly 0. longest: as long as
-there are drafts, which is slower wherever drafts are often refused; tests use it to have drafts on any machine."""
+"""Lengths of drafts. measured: the lengths that maximise the expected tokens per second, possibly 0. longest: as long
+as the drafters make them. This is slower where drafts are often refused, but tests use it to have drafts on any
+machine."""
 BRANCHES = 4
-"""The learned head's guesses per position, of which the promising ones are verified side by side. The fifth is rarely
-the right one. Triton's kernels verify a single chain."""
+"""Number of the learned head's guesses per position. The promising ones are verified in the same pass. A fifth guess
+would rarely be right. With Triton's kernels there is one guess per position."""
 TRAIN_SHARE = 0.5
-"""Most of the engine's idle time that is spent on training the head."""
+"""Largest share of the engine's idle time that is spent on training the head."""
 
 
 def build_speculation(
@@ -51,8 +52,8 @@ def build_speculation(
     threads: int,
     device: torch.device,
 ) -> Speculation | None:
-    """Return the speculation that `engine.embedded.speculation` asks for, with `drafters` in place of its own if given;
-    None for no drafts."""
+    """Return the speculation that `engine.embedded.speculation` asks for, with `drafters` instead of the ones that it
+    names, if given. Return None if there are no drafters."""
     config = engine.embedded.speculation
     drafters = drafters or named_drafters(engine, path, runner, device)
     if not drafters:

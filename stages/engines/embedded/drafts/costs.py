@@ -1,11 +1,11 @@
 """The measured costs of passes and drafts, and the choices that follow from them.
 
 `choose_guesses` and `choose_depth` maximise the expected tokens per second under the cost model. The model may be wrong
-where a gain is small, so `Trials` has the last word: for each number of decoding rows it compares the tokens per second
-of passes with and without drafts, drafting included. Where drafts do not gain they pause, each time for longer; where
-they do, a pass now and then runs without drafts, so that the comparison stays current.
+where a gain is small, so `Trials` checks it. For each number of decoding rows `Trials` compares the tokens per second
+of passes with and without drafts, the time of drafting included. If drafts do not gain, they pause, each time for
+longer. If they gain, one pass in `_PLAIN_EVERY` still runs without drafts, so that the comparison stays current.
 
-Standard library only; no clock.
+Imports the standard library only, and reads no clock.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ CALIBRATED = (1, 2, 4, 8, 16, 32, 64, 128)
 _MEAN_RATE = 0.1
 """Smallest weight of a new measurement in the running mean."""
 _COMMON_RATE, _LOCAL_RATE = 0.08, 0.04
-"""Rates at which a pass moves the whole curve, and the sizes next to its own. Usually the whole machine has become
-slower or faster; a size that is not run at present would otherwise look cheap because it was timed at a better
-moment."""
+"""Rates at which a pass moves the whole curve, and the sizes next to its own. The whole curve moves because usually the
+whole machine has become slower or faster. Otherwise a size that was last timed at a faster moment would look too
+cheap."""
 _FIRST_STEP_SHARE = 0.03
 """Time that a drafted position is assumed to take until it is measured, as a share of the smallest pass."""
 _NEGLIGIBLE = 0.01
@@ -71,8 +71,8 @@ class PassCosts:
 
 
 class DraftingCosts:
-    """Measured seconds of drafting by number of rows: of one position for all rows if a drafter works position by
-    position, otherwise of whole drafts."""
+    """Measured seconds of drafting, by number of rows. They are the seconds of one position of all rows if the drafter
+    works position by position, otherwise those of whole drafts."""
 
     def __init__(self, by_position: bool, smallest_pass: float) -> None:
         self._by_position = by_position
@@ -96,8 +96,9 @@ class DraftingCosts:
         return each * (length if self._by_position else 1)
 
     def observe(self, num_rows: int, length: int, seconds: float) -> None:
-        """Update the mean seconds for this number of rows: first the mean of all measurements, later one in which old
-        measurements fade. A measurement counts as at most 3 times the mean: another process made it slower."""
+        """Update the mean seconds for this number of rows. At first all measurements have the same weight; later the
+        old ones fade. A measurement counts as at most 3 times the mean, since a longer one was probably slowed by
+        another process."""
         each = seconds / (length if self._by_position else 1)
         known, times = self._measured.get(num_rows, (each, 0))
         each = min(each, 3 * known)
@@ -164,14 +165,15 @@ def choose_depth(
 _WINDOW = 16
 """Number of last passes of each kind that are compared."""
 _WINDOW_ROWS = 128
-"""Rows that the window of passes with drafts must hold at least: with few rows, the number of tokens per row is mostly
-chance, and a comparison of a few passes would sooner or later come out wrong."""
+"""Fewest rows that the window of passes with drafts holds, summed over its passes. With few rows the number of tokens
+per row is mostly chance, so a comparison of a few passes would sooner or later be wrong."""
 _ENOUGH_PLAIN = 4
-"""Fewest passes without drafts in a comparison; with drafts it is half a window."""
+"""Fewest passes without drafts in a comparison. It also needs half a window of passes with drafts."""
 _PLAIN_EVERY = 32
 """One in this many passes runs without drafts while they are allowed."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 128, 4096
-"""Shortest and longest pause of drafts, in passes; each pause is twice the last one."""
+"""Shortest and longest pause of drafts, in passes. Each pause is twice the last one, until drafts gain over a whole
+window."""
 
 
 @dataclass

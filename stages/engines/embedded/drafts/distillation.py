@@ -1,12 +1,12 @@
 """Training of the draft head, from the hidden states of finished rows, in steps of some tens of milliseconds.
 
-The teacher needs no pass of its own. A row's hidden states are kept as they come; the distribution after each is
-softmax(W h), with W the model's own output rows of the reduced vocabulary. From the state h_j after token y_j the head
-is unrolled over the tokens that followed. Its loss at step k is
+The teacher needs no pass of its own. The hidden states of a row are stored when the engine computes them. The
+distribution after state h is softmax(W h), where W holds the model's own output rows of the reduced vocabulary. From
+the state h_j after token y_j the head is unrolled over the tokens that followed. Its loss at step k is
 
     KL(softmax(W h_{j+k}) || softmax(U s_k)) + b * smooth_l1(s_k, h_{j+k})        k = 1 .. UNROLLED
 
-Tokens outside the reduced vocabulary are no targets; as inputs they share one embedding.
+Tokens outside the reduced vocabulary are never targets. As inputs they share one embedding.
 
 Memory: hidden states up to `budget_bytes`, three quarters of it for finished rows (2 bytes a number) and a quarter for
 rows in flight (4 bytes a number; `draft_head`); the head in float32 with AdamW's two moments, about
@@ -90,11 +90,11 @@ class FinishedRows:
         """[places, C], after the final norm: the state from which the place's token was drawn."""
         self.tokens = torch.zeros(num_places, dtype=torch.int64)
         self.ends = torch.zeros(num_places, dtype=torch.int64)
-        """The place after the row's last one."""
+        """For each place, the place after the last one of its row."""
         self._next = 0
 
     def add(self, hidden: Float32[torch.Tensor, "n C"], tokens: Sequence[int]) -> None:
-        """Overwrite the oldest places. If the row is longer than the ring, its beginning is dropped."""
+        """Store a row in the oldest places. If the row is longer than the ring, its beginning is dropped."""
         hidden, tokens = hidden[-self.num_places :], tokens[-self.num_places :]
         if self._next + len(tokens) > self.num_places:
             self._next = 0
@@ -143,7 +143,8 @@ class Student:
         self._starts = torch.empty(0, dtype=torch.int64)
         self._optimizer: torch.optim.AdamW | None = None
         self._use_bfloat16 = device.type == "cuda" or torch.cpu._is_amx_tile_supported()
-        """True if bfloat16 products are much faster than float32 ones, which the head does not need."""
+        """True if bfloat16 products are much faster than float32 ones. The head does not need the precision of
+        float32."""
         self._pending_refit: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] | None = None
 
     def normed(self, hidden: Float32[torch.Tensor, "n C"]) -> Float32[torch.Tensor, "n C"]:
@@ -228,7 +229,7 @@ class Student:
 
     def _choose_vocabulary(self) -> None:
         """Choose the most frequent tokens, filled up with the first ids, which tokenizers give to frequent tokens.
-        Tokens that stay keep their learned weights, in a new optimiser."""
+        Tokens that stay keep their learned weights. The optimiser starts anew."""
         old, old_draft_ids, old_teacher_out = self._head, self._draft_ids, self._teacher_out
         frequent = [token for token, _ in self._counts.most_common(self._num_tokens)]
         taken = set(frequent)
@@ -273,8 +274,8 @@ def masked_loss(
     wanted: Float32[torch.Tensor, "B K C"],
     mask: Bool[torch.Tensor, "B K"],
 ) -> Float32[torch.Tensor, ""]:
-    """Return the mean over the existing places of the cross-entropy with the teacher's distribution (its KL up to a
-    constant) plus the weighted distance between the states."""
+    """Return the mean loss over the places in `mask`: the cross-entropy with the teacher's distribution (the KL
+    divergence up to a constant) plus the weighted distance between the states."""
     entropy = -(teacher_probs * logits.log_softmax(-1)).sum(-1)
     distance = F.smooth_l1_loss(made, wanted, reduction="none").mean(-1)
     return ((entropy + _FEATURE_WEIGHT * distance) * mask).sum() / mask.sum().clamp(min=1)

@@ -6,8 +6,9 @@
 
 s imitates the hidden state that the model itself would have after y, so U starts as the model's own output rows and E
 as its embedding. Both cover a reduced vocabulary: the most frequent tokens of the run's responses (`distillation`). A
-guess is drawn with the noise of its own position (Gumbel coupling): where the head's distribution is near the model's,
-so is the token, also at temperature 1. After ReDrafter (Cheng et al. 2024) and EAGLE (Li et al. 2024).
+guess is drawn with the noise of its own position (Gumbel coupling): if the head's distribution is close to the model's,
+the guess is usually the token that the model draws, also at temperature 1. After ReDrafter (Cheng et al. 2024) and
+EAGLE (Li et al. 2024).
 
 The head changes the speed only. It is not saved; every engine trains its own.
 """
@@ -33,7 +34,8 @@ _LEVEL_BOUNDS = (0.5, 1.5, 3.0)
 """Bounds between the confidence classes, in nats, noise included: the lead of the best token over the second, and the
 gap from every other token to the best."""
 _RANKS = 4
-"""Ranks of guesses with a confidence of their own: the best after a token, the second, ..."""
+"""Number of ranks (the best guess after a token, the second best, ...) with confidence classes of their own. Lower
+ranks share those of the last one."""
 KIND = "learned"
 
 
@@ -56,8 +58,8 @@ class LearnedDrafter:
     wants_hidden = True
 
     def __init__(self, student: Student, kernels: Kernels, dtype: torch.dtype, branches: int = 1) -> None:
-        """`dtype`: the head's weights when it drafts; bfloat16 if the kernels draft in one call. Training uses float32.
-        `branches`: guesses per position of a draft."""
+        """`dtype`: that of the head's weights in drafting. Kernels that draft in one call use bfloat16 instead.
+        Training uses float32. `branches`: guesses per position of a draft."""
         self.generation = 0
         self._branches = branches
         self._student, self._kernels = student, kernels
@@ -78,8 +80,8 @@ class LearnedDrafter:
             pass
 
     def _drop_states(self) -> bool:
-        """Drop the older half of the states of the row that holds most. Return False if no row has more than one
-        pass."""
+        """Drop the older half of the states of the row that has states of the most passes. Return False if no row has
+        states of more than one pass."""
         states = max(self._hidden.values(), key=len)
         older = states[: len(states) // 2]
         del states[: len(older)]
@@ -186,9 +188,9 @@ def unroll(
     banned: Sequence[Sequence[int]],
 ) -> Guessed:
     """Return the head's guesses for `depth` positions, as draft ids. Each position has the `branches` guesses with the
-    smallest gap to the best, summed over their path; they are the inputs of the next position. `draft_ids`: that of
-    each row's last token. `banned`: per row and position, the draft ids that cannot be drawn. Logits are not divided by
-    the temperature; the noise is multiplied by it."""
+    smallest gap to the best, summed over their path; they are the inputs of the next position. `draft_ids`: the draft
+    id of each row's last token. `banned`: per row and position, the draft ids that cannot be drawn. Logits are not
+    divided by the temperature; the noise is multiplied by it."""
     num_rows, device = len(state), state.device
     noise_scales = torch.tensor(temperatures, device=device)
     noise = gumbel_of(keys.ravel(), head.words).view(num_rows, depth, -1) if any(temperatures) else None

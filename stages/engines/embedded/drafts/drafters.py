@@ -1,7 +1,7 @@
 """Drafters guess a row's next tokens, which one pass verifies: the protocol, lookup of n-grams, and guesses with gains.
 
-A draft is accepted up to the first token that differs from the one the row gets anyway. So a drafter can make
-generation faster or slower, but never change its tokens.
+A draft is accepted up to its first token that differs from the token that the row would get without drafts. So a
+drafter can make generation faster or slower, but never change its tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stages.engines.embedded.rows import DraftTree, Row, chain
 _LENGTHS = (3, 2)
 """Lengths of the n-grams to look up; the longer match is tried first, since it is right more often."""
 _MAX_PROMPTS = 4096
-"""Most prompts whose responses are kept; the least recent go first."""
+"""Most prompts whose responses are kept. The prompts without a new response for the longest time are dropped first."""
 _RESPONSES = 2
 """Responses kept per prompt."""
 
@@ -39,11 +39,11 @@ class Drafter(Protocol):
     """Maker of guesses. Used by the engine thread only, except `refit`."""
 
     kinds: tuple[str, ...]
-    """Kinds of its drafts."""
+    """Kinds of this drafter's drafts (`Draft.kind`)."""
     by_position: bool
     """True if each further position of a draft costs as much time as the first."""
     wants_hidden: bool
-    """True if `observe` must be called."""
+    """True if the drafter needs the hidden states that `observe` gives."""
     generation: int
     """Increases when the drafter begins to use what it has learned."""
 
@@ -89,8 +89,9 @@ class _Index:
 class NgramDrafter:
     """Owns an index of every row in flight, and the last responses to each prompt.
 
-    The tokens that followed the last two or three tokens at an earlier place are likely to follow again: in the row
-    itself (repeated structure), or in rows of earlier steps for the same prompt, since the policy has moved little."""
+    The last two or three tokens of a row may have occurred before. Then the tokens that followed them are likely to
+    follow again. The earlier place is in the row itself (repeated structure), or in rows of earlier steps for the same
+    prompt, since the policy has moved little."""
 
     kinds: tuple[str, ...] = tuple(f"{where}-{length}" for where in ("lookup", "earlier") for length in _LENGTHS)
     by_position = False
@@ -200,7 +201,7 @@ def merge_guesses(first: Guesses, second: Guesses) -> Guesses:
     kinds, levels, gains = list(first.kinds), list(first.levels), list(first.gains)
     numbers = {pair: guess for guess, pair in enumerate(zip(parents, tokens, strict=True))}
     places = {-1: -1}
-    """Index of each of the second's guesses in the merged lists."""
+    """Index in the merged lists of each guess of `second`."""
     for guess, (token, parent) in enumerate(zip(second.tree.tokens, second.tree.parents, strict=True)):
         kind, level, gain = second.kinds[guess], second.levels[guess], second.gains[guess]
         place = places[guess] = numbers.setdefault((places[parent], token), len(tokens))

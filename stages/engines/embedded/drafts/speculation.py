@@ -37,7 +37,8 @@ _MIN_GAIN = 1.05
 _MIN_DRAFTING_SHARE = 0.02
 """Share of a pass above which drafting time counts against drafts, even if no draft was worth verifying."""
 _DECISION_PASSES = 16
-"""Number of passes that one choice of a drafter's draft length holds for, at the same number of rows."""
+"""Number of passes for which a drafter's chosen draft length is used again, if the numbers of rows and tokens are the
+same."""
 
 
 @dataclass
@@ -55,9 +56,9 @@ class Speculation:
         *,
         branching: bool = True,
     ) -> None:
-        """`drafters`: those that work position by position come last, and are asked only for rows for which the others
-        have nothing better. `train_share`: most of the engine's idle time that drafters may learn for. `branching`:
-        True if a pass may hold several guesses for one position."""
+        """`drafters`: the ones that work position by position come last. They are asked only for rows for which the
+        others have no better draft. `train_share`: largest share of the engine's idle time in which drafters may learn.
+        `branching`: True if a pass may hold several guesses for one position."""
         self.costs = costs
         self.counts = DraftCounts()
         self.wants_hidden = any(drafter.wants_hidden for drafter in drafters)
@@ -69,7 +70,7 @@ class Speculation:
         self._depths: dict[tuple[int, int, int], tuple[int, int]] = {}
         """(drafter, rows drafted, tokens) -> (draft length, the pass at which to decide again)."""
         self._proposed: dict[Row, Guesses] = {}
-        """The last guesses that each row verified; several passes may be under way."""
+        """The guesses that each row verifies in its latest pass. Several passes may be under way."""
 
     # ---- per pass ----
 
@@ -108,7 +109,7 @@ class Speculation:
         drafting_s: float = 0.0,
     ) -> None:
         """Record a pass. `kept`: for each sampling chunk, the draws that became tokens (`batch.keep`). `hidden`: the
-        hidden states before all of its draws. `seconds`: the pass's time, after `drafting_s` of drafting; None if
+        hidden states before all draws of the pass. `seconds`: the pass's time, after `drafting_s` of drafting; None if
         prompts were fed, whose tokens are cheaper, since nothing is sampled after them."""
         self._acceptance.passes += 1
         if seconds is not None and self._lengths == "measured":
@@ -162,13 +163,15 @@ class Speculation:
     # ---- reports ----
 
     def acceptance(self, kind: str) -> list[float]:
-        """Return for each depth the measured probability that some guess is right if one was right before it."""
+        """Return for each depth the measured probability that some guess is right, given that the guess before it was
+        right."""
         return self._acceptance.rates(kind)
 
     # ---- steps of a pass ----
 
     def _candidates(self, drafter: Drafter, limits: Mapping[Row, int], proposed: Mapping[Row, Guesses]) -> list[Row]:
-        """Return the rows to ask a drafter for. If each position costs time, only rows without a better draft."""
+        """Return the rows for which to ask a drafter. If each position of its drafts costs time, these are only the
+        rows without a better draft."""
         if not (drafter.by_position and proposed):
             return list(limits)
         means = self._acceptance.gains(drafter.kinds, self._longest)
@@ -238,7 +241,7 @@ class Speculation:
         others: float,
         seconds: Callable[[float], float],
     ) -> int:
-        """Return the length of the drafts to ask this drafter for; 0 if none could pay."""
+        """Return the length of drafts to ask this drafter for; 0 if no length is expected to gain."""
         key = (number, num_drafted, num_tokens)
         depth, until = self._depths.get(key, (0, -1))
         if self._acceptance.passes < until:
@@ -283,7 +286,7 @@ class _Tally:
     accepted: float = 0.0
     tried: float = 0.0
     seen: int = 0
-    """Pass of the last change; the counts decay from there."""
+    """Pass of the last change. The counts decay from that pass on."""
 
     def age(self, now: int) -> None:
         factor = _DECAY ** (now - self.seen)
@@ -330,7 +333,7 @@ class Acceptance:
             self._widths[kind] = width + _WIDTH_RATE * (len(own) / len(set(own)) - width)
 
     def forget(self, kinds: Sequence[str]) -> None:
-        """Discount the counts of these kinds, whose drafter has improved."""
+        """Discount the counts of these kinds, because their drafter has improved."""
         for (kind, _, _), tally in self._tallies.items():
             if kind in kinds:
                 tally.age(self.passes)
@@ -353,8 +356,8 @@ class Acceptance:
         return rates
 
     def gains(self, kinds: Sequence[str], longest: int) -> list[float]:
-        """Return, for the best of these kinds and averaged over confidence, the probability by position that some guess
-        is right there and at all positions before."""
+        """Return for each position the probability that some guess is right there and at all positions before. It is an
+        average over all confidence classes, for the best of these kinds."""
         each = [
             list(itertools.accumulate((self.rate(kind, depth, None) for depth in range(longest)), operator.mul))
             for kind in kinds

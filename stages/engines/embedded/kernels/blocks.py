@@ -1,5 +1,5 @@
-"""Blocks of the key/value cache. Imports nothing: kernels, cache and scheduler use it, and so does the prediction of a
-run's memory, which loads no torch.
+"""Blocks of the key/value cache. Used by kernels, cache and scheduler. Imports nothing, because the prediction of a
+run's memory uses it too and loads no torch.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 BLOCK_TOKENS = 16
 """Positions in a block; `kernels.c` has the same number."""
 NO_BLOCK = 0
-"""Table entry for positions without a token. Never written, so it stays finite."""
+"""Table entry for positions without a token. This block is never written, so its contents stay finite."""
 
 
 def blocks_for(num_tokens: int) -> int:

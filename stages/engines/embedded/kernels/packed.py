@@ -5,9 +5,10 @@ row's result independent of the batch: the same bits for 2 or more rows and at e
 bfloat16 (plain `F.linear` differs below 4 rows). A single row is computed as two. On other devices the weight stays as
 it is.
 
-`Slabs` takes memory for packed weights, keys and values from the system in large pieces, which it may back with huge
-pages. A forward pass mostly reads these from memory. With pages of 2 MiB it reads faster (the processor translates far
-fewer addresses, and its prefetchers do not stop at every 4 KiB), and new weights are packed faster (fewer page faults).
+`Slabs` takes memory for packed weights, keys and values from the system in large pieces, which the system may back with
+huge pages. A forward pass spends most of its time on reading weights, keys and values. With pages of 2 MiB it reads
+faster (the processor translates far fewer addresses, and its prefetchers do not stop at every 4 KiB), and new weights
+are packed faster (fewer page faults).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class NativeWeight:
     """A weight [out, in] as packed by gemm.c. Never written after it was made."""
 
     tiles: torch.Tensor
-    """The packed bytes; on a CPU a tensor of bytes."""
+    """The packed weight as bytes (uint8)."""
     out_features: int
     in_features: int
     dtype: torch.dtype
@@ -78,7 +79,7 @@ def unpack(packed: torch.Tensor) -> Float[torch.Tensor, "out in"]:
 def linear(
     x: Float[torch.Tensor, "rows in"], packed: torch.Tensor, dtype: torch.dtype
 ) -> Float[torch.Tensor, "rows out"]:
-    """Return x W^T as `dtype`: the packed weight's; on CUDA also the wider dtype of the sums. There is no bias."""
+    """Return x W^T as `dtype`, which is the packed weight's dtype or, on CUDA, float32. There is no bias."""
     x = x.to(packed.dtype)
     if packed.dtype != dtype:
         assert packed.is_cuda, "packed for products of another dtype"

@@ -1,7 +1,7 @@
-"""The protocol of a forward pass's operations, and the blocks of the key/value cache.
+"""The protocol of a forward pass's operations, and the records that they take.
 
-`reference` implements it in plain torch for any device, `cpu` in C (if there is a compiler), `cuda` in Triton. Kernels,
-cache and scheduler share the division of keys and values into blocks.
+`reference` implements it in plain torch for any device, `cpu` in C (if there is a compiler), `cuda` in Triton. Keys and
+values are divided into blocks of 16 positions (`blocks`).
 
 Shape letters: N tokens of a batch, R rows, W blocks of the longest row, H query heads, K key/value heads, D head
 dimension, C hidden size, F size of the MLP, V vocabulary, P blocks of the cache, B banned tokens.
@@ -22,11 +22,13 @@ from stages.engines.embedded.kernels.packed import Packed
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TreePaths:
-    """Places in the cache of each token's last keys, its own included. The keys of a tree's guesses are side by side,
-    but their positions are those on their paths (see `rows`)."""
+    """Places of the last keys that each token reads, its own included. A place is an index into the keys of the token's
+    row as the cache holds them. The guesses of a tree are written one after the other, while their positions count
+    along their paths. So a guess's place may differ from its position (see `rows`)."""
 
     cells: Int64[torch.Tensor, " N"]
-    """Place in its row where each token's key is written; equals its position if all its keys are in place."""
+    """Place where each token's key is written. It equals the token's position if all keys that the token reads are in
+    place."""
     starts: Int64[torch.Tensor, " N"]
     """First position whose key is not in place; if all are, the position after the token's own."""
     paths: Int64[torch.Tensor, "N L"]
@@ -48,7 +50,7 @@ class Tokens:
     longest: int
     """Largest position + 1, or an upper bound."""
     tree_paths: TreePaths | None = None
-    """Keys of the tokens that attend to keys at other positions: guesses outside the main chain."""
+    """Places of keys, if the batch has guesses outside a main chain; None if all keys are in place."""
     independent: bool = False
     """True if no token reads a key that another token of the batch writes, so keys may be written while others are
     read."""
@@ -88,9 +90,9 @@ class Kernels(Protocol):
         old: Packed | None = None,
         wide: bool = False,
     ) -> Packed:
-        """Return the weight made of `parts`, each beginning at the row of its key, rounded to `dtype` and packed for
-        `linear`; with `old`, a copy of it with those rows replaced. `wide`: its products may be requested in float32.
-        Raises NotFiniteError."""
+        """Return a weight made of `parts`, rounded to `dtype` and packed for `linear`. Each key of `parts` is the row
+        at which its part begins. With `old`, return a copy of `old` with these rows replaced. `wide`: products of the
+        weight may be requested in float32. Raises NotFiniteError."""
         ...
 
     def unpack(self, packed: Packed) -> Float[torch.Tensor, "out in"]:
@@ -217,7 +219,7 @@ class HeadWeights:
 
     up: Packed
     down: Packed
-    """Multiplied by the scale a."""
+    """Multiplied by the scale a of `drafts.draft_head`."""
     out: Packed
     embedding: Float32[torch.Tensor, "T+1 C"]
     """The last row stands for all other tokens."""
@@ -260,7 +262,7 @@ class DraftingKernels(Protocol):
 
 @runtime_checkable
 class DeviceKernels(Protocol):
-    """Additions to `Kernels` with which a whole batch reads nothing from the host, so that it can be captured."""
+    """Kernels with which a whole batch reads nothing from the host, so that it can be captured as a CUDA graph."""
 
     def choose_on_device(
         self,
@@ -269,8 +271,8 @@ class DeviceKernels(Protocol):
         keys: Int32[torch.Tensor, "N 2"],
         banned: Int32[torch.Tensor, "N B"],
     ) -> tuple[Int64[torch.Tensor, " N"], Float32[torch.Tensor, " N"]]:
-        """Do as `choose`, with all arguments in tensors: the halves of each key, low first, and the tokens that a draw
-        cannot give (negative: none)."""
+        """Do as `choose`, with all arguments as tensors. `keys`: the halves of each key, low first. `banned`: the
+        tokens that a draw cannot give, padded with negative numbers."""
         ...
 
 

@@ -116,7 +116,8 @@ def _put_in_place(
     read_keys: Float[torch.Tensor, "K blocks D 16"],
     read_values: Float[torch.Tensor, "K blocks 16 D"],
 ) -> None:
-    """Move the keys and values that token n reads from their places in the cache to their positions."""
+    """Copy the keys and values that token n reads on its path from their places in the cache to their positions in
+    `read_keys` and `read_values`."""
     kv_heads = len(read_keys)
     start, table = int(tree.starts[n]), tokens.tables[tokens.rows[n].long()].long()
     for position in range(start, int(tokens.positions[n]) + 1):
@@ -133,8 +134,8 @@ def _read(
     values: Float[torch.Tensor, "N K blocks 16 D"],
     mask: Float[torch.Tensor, "N T"],
 ) -> Float[torch.Tensor, "N H*D"]:
-    """Return softmax(Q K^T / sqrt(D) + mask) V, by batched products. On a CPU, `scaled_dot_product_attention` has
-    results that depend on the number of threads."""
+    """Return softmax(Q K^T / sqrt(D) + mask) V, by batched products. It does not use `scaled_dot_product_attention`,
+    whose results on a CPU depend on the number of threads."""
     num, kv_heads, group, dim = queries.shape
     span, num_blocks = mask.shape[1], keys.shape[2]
     per_block = queries[:, :, None].expand(-1, -1, num_blocks, -1, -1).reshape(-1, group, dim)

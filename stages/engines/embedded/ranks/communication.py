@@ -4,8 +4,8 @@
 torch.distributed's backends directly, without their global state, since the process may belong to other groups, such as
 Megatron's.
 
-Rank 0 sends to each other rank over two connections: commands, carried out one after the other, and new weights beside
-them. The raw bytes of tensors follow the message that announces them.
+Rank 0 has two connections to each other rank. One carries commands, which the rank carries out one after the other. The
+other carries new weights at the same time. The raw bytes of tensors follow the message that announces them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RankCommunicator:
     takes a tenth of the time of gloo's all-reduce. Between GPUs it uses NCCL's all-reduce."""
 
     def __init__(self, folder: Path, rank: int, tensor: int, pipeline: int, device: torch.device) -> None:
-        """Block until all ranks have connected. `folder`: shared by the ranks, and empty at first."""
+        """Block until all ranks have connected. `folder`: a new folder that only the ranks of this engine share."""
         self._tensor, self._index, self._stage = tensor, rank % tensor, rank // tensor
         self._device = device
         store = dist.FileStore(str(folder / "store"), tensor * pipeline)
@@ -49,7 +49,7 @@ class RankCommunicator:
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._pipeline = pipeline
         self.waited_s = 0.0
-        """Seconds spent waiting in this object since the start."""
+        """Seconds since the start that this rank has spent on waiting for others, transfers included."""
 
     @property
     def total(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -128,9 +128,9 @@ def _group(store: Any, name: str, rank: int, size: int, device: torch.device) ->
 
 @dataclass(frozen=True)
 class Prepare:
-    """Announcement of weights under a number: names, dtypes and shapes. The rank answers None, or why they do not fit
-    into memory. If True follows, so do the bytes, one tensor after the other; the rank then answers None, or why it
-    cannot pack them."""
+    """Announcement of new weights with their number, names, dtypes and shapes. The rank answers None, or why they do
+    not fit into its memory. Then rank 0 sends False if they do not fit into another rank's memory, or True and the
+    bytes, one tensor after the other. After the bytes the rank answers None, or why it cannot pack the weights."""
 
     number: int
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
@@ -152,7 +152,7 @@ class Swap:
 
 @dataclass(frozen=True, eq=False)
 class ReadCache:
-    """Request for a copy of the rank's part of the cache, as returned by `KVCache.read`."""
+    """Request for a copy of the rank's part of a row's keys and values. The answer is the result of `KVCache.read`."""
 
     blocks: tuple[int, ...]
     num_positions: int
@@ -160,7 +160,7 @@ class ReadCache:
 
 @dataclass(frozen=True, eq=False)
 class WriteCache:
-    """Order to write such a copy to the rank's part of the cache."""
+    """Order to write a copy made by `KVCache.read` to the rank's part of the cache."""
 
     blocks: tuple[int, ...]
     copied: np.ndarray

@@ -1,8 +1,9 @@
 """A model that spans ranks. This process is rank 0; the other ranks are its child processes (`processes`).
 
-Each rank gets the numbers of every pass and computes its part (`rank_model`): its heads and its part of the MLP, summed
-with the other ranks' (tensor parallelism), and its blocks, from the hidden states of the stage before (pipeline
-parallelism). `submit` returns when stage 0 is done, so the next pass can begin while later stages compute.
+Each rank gets the input of every pass and computes its part (`rank_model`). Under tensor parallelism this is some heads
+and a part of the MLP, whose results are summed over the ranks of a stage. Under pipeline parallelism it is some blocks,
+which begin with the hidden states of the stage before. `submit` returns when stage 0 is done, so the next pass can
+begin while later stages compute.
 """
 
 from __future__ import annotations
@@ -44,15 +45,14 @@ from stages.models.hf_weights import read_weights
 
 @dataclass(frozen=True)
 class PreparedOnRanks:
-    """New weights on every rank, under the same number; `weights` are those of rank 0."""
+    """New weights, which every rank holds under the same number; `weights` are those of rank 0."""
 
     number: int
     weights: LlamaWeights
 
 
 class ParallelRunner:
-    """Owns the ranks of a model: the part that is computed here, and the processes of the others. Implements
-    `Runner`."""
+    """Owns the ranks of a model: rank 0, which computes here, and the processes of the others. Implements `Runner`."""
 
     def __init__(
         self,
@@ -186,8 +186,9 @@ class ParallelRunner:
             assert self._processes.attempt(rank.commands.recv) == READY
 
     def _prepare(self, tensors: Mapping[str, torch.Tensor]) -> PreparedOnRanks:
-        """Send the weights over separate connections, beside running passes. Ranks pack while others still receive
-        theirs."""
+        """Send new weights to the ranks over separate connections, while passes run. A rank packs its part while others
+        still receive theirs. Raises WeightsError, naming the rank, if one cannot take the weights; then all ranks drop
+        them."""
         with self._preparing:
             self._number += 1
             number, ranks = self._number, self._processes.ranks

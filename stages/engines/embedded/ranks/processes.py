@@ -1,12 +1,13 @@
 """The processes of the other ranks of a model: how the engine's process starts them, and their program.
 
-A thread of `RankProcesses` starts them, waits for them and reaps them. They end with this thread, so no process is left
-behind, however this process ends. Each runs `main`: `python -m THIS_MODULE COMMANDS WEIGHTS` (file descriptors).
+A thread of `RankProcesses` starts the processes, waits for their ends and reaps them. They end with this thread, so
+none is left behind, however this process ends. Each runs `main`: `python -m THIS_MODULE COMMANDS WEIGHTS` (file
+descriptors).
 
     main thread      commands, one after the other: passes, swaps, sleep and wake ──► draws, from the last stage
     second thread    weights: receives tensors, packs them beside the old ones, and answers if it succeeded
 
-The process ends with the thread that started it, or when the commands end.
+A rank's process also ends when one of its two connections closes.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from storage.host import end_with_parent
 Result = TypeVar("Result")
 _ROOT = Path(__file__).resolve().parents[4]
 _EXIT_NOTICE_S = 30.0
-"""Time to notice the end of a process after a connection to it broke."""
+"""Longest time until the end of a process is noticed after a connection to it has broken."""
 
 
 class RankLost(RuntimeError):
@@ -87,7 +88,7 @@ class RankProcesses:
         started.wait()
 
     def meet(self) -> None:
-        """Send each rank its spec and wait until it has started. Raises RankLost."""
+        """Send each rank its spec and wait until its process answers. Raises RankLost."""
         for rank in self.ranks:
             self.attempt(partial(rank.commands.send, rank.spec))
         for rank in self.ranks:
@@ -218,7 +219,7 @@ def _receive_weights(weights: Connection, model: RankModel, prepared: dict[int, 
 
 
 def _prepare(message: Prepare, weights: Connection, model: RankModel, prepared: dict[int, LlamaWeights]) -> None:
-    """Prepare weights. Answers None or a problem twice: before the tensors come, and when they are packed."""
+    """Prepare weights. Answers twice, with None or a problem: before the tensors arrive, and after they are packed."""
     try:
         tensors = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in message.tensors}
     except (RuntimeError, MemoryError) as error:  # torch reports missing memory as RuntimeError

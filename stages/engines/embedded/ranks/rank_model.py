@@ -1,4 +1,4 @@
-"""One rank's part of a model: its division, and how it computes a pass. Rank 0 runs inside the engine, the other ranks
+"""One rank's part of a model: its tensors, and how it computes a pass. Rank 0 runs inside the engine, the other ranks
 in processes of their own (`processes`). `stages.engines.embedded.division` divides a model among ranks."""
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class RankModel:
     @torch.inference_mode()
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> LlamaWeights:
         """Make new weights from this rank's slices (`shard_tensors`) beside the ones in use. The first call needs all
-        slices, later ones only those that change. From any thread. Raises WeightsError for the first that is not
-        finite."""
+        slices, later ones only those that change. Any thread may call this. Raises WeightsError for the first slice
+        that is not finite."""
         if self._weights is None:
             dtype = getattr(torch, self._spec.engine.dtype)
             return build_weights(self._part, tensors, dtype, self._device, self._spec.max_seq, self._kernels)
@@ -190,7 +190,7 @@ def shard_tensors(share: Share, spec: ModelSpec, tensors: Mapping[str, torch.Ten
             own[name] = tensor
         elif name == EMBEDDING:
             own[name] = tensor if share.first else tensor[:1]
-        if name == spec.output_tensor:  # tied: the embedding; a separate head is ignored
+        if name == spec.output_tensor:  # if tied, this is the embedding, and a separate head is ignored
             own[LM_HEAD] = _rows(tensor, share.tokens) if share.last else tensor[:1]
     return own
 

@@ -391,13 +391,13 @@ _P_RECORDS, _I_RECORDS, _L_RECORDS = ctypes.c_void_p, ctypes.c_int, ctypes.c_int
 
 
 class WeightRecord(ctypes.Structure):
-    """kernels.h: struct weight."""
+    """The `struct weight` of kernels.h."""
 
     _fields_ = (("tiles", _P_RECORDS), ("out", _L_RECORDS), ("in", _L_RECORDS), ("dtype", _I_RECORDS))
 
 
 class ContextRecord(ctypes.Structure):
-    """kernels.c: struct context."""
+    """The `struct context` of kernels.c."""
 
     _fields_ = (
         *((name, _P_RECORDS) for name in ("cosines", "sines", "positions", "rows", "tables", "keys", "values")),
@@ -407,13 +407,13 @@ class ContextRecord(ctypes.Structure):
 
 
 class GuessesRecord(ctypes.Structure):
-    """drafts.c: struct guesses."""
+    """The `struct guesses` of drafts.c."""
 
     _fields_ = tuple((each.name, _P_RECORDS) for each in fields(Guessed))
 
 
 class BlockRecord(ctypes.Structure):
-    """kernels.c: struct block."""
+    """The `struct block` of kernels.c."""
 
     _fields_ = (
         *(
@@ -425,7 +425,7 @@ class BlockRecord(ctypes.Structure):
 
 
 class BuffersRecord(ctypes.Structure):
-    """kernels.c: struct buffers."""
+    """The `struct buffers` of kernels.c."""
 
     _fields_ = tuple((name, _P_RECORDS) for name in ("normed", "projected", "queries", "read", "gated"))
 
@@ -449,7 +449,7 @@ _INT32, _INT64 = (torch.int32,), (torch.int64,)
 def check_weights(
     block: Block, qkv: NativeWeight, out: NativeWeight, gate_up: NativeWeight, down: NativeWeight
 ) -> None:
-    """Check one block's weights: each product's output is as wide as the next one's input."""
+    """Check that the output of each product of a block is as wide as the input of the next one."""
     width = qkv.in_features
     require(out.out_features == width, f"out gives {out.out_features} numbers, the block takes {width}")
     require(gate_up.in_features == width, f"gate_up takes {gate_up.in_features} numbers, the block {width}")
@@ -463,7 +463,8 @@ def check_weights(
 
 
 def check_heads(num_heads: int, width: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Check the heads. `width`: queries, keys and values together. The cache's shape gives the key/value heads."""
+    """Check the sizes of the heads against `width`, the numbers of queries, keys and values together. The cache's shape
+    gives the number of key/value heads."""
     require(keys.ndim == 4, f"keys have {keys.ndim} axes; wanted: 4")
     pool, kv_heads, dim, _ = keys.shape
     expect("keys", keys, (pool, kv_heads, dim, BLOCK_TOKENS), FLOATS)

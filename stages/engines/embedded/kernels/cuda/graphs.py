@@ -13,8 +13,8 @@ and nothing read from the host in between. Therefore
     cache     stays in place; when its memory is released, the graphs are dropped too (`clear`)
 
 Only batches that draw after every token are captured: rows that decode, with or without drafts. Prompts run eagerly.
-Without capture (`run_directly`) a batch is padded all the same, so its numbers are the graph's. Tests use this on a
-CPU; nothing here has run on a GPU yet.
+Without capture (`run_directly`) a batch is padded too, so it gives the same numbers as a graph would. Tests use this on
+a CPU. Nothing here has run on a GPU yet.
 
 Shape letters: see `kernels.protocol`.
 """
@@ -85,7 +85,7 @@ Compute = Callable[[Tokens, Drawing], tuple[Int64[torch.Tensor, " N"], Float32[t
 
 
 def run_directly(run: Run) -> Run:
-    """Return `run` itself, in place of a capture: every replay computes."""
+    """Return `run` itself instead of a captured graph, so every replay runs the Python code."""
     return run
 
 
@@ -176,9 +176,9 @@ def size_for(num_tokens: int) -> int:
 
 
 def reads_no_new_key(batch: DecodeBatch) -> bool:
-    """Return True if no token reads a key that another token of the batch writes, i.e. if each written block is in the
-    tables once. (Rows share full blocks of their prompts, and the last token of such a block may be fed in the same
-    batch in which another row begins to read it.)"""
+    """Return True if each row has one token and no token reads a key that another token of the batch writes. Then each
+    written block is in the tables once. (Rows share full blocks of their prompts. One row may feed the last token of
+    such a block in the same batch in which another row begins to read the block.)"""
     if len(batch.tables) != len(batch.ids):
         return False
     written = batch.tables[batch.rows, batch.positions // BLOCK_TOKENS]

@@ -44,7 +44,7 @@ _TILE = 64
 _DOT_ROWS = 16
 """Smallest number of rows of a matrix product; smaller groups of query heads are padded."""
 _PROGRAMS_PER_PROCESSOR = 8
-"""Programs that keep one multiprocessor busy, with some to spare to even out unequal contexts."""
+"""Number of programs that keep one multiprocessor busy, even if their contexts differ in length."""
 _CHUNK = 4096
 """Logits per program. Fixed, since it decides the order in which the normaliser is summed."""
 _GATE_BLOCK = 1024
@@ -76,7 +76,7 @@ class TritonKernels(TorchKernels):
     name: str = "triton"
     supports_trees: bool = False
     programs: int = 1
-    """Attention programs that fill the device."""
+    """Number of attention programs that keep the whole device busy."""
     words: dict[int, torch.Tensor] = field(default_factory=dict)
     """`sampling.token_words` by vocabulary size; kept here, since captured batches go on reading them."""
 
@@ -300,7 +300,7 @@ def _attend(
     own_key = own_key.to(element)
     own_value = tl.load(key_at + kv_heads * DIM + d, mask=inside, other=0.0).to(element)
     own_score = tl.sum(q.to(tl.float32) * own_key.to(tl.float32)[None, :], axis=1) * scale
-    # not joined with `and`: the first is a constant at compile time, the second a value
+    # two conditions, not one with `and`: `WRITES` is known at compile time, the other only at run time
     if WRITES:  # noqa: SIM102
         if tl.program_id(2) == 0:
             block = tl.load(table + position // _PAGE)
@@ -436,9 +436,10 @@ def _look(
     logits: tl.tensor, temperatures: tl.tensor, keys: tl.tensor, words: tl.tensor, banned: tl.tensor,
     found: tl.tensor, places: tl.tensor, vocab: tl.tensor, num_banned: tl.tensor, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Reduce one chunk of one row's logits [N, V] to found [4, N, E]: the largest logit / temperature, the sum of
-    exponentials relative to it, the largest log p + noise up to a constant, and the logit / temperature at that token;
-    and places [N, E]: the token. Banned tokens [N, B] (negative: none) count as minus infinity."""
+    """Reduce one chunk of one row's logits [N, V] to `found` [4, N, E] and `places` [N, E]. `found`: the largest logit
+    / temperature, the sum of exponentials relative to it, the largest log p + noise up to a constant, and the logit /
+    temperature of the token with this maximum. `places`: that token. The logits of banned tokens [N, B] (negative:
+    none) count as minus infinity."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = i < vocab

@@ -1,5 +1,5 @@
 """Errors that end a command: `ConfigError` (exit code 2), with functions that report several problems as one error, and
-`StageFailed` with its kinds (exit code 3). Light to import, so that every command can."""
+`StageFailed` with its kinds (exit code 3). Light to import, because every command imports it."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ class PromptsConfig:
     format: Literal["plain", "chat"] = "plain"
     """plain: a text field; chat: a field holding a list of {role, content} messages, put through the chat template."""
     field: str = "prompt"
-    """Field (JSONL, CSV, Parquet) or 0-based column number (TSV) that holds the prompt. Under the default each line of
-    a .txt file is a prompt."""
+    """Field (JSONL, CSV, Parquet) or 0-based column number (TSV) that holds the prompt. With the default each line of a
+    .txt file is a prompt."""
     opening_tokens: int | None = setting(None, at_least(1))
     """Number of tokens at the start of each text that are the prompt; shorter texts are skipped. null: the whole text
     is the prompt."""

@@ -1,5 +1,5 @@
-"""Human judgements: comparisons of two responses to a prompt, and rated texts. Reads them, refuses what cannot be
-learnt from, and splits them into training, validation and held-out set."""
+"""Human judgements: comparisons of two responses to a prompt, and rated texts. This module reads them, refuses those
+that cannot be learnt from, and splits the others into a training, a validation and a held-out set."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class JudgedPair:
 
     @property
     def unit(self) -> str:
-        """Return what must not be in two parts of a split: the prompt."""
+        """The prompt as JSON. All judgements with the same unit are in the same part of a split."""
         return json.dumps(self.prompt, sort_keys=True)
 
 
@@ -62,7 +62,7 @@ Judgement = JudgedPair | RatedText
 
 @dataclass(frozen=True)
 class Split:
-    """Judgements of the training, validation and held-out set. No unit is in two of them."""
+    """Judgements of the training, validation and held-out set. No prompt, or rated text, is in two of them."""
 
     train: list[Judgement]
     validation: list[Judgement]
@@ -70,7 +70,8 @@ class Split:
 
 
 def load_split(config: PreferencesConfig, seed: int) -> Split:
-    """Return all judgements of a source, split by unit with a permutation of the seed. Raises PreferencesError."""
+    """Return all judgements of a source, split by prompt, or by rated text, with a permutation that depends on `seed`.
+    Raises PreferencesError."""
     judgements = load_judgements(config, "data.url", config.url)
     parts = {"validation": config.validation}
     given: list[Judgement] | None = None
@@ -117,7 +118,7 @@ def load_judgements(config: PreferencesConfig, key: str, url: str) -> list[Judge
 
 
 def _fields(config: PreferencesConfig) -> Iterator[str]:
-    """Return the settings that name the fields of a row."""
+    """Yield the settings that name the fields of a row."""
     if config.kind == "pairs":
         yield from ("prompt", "chosen", "rejected")
     else:

@@ -142,7 +142,7 @@ def mentions(problem: Problem, keys: Collection[str]) -> bool:
 
 
 def divides(key: str, part: int, whole_key: str, whole: int) -> Iterator[Problem]:
-    """Yield a problem if `part` does not divide `whole`. Both must be 1 or more; otherwise that is the problem."""
+    """Yield a problem if `part` does not divide `whole`. Numbers below 1 are left to other checks."""
     if part >= 1 and whole >= 1 and whole % part:
         divisors = ", ".join(str(number) for number in range(1, whole + 1) if whole % number == 0)
         yield Problem(key, part, f"must divide {whole_key} = {whole}: one of {divisors}")

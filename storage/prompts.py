@@ -1,7 +1,7 @@
 """Prompt sources: reading their files, holding some prompts out, and choosing a step's prompts.
 
-Files of rows (JSONL, CSV, Parquet, columns of text) are read by fsspec URL, human judgements too. Each row comes with
-its place, for error messages.
+Files of rows (JSONL, CSV, Parquet, columns of text) are read by fsspec URL. Human judgements are read with the same
+functions. Each row comes with its URL and line, for error messages.
 
 The prompts of a step are a pure function of (seed, step), so a resumed run needs no cursor:
 
@@ -71,7 +71,7 @@ def _csv(url: str) -> Iterator[Row]:
     try:
         for cells in reader:
             where = f"{url} line {reader.line_num}"
-            if not cells:  # a blank line; one of blank cells is a row, and refused as such where its text is needed
+            if not cells:  # a blank line; a line of blank cells is a row, which is refused where its text is needed
                 continue
             if not names:
                 names = _field_names(cells, where)
@@ -162,7 +162,7 @@ class PromptItem:
 
 
 def load_texts(config: PromptsConfig) -> list[PromptItem]:
-    """Return all prompts of a source in its order; blank lines do not count. Without a column's number each line of a
+    """Return all prompts of a source in its order; blank lines do not count. With the default field each line of a
     .txt file is a prompt. Raises PromptsError, naming URL, line (from 1) or row (from 0) and field."""
     plain = PurePosixPath(config.url).suffix == ".txt" and config.field == "prompt"
     if has_columns(config.url) and not config.field.isdecimal() and not plain:
@@ -178,12 +178,13 @@ def load_texts(config: PromptsConfig) -> list[PromptItem]:
 
 
 HELD_OUT = 64
-"""Default number of prompts that are set aside, unless a tenth is less."""
+"""Default number of prompts that are set aside, if a tenth of all is not less."""
 
 
 def held_out_by_default(num: int, shards: int) -> int:
-    """Return how many of `num` prompts to set aside if the config does not say: `HELD_OUT`, or a tenth rounded down to
-    a multiple of `shards`, and at least 2, since an evaluation has a spread."""
+    """Return how many of `num` prompts to set aside if the config does not say: the smaller of `HELD_OUT` and a tenth,
+    rounded down to a multiple of `shards`. It is at least 2 (rounded up to a multiple of `shards`), because an
+    evaluation reports a spread."""
     most, least = min(HELD_OUT, num // 10), -(-2 // shards) * shards
     return max(most - most % shards, least)
 

@@ -123,8 +123,8 @@ class Rollout(Record):
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True)
 class Scores(Record):
-    """Output of `score`: one number per response, before any KL term; the named parts whose weighted sum it is; and the
-    disagreement of ensembles.
+    """Output of `score`: one number per response, before any KL term; the named parts, whose weighted sum is this
+    number; and the disagreement of ensembles.
 
     Parts have the names that the config gives them. Each is an array of its own: `scores.NAME`, `disagreement.NAME`.
     """
@@ -133,7 +133,7 @@ class Scores(Record):
     scores: Float32[np.ndarray, " rows"]
     parts: Mapping[str, Float32[np.ndarray, " rows"]] = field(default_factory=dict)
     disagreement: Mapping[str, Float32[np.ndarray, " rows"]] = field(default_factory=dict)
-    """Standard deviation over the members, by part."""
+    """Standard deviation over the members of an ensemble, by part."""
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays as they are stored."""
@@ -317,7 +317,7 @@ DESCRIPTIONS = MappingProxyType(
 
 
 def describe(name: str) -> Attributes:
-    """Return the attributes of an array, found by prefix for the parts of a score. None if it is not described."""
+    """Return the attributes of an array, found by prefix for the parts of a score. Empty for an unknown name."""
     if name.startswith(SCORE_PREFIX):
         return _array(f"part {name.removeprefix(SCORE_PREFIX)} of the score, before its weight")
     if name.startswith(DISAGREEMENT_PREFIX):

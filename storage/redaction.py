@@ -4,9 +4,9 @@
     URLs       user and password, and every value of a query
     texts      `name=value`, `{name: value}` and `--name value` with such names; `Bearer ...`; keys of well-known shapes
 
-Every exit calls `redacted` or `redacted_text`: the journal, the terminal, identity.json, MLflow, the report, the pages.
-A secret under a harmless name, in a text of none of these forms, is not found. Redacting twice changes nothing.
-Standard library only.
+All code that writes for readers calls `redacted` or `redacted_text`: the journal, the terminal, identity.json, MLflow,
+the report, the pages. A secret under a harmless name, in a text of none of these forms, is not found. Redacting twice
+changes nothing. Standard library only.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def redacted(content: Any) -> Any:
 def redacted_text(text: str) -> str:
     """Return a text without its secrets."""
     text = _URL.sub(lambda match: match[1] + _redacted_url(match[2]), text)
-    text = _BEARER.sub(rf"\1{MARK}", text)  # first: of `Authorization: Basic ...` the word after the colon is no secret
+    text = _BEARER.sub(rf"\1{MARK}", text)  # first: the others hide only `Basic` of `Authorization: Basic ...`
     for pattern in (_ASSIGNED, _MAPPED, _OPTION):
         text = pattern.sub(_value_hidden, text)
     return _SHAPES.sub(MARK, text)

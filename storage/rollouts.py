@@ -2,7 +2,7 @@
 
     rollouts.zarr/step_000012/tokens/c/3/0     tokens of shard 3 of step 12 (all stages of a step share its group)
     rollouts.zarr/evaluate_000012/...          the rows that `evaluate` sampled with version 12 of the weights
-    attempts/generate-000012-0003-a0-1f6c2a9b/ files of one attempt that are not yet in their place
+    attempts/generate-000012-0003-a0-1f6c2a9b/ files of one attempt that are not yet at their chunk keys
 
 Writing is a write-ahead log of files (law 2):
 
@@ -26,12 +26,12 @@ arrays.
 Each process keeps the records that it read or wrote last, so that stages of one worker do not read the same rows again.
 Committed records never change, so a kept record is as good as the file.
 
-Arrays of old steps may be deleted (`storage.keep.rollouts`). A record, written before the first file goes, says so:
+Arrays of old steps may be deleted (`storage.keep.rollouts`). A file records this before the first deletion:
 
     dropped.json   {"format": 1, "rollouts_before": 30, "by": "storage.keep.rollouts", "checksum": "..."}
 
-Commit records of those steps stay, and so do all evaluations. A reader that misses a file looks here and reports
-"dropped" instead of "missing".
+Commit records of those steps stay, and so do all evaluations. A reader that does not find an array looks into
+this file, and reports "dropped" instead of "missing".
 
 The root has attributes and arrays that belong to no step:
 
@@ -134,7 +134,7 @@ class RolloutStore:
         check_logprobs(record, mask)
         attempt = attempt or new_attempt()
         prepared, contents = self._encode(address, record, provenance, attempt, metrics, state)
-        # An exception of the commit itself discards nothing: it may exist all the same, and `recover` will know.
+        # If the commit itself raises, nothing is discarded: it may exist nevertheless, and `recover` finds out.
         winner = self._ledger.commit(prepared, before=lambda: self._write_attempt(prepared, contents))
         if winner.attempt == attempt:
             self._recent.put((address, attempt), record)
@@ -218,13 +218,13 @@ class RolloutStore:
                     write_metadata(self._run, {key: data})
 
     def attempts(self) -> list[tuple[Address, str]]:
-        """Return the attempts with files that are not in their place: running, or of processes that died."""
+        """Return the attempts whose files are not at their chunk keys: running ones, and those of dead processes."""
         directories = sorted({key.split("/", 1)[0] for key in files.keys(self._attempts)})
         return [found for found in map(of_attempt_key, directories) if found is not None]
 
     def finalise(self) -> None:
-        """Move everything that is committed to its place and remove all attempts. For a driver at the end, when every
-        node has its commit and no worker is there."""
+        """Move the files of all committed attempts to their chunk keys, and remove all attempts. For a driver at the
+        end, when every node has its commit and no worker is running."""
         self.recover()
         files.remove_tree(self._run, "attempts")
 
@@ -265,7 +265,7 @@ class RolloutStore:
         return record
 
     def dropped_before(self) -> int:
-        """Return the first step whose arrays were not deleted; 0 if none were. Raises StoreError."""
+        """Return the first step whose arrays were not deleted; 0 if nothing was deleted. Raises StoreError."""
         return read_dropped(self._run)
 
     def drop(self, before: int) -> int:
@@ -285,7 +285,7 @@ class RolloutStore:
             write_dropped(self._run, step)
 
     def plain_faults(self, commit: Commit) -> Iterator[str]:
-        """Return what a plain Zarr reader does not find, or reads differently from what was committed."""
+        """Yield the faults of a commit's arrays for a plain Zarr reader: not found, or not the committed numbers."""
         for key in ("zarr.json", f"{_group(commit.address)}/zarr.json") if commit.arrays else ():
             if not is_group(files.read(self._data, key)):
                 yield f"{self._data.at(key)}: is not what was written: plain Zarr does not find the arrays below it"
@@ -353,8 +353,8 @@ class RolloutStore:
         return found | {f"{group}/{name}/zarr.json": t.described(describe(name)) for name, t in arrays.items()}
 
     def _chunk(self, commit: Commit, key: str) -> bytes | None:
-        """Return a committed file from its place, or from the attempt. Asks for the place again at the end, since the
-        file may have moved between the two looks."""
+        """Return the content of a committed file, from its chunk key or from the attempt; None if it is missing. Looks
+        at the chunk key again at the end, because the file may have moved between the two looks."""
         final = f"{_group(commit.address)}/{key}"
         data = files.read(self._data, final)
         if data is None:
@@ -399,7 +399,7 @@ def _why_absent(address: Address, what: str, before: int) -> StoreError:
 
 
 def _rows_of(layout: Layout, address: Address, num_rows: int) -> slice:
-    """Return the slice of an output's rows in the step's array, including the padding of its last shard."""
+    """Return the slice of an output's rows in the step's array."""
     shards = shards_of(layout, address, num_rows)
     return slice(shards.start * layout.rows_per_shard, shards.stop * layout.rows_per_shard)
 

@@ -38,15 +38,15 @@ _COMPRESSOR: Final = "lz4"
 _LEVEL = 5
 _INDEX = np.dtype("<u8")
 # numcodecs guards Blosc's state by a lock between processes, which share no such state. Its semaphore has a name in
-# shared memory, which stays there if the process is killed. A lock between threads does as well.
+# shared memory, which stays there if the process is killed. A lock between threads is enough.
 blosc._MUTEX, blosc._MUTEX_IS_INIT = threading.Lock(), True
 _SUM_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Template:
-    """An array of a group. It encodes and decodes one shard at a time, in any number of threads. Made once per field
-    and process, since Zarr's metadata takes milliseconds."""
+    """The layout of an array of a Zarr group. It encodes and decodes one shard at a time, in any number of threads.
+    Made once per field and process, since Zarr's metadata takes milliseconds."""
 
     metadata: bytes
     dtype: np.dtype[Any]
@@ -165,7 +165,7 @@ def encode_whole(array: np.ndarray, dimension: str, attributes: Mapping[str, Any
 
 
 def shards_of(layout: Layout, address: Address, rows: int) -> range:
-    """Return the shards of the arrays that a record of so many rows fills."""
+    """Return the shards that a record of `rows` rows fills. Raises ValueError if it fills neither one shard nor all."""
     if rows == layout.rows_per_shard and address.shard < layout.num_shards:
         return range(address.shard, address.shard + 1)
     if rows == layout.num_rows and address.shard == 0:

@@ -35,9 +35,9 @@ _COPY, _STAGED = ".copy", ".copy.manifest"
 
 @contextmanager
 def receiving(board: WeightBoard, version: int, *, wait_s: float) -> Iterator[bool]:
-    """Yield True if this process is the one of its host that receives a version, until the block ends. If another one
-    is, yield False for `wait_s` 0; otherwise wait for the lock, and the caller should then look whether the version has
-    arrived.
+    """Yield True when this process is the only one of its host that may receive a version, until the block ends. If
+    another process is receiving it, yield False at once for `wait_s` 0. Otherwise wait for its lock and yield True. The
+    caller should then check whether the version has arrived.
 
     Raises:
         StoreError: nothing has arrived for `wait_s`, and the named process still holds the lock.
@@ -57,9 +57,9 @@ def receiving(board: WeightBoard, version: int, *, wait_s: float) -> Iterator[bo
                 take_lock(lock, path, wait_s, progress=arrived)
             if is_named(lock, path):
                 break
-            stack.pop_all().close()  # whoever had it removed the file when done with it
+            stack.pop_all().close()  # its former holder removed this file: open the new one
         stack.callback(path.unlink, missing_ok=True)
-        for left in board.directory.glob(f"{stem(version)}-*{_COPY}*"):  # by holders before, who died
+        for left in board.directory.glob(f"{stem(version)}-*{_COPY}*"):  # files of earlier holders that died
             manifest = board.manifest(version)
             if manifest is None or left.name != manifest.file:
                 left.unlink(missing_ok=True)
@@ -81,8 +81,8 @@ def is_copy(manifest: Manifest) -> bool:
 
 
 class IncomingVersion:
-    """The files of a version that is arriving. If it is closed before `finish`, it leaves nothing. For the holder of
-    `receiving`."""
+    """The files of a version that is arriving. If it is closed before `finish`, it leaves no files. Only the holder
+    of `receiving` may use it."""
 
     def __init__(self, board: WeightBoard, manifest: Manifest) -> None:
         """Create the files. `manifest`: the sender's. Raises OSError if there is no space."""
@@ -146,7 +146,7 @@ class IncomingVersion:
             self._checked, self._sum = self._checked + 1, xxhash.xxh3_64()
 
     def finish(self) -> Manifest:
-        """Make the version exist. Raises StoreError if bytes are missing."""
+        """Make the version exist, and return the manifest that exists then. Raises StoreError if bytes are missing."""
         if not self.complete:
             raise StoreError(
                 f"weights v{self.manifest.version}: {self.num_bytes} of {self.manifest.file_bytes} bytes arrived"

@@ -8,8 +8,8 @@ enter it:
     v000012.lease.<pid>-<uuid>     one per open lease; counts while its process lives
     spare.bin                      memory of the version released last, for the next one
 
-A version that was published on another host has a `.copy` instead of a `.bin` (`storage/weight_copies.py`). The
-manifest names its .bin, so that two publishers of one version cannot mix their files. A publisher that was killed may
+A version that was published on another host has a `.copy` instead of a `.bin` (`storage/weight_copies.py`). A manifest
+names its .bin, so that two publishers of one version cannot mix their files. A publisher that was killed may
 leave a .bin without a manifest; the next publish of that version removes it. Publisher and readers must see each
 other's pids (one host, one pid namespace).
 
@@ -76,7 +76,8 @@ class TensorInfo(FilePlace):
     """Place and sum of a tensor."""
 
     xxh3: int
-    """XXH3-64 of the bytes. The next generation waits for the sums, and CRC-32 takes seven times as long."""
+    """XXH3-64 of the bytes. Generation with a new version waits for these sums. CRC-32 would take seven times as
+    long."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class WeightAttempt:
     file: str
     places: tuple[FilePlace, ...]
     exists: bool
-    """The version exists already, in this file: `WeightBoard.put` compares with it and writes nothing."""
+    """True if the version exists already, in this file. `WeightBoard.put` then compares and writes nothing."""
 
 
 class WeightLease:
@@ -168,7 +169,7 @@ class WeightBoard:
     """A directory of versions. Any number of processes of one host and user share it; one of them closes it."""
 
     def __init__(self, directory: str | Path) -> None:
-        """Raises StoreError, naming the directory, if another user owns it: its name can be guessed."""
+        """Raises StoreError, naming the directory, if another user owns it, who may have guessed its name."""
         self.directory = Path(directory)
         private_directory(self.directory)
 
@@ -187,8 +188,8 @@ class WeightBoard:
 
     @contextlib.contextmanager
     def attempt(self, version: int, places: tuple[FilePlace, ...]) -> Iterator[WeightAttempt]:
-        """Return a context in which a version can be written. After it the file is removed unless the version exists
-        with it. Raises ValueError if the version exists already with other places."""
+        """Return a context in which a version can be written. At its end the file is removed, unless it is the
+        version's file then. Raises ValueError if the version exists already with other places."""
         existing = self.manifest(version)
         if existing is not None:
             begun = WeightAttempt(version, existing.file, places, exists=True)
@@ -220,7 +221,7 @@ class WeightBoard:
         self._tried(attempt.version, lambda: self._put(attempt, path, place.offset + start, rows, stride))
 
     def sums(self, attempt: WeightAttempt, places: Iterable[FilePlace]) -> dict[str, int]:
-        """Read tensors of which all parts are written, and return their sums by name."""
+        """Return the sums of some tensors by name. All their parts must have been written."""
         buffer = memoryview(bytearray(_PIECE_BYTES))
         found = {}
         with (self.directory / attempt.file).open("rb", 0) as stream:
@@ -236,8 +237,8 @@ class WeightBoard:
         return found
 
     def finish(self, attempt: WeightAttempt, sums: Mapping[str, int]) -> Manifest:
-        """Make a version exist of which all parts are written. Return the manifest that exists then: this one, or that
-        of a faster publisher. Raises ValueError if that one has other tensors."""
+        """Make a version exist. All its parts must have been written. Return the manifest that exists then: this one,
+        or a faster publisher's. Raises ValueError if the faster publisher has other tensors."""
         infos = tuple(TensorInfo(**vars(place), xxh3=sums[place.name]) for place in attempt.places)
         manifest = Manifest(attempt.version, attempt.file, infos, _digest(infos))
         staged = (self.directory / attempt.file).with_suffix(".manifest")
@@ -296,7 +297,7 @@ class WeightBoard:
         if manifest is not None:
             self._manifest_path(version).unlink(missing_ok=True)
             data = self.directory / manifest.file
-            # Whoever has read the manifest meanwhile had left its lease before: it may have mapped the file.
+            # A reader that read the manifest just before had created its lease first, and may have mapped the file.
             read = any(self.directory.glob(f"{stem(version)}.lease.*"))
             with contextlib.suppress(FileNotFoundError):
                 data.replace(self._spare) if data.suffix == ".bin" and not read else data.unlink()
@@ -434,7 +435,7 @@ def _other_tensors(attempt: WeightAttempt) -> ValueError:
 
 
 def _write(file: int, data: memoryview, offset: int) -> None:
-    """Write all bytes. Not through a mapping: on a full tmpfs a store to one is a SIGBUS, a write is an OSError."""
+    """Write all bytes. Uses no mapping: on a full tmpfs a store to a mapping is a SIGBUS, and a write an OSError."""
     while data:
         count = os.pwrite(file, data, offset)
         data, offset = data[count:], offset + count

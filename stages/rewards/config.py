@@ -18,8 +18,8 @@ JUDGES = ("judge", "local_judge")
 JUDGE_BUDGET = ("max_requests", "max_cost", "prompt_price", "completion_price")
 """Arguments of a judge that limit its requests and costs. They do not change any score."""
 TIMEOUT_S, RETRY_S = 60.0, 300.0
-"""Default seconds of one request to a judge or of a batch in a user's own reward, and of the longest silence of a
-judge."""
+"""Default seconds after which a request to a judge, or a batch in a user's own reward, is too slow; and default for the
+longest time without an answer of a judge."""
 REASONING_SCHEME = "reasoning-gym:"
 """Prefix of prompt sources that generate problems from a seed (stages/rewards/reasoning.py)."""
 
@@ -39,7 +39,7 @@ class PartConfig:
     """Seconds for a batch in your own reward. Rewards that ship with Stageline have no such limit; `format` and
     `reasoning_gym` have `args.timeout_s` for one answer."""
     network: bool = False
-    """For your own reward: it may use the network."""
+    """For your own reward: true if it may use the network."""
     environment: list[str] = field(default_factory=list)
     """For your own reward: names of further environment variables that it gets."""
     writes: list[str] = field(default_factory=list)
@@ -76,7 +76,7 @@ class RewardPartsConfig:
 
     def named(self, key: str) -> Mapping[str, tuple[str, PartConfig]]:
         """Return name -> (key path of the settings, the settings) of every part. In the short form the part has the
-        name of its kind. `key`: key path of this section."""
+        name of its kind, or of the function for a user's own reward. `key`: key path of this section."""
         if self.kind is not None:
             name = self.kind.rpartition(":")[2].rpartition(".")[2]
             return {name: (key, PartConfig(self.kind, args=self.args))}
@@ -88,7 +88,8 @@ class RewardConfig(RewardPartsConfig):
     """The reward of a response: the weighted sum of its parts, normalised over the run."""
 
     trust_answers: bool = False
-    """Score even if this host's kernel cannot confine code that evaluates sampled text; `evaluate.reward` too."""
+    """Score even if this host's kernel cannot confine code that evaluates sampled text. This holds for
+    `evaluate.reward` too."""
     normalize: NormalizeConfig = field(default_factory=NormalizeConfig)
 
 

@@ -36,8 +36,8 @@ PASS_TOKENS = 4096
 
 
 class ModelReward(Reward):
-    """Owns a use of a reward model of this process. It scores the token ids of prompt, response and EOS as they were
-    sampled; the score includes the model's bias."""
+    """Owns one use of a reward model that this process loads. It scores the token ids of prompt, response and EOS as
+    they were sampled; the score includes the model's bias."""
 
     def __init__(self, path: str, dtype: str = "float32", batch_tokens: int | None = PASS_TOKENS) -> None:
         """Raises UnfitReward, naming the argument.
@@ -101,11 +101,11 @@ def _path_problem(path: object) -> str | None:
 
 DTYPES = ("float32", "bfloat16")
 EACH_ALONE = 1
-"""Most tokens of a micro-batch; a longer row is alone in one."""
+"""Most tokens of a micro-batch if each row is to have its own: a longer row is alone in a micro-batch."""
 
 
 class Holds(StrEnum):
-    """Key of a loaded model."""
+    """Kind of a loaded model."""
 
     REWARD = "reward model"
     """A `RewardModel`."""
@@ -124,8 +124,9 @@ class Loading:
 
 
 class _ProcessModels:
-    """The scoring models of this process, each loaded once for all its users, and the process group that they share,
-    since Megatron keeps its groups in globals. The group has this one rank, unless the process is a rank of a gang."""
+    """The scoring models of this process, each loaded once for all its users, and their process group. They share
+    the group because Megatron keeps its groups in globals. It has this one rank, unless the process is a rank of a
+    gang."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -135,7 +136,7 @@ class _ProcessModels:
         self._membership: Any = None
         self._layout = LayoutConfig()
         self._rank: Rank | None = None
-        """The rank of the gang that the process belongs to; None: of no gang."""
+        """The process's rank in its gang; None: it belongs to no gang."""
 
     def join(self, rank: Rank, layout: LayoutConfig) -> Any:
         """Join a gang whose ranks divide every model by a layout, until `leave`. Block until all ranks have joined.
@@ -168,7 +169,8 @@ class _ProcessModels:
             return self._models[loading]
 
     def give_back(self, loading: Loading) -> None:
-        """Give a model back. Its last user unloads it; the last model leaves the group of this one rank."""
+        """Give a model back. It is unloaded when its last user gives it back. After the last model a process without a
+        gang leaves its process group."""
         with self.lock:
             self._users[loading] -= 1
             if self._users[loading]:
@@ -201,7 +203,7 @@ class _ProcessModels:
 
 
 HERE = _ProcessModels()
-"""The reward models of this process."""
+"""The scoring models of this process."""
 
 
 # ---- ensemble --------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """The base class of rewards: rules, users' own, reward models, judges.
 
 A reward is called with the rows of a shard, or with batches of them, in a worker of the role `score`, while other
-shards are still generated. It may take its time there (a model, an answer over HTTP): only the `advantage` node of its
-own step waits for it, if that node runs on another gang (`placement.roles.advantage`).
+shards are still generated. A slow reward (a model, an answer over HTTP) delays only the `advantage` node of its
+own step, if that node runs on another gang (`placement.roles.advantage`).
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Scored:
     """Scores of some samples if there is more than one number for each."""
 
     parts: Mapping[str, Sequence[float]]
-    """Name of a part -> one finite number per sample. Their sum counts; each is stored and logged. An only
-    part may have an empty name: then it gets the reward's name in the config."""
+    """Name of a part -> one finite number per sample. The score is the sum of the parts; each is stored and logged. A
+    single part may have an empty name. It then gets the reward's name in the config."""
     disagreement: Sequence[float] | None = None
     """For an ensemble: standard deviation over its members, per sample."""
     measured: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Numbers that are stored and logged like parts, but do not count."""
+    """Numbers that are stored and logged like parts, but are not a part of the score."""
 
 
 class Reward(ABC):
@@ -58,10 +58,10 @@ class Reward(ABC):
     """Most tokens of a call, prompts and responses padded to the longest of its rows; a single row may have more. None:
     all rows of the shard."""
     fields: frozenset[str] = frozenset()
-    """Names of the prompts' fields that it reads. Every prompt must have them."""
+    """Names of the prompts' fields that the reward reads. Every prompt must have them."""
     protections: Mapping[str, str | None] = MappingProxyType({})
-    """If it runs code in a sandbox: what the code is kept from (files, network, processes) -> the mechanism that
-    enforces it; None: nothing does."""
+    """For a reward that runs code in a sandbox: each target that can be protected from the code (files, network,
+    processes) -> the mechanism that protects it; None: nothing does."""
 
     @abstractmethod
     def __call__(self, samples: Sequence[Sample]) -> Sequence[float] | Scored:

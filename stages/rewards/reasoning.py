@@ -104,7 +104,7 @@ def _check(url: str, name: str, settings: Mapping[str, Any]) -> None:
 
 
 def _value(text: str) -> Any:
-    """Return the number, truth value or list that a text is in JSON, or the text."""
+    """Return the value of a text that is JSON (a number, `true`, a list), otherwise the text itself."""
     try:
         return json.loads(text)
     except ValueError:

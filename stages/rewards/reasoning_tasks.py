@@ -1,7 +1,7 @@
 """Tasks of `reasoning-gym` and their scorers. The scorers run in a sandbox, since they may evaluate an answer as
 Python.
 
-Only this module imports reasoning_gym, when it is needed, since that takes a second.
+Only this module imports reasoning_gym. It does so when a task is needed, because the import takes a second.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Answers:
         return self._answer(fields["response"]) or ""
 
     def prepare(self, fields: Mapping[str, Any]) -> Callable[[], float]:
-        """Generate the problem of a response (`problem`: the prompt's fields). Raises RewardFailed if it is not the
-        problem that the run's prompt has."""
+        """Generate the problem of a response (`problem`: the prompt's fields), and return a function that scores the
+        response. Raises RewardFailed if the problem is not that of the run's prompt."""
         asked = fields["problem"]
         task = make_task(asked["task"], json.dumps(asked["settings"], sort_keys=True))
         problem = _problem(task, int(asked["index"]))

@@ -44,7 +44,7 @@ REWARDS: dict[str, str] = {
 KEYS = "attached"
 """Folder in a run's directory with the keys of its workers (pipeline/config/paths.py)."""
 _NUMBERS = BeartypeConf(is_pep484_tower=True)
-"""An integer is a float too."""
+"""Settings of a type check under which an integer is a float, too."""
 _SECRET = re.compile(r"(^|_)(key|apikey|secret|password|auth|authorization|bearer|token)($|_)", re.IGNORECASE)
 """Names of arguments that may hold a secret; messages do not show their values."""
 

@@ -38,7 +38,7 @@ class CharacterReward(Reward):
 
 @dataclass(frozen=True)
 class LengthReward(Reward):
-    """1 for a response of `target` characters, falling linearly to 0 at none and at twice as many."""
+    """1 for a response of `target` characters, falling linearly to 0 for an empty response and for twice as many."""
 
     target: int
     deterministic = True
@@ -132,8 +132,8 @@ class OverlongPenalty(Reward):
 
 @dataclass(frozen=True)
 class RepetitionPenalty(Reward):
-    """-(1 - distinct / all n-grams of the response's tokens): 0 if none occurs twice, near -1 if one is repeated
-    throughout, 0 for a response of fewer than `n` tokens."""
+    """-(1 - distinct / all n-grams of the response's tokens): 0 if no n-gram occurs twice, near -1 if one is
+    repeated throughout, and 0 for a response of fewer than `n` tokens."""
 
     n: int = 3
     deterministic = True

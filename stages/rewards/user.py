@@ -62,7 +62,7 @@ class UserReward(Reward):
             self._sandbox.close()
 
     def _answer(self, request: Mapping[str, Any], samples: Sequence[Sample]) -> Mapping[str, Any]:
-        """Ask the process; if it ended, start a new one and ask that, once."""
+        """Return the process's answer. If the process ended, start a new one, once, and ask it again."""
         assert self._sandbox is not None
         before = ""
         while True:

@@ -2,10 +2,10 @@
 
     DIRECTORY/spent-JUDGE-*.txt    one file for each process: requests, prompt tokens, completion tokens
 
-Each process writes its own file and adds up all files. It records a request before it looks whether the sum is within
-the budget, and takes it back if not. If two processes want the last request, at most one gets it. The sum never exceeds
-`max_requests` where processes see each other's writes at once, as on one host; on several hosts, a network filesystem
-may show them seconds late.
+Each process writes its own file and adds up all files. Before it sends a request, it records the request, checks the
+sum against the budget, and takes the request back if the budget is used up. If two processes want the last request, at
+most one gets it. The sum never exceeds `max_requests` where processes see each other's writes at once, as on one host;
+on several hosts, a network filesystem may show them seconds late.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Spending:
     """Owns this process's file about a judge's use. Thread-safe."""
 
     def __init__(self, budget: Budget, directory: Path | None, judge: str) -> None:
-        """`judge`: a name of the judge, the same in every process. `directory` None: only this process counts. Nothing
+        """`judge`: a name of the judge, the same in every process. `directory`: None limits this process alone. Nothing
         is created before the first request."""
         self.budget = budget
         self._directory, self._judge = directory, judge

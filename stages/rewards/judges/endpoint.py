@@ -50,7 +50,7 @@ class Endpoint:
     timeout_s: float
     """Longest time of one request, in seconds."""
     retry_s: float
-    """Most seconds without an answer of the judge. Running requests may still finish then."""
+    """Most seconds without an answer of the judge before the call fails."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ async def _ask_all(
     slots = asyncio.Semaphore(endpoint.concurrency)
     retries = _Retries(time.monotonic(), endpoint.retry_s)
     ends: list[BudgetSpent] = []
-    # Its own limit is 100, and a request that waits for a connection is already timed.
+    # The default limit is 100, and the time-out runs while a request waits for a connection.
     connector = aiohttp.TCPConnector(limit=endpoint.concurrency)
     async with aiohttp.ClientSession(headers=headers, connector=connector) as session:
 

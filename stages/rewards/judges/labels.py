@@ -54,7 +54,7 @@ def pairs_of(
     candidates: Candidates, number: int, seed: int, most: int | None
 ) -> tuple[list[tuple[int, int]], Counter[str]]:
     """Return the pairs of responses that can be compared (all, or a random choice of `most`), and how many pairs cannot
-    be compared. `number`: number of the prompt in its source."""
+    be compared, by reason. `number`: number of the prompt in its source."""
     dropped = Counter({ALONE: 1} if len(candidates.responses) < 2 else {})
     usable: list[tuple[int, int]] = []
     for one, other in combinations(range(len(candidates.responses)), 2):

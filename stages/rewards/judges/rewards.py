@@ -43,7 +43,7 @@ class JudgeReward(Reward):
     response was found; see `rubric.scored`."""
 
     deterministic = False
-    """A server's last bits depend on its other requests; cached answers never change."""
+    """The last bits of a server's numbers depend on its other requests. Cached answers never change."""
 
     def __init__(
         self,
@@ -159,8 +159,8 @@ class JudgeReward(Reward):
 
 
 class LocalJudgeReward(Reward):
-    """Owns a use of a language model of this process as a judge. It reads the next token after the chat template, so
-    its verdict is that of `JudgeReward` with `read: likelihood` on a server with the same model."""
+    """Owns one use of a language model that this process loads, as a judge. It reads the next token after the chat
+    template, so its verdict is that of `JudgeReward` with `read: likelihood` on a server with the same model."""
 
     def __init__(
         self,

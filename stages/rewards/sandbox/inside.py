@@ -10,7 +10,7 @@ The worker sees only the keeper, which ends with the exit status of the code. Wh
 for it, all processes beneath the keeper are killed, also those in other sessions and process groups.
 
     first message   the order (`process.Sandbox`)   confine this process, answer with the protections in force
-    afterwards      the function `serve` of the order has the channel
+    afterwards      the function `serve` of the order uses the channel
 
 No other part of Stageline is loaded until the process is confined.
 """
@@ -71,7 +71,8 @@ def resolve(name: str) -> Callable[..., Any]:
 
 
 def _confine(order: Mapping[str, Any], channel: SandboxChannel, parent: int) -> dict[str, str | None]:
-    """Leave a keeper behind and confine this process. Return protection -> the mechanism that enforces it, or None."""
+    """Make this process the keeper, and go on in a child, which is confined. Return there: protection -> the mechanism
+    that enforces it, or None."""
     network, answers, use = order["network"], order["answers"], order["use"]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     spaces = "namespaces" in use and _namespaces_work(network)
@@ -90,7 +91,7 @@ def _confine(order: Mapping[str, Any], channel: SandboxChannel, parent: int) -> 
         _become_first(channel)
     os.environ["TMPDIR"] = scratch
     os.setsid()
-    with suppress(OSError):  # short of memory, the kernel ends this process rather than the worker
+    with suppress(OSError):  # if memory is short, the kernel ends this process rather than the worker
         Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_FSIZE, (_LARGEST_FILE_BYTES, _LARGEST_FILE_BYTES))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -116,8 +117,8 @@ def _confine(order: Mapping[str, Any], channel: SandboxChannel, parent: int) -> 
 
 
 def _own_writes(scratch: str, *, shared: bool) -> list[str]:
-    """Return where a user's own code may write. `shared`: without a namespace its semaphores are in the host's
-    folder."""
+    """Return where a user's own code may write. `shared`: True without namespaces, where its semaphores are in the
+    host's folder."""
     return [scratch, *([_SHARED_MEMORY] if shared else []), *_DEVICES, *glob("/dev/nvidia*")]
 
 
@@ -144,7 +145,7 @@ def _namespaces_work(network: bool) -> bool:
 
 def _fork_and_keep(channel: SandboxChannel, scratch: str | None) -> None:
     """Return in a child. This process stays as its keeper and ends as the child does. `scratch`: without namespaces, a
-    folder to delete then; the keeper also kills the child's other descendants."""
+    folder that the keeper then deletes, after it has killed the child's other descendants."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     child = os.fork()
     if not child:

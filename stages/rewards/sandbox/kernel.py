@@ -116,9 +116,9 @@ def can_filter_calls() -> bool:
 
 
 def restrict_files(reads: Iterable[str], writes: Iterable[str], *, network: bool) -> None:
-    """Forbid every file but those beneath `reads` and `writes`. From version 4 of Landlock on also forbid TCP unless
-    `network`, and from version 6 on signals to processes outside and their abstract sockets. Paths that do not exist
-    are left out."""
+    """Forbid access to all files, except reads beneath `reads` and any access beneath `writes`. From version 4 of
+    Landlock on also forbid TCP unless `network`, and from version 6 on signals to processes outside and their abstract
+    sockets. Paths that do not exist are left out."""
     version = landlock_version()
     handled = (1 << _FILE_RIGHTS[min(version, max(_FILE_RIGHTS))]) - 1
     fields = [handled]
@@ -192,9 +192,9 @@ def drop_capabilities() -> None:
 
 
 def filter_calls(*, network: bool, answers: bool) -> None:
-    """Refuse system calls with EPERM (`clone3` with ENOSYS). Always: calls that bypass other limits. Unless `network`:
-    sockets other than Unix ones. With `answers`, which sampled text gives: also new processes, signals to other
-    processes, and all sockets."""
+    """Refuse system calls with EPERM (`clone3` with ENOSYS). Calls that bypass other limits are always refused. Sockets
+    other than Unix ones are refused unless `network`. With `answers` (for sampled text), new processes, signals to
+    other processes, and all sockets are refused too."""
     machine, column, _ = _MACHINES[platform.machine()]
     numbers = {call: columns[column] for call, columns in _CALLS.items()}
     refuse = _Filter(machine)

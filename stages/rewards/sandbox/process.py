@@ -43,7 +43,7 @@ _PASSED_ON = frozenset(
     )
 )  # fmt: skip
 _PASSED_ON_BEGINNINGS = ("GOMP_", "KMP_", "LC_", "MALLOC_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_")
-"""Environment variables that a sandbox gets too, and beginnings of their names. None of them holds a secret."""
+"""Names, and beginnings of names, of environment variables that every sandbox gets. None of them holds a secret."""
 
 
 class SandboxEnded(Exception):
@@ -62,11 +62,11 @@ class Confinement:
     """True for text that a model sampled: it can read only code, and write nothing."""
     network: bool = False
     environment: tuple[str, ...] = ()
-    """Further environment variables that it gets."""
+    """Further environment variables that the sandbox gets."""
     writes: tuple[str, ...] = ()
     """Files and folders that it may write, besides a scratch folder of its own."""
     hidden: tuple[str, ...] = ()
-    """Folders that it finds empty."""
+    """Folders that are empty in the sandbox, if the host allows namespaces."""
 
 
 class Sandbox:
@@ -184,8 +184,8 @@ class _Child:
 
 
 def _environment(confinement: Confinement) -> dict[str, str]:
-    """Return the environment of a sandbox: settings of Python and of libraries, and the variables that it was
-    promised."""
+    """Return the environment of a sandbox: settings of Python and of libraries, and the variables of its
+    confinement."""
     names = {n for n in os.environ if n in _PASSED_ON or n.startswith(_PASSED_ON_BEGINNINGS)}
     given = {name: os.environ[name] for name in sorted(names | {*confinement.environment}) if name in os.environ}
     given["PYTHONPATH"] = os.pathsep.join(p for p in (str(_ROOT), os.environ.get("PYTHONPATH")) if p)

@@ -5,9 +5,9 @@
     values, bootstrap_values ───────────────────────────────────────┘
                                               r_t ──► an estimator without a critic (`ppo.advantage`) ──┘
 
-The stage is a pure function, computed in float64. It gets the whole step, since whitening, groups of responses to one
-prompt, the running moments of scores and the KL controller are defined over the step and not over a shard. `state`
-passes from step to step. It is a small JSON object in the stage's output, so every checkpoint has it.
+The stage is a pure function, computed in float64. It gets the whole step and not a shard, since four things are defined
+over the step: whitening, groups of responses to one prompt, the running moments of scores, and the KL controller.
+`state` passes from step to step. It is a small JSON object in the stage's output, so every checkpoint has it.
 """
 
 from __future__ import annotations

@@ -125,8 +125,8 @@ def engine_logprobs(
 def compared(
     engine: np.ndarray, part: Rollout, policy_logprobs: np.ndarray, num_rows: int
 ) -> tuple[CanaryLogprobs, dict[str, float]]:
-    """Return the record for a shard of `num_rows`, and the metrics of the distance between two log-probs of the canary
-    rows `part` at the same version: the engine's, and the trainer's `policy_logprobs` [rows, seq]."""
+    """Return the record for a shard of `num_rows`, and metrics that compare log-probs of the canary rows `part` at the
+    same version. `engine` and `policy_logprobs` [rows, seq] are the engine's and the trainer's log-probs."""
     metrics = canary_metrics(engine, policy_logprobs[: part.num_rows], part.sampler_logprobs, part.response_mask)
     return CanaryLogprobs(_all_rows(engine, num_rows)), metrics
 

@@ -126,9 +126,9 @@ def _batches(part: Part, samples: Sequence[Sample]) -> Iterator[list[int]]:
 
 
 def _scored(part: Part, samples: Sequence[Sample]) -> tuple[dict[str, np.ndarray], set[str]]:
-    """Return a part's numbers, float32 [rows], by the names that its reward gives them, and the names of those that are
-    only measured and not added to the score. The name is "" if the reward gives only one. An ensemble's disagreement is
-    among the numbers."""
+    """Return a part's numbers, float32 [rows], by the names that its reward gives them. An unnamed list of scores has
+    the name "". An ensemble's disagreement is among the numbers. Also return the names of the numbers that are only
+    measured and not added to the score."""
     found: dict[str, np.ndarray] = {}
     measured: set[str] = set()
     for rows in _batches(part, samples):

@@ -87,7 +87,7 @@ def convert_model(directory: Path) -> None:
     config.update(specials)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    # strict: raises for a missing or an extra tensor. The output layer is the embedding itself
+    # strict: raises for a missing or an extra tensor. The output layer is tied to the embedding.
     tensors = _tensors(reader, config)
     tensors[LM_HEAD] = tensors[EMBEDDING]
     model.load_state_dict(tensors, strict=True, assign=True)
@@ -98,7 +98,7 @@ def convert_model(directory: Path) -> None:
 
 
 def _config(reader: gguf.GGUFReader) -> LlamaConfig:
-    """Return the Llama configuration that a GGUF file's metadata describes."""
+    """Return the Llama configuration that a GGUF file's metadata and tensors describe."""
 
     def value(key: str) -> float:
         return float(reader.fields[f"llama.{key}"].contents())
@@ -130,9 +130,9 @@ GGUF_PARTS = {
     "ffn_up": UP_PROJ,
     "ffn_down": DOWN_PROJ,
 }
-"""Parts of a layer by GGUF's name of a block's tensor."""
+"""Hugging Face's part of a layer, by GGUF's name of the tensor within its block."""
 GGUF_NAMES = {"token_embd": EMBEDDING, "output_norm": FINAL_NORM}
-"""Tensors outside the blocks by GGUF's name."""
+"""Hugging Face's name of each tensor outside the blocks, by GGUF's name."""
 
 
 def _tensors(reader: gguf.GGUFReader, config: LlamaConfig) -> dict[str, torch.Tensor]:
@@ -163,14 +163,14 @@ def _half_split(weights: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def extract_reviews(path: Path) -> None:
-    """Write the movie reviews to `path`: UTF-8, one row per line, tab-separated columns 0: id, 1: mean rating of 15 to
-    20 people on a scale from -4 to 4, 2: text. Download the source distribution through pip."""
+    """Download the movie reviews with pip and write them to `path`. The file is UTF-8, one row per line, with
+    tab-separated columns 0: id, 1: mean rating of 15 to 20 people on a scale from -4 to 4, 2: text."""
     _write_rows(path, ("\t".join(row) for row in _rows_of(VADER_REVIEWS)))
 
 
 def extract_ratings(path: Path) -> None:
-    """Write the same snippets with statistics of their ratings: columns 0: id, 1: mean rating, 2: standard deviation of
-    the ratings (n - 1), 3: number of people, 4: text. A snippet that occurs twice is written once."""
+    """Write the same snippets with statistics of their ratings. Columns 0: id, 1: mean rating, 2: standard deviation of
+    the ratings (divided by n - 1), 3: number of people, 4: text. A snippet that occurs twice is written once."""
     _write_rows(path, rated_rows(_rows_of(VADER_REVIEWS), _rows_of(VADER_RATINGS)))
 
 

@@ -6,16 +6,17 @@
 
 Megatron's own asynchronous save forks processes, which a worker with CUDA and threads must not do.
 
-The second part maps each trained tensor of a rank to its place in the whole model, as Megatron's ShardedTensors:
+The second part of the file maps each trained tensor of a rank to its position in the whole model, as Megatron's
+ShardedTensors:
 
     weights.blocks.3.self_attention.linear_qkv.weight       the weights that the layers multiply with
     masters.…                                               float32 copies that AdamW updates, of 16-bit weights
     exp_avg.…, exp_avg_sq.…                                 AdamW's moments
 
-Frozen weights are not saved: they come from `model.path`. Blocks are numbered in the whole model, whatever the pipeline
-stages. Tensor parallelism cuts a tensor into rectangles. The two halves of `linear_fc1`, gate and up, are cut
-separately and have names of their own. The distributed optimizer gives a data-parallel rank consecutive elements of a
-parameter. They form up to three rectangles: the end of a row, whole rows, the beginning of a row. (Megatron's own
+Frozen weights are not saved, since they are read from `model.path`. Blocks are numbered in the whole model, whatever
+the pipeline stages. Tensor parallelism cuts a tensor into rectangles. The two halves of `linear_fc1`, gate and up, are
+cut separately and have names of their own. The distributed optimizer gives a data-parallel rank consecutive elements of
+a parameter. They form up to three rectangles: the end of a row, whole rows, the beginning of a row. (Megatron's own
 formats gather each parameter on one rank before it is saved, or load in the same layout only.)
 """
 

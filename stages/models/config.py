@@ -10,7 +10,7 @@ from typing import Literal
 from storage.problems import Constraint, Problem, above, at_least, setting, unread_problems
 
 Offload = Literal["none", "gradients", "idle"]
-"""The parts of a gang's models that leave its devices while they are idle: see `stages/models/offload.py`."""
+"""The parts of a gang's models that are moved off its devices while they are idle: see `stages/models/offload.py`."""
 RECOMPUTE_MODULES = ("core_attn", "mlp")
 """The modules of a dense model that Megatron can recompute. `core_attn` saves next to nothing, since the fused
 attention keeps no scores; `mlp` saves the most. (Megatron 0.16 recomputes `layernorm` with Transformer Engine only.)"""
@@ -75,8 +75,8 @@ class LoraConfig:
     """Low-rank adapters (Hu et al. 2021). With them only the adapters and the critic's head are trained."""
 
     rank: int = setting(0, at_least(0))
-    """Rank of every adapter. 0: no adapters, the models' own weights are trained. Otherwise these weights are frozen,
-    and policy, critic and reference share them."""
+    """Rank of every adapter. 0: there are no adapters, and the models' own weights are trained. Otherwise the models'
+    own weights are frozen, and policy, critic and reference share them."""
     alpha: float = setting(
         32.0, above(0, " (twice the rank is usual): with 0 an adapter adds nothing and learns nothing")
     )

@@ -94,8 +94,8 @@ def write_model(directory: Path, source: str, changed: Mapping[str, torch.Tensor
 
 
 def _random_weights(path: str) -> dict[str, torch.Tensor]:
-    """Return the weights of a random model in its dtype, the same numbers on every call: linears and embeddings normal,
-    norms 1."""
+    """Return the weights of a random model in its dtype: normal numbers for linears and embeddings, 1 for norms. They
+    are the same on every call."""
     generator = torch.Generator().manual_seed(_RANDOM_SEED)
     dtype = getattr(torch, str(read_config(path)["dtype"]))
 

@@ -84,7 +84,7 @@ class MegatronHost:
         self._parallel_rank = parallel.join(rank, layout, seed)
         with ExitStack() as undo:  # if the models cannot be built, the process leaves the gang
             undo.callback(self.close)
-            # a group of its own for the threads that write checkpoints: their collectives must not mix with other calls
+            # a separate group for the threads that write checkpoints: their collectives must not mix with other calls
             self._writers = dist.new_group(backend="gloo")
             self._threads = rank.threads
             self.product_choice = choose_products(model.products, DTYPES[model.dtype], self._parallel_rank.device)
@@ -260,7 +260,7 @@ class MegatronHost:
         for trainer in self._trainers.values():
             trainer.drop_work()
             if has_own_memory():
-                trainer.optimizer_state.sleep()  # before the weights: it compares its tensors' addresses with theirs
+                trainer.optimizer_state.sleep()  # before the weights, since it compares addresses with theirs
         if has_own_memory():
             self._all_weights.sleep()  # all roles at once, since roles may share weights
             if self._trunk is not None:

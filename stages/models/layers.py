@@ -173,8 +173,8 @@ class HiddenOutput(torch.nn.Module):
     """Replacement of GPTModel's output layer. It returns the hidden states of the whole sequence, so that `forward.py`
     can select the few positions that it needs before the product with the vocabulary.
 
-    It holds the output layer's own parameters, if any: `weight` [vocab / TP, H] of an output layer that is not the
-    embedding, or `weight` [1, H] and `bias` [1] of a critic's head."""
+    It holds `weight` [vocab / TP, H] of an output layer that is not the embedding, or `weight` [1, H] and `bias` [1] of
+    a critic's head, or neither."""
 
     def __init__(self, *, sequence_parallel: bool, weight: Parameter | None, bias: Parameter | None = None) -> None:
         super().__init__()
@@ -232,8 +232,8 @@ def block_spec(num_blocks: int, products: Products, kernels: BlockKernels, *, qk
 
 class PortableColumnLinear(ColumnParallelLinear):
     """Megatron's column-parallel linear, which multiplies one matrix [N, K]. With more axes torch chooses between two
-    products, and its choice differs between a trained and a frozen weight: the policy and the reference would differ in
-    their last bits, although their weights are the same."""
+    products, and its choice differs between a trained and a frozen weight. Then policy and reference would differ in
+    their last bits even with the same weights."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
         product: Tensor = super()._forward_impl(input.flatten(0, -2), weight, **options)
@@ -301,7 +301,7 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         rows, inside = ctx.saved_tensors
         total_VH = ctx.main_grad if ctx.main_grad is not None else torch.zeros(ctx.shape)
-        # sequential, in the order of the tokens: the same bits every time
+        # sequential, in the order of the tokens, so the bits are the same every time
         total_VH.index_add_(0, rows[inside], grad[inside].float())
         return (total_VH.to(ctx.dtype) if ctx.main_grad is None else None), None, None
 

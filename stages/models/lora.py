@@ -151,7 +151,8 @@ def freeze(model: GPTModel, role: Role) -> None:
 
 
 def share_frozen(model: GPTModel, first_block: int, shared: FrozenWeights) -> None:
-    """Replace the model's frozen parameters by the ones in `shared`. Add missing ones to `shared`."""
+    """Replace the model's frozen parameters by the same parameters in `shared`. Parameters that `shared` lacks are
+    added to it."""
     keys = {p: (name, block) for name, block, p in named_by_block(model, first_block) if not p.requires_grad}
     for module in model.modules():
         for attribute, parameter in list(module.named_parameters(recurse=False)):

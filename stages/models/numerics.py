@@ -1,11 +1,11 @@
 """Choose how a process multiplies matrices, and compute the products.
 
 **On a CPU** float32 products use torch's BLAS (MKL) or oneDNN. On AMD processors MKL takes its AVX2 path, and oneDNN is
-2-4x as fast in the forward and both backward products; on Intel processors MKL is as fast or faster. The two differ in
-the last bits, and a replayed update is compared by digest. So all ranks of a gang must use the same library, also after
-a restart on another machine with the same processor. Therefore the processor's vendor decides, and not a measurement,
-which would depend on the machine's load. The times are measured once and only recorded. bfloat16 products always use
-oneDNN, and products on CUDA always use cuBLAS.
+2-4x as fast in the forward and both backward products. On Intel processors MKL is at least as fast as oneDNN. The two
+differ in the last bits, and a replayed update is compared by digest. So all ranks of a gang must use the same library,
+also after a restart on another machine with the same processor. Therefore the processor's vendor decides, and not a
+measurement, which would depend on the machine's load. The times are measured once and only recorded. bfloat16 products
+always use oneDNN, and products on CUDA always use cuBLAS.
 
 **On CUDA** `set_numerics` sets TF32 and determinism for the whole process, including an engine in the process. (Never
 run on a GPU.) A CPU has no TF32, and the same calls on the same threads give the same bits.
@@ -37,7 +37,7 @@ from stages.models.config import ModelConfig
 LOG = logging.getLogger("stageline.products")
 
 MEASURED_SHAPE = (256, 512, 512)
-"""Rows, inputs and outputs of the measured products: a millisecond each."""
+"""Number of rows, inputs and outputs of the measured products. Each product takes about a millisecond."""
 
 
 class Products(StrEnum):
@@ -134,7 +134,7 @@ def measure() -> dict[str, float]:
     """Return the milliseconds of each product by each library in this process. Each is the best of several runs; the
     libraries take turns."""
     rows, inputs, outputs = MEASURED_SHAPE
-    # not random: the process's generator belongs to the run
+    # not random numbers, since the run uses the process's generator
     x_NK, weight_MK, grad_NM = torch.ones(rows, inputs), torch.ones(outputs, inputs), torch.ones(rows, outputs)
     candidates: dict[str, Callable[[], Tensor]] = {}
     for products in Products:

@@ -20,7 +20,7 @@ from torch import Tensor, UntypedStorage
 
 
 def has_own_memory() -> bool:
-    """Return True if the models' device has memory of its own, so that moving them to the host frees it."""
+    """Return True if the models' device has its own memory, which is freed when models move to the host's memory."""
     return torch.cuda.is_available()
 
 

@@ -9,8 +9,9 @@ and values; norms of queries and keys), add an entry to `FAMILIES`. A new featur
 tensors in `layer_shapes`, and code in both implementations: Megatron's blocks and the engine. `spec_of` refuses other
 models.
 
-The file also has the padding that makes a model divide over tensor-parallel ranks (`padded`), the readers of a Hugging
-Face directory's small JSON files, and the random models (`random:tiny`, …), Llamas that need no files.
+The file also has the padding that makes a model divide over tensor-parallel ranks (`padded`) and the readers of a
+Hugging Face directory's small JSON files. It defines the random models (`random:tiny`, …), which are Llamas without
+files.
 
 Standard library only, so that no command has to wait for torch or transformers.
 """

@@ -292,7 +292,7 @@ class Trainer:
         `optimizer_state` are brought back separately, since a forward pass needs no master weights or moments. Gradient
         buffers are freed if `offload` is not "none"."""
         self._release_gradients()
-        self.optimizer_state.sleep()  # before the weights: it compares its tensors' addresses with theirs
+        self.optimizer_state.sleep()  # before the weights, since it compares addresses with those of the weights
         self.weights.sleep()
 
     def _reach(self, version: int) -> None:

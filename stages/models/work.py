@@ -42,7 +42,7 @@ def measured_peak(dtype: torch.dtype, device: torch.device, products: Products =
     """Return the operations per second of a large product with this process's threads: the best of several runs. This
     estimates the hardware's peak. The estimate is too low if the machine has other load."""
     size = _MEASURED[device.type]
-    generator = torch.Generator(device).manual_seed(0)  # the process's own generator belongs to the run
+    generator = torch.Generator(device).manual_seed(0)  # a new one, since the run uses the process's generator
     a, b = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
     best = math.inf
     for _ in range(1 + _REPEATS):  # the first is a warm-up

@@ -2,7 +2,7 @@
 tokens of each row (Schulman et al. 2016, eq. 11-16).
 
 A score is shaped in this order. A cut response gets a fixed score, scores are normalised by the run's mean and standard
-deviation, the KL penalty is subtracted per token, and rewards are whitened: each only if the config asks for it.
+deviation, the KL penalty is subtracted per token, and rewards are whitened. The config turns each of these on or off.
 
 Advantages without a critic compare a response's reward with the other responses to its prompt (group, rloo), or a
 token's reward to go with the mean of the step (reinforce_pp).
@@ -68,7 +68,7 @@ def update_running_moments(state: RunningMoments, scores: Float[Tensor, " rows"]
         m' = m + (sum(scores) - n*m) / (count + n)
         q' = q + sum((scores - s)^2) + (s - m)^2 * count * n / (count + n)
 
-    (Chan, Golub and LeVeque 1983: no difference of large sums of squares.)
+    The formula subtracts no large sums of squares from each other (Chan, Golub and LeVeque 1983).
     """
     n = scores.numel()
     if n == 0:

@@ -25,7 +25,7 @@ class KLConfig:
     """Target of an adaptive controller of `coef` (Ziegler et al. 2019, eq. 4), in nats per response; null: `coef` is
     constant."""
     horizon: int = setting(10_000, at_least(1))
-    """Rows over which the adaptive controller reacts."""
+    """Number of rows over which the adaptive controller reacts. A larger number makes it react more slowly."""
 
 
 @dataclass
@@ -95,8 +95,8 @@ class PPOConfig:
     entropy_coef: float = setting(0.0, at_least(0))
     """Weight of the entropy bonus in the policy's loss."""
     whiten_advantages: bool | None = None
-    """Whiten the advantages over the sampled tokens of the step, to mean 0 and variance 1; null: under `advantage: gae`
-    and `reinforce_pp`."""
+    """Whiten the advantages over the sampled tokens of the step, to mean 0 and variance 1; null: only under `advantage:
+    gae` and `reinforce_pp`."""
     whiten_rewards: bool = False
     """Scale the rewards of tokens to variance 1 and keep their mean."""
     truncated: Literal["terminate", "bootstrap", "mask"] = "terminate"

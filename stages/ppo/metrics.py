@@ -55,9 +55,9 @@ def ref_kl_metrics(
     """Return the KL to the reference in nats per response, of the proximal policy and of the sampler, from tokens drawn
     from mu.
 
-    The mean of d = log pi_prox - log pi_ref over tokens drawn from mu is no KL of pi_prox: it is KL(mu || pi_ref) -
-    KL(mu || pi_prox), negative once staleness outweighs the distance to the reference. So each token counts by
-    w = min(pi_prox / mu, cap), and the weights are normalised by their mean over the step's N tokens (R responses):
+    The mean of d = log pi_prox - log pi_ref over tokens drawn from mu is not a KL of pi_prox. It is KL(mu || pi_ref) -
+    KL(mu || pi_prox), which is negative if mu is farther from pi_prox than from pi_ref. So each token is weighted by w
+    = min(pi_prox / mu, cap), and the weights are normalised by their mean over the step's N tokens (R responses):
 
         kl/ref             = 1/R sum_it (w_it / w_mean) d_it = N/R * E[w d] / E[w],      w_mean = 1/N sum_it w_it
         kl/ref_k3          the same of exp(-d) - 1 + d in place of d
@@ -151,8 +151,8 @@ def canary_metrics(
 
 
 def entropy_metrics(entropy: PerToken, mask: Mask) -> dict[str, float]:
-    """Return policy/entropy_start: the mean entropy of the proximal policy per sampled token, in nats (the update
-    reports its own as policy/entropy)."""
+    """Return policy/entropy_start: the mean entropy of the proximal policy per sampled token, in nats. (policy/entropy
+    is the entropy during the update.)"""
     return {"policy/entropy_start": float(_float64(entropy, mask)[mask].mean())} if mask.any() else {}
 
 

@@ -5,7 +5,7 @@ SwiGLU            yes: one kernel instead of three, and the backward pass keeps 
 weight gradients  yes, if Apex's extension is installed: the product adds to `main_grad`, without a tensor as large
                   as the weight and a pass over both
 rotary embedding, softmax, cross entropy, norms, bias and dropout
-                  no: they replace parts of Megatron's attention, output layer and blocks that we have replaced ourselves
+                  no: they replace parts of Megatron's attention, output layer and blocks that this project replaces
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ class Piece:
     offset: tuple[int, ...]
     """Index of the first row's first element in the whole tensor."""
     num_columns: int
-    """Columns of each row that are not padding."""
+    """Number of columns in each row, without padding."""
 
 
 def masters_of(optimizer: MegatronOptimizer) -> Iterator[Master]:

@@ -3,7 +3,7 @@
     none         everything stays on the device
     gradients    gradient buffers exist only during their model's update
     idle         as `gradients`, and only the role at work is on the device: its weights, and for an update or a
-                 checkpoint its master weights and moments. Everything else is in (pinned) host memory
+                 checkpoint its master weights and moments. All else is in (pinned) host memory
 
 Only the storage under a tensor is freed and allocated again, never the tensor itself. So Megatron's buffers, the
 parameters and `main_grad`s that are views of them, and the optimizer's keys stay the same objects. They have the same

@@ -277,8 +277,8 @@ class CollectiveWatch:
 
 
 def _is_of_a_collective(error: RuntimeError) -> bool:
-    """Return True if torch.distributed raised the error. gloo's are plain RuntimeErrors that begin with gloo's source
-    file."""
+    """Return True if torch.distributed raised the error. gloo's errors are plain RuntimeErrors whose text begins with a
+    source file of gloo."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error).partition("]")[0]
 
 

@@ -272,7 +272,7 @@ def _proximal_logprobs(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs,
 
 def _reference_kl(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs, cfg: PPOConfig) -> Tensor:
     """Return rho_t * k_t(pi, pi_ref), with k's gradient, 0 outside the mask. `cfg.correction` applies to rho as to w.
-    Under `anchor: proximal` rho equals w before the first optimizer step of the update."""
+    Before the first optimizer step of the update rho equals w, unless `anchor` or `proximal` is "sampler"."""
     if inputs.ref_logprobs is None:
         raise ValueError("ppo.kl.where: loss needs ref_logprobs")
     k = token_kl_loss(log_pi, torch.where(inputs.mask, inputs.ref_logprobs, 0), cfg.kl.estimator)

@@ -107,13 +107,14 @@ class Rule:
     name: str
     holds: bool
     steps: int
-    """Number of steps in a row after which it is an alarm."""
+    """Number of steps in a row in which the rule must hold to raise an alarm."""
     text: str
 
 
 @dataclass(frozen=True)
 class Quiet:
-    """Names without progress: since when (in seconds of one clock), and which were already reported as too long."""
+    """The names without progress. `since`: when each was first seen so, in seconds of one clock. `reported`: those that
+    already raised an alarm."""
 
     since: Mapping[str, float] = field(default_factory=dict)
     reported: frozenset[str] = frozenset()
@@ -150,7 +151,7 @@ def step_rules(step: int, metrics: Mapping[str, float], limits: AlarmsConfig, st
 
 
 def count(before: Mapping[str, int], step: int, rules: Collection[Rule]) -> tuple[dict[str, int], list[Alarm]]:
-    """Return the number of steps in a row, with this one, in which each rule held; and the alarms of this step."""
+    """Return how many steps in a row, up to this one, each rule held, and the alarms of this step."""
     after = {**before, **{rule.name: before.get(rule.name, 0) + 1 if rule.holds else 0 for rule in rules}}
     alarms = []
     for rule in rules:

@@ -136,9 +136,9 @@ def _check_port(host: str, port: int) -> None:
 
 
 def number_of_new_driver(run_dir: Path) -> int:
-    """Return the number of a new driver of a run, from 1. Remove what earlier drivers left, which are gone, before the
-    scheduler listens: no worker may join this driver with the certificate of an earlier one. Raises OSError and
-    StoreError."""
+    """Return the number of a new driver of a run, from 1. Remove the files that earlier drivers left. Call this before
+    the scheduler listens, so that no worker joins this driver with the certificate of an earlier one. Raises OSError
+    and StoreError."""
     folder = RunPaths(run_dir.resolve()).attached
     private_directory(folder)
     driver = 1 + max(newest_driver(run_dir), _counted(folder / _COUNT))
@@ -150,8 +150,8 @@ def number_of_new_driver(run_dir: Path) -> int:
 
 
 def _counted(count: Path) -> int:
-    """Return the number in the file, or 0 if the file is missing or was cut off on a full disk. That is safe: the
-    newest scheduler file counts too, and a repeated number only repeats a file name."""
+    """Return the number in the file, or 0 if the file is missing or was cut off on a full disk. Returning 0 is safe:
+    the newest scheduler file counts too, and a repeated number only repeats a file name."""
     try:
         return int(count.read_text())
     except (FileNotFoundError, ValueError):
@@ -179,7 +179,7 @@ def _new_file(config: RunConfig, driver: int, address: str, security: Security) 
 # ---- Registry of joined workers --------------------------------------------------------------------------
 
 _SEEN_WITHIN_S = 10.0
-"""Seconds for a file that a worker's host wrote to appear on this host."""
+"""Seconds within which a file that a worker's host wrote must appear on this host."""
 _LOOK_S = 0.1
 GIB = 1 << 30
 
@@ -307,7 +307,8 @@ class WorkerRegistry:
         return taken
 
     async def _directory_problems(self, request: JoinRequest) -> list[str]:
-        """Return the problem, if any, that keeps this host from reading the file that the worker wrote."""
+        """Return the problem that keeps this host from reading the file that the worker wrote. Empty if there is
+        none."""
         root = files.open_root(str(RunPaths(self._config.run_dir).attached))
         give_up = time.monotonic() + _SEEN_WITHIN_S
         while True:

@@ -4,7 +4,7 @@
                   │ │
                   │ └─ its worker is a suspect ──► abandoned: the node also runs elsewhere; the first commit counts
                   ├─── lost with its worker, or overdue ──► waits again in Dispatch, up to `cluster.attempts` times
-                  └─── raised ──► the run ends; after a transient error (store away) it is tried again first
+                  └─── raised ──► the run ends; after a transient error (store out of reach) it is tried again first
 
 A node's Dask key names its stage, step and shard (`graph_markers.task_key`). A later attempt adds its number, because a
 key whose old future is still held anywhere returns its old error. On a gang a node is one task: rank 0 passes the call
@@ -56,7 +56,7 @@ from stages.rewards.protocol import BudgetSpent
 from storage.address import Address
 
 LINEAGE = 8
-"""Steps between two at which lineage is cut: there no result of another step becomes a dependency."""
+"""Lineage is cut at every step that is a multiple of this: no result of another step becomes a dependency there."""
 _WITHOUT_RESULT = ("error", "cancelled", "lost")
 
 
@@ -74,7 +74,7 @@ class Attempt:
     num_ranks: int = 1
     """Number of ranks that run it together. Rank 0 has the future and reports for all of them."""
     fails_at: float = math.inf
-    """Time from which its errors count as its own, and no longer as signs of a peer's death."""
+    """Time from which its errors count as its own. Before that they may be signs of a peer's death."""
     again_at: float = math.inf
     """Time at which its node is submitted again, after a transient error. Until then it holds its slot."""
     outcome: Outcome | None = None
@@ -115,8 +115,8 @@ def edges(
 
 
 def fell_with_a_parent(attempt: Attempt, attempts: Mapping[Address, Attempt]) -> bool:
-    """Return True if the error of an attempt that ran ahead is a parent's that is not judged yet. Then the node never
-    began, and runs again together with the parent."""
+    """Return True if an attempt that ran ahead has the error of a parent, and the parent is not judged yet. Then the
+    node never began, and runs again together with the parent."""
     parents = (attempts.get(parent) for parent in attempt.submit.node.parents) if attempt.ran_ahead else ()
     return any(p is not None and p.outcome is None and p.future.status == "error" for p in parents)
 
@@ -320,7 +320,7 @@ class Attempts:
         self._on_done(node, first)
 
     def _failed(self, attempt: Attempt) -> None:
-        """Run again what was lost or raised a transient error. Raise StageFailed for any other error."""
+        """Run a node again that was lost or raised a transient error. Raise StageFailed for any other error."""
         address, gang = attempt.submit.node.address, attempt.submit.gang
         for index, error in attempt.errors.items():
             detail = describe(error)[:500]
@@ -342,7 +342,8 @@ class Attempts:
 
     def _raised(self, attempt: Attempt) -> None:
         """Try again after a transient error of a stage: on a replica or a single rank after a back-off, on a gang after
-        it was built again, since its other ranks may be in a collective. Raise StageFailed for any other error."""
+        it was built again, since its other ranks may be in a collective. Raise StageFailed for any other error, for a
+        spent budget, and after `cluster.attempts` attempts."""
         node, gang, dispatch = attempt.submit.node, attempt.submit.gang, self._context.dispatch
         spent = next((error for error in attempt.errors.values() if isinstance(error, BudgetSpent)), None)
         if spent is not None:

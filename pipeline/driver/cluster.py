@@ -1,5 +1,5 @@
 """The Dask cluster of a run, as its driver sees it. `LocalWorkers` starts the worker processes itself;
-`attached_workers.AttachedWorkers` waits for those that `stageline worker` starts on any host.
+`attached_workers.AttachedWorkers` waits for workers that `stageline worker` starts on any host.
 
     local                                            attached
     driver: scheduler, nannies                       driver: scheduler, bound to an interface
@@ -8,9 +8,9 @@
             worker processes, on 127.0.0.1                   host: `stageline worker`: a nanny ──fork──► worker process
 
 Anyone who can talk to a Dask scheduler or worker can make it run any code, and every user of a host can connect to its
-ports. So all of them use TLS and accept only the run's own certificate. The driver makes it when it starts. It exists
-only in the memory of these processes and, in an attached run, in the scheduler file (mode 0600, in a folder of mode
-0700).
+ports. So all of them use TLS and accept only the run's own certificate. The driver makes this certificate when it
+starts. It exists only in the memory of these processes and, in an attached run, in the scheduler file (mode 0600, in a
+folder of mode 0700).
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ _KILL_S = 5.0
 
 
 def scheduler_extensions() -> dict[str, Any]:
-    """Return Dask's scheduler extensions without those that we do not use. Spans are never deleted, and a new one
-    begins whenever nothing is running: two a step, each with 6 KB in the scheduler and counters in every worker."""
+    """Return Dask's scheduler extensions without `stealing` and `spans`, which we do not use. Dask never deletes a
+    span, and begins one whenever nothing is running. A step would leave two spans, each with 6 KB in the scheduler and
+    counters in every worker."""
     return {name: kind for name, kind in scheduler.DEFAULT_EXTENSIONS.items() if name not in ("spans", "stealing")}
 
 

@@ -33,7 +33,7 @@ class ExecutorSettings:
     boards: Mapping[str, str] = field(default_factory=dict)
     """Directory of published weights on the hosts of each gang, by gang. Empty: no weights are published."""
     runtime: str = "pipeline.workers.runtime:StageRuntime"
-    """module:class that workers become."""
+    """module:class of the runtime that every worker builds."""
 
     @property
     def attached(self) -> bool:
@@ -73,7 +73,8 @@ class Context:
     now: Callable[[], float]
     """Returns the seconds of the driver's clock, which stops while the driver is suspended."""
     watch: Callable[[Future, WorkerKey, Address | None], None]
-    """Notifies the loop when a future on a worker ends: a node's, by its address, or the worker's build (None)."""
+    """Called with a future, its worker, and the node's address (None: the worker's build). When the future ends, the
+    executor's loop is notified."""
 
     @property
     def cluster(self) -> ClusterConfig:

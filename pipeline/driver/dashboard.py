@@ -123,7 +123,7 @@ def _add_page(scheduler: Scheduler, view: RunView, logs: Path) -> None:
 # ---- Our versions of Dask's pages ------------------------------------------------------------------------
 
 _ORDERS = 12
-"""Places in the column of a step. A node's place is the second number of its `graph.Node.priority`."""
+"""Number of positions in the column of a step. A node's position is the second number of its `graph.Node.priority`."""
 _SHIFT = 0.07
 """Shift of every second node, so that no edge crosses the nodes between its ends."""
 _SPREAD = 0.7
@@ -131,10 +131,10 @@ _SPREAD = 0.7
 
 
 class StepLayout(GraphLayout):
-    """Owns the places of markers, and the changes that the page must still draw."""
+    """Owns the positions of markers, and the changes that the page must still draw."""
 
     def update_graph(self, scheduler: Scheduler, *, tasks: Any = None, **given: Any) -> None:
-        """Give new markers a place. Ignore other tasks."""
+        """Give new markers a position. Ignore other tasks."""
         for key in tasks or ():
             stage, task = marker_stage(key), scheduler.tasks.get(key)
             if stage is None or task is None or key in self.x:
@@ -157,7 +157,7 @@ class StepLayout(GraphLayout):
 
 
 class StepGraph(TaskGraph):
-    """Owns one view of the graph: Dask's drawing, with our places."""
+    """Owns one view of the graph: Dask's drawing, with our positions."""
 
     layout: GraphLayout
 
@@ -176,7 +176,7 @@ class OrderedGroups(TaskGroupGraph):
     """Owns one view of the groups: Dask's drawing, in an order that the dependencies allow."""
 
     def update_layout(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return each group's place, one column to the right of its dependencies, and the arrows that end there."""
+        """Return each group's position, one column to the right of its dependencies, and the arrows that end at it."""
         groups = self.scheduler.task_groups
         needs = {
             name: {other.name for other in group.dependencies if other.name != name and other.name in groups}
@@ -208,7 +208,7 @@ def _document(kind: Callable[..., Any], title: str, page: str) -> Callable[..., 
 
 
 def add_pages(scheduler: Scheduler) -> None:
-    """Put these pages before Dask's of the same name. Must be called in the scheduler's loop."""
+    """Serve our versions of Dask's pages instead of Dask's own. Must be called in the scheduler's loop."""
     pages = {
         "/graph": _document(StepGraph, "Dask: Task Graph", "simple.html"),
         "/groups": _document(OrderedGroups, "Dask: Task Groups Graph", "simple.html"),

@@ -1,4 +1,4 @@
-"""Show the graph on Dask's dashboard: one marker task per node of the window, with all edges. Also the keys of tasks.
+"""Show the graph on Dask's dashboard: one marker task per node of the window, with all edges. Also name all tasks.
 
     driver's thread, once a second:  dispatch ──marker_states──► wanted ──► the scheduler's loop
     scheduler's loop:                wanted ──difference──► markers are added, change their state, are removed
@@ -47,13 +47,13 @@ class Marker:
 
 
 def marker_states(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int) -> dict[Address, Marker]:
-    """Return the markers of the window, whose steps end before `admitted`, and of the eta + 1 steps before it, on whose
-    publications the window's generation depends. Parents come before children. Empty if the window alone has more than
-    `MOST_MARKERS` nodes."""
+    """Return the wanted markers, parents before children: those of the window, and of the eta + 1 steps before it,
+    since the window's generation depends on their publications. `admitted`: the first step after the window. Empty if
+    the window alone has more than `MOST_MARKERS` nodes."""
     if not statuses or len(statuses) > MOST_MARKERS:
         return {}
     shown = with_steps_over(spec, statuses, admitted, spec.staleness + 1, MOST_MARKERS)
-    last = spec.steps - 1  # evaluations of the last versions belong to no step: show them in its column
+    last = spec.steps - 1  # evaluations of the last versions serve no step of the run: show them in this column
     return {
         status.node.address: Marker(
             _DASK_STATE[status.state],
@@ -69,7 +69,7 @@ class GraphMarkers(SchedulerPlugin):
 
     Markers outside the window are removed here. Dask would remove a task only when nothing depends on it, and so would
     keep a chain of tasks over the whole run. Dask also keeps dependencies of a group on removed groups, and then its
-    page of groups fails. They are removed here too."""
+    page of groups fails. These dependencies are removed here too."""
 
     name = "stageline-markers"
 

@@ -56,7 +56,7 @@ class Repairs:
     expected: Mapping[Address, str] = field(default_factory=dict)
     """Content, by address, of outputs that lost their commit although committed outputs were made from them."""
     sampled_versions: Mapping[Address, int] = field(default_factory=dict)
-    """Under `latest`: the version that sampled each generated shard among `expected`, which the graph does not say."""
+    """Under `latest`: the version that sampled each generated shard among `expected`. The graph does not say it."""
     unneeded: frozenset[Address] = frozenset()
     """Lost outputs that no node needs any more. They count as done."""
 
@@ -84,9 +84,9 @@ def repair(history: History, paths: RunPaths, before: Mapping[Address, str] = _N
     before workers start. `before`: records that were set aside already.
 
     Raises:
-        StoreError: a committed output was made from another input than the committed one, or from a shard without a
-            commit whose sampling versions are unknown, or a record has another format. In the first two cases nothing
-            was changed except that damaged records were set aside.
+        StoreError: a committed output was made from another input than the one that is committed now. Or it was made
+            from a shard whose commit is lost, and whose tokens do not name one sampling version. In these two cases
+            only damaged records were set aside, and finished segments closed. Or a record has another format.
     """
     ledger = history.ledger
     aside = {**before, **set_damaged_aside(ledger, paths)}
@@ -244,7 +244,8 @@ def unneeded_outputs(
 
 
 def _usable(history: History, checkpoints: str | Path, role: Role) -> list[int]:
-    """Return the versions with a checkpoint that looks complete, and with the commit of the update that made it."""
+    """Return the versions of a role with a checkpoint that looks complete and the commit of the update that made
+    them."""
     stage = update_stages(history.spec)[role]
     return [v for v in Checkpoints(checkpoints).versions(role) if _has_commit(history, Address(stage, v - 1))]
 
@@ -290,8 +291,8 @@ class Rewind:
 
 
 def plan_rewind(history: History, paths: RunPaths) -> Rewind:
-    """Return the rewind to the newest version from which the run can continue and of which every trained model has a
-    sound checkpoint. Without one, to the start. Moves nothing."""
+    """Return the rewind to the newest version from which the run can continue, and of which every trained model has a
+    sound checkpoint. If there is no such version, return the rewind to the start. Moves nothing."""
     checkpoints = Checkpoints(paths.checkpoints)
     committed = set(history.ledger.addresses())
     ledger = history.ledger

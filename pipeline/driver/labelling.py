@@ -2,12 +2,12 @@
 
     responses of a run, a file or a policy ──► responses.jsonl ──► pairs ──► judge ──► verdicts.jsonl ──► pairs.jsonl
 
-    RUN/config.yaml   RUN/responses.jsonl   RUN/verdicts.jsonl   RUN/judge/ (its answers)   RUN/pairs.jsonl
+    RUN/config.yaml   RUN/responses.jsonl   RUN/verdicts.jsonl   RUN/judge/ (the judge's answers)   RUN/pairs.jsonl
     RUN/summary.json  RUN/rubric.txt (if the rubric comes from a file)
 
-It may be interrupted anywhere and started again with the same config. Responses are written whole or not at all. A
-prompt whose line is in verdicts.jsonl is not judged again. pairs.jsonl is written last, and marks the end. Prompts and
-responses come from a run's rollouts, from a file, or are sampled here.
+The program may be interrupted anywhere and started again with the same config. Responses are written whole or not at
+all. A prompt whose line is in verdicts.jsonl is not judged again. pairs.jsonl is written last, and marks the end.
+Prompts and responses come from a run's rollouts, from a file, or are sampled here.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ _MAY = frozenset(
         for name in ("url", "key_env", "concurrency", "timeout_s", "retry_s", "cache", *JUDGE_BUDGET)
     }
 )
-"""Settings on which no label depends."""
+"""Settings that may differ when a labelling is started again, because no label depends on them."""
 
 
 def _candidates(config: LabelConfig, source: RunConfig | None) -> list[Candidates]:

@@ -1,7 +1,7 @@
 """Orders to workers beside the graph: copy weights to other hosts, migrate rows between replicas, free shared devices.
 
-The driver waits for the device orders only. The run does not depend on the others: a worker that needs a version
-fetches it, and rows that are not sent stay.
+The driver waits for the device orders only. The run does not depend on the other orders: a worker that needs a version
+fetches it by itself, and rows that are not sent stay where they are.
 
     a version is published ──► fetch ──► readers on other hosts copy it, before they need it
                            └─► take ───► replicas whose engines update in flight load it for the rows that they have
@@ -75,8 +75,8 @@ class WeightOrders:
         order_fetch(self._client, self._elsewhere(self._supervision.addresses()), version)
 
     def take(self, version: int) -> None:
-        """Order replicas with rows in flight to load a version for them. It is too new for no row: while a row of step
-        i is unfinished, nothing trains version i into i+1."""
+        """Order all replicas to load a version for the rows that they have in flight. The version is too new for none
+        of these rows: while a row of step i is unfinished, nothing trains version i into i+1."""
         addresses = self._supervision.addresses()
         names = [worker_name(self._pool, index) for index in range(self._gangs[self._pool].workers)]
         order_take(self._client, [addresses[name] for name in names if name in addresses], version)
@@ -87,7 +87,7 @@ class WeightOrders:
         order_release(self._client, self._unseen(self._supervision.addresses()), [version])
 
     def worker_built(self, worker: WorkerKey) -> None:
-        """Send the released versions again, since a newly built process does not know them."""
+        """Send the list of released versions again, since a newly built process does not know it."""
         if worker[0] in (self._pool, self._publisher) and self._unread:
             order_release(self._client, self._unseen(self._supervision.addresses()), self._unread)
 
@@ -144,8 +144,8 @@ class MigrationOrders:
             order_migration(self._context.client, self._supervision.address((pool, move.source)), order)
 
     def reported(self, report: RowsReport | MigrationDone) -> tuple[Address, ...]:
-        """Take a replica's report of its rows, or of a finished migration. Return its nodes whose rows are all on other
-        replicas. Reports of earlier incarnations are ignored."""
+        """Take a replica's report of its rows, or of a finished migration. Return the replica's nodes that only wait
+        for rows on other replicas. Reports of earlier incarnations are ignored."""
         worker = report.gang, report.index
         if not self._supervision.is_present(worker, report.incarnation):
             return ()
@@ -186,8 +186,8 @@ class DeviceOrders:
         self._ordered = 0
 
     def pass_on(self) -> bool:
-        """Order the workers of gangs that pass their devices on to free them. Return True if another gang holds devices
-        now, so that there may be nodes to hand out."""
+        """Begin the hand-overs that are due: order the workers of each giving gang to free their devices. Return True
+        if another gang already holds devices, so that there may be nodes to hand out."""
         began = False
         for one in self._context.dispatch.next_handovers():
             there = [key for key in self._workers_of(one.giver) if worker_name(*key) in self._supervision.addresses()]

@@ -197,7 +197,8 @@ class NumericsWatch:
         write_identity(self._run_dir, self._identity)
 
     def _say_engine(self, device: Device) -> None:
-        """Report, once per device, the engine's capabilities there, and what the run therefore may not prove."""
+        """Report the engine's capabilities on a device, and the properties of the run that they leave unproven. Each
+        such text is reported once."""
         line, missing = engine_line(self._config, device), unproven(self._config, device)
         if line in self._engines:
             return
@@ -208,8 +209,8 @@ class NumericsWatch:
 
 
 def _paths(config: RunConfig) -> dict[str, tuple[str, str]]:
-    """Return (config key of the path, path) of each model and rubric file. They are named by a model's role, or by the
-    config key of a reward model's arguments or of a rubric file."""
+    """Return (config key of the path, path) of each model and rubric file. The name of an
+    entry is the model's role, the config key of a reward model's arguments, or the config key of a rubric file."""
     model = config.model
     found = {str(Role.POLICY): ("model.path", model.path)}
     for role, key, path in (
@@ -224,7 +225,7 @@ def _paths(config: RunConfig) -> dict[str, tuple[str, str]]:
 
 
 def _model_files(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Return the digests of the files of each model and rubric, by the names of `_paths`. Read shared files once."""
+    """Return the digests of the files of each model and rubric, under the names of `_paths`. Read shared files once."""
     by_path: dict[str, dict[str, str]] = {
         file: {"rubric": hashlib.sha256(Path(file).read_bytes()).hexdigest()} for file in config.rubric_files().values()
     }
@@ -321,6 +322,6 @@ def store_attributes(config: RunConfig, identity: Identity) -> dict[str, Any]:
 
 
 def _vocabulary(tokenizer: Tokenizer) -> Mapping[str, tuple[str, np.ndarray]]:
-    """Return the arrays of token texts. Empty if a token's text depends on its place."""
+    """Return the arrays of token texts. Empty if the tokenizer has no table of them."""
     tokens = tokenizer.token_bytes()
     return {} if tokens is None else Vocabulary.of(tokens).arrays()

@@ -45,8 +45,8 @@ _LEAVING = ".leaving-"
 
 
 def is_usable(checkpoints: Checkpoints, ledger: Ledger, role: Role, version: int) -> bool:
-    """Return the answer of `pipeline.workers.updates.is_usable`, which loads torch: few drivers ask, and
-    none of them at its start."""
+    """Return the answer of `pipeline.workers.updates.is_usable`. The module is imported late because it loads torch,
+    which few drivers need, and none at its start."""
     return bool(import_module("pipeline.workers.updates").is_usable(checkpoints, ledger, role, version))
 
 
@@ -55,10 +55,11 @@ def first_kept(spec: GraphSpec, keep: int, finished_until: int, saved: Collectio
     damaged checkpoint and `resume --from-checkpoint` all find the data that they need.
 
     Nodes from step `finished_until` on read versions from `finished_until` - eta on. To make the oldest of them again,
-    a recovery begins at a checkpoint that is no newer. That one may be damaged, so the one before it is the floor.
-    The margin is the same as for closing the ledger: an outdated attempt may still be reading.
+    a recovery begins at a checkpoint that is no newer. That checkpoint may be damaged, so the one before it is the
+    floor. The margin is the same as for closing the ledger: an outdated attempt may still be reading.
 
     Args:
+        keep: `storage.keep.rollouts`: fewest finished steps to keep.
         finished_until: all nodes of all earlier steps are done.
         saved: versions of which every trained model has a sound checkpoint.
     """
@@ -90,7 +91,8 @@ class Retention:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="retention") if asked else None
 
     def finished_until(self, step: int) -> None:
-        """Record that all nodes of the steps before this one are done, and begin to delete. Does not wait."""
+        """Record that all nodes of the steps before this one are done. Begin to delete, unless a deletion is in
+        progress. Does not wait."""
         self._over_until = step
         if self._thread is None or (self._pass is not None and not self._pass.done()):
             return
@@ -98,7 +100,7 @@ class Retention:
         self._pass = self._thread.submit(self._let_go, step)
 
     def finish(self) -> None:
-        """Delete what may go at the end of a run, and wait for it."""
+        """Delete at the end of a run what `storage.keep` does not keep, and wait for that."""
         if self._thread is not None:
             self._settle()
             self._pass = self._thread.submit(self._let_go, self._over_until)
@@ -224,7 +226,7 @@ def close_finished_segments(spec: GraphSpec, ledger: Ledger, unneeded: Collectio
 def _margin(spec: GraphSpec) -> int:
     """Return the number of steps that must be over after a segment before it is closed.
 
-    Results of late attempts at its nodes have not counted for long by then, and a resumed run finds all versions of the
+    By then, late attempts at the segment's nodes have long stopped to count. A resumed run finds all versions of the
     weights that it may still need among the open steps."""
     return 2 * window(spec)
 

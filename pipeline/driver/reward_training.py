@@ -60,7 +60,7 @@ from stages.rewards.learned import HERE, Holds, Loading
 
 PLOT = "plots/reward_model.png"
 _TIMED_ROWS, _TIMED_TOKENS = 1024, 4096
-"""Most rows on which teacher and student are timed, and tokens of a pass."""
+"""Most rows on which teacher and student are timed, and most tokens of one pass."""
 
 
 @dataclass
@@ -188,8 +188,8 @@ def _teacher(config: RewardModelConfig, path: str, rank: Rank, joined: ParallelR
 
 
 def _speeds(config: RewardModelConfig, rows: TokenRows) -> dict[str, float]:
-    """Return the CPU seconds per row of the teacher (of several, their sum) and of the exported student, and how many
-    times faster the student is. Time them alternately, with the same packing, in this process alone."""
+    """Return the CPU seconds per row of the exported student and of its teacher (the sum if there are several), and how
+    many times as fast the student is. Time the models alternately, with the same packing, in this process alone."""
     student = Loading(Holds.REWARD, str(config.run_dir / EXPORT), config.model.dtype, _TIMED_TOKENS)
     dtype = config.teacher.dtype or config.model.dtype
     teachers = [Loading(Holds.REWARD, path, dtype, _TIMED_TOKENS) for path in config.teacher.paths]
@@ -212,7 +212,7 @@ def _speeds(config: RewardModelConfig, rows: TokenRows) -> dict[str, float]:
 
 
 def _silent(_: TrainingProgress) -> None:
-    """Report nothing: for ranks other than 0."""
+    """Report nothing. Used on ranks other than 0."""
 
 
 def _rank_main(config: RewardModelConfig, index: int, rendezvous: str) -> None:

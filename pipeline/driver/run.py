@@ -125,7 +125,7 @@ def run(
     with only_driver(paths), interruptible(at_once), _not_collected():
         check_run_directory(config, resume=resume)  # another driver may have run since the first check
         if config.cluster.kind == "local" and not resume:  # a resumed run may have nothing left to compute
-            begin_forkserver(config)  # it imports torch while this process prepares the run
+            begin_forkserver(config)  # the forkserver imports torch while this process prepares the run
         with writable(config):
             ready = prepare(config, checked, resume=resume, from_checkpoint=from_checkpoint)
         this = Run(
@@ -197,8 +197,8 @@ def _not_collected() -> Iterator[None]:
 
 @contextmanager
 def _tracking_left(run: Run) -> Iterator[None]:
-    """Leave tracking open if another job continues the run, and name stored data that was found damaged as the reason
-    why the run failed."""
+    """Leave tracking open if another job continues the run. Turn a StoreError, which says that stored data is damaged,
+    into StoredWrongly."""
     try:
         yield
     except run.continued_after as error:
@@ -296,13 +296,14 @@ def _without_critic(config: RunConfig) -> Iterator[str]:
 
 
 class _Driver(ExecutorEvents):
-    """Owns the executor of a run, and reports to people what the executor's nodes complete."""
+    """Owns the executor of a run, and reports finished steps and evaluations to people."""
 
     def __init__(self, started: StartedRun) -> None:
         self._run, self._started = started.run, started
         config = self._config = started.run.config
         history = self._history = started.run.history
-        self._linked = config.tracking.uri is None or experiment_page(config) is not None  # no address left to show
+        self._linked = config.tracking.uri is None or experiment_page(config) is not None
+        """True if no address is left to show."""
         repairs = self._repairs = started.run.ready.repairs
         board = started.board
         self._unread = None if board is None else UnreadVersions(board)
@@ -360,7 +361,7 @@ class _Driver(ExecutorEvents):
             self._view.look()
 
     def node_done(self, node: Node, outcome: Outcome) -> None:
-        """Report what a committed node completes, and advance the window."""
+        """Report the step, canary or evaluation that a committed node completes, and advance the window."""
         address = node.address
         check_recomputed(self._history, self._repairs, address)
         self._outcomes[address] = outcome
@@ -378,8 +379,8 @@ class _Driver(ExecutorEvents):
         self._flow.done(node)
 
     def worker_replaced(self) -> None:
-        """Release versions that a dead worker still held, and move what it had committed into place. Its replacement is
-        up."""
+        """Clean up after a dead worker, whose replacement is up: release the versions that it still held, and move what
+        it had committed into place."""
         if self._unread is not None:
             self._unread.retry()
         self._history.store.recover(discard=False)
@@ -420,8 +421,8 @@ class _Driver(ExecutorEvents):
 
     def _report_canary(self, version: int, metrics: Mapping[str, float]) -> None:
         """Report how far engine and trainer differ at a version, with an alarm if they differ too much. Without an
-        alarm the metrics wait for the version's step, if that is still to come, because MLflow's pages list first the
-        metric that was logged first."""
+        alarm, metrics of a step that is not reported yet are left to `_report_step`, because MLflow's pages list first
+        the metric that was logged first."""
         text = alarm_text(version, metrics)
         if text is not None or version in self._tracked or version == self._config.steps:
             self._tracker.metrics(version, metrics)

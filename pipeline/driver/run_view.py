@@ -112,8 +112,9 @@ class RunView:
         self._made = time.monotonic()
 
     async def fresh(self) -> GraphView | None:
-        """Return the view of the driver's next `look`. If that does not come soon, return the last view, whose time
-        says how old it is. None while the workers are being started."""
+        """Return a view that is at most a second older than this call. If needed, wait for the driver's next `look`. If
+        that does not come soon, return the last view, whose `at` tells its age. None while the workers are being
+        started."""
         self._asked = asked = time.monotonic()
         while self._made < asked - 1.0 and time.monotonic() < asked + _TIMEOUT_S:
             await asyncio.sleep(0.05)

@@ -85,9 +85,9 @@ def published_weights(config: RunConfig, ledger: Ledger) -> Iterator[WeightBoard
     """Yield the board of published weights: that of the policy's gang, whose rank 0 runs on the driver's host. Yield
     None if workers are attached, since all boards are then on their hosts.
 
-    First remove weights that are not this run's: a killed run whose directory was removed leaves its weights in memory
-    under the same name. Boards of dead runs go too (`pipeline/workers/attached.py`). At the end remove all boards of
-    this host; workers remove those of other hosts."""
+    First remove weights that this run did not publish: a killed run whose directory was removed leaves its weights in
+    memory under the same name. Also remove boards of dead runs (`pipeline/workers/attached.py`). At the end remove this
+    run's boards on this host; workers remove those on other hosts."""
     if config.cluster.kind == "attached":
         yield None
         return
@@ -104,9 +104,8 @@ def published_weights(config: RunConfig, ledger: Ledger) -> Iterator[WeightBoard
 
 @contextmanager
 def worker_processes(config: RunConfig) -> Iterator[Cluster]:
-    """Yield the run's cluster. Block the terminal's signals in local worker processes, which inherit the signal mask of
-    the thread that starts them: the terminal signals the whole process group, but only the driver must react, and end
-    the workers."""
+    """Yield the run's cluster. Local workers are started while the terminal's signals are blocked, and inherit that
+    signal mask. The terminal signals the whole process group, but only the driver must react, and end the workers."""
     logging.getLogger("distributed").setLevel(logging.ERROR)  # the executor reports losses itself
     if config.cluster.kind == "attached":
         with AttachedWorkers(config, weights_bytes(config)) as attached:

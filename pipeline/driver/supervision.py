@@ -180,7 +180,7 @@ def stopped(silent_s: float, start_timeout_s: float) -> bool:
 
 _ANSWER_S = 10.0
 _FIRST = 1
-"""Dask priority of a build: nodes have negative ones."""
+"""Dask priority of a build. Only `publish[0]` has a higher one, and is submitted only to a gang that is built."""
 
 
 @dataclass
@@ -191,8 +191,8 @@ class _Worker:
     building: Future | None
     """None while it is left out and waits to be tried again."""
     deadline: float
-    """Time at which its process is overdue to join; while it is built, the build is overdue; while it is left out, it
-    is tried again; while it is up, a suspect is given up."""
+    """Time of the next action. Before its process has joined: the process is overdue. While it is built: the build is
+    overdue, or its `error` counts. While it is left out: it is built again. While it is a suspect: it is lost."""
     here: bool = False
     """True if the scheduler knows its process."""
     left_out: bool = False
@@ -203,7 +203,7 @@ class _Worker:
     host: str = ""
     """Its host, known once it is built."""
     progress: float = 0.0
-    """Time at which it last finished a node."""
+    """Time at which its process last finished a node; 0: it has not."""
     error: BaseException | None = None
     """Error of a build that may have failed because a peer died."""
 
@@ -285,8 +285,8 @@ class Supervision:
         errors: Mapping[int, BaseException],
         further: Mapping[str, str] = MappingProxyType({}),
     ) -> StageFailed:
-        """Return the StageFailed that ends the run. Of `errors` (by rank or replica index) it names one that is not in
-        `PEER_ERRORS`, if there is one."""
+        """Return the StageFailed that ends the run. It names one of `errors` (by rank or replica index), if possible an
+        error that is not in `PEER_ERRORS`."""
         index = next((i for i, e in errors.items() if not isinstance(e, PEER_ERRORS)), min(errors))
         error = errors[index]
         failed = StageFailed(f"{what} {describe(error)}", {**_log_of(self._workers[gang, index]), **further})
@@ -400,11 +400,12 @@ class Supervision:
         self._build(unit, worker.spec.incarnation + 1, left_out=worker.left_out)
 
     def check_deadlines(self) -> None:
-        """Give up workers that are overdue to join or to be built, and overdue suspects. Build left-out workers again
-        when their time has come.
+        """Give up workers that are overdue to join or to be built. Treat overdue suspects as lost. Build left-out
+        workers again when their time has come.
 
         Raises:
-            StageFailed: no other worker can do the work.
+            StageFailed: a worker is given up, and no other can do its work. Or a build failed with an error that a
+                peer's death could explain, and no peer died.
         """
         self._look_for_processes()
         for key, worker in list(self._workers.items()):

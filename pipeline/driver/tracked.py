@@ -1,10 +1,10 @@
-"""Data for tracking: a run's settings and useless metrics, the trace of a step, and system metrics by gang.
+"""Data for tracking: a run's settings and the metrics to leave out, the trace of a step, and system metrics by gang.
 
     config ──► settings without secrets; metrics that mean nothing under this config
     nodes of a step, with their times, inputs and outputs ──► spans of a trace
     worker's heartbeat ──cpu, memory, gpu──► scheduler ──every 10 s──► sums by gang ──► tracker
 
-The functions of the config are pure. `SystemMetrics` samples the last line.
+The functions of the config are pure. `SystemMetrics` does what the last line shows.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _off(config: RunConfig) -> Iterator[str]:
 
 
 def tracked_params(config: RunConfig) -> dict[str, str]:
-    """Return the config's settings without secrets, less those that the run does not read."""
+    """Return the config's settings without secrets and without those that the run does not read."""
     unread = tuple(_unread(config))
     return {key: value for key, value in flatten(config).items() if not key.startswith(unread)}
 
@@ -164,7 +164,7 @@ def _number(measured: float | None) -> float:
 
 
 class SystemMetrics:
-    """Owns the time of the next sample of CPU, memory and GPU, as the Dask workers measured them.
+    """Tracks samples of CPU, memory and GPU, as the Dask workers measured them. Owns the time of the next sample.
 
     A sample only reads the scheduler's memory, so it costs little and covers all hosts. Child processes of a worker (an
     engine in its own environment) are not included. GPU values need pynvml; they were tested with made-up numbers only.

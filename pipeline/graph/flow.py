@@ -64,7 +64,7 @@ class Flow:
         self._reopened: set[Address] = set()
         """Nodes without a commit that a committed update has read. A trainer that goes back needs them."""
         self._readers: dict[int, set[Address]] = {}
-        """Nodes without a commit that may read a version, by version. It is added when its publication is admitted."""
+        """By version, its readers without a commit. A version is added when its publication is admitted."""
         self._awaited: set[int] = set()
         """Versions in the window that are not published yet."""
         self._made_with = sampled_versions

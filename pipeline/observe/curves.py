@@ -37,7 +37,7 @@ class RunCurves:
     of_steps: int
     """Number of finished steps. `steps` holds fewer of them if the run is long."""
     metrics: Mapping[str, Sequence[float | None]]
-    """Metrics by name: a value for each of `steps`, null if a step has none."""
+    """Metrics by name: a value for each of `steps`; None if the step has no value, or none that is finite."""
     held_out: Mapping[str, Sequence[HeldOutPoint]]
     """Points by name of an `eval/` metric: one for each evaluation."""
 
@@ -59,8 +59,8 @@ def read_curves(
 def run_curves(
     metrics: Mapping[int, Mapping[str, float]], of_steps: int, evaluations: Sequence[Evaluation]
 ) -> RunCurves:
-    """Return the curves of a run. `metrics`: the metrics of each drawn step. A metric that is 0 at all steps belongs to
-    something that is off, and is left out."""
+    """Return the curves of a run. `metrics`: the metrics of each drawn step. A metric that is 0 or missing at all steps
+    is left out, because it belongs to a feature that is off."""
     steps = sorted(metrics)
     names = sorted({name for step in steps for name in metrics[step]})
     curves = {name: [number(metrics[step].get(name), 4) for step in steps] for name in names}
@@ -78,7 +78,8 @@ def run_curves(
 
 
 def panels_of(runs: Sequence[RunCurves], panels: Sequence[Panel] = PANELS) -> list[Panel]:
-    """Return the panels of which a run has a metric, with the names that a `*` stands for."""
+    """Return the panels for which a run has a metric. A name with a `*` is replaced by the metrics that fit it, if at
+    least two fit."""
     names = sorted({name for run in runs for name in (*run.metrics, *run.held_out)})
     found = []
     for panel in panels:
@@ -110,7 +111,7 @@ def numbers(values: Iterable[float], digits: int = 4) -> list[float | None]:
 
 
 def evenly(total: int, most: int) -> list[int]:
-    """Return up to `most` indices spread evenly over range(total), including both ends (of one: the last)."""
+    """Return up to `most` indices spread evenly over range(total), including both ends; if `most` is 1, the last."""
     if total <= most:
         return list(range(total))
     if most < 2:

@@ -1,8 +1,9 @@
 """Metrics of the generation engines: the counts that are committed with each shard, and the metrics of a step.
 
 Several shards share an engine, which does not count per shard: a shard gets everything that the engine counted since
-the last reading. So a single shard's numbers mean little. Only counts are committed, which add up over shards and
-replicas, and ratios are computed from their sums. An evaluation that runs beside a step takes part of the counts.
+the last reading. So a single shard's numbers mean little. Only counts and two peaks are committed. Counts are added up
+over shards and replicas, and ratios are computed from the sums; of a peak the maximum counts. An evaluation that runs
+beside a step takes part of the counts.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class NodeView:
     state: NodeState
     gang: str
     version: int
-    """Version of the weights that it needs."""
+    """Version of the weights that the node needs."""
     parents: tuple[Address, ...]
     worker: str | None = None
     since: float | None = None
@@ -55,7 +55,7 @@ class NodeView:
     seconds: float | None = None
     """Duration of a DONE node, if known."""
     losses: int = 0
-    """Number of times it was lost with its worker."""
+    """Number of times that the node was lost with its worker."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class VersionView:
     version: int
     num_bytes: int | None
     readers: tuple[Address, ...]
-    """Nodes that have yet to read it."""
+    """Nodes that still have to read this version."""
 
 
 @dataclass(frozen=True)
@@ -171,9 +171,11 @@ def work_text(gang: GangView, at: float, most: int) -> str:
 
 
 def shown_steps(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int) -> list[NodeStatus]:
-    """Return the nodes of the open steps, which end before `admitted`, and of some columns before; parents first.
+    """Return the nodes of the open steps and of up to `PAST_STEPS` columns before them, parents first. `admitted`: the
+    number of admitted steps.
 
-    For a finished run these are the last columns. The evaluations of a column are among the nodes of earlier steps."""
+    For a finished run these are the last columns. Earlier steps are searched too, because some nodes of a column, such
+    as evaluations, have the number of an earlier step in their address."""
     first = max(0, min((status.node.scheduled_step for status in statuses), default=admitted) - PAST_STEPS)
     nodes = with_steps_over(spec, statuses, admitted, PAST_STEPS + spec.staleness + 1, MOST_NODES)
     return [status for status in nodes if status.node.scheduled_step >= first or not first]
@@ -236,7 +238,7 @@ def gang_views(
 
 @dataclass
 class CurveCache:
-    """Reads reward and KL from the commits of a run, each commit once."""
+    """A reader of reward and KL from the commits of a run. It keeps them, so that it reads each commit once."""
 
     spec: GraphSpec
     ledger: Ledger
@@ -314,8 +316,8 @@ def recorded_view(
 
 
 def _as_seen(statuses: Iterable[NodeStatus], gang_of: Mapping[Role, Gang], seen: NodeEvents) -> list[NodeStatus]:
-    """Return the statuses with the nodes that workers had as RUNNING or QUEUED. A worker ran as many nodes as it has
-    threads, those with the earliest possible start first."""
+    """Return the statuses, with RUNNING or QUEUED as the state of nodes that were handed to a worker. A worker is taken
+    to run as many nodes as it has threads: those that could start first."""
     statuses = list(statuses)
     had: defaultdict[str, list[tuple[float, Node]]] = defaultdict(list)
     for status in statuses:

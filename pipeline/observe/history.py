@@ -50,7 +50,7 @@ class History:
     """Rows per step."""
 
     def addresses(self, step: int) -> list[Address]:
-        """Return the addresses of a step's nodes without evaluations, and of the canary of its version."""
+        """Return the addresses of a step's nodes, except evaluations, and of the canary of version `step`."""
         nodes = step_nodes(self.spec, step)
         addresses = [n.address for n in nodes if n.stage != "canary" and not n.stage.startswith("evaluate")]
         return addresses + ([Address("canary", step)] if self.spec.canaries else [])
@@ -69,12 +69,12 @@ class History:
         except DamagedCommit:
             if not dropped(address, self.store.dropped_before()):
                 raise
-            return None  # it is not needed any more; `check` and the next driver report it
+            return None  # not needed any more; `check` and the next driver report the damage
         return None if commit is None else commit.ref()
 
     def versions_made(self) -> int:
-        """Return the newest version of the policy, which is the number of updates. (A commit in between may be
-        lost.)"""
+        """Return the newest version of the policy, which is the number of updates. It follows from the last commit of
+        an update, because an earlier commit may be lost."""
         return max((address.step + 1 for address in self.ledger.addresses("update_policy")), default=0)
 
     def step_metrics(
@@ -134,7 +134,7 @@ class History:
         return all(address in known or self.ledger.find(address) is not None for address in ends)
 
     def steps_done(self) -> list[int]:
-        """Return the steps whose updates are committed, and the outputs from which their numbers are computed."""
+        """Return the steps whose updates, advantages and generated shards are all committed."""
         over = max(self.ledger.closed_until(), self.store.dropped_before())
         return steps_done(self.spec, over, self.ledger.addresses(from_step=over))
 
@@ -197,7 +197,7 @@ def evaluation_metrics(evaluation: Evaluation, first: Evaluation | None = None) 
 
 
 def alarm_text(version: int, metrics: Mapping[str, float]) -> str | None:
-    """Return the alarm for a canary's metrics, or None if they are in order."""
+    """Return the text of the alarm for a canary's metrics, or None if there is no alarm."""
     if not metrics.get("mismatch/alarm"):
         return None
     difference, limit = metrics["mismatch/canary_mean_abs"], metrics["mismatch/alarm_nats"]

@@ -1,5 +1,5 @@
 """HTML that the report and the page `/stageline` share: the styles and scripts of `static/`, a content security policy
-that allows only these, and JSON that cannot end its element. The pages load nothing from other hosts.
+that allows only these, and JSON that is safe inside an HTML element. The pages load nothing from other hosts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def static(*names: str) -> str:
 
 
 def policy(style: str, script: str, *others: str) -> str:
-    """Return a policy that allows this style, this script and nothing else but what `others` name."""
+    """Return a content security policy that allows this style, this script, what `others` allow, and nothing else."""
     own = f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}"
     return "; ".join([own, *others])
 
@@ -32,7 +32,7 @@ def _digest(text: str) -> str:
 
 
 def embedded(shown: Any) -> str:
-    """Return JSON that can stand in an HTML element. Dataclasses become objects."""
+    """Return JSON that is safe inside an HTML element, because it contains no `<`. Dataclasses become objects."""
     found = json.dumps(shown, default=_fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return found.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 

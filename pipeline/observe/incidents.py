@@ -5,8 +5,8 @@ The display, `/stageline`, the summary and the report read the same `WorkerLosse
 
     GANG_LOST ──► lost ──GANG_BUILT──► built ──first update that began after the loss has ended──► trained
 
-A trainer is lost until it has trained again: by then its gang is built, its models are restored, and the updates since
-their checkpoint have run again.
+A trainer counts as lost until it has trained again. At that time its gang is built, its models are restored, and the
+updates since their checkpoint have run again.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class WorkerLosses:
         self.found = [replace(loss, **change) if concerned(loss) else loss for loss in self.found]
 
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> tuple[list[str], dict[str, float]]:
-        """Close a step: return a message about each trainer that trains again, and the metrics of its loss. If a gang
-        was lost several times before it trained again, the first loss counts."""
+        """Close a step. Return a message about each trainer that trains again, and the metric `trainer/lost_s` if there
+        is one. If a gang was lost several times before it trained again, the first loss counts."""
         lost_at, self._step = self._step, step + 1
         back: dict[str, WorkerLoss] = {}
         for number, loss in enumerate(self.found):
@@ -137,8 +137,8 @@ class Incident:
 
 
 def incident(event: Event, losses: WorkerLosses, lost_s: Mapping[tuple[str, float], float] = _NONE) -> Incident | None:
-    """Return the incident of an event, or None if the event is nothing unusual. `losses` has taken the event. `lost_s`:
-    seconds until a gang trained again, by gang and time of the loss, if known."""
+    """Return the incident of an event, or None if the event is nothing unusual. `losses` must have taken the event
+    before. `lost_s`: (gang, time of the loss) -> seconds until the gang trained again, if known."""
     if event.kind is EventKind.GANG_BUILT:
         loss = losses.repaired_by(event)
         if loss is None:

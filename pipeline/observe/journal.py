@@ -7,8 +7,8 @@ The driver is the only writer; the workers' times travel in the results of the n
 corrupts a line, only that event is lost: readers yield a warning instead of it.
 
 `LineFile` appends whole lines to a file for one process at a time (the journal, and the spool of the tracking). On
-opening it truncates an incomplete last line. If an append fails, on a full disk say, it truncates the partial line and
-raises AppendFailed.
+opening it truncates an incomplete last line. If an append fails, for example on a full disk, it truncates the partial
+line and raises AppendFailed.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class EventKind(StrEnum):
     """The workers of `gang` released the devices that it shares with other gangs; `detail` says to which gang, and
     after how long."""
     ENGINE = "engine"
-    """An engine was built that the journal does not have yet; `detail` says what it supports, and which guarantees
-    the run therefore lacks."""
+    """An engine was built, and the journal has no such event yet with the same text. `detail` says what the engine
+    supports, and which guarantees the run therefore lacks."""
     WARNED = "warned"
     """Something was wrong and the run continued; `detail` says what."""
 
@@ -112,7 +112,7 @@ class Journal:
         self._file = LineFile(path)
 
     def append(self, event: Event) -> None:
-        """Write an event whole or not at all, with secrets redacted. Raises AppendFailed, for a full disk say."""
+        """Write an event whole or not at all, with secrets redacted. Raises AppendFailed, e.g. on a full disk."""
         if event.detail is not None or event.command is not None:
             event = replace(event, detail=redacted(event.detail), command=redacted(event.command))
         self._file.append(event.to_json())

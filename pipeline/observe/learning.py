@@ -17,14 +17,15 @@ from pipeline.observe.metric_catalogue import upper_limit
 
 EQUAL, CUT = "group/equal_fraction", "response/truncated_fraction"
 CUT_ALARM = 0.5
-"""Fraction of cut responses from which it is an alarm. Above the healthy range it is only shown in red."""
+"""Fraction of cut responses from which the sign holds. A smaller fraction, above the healthy range, is only shown in
+red."""
 STEPS, LENGTH_STEPS = 3, 10
 """Number of steps in a row after which a sign is an alarm. Short answers may have one length for a while by chance."""
 
 
 @dataclass(frozen=True)
 class Sign:
-    """A rule about a step that learns nothing, evaluated for one step."""
+    """The result of one rule for one step."""
 
     rule: str
     holds: bool
@@ -67,7 +68,7 @@ def learning_signs(metrics: Mapping[str, float], fixed_length: bool = False, war
     mean, longest = metrics.get("response/length_mean"), metrics.get("response/length_max")
     if mean is not None and longest is not None and not fixed_length:
         text = f"all responses had {longest:g} tokens (response/length_max)"
-        constant = mean == longest and cut is not None and cut < 1  # all cut is no answer of one length
+        constant = mean == longest and cut is not None and cut < 1  # if all are cut, the limit is the length
         signs.append(Sign("constant_length", constant, text, LENGTH_STEPS))
     names = ("policy/lr", "policy/optimizer_steps", "policy/grad_norm_max")
     causes = {name: metrics[name] for name in names if name in metrics}

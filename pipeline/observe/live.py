@@ -115,7 +115,7 @@ class Progress:
         """Gang of each worker that is up or expected."""
         self._together = frozenset(together)
         self._loading = dict.fromkeys(self._gangs, self._started)
-        """Workers that are not up, with the time since when."""
+        """Worker that is not up -> the time since when."""
         self._views: Mapping[str, GangView] = {}
         self._screen = Screen(self._console, json_lines, now)
         terminal = self._console.is_terminal and not json_lines
@@ -192,7 +192,7 @@ class Progress:
         self._tell("recovered", text, text=text)
 
     def alarm(self, text: str) -> None:
-        """Print an alarm. It stays on the screen above the panel, and the run continues."""
+        """Print an alarm. On a terminal it stays above the live panel."""
         self._tell("alarm", plain(f"ALARM: {text}", "bold red"), text=text)
 
     def render(self) -> RenderableType:

@@ -273,12 +273,12 @@ _PATTERNS = tuple(
 
 @cache
 def find(name: str) -> Metric | None:
-    """Return the catalogue's entry of a metric, or None if it has none."""
+    """Return the catalogue's entry of a metric, or None if there is no entry."""
     return next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
 
 
 def upper_limit(name: str) -> float:
-    """Return the upper end of a metric's healthy range, if that is given as `below X`."""
+    """Return the upper end of a metric's healthy range. Raises ValueError unless the range is given as `below X`."""
     metric = find(name)
     if metric is None or not metric.healthy.startswith("below "):
         raise ValueError(f"the catalogue has no healthy range `below X` of {name}")

@@ -196,7 +196,8 @@ class SpoolWriter:
             self._report({"warning": f"MLflow refused {what.strip()}: {error.message}"})
 
     def _open(self, client: MlflowClient, item: Item) -> None:
-        """Create the run or continue it: the run id in the state file, else the run tagged with the spool's key."""
+        """Continue the MLflow run whose id is in the state file, or else the run that is tagged with the spool's key.
+        Create a run if there is neither."""
         tags = {**item["tags"], SPOOL_TAG: item["key"]}
         run = self._find_run(client, item)
         if run is None:

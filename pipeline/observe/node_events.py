@@ -85,7 +85,7 @@ class NodeEvents:
                 self.out[address] = HandedOut(event.gang, event.worker, event.t)
         elif event.kind in (EventKind.FINISHED, EventKind.FAILED):
             self.out.pop(address, None)
-        # Of a gang, rank 0 comes first; other ranks are there only if their times differ.
+        # The event of rank 0 comes first. Other ranks have events only if their times differ.
         if event.kind is EventKind.FINISHED and event.worker is not None and address not in self.ended:
             self.ended[address] = Ended(event.worker, event.t, event.seconds or 0.0)
             self._free_since[event.worker] = event.t

@@ -67,7 +67,7 @@ def plot_timeline(timeline: Timeline, losses: Sequence[tuple[float, str]], path:
 
 
 def plot_curves(curves: RunCurves, path: Path, title: str, panels: Sequence[Panel] = PANELS) -> None:
-    """Draw the learning curves as small multiples, without panels of which the run has no metric."""
+    """Draw the learning curves as small multiples. Panels for which the run has no metric are left out."""
     shown = panels_of([curves], panels)
     columns = max(1, min(4, math.ceil(len(shown) / 2)))
     rows = max(1, math.ceil(len(shown) / columns))

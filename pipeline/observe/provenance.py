@@ -65,7 +65,7 @@ def software_versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A Slurm job as it was started last."""
+    """A Slurm job, as of its latest start."""
 
     job_id: str
     """The job's id; with the task's number if it is in an array: 12_3."""

@@ -15,13 +15,13 @@ from rich.text import Text
 from pipeline.observe.summary import Summary, summary_lines
 from pipeline.observe.text import plain, three, visible
 
-if TYPE_CHECKING:  # it loads pandas and Zarr, and `stageline check` prints a table too
+if TYPE_CHECKING:  # it loads pandas and Zarr, which `stageline check` does not need
     from pipeline.observe.rows import ResponsePair
 
 
 @dataclass(frozen=True)
 class MemoryColumn:
-    """Predicted memory of one worker, or of one host or several alike, in bytes."""
+    """Predicted memory, in bytes, of one worker or host, or of several that are alike."""
 
     heading: str
     items: Mapping[str, int]
@@ -31,7 +31,7 @@ class MemoryColumn:
 
 @dataclass(frozen=True)
 class InspectRow:
-    """One stored response with its numbers; None if a stage has no output yet."""
+    """One stored response with its numbers. A number is None if its stage has no output yet."""
 
     row: int
     prompt: str

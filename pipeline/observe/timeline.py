@@ -56,7 +56,7 @@ class Box:
     start_s: float
     end_s: float
     store_s: float
-    """Seconds on store and ledger. They count as the end of the box."""
+    """Seconds for store and ledger. They are the last seconds of the box."""
 
 
 def boxes(events: Iterable[Event]) -> list[Box]:
@@ -163,8 +163,8 @@ class Lane:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The executions of a run in lanes. Times are in seconds since the epoch by the first driver's time: those between
-    the end of a driver and the next one's first submission are left out (`Timeline.at`)."""
+    """The executions of a run in lanes. Times are in seconds since the epoch, less the gaps before them in which no
+    driver worked (`Timeline.at`)."""
 
     lanes: Sequence[Lane]
     """Lanes, sorted by gang and worker."""
@@ -176,16 +176,16 @@ class Timeline:
     num_boxes: int
     """Boxes of the run; the lanes have fewer if the run is long."""
     gaps: Sequence[Interval] = ()
-    """The times without a driver, in order, by the clock."""
+    """Periods in which no driver worked, in order. They are clock times, from which no gaps are taken."""
 
     def at(self, t: float) -> float:
-        """Return the place of a clock time in this timeline."""
+        """Return a clock time less the gaps before it, as the times in this timeline are."""
         return without(self.gaps, t)
 
 
 def run_timeline(events: Iterable[Event], most: int | None = None) -> Timeline | None:
-    """Return the timeline of a run, or None if nothing ran. `most`: of more boxes, only the first and the last are in
-    the lanes."""
+    """Return the timeline of a run, or None if nothing ran. `most`: most boxes in the lanes. If there are more, only
+    the first and the last ones are in the lanes."""
     log = list(events)
     gaps = gaps_between(driver_periods(log))
     every = [replace(b, start_s=without(gaps, b.start_s), end_s=without(gaps, b.end_s)) for b in boxes(log)]

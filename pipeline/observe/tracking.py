@@ -41,7 +41,8 @@ LEAVE_S = 2.0
 ANNOUNCE_S = 2.0
 """Seconds after which `close` logs that it is waiting for MLflow."""
 IMPORT_GRACE_S = 60.0
-"""Seconds more until the deadline of `close`: the writer may still be importing mlflow or creating the database."""
+"""Seconds added to the time limit of `close`, because the writer may still be importing mlflow or creating the
+database."""
 WRITER_ENV = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
@@ -453,8 +454,8 @@ def delivered_run_id(spool_path: Path, uri: str) -> str | None:
 
 
 def read_state(spool_path: Path) -> dict[str, Any]:
-    """Return the content of the writer's state file; empty if the file is missing or damaged (by a power cut, say).
-    Without it everything is delivered again, which changes nothing."""
+    """Return the content of the writer's state file; empty if the file is missing or damaged (for example by a power
+    cut). Without the file everything is delivered again, which changes nothing."""
     try:
         state = json.loads(spool_path.with_suffix(".state.json").read_bytes())
     except (FileNotFoundError, ValueError):

@@ -48,7 +48,8 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class HeldOutScores:
-    """Scores of the last evaluated version of a run, by text of the prompt (and how often it came before)."""
+    """Scores of the last evaluated version of a run, by (text of the prompt, number of earlier prompts with the same
+    text)."""
 
     version: int
     by_prompt: Mapping[tuple[str, int], float]
@@ -60,7 +61,7 @@ class PairedEvaluation:
 
     run: int
     versions: tuple[int, int]
-    """The first run's, and this one's."""
+    """Evaluated version of the first run, and of this run."""
     found: Comparison
     error: float | None
     """Standard error of the difference."""
@@ -93,7 +94,7 @@ def compare_runs(
 
 
 def config_differences(settings: Sequence[Mapping[str, Any]]) -> list[ConfigDifference]:
-    """Return the differences of the runs' settings, by key. The place of a run's directory is no difference."""
+    """Return the settings in which the runs differ, sorted by key, except `name` and `runs_dir`."""
     keys = sorted(set().union(*settings) - _PLACE)
     rows = [(key, [str(s[key]) if key in s else None for s in settings]) for key in keys]
     return [ConfigDifference(key, values) for key, values in rows if len(set(values)) > 1]
@@ -167,8 +168,8 @@ class TokenMismatch:
 
 
 def worst_mismatches(read: Sequence[StageRows], decode: Decode, most: int = MOST) -> list[TokenMismatch] | None:
-    """Return the tokens with the largest |log pi - log mu|, the largest first. None if this run does not recompute the
-    trainer's log-probs."""
+    """Return the tokens with the largest |log pi - log mu|, the largest first. None if no step that was read has
+    log-probs recomputed by the trainer."""
     steps = [step for step in read if step.mismatch is not None]
     if not steps:
         return None

@@ -18,7 +18,8 @@ from pipeline.observe.text import three
 from storage.redaction import redacted_text
 
 _MOST_FAILURES, _LONGEST = 3, 300
-"""The last ones, and so many characters of each: all of it is below, among what went wrong."""
+"""Most failures that `failures` returns, and most characters of each. The page's list of incidents has their full
+text."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ def state_of(events: Sequence[Event], steps_done: int, steps: int) -> str:
 
 
 def failures(events: Sequence[Event]) -> list[str]:
-    """Return the failures since the last driver began, except repeated nodes that succeeded: they are the reason why an
-    unfinished run has ended."""
+    """Return texts about the last few failures since the last driver began, which tell why an unfinished run has ended.
+    Failures of nodes that succeeded later are left out."""
     shown = _failed(events, (EventKind.FINISHED,))[-_MOST_FAILURES:]
     return [f"{e.stage} of step {e.step} failed: {(e.detail or '').partition(chr(10))[0][:_LONGEST]}" for e in shown]
 

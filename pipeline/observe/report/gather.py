@@ -2,7 +2,7 @@
 
 ledger ──► commits of the steps that are drawn ──► curves, versions of the timeline
 store ───► rows of some steps, held-out rows ────► samples, mismatches, headline
-journal ─────────────────────────────────────────► timeline, troubles, facts
+journal ─────────────────────────────────────────► timeline, incidents, facts
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_READ_BYTES, _TOKEN_BYTES = 512 << 20, 64
 """Most bytes of rows that are read; bytes of all arrays of a token together."""
 _FEWEST_STEPS = 3
 _LONGEST_TEXT = 1600
-"""Characters of a prompt or of a held-out response."""
+"""Most characters of a prompt or of a held-out response."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class TimelineLane:
 
 @dataclass(frozen=True)
 class TimelineMark:
-    """A moment worth seeing: a driver started, an alarm, a loss."""
+    """A marked moment: a driver resumed the run, or an incident."""
 
     ms: int
     kind: str
@@ -88,7 +88,7 @@ class RunTimeline:
     begin_ms: Sequence[int]
     length_ms: Sequence[int]
     versions: Sequence[str]
-    """Versions of the weights that took part, if they were read; otherwise empty."""
+    """Versions of the weights that each execution used; empty if its commit was not read."""
     marks: Sequence[TimelineMark]
     of_executions: int
     """Number of all executions. Of a long run only the first and the last ones are drawn."""
@@ -121,7 +121,7 @@ class RunContents:
 
 @dataclass(frozen=True)
 class Gathered:
-    """A run's contents, and what runs are compared by."""
+    """A run's contents, and its held-out scores, by which runs are compared."""
 
     contents: RunContents
     held_out: HeldOutScores | None
@@ -229,7 +229,7 @@ def timeline_columns(
 
 
 def _versions(commits: Mapping[Address, Commit]) -> dict[Address, str]:
-    """Return the versions of the weights that took part in each node: "v3", or "v3-4" if they changed on the way."""
+    """Return the versions of the weights that each node used: "v3", or "v3-4" if they changed while it ran."""
     found = {}
     for address, commit in commits.items():
         versions = commit.provenance.weight_versions

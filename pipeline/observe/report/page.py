@@ -47,7 +47,8 @@ class PageContents:
 
 
 def report(sources: Sequence[RunSource], budget: SampleBudget | None = None, most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the file of at most `most_bytes`: long rows are shown in smaller number. `sources`: 1 to `MOST_RUNS`."""
+    """Return the file. If it would have more than `most_bytes`, it shows fewer rows and executions, down to a small
+    share of the budget. `sources`: 1 to `MOST_RUNS` runs."""
     whole = (budget or SampleBudget()).of(len(sources))
     factor = 1.0
     while True:

@@ -1,8 +1,8 @@
 """Responses to look at: a sample of a run's rows with what every stage made of each token, and the held-out responses
 before and after training.
 
-The sample is even over steps and rows; beside it are the extremes of the rows that were read (highest and lowest score,
-largest KL, worst mismatches), and they say so: an even sample of many rows shows none of them.
+The sample is even over steps and rows. The extremes of the rows that were read (highest and lowest score, largest KL,
+largest mismatches) are added and marked as such, because an even sample of many rows would hardly contain them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from storage.rollouts import Decode
 EXTREMES = 8
 """Rows of each kind of extreme."""
 _LONGEST_PROMPT = 1200
-"""Characters."""
+"""Most characters of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class SampleBudget:
 
     rows: int = 512
     steps: int = 128
-    """Whose rows are read."""
+    """Most steps whose rows are read."""
     tokens: int = 40_000
-    """Over all rows."""
+    """About the most tokens of all rows together."""
     row_tokens: int = 400
     """Most tokens of one response."""
     held_out: int = 128
@@ -53,7 +53,7 @@ class SampleBudget:
 
 @dataclass(frozen=True)
 class SampleRow:
-    """A response. Each array has an entry for every token that is shown; it is None where the run has no such
+    """A response. Each array of numbers has an entry for every token that is shown. It is None if the run has no such
     numbers."""
 
     step: int
@@ -64,12 +64,12 @@ class SampleRow:
     kl: float | None
     """Nats over the response."""
     length: int
-    """Sampled tokens; more than are shown where it is long."""
+    """Number of sampled tokens. Fewer are shown if the response is long."""
     cut: bool
-    """True if the length limit ended it."""
+    """True if the length limit ended the response."""
     versions: str
     extreme: str
-    """Reason why it was added to the even sample; empty if it belongs to that."""
+    """Property in which the row is extreme; empty for a row of the even sample."""
     tokens: Sequence[str]
     log_ratio: Sequence[float | None] | None
     values: Sequence[float | None] | None
@@ -97,7 +97,7 @@ def sample(
     asked: Sequence[str] | None = None,
 ) -> Samples:
     """Choose rows to show. `read`: the steps whose rows were read, of `of_steps` stored ones. `mismatched`: (step, row)
-    of the rows with the largest mismatches, which are shown too. `asked`: as for `prompt_text`."""
+    of the rows with the largest mismatches, some of which are shown too. `asked`: as for `prompt_text`."""
     places = [(i, row) for i, step in enumerate(read) for row in range(step.rollout.num_rows)]
     if not places:
         return Samples([], 0, 0, of_steps)
@@ -117,7 +117,7 @@ def sample(
 
 
 def _extremes(read: Sequence[StageRows], each: int) -> dict[tuple[int, int], str]:
-    """Return (number of the step, row) -> the property in which this row is the most extreme."""
+    """Return (index in `read`, row) -> the property in which this row is extreme. Each property has `each` rows."""
     columns: list[tuple[str, list[np.ndarray | None], int]] = [
         ("lowest score", [None if s.scores is None else s.scores.scores for s in read], 1),
         ("highest score", [None if s.scores is None else s.scores.scores for s in read], -1),
@@ -164,8 +164,8 @@ def _row(
 
 
 def shortened(text: str, most: int) -> str:
-    """Return the text; if it is longer than `most` characters, with a note in place of its middle. The end is kept
-    because a prompt's question is there."""
+    """Return the text. If it is longer than `most` characters, a note replaces its middle. The end is kept because a
+    prompt often ends with its question."""
     if len(text) <= most:
         return text
     half = most // 2

@@ -14,7 +14,8 @@ from storage.rollouts import Decode
 
 @dataclass(frozen=True)
 class Sameness:
-    """Facts that decide which numbers of two runs can be compared: those with equal texts."""
+    """Facts that decide which numbers of two runs can be compared. Numbers that depend on a fact can be compared if its
+    text is the same in both runs."""
 
     model: str
     """Files of the initial policy."""
@@ -41,10 +42,10 @@ class RunSource:
     summary: Summary
     events: Sequence[Event]
     decode: Decode
-    """Special tokens included, so that a response ends with its EOS."""
+    """Function from token ids to text, special tokens included, so that a response ends with its EOS."""
     sameness: Sameness
     software: Mapping[str, str] = field(default_factory=dict)
-    """Name -> version, of what computed the run."""
+    """Name -> version of the software that computed the run."""
     together: Collection[str] = ()
     """Gangs whose workers are lost and built together."""
     asked: Sequence[str] | None = None

@@ -1,6 +1,6 @@
-// Bars: how old the rows were, and where the seconds went.
+// Bar charts: rows by staleness, and seconds by stage.
 
-/** Rows of bars; `rows`: [label, values by run]; the longest fills the width. */
+/** Rows of bars. `rows`: [label, values by run]. The longest bar fills the width. */
 function bars(rows, text) {
   const most = Math.max(...rows.flatMap(([, values]) => values.map((value) => value || 0)), 1e-9);
   return h("div", { class: "bars" }, rows.map(([label, values]) => [

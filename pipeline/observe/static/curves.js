@@ -1,5 +1,5 @@
-// Learning curves: small pictures over one x-axis. The pointer (or the arrow keys) at a step shows that step in all of
-// them; a drag from step to step looks closer, in all of them too.
+// Learning curves: small charts with a common x-axis. The pointer (or the arrow keys) selects a step, whose values all
+// charts show. Dragging from one step to another zooms in, in all charts.
 
 const PANEL = { width: 440, height: 210, left: 52, right: 10, top: 12, bottom: 26 };
 const DASHES = ["", "5 3", "2 2", "8 3 2 3"];
@@ -14,7 +14,7 @@ function curves(page) {
     + "± one standard error. Arrow keys move from step to step; drag to look closer, Escape or double click to see all."));
 }
 
-/** What the panels of a page have in common: the steps in view, the step under the pointer, smoothing, hidden runs. */
+/** The state that the panels of a page share: the steps in view, the step under the pointer, smoothing, hidden runs. */
 function curveState(page) {
   const last = Math.max(0, ...page.runs.flatMap((run) =>
     [...run.curves.steps, ...Object.values(run.curves.held_out).flat().map(([version]) => version)]));
@@ -30,7 +30,7 @@ function panelGrid(page, state) {
   return grid;
 }
 
-/** The lines of a panel: every metric that it names and a run has, if the runs can be compared in it. */
+/** The lines of a panel: one for each of its metrics and each run that has the metric and can be compared by it. */
 function seriesOf(page, panel) {
   const found = [];
   for (const [i, run] of page.runs.entries()) {
@@ -159,7 +159,7 @@ function extent(points, healthy) {
   return [low >= 0 && low - margin < 0 ? 0 : low - margin, high + margin];
 }
 
-/** Round numbers between two. */
+/** Round numbers between two limits. */
 function ticks(low, high, about) {
   const raw = (high - low) / about || 1;
   const power = 10 ** Math.floor(Math.log10(raw));
@@ -256,7 +256,7 @@ function curveControls(page, state) {
     h("button", { type: "button", onclick: () => look(state, state.whole) }, "all steps"));
 }
 
-/** A panel for whichever metric is chosen. */
+/** A panel of the metric that the reader chooses. */
 function anyMetric(page, state) {
   const names = [...new Set(page.runs.flatMap((run) => Object.keys(run.curves.metrics)))].sort();
   if (!names.length) return null;

@@ -1,4 +1,4 @@
-// Building elements, and the one tooltip. Children are nodes or text; nothing here parses markup.
+// Builds elements and the page's only tooltip. Children are nodes or text; nothing here parses markup.
 
 const COLOURS = ["#3f74c4", "#d9772e", "#3c9d70", "#a65aa6", "#c29a1c", "#4aa3ad", "#cf5359", "#808792"];
 
@@ -7,7 +7,7 @@ function h(tag, attributes, ...children) {
   return filled(document.createElement(tag), attributes, children);
 }
 
-/** The same in SVG. */
+/** An SVG element. Otherwise as `h`. */
 function s(tag, attributes, ...children) {
   return filled(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 }
@@ -22,7 +22,7 @@ function filled(node, attributes, children) {
   return node;
 }
 
-/** A button that is pressed or not. */
+/** A button that stays pressed until it is clicked again. */
 function toggle(label, pressed, changed, attributes) {
   const button = h("button", { type: "button", "aria-pressed": String(pressed), ...attributes }, label);
   button.addEventListener("click", () => {
@@ -33,7 +33,7 @@ function toggle(label, pressed, changed, attributes) {
   return button;
 }
 
-/** A patch of colour; as a "dashed" line or a "round" dot, where the series is drawn so. */
+/** A patch in the colour of a series, or a "dashed" line or a "round" dot if the series is drawn like that. */
 function swatch(colour, shape) {
   const node = h("span", { class: shape ? `swatch ${shape}` : "swatch", "aria-hidden": "true" });
   node.style.setProperty("--colour", colour);
@@ -63,7 +63,7 @@ const tip = {
 addEventListener("keydown", (event) => event.key === "Escape" && tip.hide());
 addEventListener("wheel", () => tip.hide(), { passive: true });
 
-/** A table; numbers stand right. `rows`: cells as nodes or text. */
+/** A table; numbers are aligned to the right. `rows`: cells as nodes or text. */
 function table(headings, rows, attributes) {
   const head = headings.map((heading) => h("th", { scope: "col" }, heading));
   const body = rows.map((cells) => h("tr", {}, cells.map((cell) => h("td", {}, cell))));

@@ -1,4 +1,4 @@
-// What holds the page: its head, the bar of sections, and, of several runs, the choice of the one that is shown alone.
+// The frame of the page: its head, the bar of sections and, for several runs, the tabs that choose the run to show.
 
 function head(page) {
   const several = page.runs.length > 1;
@@ -26,7 +26,7 @@ function sections(found) {
   return [bar, ...bodies];
 }
 
-/** What is shown of one run at a time: `build(run, i)`, behind tabs where there are several. */
+/** Content that is shown for one run at a time, made by `build(run, i)`; with tabs if there are several runs. */
 function perRun(page, build) {
   if (page.runs.length === 1) return build(page.runs[0], 0);
   const shown = h("div", {});

@@ -23,7 +23,7 @@ document.body.append(
     ["config", "Config", config(page)],
   ])));
 
-/** Opens a row in the sample browser of a run, whose tab may be another one now. */
+/** Opens a row in the sample browser of a run. If another run's tab is open, it changes the tab first. */
 function openIn(run, step, row) {
   const tabs = document.querySelectorAll("#samples [role=tab]");
   if (tabs.length) tabs[page.runs.indexOf(run)].click();

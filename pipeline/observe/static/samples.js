@@ -30,7 +30,7 @@ function samples(run) {
   return node;
 }
 
-/** The size that has full colour: that of which 2 % of the tokens are beyond. */
+/** The size from which a token has full colour: 2 % of the tokens have a larger one. */
 function scaleOf(rows, name) {
   const sizes = rows.flatMap((row) => row[name] || []).filter((value) => value !== null).map(Math.abs).sort((a, b) => a - b);
   return sizes[Math.floor(sizes.length * 0.98)] || sizes[sizes.length - 1] || 1;
@@ -119,7 +119,7 @@ function rowCard(state, row) {
   return card;
 }
 
-/** The tokens; the pointer over one, or the arrow keys, tell its numbers. */
+/** The tokens of a row. A tooltip shows the numbers of the token under the pointer, or chosen with the arrow keys. */
 function response(state, row) {
   const spans = row.tokens.map((text, i) => {
     const span = h("span", { class: "token" }, ...visible(text));
@@ -159,11 +159,11 @@ function tellToken(span, row, i) {
   tip.show(box.left, box.bottom - 8, [`token ${i}: `, ...visible(row.tokens[i] || "(part of a character)")], rows);
 }
 
-/** Shows one row until something is filtered by, or ordered; false where it is not in the sample. */
+/** Shows a single row until a filter or the order changes. Returns false if the row is not in the sample. */
 function openRow(state, step, row) {
   if (!state.rows.some((one) => one.step === step && one.row === row)) return false;
   state.form.reset();
-  setTimeout(() => { // after the form's own, which shows all rows
+  setTimeout(() => { // after the form's own reset, which shows all rows
     state.only = { step, row };
     list(state);
     state.list.scrollIntoView({ block: "center" });

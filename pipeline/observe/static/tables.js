@@ -1,4 +1,4 @@
-// What is read as tables: held-out responses, mismatches, troubles, configs, and runs against one another.
+// The tables of the page: held-out responses, mismatches, incidents, configs, and comparisons of runs.
 
 function heldOut(run) {
   const found = run.held_out;
@@ -103,7 +103,7 @@ function paired(page, one) {
     one.remark ? note(one.remark) : null, scatter(page, one));
 }
 
-/** A dot for each prompt: the first run's score to the right, this one's upwards. */
+/** A chart with a dot for each prompt: x is the first run's score, y is this run's. */
 function scatter(page, one) {
   const size = 300, edge = 38;
   const values = one.pairs.flat();

@@ -1,5 +1,5 @@
-// Text and numbers for people. Text of a run is untrusted: it becomes text nodes, and what would not be seen, or would
-// reorder what is seen, is shown by name.
+// Text and numbers for people. Text of a run is untrusted: it becomes text nodes. Characters that are invisible, or
+// that reorder the text around them, are shown by name.
 
 const INVISIBLE = /[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/u;
 const EVERY_INVISIBLE = /([\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}])/gu;
@@ -39,7 +39,7 @@ function short(value) {
 const signed = (value) => (value > 0 ? "+" : "") + short(value);
 const count = (number) => number.toLocaleString("en");
 
-/** "512 of 100,000 rows", or "512 rows" where that is all. */
+/** "512 of 100,000 rows", or "512 rows" if there are no more. */
 function ofAll(shown, all, noun) {
   return shown === all ? `${count(all)} ${noun}` : `${count(shown)} of ${count(all)} ${noun}`;
 }

@@ -1,5 +1,5 @@
-// The timeline: which stage each worker ran when. A strip of the whole run above, what is looked at below; drawn on
-// canvas, since a run has tens of thousands of executions.
+// The timeline shows which stage each worker ran when: a strip of the whole run above, and the part in view below. It
+// is drawn on a canvas, because a run has tens of thousands of executions.
 
 const MARK_COLOURS = { alarm: "#cf5359", lost: "#cf5359", failed: "#cf5359", recovered: "#3c9d70", resumed: "#3f74c4" };
 const LANES = { left: 150, row: 24, top: 24, strip: 34 };
@@ -147,7 +147,7 @@ function drawStrip(state, width) {
   pen.strokeRect(from + 0.5, 0.5, Math.max(2, to - from - 1), LANES.strip - 1);
 }
 
-/** A pen whose unit is a CSS pixel, whatever the screen's. */
+/** A drawing context whose unit is a CSS pixel on every screen. */
 function sharp(canvas, width, height) {
   const scale = devicePixelRatio || 1;
   canvas.width = Math.round(width * scale);

@@ -154,8 +154,8 @@ def preferences_problems(config: PreferencesConfig) -> Iterator[Problem]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Shape of a group's arrays: num_shards × rows_per_shard rows of seq tokens. A record has the rows of one shard or
-    of all shards."""
+    """Shape of the arrays of a Zarr group: num_shards × rows_per_shard rows of seq tokens. A record has the rows of one
+    shard or of all shards."""
 
     num_shards: int
     rows_per_shard: int
@@ -168,7 +168,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Layouts:
-    """The layout of the steps' groups and that of the evaluations' groups (None: the run has none)."""
+    """The layouts of the Zarr groups of steps and of evaluations (None: the run has no evaluations)."""
 
     step: Layout
     evaluate: Layout | None = None

@@ -21,8 +21,9 @@ _MODE = 0o700
 
 
 def private_directory(path: Path) -> None:
-    """Make a directory, and its missing parents, that only this user can enter (mode 0700). Close an existing directory
-    that others can enter. So everything in it was written by this user, even if its name can be guessed.
+    """Make a directory, and its missing parents, that only this user can enter (mode 0700). An existing directory
+    that others can enter gets this mode. So everything in it was written by this user, even if its name can be
+    guessed.
 
     Raises:
         StoreError: the path is a link or a file, or another user's directory.
@@ -123,7 +124,8 @@ def end_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKI
 
 def loopback_only() -> dict[str, str]:
     """Return the environment under which gloo and NCCL listen on the loopback interface alone. Without it gloo listens
-    on the address that the host's name resolves to, and NCCL on the first interface, and neither asks who connects."""
+    on the address that the host's name resolves to, and NCCL on the first interface, and neither checks who
+    connects."""
     name = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
 

@@ -39,7 +39,8 @@ class Constraint:
     need: str
     """The allowed values, in words that follow "must be": `1 or more`."""
     holds: Callable[[Any], bool]
-    """Return True for a value that works. It is never called with None: the type says whether null is allowed."""
+    """Function that returns True for a value that works. It is never called with None: the type says whether null is
+    allowed."""
     of_elements: bool = False
     """True: the constraint is on each element of a list."""
 

@@ -178,7 +178,7 @@ def load_texts(config: PromptsConfig) -> list[PromptItem]:
 
 
 HELD_OUT = 64
-"""Default number of prompts that are set aside, if a tenth of all is not less."""
+"""Default number of prompts that are set aside; a tenth of all prompts if that is less."""
 
 
 def held_out_by_default(num: int, shards: int) -> int:

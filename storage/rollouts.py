@@ -491,7 +491,7 @@ class RecentRecords:
             return self._records[key][0]
 
     def put(self, key: Key, record: Record) -> None:
-        """Keep a record, unless it is larger than the cache. Nobody may write to it any more."""
+        """Keep a record, unless it is larger than the cache. Its arrays must not change any more."""
         size = sum(array.nbytes for array in record.arrays().values())
         with self._lock:
             if size > self._max_bytes or key in self._records:
@@ -509,8 +509,8 @@ _STORE = "rollouts.zarr"
 def write_root(
     run: files.Root, attributes: Mapping[str, Any], arrays: Mapping[str, tuple[str, np.ndarray]] | None = None
 ) -> None:
-    """Write the root's attributes and arrays (name -> its dimension and its numbers, one axis). What is already there
-    and right is not written again. No worker may run meanwhile."""
+    """Write the root's attributes and arrays (name -> its dimension and its numbers, one axis). Files that already
+    have the right content are not written again. No worker may run meanwhile."""
     found = {"zarr.json": group_metadata(attributes)}
     for name, (dimension, array) in (arrays or {}).items():
         found |= {f"{name}/{key}": data for key, data in encode_whole(array, dimension, describe(name)).items()}

@@ -62,7 +62,7 @@ def tensorrt_llm(settings: DoctorSettings) -> Finding:
 
 
 def _remote(settings: DoctorSettings, kind: Literal["vllm", "tensorrt_llm"]) -> Finding:
-    """Test an engine on its first device; on a CPU in float32 alone, since it takes minutes to start."""
+    """Test an engine on the device that it chooses; on a CPU only in float32, because it takes minutes to start."""
     python = settings.engines.get(kind)
     if python is None:
         raise Absent(f"no environment of {kind} (--engine {kind}=PYTHON)")

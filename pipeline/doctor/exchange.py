@@ -35,9 +35,9 @@ SLOWEST = {"gloo": 20e6, "nccl": 1e9}
 """Slowest accepted sum over ranks, in bytes per second, if the links are not known: a fifth of 1 Gbit/s Ethernet, and
 10 Gbit/s."""
 LINK_SHARE = 0.25
-"""Share of the links' rate in `conf/hardware` that a sum by NCCL must reach. A sum over good
-links reaches more than half with NUM_BYTES. Over PCIe in place of NVLink, or TCP in place of InfiniBand, it reaches a
-tenth or less. These shares were not measured by us."""
+"""Share of the links' rate in `conf/hardware` that a sum by NCCL must reach. A sum over good links reaches more than
+half with NUM_BYTES. Over PCIe in place of NVLink, or TCP in place of InfiniBand, it reaches a tenth or less. These
+shares were not measured by us."""
 PROGRAM = ("-m", "pipeline.doctor.exchange")
 LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
 """Environment in which NCCL prints the network that it uses, for the report."""
@@ -54,7 +54,7 @@ class Exchanged:
     gpu: str
     """Name of rank 0's GPU; "" without one."""
     bytes_per_s: float
-    """Bytes of a rank's tensor, divided by the seconds of a sum; the best of five."""
+    """Bytes of a rank's tensor, divided by the seconds of a sum; the best of six."""
 
 
 def ranks(settings: DoctorSettings) -> Finding:
@@ -161,9 +161,9 @@ def exchange(index: int, size: int, rendezvous: Path, timeout_s: float, *, alone
 
 
 def own_address(alone: bool) -> str:
-    """Return the address at which the other ranks reach this host; with `alone` they are on this host, too. It is the
-    address of the host's name. If that is a loopback address (as in Debian's /etc/hosts), it is the address of the
-    interface of the default route."""
+    """Return the address at which the other ranks reach this host: 127.0.0.1 with `alone`, else the address of the
+    host's name. If that is a loopback address (as in Debian's /etc/hosts), return the address of the interface of the
+    default route."""
     if alone:
         return "127.0.0.1"
     named = socket.gethostbyname(socket.gethostname())

@@ -1,7 +1,7 @@
 """The tasks of the rungs that compute, and their results: records that cross to other processes as JSON.
 
-A task names everything that its numbers depend on, so equal tasks have one result. `rank.py` and
-`generate.py` measure, `training.py` and `engines.py` compare.
+A task names everything that its numbers depend on, so equal tasks have one result. `rank.py` and `generate.py`
+measure, `training.py` and `engines.py` compare.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ class Program:
 def run_together(programs: Sequence[Program], deadline_s: float, advice: str) -> None:
     """Run programs side by side until all have ended.
 
-    Raises Fault, with the output of each, if one fails or is still running after `deadline_s`. None of them is running
-    afterwards, nor a process that one of them started in its session."""
+    Raises Fault, with the output of each, if one fails or is still running after `deadline_s`. Afterwards none of
+    them runs, and no process that one of them started in its session."""
     with tempfile.TemporaryDirectory(prefix="stageline-doctor-") as folder, contextlib.ExitStack() as stack:
         logs = [Path(folder, f"{index}.log") for index in range(len(programs))]
         running = []

@@ -35,10 +35,10 @@ LAYOUT_TOLERANCE = 1e-3
 STATE_SHARE = 1.05
 """Largest accepted ratio, either way, of measured to predicted state. Both count the same tensors."""
 PEAK_SHARE, PEAK_BYTES = 0.3, 32 << 20
-"""Largest accepted difference of the measured from the predicted peak: this share of the
-prediction plus these bytes. The prediction
-leaves out temporaries of the optimizer, and on a CPU the pages of libraries and what the allocator keeps (measured: 16
-to 23 MB). So for a model of a few MB the test only finds a prediction that misses most of the activations."""
+"""Largest accepted difference of the measured from the predicted peak: this share of the prediction plus these bytes.
+The prediction leaves out temporaries of the optimizer, and on a CPU the pages of libraries and what the allocator keeps
+(measured: 16 to 23 MB). So for a model of a few MB the test only finds a prediction that misses most of the
+activations."""
 LAYOUTS = {"TP2": (2, 1), "PP2": (1, 2), "DP2": (1, 1)}
 """Tensor and pipeline sizes of the tested layouts, each of two ranks."""
 ADVICE = (
@@ -177,7 +177,7 @@ def agreement(one: RankResult, other: RankResult) -> float:
 
 
 def devices() -> range:
-    """Return the indices of all GPUs that this process sees, or 0 alone, for the CPU, without GPUs."""
+    """Return the indices of all GPUs that this process sees. Without GPUs return only 0, for the CPU."""
     return range(torch.cuda.device_count() if torch.cuda.is_available() else 1)
 
 
@@ -211,8 +211,8 @@ def _float32(settings: DoctorSettings) -> Mapping[RankJob, RankResult]:
 
 @cache
 def _run(gangs: tuple[Gang, ...], deadline_s: float) -> dict[RankJob, RankResult]:
-    """Run gangs at the same time, and return rank 0's numbers of each job. Results are cached,
-    because several rungs need them. Raises Absent for a model that does not fit, and what `run_together` raises."""
+    """Run gangs at the same time, and return rank 0's numbers of each job. Results are cached, because
+    several rungs need them. Raises Absent for a model that does not fit, and what `run_together` raises."""
     for job in {job for gang in gangs for job in gang}:
         _refuse_too_large(job)
     with tempfile.TemporaryDirectory(prefix="stageline-doctor-") as folder:

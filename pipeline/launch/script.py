@@ -243,7 +243,7 @@ class JobShape:
 def job_shape(config: RunConfig) -> JobShape:
     """Return the nodes and resources that a run asks for. The config must have no `run_problems`."""
     slurm, used = config.slurm, {gang.name for gang in config.gangs()}
-    gangs = [gang for gang in config.placement.gangs if gang in used]  # a config without a critic may list its gang
+    gangs = [gang for gang in config.placement.gangs if gang in used]  # a run without a critic may list its gang
     hosts = {gang: host_gang(slurm, gang) for gang in gangs}
     own = sorted({host for host in hosts.values() if host is not None}, key=lambda host: _sort_key(config, host))
     members = [[gang for gang in gangs if hosts[gang] == host] for host in own]

@@ -179,7 +179,7 @@ def fit(samples: Sequence[Measurement], usual: StageSpeed) -> tuple[StageSpeed, 
     least = np.array([1 / start[0], 0.0, 0.0])[used]
     found, outlying = np.ones(int(used.sum())), np.ones(len(samples))
     for _ in range(20):
-        # relative to the prediction, not to the measurement: short nodes would count more than they should
+        # errors are relative to the prediction: relative to the measurement, short nodes would count too much
         predicted = (columns * start)[:, used] @ found + stored
         scaled = (columns * start)[:, used] / predicted[:, None]
         rows = np.vstack([scaled * outlying[:, None], np.sqrt(_PULL) * np.eye(len(found))])
@@ -202,8 +202,8 @@ def fit(samples: Sequence[Measurement], usual: StageSpeed) -> tuple[StageSpeed, 
 
 
 def usual_mean(seconds: Sequence[float] | np.ndarray) -> float:
-    """Return the mean without the longest and the shortest tenth: times have a long tail, which a median leaves out,
-    and a stall is not usual."""
+    """Return the mean without the longest and the shortest tenth. A median would ignore the long tail of such times,
+    and a plain mean would count rare stalls."""
     ordered = np.sort(np.asarray(seconds))
     cut = len(ordered) // 10
     return float(ordered[cut : len(ordered) - cut].mean())

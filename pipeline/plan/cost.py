@@ -65,7 +65,7 @@ class Costs:
         return math.fsum(self.parts(node, lengths).values())
 
     def parts(self, node: Node, lengths: Sequence[int]) -> dict[str, float]:
-        """Return what the seconds consist of, by name: arithmetic, weights read, collectives, bubble and so on."""
+        """Return the seconds by their cause: arithmetic, weights read, collectives, bubble and so on."""
         found = self._timed(self.work(node, lengths), self.speed_of(node.stage))
         fixed = found.get(FIXED, 0.0) + self.calibration.turnaround_s
         return found | ({FIXED: fixed} if fixed else {})
@@ -166,7 +166,7 @@ class Costs:
         """Return the work of writing the trained weights to the board, and of sending the parts that ranks on other
         nodes hold."""
         layout, num_bytes = self.run.config.placement.gangs[gang.name].layout, self._published_bytes()
-        # a stage's ranks, of all data-parallel copies, come before those of the next stage
+        # ranks are numbered stage by stage: all data-parallel copies of a stage come before the next stage
         per_stage, here = gang.workers // layout.pipeline, self.cluster.gpus_per_node or gang.workers
         writers = [stage * per_stage + rank for stage in range(layout.pipeline) for rank in range(layout.tensor)]
         away = sum(rank >= here for rank in writers) / len(writers)

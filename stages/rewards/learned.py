@@ -211,8 +211,8 @@ HERE = _ProcessModels()
 
 class EnsembleReward(Reward):
     """Owns the members of an ensemble. The score is their mean. The disagreement is their standard deviation (with
-    divisor n); it shows where a policy has left the region that they were trained on (Coste et al., arXiv
-    2310.02743)."""
+    divisor n). A large one shows that a policy has left the region that the members were trained on (Coste et al.,
+    arXiv 2310.02743)."""
 
     def __init__(
         self,

@@ -38,7 +38,8 @@ class CharacterReward(Reward):
 
 @dataclass(frozen=True)
 class LengthReward(Reward):
-    """1 for a response of `target` characters, falling linearly to 0 for an empty response and for twice as many."""
+    """1 for a response of `target` characters, falling linearly to 0 for an empty response and for one of twice that
+    length."""
 
     target: int
     deterministic = True

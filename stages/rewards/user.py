@@ -26,7 +26,8 @@ class UserReward(Reward):
     """The sandbox that a user's function runs in."""
 
     def __init__(self, kind: str, args: dict[str, Any], timeout_s: float, confinement: Confinement = _ANYTHING) -> None:
-        """Start the process and wait until it has the function. Sets `refusal` if the function cannot be used."""
+        """Start the process and wait until it has imported the function. Sets `refusal` if the function cannot be
+        used."""
         self._kind, self._args, self._timeout_s = kind, args, timeout_s
         self._lock = threading.Lock()
         self._sandbox: Sandbox | None = None

@@ -249,7 +249,7 @@ def grade(rubric: Rubric, ask: Ask, samples: Sequence[Sample]) -> list[float | N
 
 def compare(rubric: Rubric, ask: Ask, pairs: Sequence[tuple[Sample, str, str]]) -> list[BothOrders]:
     """Return a pairwise judge's verdicts on pairs of responses (row, one response, another). Each pair is asked in both
-    orders, since a judge favours one position whatever stands there (Zheng et al., arXiv 2306.05685)."""
+    orders, because a judge prefers one position whichever response is shown there (Zheng et al., arXiv 2306.05685)."""
     questions = [
         rubric.question(sample, {"first": first, "second": second})
         for sample, one, other in pairs

@@ -43,7 +43,7 @@ MOST_PROCESSES = 4096
 _LARGEST_FILE_BYTES = 1 << 34
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _CODE = ("/usr", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/sys/devices/system/cpu")
-"""Besides Python's own folders: paths that can be read where only code may be read."""
+"""Paths that can be read by a sandbox that may read only code, besides Python's own folders."""
 _SHARED_MEMORY = "/dev/shm"
 _LIMITED_PER_NAMESPACE = (6, 14)
 """First Linux version in which `kernel.pid_max` belongs to a namespace; before, it belongs to the host."""

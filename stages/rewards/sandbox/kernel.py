@@ -150,8 +150,8 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def enter_namespaces(*, network: bool) -> None:
-    """Give this process its own users, mounts, System V objects and (unless `network`) network, and its children their
-    own process ids: the first child is process 1 there, and when it ends all of them do. The user id stays the same,
+    """Give this process its own users, mounts, System V objects and (unless `network`) network. Its children get their
+    own process ids: the first child is process 1, and when it ends, all of them end. The user id stays the same,
     without rights outside. The process must have a single thread."""
     user, group = os.getuid(), os.getgid()
     flags = _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWPID | (0 if network else _CLONE_NEWNET)

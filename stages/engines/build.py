@@ -1,4 +1,4 @@
-"""Build an engine from a config. The table of all kinds of engines is here."""
+"""Build an engine from a config. The table of the builders of all kinds of engines is here."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def build_engine(
     log: Path | None = None,
     start_s: float | None = None,
 ) -> GenerationEngine:
-    """Build the engine that `config.kind` names.
+    """Return a new engine of `config.kind`.
 
     `path`: a Hugging Face directory or `random:tiny`, whose weights become `version`. `max_seq`: longest prompt plus
     response, in tokens. `threads`: number of torch threads. `device`: device of the engine's first rank; None: the
     engine chooses. `eos_token_ids`: empty means the model's own. `migratable`: rows may continue in other engines
     (`MigratingEngine`). `in_flight`: new weights are loaded between two tokens while rows run; otherwise after the rows
     in flight have finished. `device_sharing`: build the engine so that it can sleep and leave its devices to other
-    gangs; without it vLLM and TensorRT-LLM cannot. `on_lost`: called with the reason when a process of the engine is
-    lost. `log`: log file of an engine that runs in an environment of its own; None: no log. `start_s`: seconds that
-    such an engine has to start; None: 600.
+    gangs. Without this vLLM and TensorRT-LLM cannot sleep. `on_lost`: called with the reason when a process of the
+    engine is lost. `log`: log file of an engine that runs in an environment of its own; None: no log. `start_s`:
+    seconds that such an engine has to start; None: 600.
 
-    Raises ValueError for settings that cannot work, WeightsError for weights that do not fit, and EngineLost if an
-    engine in an environment of its own does not start."""
+    Raises ValueError for settings that cannot work, and WeightsError for weights that are not the model's. Raises
+    EngineLost if an engine in an environment of its own does not start."""
     module, _, name = _BUILDERS[config.kind].partition(":")
     build: Callable[..., GenerationEngine] = getattr(importlib.import_module(module), name)
     return build(

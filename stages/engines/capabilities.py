@@ -1,12 +1,11 @@
-"""State what each engine can do. A run asks only this before it relies on an engine; no other code branches on
-`engine.kind`.
+"""State the abilities of each kind of engine. A run asks only for these before it relies on an engine.
 
     config, device ──► Capabilities ──┬─► checks: refuse what a run asks for beyond them, before anything starts
                                       ├─► pipeline/config/preflight.py: say what the run cannot prove
-                                      └─► workers, replay: how weights are read, and what a repetition must reproduce
+                                      └─► workers, replay: how to read weights, and what a repetition must reproduce
 
-The capabilities of an engine are a function of its settings and of its device. A built engine states the same
-(`GenerationEngine.capabilities`). If something was never measured, the weaker possibility is stated.
+The capabilities of an engine are a function of its settings and of its device. A built engine has them as
+`GenerationEngine.capabilities`. If something was never measured, the weaker possibility is stated.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ builds were never measured."""
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Memory of an engine that does not follow from its settings alone, for the prediction of a run's memory."""
+    """Facts about an engine's memory that its settings alone do not tell, for the prediction of a run's memory."""
 
     reserves_cache: bool = False
-    """True if the engine allocates all of `engine.kv_budget_mb` at the start, whatever its rows need."""
+    """True if the engine allocates all of `engine.kv_budget_mb` at the start, even if its rows need less."""
     refit_bytes: int | None = None
-    """Bytes of new weights beside the old ones on each rank, or of the largest tensor if it is larger; None: all
-    weights."""
+    """Bytes of new weights that a rank holds beside the old ones during a refit, or the bytes of the largest tensor if
+    these are more. None: all of the rank's weights."""
     process_bytes: int = 0
     """Bytes of each process in the engine's own environment, without weights and cache; 0: the engine has no processes
     of its own."""
@@ -43,10 +42,10 @@ class Capabilities:
 
     draws: Literal["keyed", "seeded", "free"]
     """Repeatability of sampled tokens. `keyed`: law 4. `seeded`: the same request in the same engine gives the same
-    tokens; no other guarantee. `free`: tokens do not repeat."""
+    tokens; nothing else is guaranteed. `free`: tokens do not repeat."""
     invariance: Literal["bits", "tokens", "none"]
-    """Results of a row that do not depend on the other rows in its batch. bits: its log-probs, to the last bit; tokens:
-    its tokens, except for ties within rounding; none: no results."""
+    """Results of a row that do not depend on the other rows in its batch. bits: its tokens, and its log-probs to the
+    last bit. tokens: its tokens, unless two candidates are closer than rounding. none: no results."""
     distributions: Literal["any", "plain"]
     """The distributions that rows can be drawn from. any: any temperature, suppressed tokens, and no EOS before
     `min_new_tokens`. plain: the softmax of the logits (temperature 1) or their arg max (0), with no token excluded."""
@@ -55,24 +54,25 @@ class Capabilities:
     updates: frozenset[Literal["drain", "inflight"]]
     """The ways to load new weights (`inflight`: `rollout.versions`)."""
     sources: frozenset[Literal["tensors", "mapped"]]
-    """The forms of weights that `load_weights` takes. tensors: tensors of this process; one pass packs them and finds
-    numbers that are not finite. mapped: the places of their bytes (`MappedTensors.places`), which the engine passes on
-    and does not read itself."""
+    """The forms of weights that `load_weights` takes. tensors: tensors of this process, which the engine packs and
+    checks for numbers that are not finite in one pass. mapped: the places of their bytes (`MappedTensors.places`),
+    which the engine passes on without reading the bytes."""
     failed_refit: Literal["kept", "rebuild"]
     """State after a refit that failed half-way. `kept`: the engine continues with the old weights. `rebuild`: it must
-    be built anew. (Every engine refuses weights that do not fit before it changes anything.)"""
+    be built anew. (Every engine refuses weights that are not the model's before it changes anything.)"""
     migration: bool
     """True if rows can continue in another engine (`MigratingEngine`)."""
     sleeps: Literal["nothing", "cache", "weights"]
-    """The memory that `sleep` frees: none, that of keys and values, or that of the weights too. After `weights` they
-    must be loaded again after `wake`."""
+    """The memory that `sleep` frees. cache: that of keys and values. weights: that of keys, values and weights, so the
+    weights must be loaded again after `wake`."""
     speculation: bool
     """True if log-probs are correct with speculative decoding."""
     devices: frozenset[Device]
     """Devices that the engine runs on."""
     memory: EngineMemory = EngineMemory()
     measured: bool = True
-    """False: these capabilities were never observed on this device; the engine was only built for them."""
+    """True if these capabilities were observed on this device. Otherwise the engine was written for them and never run
+    there."""
 
     def __str__(self) -> str:
         said = {
@@ -110,14 +110,15 @@ def embedded_capabilities(config: EngineConfig, device: Device) -> Capabilities:
 
 
 TENSORRT_LLM_BUCKET_MB = 1024
-"""Size of the pieces in which new weights are copied to every rank's device: the largest tensor of a 70B model in
-bfloat16 (its embedding, 128256 x 8192) takes two, and a smaller piece would only mean more calls."""
+"""MiB of new weights that are copied to every rank's device at a time, or more if a block or a tensor is larger. The
+embedding of a 70B model in bfloat16 (128256 x 8192) is twice as large, and smaller pieces would only take more
+calls."""
 
 
 def vllm_capabilities(config: EngineConfig, device: Device) -> Capabilities:
-    """Return the capabilities of vLLM. The draws are ours (`serving/vllm_adapter.py`), but sums depend on the other
-    rows. vLLM refuses drafts together with a logits processor. With pipeline stages, batches are in flight between its
-    steps, and weights cannot change then."""
+    """Return the capabilities of vLLM. Our code makes the draws (`serving/vllm_adapter.py`), but a row's sums depend on
+    the other rows of its batch. vLLM refuses drafts together with a logits processor. With pipeline stages, batches are
+    in flight between vLLM's steps, so weights cannot change there."""
     return Capabilities(
         draws="keyed",
         invariance="tokens",
@@ -136,8 +137,9 @@ def vllm_capabilities(config: EngineConfig, device: Device) -> Capabilities:
 
 
 def tensorrt_llm_capabilities(config: EngineConfig, device: Device) -> Capabilities:
-    """Return the capabilities of TensorRT-LLM by its recorded interface (`serving/trtllm_adapter.py`), which was never
-    run: a seed per request, and log-probs of the raw logits, whatever temperature or bans did to the draw."""
+    """Return the capabilities of TensorRT-LLM, taken from its recorded interface (`serving/trtllm_adapter.py`); it was
+    never run. It has a seed per request. Its log-probs are those of the raw logits, without the temperature and the
+    bans of the draw."""
     return Capabilities(
         draws="seeded",
         invariance="none",
@@ -169,6 +171,6 @@ def capabilities_of(config: EngineConfig, device: Device) -> Capabilities:
 
 
 def able(config: EngineConfig, device: Device, can: Callable[[Capabilities], bool]) -> list[str]:
-    """Return the values of `engine.kind` whose capabilities satisfy `can`, with the config's other settings. Error
+    """Return the values of `engine.kind` whose capabilities satisfy `can` under the config's other settings. Error
     messages suggest them."""
     return [kind for kind, stated in STATED.items() if can(stated(config, device))]

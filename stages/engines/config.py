@@ -18,8 +18,8 @@ _NO_DRAFTS = {
     "tensorrt_llm": "TensorRT-LLM refuses log-probs beside drafts, or reports wrong ones",
 }
 HIDDEN_STATES_BYTES = 64 << 20
-"""Memory of the hidden states that a learned draft head learns from, 2 bytes a number: three quarters for finished
-rows, a quarter for rows in flight."""
+"""Memory of the hidden states that a learned draft head learns from: three quarters for finished rows (2 bytes a
+number), a quarter for rows in flight (4 bytes a number)."""
 ENGINE_WORK_BYTES = 3 << 30
 """Memory of a GPU for activations, CUDA graphs and buffers of an engine of another project, beside its weights and
 cache. vLLM: "CUDA graphs can take additional 1~3 GiB memory per GPU" (its log)."""
@@ -27,14 +27,15 @@ cache. vLLM: "CUDA graphs can take additional 1~3 GiB memory per GPU" (its log).
 
 @dataclass
 class SpeculationConfig:
-    """Speculative decoding: draft tokens ahead and verify several in one pass. The tokens are the same, sooner."""
+    """Speculative decoding: draft the next tokens of a row, and verify several in one pass. The tokens are the same as
+    without drafts."""
 
     drafter: Literal["none", "ngram", "learned", "both"] = "none"
     """Source of drafts. ngram: the tokens that followed the same two or three tokens earlier in the row or in rows of
     the same prompt. learned: a small head on the model's hidden state, trained on finished rows while the engine is
-    idle. both: lookup, and the head for rows where it promises more."""
+    idle. both: n-grams, and the head for rows where it is expected to gain more."""
     max_tokens: int = setting(6, at_least(1, ": a draft has at least 1 token"))
-    """Longest draft of a row in a pass, in positions ahead."""
+    """Most positions ahead of a row's last token for which tokens are drafted in a pass."""
 
 
 @dataclass
@@ -42,9 +43,9 @@ class EmbeddedConfig:
     """Settings of the embedded engine."""
 
     kernels: Literal["auto", "native", "torch", "triton"] = "auto"
-    """Implementation of the operations between the matrix products: C compiled on this machine (native, on a CPU),
-    Triton (on CUDA), or plain torch. auto: C or Triton if there is a compiler. Engines whose log-probs must agree to
-    the last bit need the same."""
+    """Implementation of the model's operations: C compiled on this machine (native, on a CPU), Triton (on CUDA; torch
+    computes the matrix products), or plain torch. auto: C on a CPU if there is a compiler, Triton on CUDA if it is
+    installed, otherwise torch. Engines whose log-probs must agree to the last bit need the same kernels."""
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
 
@@ -71,8 +72,8 @@ class EngineConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the engine's weights and activations."""
     kv_budget_mb: int = setting(512, at_least(1))
-    """Memory of all keys and values of a replica, in MB. If rows outgrow it, the youngest wait and are resumed. vLLM
-    and TensorRT-LLM reserve all of it at their start."""
+    """Memory of all keys and values of a replica, in MB. If the rows need more, the youngest ones wait and are resumed
+    later. vLLM and TensorRT-LLM reserve all of it at their start."""
     cuda_graphs: bool = True
     """Capture decode passes once per size and replay them. Only on CUDA, and in the embedded engine only with Triton's
     kernels; no effect elsewhere. TensorRT-LLM decides itself."""
@@ -107,7 +108,7 @@ def _environment_problems(config: EngineConfig) -> Iterator[Problem]:
 
 
 def _other_kinds_problems(config: EngineConfig) -> Iterator[Problem]:
-    """Yield the settings of other kinds of engines, which this engine would ignore."""
+    """Yield a problem for each changed setting of another kind of engine, since this engine would ignore it."""
     why = "only engine.kind={} reads it (given engine.kind=" + config.kind + ")"
     if config.kind != "embedded":
         embedded, why_embedded = config.embedded, why.format("embedded")
@@ -119,7 +120,7 @@ def _other_kinds_problems(config: EngineConfig) -> Iterator[Problem]:
 
 
 def _embedded_problems(config: EmbeddedConfig) -> Iterator[Problem]:
-    """Yield the settings of the embedded engine that its other settings leave without effect."""
+    """Yield a problem for each changed setting of the embedded engine that has no effect under its other settings."""
     key, drafts = "engine.embedded", config.speculation
     if drafts.drafter == "none":
         why = "there are no drafts under engine.embedded.speculation.drafter=none: choose a drafter"
@@ -127,7 +128,7 @@ def _embedded_problems(config: EmbeddedConfig) -> Iterator[Problem]:
 
 
 def _graphs_problems(config: EngineConfig) -> Iterator[Problem]:
-    """Yield a problem if CUDA graphs are switched off where there are none to switch off."""
+    """Yield a problem if CUDA graphs are switched off for an engine that this setting does not concern."""
     without: str | None = None
     if config.kind == "embedded" and config.embedded.kernels in ("native", "torch"):
         without = (
@@ -140,7 +141,8 @@ def _graphs_problems(config: EngineConfig) -> Iterator[Problem]:
 
 
 def made_interpreter(kind: str) -> str | None:
-    """Return where `make engine-...` puts the Python of an engine of another project, or None if nothing is there."""
+    """Return the path of the Python that `make engine-...` has made for an engine of another project; None if it has
+    made none."""
     python = Path(".engines", kind, "bin", "python")
     return str(python) if kind in OTHER_ENVIRONMENTS and python.exists() else None
 

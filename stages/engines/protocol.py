@@ -1,18 +1,18 @@
-"""The protocol every generation engine implements, and the values that cross it.
+"""The protocol that every generation engine implements, and the records that it uses.
 
-How a run uses an engine: several shards call `generate` at once, from several threads; the engine batches all of their
-rows in flight and yields each row as it finishes. Every request names the version of the weights it must be sampled
-with (`Request.version`); `load_weights` is called by whoever sees that the resident version differs, and waits until
-the rows of the older version have finished (drain). An engine that updates in flight instead lets rows that it has
-accepted go on under the new weights, and accepts rows that ask for an older version than the resident one:
-`Completion.versions` says which made which token.
+How a run uses an engine: several shards call `generate` at the same time, from several threads. The engine batches the
+rows of all calls and yields each row as it finishes. Every request names the version of the weights that it must be
+sampled with (`Request.version`). A caller that sees another version resident calls `load_weights`, which waits until
+the rows of the older version have finished (drain). An engine that updates in flight does not wait: its accepted rows
+go on under the new weights. It also accepts rows that ask for an older version than the resident one.
+`Completion.versions` says which version sampled each token.
 
-p is the softmax of the logits without the suppressed tokens, without EOS before `min_new_tokens`, over the temperature
-(0: the arg max is taken; p is then that of temperature 1). Law 4: the token at a position, counted from the prompt's
-first token, is argmax(log p + Gumbel noise keyed by (seed, step, row, position)), the noise of
-stages/engines/embedded/sampling.py, so a row's tokens do not depend on the batch it ran in or on the engine that
-ran it. An engine for which this (or anything else) does not hold says so in its `Capabilities` (capabilities.py), which
-is all that a run asks about an engine. `build_engine` (build.py) builds an engine from a config.
+p is the softmax of logits / temperature, without the suppressed tokens, and without EOS before `min_new_tokens`. At
+temperature 0 the arg max is taken, and p is that of temperature 1. Law 4: the token at a position, counted from the
+prompt's first token, is argmax(log p + Gumbel noise keyed by (seed, step, row, position)). The noise is that of
+stages/engines/embedded/sampling.py. So a row's tokens depend neither on the other rows of its batch nor on the engine.
+An engine for which this does not hold says so in its `Capabilities` (capabilities.py). A run asks nothing else about an
+engine. `build_engine` (build.py) builds an engine from a config.
 
 The functions at the end check requests and new weights, as every engine does before it accepts them.
 """
@@ -37,11 +37,13 @@ NO_VERSION = -1
 
 
 class RequestError(ValueError):
-    """A request that cannot be served (empty, too long, token ids outside the vocabulary); names the row."""
+    """A request cannot be served (empty, too long, token ids outside the vocabulary, another version resident). The
+    message names the row."""
 
 
 class WeightsError(ValueError):
-    """Weights that cannot be loaded (missing, extra, misshapen, NaN); names the tensor. The old weights stay."""
+    """Weights cannot be loaded (missing, extra, misshapen, NaN). The message names the tensor, or the rank that has no
+    memory for them. The old weights stay."""
 
 
 class EngineLost(RuntimeError):
@@ -50,7 +52,7 @@ class EngineLost(RuntimeError):
 
 class RowsLost(RuntimeError):
     """Rows of a call came back unfinished from another engine, and the weights that they need are no longer resident.
-    Make the call again with its version resident. Raised only by engines whose rows can migrate."""
+    Load these weights and make the call again. Raised only by engines whose rows can migrate."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class TensorPlace:
     """Bytes."""
     shape: tuple[int, ...]
     dtype: str
-    """numpy's name of the type, or "bfloat16"."""
+    """numpy's name of the dtype, or "bfloat16"."""
 
 
 class MappedTensors(dict[str, torch.Tensor]):
@@ -83,13 +85,13 @@ class Request:
     """One response to sample."""
 
     row: int
-    """Row number, which the result repeats; with `seed` and `step` the key of the noise."""
+    """Row number, which the result repeats. Together with `seed` and `step` it keys the noise."""
     seed: int
     step: int
     tokens: tuple[int, ...]
     """The prompt, without padding."""
     version: int
-    """Version of the weights to sample with; the oldest allowed one if the engine updates in flight."""
+    """Version of the weights to sample with. If the engine updates in flight, a newer one may be used."""
     sampling: SamplingConfig
     forced: tuple[int, ...] = ()
     """Tokens of the response that are given instead of drawn, `sampling.max_new_tokens` of them. Each is returned with
@@ -104,9 +106,9 @@ class Completion:
     tokens: np.ndarray
     """int32 [new]: sampled tokens, the EOS included."""
     logprobs: np.ndarray
-    """float32 [new]: log mu of each: the log of p (see the module), given all tokens before it."""
+    """float32 [new]: log of p (see the module) of each sampled token, given all tokens before it."""
     versions: np.ndarray
-    """int32 [new]: weights that sampled each."""
+    """int32 [new]: version of the weights that sampled each token."""
     finish_reason: FinishReason
 
 
@@ -118,7 +120,7 @@ class EngineStats:
     rows: int
     decode_steps: int
     mean_occupancy: float
-    """Rows in flight per decode step / max_rows."""
+    """Mean number of rows in flight per decode step, divided by `max_rows`."""
     kv_peak_fraction: float
     preemptions: int
     """Rows that were preempted for lack of KV memory and resumed later."""
@@ -126,15 +128,15 @@ class EngineStats:
     """Seconds in which new weights were checked and packed."""
     busy_s: float
     prompt_tokens: int = 0
-    """Prompt tokens fed, with those of resumed rows and of their responses."""
+    """Tokens fed before rows decode: their prompts and, if rows are fed again, also their responses so far."""
     shared_tokens: int = 0
-    """Prompt tokens not fed, because the keys and values of another row were reused."""
+    """Prompt tokens not fed, because their keys and values were in the cache already."""
     drafted_tokens: Mapping[str, int] = field(default_factory=dict)
     """Drafted tokens that were verified, by kind of draft."""
     accepted_tokens: Mapping[str, int] = field(default_factory=dict)
     """Accepted draft tokens, by kind of draft."""
     draft_lengths: Mapping[int, int] = field(default_factory=dict)
-    """Number of times that a decoding row had this many draft tokens in a batch; 0: none."""
+    """Number of draft tokens of a decoding row in a batch -> how many times that occurred."""
     rank_busy_s: tuple[float, ...] = ()
     """Seconds that each rank of the model computed, within `busy_s`."""
     rows_given: int = 0
@@ -142,7 +144,7 @@ class EngineStats:
     rows_taken: int = 0
     """Rows that migrated here from another engine."""
     accepted_positions: Mapping[int, int] = field(default_factory=dict)
-    """Accepted draft tokens, by the number of tokens before them in the draft."""
+    """Number of accepted draft tokens, by the number of tokens before them in the draft."""
 
 
 class GenerationEngine(Protocol):
@@ -150,28 +152,28 @@ class GenerationEngine(Protocol):
     """Version of the resident weights."""
     capabilities: Capabilities
     numerics: Mapping[str, str]
-    """Facts that the last bits of its results depend on, by name: `kernels`, and `device` if it computes in another
-    process."""
+    """Facts that the last bits of the engine's results depend on, by name: `kernels`, and `device` if the engine
+    computes in another process."""
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """Yield rows as they finish. Thread-safe. A response ends with its EOS or at its longest length. If the
+        """Yield rows as they finish. Thread-safe. A response ends with EOS or after `max_new_tokens` tokens. If the
         generator is closed early, even before its first row, its unfinished rows are dropped.
 
-        Raises, before any row runs, RequestError (also if the resident weights do not suit the requested version), and
-        RuntimeError if the engine is asleep. Later: EngineLost or another RuntimeError if the engine stops, RowsLost,
-        and FloatingPointError for a row whose logits are not finite."""
+        Before any row runs, raises RequestError (also if the resident weights are not of the requested version), and
+        RuntimeError if the engine is asleep or has stopped. The iterator raises EngineLost or another RuntimeError if
+        the engine stops. It raises RowsLost, and FloatingPointError for a row whose logits are not finite."""
         ...
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load new weights in place, by Hugging Face name; tensors that are not given keep their values. The engine
-        drains first and lets new rows wait, or loads between two batches. After WeightsError it continues with all the
-        old weights; after any other error, as `Capabilities.failed_refit` says. Raises RuntimeError if it is asleep."""
+        """Load new weights in place. `tensors` have Hugging Face's names; tensors that are not given keep their values.
+        The engine finishes its rows first while new rows wait, or loads between two batches. After WeightsError it
+        continues with all the old weights. After any other error its state is that of `Capabilities.failed_refit`.
+        Raises RuntimeError if the engine is asleep."""
         ...
 
     def sleep(self) -> None:
         """Free the memory that `Capabilities.sleeps` names, until `wake`. Raises RuntimeError if rows are in flight. If
-        the weights are freed too, no version is resident (`NO_VERSION`) until the next `load_weights`, which comes
-        after `wake`."""
+        the weights are freed too, no version is resident (`NO_VERSION`) until `load_weights` is called after `wake`."""
         ...
 
     def wake(self) -> None:
@@ -237,14 +239,14 @@ def check_ability(request: Request, can: Capabilities) -> None:
 
 
 def begun(results: Iterator[Completion | None]) -> Iterator[Completion]:
-    """Start a generator, whose first item is None, and return it. A generator that was never started would skip its
-    `finally` when it is closed, and so keep its rows."""
+    """Return the generator, started: its first item, None, has been taken. A generator that is closed before its start
+    would skip its `finally`, and the engine would keep its rows."""
     next(results)
     return cast(Iterator[Completion], results)
 
 
 def _forced_problem(request: Request, vocab: int, banned: Set[int], eos_ids: Set[int]) -> str | None:
-    """Return the fault of the tokens that a response is forced to consist of; None if there is none."""
+    """Return the problem of a request's `forced` tokens, or None."""
     forced, sampling = request.forced, request.sampling
     if len(forced) != sampling.max_new_tokens:
         return f"is given {len(forced)} tokens of its response, and max_new_tokens {sampling.max_new_tokens}"
@@ -259,9 +261,10 @@ def _forced_problem(request: Request, vocab: int, banned: Set[int], eos_ids: Set
 
 
 def check_tensors(spec: ModelSpec, tensors: Mapping[str, torch.Tensor], *, complete: bool) -> None:
-    """Check names and shapes of tensors. Raises WeightsError naming the first tensor that is unknown or has another
-    shape, or (`complete`) is missing. Packing checks that all numbers are finite, so that they are read once. A tied
-    `lm_head.weight` may be given if it equals the embedding given with it."""
+    """Check names and shapes of tensors. Raises WeightsError, naming the first tensor that is unknown, has another
+    shape, is not of floating point or, if `complete`, is missing. Whether the numbers are finite is checked when they
+    are packed, so that they are read only once. A tied `lm_head.weight` may be given if it equals the embedding given
+    with it."""
     expected = tensor_shapes(spec)
     for name, tensor in tensors.items():
         if name == LM_HEAD and spec.tied_embeddings:

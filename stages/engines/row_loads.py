@@ -1,4 +1,4 @@
-"""Records for planning migrations: an engine's rows in flight, and the rows that it shall give away.
+"""Records for planning migrations: the rows in flight of an engine, and the rows that it is to give to another engine.
 
 Standard library only: the driver, which plans migrations, does not load torch.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RowKey = tuple[int, int, int]
-"""(seed, step, row): a row's name, and the key of its noise."""
+"""(seed, step, row): identifies a row, and keys its noise."""
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class RowLoad:
 
     key: RowKey
     tokens: int
-    """Tokens of the prompt and of the response so far."""
+    """Number of tokens of the prompt and of the response so far."""
     cached: int
-    """Positions whose keys and values are cached."""
+    """Number of positions whose keys and values are cached."""
     left: int
-    """Most tokens that it may still get."""
+    """Most tokens that the row may still get."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,17 @@ class EngineLoad:
     position_bytes: int
     """Bytes of one position's keys and values in all layers."""
     pass_s: float
-    """Recent seconds of a pass that decodes rows; 0 before the first."""
+    """Running mean of the seconds of a pass that only decodes; 0 before the first one."""
     prefill_s: float
-    """Recent seconds per prefilled token; 0 before the first."""
+    """Running mean of the seconds per prompt token that is fed; 0 before the first one."""
 
 
 @dataclass(frozen=True)
 class MigrationRequest:
-    """A row that an engine shall give away."""
+    """A row that an engine is to give to another engine."""
 
     key: RowKey
     with_cache: bool
     """True: send its keys and values. False: the target computes them again."""
     min_left: int = 0
-    """The row stays if it can get fewer tokens than this: it may be nearly done by then."""
+    """The row stays if fewer tokens than this are left to sample, since it may have come close to its end meanwhile."""

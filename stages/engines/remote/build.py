@@ -28,7 +28,8 @@ from stages.native.compile import cache_folder
 
 _VLLM = "stages.engines.remote.serving.vllm_adapter:VllmAdapter"
 _START_S = 600.0
-"""Seconds for an engine to start with its model, outside a run. A run gives it less than its worker has."""
+"""Seconds that an engine has to start with its model, if the caller of `build_engine` sets none. A run sets fewer
+seconds than its worker has to start."""
 _MESSAGE_TIMEOUT_S = 60.0
 """Most seconds without a message from an engine's process, which sends one every second. Then it counts as lost."""
 _TENSORRT_LLM = "stages.engines.remote.serving.trtllm_adapter:TrtllmAdapter"
@@ -37,7 +38,7 @@ _TENSORRT_LLM = "stages.engines.remote.serving.trtllm_adapter:TrtllmAdapter"
 def build_vllm(path: str, config: EngineConfig, *, device_sharing: bool = False, **settings: Any) -> GenerationEngine:
     """Build vLLM in the environment of `engine.python`. Takes the arguments of `build_engine`; raises the errors of
     `build_remote`."""
-    # Rows of a prompt share its keys and values: it changes no number, and costs next to nothing where none are shared.
+    # prefix_caching: rows of one prompt share its keys and values. It changes no number, and costs next to nothing.
     extra = {
         **dataclasses.asdict(config.vllm),
         "cuda_graphs": config.cuda_graphs,

@@ -52,12 +52,12 @@ interpreter."""
 
 @dataclass(frozen=True)
 class RemoteSettings:
-    """Address and sizes of the engine. `server`: the fields of `serving.adapter.Settings`."""
+    """The engine's adapter, sizes and time limits. `server`: the fields of `serving.adapter.Settings`."""
 
     adapter: str
     """`module:Class`, in the server's environment."""
     stated: Callable[[Device], Capabilities]
-    """The engine's capabilities on the device that it computes on."""
+    """Function that returns the engine's capabilities on a device."""
     server: Mapping[str, Any]
     max_seq: int
     max_rows: int
@@ -118,9 +118,10 @@ class RemoteEngine:
     # ---- `GenerationEngine` ----
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """See `GenerationEngine`. Raises RequestError also if a row asks for a version that is not resident,
-        RuntimeError if the engine is asleep, EngineLost if it has stopped. The iterator raises FloatingPointError,
-        naming the row, if its logits are not finite."""
+        """See `GenerationEngine`. Also raises RequestError if a row asks for a newer version than the resident one or,
+        unless `in_flight`, for an older one. Raises RuntimeError if the engine is asleep, and EngineLost if it has
+        stopped. The iterator raises EngineLost if the engine stops, and FloatingPointError, naming the row, if a row's
+        logits are not finite."""
         rows = list(requests)
         for request in rows:
             check_request(request, self._settings.max_seq, self._files.vocab, self._settings.eos_ids)
@@ -144,8 +145,8 @@ class RemoteEngine:
         return begun(self._results(call, len(rows)))
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See `GenerationEngine`. Tensors that cannot be loaded are refused before the server hears of them. If the
-        server fails while it loads, it is lost."""
+        """See `GenerationEngine`. Tensors that cannot be loaded are refused before anything is sent to the server. If
+        the server fails while it loads, it is lost."""
         with self._changed:
             self._check_running()
         with self._load_lock, self._files.complete(tensors) as places:
@@ -189,7 +190,8 @@ class RemoteEngine:
     # ---- the connection ----
 
     def _start(self) -> ServerReady:
-        """Return what the server says when it is up."""
+        """Say hello to the server, and return its answer once the engine is up. Raises EngineLost if the engine does
+        not start."""
         settings = self._settings
         try:
             hello = {"version": self.version, "adapter": settings.adapter, "settings": dict(settings.server)}
@@ -210,8 +212,9 @@ class RemoteEngine:
             raise self._lost(f"cannot be talked to: {error}") from error
 
     def _first_answer(self) -> dict[str, Any] | None:
-        """Return the answer to hello: the first message that is no beat (a server that hangs in its start sends beats
-        too). Raises TimeoutError that says what took too long."""
+        """Return the answer to hello: the first message that is not a beat, since a server that hangs in its start
+        sends beats too. Return None if the server has closed the connection. Raises TimeoutError, which says what took
+        too long."""
         settings, begun_at = self._settings, time.monotonic()
         timeout_s = max(settings.message_timeout_s, _START_MESSAGE_TIMEOUT_S)
         while (left_s := begun_at + settings.start_s - time.monotonic()) > 0:
@@ -233,14 +236,14 @@ class RemoteEngine:
             reason = f"sent nothing for {self._settings.message_timeout_s:g} s"
         except ConnectionResetError:  # it was killed before it had read all that this side sent
             reason = f"ended {self._server.how_it_ended()}"
-        except Exception as error:  # whatever it is: nobody else would tell those who wait
+        except Exception as error:  # any error: the waiting callers must learn of it
             reason = f"cannot be talked to: {error}"
         lost = self._lost(reason)
         try:
             if not self._closing:
                 self._server.close()
                 if self._on_lost is not None:
-                    self._on_lost(self._about_server(reason))  # first: it may end this process, and no stage fails
+                    self._on_lost(self._about_server(reason))  # first, as it may end this process before a stage fails
         finally:
             with self._changed:
                 self._failure = lost

@@ -32,7 +32,7 @@ class Environment:
 
     module: str
     packages: tuple[str, ...]
-    """Names of its distributions."""
+    """Names of the distributions that contain the module."""
     versions: tuple[str, ...]
     """First parts of the versions that the adapter was written for ("0.32")."""
     beside: tuple[str, ...] = ()
@@ -101,8 +101,8 @@ _NOT_PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD")
 
 
 class ServerProcess:
-    """Owns the process with all its children, our end of the connection, and its log. All of them end with this
-    process, however it ends."""
+    """Owns the server's process with all its children, our end of the connection, and the log. The server and its
+    children end when this process ends, however it ends."""
 
     def __init__(self, python: str, log: Path | None, modules: Path | None = None) -> None:
         """`python`: absolute path of the other environment's interpreter. `log`: file to which its output is appended;

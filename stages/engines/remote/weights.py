@@ -24,11 +24,11 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class ModelFiles:
-    """The place of each of a model's tensors."""
+    """The places of a model's tensors."""
 
     def __init__(self, path: str) -> None:
-        """`path`: a Hugging Face directory. Raises FileNotFoundError if it has no weights, WeightsError if they are
-        not the model's or have a dtype that cannot be mapped."""
+        """`path`: a Hugging Face directory. Raises FileNotFoundError if it has no weights, and WeightsError if a tensor
+        is missing or has a dtype that cannot be mapped."""
         self.spec: ModelSpec = read_spec(path)
         self.vocab: int = self.spec.vocab_size
         self._own = {place.name: place for file in weight_files(path) for place in places_in(file)}

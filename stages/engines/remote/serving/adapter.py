@@ -1,5 +1,6 @@
 """The interface between the server's loop and an engine of another project. Each engine implements it in one file. The
-end of the file has the facts about an environment that last bits depend on, and maps weights of another process.
+functions at the end collect the facts about an environment that last bits depend on, and map weights of another
+process.
 
 Runs in the engine's own Python environment.
 """
@@ -20,7 +21,7 @@ import torch
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that the engine is started with. `extra`: the config's section of this kind of engine."""
+    """Settings that the engine is started with. `extra`: settings for this kind of engine only."""
 
     model: str
     """A Hugging Face directory."""
@@ -92,7 +93,8 @@ class EngineAdapter(Protocol):
         ...
 
     def step(self) -> list[Finished]:
-        """Generate a token of each running row. Return the rows that are finished now."""
+        """Generate a token of each running row. Return the rows that have finished. (An engine that steps by itself
+        only waits for a moment.)"""
         ...
 
     def load(self, places: Sequence[Mapping[str, Any]]) -> None:

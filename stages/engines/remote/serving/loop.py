@@ -1,4 +1,4 @@
-"""The server's loop: rows in, a token for each of them, finished rows out."""
+"""The server's loop: receive rows, generate a token for each of them, and send the finished ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ the reading."""
 
 @dataclass
 class _Counters:
-    """Since the last `stats`."""
+    """Counts since the last `stats` message."""
 
     tokens: int = 0
     rows: int = 0
@@ -36,14 +36,14 @@ class _Counters:
 
 
 class Server:
-    """Owns the adapter from hello to close."""
+    """Serves one client with an adapter, until the client closes."""
 
     def __init__(self, channel: Channel, adapter: EngineAdapter, version: int) -> None:
         """`version`: the version of the adapter's weights."""
         self._channel, self._adapter, self._version = channel, adapter, version
         self._rows: dict[int, list[tuple[int, int]]] = {}
-        """Rows in flight: for each, the versions that were replaced during it, with its number of tokens at that
-        moment."""
+        """Id of a row in flight -> the versions that were replaced while it ran, each with the row's number of tokens
+        at that moment."""
         self._counters = _Counters()
 
     def run(self, messages: Messages) -> None:

@@ -4,8 +4,8 @@
     reader thread ──messages──► loop.py: rows in, a token for each, finished rows out ──► socket
 
 `process.py` starts it as `python -m stages.engines.remote.serving.server FD`, where FD is its end of a socket pair, so
-nobody else can connect. It ends when the other end closes; if it cannot, `guard.py` ends it. Its output goes to its
-log.
+nobody else can connect. The server ends when the other end closes; if it cannot, `guard.py` ends it. Its output goes to
+its log.
 """
 
 from __future__ import annotations

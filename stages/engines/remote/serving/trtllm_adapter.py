@@ -4,12 +4,11 @@
     load ──► bucket by bucket: a copy on every device, its handles to `WorkerExtension.update_weights`; then None
 
 - **Draws**: TensorRT-LLM draws with a seed per row, so law 4 does not hold (`draws: seeded`). Its log-probs are those
-of
-  the raw logits. They are right only for rows drawn from all tokens at temperature 1, or by arg max; other rows are
-  refused before. No recorded call scores given tokens.
-- **Speculation** is off, since log-probs with it are refused or wrong. - **Weights** are loaded in place when no row is
-in flight. A refit that fails half-way leaves mixed weights, so any error
-  ends the server, and the replica is built anew. Every recorded version needs Ray for this.
+  of the raw logits. They are right only for rows drawn from all tokens at temperature 1, or by arg max. Other rows are
+  refused before they get here. No recorded call scores given tokens.
+- **Speculation** is off, since TensorRT-LLM refuses log-probs with it or returns wrong ones.
+- **Weights** are loaded in place when no row is in flight. A refit that fails half-way leaves mixed weights, so any
+  error ends the server, and the replica is built anew. Every recorded version needs Ray for a refit.
 - **Compiled engines** are kept for the next start (`keep_compiled`).
 
 TensorRT-LLM marks its calls for reinforcement learning as prototypes, and they differ between versions. So `find_api`
@@ -41,7 +40,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _POLL_S = 0.02
 """Longest time between two looks at the client's messages."""
 _MAX_NUM_TOKENS = 8192
-"""TensorRT-LLM's own choice."""
+"""TensorRT-LLM's default of `max_num_tokens`, the most tokens of a pass."""
 _MOST_OF_FREE = 0.9
 """Share of a device's free memory that keys and values may take."""
 
@@ -50,8 +49,8 @@ class TrtllmAdapter:
     """Owns the engine and the event loop of its calls."""
 
     def __init__(self, settings: Settings) -> None:
-        """Build the engine. Raises MissingFeatureError, or RuntimeError that names the version, for settings that it
-        refuses."""
+        """Build the engine. Raises MissingFeatureError if the installed version lacks a feature, and RuntimeError,
+        naming the version, if it refuses the settings."""
         self._settings, self._dtype = settings, getattr(torch, settings.dtype)
         ranks = settings.tensor_parallel * settings.pipeline_parallel
         visible = self.devices()
@@ -68,7 +67,7 @@ class TrtllmAdapter:
         facts = {"dtype": settings.dtype, "max_rows": str(settings.max_rows), "ranks": str(ranks)}
         self.ready = Ready("tensorrt_llm", self._api.version, facts, "cuda")
 
-    # ---- what a machine without a GPU replaces ----
+    # ---- methods that tests replace on a machine without a GPU ----
 
     def devices(self) -> dict[str, torch.device]:
         """Return the devices, by the name under which a rank finds its handles."""
@@ -76,8 +75,8 @@ class TrtllmAdapter:
         return {f"GPU-{properties.uuid}": torch.device("cuda", number) for number, properties in enumerate(found)}
 
     def free_bytes(self) -> int:
-        """Return the free bytes of the device with the least: the caches of all ranks have the same number of
-        blocks."""
+        """Return the free bytes of the device that has the fewest, since the caches of all ranks have the same number
+        of blocks."""
         return min(torch.cuda.mem_get_info(device)[0] for device in self._devices.values())
 
     # ---- `EngineAdapter` ----
@@ -89,10 +88,11 @@ class TrtllmAdapter:
         self._tasks[task] = row.id
 
     def abort(self, ids: Sequence[int]) -> None:
-        """Do nothing: no recorded call cancels a request. It runs to its end, and the server ignores it."""
+        """Do nothing, since no recorded call cancels a request. The request runs to its end, and the server ignores its
+        result."""
 
     def step(self) -> list[Finished]:
-        """Wait a moment for rows to finish, and return them. The engine makes its steps by itself."""
+        """Wait a moment for rows to finish, and return the finished ones. The engine makes its steps by itself."""
 
         async def some() -> set[asyncio.Task[Finished]]:
             done, _ = await asyncio.wait(self._tasks, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
@@ -109,7 +109,7 @@ class TrtllmAdapter:
             raise RuntimeError(f"TensorRT-LLM {self._api.version} is asleep: wake it, then load new weights")
         self._drain()
         stream = map_tensors(places)
-        if _HEAD not in stream:  # tied: named, or it may stay what it was
+        if _HEAD not in stream:  # tied: name the head too, or it may keep its old weights
             stream[_HEAD] = stream[_EMBEDDING]
         most = self._settings.extra["bucket_mb"] << 20
         for bucket in buckets(stream, self._dtype, most):
@@ -136,11 +136,11 @@ class TrtllmAdapter:
         self._llm.shutdown()
         self._loop.close()
 
-    # ---- how ----
+    # ---- calls of TensorRT-LLM ----
 
     def _load_bucket(self, bucket: Mapping[str, torch.Tensor]) -> None:
-        """Load one bucket. Its copies live until every rank has taken them in, so that only one bucket's exist at a
-        time."""
+        """Load one bucket. Its copies on the devices are freed when every rank has loaded them, so the copies of only
+        one bucket exist at a time."""
         copies = {
             name: {key: tensor.to(device, self._dtype) for key, tensor in bucket.items()}
             for name, device in self._devices.items()
@@ -149,7 +149,7 @@ class TrtllmAdapter:
         self._call("update_weights", handles)
 
     def _drain(self) -> None:
-        """Wait for rows that were given up: they use weights and cache until their end."""
+        """Wait for the aborted rows, since they use weights and cache until their end."""
         while self._tasks:
             self.step()
 
@@ -165,7 +165,7 @@ class TrtllmAdapter:
                 max_batch_size=settings.max_rows,
                 max_input_len=settings.max_seq,
                 max_seq_len=settings.max_seq,
-                # Of a pass. A longer prompt fits no pass, since prompts are fed whole.
+                # tokens of a pass: at least `max_seq`, since a prompt is fed in one pass
                 max_num_tokens=max(_MAX_NUM_TOKENS, settings.max_seq),
                 kv_cache_config=self._kv_cache(),
                 ray_worker_extension_cls=EXTENSION,
@@ -196,7 +196,7 @@ class TrtllmAdapter:
         version = self._api.version
         if row.forced or row.suppress or row.min_new_tokens or row.temperature not in (0, 1):
             raise RuntimeError(f"TensorRT-LLM {version}: row {row.row} asks for what its log-probs do not know")
-        end = row.stop[0] if row.stop else -1  # must be given where there is no tokenizer; `ignore_eos` passes it over
+        end = row.stop[0] if row.stop else -1  # required without a tokenizer; `ignore_eos` makes it idle
         drawn = {"top_k": 1} if row.temperature == 0 else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
         params = self._api.sampling_params(
             max_tokens=row.max_new_tokens,
@@ -275,18 +275,18 @@ class TrtllmApi:
 
     version: str
     make_llm: Any
-    """AsyncLLM: the only one whose weights can be exchanged; it needs Ray."""
+    """The class AsyncLLM, the only one whose weights can be exchanged. It needs Ray."""
     sampling_params: Any
     kv_cache_config: Any
     sleep_options: Mapping[str, Any]
     """Arguments of AsyncLLM with which it can give memory back."""
     sleep_tags: tuple[str, ...]
-    """The memory of keys and values, and of weights."""
+    """Tags of the memory of keys and values, and of the weights."""
 
 
 def find_api(*, sleeps: bool) -> TrtllmApi:
     """Return the interface of the installed version. `sleeps`: it must be able to free memory. Raises
-    MissingFeatureError, or RuntimeError that names what is missing for a module that cannot be imported."""
+    MissingFeatureError if the version lacks a feature, and RuntimeError if one of its modules cannot be imported."""
     package = importlib.import_module("tensorrt_llm")
     version = str(package.__version__)
     llmapi = importlib.import_module("tensorrt_llm.llmapi")

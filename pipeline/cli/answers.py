@@ -43,7 +43,7 @@ def exit_code(command: Callable[[argparse.Namespace], int], options: argparse.Na
 
 @contextmanager
 def lasting_streams() -> Iterator[None]:
-    """Within the block, do not fail if the terminal was closed or the reader of the output has ended."""
+    """Return a context in which printing does not fail if the terminal was closed or the reader of the output ended."""
     out, err = (cast(TextIO, _LastingStream(stream)) for stream in (sys.stdout, sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
         yield
@@ -71,7 +71,7 @@ class _LastingStream:
         except OSError as error:
             if error.errno not in (errno.EIO, errno.EPIPE):
                 raise
-            # The descriptor itself: what native code prints, and Python at its end, goes there too.
+            # Redirect the descriptor itself, because native code, and Python when it exits, print to it as well.
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
             os.close(null)
@@ -100,12 +100,12 @@ def print_line(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Print one line on stderr: neither output nor an error."""
+    """Print one line on stderr that is neither output nor an error."""
     Console(stderr=True).print(Text(visible(redacted_text(text))), soft_wrap=True)
 
 
 def complain(what: str, text: str, code: int) -> int:
-    """Print one message on stderr, its lines not folded however long, and return the exit code."""
+    """Print one message on stderr, without folding its lines, and return the exit code."""
     Console(stderr=True).print(Text.assemble((what, "bold red"), " ", visible(redacted_text(text))), soft_wrap=True)
     return code
 
@@ -127,11 +127,11 @@ def file_to_write(option: str, given: str, suffix: str, *, replaces: bool = Fals
 
 DONE = 0
 BAD_INPUT = 2
-"""Refused before anything started: a config, an argument, a directory or its content cannot be used. For `stageline
-check RUN`: the run has faults."""
+"""Refused before anything started: a config, an argument, a directory or its content cannot be used. Also if `check
+RUN` finds faults in the run, or `doctor` finds one in the machine."""
 STAGE_FAILED = 3
 """A started run ended before its last step because of a stage, a disk or damaged files. It can be resumed. For
-`replay`: other weights."""
+`replay`: the result differs from the committed one by more than is allowed."""
 INTERRUPTED = 130
 DRIVER_LOST = 4
 """Exit status of `stageline worker`: the driver disappeared. Another worker of the same kind may join the next driver.
@@ -145,7 +145,8 @@ RESUMABLE = 75
 
 def config_of(sources: Sequence[str], *, runs_here: bool = True) -> RunConfig:
     """Return the config of files and key=value overrides, each kind in the order given. Raises ConfigError with
-    everything that is wrong; if the run is to be on this host, files that cannot be read are included."""
+    everything that is wrong. `runs_here`: if settings are wrong, also read the model, the prompts and the rewards, and
+    include their errors."""
     files = [source for source in sources if "=" not in source]
     overrides = [source for source in sources if "=" in source]
     _refuse_settings_as_files(files)
@@ -178,15 +179,20 @@ def submitted_config(run_dir: str) -> RunConfig:
 
 
 def trusted_config(run_dir: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return `saved_config` of a run that this process will compute with. Raises ConfigError also if another account
-    can change it."""
+    """Return `saved_config` of a run whose code or weights this process will use. Raises ConfigError also if another
+    account can change the run's directory."""
     refuse_foreign(Path(run_dir))
     return saved_config(run_dir, overrides)
 
 
 def saved_config(run_dir: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the config in a run's directory, with key=value changes. Raises ConfigError if there is none or it is
-    damaged; StoreError if only identity.json could have it, and that is damaged too."""
+    """Return the config in a run's directory, with key=value changes. If config.yaml is lost or unreadable, take the
+    settings from identity.json.
+
+    Raises:
+        ConfigError: the directory holds no run, or a variant, or the config is damaged.
+        StoreError: identity.json is needed, and is damaged.
+    """
     paths = RunPaths(Path(run_dir))
     if paths.variant.exists():
         raise ConfigError(
@@ -195,7 +201,7 @@ def saved_config(run_dir: str, overrides: Sequence[str] = ()) -> RunConfig:
             f"and no rollouts of its own. What it came to is in {paths.summary}",
         )
     identity = None if os.access(paths.config, os.R_OK) else read_identity(paths.root)
-    if identity is not None:  # config.yaml is lost, or another user's: what it held is stated, but for its secrets
+    if identity is not None:  # it has all settings except secrets
         config = load_yaml(json.dumps(identity.latest.config), overrides, where=f"{paths.root}/{FILE}")
     elif paths.config.is_file():
         config = read_saved(paths.config, overrides)

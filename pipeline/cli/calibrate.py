@@ -41,7 +41,7 @@ from pipeline.plan.observed import ObservedRun, observe
 from pipeline.plan.simulate import play, scenario_of
 
 _SIMULATED_STEPS = 6
-"""Steps to simulate beyond the staleness: the pipeline is full, and the median of a few is taken."""
+"""Steps to simulate in addition to `staleness` steps, in which the pipeline fills. The step time is a median."""
 
 
 def command(options: argparse.Namespace) -> int:

@@ -52,7 +52,7 @@ def command(options: argparse.Namespace) -> int:
         return DONE if report.sound else BAD_INPUT
     config = config_of([options.target, *options.more], runs_here=options.cluster is None)
     if options.trace:
-        with warnings.catch_warnings(action="ignore"):  # Megatron's, about what is not installed
+        with warnings.catch_warnings(action="ignore"):  # Megatron warns about missing packages
             show_trace = import_module("pipeline.cli.trace").show_trace  # loads torch
         show_trace(config)
     if options.cluster is not None:
@@ -176,7 +176,8 @@ def _reserve(found: TargetCheck) -> str:
 
 
 def _alike(hosts: Sequence[HostMemory]) -> Iterator[tuple[str, HostMemory]]:
-    """Yield hosts with their names; those with the same memory once, with the number of the others."""
+    """Yield (name, host). Of hosts with the same memory only the first is yielded; its name tells how many others there
+    are."""
     found: list[list[HostMemory]] = []
     for host in hosts:
         same = next((group for group in found if group[0].items == host.items), None)

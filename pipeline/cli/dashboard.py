@@ -60,7 +60,7 @@ def open_server(config: RunConfig, port: int | None) -> ThreadingHTTPServer:
 
 
 class Recorded:
-    """The cached record of a run's directory. It is read again when the journal has grown."""
+    """The cached view of a run's directory. The directory is read again when the size of its journal has changed."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config

@@ -86,7 +86,7 @@ def _writable(key: str, given: str) -> Path:
 
 
 def _refuse_odd(options: argparse.Namespace) -> None:
-    """Raise ConfigError for options that cannot work, or that nothing would read."""
+    """Raise ConfigError for options that cannot work or would have no effect."""
     if options.threads < 0:
         raise ConfigError("--threads", f"given {options.threads}; must be 1 or more (0: half of the cores)")
     if not 0 < options.deadline < math.inf:
@@ -101,7 +101,7 @@ def _refuse_odd(options: argparse.Namespace) -> None:
 
 
 def _rungs_until(name: str | None) -> tuple[Rung, ...]:
-    """Return the rungs up to and with the one of that name; None: all. Raises ConfigError for an unknown name."""
+    """Return the rungs up to the one of that name, including it; None: all. Raises ConfigError for an unknown name."""
     names = [rung.name for rung in RUNGS]
     if name is None:
         return RUNGS
@@ -135,7 +135,7 @@ def _show(result: RungResult) -> None:
 
 
 def _engines(given: Sequence[str]) -> dict[str, str]:
-    """Return the interpreters of other engines: those given as KIND=PYTHON, and those that `make` has put here."""
+    """Return kind -> Python of the other engines: those given as KIND=PYTHON, and else those that `make` installed."""
     found = {kind: python for kind in OTHER_ENVIRONMENTS if (python := made_interpreter(kind)) is not None}
     for text in given:
         kind, _, python = text.partition("=")

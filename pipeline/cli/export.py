@@ -56,12 +56,15 @@ def export_rollouts(config: RunConfig, path: Path) -> int:
 
 
 def export_version(config: RunConfig, version: int | Literal["best"] | None, to: Path | None) -> Path:
-    """Write a version to a directory and return the directory. None: the newest version. "best": the best by the run's
-    evaluations so far.
+    """Write a version to a directory and return the directory.
+
+    Args:
+        version: None: the newest version. "best": the best one by the run's evaluations so far.
+        to: None: the directory of that version inside the run's directory.
 
     Raises:
-        ConfigError: no such version, or the directory exists.
-        StoreError: it was exported before, and the export is damaged.
+        ConfigError: there is no such version, or `to` exists.
+        StoreError: the run's directory has an export of that version, and it is damaged.
     """
     history = open_history(config)
     newest = history.versions_made()

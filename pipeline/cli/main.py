@@ -1,7 +1,7 @@
 """The command line: `stageline run | resume | submit | …` (see `COMMANDS`).
 
-Exit codes: 0 done, 2 bad input (or `check` found faults in a run), 3 a stage failed, 4 a worker's driver disappeared,
-75 a job ended early, 130 interrupted (3, 75, 130: resumable).
+Exit codes: 0 done, 2 bad input (or `check` or `doctor` found faults), 3 a stage or the storage failed, 4 a worker's
+driver disappeared, 75 a job ended early, 130 interrupted (3, 75, 130: resumable).
 
 Each command is a function of `options` that returns the exit code. Its module is imported when the command is called,
 so that `stageline --help` does not wait for torch.
@@ -26,7 +26,7 @@ class Command:
     """A command as the parser knows it."""
 
     function: str
-    """`module:function`; of a module alone, its function `command`."""
+    """`module:function`. If only a module is given, its function `command` is called."""
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
 
@@ -248,7 +248,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _prediction(parser: argparse.ArgumentParser) -> None:
-    """Add what predicted seconds depend on."""
+    """Add the options on which predicted times depend."""
     parser.add_argument(
         "--calibration", metavar="FILE", help="measured speeds, from `stageline calibrate` (default: assumed ones)"
     )

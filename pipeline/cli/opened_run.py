@@ -2,7 +2,7 @@
 --rollouts`.
 
 Writes nothing, starts nothing, and loads no torch if the store has the run's vocabulary. Only committed outputs count,
-as in the run itself. A run that is still going may be opened; the next call sees more of it.
+as in the run itself. A run may be opened while it runs; each call reads what is committed by then.
 
 - `row_table`, `token_table`, `step_arrays`: tables with one line per row or per sampled token, and all arrays of some
   steps as one data set. Missing outputs are NaN. The tables need the memory of one shard or step.
@@ -67,7 +67,7 @@ def row_table(rows: StageRows, decode: Decode) -> pd.DataFrame:
 
 
 def no_rows() -> StageRows:
-    """Return zero rows; their tables have all columns."""
+    """Return a shard with zero rows, for empty tables with the usual columns."""
     none, ints, floats = np.zeros((0, 1), bool), np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32)
     number, whole = np.zeros(0, np.int32), np.zeros(0, np.int64)
     rollout = Rollout(
@@ -244,12 +244,12 @@ class OpenedRun:
         return stored_steps(self.history)
 
     def rows(self, steps: Iterable[int] | None = None) -> pd.DataFrame:
-        """Return one line per response that was or will be trained on. Missing numbers are NaN.
+        """Return a table with one line per response of these steps. Missing numbers are NaN.
 
-        step, shard, row, prompt_index; version_first and version_last of the weights that sampled it; prompt, response,
-        finish_reason (stop, length); prompt_length, response_length in tokens; score and, before their weights,
-        score.NAME of its parts; kl, nats per response to the reference; entropy_mean, value_mean, advantage_mean over
-        its tokens; reward_sum; trained_on. Raises StoreError for damaged data.
+        Columns: step, shard, row, prompt_index; version_first and version_last of the weights that sampled the
+        response; prompt, response, finish_reason (stop, length); prompt_length, response_length in tokens; score;
+        score.NAME, each part of the score before its weight; kl to the reference, nats per response; entropy_mean,
+        value_mean, advantage_mean over the sampled tokens; reward_sum; trained_on. Raises StoreError for damaged data.
         """
         shards = (shard for step in self._of(steps) for shard in shards_of_step(self.history, step))
         return self._joined(row_table, shards)
@@ -302,7 +302,7 @@ def open_run(path: str | os.PathLike[str]) -> OpenedRun:
 
 
 def opened(config: RunConfig) -> OpenedRun:
-    """Return the run of a config that its directory holds."""
+    """Return the run in the directory that a config names."""
     return OpenedRun(
         config.run_dir, config, open_history(config), text_of_tokens(str(config.run_dir), config.model.path)
     )

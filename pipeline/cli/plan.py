@@ -66,7 +66,8 @@ def devices_of(text: str, nodes_of: int | None) -> tuple[str, HardwareCluster, i
         nodes_of: devices that are used of each node; None: all that it has.
 
     Raises:
-        ConfigError: another form, unknown hardware, or devices that do not make whole nodes.
+        ConfigError: the text has another form, the hardware is unknown, the devices do not make whole nodes, or there
+            are more than a node has (`nodes_of`, and all devices if these are cores).
     """
     match = _TEXT.fullmatch(text)
     if match is None or int(match[1]) < 1:
@@ -148,7 +149,8 @@ def _placement(plan: Plan, on_gpus: bool) -> Iterator[str]:
 
 
 def _verdict(found: Found, price: float) -> Iterator[str]:
-    """Yield the best plans of both kinds in words, when asynchrony loses, and how far the search went."""
+    """Yield lines for users: the step times of the best synchronous and the best asynchronous plan, the price of
+    staleness from which the latter is worse, and how many combinations were searched."""
     synchronous, asynchronous = found.best(synchronous=True), found.best(synchronous=False)
     if synchronous is not None and asynchronous is not None:
         slow, fast = synchronous.played.mean_s, asynchronous.played.mean_s

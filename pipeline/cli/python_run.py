@@ -51,7 +51,7 @@ def run(
     goes_on = resume and begun(checked)
     if goes_on:
         refuse_foreign(checked.run_dir)
-    driver = import_module("pipeline.driver.run")  # it loads Dask, which reading a run does not need
+    driver = import_module("pipeline.driver.run")  # loads Dask, which is not needed to read a run
     with _main_not_imported():
         driver.run(checked, Console(quiet=quiet), resume=goes_on, callbacks=callbacks)
     return open_run(checked.run_dir)
@@ -59,8 +59,8 @@ def run(
 
 @contextmanager
 def _main_not_imported() -> Iterator[None]:
-    """Keep worker processes from importing the calling script, which would start the run again in each of them.
-    multiprocessing does not import a main module of this name."""
+    """Return a context in which worker processes do not import the calling script, which would start the run again in
+    each of them. multiprocessing does not import a main module whose spec has the name `__main__`."""
     main = sys.modules["__main__"]
     before, main.__spec__ = main.__spec__, ModuleSpec("__main__", None)
     try:

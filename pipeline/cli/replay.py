@@ -86,12 +86,13 @@ from storage.rollouts import KEEP
 from storage.weights import WeightBoard
 
 SAMPLING = ("generate", "evaluate", "canary")
-"""Stages of the engine. The rows that shared a batch may change the last bits of most engines' log-probs."""
+"""Stages that the engine computes. With most engines the last bits of a row's log-probs depend on the rows that share
+its batch."""
 DRAWING = ("generate", "evaluate")
 """Stages in which the engine draws tokens."""
 SCORING = ("score", "evaluate_score")
 CLOSE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
-"""Largest difference of a log-prob, value or score if last bits may differ, by the models' dtype."""
+"""Largest allowed difference of a log-prob, value or score if last bits may differ, by the models' dtype."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,9 @@ class Replayed:
     tolerance: float
     """Largest allowed difference of a float. Whole numbers (tokens, versions) must always be equal."""
     digests: tuple[str, str] | None = None
-    """Digests of the committed weights and of these, for an update."""
+    """For an update: digests of the committed weights and of the replayed ones."""
     committed: bool = True
-    """False if the node had failed, and succeeded now."""
+    """False if the node has no commit, for example because it failed, and succeeded now."""
     unproven: tuple[str, ...] = ()
     """Properties that the replay cannot prove because of the engine."""
 
@@ -165,7 +166,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replayed:
-    """Run a committed node again, or a failed one, which raises its error again.
+    """Run a committed node again, and compare its output; or run a node that has no commit, for example to see the
+    error with which it failed.
 
     Raises:
         ConfigError: no such stage, step or shard.
@@ -215,8 +217,8 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replaye
 
 
 def _check_draws(config: RunConfig, stage: str, commit: Commit | None) -> tuple[str, ...]:
-    """Return what the replay of a stage cannot prove with the run's engine. Raises ConfigError if it would prove
-    nothing. A shard that failed is exempt: there is nothing to compare it with."""
+    """Return sentences about what the replay of a stage cannot prove with the run's engine. Raises ConfigError if the
+    replay would prove nothing. A node without a commit is always allowed, because it is compared with nothing."""
     if stage not in DRAWING or commit is None:
         return ()
     problem = replay_problem(config.capabilities())
@@ -230,7 +232,7 @@ def _check_draws(config: RunConfig, stage: str, commit: Commit | None) -> tuple[
 
 
 def _invariance(config: RunConfig) -> set[str]:
-    """Return which properties of a row did not depend on its batch, on the devices of the run's engines."""
+    """Return the engine's `Capabilities.invariance` on each kind of device that the run's engines computed on."""
     return {config.capabilities(d).invariance for d in devices_of(config, read_identity(config.run_dir))}
 
 
@@ -245,7 +247,7 @@ def _find_node(config: RunConfig, stage: str, step: int, shard: int) -> Node:
     if not 0 <= step <= last:
         raise ConfigError("--step", f"given {step}; the run has {'versions' if of_version else 'steps'} 0 to {last}")
     nodes = evaluate_nodes(spec, step) if of_version else step_nodes(spec, step)
-    if stage == "canary" and spec.canaries:  # it is among the nodes of the step that it waits for
+    if stage == "canary" and spec.canaries:  # `step_nodes` may have it under a later step
         nodes = [canary_node(spec, step)]
     node = next((n for n in nodes if n.address == Address(stage, step, shard)), None)
     if node is None:
@@ -256,8 +258,9 @@ def _find_node(config: RunConfig, stage: str, step: int, shard: int) -> Node:
 
 
 def _version_of(config: RunConfig, node: Node, commit: Commit | None) -> int:
-    """Return the version of the weights that a node used: for a sampled shard from its commit; for one that failed
-    under `latest`, the version that it was last submitted with. Raises ConfigError if there were several."""
+    """Return the version of the weights that a node used. For a sampled shard its commit tells; if there is no commit
+    and the version depends on timing, the last submission in the journal does. Raises ConfigError if several versions
+    sampled the shard."""
     if commit is not None and node.stage in SAMPLING:
         return _sampled_version(commit, node.address.shard)
     if commit is not None or node.newest is None:
@@ -269,7 +272,7 @@ def _version_of(config: RunConfig, node: Node, commit: Commit | None) -> int:
 
 
 def _sampled_version(commit: Commit, shard: int) -> int:
-    """Return the one version that sampled a shard. Raises ConfigError if there were several."""
+    """Return the version that sampled a shard. Raises ConfigError if several versions did."""
     versions = commit.provenance.weight_versions
     if len(versions) > 1:
         named = ", ".join(f"v{v}" for v in versions)
@@ -300,8 +303,8 @@ _RANGE = re.compile(r"(\d+):(\d+)")
 
 
 def update_range(config: RunConfig, text: str) -> range:
-    """Return the steps of "A:B": A to B - 1. Raises ConfigError for another form, for steps with a missing output,
-    naming it, and for steps whose rollouts were deleted."""
+    """Return the steps of "A:B": A to B - 1. Raises ConfigError if the text has another form, an output of these steps
+    is missing, or rollouts that they need were deleted."""
     match = _RANGE.fullmatch(text)
     steps = range(int(match[1]), int(match[2])) if match else range(0)
     if not steps:
@@ -367,7 +370,7 @@ def replay_updates(config: RunConfig, steps: range) -> int:
 
 
 def _replayed(config: RunConfig, role: Role, steps: range) -> Iterator[tuple[int, str, str]]:
-    """See `ExactlyOnceUpdates.replay_all`."""
+    """Yield (step, committed digest, digest now) of each update of a role, as `ExactlyOnceUpdates.replay_all` does."""
     start = _start(config, role, steps.start)
     print_line(f"{role}: from {f'the checkpoint of version {start}' if start else 'the start weights'}")
     with tempfile.TemporaryDirectory(prefix="stageline-replay-") as name:
@@ -383,7 +386,7 @@ _SHOWN = ("reward/mean", "kl/ref", "policy/approx_kl", "critic/explained_varianc
 
 @dataclass(frozen=True)
 class _Plan:
-    """A variant that can begin. `scratch` holds what one runtime passes to the next."""
+    """A variant that can begin. `scratch` holds the files that one runtime leaves for the next."""
 
     parent: RunConfig
     variant: RunConfig
@@ -417,8 +420,8 @@ def train_variant(parent: RunConfig, steps: range, overrides: Sequence[str]) -> 
     """Train, export and compare a variant. Return the exit code.
 
     Raises:
-        ConfigError: a setting on which the rollouts depend differs; the directory exists; or the variant needs a critic
-            of a version that the parent, which has no critic, cannot give.
+        ConfigError: a setting differs in which a variant may not differ; the directory exists; or the variant would
+            start from a trained critic, and the parent has none.
         MissingOutput, StoreError: a recorded output is missing or damaged.
         ReplayMismatch: this machine does not reproduce the parent's weights.
     """
@@ -464,7 +467,8 @@ def _tags(parent: RunConfig, variant: RunConfig, steps: range) -> dict[str, str]
 
 
 def _train(plan: _Plan, tracker: Tracker) -> Comparison | None:
-    """Do everything between making the directory and printing the tables."""
+    """Train, export and compare the variant, and write its summary. Return the comparison, or None if there are fewer
+    than two held-out prompts."""
     paths = RunPaths(plan.variant.run_dir)
     _take_parents_weights(plan)
     done = _train_and_export(plan, tracker)
@@ -488,8 +492,8 @@ def _train(plan: _Plan, tracker: Tracker) -> Comparison | None:
 
 
 def _take_parents_weights(plan: _Plan) -> None:
-    """Rebuild the weights that the variant starts from (unless that is version 0), and those that
-    it is compared with."""
+    """Rebuild the parent's weights that the variant starts from, unless that is version 0, and publish the parent's
+    policy that the variant is compared with, if it is compared."""
     config = plan.board_of("parent")
     for role in plan.trained if plan.steps.start else (Role.POLICY,) if plan.compared else ():
         with runtime_for(config, role) as runtime:
@@ -522,8 +526,8 @@ def _train_and_export(plan: _Plan, tracker: Tracker) -> list[RecordedStep]:
 
 
 def _state(plan: _Plan) -> Mapping[str, Any]:
-    """Return the state of the parent's step before the first one. A KL coefficient of the parent's controller is
-    dropped if the variant has another controller."""
+    """Return the state after the parent's step before the variant's first one; empty if the variant starts at 0. The
+    parent's KL coefficient is left out if the variant has other settings `ppo.kl`."""
     if not plan.steps.start:
         return {}
     state = dict(open_history(plan.parent).ledger.get(Address("advantage", plan.steps.start - 1)).state)

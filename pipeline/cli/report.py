@@ -49,7 +49,8 @@ def _runs(run_dirs: Sequence[str]) -> list[RunConfig]:
 
 
 def _out(given: str | None, configs: Sequence[RunConfig]) -> Path:
-    """Return the path of the file. Raises ConfigError if it cannot be written, or if another kind of file is there."""
+    """Return the path of the file. Raises ConfigError if a given path is a directory, lies in no directory, does not
+    end in .html, or is a file that is no report."""
     if given is None and len(configs) == 1:
         return RunPaths(configs[0].run_dir).report
     file = _OF_SEVERAL if given is None else Path(given)

@@ -39,7 +39,7 @@ def _label(files: list[str], changes: list[str], source: str | None) -> int:
 
 
 def _done(act: Callable[[], object], run_dir: Path, way_on: str) -> int:
-    """Return the exit code, also if the disk refuses to be written."""
+    """Run `act` and return the exit code. If the disk refuses a write, print the error with `way_on`, the advice."""
     try:
         act()
     except AppendFailed as error:

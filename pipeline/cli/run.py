@@ -1,6 +1,6 @@
 """The commands that run a config to its last step.
 
-    stageline run CONFIG... [key=value...]      start a run; one of that name without an update is moved aside
+    stageline run CONFIG... [key=value...]      start a run; an earlier one of that name with no update is moved aside
     stageline resume RUN [key=value...]         continue an interrupted run
     stageline job CONFIG... [key=value...]      start or continue a run: the command of a cluster's job
 
@@ -78,8 +78,8 @@ def execute(
     at_once: Collection[signal.Signals] = (),
     json_lines: bool = False,
 ) -> int:
-    """Run a config to its end. If it stops earlier, print how to go on. `at_once`: signals that end it with exit code
-    75, which it then also returns if workers are missing."""
+    """Run a config to its end, and return the exit code. If the run stops earlier, print how to continue. `at_once`:
+    signals that end the run at once, with exit code 75. If any are given, missing workers also give that code."""
     paths = RunPaths(config.run_dir)
     try:
         run(config, output(), resume=resume, from_checkpoint=from_checkpoint, at_once=at_once, json_lines=json_lines)
@@ -146,7 +146,7 @@ def _make_way(config: RunConfig, *, overwrite: bool, agreed: bool) -> None:
 
 
 def _is_another_programs(paths: RunPaths) -> bool:
-    """Return True if the directory is that of a reward model's training or of a labelling."""
+    """Return True if the directory holds a reward model's training or a labelling."""
     try:
         if paths.config.exists():
             read_saved(paths.config)

@@ -39,7 +39,7 @@ from pipeline.plan.simulate import (
 )
 
 _MOST_DRAWN = 20_000
-"""Executions in a timeline or a trace: the first of a run."""
+"""Most executions in a timeline or a trace. If there are more, it has the first ones."""
 
 
 def command(options: argparse.Namespace) -> int:
@@ -70,8 +70,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def calibration_of(file: str | None, hardware: str, cluster: HardwareCluster) -> Calibration:
-    """Return the calibration in a file, or assumed speeds without one. Raises ConfigError if it is of other
-    hardware."""
+    """Return the calibration in a file, or assumed speeds if no file is given. Raises ConfigError if the calibration is
+    for other hardware."""
     if file is None:
         return typical(hardware, on_gpus=cluster.gpus_per_node > 0)
     calibration = load_calibration(file)

@@ -65,7 +65,7 @@ def cluster_config(sources: Sequence[str]) -> RunConfig:
 
 def check_for_cluster(config: RunConfig) -> None:
     """Raise ConfigError for everything for which the job would be refused, as far as this host can tell."""
-    refuse_foreign(config.run_dir)  # a requeued job would go on with it
+    refuse_foreign(config.run_dir)  # a job may continue a run that is there
     check_run(config, resume=begun(config))
 
 

@@ -64,7 +64,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 class _Slurm:
-    """Asks Slurm about many jobs. After one time-out it does not ask again, since every question would wait as long."""
+    """Asks Slurm about many jobs. After one failure it does not ask again, because each question might wait as long."""
 
     def __init__(self) -> None:
         self._silent: ConfigError | None = None
@@ -134,8 +134,8 @@ def _job_text(job: JobState | None) -> str:
 
 
 def _row(path: Path, slurm: _Slurm) -> tuple[str, str, str, str] | None:
-    """Return a row of the table; None for a directory that is not a run's. A damaged run does not
-    disturb the others."""
+    """Return a row of the table; None for a directory of another program. The row of a damaged run holds its error, so
+    that the other runs can be shown."""
     try:
         state = run_state(str(path), slurm.job_state)
     except OtherProgramsConfig:

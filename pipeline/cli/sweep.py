@@ -1,8 +1,9 @@
 """`stageline sweep CONFIG... key=value,value...`: run each combination, with Slurm as a job array, else one after the
 other.
 
-All are runs of one MLflow experiment, under a parent run that lists the settings in which they differ. Calling it again
-continues the runs that are not done and have no job. The functions at the top are pure: they find the combinations.
+All are runs of one MLflow experiment, under a parent run that lists the settings in which they differ. The same command
+again continues the runs that are not done and have no job. The functions at the top are pure: they find the
+combinations.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class SweepPoint:
     """Settings of this run that differ within the sweep, by key."""
 
     def changes(self) -> list[str]:
-        """Settings as `key=value`."""
+        """Return the settings as `key=value`."""
         return [f"{key}={value}" for key, value in self.settings.items()]
 
 
@@ -55,8 +56,8 @@ def axes_of(changes: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     values, `betas=[0.8, 0.9]` has one.
 
     Raises:
-        ConfigError: a setting is given twice, nothing differs, a value is repeated, or a setting differs that the runs
-            of a sweep have in common.
+        ConfigError: a setting is given twice, no setting has several values, or a setting has several and may not:
+            because all runs must share it, it is a secret, or its values are empty or repeated.
     """
     fixed, axes, keys = [], dict[str, list[str]](), set[str]()
     for change in changes:
@@ -82,10 +83,10 @@ def axes_of(changes: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def points(axes: Mapping[str, Sequence[str]], name: str) -> list[SweepPoint]:
-    """Return every combination; the last setting's values change fastest. `name`: name of the run without them.
+    """Return every combination; the last setting's values change fastest. `name`: start of the name of each run.
 
     Raises:
-        ConfigError: two of them would have the same name, or one that is too long.
+        ConfigError: two runs would have the same name, or a name would be too long.
     """
     labels = {key: _label(key, [other for other in axes if other != key]) for key in axes}
     found = []
@@ -112,7 +113,7 @@ def _meaning(value: str) -> str:
 
 
 def _label(key: str, others: Sequence[str]) -> str:
-    """Return the end of a key that no other key of the sweep has."""
+    """Return the shortest end of a key, in whole parts, with which no other key of the sweep ends."""
     parts = key.split(".")
     ends = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
     return next((end for end in ends if not any(f".{other}".endswith(f".{end}") for other in others)), key)
@@ -159,8 +160,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _submit(configs: Sequence[RunConfig], found: Sequence[SweepPoint], folder: RunPaths, at_once: int | None) -> int:
-    """Have Slurm run those that are neither done nor running. A refused one does not keep the
-    others from their jobs."""
+    """Submit the runs that are neither done nor have a job. If each run is a job of its own and one is refused, the
+    others are still submitted."""
     done = {config.name: f"done, {config.steps} of {config.steps} steps" for config in configs if finished(config)}
     jobs = {config.name: under_way(config) for config in configs if config.name not in done}
     for config in configs:
@@ -195,7 +196,8 @@ def _submit_one(config: RunConfig) -> int:
 
 
 def _run_in_turn(configs: Sequence[RunConfig], found: Sequence[SweepPoint]) -> int:
-    """Run them one after the other. A failed run does not stop the others."""
+    """Run the configs one after the other, and return the highest exit code. A failed run does not stop the others; an
+    interrupted one does."""
     codes = {}
     for config in configs:
         print_line(f"---- {config.name}")
@@ -220,12 +222,12 @@ def _comparison(configs: Sequence[RunConfig], found: Sequence[SweepPoint], codes
 
 
 def _refuse_several_at_once(config: RunConfig, at_once: int | None, *, array: bool, others: bool) -> None:
-    """Refuse what cannot work if the runs of a sweep run at the same time. `array`: they are tasks of one job array;
-    `others`: a job of another run of the sweep exists.
+    """Refuse settings that cannot work if the runs of a sweep run at the same time. `array`: they are tasks of one job
+    array; `others`: a job of another run of the sweep exists.
 
     Raises:
-        ConfigError: fewer at once are asked for than Slurm can be told; or MLflow uses sqlite, which allows one writer
-            at a time, and on a network filesystem not even that.
+        ConfigError: `at_once` is given and the runs are separate jobs, whose number Slurm cannot limit; or several runs
+            may write to MLflow's sqlite file, which allows one writer at a time, and on a network filesystem none.
     """
     uri = config.tracking.uri
     if at_once is not None and not array:
@@ -240,7 +242,7 @@ def _refuse_several_at_once(config: RunConfig, at_once: int | None, *, array: bo
 
 
 def _under_parent(configs: Sequence[RunConfig], found: Sequence[SweepPoint], folder: RunPaths) -> list[RunConfig]:
-    """Return the configs with their parent run in MLflow, which is created here.
+    """Create the parent run in MLflow, and return the configs with its id. Without tracking, return them unchanged.
 
     Raises:
         ConfigError: MLflow cannot be reached, so there would be no parent.

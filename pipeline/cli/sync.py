@@ -24,8 +24,8 @@ def sync(config: RunConfig, to: str | None) -> int:
     """Deliver the spool and return the exit code. `to`: another store, which gets the whole run.
 
     Raises:
-        ConfigError: the run was not tracked, is running, or there is no store. A new database file may be created, but
-            not its directory, since that is more likely a spelling mistake.
+        ConfigError: the run was not tracked, is running, or there is no store. A missing database file is created. A
+            missing directory is not, because the path is then more likely misspelt.
     """
     paths = RunPaths(config.run_dir)
     if not paths.mlflow_spool.exists():

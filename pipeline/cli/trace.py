@@ -106,7 +106,7 @@ def predicted(gang: TracedGang, stage: int) -> dict[str, int]:
 
 
 def _compared(traced: int, of_formula: int) -> str:
-    """Return a traced and a predicted number of bytes in words."""
+    """Return a text with a traced and a predicted number of bytes, and their difference."""
     difference = f" ({of_formula / traced - 1:+.1%})" if traced else ""
     return f"traced {_mebibytes(traced) or 0} MiB, predicted {_mebibytes(of_formula) or 0} MiB{difference}"
 
@@ -132,8 +132,8 @@ def _show_rank(name: str, gang: TracedGang, rank: TracedRank) -> None:
 
 
 def repeats(collectives: Sequence[Collective], longest: int = 16) -> Iterator[tuple[int, Sequence[Collective]]]:
-    """Yield (number of times, collectives) in order, where a sequence that follows itself is given once. The blocks of
-    a model all make the same few calls."""
+    """Yield the collectives in order as (number of times, sequence): a sequence that is repeated directly is yielded
+    once. Repeats are long, because the blocks of a model all make the same few calls."""
     start = 0
     while start < len(collectives):
         best = 1, 1

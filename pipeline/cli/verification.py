@@ -1,7 +1,7 @@
 """`stageline check RUN`: verify a finished or dead run from its files.
 
-Each proof is a function that checks all records of one kind and returns its counts and every problem. A dead run must
-pass the same proofs for the steps that it reached.
+Each proof is a function that checks all records of one kind, and returns what it counted and every problem. A run that
+died must pass the same proofs for the steps that it reached.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from storage.records import PromptBatch, Rollout
 from storage.rollouts import KEEP, dropped
 
 Answer = tuple[str, list[str]]
-"""Counts, and every problem."""
+"""(What was counted, in words; every problem)."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class Evidence:
     paths: RunPaths
     history: History
     nodes: Mapping[Address, Node]
-    """Nodes of the whole run, and of the evaluations that were once planned."""
+    """Nodes of the run's graph and of its earlier graphs (`earlier_graphs`)."""
     commits: Mapping[Address, Commit]
     """Sound commits."""
     rows: Mapping[Address, RowsFound]
     """Rows of `generate` and `evaluate`."""
     dropped_before: int = 0
-    """Arrays of earlier steps were deleted and are not checked."""
+    """Step before which arrays were deleted; they are not checked."""
     unneeded: frozenset[Address] = frozenset()
     """Nodes whose records are lost and that nothing needs any more. They are no faults."""
 
@@ -108,14 +108,15 @@ def _version_faults(config: RunConfig, commit: Commit, sampled: np.ndarray) -> I
 
 
 def plain_readers_proof(run: Evidence) -> Answer:
-    """Any Zarr reader sees what was committed: every file is in its place, and no metadata is missing."""
+    """Check that any Zarr reader sees what was committed: every file is in its place, and no metadata is missing."""
     stored = [c for c in run.commits.values() if c.kind is not None and not dropped(c.address, run.dropped_before)]
     faults = dict.fromkeys(fault for commit in stored for fault in run.history.store.plain_faults(commit))
     return f"{sum(len(commit.arrays) for commit in stored)} arrays", list(faults)
 
 
 def commits_proof(run: Evidence) -> Answer:
-    """Each address has one record, and each record belongs to a node of the graph."""
+    """Check that each commit belongs to a node of the graph and has the run's seed, and that the ledger has no other
+    files."""
     strange = sorted(address for address in run.commits if address not in run.nodes)
     faults = [f"{address}: is committed, and no node of this run" for address in strange]
     faults += [f"{run.paths.ledger}/{key}: is no commit record's place" for key in run.history.ledger.unknown_files()]
@@ -125,26 +126,26 @@ def commits_proof(run: Evidence) -> Answer:
 
 
 def identity_proof(evidence: Evidence) -> Answer:
-    """Configs, prompts and numerics are those that identity.json lists."""
+    """Check that configs, prompts and numerics are those that identity.json lists."""
     try:
         identity = read_identity(evidence.paths.root)
     except StoreError as error:
         return "0 statements", [str(error)]
     faults = list(identity_faults(identity, sections(evidence.config), evidence.commits.values()))
     number = 0 if identity is None else len(identity.statements)
-    with suppress(StoreError):  # prompts that cannot be read are named where rows are looked at
+    with suppress(StoreError):  # `_read_arrays` reports prompts that cannot be read
         if identity is not None and PromptTable.load(evidence.paths.prompts).digest() != identity.prompts:
             faults.append(f"{evidence.paths.prompts} or its .jsonl is not what was written")
     return f"{number} statements", faults
 
 
 def earlier_graphs(config: RunConfig) -> list[GraphSpec]:
-    """Yield the earlier graphs of a run that was resumed with more steps or other evaluations. (Its last version then
-    was evaluated as a last version.)"""
+    """Return the earlier graphs of a run that was resumed with more steps or other evaluations. Such a run may have
+    evaluations that the current graph lacks, for example of the version that was the last one."""
     try:
         identity = read_identity(config.run_dir)
     except StoreError:
-        return []  # `identity_proof` names it
+        return []  # `identity_proof` reports it
     stated = [] if identity is None else [statement.config for statement in identity.statements]
     shapes = {(int(one["steps"]), _every(one)) for one in stated}
     spec = config.graph()
@@ -158,7 +159,7 @@ def _every(stated: Mapping[str, Any]) -> int:
 
 
 def updates_proof(run: Evidence) -> Answer:
-    """The steps of each model's updates are 0, 1, 2, ..., and each update has the digest of its weights."""
+    """Check that the steps of each model's updates are 0, 1, 2, ..., and that each update has its weights' digest."""
     counted: list[str] = []
     faults: list[str] = []
     for role, stage in run.updates.items():
@@ -174,8 +175,9 @@ def updates_proof(run: Evidence) -> Answer:
 
 
 def rows_proof(run: Evidence) -> Answer:
-    """The rows of each step and each evaluation are numbered without gaps and repetitions if all shards exist, and each
-    row has the prompt that the schedule gives it."""
+    """Check that the rows of each step and each evaluation are numbered without repetitions, and without gaps if all
+    shards exist; that each row has the prompt that the schedule gives it; and that the rows of each trained step are
+    there, unless they were deleted."""
     faults: list[str] = []
     seen: dict[tuple[str, int], list[int]] = {}
     for address, found in run.rows.items():
@@ -232,8 +234,8 @@ def _prompt_faults(address: Address, rollout: Rollout, prompts: PromptBatch) -> 
 
 
 def staleness_proof(run: Evidence) -> Answer:
-    """Every sampled token of step i is of version max(0, i - eta), or under `latest` of a newer one up to i. An
-    evaluation is of its one version."""
+    """Check that every sampled token of step i is of version max(0, i - eta), or under `latest` and `inflight` of a
+    newer one up to i. All tokens of an evaluation must be of the evaluated version."""
     tokens = sum(found.tokens for found in run.rows.values())
     faults = [fault for found in run.rows.values() for fault in found.version_faults]
     mode = run.config.rollout.versions
@@ -241,7 +243,8 @@ def staleness_proof(run: Evidence) -> Answer:
 
 
 def lineage_proof(run: Evidence) -> Answer:
-    """Each commit names the inputs that its node has in the graph, with the content that is committed there now."""
+    """Check that each commit names the inputs that its node has in the graph, with the content that is committed at
+    their addresses now."""
     faults, num = list(lineage_faults(run.commits.values(), run.commits)), 0
     for address, commit in run.commits.items():
         named = {one.address for one in commit.provenance.inputs}
@@ -264,8 +267,8 @@ def lineage_proof(run: Evidence) -> Answer:
 
 
 def weights_proof(run: Evidence) -> Answer:
-    """The publication of version v names the update that made v, by its digest, and that update names the one before,
-    down to the start weights."""
+    """Check that the publication of version v names the update that made v, by its digest, that each update names the
+    one before in the same way, back to the start weights, and that each publication has a digest."""
     faults: list[str] = []
     chains: list[str] = []
     for role, stage in run.updates.items():
@@ -294,8 +297,8 @@ def _link_faults(run: Evidence, later: Address, earlier: Address) -> Iterator[st
 
 
 def checkpoints_proof(run: Evidence) -> Answer:
-    """Every byte of a checkpoint has its CRC, its pickles hold only data, and it has the digest that the update of that
-    version committed. A run resumes from the checkpoint before a damaged one."""
+    """Check that all files of each checkpoint have their CRCs, that its pickles hold only data, and that it has the
+    digest that the update of its version committed. A run resumes from the checkpoint before a damaged one."""
     checkpoints, faults, counted = Checkpoints(Path(run.paths.checkpoints)), [], 0
     for role, stage in run.updates.items():
         for version in checkpoints.newest_first(role, at_most=sys.maxsize):
@@ -311,7 +314,7 @@ def checkpoints_proof(run: Evidence) -> Answer:
             made_by = Address(stage, version - 1)
             commit = run.commits.get(made_by)
             if commit is None and made_by in run.unneeded:
-                continue  # nothing vouches for it any more, and nobody loads it
+                continue  # its digest cannot be compared, and no run loads it
             if commit is None or commit.digest != meta.get("digest"):
                 committed = "nothing" if commit is None else commit.digest
                 faults.append(
@@ -322,7 +325,8 @@ def checkpoints_proof(run: Evidence) -> Answer:
 
 
 def exports_proof(run: Evidence) -> Answer:
-    """Every file of an export has its CRC. Exports of earlier versions have no sums; they are counted."""
+    """Check that every file of an export has its CRC. Exports by earlier versions of Stageline have no sums; they are
+    only counted."""
     exports = [run.paths.weights(version) for version in exported(run.paths.weights(0).parent)]
     summed = [directory for directory in exports if has_sums(directory)]
     without = f", {len(exports) - len(summed)} of them without sums" if len(exports) > len(summed) else ""
@@ -476,18 +480,18 @@ def _read_arrays(
 
 
 def _unproven(evidence: Evidence) -> Iterator[str]:
-    """Return what these proofs leave open because of the run's engines."""
+    """Yield lines about what these proofs cannot show because of the run's engines."""
     try:
         identity = read_identity(evidence.paths.root)
     except StoreError:
-        return  # a fault of its own
+        return  # `identity_proof` reports it
     for device in devices_of(evidence.config, identity):
         yield engine_line(evidence.config, device)
         yield from (f"not proven: {missing}" for missing in unproven(evidence.config, device))
 
 
 def _notes(evidence: Evidence, damaged: Mapping[Address, str]) -> Iterator[str]:
-    """Return notes for a person that are no faults. `damaged`: records and their faults."""
+    """Yield notes for a person that are no faults. `damaged`: address of a damaged record -> its fault."""
     yield from _unproven(evidence)
     for address in sorted(evidence.unneeded):
         what = damaged.get(address, f"{address} has no commit record")

@@ -62,7 +62,7 @@ class TensorPlace:
     name: str
     file: str
     offset: int
-    """Bytes."""
+    """Offset in the file, in bytes."""
     shape: tuple[int, ...]
     dtype: str
     """numpy's name of the dtype, or "bfloat16"."""
@@ -123,7 +123,7 @@ class EngineStats:
     """Mean number of rows in flight per decode step, divided by `max_rows`."""
     kv_peak_fraction: float
     preemptions: int
-    """Rows that were preempted for lack of KV memory and resumed later."""
+    """Number of times that a row was preempted for lack of cache memory, to be resumed later."""
     refit_s: float
     """Seconds in which new weights were checked and packed."""
     busy_s: float

@@ -214,7 +214,7 @@ class OutgoingRows:
         return ticket
 
     def pop(self, ticket: int) -> tuple[Row, int] | None:
-        """Remove and return a row and the version that it had; None if no row has this ticket, or no longer."""
+        """Remove and return a row and the version that it had; None if no row has this ticket."""
         return self._rows.pop(ticket, None)
 
     def wanted(self, tickets: Collection[int]) -> set[int]:
@@ -244,7 +244,7 @@ class AcceptedRows:
                 yield self._tickets.pop(row), None if isinstance(outcome, Exception) else outcome
 
     def drop(self, tickets: Iterable[int]) -> None:
-        """Stop these rows: their callers have left."""
+        """Stop the rows with these tickets, because their callers have left."""
         for ticket in set(tickets):
             for row in [row for row, number in self._tickets.items() if number == ticket]:
                 row.dropped = True

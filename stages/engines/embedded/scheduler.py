@@ -88,7 +88,7 @@ class Scheduler:
         budget = BATCH_PROMPT_TOKENS
         for row in self.next_rows():
             if row not in self.running:
-                break  # preempted for an older row, and so are all after it
+                break  # this row was preempted for an older one, and so were all rows after it
             chunk = self._chunk(row, budget, (drafts or {}).get(row, NO_GUESSES))
             if chunk is None:
                 continue

@@ -46,8 +46,8 @@ from stages.engines.remote.wire import PROTOCOL, ProtocolError, frame, unpack_ar
 from storage.records import FinishReason
 
 _START_MESSAGE_TIMEOUT_S = 30.0
-"""Seconds without a message before a starting server counts as hung. Loading libraries from a cold disk blocks its
-interpreter."""
+"""Fewest seconds without a message after which a starting server counts as hung. Loading libraries from a cold disk may
+block its interpreter, so that it sends no beats."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class RemoteSettings:
     max_rows: int
     eos_ids: Set[int]
     start_s: float
-    """Seconds until the engine has loaded its model."""
+    """Most seconds until the engine has loaded its model."""
     message_timeout_s: float
     """Most seconds without a message from the server, which sends one every second; at least 30 s while it starts."""
     in_flight: bool = False
-    """True: rows continue under new weights."""
+    """True if rows in flight continue under new weights."""
 
 
 @dataclass(eq=False)
@@ -340,7 +340,8 @@ class RemoteEngine:
         return found
 
     def _send(self, message: bytes) -> None:
-        """Send a message. The caller holds `_changed`; it is released while the reason of a lost server is awaited."""
+        """Send a message. The caller holds `_changed`. If the server is lost, `_changed` is released until the reason
+        is known, and EngineLost is raised."""
         try:
             self._server.channel.send_frame(message)
         except OSError as error:

@@ -29,7 +29,8 @@ def main(group: int, folder: str) -> None:
 
 
 def end_group(group: int) -> None:
-    """Kill a process group and remove the shared memory between its processes, whose tracker is killed with it."""
+    """Kill a process group, and remove the shared memory between its processes, since the tracker that would remove it
+    is killed too."""
     left = set(_shared_memory(group))
     with suppress(ProcessLookupError, PermissionError):  # the group has ended
         os.killpg(group, signal.SIGKILL)
@@ -38,8 +39,8 @@ def end_group(group: int) -> None:
 
 
 def _shared_memory(group: int) -> Iterator[Path]:
-    """Yield the files of shared memory that the processes of a group have mapped. They are known by inode, since
-    a semaphore is mapped before it gets its name."""
+    """Yield the files of shared memory that the processes of a group have mapped. They are found by inode, since a
+    semaphore is mapped before it gets its name."""
     mapped = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's

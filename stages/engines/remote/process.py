@@ -93,9 +93,9 @@ def environment_problem(python: str, wanted: Environment) -> str | None:
 LAST_LINES = 15
 """Number of lines of the server's log in an error."""
 _END_S = 10.0
-"""Seconds for a process to end after it has closed its connection."""
+"""Longest wait for the end of a process that has closed its connection."""
 SCRATCH = "stageline-engine-"
-"""Prefix of a server's directory in the temporary folder; the id of the process that started it follows."""
+"""Prefix of a server's directory in the temporary folder. The id of the process that started the server follows."""
 _SERVER = "stages.engines.remote.serving.server"
 _NOT_PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD")
 

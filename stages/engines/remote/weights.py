@@ -60,7 +60,7 @@ class ModelFiles:
 
 def places_in(file: Path) -> list[TensorPlace]:
     """Return the places of the tensors in a safetensors file (8 bytes of length, a JSON header, the bytes). Raises
-    WeightsError, naming the tensor, for a dtype other than the models'."""
+    WeightsError, naming the tensor, for a dtype that is not in `_DTYPES`."""
     with file.open("rb") as stream:
         (length,) = _HEADER.unpack(stream.read(_HEADER.size))
         header = json.loads(stream.read(length))

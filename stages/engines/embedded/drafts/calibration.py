@@ -104,7 +104,8 @@ def read_teacher(path: str) -> Teacher:
 
 
 def measure_costs(runner: Runner, pool: BlockPool, *, max_seq: int, threads: int) -> PassCosts:
-    """Time passes of each calibrated size at short context, and passes of one size at the longest."""
+    """Return the costs of passes, timed for each calibrated size at short context, and for one size at the longest
+    context."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -117,7 +118,7 @@ def measure_costs(runner: Runner, pool: BlockPool, *, max_seq: int, threads: int
 
 def time_pass(runner: Runner, pool: BlockPool, num_tokens: int, position: int = 0, repeats: int = 5) -> float:
     """Return the seconds of a pass that feeds and samples after `num_tokens` tokens, all at one position of rows that
-    share their blocks. The minimum of several runs, since other processes can only slow it down."""
+    share their blocks. This is the minimum of several runs, since other processes can only slow a pass down."""
     blocks = [pool.take() for _ in range(blocks_for(position + 1))]
     index = np.arange(num_tokens)
     batch = Batch(

@@ -62,8 +62,8 @@ class PassCosts:
         self._seconds[left + 1] *= factor ** (_LOCAL_RATE * weight)
 
     def _interval(self, num_tokens: float) -> tuple[int, float]:
-        """Return the interval between two measured sizes (index of the smaller) and the share of the way through it;
-        beyond the largest size the last interval continues."""
+        """Return the index of the smaller one of the two measured sizes around `num_tokens`, and how far `num_tokens`
+        lies from it to the larger one, as a share. Beyond the largest size the share exceeds 1."""
         left = 0
         while left < len(self._sizes) - 2 and self._sizes[left + 1] <= num_tokens:
             left += 1

@@ -71,7 +71,7 @@ class LearnedDrafter:
         self._hidden: dict[Row, list[np.ndarray]] = {}
         """Hidden states of each row's last tokens, without a gap."""
         self.held_bytes = 0
-        """Bytes of these states."""
+        """Bytes of the states in `_hidden`."""
 
     def observe(self, row: Row, hidden: Float32[np.ndarray, "kept C"]) -> None:
         self._hidden.setdefault(row, []).append(hidden.copy())  # a view would keep the whole pass's states

@@ -45,7 +45,7 @@ class Drafter(Protocol):
     wants_hidden: bool
     """True if the drafter needs the hidden states that `observe` gives."""
     generation: int
-    """Increases when the drafter begins to use what it has learned."""
+    """Number that increases when the drafter begins to use what it has learned."""
 
     def propose(self, rows: Sequence[Row], longest: Sequence[int]) -> list[Draft | None]:
         """Return for each row a draft of up to `longest` positions (at least 1) after `row.tokens`, or None."""

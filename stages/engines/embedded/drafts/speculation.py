@@ -33,9 +33,10 @@ from stages.engines.embedded.rows import DraftTree, Row
 from stages.engines.embedded.scheduler import Chunk
 
 _MIN_GAIN = 1.05
-"""Smallest speed-up that counts; the estimates are not more precise."""
+"""Smallest speed-up for which drafts are verified, since the estimates are not more precise."""
 _MIN_DRAFTING_SHARE = 0.02
-"""Share of a pass above which drafting time counts against drafts, even if no draft was worth verifying."""
+"""If drafting takes more than this share of a pass, the pass counts as one with drafts, even if no draft was worth
+verifying."""
 _DECISION_PASSES = 16
 """Number of passes for which a drafter's chosen draft length is used again, if the numbers of rows and tokens are the
 same."""
@@ -306,7 +307,7 @@ class Acceptance:
         self.passes = 0
         """Number of passes so far; the owner increments it."""
         self._tallies: dict[tuple[str, int, int | None], _Tally] = {}
-        """Tallies by kind, depth and the drafter's own confidence; None: any confidence."""
+        """Tallies by kind, depth and confidence class. Class None counts if some guess at that depth was right."""
         self._widths: dict[str, float] = {}
         """Mean number of guesses verified per position, by kind."""
 
@@ -344,7 +345,7 @@ class Acceptance:
 
     def rate(self, kind: str, depth: int, level: int | None) -> float:
         """Return the probability that a guess is right if the guess before it was. `level` None: the probability that
-        some guess at that depth is."""
+        some guess at that depth is right."""
         tally = self._tallies.get((kind, depth, level))
         return tally.rate(self.passes) if tally else _PRIOR_ACCEPTED / _PRIOR_TRIED
 

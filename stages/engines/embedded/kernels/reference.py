@@ -22,7 +22,7 @@ from stages.engines.embedded.kernels.protocol import Angles, Tokens, TreePaths
 from stages.engines.embedded.sampling import sample, sample_part
 
 _GATHERED_BYTES = 64 * 2**20
-"""Bytes of keys and values copied at a time."""
+"""Most bytes of keys and values that are copied at a time, if one token does not need more."""
 
 
 @dataclass(frozen=True)

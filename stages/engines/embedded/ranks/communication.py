@@ -168,7 +168,7 @@ class WriteCache:
 
 Command = Batch | Swap | ReadCache | WriteCache | Literal["sleep", "wake"]
 READY = "ready"
-"""Answer of a rank that has started, swapped weights, fallen asleep or woken up."""
+"""Answer of a rank when its process has started, and after it has swapped weights, fallen asleep or woken up."""
 
 
 def send_bytes(connection: Connection, tensor: torch.Tensor) -> None:

@@ -74,7 +74,7 @@ class Ready:
     engine: str
     version: str
     facts: Mapping[str, str]
-    """Facts that the last bits of its results depend on, besides `machine_facts`."""
+    """Facts that the last bits of the engine's results depend on, besides `machine_facts`."""
     device: str
     """Device that it computes on: cpu or cuda."""
 

@@ -196,7 +196,7 @@ class TrtllmAdapter:
         version = self._api.version
         if row.forced or row.suppress or row.min_new_tokens or row.temperature not in (0, 1):
             raise RuntimeError(f"TensorRT-LLM {version}: row {row.row} asks for what its log-probs do not know")
-        end = row.stop[0] if row.stop else -1  # required without a tokenizer; `ignore_eos` makes it idle
+        end = row.stop[0] if row.stop else -1  # required without a tokenizer, but unused because of `ignore_eos`
         drawn = {"top_k": 1} if row.temperature == 0 else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
         params = self._api.sampling_params(
             max_tokens=row.max_new_tokens,
@@ -258,7 +258,7 @@ def _logprobs(given: Sequence[Any], tokens: Sequence[int], version: str) -> list
 # ---- trtllm api ------------------------------------------------------------------------------------------
 
 EXTENSION = "tensorrt_llm.llmapi.rlhf_utils.WorkerExtension"
-"""Class that adds `update_weights` to every worker; called once per bucket and once with None."""
+"""Class that adds `update_weights` to every worker. That method is called once per bucket, and then once with None."""
 _ASYNC_LLM = ("tensorrt_llm._torch.async_llm", "tensorrt_llm.llmapi", "tensorrt_llm")
 _MEMORY = ("tensorrt_llm._torch.virtual_memory",)
 _COMPILERS_FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}

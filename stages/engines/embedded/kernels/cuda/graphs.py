@@ -34,13 +34,14 @@ from stages.engines.embedded.kernels.blocks import BLOCK_TOKENS, NO_BLOCK, block
 from stages.engines.embedded.kernels.protocol import Tokens
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Tokens of a captured batch. The products read all weights at any size, so padding by half costs little."""
+"""Numbers of tokens that a captured batch can have. The products read all weights at any size, so padding by half costs
+little."""
 BANNED = 8
 """Most banned tokens per draw of a captured batch; batches with longer lists run eagerly."""
 _NO_TOKEN = -1
 """Placeholder: no banned token."""
 _ALIGNMENT = 16
-"""Bytes; kernels are fastest if compiled for aligned memory."""
+"""Alignment in bytes. Kernels are fastest if compiled for aligned memory."""
 
 Run = Callable[[], None]
 

@@ -23,7 +23,7 @@ The worker process ends with this process, and this process ends with the driver
                                 worker. Its text is the path of the lock file of an attached run's driver
 
 The system releases a lock when its process ends, however it ends. The last user that ends in order removes the board.
-If all users were killed, the next user of any board beside it removes it, provided that its run is dead:
+If all users were killed, the next user of any board in that folder removes it, provided that its run is dead:
 
 - A local run is dead if nobody holds the board's lock, because its driver would hold it.
 - An attached run's driver may run on any host and may start workers here again, which need the board. So the run is
@@ -112,7 +112,7 @@ class Ending(Enum):
 
 @dataclass(frozen=True)
 class WantedWorker:
-    """The worker to become, its run, and where to find the run."""
+    """The worker that this process is to become, and where to find its run."""
 
     gang: str
     index: int
@@ -121,7 +121,7 @@ class WantedWorker:
     """The scheduler file; None: the newest one in the run's directory."""
     interface: str | None
     wait_s: float
-    """Seconds to wait for the scheduler file and for the scheduler's answer."""
+    """Seconds to wait for a scheduler file and a connection to its driver."""
 
     @property
     def name(self) -> str:
@@ -268,7 +268,7 @@ class _AttachedWorker:
 
 
 async def _over(comm: Comm) -> Ending:
-    """Wait for the end of the driver."""
+    """Wait until the run ends or the connection to the driver is lost, and return which happened."""
     try:
         while "over" not in await comm.read():
             pass
@@ -325,7 +325,7 @@ def _read(path: Path) -> SchedulerFile:
 
 def _still(file: SchedulerFile, path: Path) -> bool:
     """Return True if a scheduler file is unchanged. Then a scheduler with another certificate is not the next driver of
-    this run, since that one removes old files before it listens."""
+    this run, since the next driver removes old files before it listens."""
     try:
         return read_scheduler_file(path) == file
     except (OSError, StoreError):
@@ -341,7 +341,7 @@ def _config_of(file: SchedulerFile, path: Path) -> RunConfig:
 
 
 def _newest_file(run_dir: Path | None) -> Path:
-    """Return the path of a run's newest scheduler file; a path that does not exist if there is none."""
+    """Return the path of a run's newest scheduler file. If there is none, the path does not exist."""
     assert run_dir is not None
     return file_of_driver(run_dir, newest_driver(run_dir))
 
@@ -417,11 +417,11 @@ class JoinRequest:
     """Seconds since the epoch, on its host."""
     versions: dict[str, str]
     gpus: list[str]
-    """Identities of the GPUs that it sees, in its order."""
+    """Identities of the GPUs that the worker sees, in the order of their indices there."""
     shared: str
-    """Fault of the run's directory as the worker's host sees it; empty: none."""
+    """Fault of the run's directory as the worker's host sees it. Empty: there is none."""
     wrote: str
-    """Name of the file that it wrote there, for the driver to read."""
+    """Name of the file that the worker wrote into the run's `attached` directory, for the driver to read."""
     board_free: int
     """Bytes on its host that are free for published weights or already hold this run's."""
 
@@ -490,8 +490,8 @@ def gpu_identities() -> list[str]:
 
 
 def _look_at_directory(file: SchedulerFile, wrote: str) -> str:
-    """Return the fault of the driver's directory as this host sees it: it must be able to read and write there, and an
-    exclusive create must be exclusive."""
+    """Return the fault of the run's directory as this host sees it, or an empty text. This host must be able to read
+    and write in it, and an exclusive create must be exclusive."""
     folder = RunPaths(Path(file.run_dir)).attached
     root = files.open_root(str(folder))
     try:

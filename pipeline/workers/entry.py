@@ -9,8 +9,8 @@ The driver sends a gang's call to rank 0, which forwards it to the other ranks o
            ◄─outcome─       ◄─outcome─
            ◄─────────── failure ──────    sent at once: rank 0 may wait for this rank in a collective
 
-So the scheduler has one task per node, even for a gang of hundreds of ranks. Rank 0 ends when all ranks have ended. It
-reports only the outcomes of other ranks that differ from its own.
+So the scheduler has one task per node, even for a gang of hundreds of ranks. Rank 0's task ends when all ranks have
+done their part. It reports only those outcomes of other ranks that differ noticeably from its own (`outliers`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Runtime:
         raise NotImplementedError
 
     def fetch_with(self, fetcher: Fetcher) -> None:
-        """Use `fetcher` from now on for versions of the weights that this host lacks."""
+        """Get versions of the weights that this host lacks from `fetcher` from now on."""
 
     def take_weights(self, version: int) -> None:
         """Load a version for the rows in flight, if there are any and the engine updates in flight. Raises StoreError
@@ -88,7 +88,7 @@ _listening: socket.socket | None = None
 _MOST_RANKS = 4096
 """Most ranks that may wait for an answer at once."""
 _REMEMBERED = 16384
-"""Number of remembered calls: more than 8 steps (`attempts.LINEAGE`) of 256 shards on one worker have."""
+"""Number of remembered calls: more than one worker gets in 8 steps (`attempts.LINEAGE`) of 256 shards."""
 
 
 def open_rendezvous(spec: WorkerSpec) -> str:
@@ -154,7 +154,8 @@ def run_node_task(call: Call, *parents: object) -> Ref | None:
     needs for its edges. The node reads its inputs from the store.
 
     Dask runs a finished task again, and its dropped ancestors, to recover a result that was lost with a process. Such a
-    call must not reach a runtime that is further on, so the ledger answers it."""
+    call must not reach a runtime that is further on, so the ledger answers it. Raises WorkerLost if there is no
+    commit."""
     del parents
     if not _is_for_this_process(call):
         commit = Ledger(call.ledger).find(call.address) if call.ledger is not None else None
@@ -221,7 +222,7 @@ def open_for_calls(worker: Worker, run: Callable[[Call], Outcome]) -> None:
 
 
 class ForwardedCall:
-    """One call's requests to the gang's other ranks, if there are any."""
+    """The requests that forward one call to the gang's other ranks, if it has any."""
 
     def __init__(self, worker: Worker, call: Call) -> None:
         loop = worker.loop.asyncio_loop
@@ -259,8 +260,8 @@ def _report(worker: Worker, call: Call, error: BaseException) -> None:
 
 
 def outliers(first: Outcome, others: Sequence[Outcome]) -> tuple[Outcome, ...]:
-    """Return the outcomes with a warning, and those that started or finished more than a tenth of rank 0's seconds (and
-    0.1 s) apart from rank 0's."""
+    """Return the outcomes with a warning, and those whose start or end differs from rank 0's by more than 0.1 s and by
+    more than a tenth of rank 0's duration."""
     tolerance_s = max(_TOLERANCE_S, 0.1 * (first.finished - first.started))
     return tuple(other for other in others if _stands_out(first, tolerance_s, other))
 

@@ -1,7 +1,7 @@
 """Messages between driver and workers: specs, calls and orders to a worker, reports back to the driver.
 
-The driver sends pickles, which the worker runs anyway. Workers report JSON, so reading a report runs nothing. The
-scheduler imports this module too, and it loads neither torch nor Dask.
+The driver sends pickles, since workers run the driver's code anyway. Workers report JSON, so that reading a report runs
+no code. The scheduler imports this module too, so it loads neither torch nor Dask.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MESSAGE_TIMEOUT_S = 30.0
 
 
 class WorkerLost(RuntimeError):
-    """The process that was to run a node died. The process that replaced it is not built for the node."""
+    """The process that was to run a call died, or the present process of the worker is not built for the call."""
 
     def __init__(self, worker: str, incarnation: int) -> None:
         super().__init__(worker, incarnation)
@@ -47,7 +47,7 @@ class MirrorSpec:
     timeout_s: float
     """Seconds without new bytes of a version after which its transfer fails."""
     message_timeout_s: float
-    """Seconds without a message from a sender before another one is asked."""
+    """Seconds without a message from a sender after which another sender is asked."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class WorkerSpec:
     runtime: str
     """module:class of the runtime (`pipeline.workers.runtime:StageRuntime`; tests have others)."""
     config_yaml: str = field(repr=False)
-    """The resolved config: workers read the same one as the driver."""
+    """The resolved config, so that workers read the same as the driver."""
     rendezvous: str = ALONE
     """Address where the ranks of this incarnation find each other (`stages/models/parallel.py`). It is on rank 0's
     host."""
     listening: int | None = None
     """Descriptor of the socket that listens at `rendezvous`, in rank 0's process."""
     log: str | None = None
-    """File that the process appends its standard output and error to. None: it keeps the ones it has."""
+    """File that the process appends its standard output and error to. None: they stay as they are."""
     mirror: MirrorSpec | None = None
     """None: the worker exchanges no weights with other hosts."""
 
@@ -187,7 +187,7 @@ class RowsReport:
     incarnation: int
     load: EngineLoad
     waiting: tuple[Address, ...]
-    """Nodes that run there and only wait for rows on other replicas."""
+    """Nodes of this replica that only wait for rows on other replicas."""
 
 
 @dataclass(frozen=True)
@@ -213,13 +213,14 @@ class MigrationOrder:
     incarnation: int
     """Incarnation of the source; a process of another one does not answer."""
     target: str
-    """Dask address."""
+    """Dask address of the replica that receives the rows."""
     rows: tuple[MigrationRequest, ...]
 
 
 @dataclass(frozen=True)
 class MigrationDone:
-    """A replica's report that a migration order is carried out: its rows were accepted, or stay there."""
+    """A replica's report that a migration order is carried out: the target accepted the rows, or they stay in this
+    replica."""
 
     number: int
     gang: str
@@ -228,7 +229,7 @@ class MigrationDone:
     num_rows: int
     """Number of accepted rows."""
     num_bytes: int
-    """Bytes of the keys and values that were sent."""
+    """Bytes of the keys and values that were sent; 0 if no row was accepted."""
     seconds: float
     """Seconds from the first byte to the answer."""
     waiting: tuple[Address, ...]

@@ -50,8 +50,8 @@ from storage.weight_copies import is_copy
 from storage.weights import Manifest, WeightBoard, owner_alive
 
 RECENT_BYTES = 64 << 20
-"""Bytes of records that a worker keeps: `reference`, `logprob`, `value` and both updates of a step read the same rows.
-"""
+"""Bytes of records that a worker keeps in memory, since `reference`, `logprob`, `value` and both updates of a step read
+the same rows."""
 
 Held = TypeVar("Held")
 
@@ -97,7 +97,7 @@ class WorkerParts:
     updates: ExactlyOnceUpdates | None = None
     """The models, on the ranks of a gang that has any."""
     scoring_ranks: Any = None
-    """The membership (a `ParallelRank`) of a gang whose ranks divide the models of its rewards."""
+    """This rank's membership (a `ParallelRank`) in a gang whose ranks divide the models of its rewards."""
     fetcher: Fetcher | None = None
     """Copies versions that this host lacks from other hosts."""
     numerics: dict[str, str] = field(default_factory=dict)
@@ -116,7 +116,8 @@ class WorkerParts:
             self.fetcher.fetch(version)
 
     def find(self, address: Address) -> Commit | None:
-        """Return the commit at an address, or None. If all ranks run the node, rank 0 looks, so that they act alike."""
+        """Return the commit at an address, or None. If all ranks run the node, only rank 0 looks, so that they
+        act alike."""
         with self.clock.bookkeeping():
             ranks = self.gang.ranks_of(STAGE_ROLES[address.stage])
             return agreed(lambda: self.ledger.find(address), rank=self.spec.index, ranks=ranks)

@@ -11,8 +11,8 @@ from typing import Any
 class PipeQueue:
     """Replaces `multiprocessing.Queue` between a nanny and its worker process, where one process puts and the other
     gets. A `multiprocessing.Queue` has three named semaphores in /dev/shm, which stay there if the processes and their
-    resource tracker are killed together. As there, both processes hold both ends, so neither notices when the other
-    ends."""
+    resource tracker are killed together. As with that class, both processes hold both ends, so neither notices when
+    the other ends."""
 
     def __init__(self) -> None:
         self._reader, self._writer = Pipe(duplex=False)
@@ -32,11 +32,12 @@ class PipeQueue:
         return self._reader.recv()
 
     def close(self) -> None:
-        """Make `put` raise from now on. The pipe is closed with the object: another thread may be waiting in `get`."""
+        """Make `put` raise from now on. The pipe stays open as long as the object, since a thread may be waiting in
+        `get`."""
         self._closed = True
 
     def join_thread(self) -> None:
-        """Do nothing: `put` has written when it returns."""
+        """Do nothing, since `put` returns only when the message is written."""
 
 
 class Queues:

@@ -1,4 +1,4 @@
-"""The rows of the shards that run in a replica, here and in other replicas.
+"""Track the rows of the shards that run in a replica, including rows that migrated to other replicas.
 
 engine (`MigratingEngine`) ◄── ReplicaRows: which shard, which version ◄── row_migration: sends and receives rows
 """
@@ -91,7 +91,7 @@ class ReplicaRows:
             yield rows
 
     def deliver(self, ticket: int, completion: Completion) -> None:
-        """Return a row to its caller that another replica has finished."""
+        """Give the caller of a row its completion, which another replica has finished."""
         with self._lock:
             key = self._elsewhere.pop(ticket, None)
             for shard in self._shards:
@@ -106,5 +106,5 @@ class ReplicaRows:
         self._rows.give_back(tickets)
 
     def wanted(self, tickets: Collection[int]) -> set[int]:
-        """Return the rows in other replicas whose callers still wait."""
+        """Return those of the tickets whose callers still wait for the row."""
         return self._rows.wanted(tickets)

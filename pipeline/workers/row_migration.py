@@ -42,7 +42,7 @@ _BEAT_S = 1.0
 
 
 def order_migration(client: Client, source: str, order: MigrationOrder) -> None:
-    """Send an order to the replica at `source`. Does not wait. If the order is lost, the rows stay there."""
+    """Send an order to the replica at `source`. Does not wait. If the order is lost, the rows stay where they are."""
 
     async def notify() -> None:
         with suppress(OSError):
@@ -52,7 +52,7 @@ def order_migration(client: Client, source: str, order: MigrationOrder) -> None:
 
 
 def open_for_rows(worker: Worker, spec: WorkerSpec, rows: ReplicaRows) -> None:
-    """Let this process obey orders, accept rows of other replicas, and report its own rows to the driver."""
+    """Let this process obey migration orders, accept rows of other replicas, and report its own rows to the driver."""
     sending: set[asyncio.Task[None]] = set()
 
     def report(message: RowsReport | MigrationDone) -> None:

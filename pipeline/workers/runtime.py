@@ -69,7 +69,8 @@ class StageRuntime(Runtime):
         )
 
     def _commit_once(self, call: Call, binding: Computed) -> Commit | None:
-        """Return the node's commit; compute and commit its output first if it has none."""
+        """Return the node's commit. If it has none, compute its output and commit it first. Return None on a rank that
+        holds no part of the output."""
         parts = self.parts
         found = parts.find(call.address)
         if found is not None:
@@ -114,7 +115,7 @@ class StageRuntime(Runtime):
 
 
 def alone(config: RunConfig, scratch: Path) -> RunConfig:
-    """Return the config for this process alone, with its own place for published weights."""
+    """Return the config for this process alone, with its own directory (in `scratch`) for published weights."""
     single = copy.deepcopy(config)
     single.cluster.weights_dir = str(scratch / "board")
     for gang in single.placement.gangs.values():
@@ -123,16 +124,15 @@ def alone(config: RunConfig, scratch: Path) -> RunConfig:
 
 
 def held_in_one_process(config: RunConfig, roles: Collection[Role]) -> bool:
-    """Return True if the run, too, held the models of each of these roles in one process. Then sums may have the same
-    bits."""
+    """Return True if the run itself held the model of each of these roles in one process. Then sums may have the same
+    bits here."""
     gangs = [config.placement.gangs[config.placement.roles[role.value]] for role in roles if role in MODEL_ROLES]
     return all(gang.workers == 1 for gang in gangs)
 
 
 @contextmanager
 def runtime_for(config: RunConfig, roles: Role | Collection[Role]) -> Iterator[StageRuntime]:
-    """Return a runtime in this process with only what these roles need. The first role decides the
-    number of threads."""
+    """Yield a runtime in this process with only what these roles need. It has the threads of the first role's gang."""
     check_secrets(config)
     held = [roles] if isinstance(roles, Role) else [*roles]
     only = copy.deepcopy(config)

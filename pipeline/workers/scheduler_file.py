@@ -35,7 +35,7 @@ class SchedulerFile:
     address: str
     """Address of the scheduler."""
     host: str
-    """The driver's."""
+    """Name of the driver's host."""
     process: int
     """Process id of the driver on its host."""
     run_dir: str
@@ -80,7 +80,7 @@ def newest_driver(run_dir: Path) -> int:
 
 def write_scheduler_file(path: Path, content: SchedulerFile) -> None:
     """Write the file, which only this user can read. It gets its name when it is complete. Raises FileExistsError if
-    the name is taken, or another OSError. Then no copy of the key is left."""
+    the name is taken, or another OSError. If it raises, no copy of the key is left."""
     staged = path.with_name(f".{path.name}.{os.getpid()}")
     staged.unlink(missing_ok=True)
     descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -111,7 +111,7 @@ def remove_scheduler_file(path: Path, nonce: str) -> None:
 
 def read_scheduler_file(path: Path) -> SchedulerFile:
     """Read a scheduler file. Raises FileNotFoundError if there is none (yet), and StoreError if it is invalid,
-    unreadable or another user's: its writer decides what this process will run."""
+    unreadable or another user's. (Its writer decides what this process will run.)"""
     try:
         with path.open("rb") as stream:
             _check_owner(path, os.fstat(stream.fileno()))

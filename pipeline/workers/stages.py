@@ -126,8 +126,8 @@ def value_shard(parts: WorkerParts, call: Call) -> Output:
 
 
 def score_shard(parts: WorkerParts, call: Call) -> Output:
-    """Score each response of a training or an evaluation shard. Parts that count their requests and costs add the
-    metrics judge/PART/requests and judge/PART/cost."""
+    """Score each response of a training or an evaluation shard. Reward parts that count their requests and costs
+    add the metrics judge/PART/requests and judge/PART/cost."""
     held_out = call.address.stage.startswith("evaluate")
     rollout: Rollout = parts.read(call.inputs[0])
     if parts.spec.index and parts.gang.divides_scorers:
@@ -159,7 +159,7 @@ def _scored_rows(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Any
 
 def advantage_step(parts: WorkerParts, call: Call) -> Output:
     """Compute advantages and returns of all rows of a step, and the state for the next step. Raises MissingOutput if
-    the step before has no commit: without its state, the KL coefficient would be another."""
+    the step before has no commit, because its state gives the KL coefficient."""
     config, step = parts.config, call.address.step
     before = parts.ledger.get(Address("advantage", step - 1)).state if step else {}
     policy = parts.read_step("logprob", step) if config.ppo.proximal == "recompute" else None
@@ -361,22 +361,23 @@ def _write_exports(parts: WorkerParts, version: int, exported: bool) -> None:
     if exported:
         _export(parts, version)
     if exported or version == parts.config.steps:
-        # This process has no other export in progress, so every other one that is begun is a dead process's.
+        # This process has no other export in progress, so a dead process began every other unfinished one.
         for unfinished in required(parts.updates).agree(lambda: _begun_exports(parts, version)):
             _export(parts, unfinished)
 
 
 def _is_exported(config: RunConfig, version: int) -> bool:
-    """Return True if a version is exported when it is published. These are the last one, every n-th one, and, if the
-    data to rebuild them from will be deleted, all evaluated ones, because each may become the best."""
+    """Return True if a version is exported when it is published: the last version and every n-th (`export.every`).
+    Under `storage.keep.rollouts` versions cannot be rebuilt later. Then every evaluated version is exported too,
+    because it may become the best."""
     if version == config.steps or (config.export.every and version % config.export.every == 0):
         return True
     return config.storage.keep.rollouts is not None and evaluated(config.graph(), version)
 
 
 def _begin_export(parts: WorkerParts, version: int) -> bool:
-    """Return True if a version still has to be exported. From now on a directory under a temporary name records that:
-    if this process dies, the export is finished together with the next version's."""
+    """Return True if a version still has to be exported. If so, record it by a directory under a temporary name. If
+    this process dies, the export is finished together with the next exported version's."""
     target = parts.paths.weights(version)
 
     def begin() -> bool:

@@ -1,4 +1,4 @@
-"""Law 3: an update happens exactly once, by version.
+"""Make every update happen exactly once per version (law 3 of docs/architecture.md).
 
 The resident policy and critic each have a version. Before a node that needs version i runs, `at` brings the model to
 it. Usually that is a no-op. If this process is new, or an update failed half-way, it loads the newest checkpoint
@@ -10,8 +10,8 @@ digest that its commit holds.
                │ any no
                └► a warning, and the checkpoint before it
 
-A checkpoint is copied in memory between two updates, and written while the next ones run. A process that dies while it
-writes leaves only files that do not count.
+The weights are copied in memory between two updates, and written as a checkpoint while the next updates run. A process
+that dies while it writes leaves only files that do not count.
 
 In a gang every rank does this together. Rank 0 looks at ledger and checkpoints, decides, and broadcasts, because two
 ranks could look at different moments.
@@ -207,7 +207,7 @@ class ExactlyOnceUpdates:
         return self.host.update_policy(step, batch)
 
     def train_alone(self, role: Role, step: int) -> None:
-        """Train version `step` from the stored inputs, committed or not, and write nothing."""
+        """Train version `step` from the stored inputs, whether or not this update is committed. Write nothing."""
         self.at(role, step)
         self._train(role, step)
 
@@ -260,7 +260,7 @@ class ExactlyOnceUpdates:
         return self._of_any_rank(fault), meta
 
     def _loaded(self, role: Role, saved: int, meta: dict[str, Any]) -> str | None:
-        """Load a checkpoint. Return the reason if it is not the version that it should be, otherwise None."""
+        """Load a checkpoint. Return its fault if it cannot be loaded or does not hold this version, else None."""
         try:
             self.host.load(role, self._checkpoints.place(str(role), saved))
             fault = None

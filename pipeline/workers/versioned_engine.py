@@ -1,4 +1,4 @@
-"""An engine that shards of one version of the weights share, while shards of other versions wait; and `Clock`, which
+"""An engine that shards of one version of the weights share, while shards of other versions wait. Also `Clock`, which
 counts the seconds that a call spends on the store, the ledger and new weights."""
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _BFLOAT16_EXPONENT = np.uint16(0x7F80)
 class VersionedEngine:
     """Owns an engine and decides which shards may use it together.
 
-    Shards of the resident version share the engine. A shard of another version waits until they have left, or wait only
-    for rows in other replicas. Then it loads its weights, and shards of its version may enter. Dispatch runs the oldest
-    step first, so versions seldom alternate.
+    Shards of the resident version share the engine. A shard of another version waits until those shards have left, or
+    only wait for rows in other replicas. Then it loads its weights, and shards of its version may enter. Dispatch runs
+    the oldest step first, so versions seldom alternate.
 
     If the engine updates in flight, a shard names the oldest version that it may be sampled with, and a newer resident
     version will do. The first shard that needs a newer version, or the driver's order (`take`), loads it while the
@@ -78,7 +78,7 @@ class VersionedEngine:
         """Reason why the engine cannot be used any more."""
         self._loading = False
         self._asleep = False
-        """True while it has freed its devices."""
+        """True while the engine has freed its devices."""
         self._inside = 0
         """Number of shards, and of groups of other replicas' rows, in the engine."""
         self._exact = 0
@@ -154,8 +154,9 @@ class VersionedEngine:
 
     def _load(self, version: int, lease: WeightLease) -> None:
         """Verify the published weights and load them. The bytes are read once here and once by the engine, which also
-        checks that all numbers are finite. If the engine is another process, this one checks it while it computes the
-        checksum. Raises EngineLost after a refit that failed half-way, which makes the engine unusable."""
+        checks that all numbers are finite. If the engine accepts no tensors of this process, this process checks the
+        numbers while it computes the checksum. Raises EngineLost if an earlier load failed half-way and made the engine
+        unusable."""
         if self._broken is not None:
             raise EngineLost(self._broken)
         can = self._engine.capabilities
@@ -174,8 +175,8 @@ class VersionedEngine:
                 self._broken = f"a load of weights v{version} failed half-way: the engine must be built again"
 
     def _check_names(self, version: int, names: Set[str]) -> None:
-        """Raise WeightsError, naming a tensor, unless this version has the same tensors as the last. A missing tensor
-        would keep its old numbers."""
+        """Raise WeightsError, naming a tensor, unless this version has the same tensors as the one loaded before. A
+        missing tensor would keep its old numbers."""
         differing = names ^ self._names if self._names else frozenset()
         if differing:
             name = min(differing)
@@ -211,8 +212,8 @@ class VersionedEngine:
 
     @contextmanager
     def resident(self, versions: Set[int]) -> Iterator[None]:
-        """Keep the resident version for rows of another replica, until the block ends or they have left again. Raises
-        RequestError if `versions` are not exactly the resident one."""
+        """Keep the resident version for rows of another replica, until the block ends or these rows have left again.
+        Raises RequestError unless the engine is awake and `versions` is exactly its version."""
         with self._changed:
             if self._loading or self._asleep or versions != {self._version}:
                 raise RequestError(

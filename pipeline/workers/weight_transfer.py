@@ -15,8 +15,8 @@ and a version is copied to each host once.
 So the publisher sends two copies, whatever the number of hosts. Every other host passes on the bytes that it has while
 more arrive. A sender sends only pieces that were asked for, and no other flow control is needed. A sender may die at
 any time: the reader then asks the publisher again, by its name, because a restarted publisher has another address and
-the same board. It continues where it stopped. Only the publisher's memory has the tree of askers, and losing it is
-harmless.
+the same board. The reader continues where it stopped. Only the publisher's memory has the tree of askers, and losing it
+is harmless.
 
 The driver notifies readers when a version is published, so that it has often arrived before it is needed, and when
 nobody reads a version any more. Both messages may be lost: a version is fetched when it is needed, and a copy that
@@ -49,7 +49,7 @@ FAN_OUT = 2
 PIECE_BYTES = 16 << 20
 """Bytes of a piece: a multiple of every system's page size."""
 _PIECES_AHEAD = 2
-"""Pieces that were asked for and have not arrived: one travels while the sender prepares the next."""
+"""Most pieces that were asked for and have not arrived: one travels while the sender prepares the next."""
 _LOOK_S = 0.005
 """Seconds between two looks at a growing file."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
@@ -212,7 +212,7 @@ class WeightMirror:
 
     def _fetch(self, version: int, *, wait: bool) -> None:
         while not self._board.has(version):
-            wait_s = 2 * self._spec.timeout_s if wait else 0.0  # the process that receives gives up before
+            wait_s = 2 * self._spec.timeout_s if wait else 0.0  # the receiving process gives up earlier
             with receiving(self._board, version, wait_s=wait_s) as ours:
                 if not ours:
                     return
@@ -302,7 +302,7 @@ class WeightMirror:
             comm.abort()
 
     async def _receive(self, source: _Source, incoming: IncomingVersion) -> None:
-        """Receive the missing pieces. The piece before is checked and written while the next one is read."""
+        """Receive the missing pieces. Each piece is checked and written while the next one arrives."""
         total = incoming.manifest.file_bytes
         asked = arrived = incoming.num_bytes
         appending: asyncio.Task[None] | None = None
@@ -341,7 +341,7 @@ def order_release(client: Client, workers: Iterable[str], versions: Iterable[int
 
 
 def remove_boards(client: Client, workers: Iterable[str]) -> None:
-    """Make the hosts of these workers remove their boards. Waits a few seconds for those that do not answer."""
+    """Make the hosts of these workers remove their boards. Waits a few seconds for workers that do not answer."""
 
     async def remove() -> None:
         orders = [asyncio.create_task(getattr(client.rpc(worker), REMOVE)()) for worker in workers]

@@ -38,7 +38,7 @@ _DASK_SETTINGS: dict[str, Any] = {
     # After this time Dask closes a lost worker for good, even if it has come back and died a second time.
     "distributed.deploy.lost-worker-timeout": "1000 days",
     "distributed.worker.daemon": False,
-    "distributed.worker.http.routes": [],  # it has neither TLS nor a password
+    "distributed.worker.http.routes": [],  # a worker's HTTP server has neither TLS nor a password
     # Workers fork from a clean process that has done their imports: see `start_forkserver`.
     "distributed.worker.multiprocessing-method": "forkserver",
     "distributed.worker.profile.enabled": False,
@@ -122,9 +122,9 @@ def worker_environment(threads: int, shared: bool, gpus: str | None = None) -> d
 def trainer_environment(roles: Collection[str], gpus: str | None) -> dict[str, str]:
     """Return the environment of a worker with these roles and GPUs if it only trains. A user's own values stay.
 
-    Segments that can grow keep the buffers of micro-batches of many sizes from leaving holes; an engine's CUDA graphs
-    want fixed ones. With one connection kernels start in the order in which they were launched, so that a collective of
-    sequence parallelism overlaps the product that it was launched before (Megatron asks for it)."""
+    Segments that can grow keep buffers of many sizes from leaving holes in the GPU's memory. An engine's CUDA graphs
+    need fixed segments. With one connection, which Megatron asks for, kernels start in the order of their launch. So a
+    collective of sequence parallelism overlaps the matrix product that is launched after it."""
     if not gpus or Role.GENERATE in roles or MODEL_ROLES.isdisjoint(roles):
         return {}
     wanted = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -135,7 +135,8 @@ def trainer_environment(roles: Collection[str], gpus: str | None) -> dict[str, s
 
 def bind_to_gpus(addresses: Iterable[str], devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:
     """Keep all threads of this process, and its later children, on the cores nearest to GPUs with these PCI addresses
-    (0000:1b:00.0), as far as it may use them. Return the cores; none, and no change, if the system does not know."""
+    (0000:1b:00.0), as far as it may use them. Return the cores. If the system does not know them, change nothing and
+    return an empty set."""
     near: set[int] = set()
     for address in addresses:
         listed = devices / address / "local_cpulist"
@@ -155,8 +156,9 @@ def _numbers(text: str) -> Iterator[int]:
 
 
 def worker_resources(gang: Gang, index: int, waiting: int = 0) -> dict[str, float]:
-    """Return the Dask resources of one worker: a slot per concurrent shard, and a pin for nodes that need no slot.
-    `waiting`: shards that wait for rows in other replicas and have no slot."""
+    """Return the Dask resources of one worker: a slot per concurrent shard (one in an ordered gang), and a pin for
+    nodes that need no slot. `waiting`: further slots of a pool's worker, for shards that only wait for rows in other
+    replicas."""
     return {
         slot_resource(gang.name, index): 1.0 if gang.ordered else float(gang.concurrent_shards + waiting),
         pin_resource(gang.name, index): _ANY,
@@ -240,8 +242,9 @@ QUIET = (
 def start_forkserver(*, shared: bool) -> None:
     """Start the forkserver, the process that all workers are forked from, unless this process has one already.
 
-    It has imported `PRELOADED`, so a worker starts seconds sooner, and blocks the terminal's signals for all of them.
-    OpenMP reads its settings at the import. `shared`: the workers share cores."""
+    It has imported `PRELOADED` (except on a host with NVIDIA devices), so a worker starts seconds sooner. It blocks the
+    terminal's signals for all workers. OpenMP reads its settings at the import, so they are set here. `shared`: the
+    workers share cores."""
     environment = {**FORKSERVER_ENVIRONMENT, "OMP_WAIT_POLICY": wait_policy(shared)}
     before = {name: os.environ.get(name) for name in environment}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, OF_TERMINAL)

@@ -157,7 +157,7 @@ def config_of(sources: Sequence[str], *, runs_here: bool = True) -> RunConfig:
         config = readable_config(files, overrides, refused) if runs_here else None
         if config is None:
             raise
-        unreadable = import_module("pipeline.config.preflight").unreadable  # reads models: not for a good config
+        unreadable = import_module("pipeline.config.preflight").unreadable  # loads much, and rarely needed
         raise together([error, *unreadable(config, refused)]) from error
 
 
@@ -170,8 +170,8 @@ def _refuse_settings_as_files(files: Sequence[str]) -> None:
 
 
 def submitted_config(run_dir: str) -> RunConfig:
-    """Return the config of a run that has begun, or that was only submitted as a job. Raises what `saved_config`
-    raises."""
+    """Return the config of a run that has begun, or that was only submitted as a job. Raises the errors of
+    `saved_config`."""
     paths = RunPaths(Path(run_dir))
     submitted = paths.job / "config.yaml"
     begun = paths.config.exists() or read_identity(paths.root) is not None

@@ -82,7 +82,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _show_engine(config: RunConfig) -> None:
-    """Print what the engine can do on this host, and what the run therefore cannot prove."""
+    """Print the engine's capabilities on this host, and the guarantees that the run therefore lacks."""
     _show_guarantees(config, "cuda" if gpus_here() else "cpu")
 
 
@@ -137,7 +137,7 @@ def _show_prediction(run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worke
 
 
 def _worker_columns(workers: Sequence[WorkerMemory]) -> Iterator[MemoryColumn]:
-    """Yield the column of a gang's first worker and that of the largest of the others; one column if all are alike."""
+    """Yield two columns for a gang: its first worker, and the largest of the others. If all are alike, yield one."""
     first, *others = workers
     largest = max(others, key=lambda worker: worker.total, default=first)
     name = first.worker[0]

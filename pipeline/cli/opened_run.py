@@ -215,7 +215,7 @@ def _whole_table(rows: StageRows, decode: Decode, schema: pyarrow.Schema) -> pya
 
 
 def _lists(rows: StageRows) -> dict[str, list[Any]]:
-    """Return the list columns, without those that have no output yet."""
+    """Return the list columns. Columns whose stage has no output yet are left out."""
     arrays = {column: rows.array(_FIELDS.get(column, column)) for column in _LISTS}
     made = {
         column: [row[mask] for row, mask in zip(array, rows.rollout.response_mask, strict=True)]

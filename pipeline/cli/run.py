@@ -152,7 +152,7 @@ def _is_another_programs(paths: RunPaths) -> bool:
             read_saved(paths.config)
     except OtherProgramsConfig:
         return True
-    except ConfigError:  # a run's, but damaged or of another version
+    except ConfigError:  # the config of a run, damaged or of another version
         return False
     return False
 

@@ -80,7 +80,7 @@ def calibration_of(file: str | None, hardware: str, cluster: HardwareCluster) ->
 
 
 def lengths_of(text: str | None, config: RunConfig, seed: int) -> Lengths:
-    """Return the distribution of lengths that a text names; without one, all responses are of the longest length."""
+    """Return the distribution of lengths that a text names. Without a text, all responses have the longest length."""
     most = config.sampling.max_new_tokens
     return FixedLengths(most) if text is None else parse_lengths(text, most, seed)
 

@@ -105,7 +105,7 @@ def points(axes: Mapping[str, Sequence[str]], name: str) -> list[SweepPoint]:
 
 
 def _meaning(value: str) -> str:
-    """Return a value as the config reads it: 0 and 00 are one number. Invalid YAML is refused later."""
+    """Return a value as the config reads it, so that 0 and 00 count as the same. Invalid YAML is refused later."""
     try:
         return repr(OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False))
     except Exception:  # yaml's errors have no common public base that omegaconf re-exports

@@ -447,8 +447,8 @@ PROOFS: dict[str, Callable[[Evidence], tuple[str, list[str]]]] = {
 def _dropped_outputs(
     history: History, paths: RunPaths, committed: set[Address]
 ) -> tuple[int, frozenset[Address], tuple[str, ...]]:
-    """Return the first step whose arrays were not deleted; the nodes whose records are lost or damaged and no longer
-    needed because of that; and the faults of the deletion's record."""
+    """Return three results: the first step whose arrays were not deleted; the nodes whose records are lost or damaged,
+    and not needed any more because arrays were deleted; and the faults of the record of deleted steps."""
     try:
         return history.store.dropped_before(), unneeded_outputs(history, paths.checkpoints, committed), ()
     except StoreError as error:

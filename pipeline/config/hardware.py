@@ -41,7 +41,7 @@ class HardwareConfig:
     fp32_flops: float = setting("???", above(0))
     """Peak rate of float32 arithmetic of a device without TF32, in FLOP/s."""
     memory_bytes_per_s: float = setting("???", above(0))
-    """Peak bandwidth of a GPU's memory; without GPUs, that of the node's memory for all cores together."""
+    """Peak bandwidth of a GPU's memory. Without GPUs, peak bandwidth of the node's memory for all cores together."""
     nvlink_bytes_per_s: float = setting("???", at_least(0))
     """Bandwidth of a GPU over NVLink in each direction; 0: none, GPUs talk over PCIe."""
     nvlink_gpus: int = setting("???", at_least(0))
@@ -125,8 +125,8 @@ def hardware_problems(config: HardwareConfig) -> Iterator[Problem]:
 
 @dataclass(frozen=True)
 class HardwareCluster:
-    """Nodes of one kind. If only some of a node's GPUs are used, a node has that share of its memory and cores, as
-    clouds and schedulers give them out."""
+    """Nodes of one kind. If only some of a node's GPUs are used, the run has the same share of the node's memory and
+    cores, as clouds and schedulers assign them."""
 
     nodes: int
     gpus_per_node: int

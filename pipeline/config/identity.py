@@ -86,7 +86,7 @@ _WHERE = frozenset({"name", "runs_dir"})
 
 @dataclass(frozen=True)
 class Change:
-    """A setting whose value has changed; None on a side that lacks the key."""
+    """A setting whose value has changed. `before` or `after` is None if that config lacks the key."""
 
     key: str
     before: Any
@@ -160,7 +160,7 @@ def _from_last_version(change: Change, config: RunConfig) -> str:
     ):  # no tokenizer
         return ""
     run, name, first = config.run_dir, f"{config.name}-{change.after}", config.model
-    shared = first.frozen_blocks > 0  # with the reference, whose files must then be the policy's
+    shared = first.frozen_blocks > 0  # shared with the reference: its files must then be the policy's
     reference = "null" if shared else first.reference_path or first.path
     towards = " (the KL is then to that version, since the reference shares model.frozen_blocks)" if shared else ""
     return (
@@ -186,7 +186,7 @@ _WAY_ON = "Put it back, or remove it: a run whose commits are all of its config 
 
 @dataclass(frozen=True)
 class Statement:
-    """A driver's record of the run: the first at its start, a later one after each change."""
+    """A driver's record of the run. The first is written when the run starts, a further one after each change."""
 
     time: float
     """Seconds since the epoch."""

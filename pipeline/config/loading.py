@@ -123,7 +123,7 @@ ABSENT = {
     **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"), _TRUNCATES),
     **dict.fromkeys(("stop", "stop_strings", "stop_token_ids"), _STOPS),
 }
-"""Name of a setting of sampling that other systems have -> why there is none, and what to use."""
+"""Name of a sampling setting that other systems have -> why Stageline has none, and what to use."""
 _MOST_SUGGESTIONS = 3
 _SIMILAR = 0.8
 """Least similarity (of difflib) of a key that is suggested from another section."""
@@ -252,7 +252,7 @@ def _type_errors(key: str, value: Any, name: str, schema: type) -> Iterator[Conf
     refused = "of another type" if kind in _WORDS and container else None  # omegaconf lets it pass in a new mapping
     try:
         OmegaConf.merge(OmegaConf.structured(alone), OmegaConf.create(nested))
-    except (OmegaConfBaseException, TypeError) as error:  # the latter for a list in place of a mapping
+    except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list in place of a mapping
         refused = first_line(error)
     if refused is not None:
         given = OmegaConf.to_container(value) if container else value
@@ -365,7 +365,7 @@ def readable_config(
 def load_reward_model_config(
     files: Iterable[str | os.PathLike[str]], overrides: Iterable[str] = ()
 ) -> RewardModelConfig:
-    """Return the config of a reward model's training. Otherwise as `load_config`."""
+    """Return the config of a reward model's training. Arguments and errors are those of `load_config`."""
     config = _loaded(RewardModelConfig, _sources(files, overrides))
     assert isinstance(config, RewardModelConfig)
     validate_reward_model(config)
@@ -373,7 +373,7 @@ def load_reward_model_config(
 
 
 def load_label_config(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str] = ()) -> LabelConfig:
-    """Return the config of a labelling. Otherwise as `load_config`."""
+    """Return the config of a labelling. Arguments and errors are those of `load_config`."""
     config = _loaded(LabelConfig, _sources(files, overrides))
     assert isinstance(config, LabelConfig)
     validate_labelling(config)
@@ -381,7 +381,8 @@ def load_label_config(files: Iterable[str | os.PathLike[str]], overrides: Iterab
 
 
 def load_file(schema: type, file: str | os.PathLike[str]) -> Any:
-    """Return the content of one file as the dataclass `schema`, whose types are checked. Otherwise as `load_config`."""
+    """Return the content of one file as the dataclass `schema`. Keys and types are checked, and no other rules. Raises
+    ConfigError."""
     return _loaded(schema, _sources([file], []))
 
 
@@ -470,7 +471,7 @@ def _merge(schema: type, sources: Sequence[Source]) -> tuple[Any, list[ConfigErr
     of those keys. Raises ConfigError if a file is another command's config, or leaving out keys does not help."""
     try:
         return _in_turn(schema, sources), []
-    except (OmegaConfBaseException, TypeError) as error:  # the latter for a list in place of a mapping
+    except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list in place of a mapping
         failed = first_line(error)
     meant = [error for name, source in sources for error in _of_another_command(source, name, schema)]
     found = [source_errors(source, name, schema) for name, source in sources]
@@ -524,8 +525,8 @@ def _wrong_beside(schema: type, merged: Any, missing: Sequence[str], refused: Se
 
 
 def _of_another_command(source: Any, name: str, schema: type) -> Iterator[ConfigError]:
-    """Yield an error if a file is the config of another command. It is if the other command's config has all of the
-    file's top-level keys and `schema` does not."""
+    """Yield an error if a file is the config of another command: if that command's config has all top-level keys of the
+    file, and `schema` does not."""
     if not isinstance(source, DictConfig) or "=" in name:
         return
     sections_of = {kind: {field.name for field in dataclasses.fields(kind)} for kind in _COMMANDS}
@@ -559,7 +560,7 @@ def _finish(config: Any) -> RunConfig:
     validate(config)
     config.ppo.proximal = config.proximal  # write, hash and send to workers the resolved value, not "auto"
     if config.engine.python is not None:
-        # Workers, and a resume, have other working directories.
+        # Make the path absolute: workers, and a resumed driver, have other working directories.
         config.engine.python = interpreter(config.engine.python)
     return config
 

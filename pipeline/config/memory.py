@@ -178,7 +178,7 @@ class WorkerMemory:
 
     @property
     def on_device(self) -> int:
-        """Most bytes on the worker's GPUs at one time, over all of them."""
+        """Most bytes at one time on all of the worker's GPUs together."""
         return self._most(self.device_items)
 
     @property
@@ -313,7 +313,7 @@ def _items(run: PlannedRun, gang: Gang, stage: int, *, sends: bool, first: bool)
         items |= _engine_items(run)
     read = _models_of(run, gang)
     items[READING] = max((model.stored_bytes for model in read if not model.is_mapped), default=0)
-    if Role.SCORE in gang.roles and run.scorers:  # they are then the only models of the gang
+    if Role.SCORE in gang.roles and run.scorers:  # a gang with reward models has no other models
         items[SCORERS] = sum(_scorer_bytes(run, gang, scorer, stage) for scorer in run.scorers)
         if devices and gang.divides_scorers:
             items[NCCL] = communicators(run.config.placement.gangs[gang.name].layout, gang.workers) * NCCL_BYTES
@@ -360,8 +360,8 @@ def _model_items(run: PlannedRun, gang: Gang, stage: int, *, sends: bool, first:
 
 
 def _export_bytes(run: PlannedRun) -> int:
-    """Return the bytes of an export while it is written: a copy of what was trained, and the whole model in the run's
-    dtype unless its files have it in that dtype."""
+    """Return the bytes of an export while it is written: a copy of the trained tensors, and the whole model in the
+    run's dtype unless its files have that dtype."""
     config = run.config
     number = DTYPE_BYTES[config.model.dtype]
     converted = 0 if run.model.stored_dtype == config.model.dtype else number * parameters(run.spec)
@@ -384,7 +384,7 @@ def _engine_items(run: PlannedRun) -> dict[str, int]:
     config, spec, engine, memory = run.config, run.spec, run.config.engine, engine_memory(run)
     number, ranks = DTYPE_BYTES[engine.dtype], config.replica_ranks
     output_layer = spec.vocab_size * spec.hidden_size
-    packed = parameters(spec) + (output_layer if spec.tied_embeddings else 0)  # the output layer is a copy
+    packed = parameters(spec) + (output_layer if spec.tied_embeddings else 0)  # tied: it is stored a second time
     refit = number * _published_parameters(run)
     if memory.refit_bytes is not None:  # the engine refits the whole model in place
         refit = min(number * parameters(spec), ranks * max(memory.refit_bytes, number * output_layer))

@@ -148,7 +148,7 @@ class JudgeConfig:
     kind: str = "???"
     """`judge` or `local_judge`."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Arguments, the same as those of a reward of that kind."""
+    """Arguments of the judge. They are those of a reward of the same kind."""
 
 
 @dataclass

@@ -144,7 +144,7 @@ def _check_vocabulary(
     config: RunConfig, key: str, path: str, policy: ModelSpec, other: ModelSpec, *, exactly: bool
 ) -> None:
     """Raise ConfigError if another model's vocabulary lacks a token of the policy or numbers it differently. `exactly`:
-    more tokens are refused too, since the model's distribution is over all of them."""
+    also refuse a vocabulary with more tokens, over which the model's distribution would extend."""
     mine, theirs = policy.vocab_size, other.vocab_size
     if theirs < mine or (exactly and theirs != mine):
         need = f"{mine}" if exactly else f"{mine} or more"

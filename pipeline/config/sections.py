@@ -47,7 +47,7 @@ class AlarmsConfig:
     trainer_idle_s: float | None = setting(900.0, above(0, ", or null for no such alarm"))
     """trainer_idle: seconds for which the policy's gang is up and has no node to work on."""
     engine_silent_s: float | None = setting(900.0, above(0, ", or null for no such alarm"))
-    """engine_silent: seconds for which a generating replica has work and finishes none of it."""
+    """engine_silent: seconds for which a generating replica has nodes to run and finishes none."""
     staleness_steps: int | None = setting(None, at_least(1, ", or null for no such alarm"))
     """staleness: steps in a row in which every token is at the staleness bound. For `rollout.versions: latest`; under
     `exact` every row is at the bound by design."""
@@ -83,7 +83,7 @@ class CheckpointConfig:
     every: int = setting(10, at_least(1))
     """Updates between checkpoints. After a trainer is lost, at most this many are replayed from the stored rollouts."""
     keep: int = setting(2, at_least(1))
-    """Newest checkpoints kept of each model; more are kept if the staleness bound needs an older one."""
+    """Number of newest checkpoints to keep of each model. More are kept if the staleness bound needs an older one."""
     keep_every: int | None = setting(None, at_least(1))
     """Checkpoints of versions that are multiples of this are also kept; null: none."""
 
@@ -181,8 +181,8 @@ class ClusterConfig:
 
 
 def listening(config: ClusterConfig) -> tuple[str | None, int]:
-    """Return the host (None: that of `interface`, or of the default route) and the port (0: any) that the scheduler
-    listens on."""
+    """Return the host and the port on which the scheduler listens. Host None: the address of `interface`, or of the
+    default route. Port 0: any free port."""
     return (None if config.address is None else _listening(config.address)) or (None, 0)
 
 
@@ -367,15 +367,15 @@ class TrackingConfig:
     experiment: str = "stageline"
     """Name of the MLflow experiment."""
     parent: str | None = None
-    """MLflow's id of the run that this one is shown under; a sweep sets it."""
+    """MLflow's id of the parent run, under which this run is shown; a sweep sets it."""
     register: str | None = setting(
         None,
         Constraint(
             "a name without / and :, or null for no registered model", lambda name: name and not set(name) & set("/:")
         ),
     )
-    """Name of a registered model in MLflow; the last version's weights become a version of it. null: none. Needs a
-    sqlite:/// URI."""
+    """Name of a registered model in MLflow. The last version of the weights becomes a version of that model. null: no
+    registered model. Needs a sqlite:/// URI."""
     report: bool = True
     """True: curves are drawn as PNG files, and `report.html` is written, at the end."""
 

@@ -70,7 +70,7 @@ class SlurmGangConfig:
     """Number of the gang's own nodes; its workers are spread over them evenly. null: beside another gang, or on the
     batch node."""
     beside: str | None = None
-    """Gang whose nodes the workers share, also spread evenly."""
+    """Another gang, on whose nodes this gang's workers are spread evenly."""
     gpus_per_worker: int | None = setting(None, at_least(0))
     """GPUs of each worker. null: as many as it needs, which is one for a rank that holds a model, one for each engine
     rank of a replica, one for a scorer if rewards have models (and `device` is not cpu), else none."""
@@ -173,7 +173,7 @@ def slurm_problems(config: SlurmConfig) -> Iterator[Problem]:
 def slurm_placement_problems(
     config: SlurmConfig, placement: PlacementConfig, gangs: Iterable[Gang]
 ) -> Iterator[Problem]:
-    """Yield the problems of this section with the placement. `gangs`: those with a role."""
+    """Yield the contradictions between this section and the placement. `gangs`: the gangs with a role."""
     gpus = {gang.name: gang.gpus for gang in gangs}
     choice = ", ".join(placement.gangs)
     for name, gang in config.gangs.items():

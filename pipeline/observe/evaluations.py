@@ -33,7 +33,7 @@ class PairedScores:
     t: float | None
     """gain / error; None for fewer than two prompts or equal differences."""
     better: int
-    """Prompts whose score rose."""
+    """Number of prompts whose score rose."""
     worse: int
 
 
@@ -113,8 +113,8 @@ def in_numbers(e: Evaluation) -> EvaluatedVersion:
 def best_evaluation(evaluations: Iterable[Evaluation], max_kl: float | None) -> Evaluation | None:
     """Return the evaluation with the highest mean score among those with a KL of at most `max_kl` (None: no limit).
 
-    Ties go to the oldest version, which is nearest to the reference. An evaluation with unknown KL is not within a
-    budget. Return None if no evaluation is within it."""
+    Ties go to the oldest version, which is nearest to the reference. With a limit, an evaluation of unknown KL does not
+    count. Return None if no evaluation is left."""
     within = [e for e in evaluations if max_kl is None or (e.kl is not None and e.kl <= max_kl)]
     return max(within, key=lambda e: (e.mean, -e.version), default=None)
 
@@ -147,7 +147,7 @@ class VariantSummary:
     parent: str
     """Directory of the parent run."""
     updates: tuple[int, int]
-    """First step, and one past the last."""
+    """First step, and the number after the last step."""
     changed: Sequence[str]
     steps: Sequence[Mapping[str, object]]
     """One record per step: number, digests of the trained models after it, metrics."""

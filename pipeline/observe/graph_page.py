@@ -36,7 +36,8 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-"""Headers of each response. No other script runs, even if a run's name or a worker's message contains one."""
+"""Headers of each response. They keep a browser from running any other script, even if a run's name or a worker's
+message contains one."""
 
 
 def page(view: GraphView) -> str:
@@ -158,7 +159,7 @@ LABEL_W, COLUMN_W, GAP, ROW_H, HEAD_H = 128, 92, 22, 26, 26
 """Sizes in pixels: width of the stage names, width of a column, gap between columns, height of a row and of the step
 numbers."""
 _SINGLE_CELLS = 12
-"""Most shards with a rectangle each; more are drawn as one bar."""
+"""Most shards of a cell that have a rectangle each. More shards are drawn as a bar with a part for each state."""
 _ORDER = (NodeState.DONE, NodeState.RUNNING, NodeState.QUEUED, NodeState.READY, NodeState.WAITING)
 
 

@@ -78,7 +78,7 @@ class GangView:
     doing: tuple[Doing, ...]
     """Running nodes, the longest-running first."""
     queued: int
-    """Number of nodes that are queued behind the running ones."""
+    """Number of nodes that are queued at busy workers."""
     wait: str | None
     """The event or device that the gang waits for, if it is idle and has nodes left."""
 

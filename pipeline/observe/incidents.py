@@ -67,7 +67,7 @@ class WorkerLosses:
                     loss.gang == event.gang
                     and loss.built is not None
                     and begun >= loss.at
-                    and (loss.trained is None or event.t < loss.trained)  # another rank's end of the same update
+                    and (loss.trained is None or event.t < loss.trained)  # ranks end an update at different times
                 ),
                 trained=event.t,
             )
@@ -156,6 +156,6 @@ def incident(event: Event, losses: WorkerLosses, lost_s: Mapping[tuple[str, floa
 
 
 def worst(incidents: Iterable[Incident], most: int) -> list[Incident]:
-    """Return at most `most` incidents in order of time, those of the worst kinds if there are more."""
+    """Return at most `most` incidents in order of time. If there are more, those of the worst kinds are returned."""
     kept = sorted(incidents, key=lambda one: (_WORST_FIRST.index(one.kind), one.at))[:most]
     return sorted(kept, key=lambda one: one.at)

@@ -83,7 +83,7 @@ class Event:
     detail: str | None = None
     rule: str | None = None
     command: str | None = None
-    """The command line, in RUN_STARTED; likewise `host` (the driver's host) and `code` (the commit of the code)."""
+    """The command line. Only RUN_STARTED has it, and `host` (the driver's host) and `code` (the commit of the code)."""
     host: str | None = None
     code: str | None = None
     version: int | None = None

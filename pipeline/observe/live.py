@@ -63,7 +63,7 @@ class Screen:
     now: Callable[[], float] = time.time
 
     def say(self, kind: str, line: str | Text, **fields: object) -> None:
-        """Print a line, or for programs one JSON object of its fields. NaN and infinity become null in JSON."""
+        """Print a line, or for programs a JSON object of `kind` and `fields`. NaN and infinity become null in JSON."""
         if self.json_lines:
             about = redacted(_finite({"t": round(self.now(), 3), "event": kind, **fields}))
             line = json.dumps(about, ensure_ascii=False, allow_nan=False)
@@ -263,7 +263,8 @@ class Progress:
         return table
 
     def _tell_engine(self, detail: str) -> None:
-        """Report what the engine cannot prove. Programs get the whole text, also if everything is proven."""
+        """Report the guarantees that the run lacks because of its engine. Programs get the whole text of the event, even
+        if no guarantee is missing."""
         missing = detail.partition(NOT_PROVEN)[2]
         if self._screen.json_lines or missing != NOTHING:
             self._tell("engine", f"not proven in this run: {missing or detail}", text=detail)

@@ -311,7 +311,7 @@ RATIO = 100.0
 ENTROPY = 0.1
 """Lowest entropy, nats per token."""
 COLLAPSE = 0.2
-"""Lowest entropy as a fraction of the first one."""
+"""Lowest entropy as a fraction of the first step's entropy."""
 CRITIC_STEPS = 5
 """Number of steps in a row with a negative explained variance."""
 REMEMBERED = 50

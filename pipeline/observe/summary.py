@@ -133,7 +133,7 @@ class Summary:
     best: EvaluatedVersion | None = None
     """The version with the highest held-out reward within `evaluate.select.max_kl`."""
     hints: tuple[str, ...] = ()
-    """Alarms that say why the run learned little, the last one of each rule, with advice for the next run."""
+    """Texts about why the run learned little: the last alarm of each rule that has advice, with this advice."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

@@ -105,8 +105,8 @@ def _number(value: float | None) -> str:
 
 
 def memory_table(title: str, columns: Sequence[MemoryColumn], limit: float | None = None) -> Table:
-    """Return a table of predicted memory, a row per item; in GiB if a column has 10 of them or more. No word and no
-    number is cut, however narrow the terminal is. `limit`: bytes that each column may have at most."""
+    """Return a table of predicted memory with a row per item, in GiB if a column's total is 10 GiB or more, else in
+    MiB. No word and no number is cut, even on a narrow terminal. `limit`: most bytes that a column may have."""
     large = max(column.total for column in columns) >= 10 * 2**30
     size, digits = (2**30, 1) if large else (2**20, 0)
 

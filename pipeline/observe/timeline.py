@@ -132,8 +132,8 @@ def overlaps(all_boxes: Iterable[Box]) -> list[Interval]:
 
 
 def overlap_by_step(events: Iterable[Event]) -> dict[int, float]:
-    """Return, by step, the fraction of its time in which gangs overlapped. A step's time is from the publication of its
-    version to that of the next. Steps during which a driver started are left out."""
+    """Return step -> fraction of the step's time in which gangs overlapped. A step's time is from the publication of
+    its version to the publication of the next version. Steps during which a driver started are left out."""
     log = list(events)
     starts = sorted(e.t for e in log if e.kind is EventKind.RUN_STARTED)
     published = {e.step: e.t for e in log if e.kind is EventKind.PUBLISHED and e.step is not None}

@@ -351,7 +351,7 @@ class _Writer:
         self._spool_path = spool_path
         self._delivery: Delivery | None = None
         self._cut_off = False
-        self._down = False  # the store cannot be reached, by the writer's last report
+        self._down = False  # True if the writer last reported that the store cannot be reached
         if uri.startswith("sqlite:///"):
             Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
         root = str(Path(__file__).parents[2])
@@ -374,7 +374,7 @@ class _Writer:
         finally:
             os.close(theirs)
         if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # it ended at once; `_listen` warns about that
+            with contextlib.suppress(BrokenPipeError):  # the writer ended at once; `_listen` warns
                 self._process.stdin.write(f"{uri}\n".encode())
                 self._process.stdin.flush()
         self._reports = threading.Thread(target=self._listen, name="mlflow-writer-reports", daemon=True)

@@ -56,7 +56,7 @@ def state_of(events: Sequence[Event], steps_done: int, steps: int) -> str:
     """Return the progress of a run."""
     if is_finished(events) or steps_done == steps:
         return f"finished: {steps_done} steps"
-    given_up = _failed(events, (EventKind.SUBMITTED, EventKind.FINISHED))  # what is tried again has not ended the run
+    given_up = _failed(events, (EventKind.SUBMITTED, EventKind.FINISHED))  # not if it was submitted again
     return f"{'failed' if given_up else 'not finished'}: {steps_done} of {steps} steps"
 
 

@@ -91,7 +91,7 @@ class RunTimeline:
     """Versions of the weights that each execution used; empty if its commit was not read."""
     marks: Sequence[TimelineMark]
     of_executions: int
-    """Number of all executions. Of a long run only the first and the last ones are drawn."""
+    """Number of all executions. If the run is long, only the first and the last ones are drawn."""
     gaps_ms: int
     """Time between drivers, which is left out."""
 

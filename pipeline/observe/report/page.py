@@ -90,10 +90,10 @@ def page(shown: PageContents) -> bytes:
 </body>
 </html>
 """
-    return text.encode("utf8", "backslashreplace")  # half a surrogate pair becomes JSON's own escape
+    return text.encode("utf8", "backslashreplace")  # a lone surrogate becomes an escape of JSON
 
 
 def is_report(file: Path) -> bool:
-    """Return True if a file looks, by its beginning, like one that `page` made. Raises OSError."""
+    """Return True if a file begins like the files that `page` makes. Raises OSError."""
     with file.open("rb") as content:
         return content.read(len(_BEGINNING)) == _BEGINNING.encode()

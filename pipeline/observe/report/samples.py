@@ -174,7 +174,8 @@ def shortened(text: str, most: int) -> str:
 
 _TORN = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_CHARACTER = 4
-"""Most tokens, of one byte each, that make one character. A longer incomplete end belongs to no character."""
+"""Most tokens, of one byte each, that make one character. If more tokens decode to no complete character, they are no
+part of one."""
 
 
 def pieces(decode: Decode, tokens: Sequence[int]) -> list[str]:

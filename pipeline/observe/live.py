@@ -263,7 +263,7 @@ class Progress:
         return table
 
     def _tell_engine(self, detail: str) -> None:
-        """Report the guarantees that the run lacks because of its engine. Programs get the whole text of the event, even
+        """Report the guarantees that the run lacks because of its engine. Programs get the text of the event, even
         if no guarantee is missing."""
         missing = detail.partition(NOT_PROVEN)[2]
         if self._screen.json_lines or missing != NOTHING:

@@ -24,7 +24,7 @@ from pipeline.workers.messages import worker_name
 from stages.models.protocol import Role
 
 FIRST_STEPS = 3
-"""Number of steps, from the run's first, that the rule first_updates looks at."""
+"""Number of steps at the start of a run that the rule first_updates looks at."""
 FIRST_APPROX_KL, FIRST_RATIO = 0.2, 20.0
 """Limits of rule first_updates on `policy/approx_kl` (nats per token) and `policy/ratio_max` of one update."""
 

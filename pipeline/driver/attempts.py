@@ -76,7 +76,7 @@ class Attempt:
     fails_at: float = math.inf
     """Time from which its errors count as its own. Before that they may be signs of a peer's death."""
     again_at: float = math.inf
-    """Time at which its node is submitted again, after a transient error. Until then it holds its slot."""
+    """Time at which its node is submitted again, after a transient error. Until then the attempt holds its slot."""
     outcome: Outcome | None = None
     errors: dict[int, BaseException] = field(default_factory=dict)
     """Errors by rank, or by the index of the one replica."""
@@ -374,7 +374,8 @@ class Attempts:
             attempt.future.release()
 
     def _reset(self, addresses: Iterable[Address], abandon_on: WorkerKey | None = None) -> None:
-        """Release attempts that were given up. Keep those on `abandon_on`, since their outcomes still count."""
+        """Give up the attempts at these nodes and release their futures. Keep the futures of attempts on `abandon_on`,
+        since their outcomes still count."""
         for address in addresses:
             attempt = self._attempts.pop(address)
             if attempt.worker == abandon_on:

@@ -144,7 +144,7 @@ class Cluster:
         self, config: RunConfig, security: Security, host: str, port: int = 0, workers: dict[str, Any] | None = None
     ) -> None:
         """`host`, `port`: the scheduler's address; port 0: any free port. `workers`: Dask's specs of the workers."""
-        # Applies to the whole process, until its end: the journal reports losses, and Dask's threads log after closing.
+        # Stays set until this process ends. The journal reports losses, and Dask's threads still log after the close.
         logging.getLogger("distributed").setLevel(logging.CRITICAL)
         self._dashboard = config.cluster.dashboard
         of_scheduler = scheduler_spec(config, security, host, port)
@@ -173,7 +173,7 @@ class Cluster:
         return found
 
     def close(self) -> None:
-        """End every worker at once, whatever it is doing: all results that count are committed, and a hung stage must
+        """End every worker at once, whatever it is doing. All results that count are committed, and a hung stage must
         not delay the end of the run."""
         self._stack.close()
 

@@ -37,7 +37,8 @@ class ExecutorSettings:
 
     @property
     def attached(self) -> bool:
-        """True if somebody else starts the worker processes. Then the driver sees no board of published weights."""
+        """True if `stageline worker` starts the worker processes, and not the driver. Then the driver sees no board of
+        published weights."""
         return self.cluster.kind == "attached"
 
 
@@ -48,8 +49,8 @@ class ExecutorEvents:
         """Called with a node that has its commit, and rank 0's outcome."""
 
     def worker_built(self, worker: WorkerKey, numerics: Mapping[str, str]) -> None:
-        """Called when a worker is built, before it gets work. `numerics`: the facts that the last bits of its results
-        depend on. If it raises ConfigError, the worker counts as one that cannot be built."""
+        """Called when a worker is built, before it gets work. `numerics`: facts, by name, on which the last bits of
+        the worker's results depend. If it raises ConfigError, the worker counts as one that cannot be built."""
 
     def worker_replaced(self) -> None:
         """Called when the successor of a lost worker process is built."""

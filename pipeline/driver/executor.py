@@ -168,7 +168,7 @@ class Executor:
         self._attempts.release(addresses)
 
     def fetch_weights(self, version: int) -> None:
-        """Copy a version of the weights to the hosts that will read it, before they need it. Does not wait."""
+        """Order the hosts that will read a version of the weights to copy it, before they need it. Does not wait."""
         self._weights.fetch(version)
 
     def take_weights(self, version: int) -> None:

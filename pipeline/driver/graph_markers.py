@@ -139,7 +139,8 @@ class GraphMarkers(SchedulerPlugin):
         task = self._shown[address]
         if state == task.state:
             return
-        # Pages that draw durations take a change from processing to memory for a computation, and need its times.
+        # Pages that draw durations would take a change from processing to memory for a computation, and look for its
+        # times. So the marker is released in between.
         if task.state == "processing" and state == "memory":
             self._move(address, "released")
         before, task.state = task.state, state

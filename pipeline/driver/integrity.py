@@ -93,7 +93,7 @@ def repair(history: History, paths: RunPaths, before: Mapping[Address, str] = _N
     closed = ledger.closed_until()
     lost = unneeded_outputs(history, paths.checkpoints, set(ledger.addresses(from_step=closed)), closed)
     close_finished_segments(history.spec, ledger, lost)
-    looked_at = ledger.addresses(from_step=ledger.closed_until())  # closed records have closed inputs
+    looked_at = ledger.addresses(from_step=ledger.closed_until())  # the inputs of closed records are closed too
     by_step = sorted(looked_at, key=lambda address: address.step)  # reads each segment once
     commits = [commit for commit in map(ledger.find, by_step) if commit is not None]
     found = {commit.address: commit for commit in commits}

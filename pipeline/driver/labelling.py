@@ -195,8 +195,8 @@ def _label_all(
 def _summary(
     config: LabelConfig, candidates: Sequence[Candidates], rows: Sequence[dict[str, Any]], dropped: Counter[str]
 ) -> dict[str, Any]:
-    """Return the summary: the number of pairs, and of dropped ones by reason. For a pairwise judge, also how often both
-    orders agree."""
+    """Return the summary: the number of pairs, and of dropped ones by reason. For a pairwise judge, also how often its
+    verdicts agree for both orders of a pair."""
     both = [row["verdicts"] for row in rows if "chosen_shown_first" in row["verdicts"]]
     agree = [min(one["chosen_shown_first"], one["chosen_shown_last"]) > 0.5 for one in both]
     return {
@@ -248,7 +248,7 @@ def _replace(file: Path, text: str) -> None:
 # ---- Candidates: prompts with their responses ------------------------------------------------------------
 
 _ROWS_AT_ONCE = 1024
-"""Rows that one call of the engine samples."""
+"""Most rows that one call of the engine samples."""
 
 
 def of_run(source: RunConfig, last_steps: int | None) -> list[Candidates]:

@@ -43,7 +43,7 @@ from storage.address import Address
 
 
 def mirror_spec(context: Context, gang: str) -> MirrorSpec | None:
-    """Return what a worker of this gang must know of weights on other hosts; None if it reads and publishes none."""
+    """Return how a worker of this gang exchanges weights with other hosts. None if it reads and publishes none."""
     cluster, settings, boards = context.cluster, context.settings, context.settings.boards
     if not boards or context.gangs[gang].roles.isdisjoint({Role.GENERATE, Role.POLICY}):
         return None

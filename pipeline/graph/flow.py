@@ -174,7 +174,7 @@ class Flow:
             return False
         if node.stage != "publish" or node.version in self._published:
             return True
-        # Published weights live in memory: if they are lost and somebody still has to read them, publish runs again.
+        # Published weights live in memory: if they are lost and a node still has to read them, publish runs again.
         if any(made == node.version and not self._has_commit(a) for a, made in self._made_with.items()):
             return False
         return all(map(self._has_commit, resumed_weight_readers(self._spec, node.version, self._newest)))

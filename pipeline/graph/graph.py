@@ -395,7 +395,7 @@ class Gang:
     @property
     def threads(self) -> int:
         """Nodes that one worker runs at once: one in an ordered gang; in a pool its concurrent shards, plus one
-        if it also scores."""
+        if it generates and has another role."""
         if self.ordered:
             return 1
         return self.concurrent_shards + (1 if Role.GENERATE in self.roles and self.roles != {Role.GENERATE} else 0)
@@ -460,7 +460,7 @@ def made_anew(
         found.update(fresh)
         stack += fresh
     order = [node.address for node in nodes]
-    # Commits of an earlier, shorter config: an evaluation of the version that was the last one then, for example.
+    # Commits of an earlier, shorter config. For example, its last version was evaluated, and is not any more.
     strange = sorted(set(committed).difference(order))
     order += [address for address in strange if address.step > version]
     found.update(strange)

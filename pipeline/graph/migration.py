@@ -124,7 +124,7 @@ class MigrationPlanner:
         """
         loads = {i: load for i, load in self._loads.items() if i in usable}
         if self._under_way or len(loads) < len(usable):
-            return []  # an unreported load may be large
+            return []  # rows are moving, or a replica that has not reported may have many
         waiting = set(startable)
         loads = {i: load for i, load in loads.items() if load.version not in waiting or not load.rows}
         orders = []

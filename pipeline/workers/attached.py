@@ -547,7 +547,7 @@ def board_of_host(board: Path, driver_lock: Path | None = None) -> Iterator[None
 
 def _remove_boards_of_dead_runs(folder: Path) -> None:
     for path in folder.glob(f"{BOARD_PREFIX}*{_LOCK}"):
-        with suppress(OSError):  # removed meanwhile, another user's, or the driver's filesystem is away: leave it
+        with suppress(OSError):  # removed meanwhile, another user's, or the driver's filesystem is not mounted
             found = path.lstat()
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
                 continue

@@ -51,7 +51,7 @@ class Runtime:
     subclass without an engine or models needs only `run`."""
 
     numerics: Mapping[str, str] = MappingProxyType({})
-    """Facts that the last bits of its results depend on, by name."""
+    """Facts, by name, on which the last bits of the worker's results depend."""
     rows: ReplicaRows | None = None
     """The rows of a replica, if they may migrate to others."""
 

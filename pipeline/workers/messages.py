@@ -87,7 +87,7 @@ class Built:
     address: str
     """Dask address of the process. No later process will have it."""
     numerics: Mapping[str, str]
-    """Facts that the last bits of its results depend on, by name."""
+    """Facts, by name, on which the last bits of the worker's results depend."""
     host: str
     """Host of the process, for people."""
 
@@ -104,7 +104,7 @@ class Call:
     worker: str
     incarnation: int
     sequence: int | None = None
-    """Number in the gang's order; every rank sees the same."""
+    """Number of the node in the gang's order, the same on every rank."""
     ledger: str | None = None
     """URL of the run's ledger, where a process that must not run the call can find its commit."""
     peers: tuple[str, ...] = ()

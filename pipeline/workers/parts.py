@@ -101,9 +101,9 @@ class WorkerParts:
     fetcher: Fetcher | None = None
     """Copies versions that this host lacks from other hosts."""
     numerics: dict[str, str] = field(default_factory=dict)
-    """Facts that the last bits of this worker's results depend on (stages/native/fingerprint.py)."""
+    """Facts, by name, on which the last bits of this worker's results depend (stages/native/fingerprint.py)."""
     warnings: list[str] = field(default_factory=list)
-    """Warnings for a person that the driver has not received yet."""
+    """Warnings for people, which the driver has not received yet."""
 
     def warn(self, text: str) -> None:
         """Write a warning to the worker's log now, and send it to the run's journal with the next node's outcome."""

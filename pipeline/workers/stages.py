@@ -226,7 +226,7 @@ def canary_once(parts: WorkerParts, call: Call) -> Output:
     part = canary_rows(rollout, config.mismatch.rows)
     record, found = compared(part.sampler_logprobs, part, theirs, rollout.num_rows)
     asked = not sampled_by(part, call.version) or found[DIFFERENCE] > limit
-    if asked and config.capabilities().scores:  # otherwise all rows are fresh: `RunConfig.has_canaries`
+    if asked and config.capabilities().scores:  # an engine that cannot score has fresh rows only (`has_canaries`)
         keys = [(config.seed, CANARY_STEP, row) for row in part.row.tolist()]
         score = partial(engine_logprobs, part=part, sampling=config.sampling, seed=config.seed, version=call.version)
         logprobs, _ = _in_engine(parts, call, keys, score, exact=True)

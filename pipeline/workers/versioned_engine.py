@@ -84,7 +84,7 @@ class VersionedEngine:
         self._exact = 0
         """Number of shards and groups inside that need exactly one version."""
         self._changed = threading.Condition()
-        """Never held for long: the engine's thread takes it too."""
+        """Guards the fields above. Never held for long, since the engine's thread takes it too."""
 
     @contextmanager
     def at(self, version: int, clock: Clock, *, exact: bool = False) -> Iterator[GenerationEngine]:
@@ -113,7 +113,7 @@ class VersionedEngine:
 
     def sleep(self) -> None:
         """Free the engine's devices until the next shard. Does nothing if they are free. Raises RuntimeError while
-        shards are in the engine."""
+        the engine has shards or loads weights."""
         with self._changed:
             if self._inside or self._loading:
                 raise RuntimeError(f"{self._inside} shards are in the engine: it sleeps after them")
@@ -184,13 +184,13 @@ class VersionedEngine:
             raise WeightsError(f"{name} (and {len(differing) - 1} more) is missing in weights v{lacks}; v{has} has it")
 
     def _serves(self, version: int, exact: bool) -> bool:
-        """Return True if the engine is awake with weights that will do."""
+        """Return True if the engine is awake, and its weights are allowed for a shard that needs this version."""
         if self._asleep:
             return False
         return self._version is not None and (self._version == version if exact else self._version >= version)
 
     def _may_enter(self, version: int, exact: bool) -> bool:
-        """Return True if the resident weights will do or may be replaced now."""
+        """Return True if the resident weights are allowed for this shard, or may be replaced now."""
         if self._loading:
             return False
         if self._serves(version, exact) or (not exact and self._exact == 0):

@@ -45,7 +45,7 @@ from storage.weights import Manifest, WeightBoard
 SEND, FETCH, RELEASE, REMOVE = (f"stageline_{what}_weights" for what in ("send", "fetch", "release", "remove"))
 """Names of the handlers."""
 FAN_OUT = 2
-"""Hosts that one host sends a version to."""
+"""Most hosts that one host sends a version to."""
 PIECE_BYTES = 16 << 20
 """Bytes of a piece: a multiple of every system's page size."""
 _PIECES_AHEAD = 2
@@ -199,7 +199,7 @@ class WeightMirror:
             await asyncio.sleep(_LOOK_S)
 
     def _other_source(self, version: int, asker: str) -> str | None:
-        """Return the earlier asker that should serve this one, or None for the first askers."""
+        """Return the earlier asker that should serve this one, or None for the first `FAN_OUT` askers."""
         if version not in self._askers and len(self._askers) == _VERSIONS_REMEMBERED:
             del self._askers[next(iter(self._askers))]
         askers = self._askers.setdefault(version, [])

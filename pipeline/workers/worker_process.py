@@ -171,8 +171,8 @@ def worker_threads(gang: Gang, waiting: int = 0) -> int:
 
 
 def shares_cores(config: RunConfig) -> bool:
-    """Return True if the run's workers together compute with more than one thread. On one host they then share cores,
-    and must not spin while they wait."""
+    """Return True if the run's workers together compute with more than one thread. On one host they may then share
+    cores, and must not spin while they wait."""
     threads = config.placement.gangs
     return sum(threads[gang.name].threads * gang.workers * _processes(config, gang) for gang in config.gangs()) > 1
 

@@ -226,8 +226,8 @@ def close_finished_segments(spec: GraphSpec, ledger: Ledger, unneeded: Collectio
 def _margin(spec: GraphSpec) -> int:
     """Return the number of steps that must be over after a segment before it is closed.
 
-    By then, late attempts at the segment's nodes have long stopped to count. A resumed run finds all versions of the
-    weights that it may still need among the open steps."""
+    By then, late attempts at the segment's nodes are long outdated, and their results do not count. A resumed run finds
+    all versions of the weights that it may still need among the open steps."""
     return 2 * window(spec)
 
 

@@ -192,7 +192,8 @@ class _Worker:
     """None while it is left out and waits to be tried again."""
     deadline: float
     """Time of the next action. Before its process has joined: the process is overdue. While it is built: the build is
-    overdue, or its `error` counts. While it is left out: it is built again. While it is a suspect: it is lost."""
+    overdue, or its `error` counts. While it is left out: it is built again. While it is a suspect: it counts as
+    lost."""
     here: bool = False
     """True if the scheduler knows its process."""
     left_out: bool = False
@@ -227,7 +228,7 @@ class Supervision:
         """Start with no workers.
 
         Args:
-            mirror: returns what a gang's workers must know of weights on other hosts.
+            mirror: returns how a gang's workers exchange weights with other hosts.
             on_down: called with (worker, suspect) when a worker must get no more work, because it is a suspect or its
                 restart unit is about to be killed.
             on_built: called with (worker, numerics) before a worker gets work. If it raises ConfigError, the worker

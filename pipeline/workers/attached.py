@@ -129,7 +129,7 @@ class WantedWorker:
 
 
 def run_worker(wanted: WantedWorker, say: Callable[[str], None]) -> Ending:
-    """Join a run as one of its workers, until the run or this process ends. `say` receives text for a person.
+    """Join a run as one of its workers, and return the reason when the worker ends. `say` receives text for a person.
 
     Raises:
         WorkerRefused: there is no such run, its scheduler file is invalid or another user's, or the driver does not

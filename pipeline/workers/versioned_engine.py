@@ -88,10 +88,10 @@ class VersionedEngine:
 
     @contextmanager
     def at(self, version: int, clock: Clock, *, exact: bool = False) -> Iterator[GenerationEngine]:
-        """Return the engine with the weights of `version`. They stay until the block ends, or until all of its rows
-        have left for other replicas. If the engine updates in flight and not `exact`, a newer version will do and the
-        weights may change within the block. Raises DamagedWeights, and keeps the old weights, if the version on the
-        board is not what was published."""
+        """Return the engine with the weights of `version`. They stay until the block ends, or until all rows of the
+        block have left for other replicas. If the engine updates in flight and not `exact`, a newer version is allowed
+        too, and the weights may change within the block. Raises DamagedWeights, and keeps the old weights, if the
+        version on the board is not what was published."""
         exact = exact or not self._in_flight
         if not self._serves(version, exact) and not self._board.has(version):
             with clock.bookkeeping():  # before it enters, so that other shards do not wait for the transfer

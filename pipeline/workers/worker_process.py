@@ -104,9 +104,9 @@ def wait_policy(shared: bool) -> str:
 
 
 def worker_environment(threads: int, shared: bool, gpus: str | None = None) -> dict[str, str]:
-    """Return the environment of a worker's process, in addition to the forkserver's. `shared`: it shares its cores.
-    `gpus`: `CUDA_VISIBLE_DEVICES`, so that libraries in the process see only its own devices, numbered from 0. None:
-    inherit the value of this process."""
+    """Return the environment of a worker's process, in addition to the forkserver's. `shared`: the process shares its
+    cores. `gpus`: `CUDA_VISIBLE_DEVICES`, so that libraries in the process see only its own devices, numbered from 0.
+    None: inherit the value of this process."""
     return {
         **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
         "OMP_NUM_THREADS": str(threads),
@@ -122,9 +122,10 @@ def worker_environment(threads: int, shared: bool, gpus: str | None = None) -> d
 def trainer_environment(roles: Collection[str], gpus: str | None) -> dict[str, str]:
     """Return the environment of a worker with these roles and GPUs if it only trains. A user's own values stay.
 
-    Segments that can grow keep buffers of many sizes from leaving holes in the GPU's memory. An engine's CUDA graphs
-    need fixed segments. With one connection, which Megatron asks for, kernels start in the order of their launch. So a
-    collective of sequence parallelism overlaps the matrix product that is launched after it."""
+    Expandable segments keep buffers of many sizes from leaving holes in the GPU's memory. Workers with an engine do not
+    get them, because its CUDA graphs need fixed segments. With one connection to the device, which Megatron asks for,
+    kernels start in the order of their launch. So a collective of sequence parallelism overlaps the matrix product that
+    is launched after it."""
     if not gpus or Role.GENERATE in roles or MODEL_ROLES.isdisjoint(roles):
         return {}
     wanted = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}

@@ -186,9 +186,13 @@ class HFPart:
     """Axis of `tensor` along which the ranks' parts lie; None: each rank has the whole tensor."""
     size: int
     """Length of that axis in the whole tensor. Rows or columns of the ranks' parts beyond this length are padding."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """(First element along `axis` in the whole tensor, number of elements) of each rank's part if the parts differ in
+    length. Empty: all parts have the length of `tensor`, padding included."""
 
     def whole(self, gather: Gather) -> Tensor:
-        """Return the whole tensor, a view if possible."""
+        """Return the whole tensor, a view if possible. Not for parts that differ in length."""
+        assert not self.spans
         if self.axis is None:
             return self.tensor
         return _join(gather(self.tensor), self.axis).narrow(self.axis, 0, self.size).reshape(self.shape)
@@ -197,13 +201,20 @@ class HFPart:
         """Return (index of this rank's first element along `axis` in the whole tensor, its part without padding)."""
         if self.axis is None:
             return 0, self.tensor
-        length = self.tensor.shape[self.axis]
+        first, length = self.span(tp_rank)
+        return first, self.tensor.narrow(self.axis, 0, length)
+
+    def span(self, tp_rank: int) -> tuple[int, int]:
+        """Return (first element along `axis` in the whole tensor, number of elements) of a rank's part."""
+        if self.spans:
+            return self.spans[tp_rank]
+        length = self.tensor.shape[self.axis or 0]
         first = min(tp_rank * length, self.size)
-        return first, self.tensor.narrow(self.axis, 0, min(length, self.size - first))
+        return first, min(length, self.size - first)
 
 
-def hf_parts(name: str, block: int | None, parameter: Tensor, spec: ModelSpec) -> Iterator[HFPart]:
-    """Yield the parts of Hugging Face tensors that this rank's part of a Megatron parameter holds."""
+def hf_parts(name: str, block: int | None, parameter: Tensor, spec: ModelSpec, tp_rank: int) -> Iterator[HFPart]:
+    """Yield the parts of Hugging Face tensors that a tensor-parallel rank's part of a Megatron parameter holds."""
     weight, suffix = adapted_weight(name)
 
     def of_block(part: str) -> str:
@@ -237,6 +248,9 @@ def hf_parts(name: str, block: int | None, parameter: Tensor, spec: ModelSpec) -
         case _ if weight in _QKV:
             queries = spec.num_heads // spec.num_kv_heads * spec.head_dim
             rows = [queries, spec.head_dim, spec.head_dim]
+            if parameter.shape[0] % sum(rows):
+                yield from _parts_of_a_group([*map(of_block, _QKV[weight])], rows, parameter, spec, tp_rank)
+                return
             groups = parameter.unflatten(0, (-1, sum(rows)))
             for projection, number, part in zip(_QKV[weight], rows, groups.split(rows, 1), strict=True):
                 shape = (spec.num_kv_heads * number, *part.shape[2:])
@@ -257,7 +271,32 @@ def to_hf(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and whole Hugging Face tensors that a Megatron parameter holds. They are views of the parameter
     if possible."""
-    yield from ((part.name, part.whole(gather)) for part in hf_parts(name, block, parameter, spec))
+    if adapted_weight(name)[0] in _QKV and name in SPLIT_AXES:  # parts may differ in length: the fused weight's do not
+        parameter = _join(gather(parameter), 0)
+        yield from ((part.name, part.whole(lambda own: [own])) for part in hf_parts(name, block, parameter, spec, 0))
+        return
+    yield from ((part.name, part.whole(gather)) for part in hf_parts(name, block, parameter, spec, 0))
+
+
+def _parts_of_a_group(
+    names: Sequence[str], rows: Sequence[int], parameter: Tensor, spec: ModelSpec, tp_rank: int
+) -> Iterator[HFPart]:
+    """Yield the parts of queries, keys and values on a rank that holds some rows of one group, because there are more
+    ranks than groups. `rows`: rows of a group's queries, key and value."""
+    length, of_group = parameter.shape[0], sum(rows)
+    num_ranks = spec.num_kv_heads * of_group // length
+    offset = 0
+    for name, number in zip(names, rows, strict=True):
+        spans = []
+        for rank in range(num_ranks):
+            group, first = divmod(rank * length, of_group)
+            low, high = (min(max(edge - offset, 0), number) for edge in (first, first + length))
+            spans.append((group * number + low, high - low))
+        start = offset - tp_rank * length % of_group
+        own = parameter[max(start, 0) : max(start + number, 0)]
+        shape = (spec.num_kv_heads * number, *parameter.shape[1:])
+        yield HFPart(name, shape, own, 0, shape[0], tuple(spans))
+        offset += number
 
 
 def _with_zeros(tensor: Tensor, axis: int, count: int) -> Tensor:

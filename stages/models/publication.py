@@ -132,7 +132,7 @@ def _own_parts(model: GPTModel, blueprint: Blueprint) -> Iterator[HFPart]:
     for name, block, parameter in named if not rank.data_rank else ():
         is_trained = parameter.requires_grad and not getattr(parameter, "shared", False)
         if name in adapted if with_lora else is_trained:
-            for part in hf_parts(name, block, parameter.detach(), blueprint.spec):
+            for part in hf_parts(name, block, parameter.detach(), blueprint.spec, rank.tensor_rank):
                 if not rank.tensor_rank or (part.axis is not None and not with_lora):
                     yield part
 

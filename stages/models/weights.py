@@ -28,14 +28,22 @@ from stages.ppo.losses import LossStats, merge_stats, summarise_stats
 def stage_parts(model: GPTModel, blueprint: Blueprint) -> Iterator[HFPart]:
     """Yield this rank's parts of its pipeline stage's trained tensors. Adapters have peft's names. The last stage's
     copy of a tied embedding is left out, since the first stage has the embedding."""
+    rank = blueprint.parallel_rank.tensor_rank
+    for name, block, parameter in _trained(model, blueprint):
+        yield from hf_parts(name, block, parameter, blueprint.spec, rank)
+
+
+def _trained(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, int | None, Tensor]]:
+    """Yield (name within its block or model, block, data) of the stage's trained parameters, without a tied copy."""
     for name, block, parameter in named_by_block(model, blueprint.model.frozen_blocks):
         if parameter.requires_grad and not getattr(parameter, "shared", False):
-            yield from hf_parts(name, block, parameter.detach(), blueprint.spec)
+            yield name, block, parameter.detach()
 
 
 def stage_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, Tensor]]:
     """Yield `stage_parts` as whole Hugging Face tensors with their names, on every rank of the stage."""
-    yield from ((part.name, part.whole(_tensor_parallel_parts)) for part in stage_parts(model, blueprint))
+    for name, block, parameter in _trained(model, blueprint):
+        yield from to_hf(name, block, parameter, blueprint.spec, _tensor_parallel_parts)
 
 
 def merged_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, Tensor]]:
@@ -121,23 +129,22 @@ def row_blocks(num_rows: int, row_bytes: int) -> Iterator[slice]:
 def _whole_blocks(part: HFPart, tp_rank: int, tp_size: int) -> Iterator[Tensor]:
     """Yield a whole tensor in consecutive blocks of rows, on every rank of the tensor-parallel group."""
     tensor = part.tensor
-    row_bytes = tensor[:1].nbytes * (tp_size if part.axis == 1 else 1)
+    row_bytes = math.prod(tensor.shape[1:]) * tensor.itemsize * (tp_size if part.axis == 1 else 1)
     if part.axis == 1:
         for rows in row_blocks(len(tensor), row_bytes):
             yield torch.cat(_tensor_parallel_parts(tensor[rows]), 1)[:, : part.size]
         return
     group = parallel_state.get_tensor_model_parallel_group()
     for source in range(tp_size if part.axis == 0 else 1):
-        _, own = part.own(source)
-        for rows in row_blocks(len(own), row_bytes):
+        length = len(tensor) if part.axis is None else part.span(source)[1]
+        for rows in row_blocks(length, row_bytes):
             if part.axis is None or tp_size == 1:
-                yield own[rows]
+                yield tensor[rows]
                 continue
-            block = (
-                own[rows].contiguous()
-                if source == tp_rank
-                else torch.empty_like(own[rows], memory_format=torch.contiguous_format)
-            )
+            if source == tp_rank:
+                block = tensor[rows].contiguous()
+            else:
+                block = tensor.new_empty((rows.stop - rows.start, *tensor.shape[1:]))
             dist.broadcast(block, dist.get_global_rank(group, source), group=group)
             yield block
 

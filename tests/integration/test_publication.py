@@ -27,6 +27,7 @@ BLOCK_BYTES = 1000
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "TP2, PP2": ("padded", {"tensor": 2, "pipeline": 2}, {}),
     "TP4": ("padded", {"tensor": 4}, {}),
+    "TP4, one head of keys": ("one head", {"tensor": 4}, {}),
     "TP2, DP2, biases, bfloat16": ("biases", {"tensor": 2}, {"dtype": "bfloat16"}),
     "TP2, DP2, adapters": ("biases", {"tensor": 2}, {"lora": LoraConfig(rank=3, targets=["qkv", "fc1", "fc2"])}),
 }
@@ -47,6 +48,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes |= {"intermediate_size": 51, "tie_word_embeddings": True, "num_hidden_layers": 4}
     random_model("Llama 3.1", **sizes).save_pretrained(root / "padded")
     random_model("Qwen 2.5", num_attention_heads=4).save_pretrained(root / "biases")
+    random_model("Qwen 2.5", num_attention_heads=4, num_key_value_heads=1).save_pretrained(root / "one head")
     for name in CASES:
         host = make_host(name, root, 0, 1)
         host.publish(WeightBoard(root / name / "alone"), 0)

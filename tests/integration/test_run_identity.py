@@ -51,11 +51,11 @@ def identity_of(run_dir: Path) -> Identity:
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the one line of `stageline resume` that exits with 2."""
+    """Return what `stageline resume` says when it exits with 2: one refusal, of one line, after notes if any."""
     capsys.readouterr()
     assert main(["resume", *arguments]) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1
+    assert [line.startswith("refused") for line in said.splitlines()].index(True) == said.count("\n") - 1
     return said
 
 

@@ -127,7 +127,7 @@ def test_a_budget_ends_the_run_which_goes_on_with_a_larger_one(
         assert main(["run", *sources, f"reward.args.max_requests={ANSWERED}"]) == 3
         said = " ".join("".join(capsys.readouterr()).split())
         assert f"max_requests = {ANSWERED} is used up" in said
-        assert f"`stageline resume {run}`" in said
+        assert f"stageline resume {run}" in said
         assert kept(run) == len(served.asked) == ANSWERED
         assert main(["resume", str(run)]) == 3
         assert len(served.asked) == ANSWERED

@@ -129,8 +129,9 @@ class Ledger:
         return step
 
     def close(self, first: int, addresses: Collection[Address]) -> None:
-        """Move the records of the `SPAN` steps from `first` on into their segment. All of them must exist. For the
-        driver, when no node of these steps can still be running, except one whose output no longer counts."""
+        """Move the records of the `SPAN` steps from `first` on into their segment. All these records must
+        exist (MissingOutput otherwise). Only the driver may call this, and only when no node of these steps can still
+        be running. A node whose output is discarded anyway may still run."""
         if self._segment(first) is None:
             records = {address: files.read(self._root, _key(address)) for address in addresses}
             missing = [str(address) for address, data in records.items() if data is None]

@@ -48,13 +48,13 @@ Place = Literal["here", "nodes"]
 
 @dataclass(frozen=True)
 class Exchanged:
-    """The rate of a sum over ranks."""
+    """Result of the test of all-reduce bandwidth."""
 
     backend: str
     gpu: str
     """Name of rank 0's GPU; "" without one."""
     bytes_per_s: float
-    """Bytes of a rank's tensor, divided by the seconds of a sum; the best of six."""
+    """Bytes of one rank's tensor, divided by the seconds of an all-reduce: the fastest of six."""
 
 
 def ranks(settings: DoctorSettings) -> Finding:

@@ -62,7 +62,8 @@ class Flow:
         self._step_of: dict[Address, int] = {}
         self._first = self._updated = self._next = first_step
         self._reopened: set[Address] = set()
-        """Nodes without a commit that a committed update has read. A trainer that goes back needs them."""
+        """Nodes whose commits were lost after a committed update had read them. They must run again, because a trainer
+        that is restored to an older version trains from their outputs."""
         self._readers: dict[int, set[Address]] = {}
         """By version, its readers without a commit. A version is added when its publication is admitted."""
         self._awaited: set[int] = set()

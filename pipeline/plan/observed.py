@@ -54,8 +54,8 @@ class ObservedRun:
     waits: Sequence[float]
     """Seconds from the end of a node's last parent to the node's start, for nodes whose worker was idle at that end."""
     refits: Sequence[float]
-    """Seconds in which an engine loaded a version, from the commit of its next shard. No node's `seconds` include
-    them."""
+    """Seconds that each load of weights took, as the commit of the next shard that the engine sampled records them. No
+    node's `seconds` include them."""
     steps: int
     """Steps that have ended."""
     prompt_tokens: float
@@ -66,8 +66,8 @@ class ObservedRun:
     processor: str
     """Vector instruction sets of its processor."""
     turnarounds: Sequence[float] = ()
-    """Seconds from the end of a node to the start of the next node on its worker, if the next one's parents had ended
-    before."""
+    """Seconds between two consecutive nodes of a worker, for pairs in which the second node's parents had ended before
+    the first node did."""
 
     @property
     def lengths(self) -> list[int]:

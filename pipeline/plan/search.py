@@ -48,10 +48,10 @@ DEVICES = "--devices"
 STEPS = 12
 """Steps that are simulated."""
 _EXACT_SHARDS, _SAMPLED = 16, 4
-"""Most shards for which the bounds use each shard; and the number of shards that represent all if there are more."""
+"""The bounds are computed from every shard if there are at most `_EXACT_SHARDS`, otherwise from `_SAMPLED` of them."""
 _MOST_COMBINATIONS = 20_000
-"""Most combinations of the options of a form's gangs. If there are more, each gang keeps only the option with the least
-work for each number of devices."""
+"""Largest number of combinations of the options of a form's gangs. If there are more, each gang keeps only the option
+with the least work for each number of devices."""
 _FILLED = 0.95
 """Largest share of a GPU's free memory that an engine's cache gets."""
 _RECOMPUTES = (

@@ -45,7 +45,7 @@ ALONE = "alone://"
 @dataclass(frozen=True)
 class Rank:
     """This process's rank in its gang. The ranks connect at `rendezvous`: `tcp://ADDRESS:PORT` of rank 0, `ALONE`, or
-    any other init method of torch.distributed. Each time the gang is built it has a new one."""
+    any other init method of torch.distributed. Each time the gang is built it gets a new rendezvous."""
 
     index: int
     size: int

@@ -45,7 +45,7 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """Standard deviation (the sum of squares divided by `count`); 0 before the first score."""
+        """Population standard deviation: the variance divides by `count`. 0 before the first score."""
         return math.sqrt(self.squares / self.count) if self.count else 0.0
 
 

@@ -51,7 +51,8 @@ class _File:
 
     number: int
     path: Path | None
-    """None: this process's own file, if there is no directory."""
+    """Path of the file. None if `AnswerCache` has no directory: then its only file is a temporary one of this
+    process."""
     read: int = 0
     """Bytes whose lines are in the index."""
     size: int = 0

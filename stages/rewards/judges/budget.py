@@ -61,7 +61,8 @@ class Budget:
         return (spent.prompt_tokens * self.prompt_price + spent.completion_tokens * self.completion_price) / 1e6
 
     def end(self, spent: Spent) -> str | None:
-        """Return why no request may follow these, or None."""
+        """Return which limit `spent` has reached, so that no further request is allowed. Return None below all
+        limits."""
         if self.max_requests is not None and spent.requests >= self.max_requests:
             return f"max_requests = {self.max_requests} is used up"
         if self.max_cost is not None and self.cost(spent) >= self.max_cost:

@@ -98,7 +98,8 @@ class _Retries:
         self._said = -math.inf
 
     def say(self, now: float, text: str) -> None:
-        """Write to the worker's log, but not too often, since all questions fail alike."""
+        """Write to the worker's log, at most once in `_SAID_EVERY_S` seconds: if the judge is down, every question
+        would write the same."""
         if now - self._said > _SAID_EVERY_S:
             self._said = now
             print(text, file=sys.stderr, flush=True)

@@ -55,7 +55,7 @@ def command(options: argparse.Namespace) -> int:
 def resume(options: argparse.Namespace) -> int:
     """Continue a run from its directory."""
     config = trusted_config(options.run_dir, options.changes)
-    before = trusted_config(options.run_dir).steps
+    before = trusted_config(options.run_dir).steps if options.changes else config.steps
     if config.steps > before and decides_nothing("steps", config):
         note(f"{config.steps} steps instead of {before}; the learning rates stay constant, as they were")
     return execute(config, resume=True, from_checkpoint=options.from_checkpoint, json_lines=options.json_lines)
@@ -152,8 +152,8 @@ def _is_another_programs(paths: RunPaths) -> bool:
             read_saved(paths.config)
     except OtherProgramsConfig:
         return True
-    except ConfigError:  # the config of a run, damaged or of another version
-        return False
+    except ConfigError:
+        pass  # the config of a run, damaged or of another version
     return False
 
 

@@ -52,14 +52,10 @@ def _try_section(
     named = section.named(key)
     try:
         cheap = [part for part in parts if named[part.name][1].kind not in COSTLY]
-        return all_of(*(partial(_try_part, checked, rows, part, *_where(section, key, part)) for part in cheap))
+        where = [(part, *named[part.name]) for part in cheap]
+        return all_of(*(partial(_try_part, checked, rows, part, at, one.kind) for part, at, one in where))
     finally:
         close_parts(parts)
-
-
-def _where(section: RewardPartsConfig, key: str, part: Part) -> tuple[str, str]:
-    where, settings = section.named(key)[part.name]
-    return where, settings.kind
 
 
 def _try_part(checked: Preflight, rows: Rollout, part: Part, key: str, kind: str) -> Tried:

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.smollm2, pytest.mark.timeout(90
 
 @dataclass(frozen=True)
 class Cut:
-    """What makes a script short: arguments, and lines of Python that replace names of its module `m`."""
+    """Settings that make a script short: arguments, and lines of Python that replace names of its module `m`."""
 
     arguments: str = ""
     lines: str = ""

@@ -17,11 +17,11 @@ from pipeline.observe.metric_catalogue import PANELS, Panel
 from storage.address import Address, Ref
 
 MOST_POINTS = 400
-"""Most points of a curve; longer runs are drawn at this many of their steps."""
+"""Maximum number of points of a curve. A longer run is drawn at this many of its steps, spread evenly."""
 
 
 class HeldOutPoint(NamedTuple):
-    """A metric of one evaluated version."""
+    """The value of one metric at one evaluated version of the weights."""
 
     version: int
     value: float | None
@@ -37,9 +37,10 @@ class RunCurves:
     of_steps: int
     """Number of finished steps. `steps` holds fewer of them if the run is long."""
     metrics: Mapping[str, Sequence[float | None]]
-    """Metrics by name: a value for each of `steps`; None if the step has no value, or none that is finite."""
+    """One value per step in `steps`, by name of the metric. None if the step lacks the metric, or if the value is not
+    finite."""
     held_out: Mapping[str, Sequence[HeldOutPoint]]
-    """Points by name of an `eval/` metric: one for each evaluation."""
+    """One point per evaluation, by name of an `eval/` metric."""
 
 
 def read_curves(
@@ -48,8 +49,13 @@ def read_curves(
     evaluations: Sequence[Evaluation],
     known: Mapping[Address, Ref] | None = None,
 ) -> RunCurves:
-    """Read the curves of a run. `starts`: start times of its drivers. `known`: references that need not be read
-    again."""
+    """Read the curves of a run.
+
+    Args:
+        history: the run's ledger and store.
+        starts: start times of the run's drivers.
+        evaluations: the complete evaluations, in order of version.
+        known: commits that the caller has already read. They are not read again."""
     done, begun = history.steps_done(), [*starts]
     drawn = [done[i] for i in evenly(len(done), MOST_POINTS)]
     metrics = {step: history.step_metrics(step, begun, known or {}) for step in drawn}
@@ -59,8 +65,9 @@ def read_curves(
 def run_curves(
     metrics: Mapping[int, Mapping[str, float]], of_steps: int, evaluations: Sequence[Evaluation]
 ) -> RunCurves:
-    """Return the curves of a run. `metrics`: the metrics of each drawn step. A metric that is 0 or missing at all steps
-    is left out, because it belongs to a feature that is off."""
+    """Return the curves of a run from the metrics of the steps to draw.
+
+    A metric that is 0 or missing at all steps is left out, because it belongs to a feature that is off."""
     steps = sorted(metrics)
     names = sorted({name for step in steps for name in metrics[step]})
     curves = {name: [number(metrics[step].get(name), 4) for step in steps] for name in names}
@@ -78,8 +85,10 @@ def run_curves(
 
 
 def panels_of(runs: Sequence[RunCurves], panels: Sequence[Panel] = PANELS) -> list[Panel]:
-    """Return the panels for which a run has a metric. A name with a `*` is replaced by the metrics that fit it, if at
-    least two fit."""
+    """Return the panels to draw, with their series. A panel is left out if no run has any of its metrics.
+
+    A series whose name contains `*` is replaced by one series for each metric that matches. It is left out if fewer
+    than two metrics match."""
     names = sorted({name for run in runs for name in (*run.metrics, *run.held_out)})
     found = []
     for panel in panels:
@@ -99,19 +108,21 @@ def panels_of(runs: Sequence[RunCurves], panels: Sequence[Panel] = PANELS) -> li
 
 
 def number(value: float | None, digits: int = 5) -> float | None:
-    """Round to significant digits. Return None for a value that is not finite, because JSON cannot hold it."""
+    """Round a number to `digits` significant digits. Return None if it is not finite, because JSON has no such
+    numbers."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.{digits}g}")
 
 
 def numbers(values: Iterable[float], digits: int = 4) -> list[float | None]:
-    """Return `number` of each value."""
+    """Return the values, each rounded by `number`."""
     return [number(float(value), digits) for value in values]
 
 
 def evenly(total: int, most: int) -> list[int]:
-    """Return up to `most` indices spread evenly over range(total), including both ends; if `most` is 1, the last."""
+    """Return up to `most` indices, spread evenly over range(total). Both ends are included; if `most` is 1, only the
+    last."""
     if total <= most:
         return list(range(total))
     if most < 2:

@@ -1,9 +1,9 @@
 """Metrics of the generation engines: the counts that are committed with each shard, and the metrics of a step.
 
-Several shards share an engine, which does not count per shard: a shard gets everything that the engine counted since
-the last reading. So a single shard's numbers mean little. Only counts and two peaks are committed. Counts are added up
-over shards and replicas, and ratios are computed from the sums; of a peak the maximum counts. An evaluation that runs
-beside a step takes part of the counts.
+Several shards share an engine, and the engine does not count per shard. A shard gets everything that the engine counted
+since the last reading, so the numbers of a single shard mean little. Only counts and two peaks are committed. For a
+step, counts are added up over shards and replicas, ratios are computed from the sums, and of a peak the maximum is
+taken. If an evaluation runs at the same time as a step, part of the counts goes to the evaluation.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ _KV_PEAK, _PEAK_BYTES = "engine/kv_peak_fraction", "engine/peak_bytes"
 def counts(stats: EngineStats, fetch_s: float = 0.0, fetched_bytes: int = 0, peak_bytes: int = 0) -> dict[str, float]:
     """Return the metrics to commit with a shard.
 
-    `fetch_s` and `fetched_bytes` are the seconds and bytes of fetching weights from another host. `peak_bytes` is the
-    peak memory of the replica's process so far."""
+    Args:
+        stats: the engine's counts since the last reading.
+        fetch_s: seconds spent on fetching weights from another host.
+        fetched_bytes: bytes of these weights.
+        peak_bytes: peak memory of the replica's process so far."""
     return {
         "engine/tokens": float(stats.tokens),
         "engine/busy_s": stats.busy_s,
@@ -45,19 +48,19 @@ def counts(stats: EngineStats, fetch_s: float = 0.0, fetched_bytes: int = 0, pea
 
 
 def is_count(name: str) -> bool:
-    """Return True if a committed metric is one of `counts`."""
+    """Return True if the metric `name` of a commit was made by `counts`."""
     return name.startswith(_COUNT)
 
 
 def step_metrics(shards: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the metrics of a step from the counts of its shards; empty if there are none.
+    """Return the generation metrics of a step, computed from the counts of its shards. Empty if there are no shards.
 
-    tokens_per_busy_s: tokens per second of one replica while it has rows.
-    occupancy: rows in flight / max_rows, averaged over the decode steps.
-    shared_fraction: the fraction of prompt tokens whose keys were shared with another row.
-    acceptance: accepted / drafted tokens.
-    draft_length: the fraction of a decoding row's passes with this number of drafted tokens.
-    fetch_s: seconds of fetching weights from another host, prefetching included."""
+    tokens_per_busy_s  tokens per second of one replica while it generates
+    occupancy          rows in flight / max_rows, averaged over the decode steps
+    shared_fraction    fraction of the prompt tokens whose keys and values were shared with another row
+    acceptance         accepted / drafted tokens
+    draft_length/N     fraction of the decoding passes in which N tokens were drafted for a row
+    fetch_s            seconds of fetching weights from another host, prefetching included"""
     total: dict[str, float] = {}
     for shard in shards:
         for name, value in shard.items():

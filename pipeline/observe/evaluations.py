@@ -4,8 +4,8 @@ The comparison pairs the scores by prompt, so the differences between prompts do
 
     gain = mean of (after - before)      error = sd / sqrt(n)      t = gain / error      sd with n - 1
 
-The best version has the highest held-out reward within a KL budget. The last part compares a variant of a run with its
-parent. Pure functions.
+The best version has the highest held-out reward within a KL budget. A variant of a run is compared with its parent in
+the same way. Pure functions.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class PairedScores:
     error: float | None
     """Standard error of the gain; None for fewer than two prompts."""
     t: float | None
-    """gain / error; None for fewer than two prompts or equal differences."""
+    """Student's t: gain / error. None for fewer than two prompts, or if all differences are equal."""
     better: int
     """Number of prompts whose score rose."""
     worse: int
 
 
 def paired(before: Mapping[int, float], after: Mapping[int, float]) -> PairedScores | None:
-    """Compare scores by prompt. Return None if no prompt is in both."""
+    """Compare two sets of scores on the prompts that both contain. Return None if they have no prompt in common."""
     prompts = sorted(before.keys() & after.keys())
     n = len(prompts)
     if not n:
@@ -57,7 +57,8 @@ def paired(before: Mapping[int, float], after: Mapping[int, float]) -> PairedSco
 
 
 def paired_t(differences: Sequence[float]) -> float | None:
-    """Return Student's t of paired differences: mean / standard error. None for fewer than two or equal differences."""
+    """Return Student's t of paired differences: mean / standard error. None for fewer than two differences, or if all
+    are equal."""
     error = standard_error(differences)
     return math.fsum(differences) / len(differences) / error if error else None
 
@@ -80,12 +81,12 @@ class Evaluation:
     scores: Mapping[int, float]
     """Score by prompt number."""
     distinct_bigrams: float | None = None
-    """Distinct / all bigrams over the responses; low for a repetitive policy."""
+    """Number of distinct bigrams / number of all bigrams, over all responses. Low for a repetitive policy."""
     kl: float | None = None
-    """KL of the sampled responses to the reference, nats per response: mean of the sum over tokens of
-    log mu - log pi_ref. None until the reference has scored the responses."""
+    """KL divergence from the reference in nats per response: mean over the responses of the sum over tokens of log mu -
+    log pi_ref. None until the reference has scored the responses."""
     length: float | None = None
-    """Mean sampled tokens per response, EOS included."""
+    """Mean number of sampled tokens per response, EOS included."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Mean of each part of the score before weighting, by name."""
 
@@ -106,15 +107,15 @@ class EvaluatedVersion:
 
 
 def in_numbers(e: Evaluation) -> EvaluatedVersion:
-    """Return the numbers of an evaluation for `summary.json`."""
+    """Reduce an evaluation to the means that `summary.json` contains."""
     return EvaluatedVersion(e.version, e.mean, e.kl, e.length, dict(e.parts))
 
 
 def best_evaluation(evaluations: Iterable[Evaluation], max_kl: float | None) -> Evaluation | None:
-    """Return the evaluation with the highest mean score among those with a KL of at most `max_kl` (None: no limit).
+    """Return the evaluation with the highest mean score among those whose KL is at most `max_kl` (None: no limit).
 
-    Ties go to the oldest version, which is nearest to the reference. With a limit, an evaluation of unknown KL does not
-    count. Return None if no evaluation is left."""
+    Ties go to the oldest version, because it is nearest to the reference. If there is a limit, evaluations of unknown
+    KL are not considered. Return None if no evaluation is left."""
     within = [e for e in evaluations if max_kl is None or (e.kl is not None and e.kl <= max_kl)]
     return max(within, key=lambda e: (e.mean, -e.version), default=None)
 
@@ -124,8 +125,9 @@ def best_evaluation(evaluations: Iterable[Evaluation], max_kl: float | None) -> 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of two policies on the same prompts, sampled with the same noise. Differences are variant minus
-    parent, per prompt."""
+    """The comparison of a variant with its parent on the same prompts, sampled with the same noise.
+
+    `difference` is the mean over the prompts of the variant's score minus the parent's score."""
 
     num_prompts: int
     parent: float
@@ -133,10 +135,10 @@ class Comparison:
     variant: float
     difference: float
     paired_t: float | None
-    """Paired t of the differences (pipeline/observe/evaluations.py); None for fewer than two prompts or equal
-    differences."""
+    """Student's t of the differences, paired by prompt. None for fewer than two prompts, or if all differences are
+    equal."""
     better: int
-    """Prompts on which the variant scores higher."""
+    """Number of prompts on which the variant scores higher."""
     worse: int
 
 
@@ -147,7 +149,7 @@ class VariantSummary:
     parent: str
     """Directory of the parent run."""
     updates: tuple[int, int]
-    """First step, and the number after the last step."""
+    """The updated steps as a half-open range: the first step, and the last step + 1."""
     changed: Sequence[str]
     steps: Sequence[Mapping[str, object]]
     """One record per step: number, digests of the trained models after it, metrics."""
@@ -163,7 +165,10 @@ class VariantSummary:
 
 
 def compare(parent: Mapping[int, float], variant: Mapping[int, float]) -> Comparison:
-    """Compare scores by prompt, on the prompts that both have. Raises ValueError if there are none."""
+    """Compare the scores of a variant with those of its parent, on the prompts that both have.
+
+    Raises:
+        ValueError: they have no prompt in common."""
     found = paired(parent, variant)
     if found is None:
         raise ValueError("no prompt is in both")

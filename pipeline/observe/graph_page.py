@@ -1,9 +1,9 @@
-"""The page `/stageline` as HTML, for running and for ended runs.
+"""The page `/stageline` as HTML, for runs in progress and for ended runs.
 
-`page` renders the whole page. `fragment` renders the part that an open page fetches again every second. The last part
-draws the grid of steps and stages with the staleness edges. The learning curves are drawn in the browser, by the script
-that draws them in the report. All text from the run is escaped. Pure functions of `GraphView`, except those at the end,
-which read the workers' log files for the page.
+`page` renders the whole page. `fragment` renders the part that an open page fetches again every second. `grid` draws
+the steps and stages with the staleness edges. The learning curves are drawn in the browser, by the same script as in
+the report. All text from the run is escaped. The functions are pure functions of `GraphView`, except `log_names` and
+`log_end`, which read the workers' log files.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pipeline.observe.metric_catalogue import PANELS
 from storage.address import Address
 
 PATH = "stageline"
-"""Path of the page below the server's root, to which its links are relative."""
+"""Path of the page below the server's root. The page's links contain it and are relative to the root."""
 REFRESH_S = 1.0
-"""Seconds between two fetches of an open page. A hidden page does not fetch."""
+"""Seconds between two fetches of an open page. A page in a hidden browser tab does not fetch."""
 _SHOWN_NODES = 8
-"""Most nodes shown by name per gang; the others are counted."""
+"""Maximum number of nodes listed by name per gang. Of further nodes only the number is shown."""
 _STYLE = ("base.css", "figures.css", "stageline.css")
 _SCRIPT = ("text.js", "dom.js", "curves.js", "stageline.js")
 HEADERS = {
@@ -41,7 +41,7 @@ message contains one."""
 
 
 def page(view: GraphView) -> str:
-    """Return the whole page. It fetches the `fragment` again from `PATH`/view."""
+    """Return the whole page. Its script fetches `PATH`/view regularly, which serves the current `fragment`."""
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         f"<title>{escape(view.facts.name)} - Stageline</title><style>{static(*_STYLE)}</style></head><body><main>"
@@ -51,7 +51,7 @@ def page(view: GraphView) -> str:
 
 
 def fragment(view: GraphView) -> str:
-    """Return the part of the page that changes: the whole content."""
+    """Return the content of the page, which an open page replaces by each newer fragment."""
     facts = view.facts
     learning = {
         "runs": [{"name": facts.name, "curves": view.curves}],
@@ -156,15 +156,17 @@ _BAD = frozenset({"alarm", "failed", "lost"})
 # ---- SVG drawings ----------------------------------------------------------------------------------------
 
 LABEL_W, COLUMN_W, GAP, ROW_H, HEAD_H = 128, 92, 22, 26, 26
-"""Sizes in pixels: width of the stage names, width of a column, gap between columns, height of a row and of the step
-numbers."""
+"""Sizes in pixels: width of the stage names, width of a column, gap between columns, height of a row, and height of the
+step numbers."""
 _SINGLE_CELLS = 12
-"""Most shards of a cell that have a rectangle each. More shards are drawn as a bar with a part for each state."""
+"""Maximum number of shards in a cell that are drawn as one rectangle each. More shards are drawn as one bar with a
+segment for each state."""
 _ORDER = (NodeState.DONE, NodeState.RUNNING, NodeState.QUEUED, NodeState.READY, NodeState.WAITING)
 
 
 def stage_labels(view: GraphView) -> str:
-    """Return the drawing of the stage names. It stays in place while the `grid` beside it is scrolled."""
+    """Return an SVG drawing of the stage names. It is separate from the `grid`, so that it stays in place while the
+    grid is scrolled."""
     stages = stages_of(view.nodes)
     parts = _rows(stages, "stages", LABEL_W)
     for i, stage in enumerate(stages):
@@ -173,7 +175,8 @@ def stage_labels(view: GraphView) -> str:
 
 
 def _rows(stages: Sequence[str], kind: str, width: int) -> list[str]:
-    """Return the start of a drawing with a row per stage, every second row shaded."""
+    """Return the beginning of an SVG drawing: a background with one row per stage, in which every second row is
+    shaded."""
     height = HEAD_H + len(stages) * ROW_H + 6
     parts = [f'<svg class="{kind}" width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img">']
     for i in range(len(stages)):
@@ -183,8 +186,8 @@ def _rows(stages: Sequence[str], kind: str, width: int) -> list[str]:
 
 
 def grid(view: GraphView) -> str:
-    """Return the grid: steps from left to right, stages from top to bottom. A cell shows the states of its shards, and
-    an edge leads from each publication to the generation that waits for it."""
+    """Return an SVG drawing of the grid: one column per step, one row per stage. A cell shows the states of its shards.
+    A staleness edge leads from each publication to the generation that waits for it."""
     stages = stages_of(view.nodes)
     cells: defaultdict[tuple[int, str], list[NodeView]] = defaultdict(list)
     for node in view.nodes:
@@ -210,7 +213,7 @@ _ARROW = (
 
 
 def _cell(nodes: Sequence[NodeView], states: Mapping[Address, NodeState], x: int, y: int) -> str:
-    """Return the cell of one stage of one step."""
+    """Return the cell of one stage of one step at position (x, y), as SVG."""
     top, high = y + 4, ROW_H - 8
     counts = Counter(node.state for node in nodes)
     said = ", ".join(f"{counts[state]} {state}" for state in _ORDER if counts[state])
@@ -240,7 +243,7 @@ def _cell_text(nodes: Sequence[NodeView], counts: Mapping[NodeState, int]) -> st
 
 
 def _description(nodes: Sequence[NodeView], states: Mapping[Address, NodeState]) -> str:
-    """Return the tooltip of a cell."""
+    """Return the tooltip of a cell, with one line per node."""
     return "\n".join(_description_of(node, states) for node in nodes)
 
 
@@ -265,7 +268,8 @@ def _seconds(seconds: float) -> str:
 
 
 def _staleness_edges(view: GraphView, x_of: Mapping[int, int], y_of: Mapping[str, int]) -> list[str]:
-    """Return one edge per publication and step that waits for it, not one per shard."""
+    """Return the staleness edges as SVG. The shards of a step share one edge from each publication that they wait
+    for."""
     nodes = {node.address: node for node in view.nodes}
     ends: dict[tuple[Address, int], list[NodeView]] = {}
     for publication, generation in view.staleness_edges:

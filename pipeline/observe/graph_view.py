@@ -6,7 +6,7 @@ A running driver makes the record from its own state:
     flow ──readers──────────────┼──► GraphView ──► graph_page (HTML)
     journal ──NodeEvents────────┘
 
-Without a driver, `recorded_view` makes it from the run's directory:
+Without a driver, `recorded_view` makes the record from the run's directory:
 
     ledger ──► Flow, ObservedDispatch (as `resume` would start them) ──► states of nodes, waits, readers ──┐
     journal ──► nodes in progress, seconds, notes ─────────────────────────────────────────────────┴──► GraphView
@@ -33,17 +33,18 @@ from storage.ledger import Ledger
 PAST_STEPS = 6
 """Number of finished steps that are shown."""
 MOST_NODES = 4000
-"""Most nodes on a page. If a step has more than a few hundred nodes, fewer finished steps are shown."""
+"""Maximum number of nodes on a page. If a step has more than a few hundred nodes, fewer than `PAST_STEPS` finished
+steps are shown."""
 
 
 @dataclass(frozen=True)
 class NodeView:
-    """One node of a cell."""
+    """One node of the grid."""
 
     address: Address
     scheduled_step: int
-    """The column: the step whose progress the node serves. `publish` of version v is in the column of step v - 1, which
-    made the version. A node of a step that is not admitted (yet) is in the last column."""
+    """The step in whose column the node is shown. `publish` of version v is shown in the column of step v - 1, which
+    made the version. A node of a step that is not admitted yet is shown in the last column."""
     state: NodeState
     gang: str
     version: int
@@ -69,23 +70,24 @@ class Doing:
 
 @dataclass(frozen=True)
 class GangView:
-    """The work of a gang, or what it waits for."""
+    """The current work of a gang, or the reason why it waits."""
 
     name: str
     roles: tuple[str, ...]
     workers: int
     up: bool
     doing: tuple[Doing, ...]
-    """Running nodes, the longest-running first."""
+    """Running nodes. The node that has run longest is first."""
     queued: int
     """Number of nodes that are queued at busy workers."""
     wait: str | None
-    """The event or device that the gang waits for, if it is idle and has nodes left."""
+    """The event or device that the gang waits for. None if the gang is busy or has no nodes left."""
 
 
 @dataclass(frozen=True)
 class VersionView:
-    """A published version of the weights that is in memory (live), or still to be read (recorded)."""
+    """A published version of the weights. A live view has every version in memory. A recorded view has every version
+    that is still to be read."""
 
     version: int
     num_bytes: int | None
@@ -101,7 +103,7 @@ class Facts:
     steps: int
     staleness: int
     links: tuple[tuple[str, str], ...] = ()
-    """(label, address or command)."""
+    """Pairs of a label and an address or command."""
     logs: tuple[str, ...] = ()
     """Names of the workers' log files."""
 
@@ -117,20 +119,22 @@ class GraphView:
     """True if a driver is running."""
     finished: bool
     at: float
-    """Time of this state, seconds since the epoch: now (live), or the latest event."""
+    """Time of this state, seconds since the epoch: the current time in a live view, else the time of the latest
+    event."""
     steps_done: int
     nodes: tuple[NodeView, ...]
-    """Nodes of the open steps and of some before, parents first."""
+    """Nodes of the open steps and of up to `PAST_STEPS` finished steps, parents first."""
     gangs: tuple[GangView, ...]
     versions: tuple[VersionView, ...]
     curves: RunCurves
-    """Reward and KL."""
+    """Curves of the reward and of the KL to the reference."""
     incidents: tuple[Incident, ...]
     """The latest incidents, in order of time."""
 
     @property
     def staleness_edges(self) -> tuple[tuple[Address, Address], ...]:
-        """The (publish, generate) pairs of shown nodes that the staleness bound connects."""
+        """Pairs (publish, generate) of shown nodes, in which the staleness bound makes the generation wait for the
+        publication."""
         shown = {node.address for node in self.nodes}
         return tuple(
             (parent, node.address)
@@ -147,7 +151,7 @@ def short(address: Address) -> str:
 
 
 def wait_text(wait: Wait) -> str:
-    """Return in a few words what an idle gang waits for."""
+    """Return a short text that says what an idle gang waits for."""
     if wait.node in wait.ready and wait.devices_of is not None:
         return f"{short(wait.node)} waits for {wait.devices_of}'s turn to end"
     if wait.node in wait.ready:
@@ -159,8 +163,13 @@ def wait_text(wait: Wait) -> str:
 
 
 def work_text(gang: GangView, at: float, most: int) -> str:
-    """Return the running nodes of a gang, at most `most` by name, with their seconds until `at`, and the number of
-    queued nodes. Empty if the gang has none."""
+    """Return a text about the nodes of a gang: the running nodes with their durations, and the number of queued nodes.
+    Empty if the gang has neither.
+
+    Args:
+        gang: the gang.
+        at: the time up to which durations are counted, seconds since the epoch.
+        most: maximum number of nodes that are named."""
     said = [
         short(one.address) + ("" if one.since is None else f" ({max(0.0, at - one.since):.0f} s)")
         for one in gang.doing[:most]
@@ -171,11 +180,11 @@ def work_text(gang: GangView, at: float, most: int) -> str:
 
 
 def shown_steps(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int) -> list[NodeStatus]:
-    """Return the nodes of the open steps and of up to `PAST_STEPS` columns before them, parents first. `admitted`: the
-    number of admitted steps.
+    """Return the nodes to show: those of the open steps, and of up to `PAST_STEPS` columns before them. Parents come
+    first.
 
     For a finished run these are the last columns. Earlier steps are searched too, because some nodes of a column, such
-    as evaluations, have the number of an earlier step in their address."""
+    as evaluations, have the number of an earlier step in their address. `admitted` is the number of admitted steps."""
     first = max(0, min((status.node.scheduled_step for status in statuses), default=admitted) - PAST_STEPS)
     nodes = with_steps_over(spec, statuses, admitted, PAST_STEPS + spec.staleness + 1, MOST_NODES)
     return [status for status in nodes if status.node.scheduled_step >= first or not first]
@@ -184,7 +193,8 @@ def shown_steps(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int) 
 def node_views(
     statuses: Sequence[NodeStatus], gang_of: Mapping[Role, Gang], events: NodeEvents, admitted: int
 ) -> tuple[NodeView, ...]:
-    """Return the views of nodes, with the data of the journal. `admitted`: number of steps admitted so far."""
+    """Return a view of each node. Times and workers are taken from the journal's `events`. `admitted` is the number of
+    steps that are admitted so far."""
     return tuple(_node_view(status, gang_of[status.node.role], events, admitted - 1) for status in statuses)
 
 
@@ -208,7 +218,7 @@ def _node_view(status: NodeStatus, gang: Gang, events: NodeEvents, last: int) ->
 
 
 def gang_view(gang: Gang, up: bool, nodes: Iterable[NodeView], wait: Wait | None) -> GangView:
-    """Return the view of a gang. Its running and queued nodes are taken from `nodes`."""
+    """Return the view of a gang. Its running and queued nodes are selected from `nodes`."""
     own = [node for node in nodes if node.gang == gang.name]
     running = [Doing(node.address, node.since) for node in own if node.state is NodeState.RUNNING]
     doing = tuple(sorted(running, key=lambda one: one.since or 0.0))
@@ -218,7 +228,7 @@ def gang_view(gang: Gang, up: bool, nodes: Iterable[NodeView], wait: Wait | None
 
 
 def stages_of(nodes: Iterable[NodeView]) -> list[str]:
-    """Return the rows of the page: the stages that occur."""
+    """Return the stages of these nodes, in the order of the page's rows."""
     there = {node.address.stage for node in nodes}
     return [stage for stage in ROWS if stage in there]
 
@@ -232,24 +242,25 @@ def gang_views(
     waits: Mapping[str, Wait],
     is_up: Callable[[str], bool] = lambda name: True,
 ) -> tuple[GangView, ...]:
-    """Return the view of every gang. `waits` and `is_up` take a gang's name."""
+    """Return the view of every gang. `waits` maps the name of a gang to its wait, and `is_up` returns True if the gang
+    of that name is up."""
     return tuple(gang_view(gang, is_up(gang.name), nodes, waits.get(gang.name)) for gang in gangs)
 
 
 @dataclass
 class CurveCache:
-    """A reader of reward and KL from the commits of a run. It keeps them, so that it reads each commit once."""
+    """A cache of the reward and the KL of each step, so that each commit is read only once."""
 
     spec: GraphSpec
     ledger: Ledger
     _metrics: dict[int, Mapping[str, float]] = field(default_factory=dict)
-    """Metrics of `advantage` by step."""
+    """Metrics of the stage `advantage`, by step."""
     _held_out: dict[int, float] = field(default_factory=dict)
-    """Mean score by version."""
+    """Mean score, by version of the weights."""
 
     def curves(self, steps_done: int, most_reads: int = MOST_POINTS) -> RunCurves:
-        """Return the curves of the steps before `steps_done`, evenly spaced if there are many. Reads at most
-        `most_reads` steps that are not in the cache."""
+        """Return the curves of the steps before `steps_done`. If there are many steps, evenly spaced ones are chosen.
+        At most `most_reads` steps are read that are not in the cache; the newest are read first."""
         stride = max(1, -(-steps_done // MOST_POINTS))
         wanted = range((steps_done - 1) % stride, steps_done, stride)
         self._metrics = {step: metrics for step, metrics in self._metrics.items() if step in wanted}
@@ -263,7 +274,7 @@ class CurveCache:
         return RunCurves(steps, steps_done, metrics if steps else {}, {EVALUATION_METRIC: held_out} if held_out else {})
 
     def _evaluated(self, newest: int) -> list[tuple[int, float]]:
-        """Return (version, mean score) of the evaluated versions up to `newest` whose shards are all scored."""
+        """Return (version, mean score) of the versions up to `newest` whose evaluation is completely scored."""
         for version in range(newest + 1):
             if evaluated(self.spec, version) and version not in self._held_out:
                 shards = [Address("evaluate_score", version, s) for s in range(self.spec.eval_shards)]
@@ -277,8 +288,8 @@ class CurveCache:
 def recorded_view(
     facts: Facts, spec: GraphSpec, gangs: Collection[Gang], ledger: Ledger, events: Iterable[Event]
 ) -> GraphView:
-    """Return the state of a run without a driver, as `resume` would find it. Nodes in progress at the end of the
-    journal are RUNNING or QUEUED."""
+    """Return the state of a run without a driver, in which `resume` would continue it. Nodes that were in progress at
+    the end of the journal are shown as RUNNING or QUEUED."""
     seen = NodeEvents(WorkerLosses(ordered(gangs)))
     for event in events:
         seen.take(event)
@@ -316,8 +327,10 @@ def recorded_view(
 
 
 def _as_seen(statuses: Iterable[NodeStatus], gang_of: Mapping[Role, Gang], seen: NodeEvents) -> list[NodeStatus]:
-    """Return the statuses, with RUNNING or QUEUED as the state of nodes that were handed to a worker. A worker is taken
-    to run as many nodes as it has threads: those that could start first."""
+    """Return the statuses, in which nodes that had been handed to a worker are RUNNING or QUEUED.
+
+    The journal does not say which nodes of a worker were running. The number of threads limits how many can run; the
+    nodes that could start first are taken to be running."""
     statuses = list(statuses)
     had: defaultdict[str, list[tuple[float, Node]]] = defaultdict(list)
     for status in statuses:
@@ -333,7 +346,8 @@ def _as_seen(statuses: Iterable[NodeStatus], gang_of: Mapping[Role, Gang], seen:
 
 
 def _waits_as_seen(statuses: Collection[NodeStatus], gang_of: Mapping[Role, Gang], seen: NodeEvents) -> dict[str, Wait]:
-    """Return what idle gangs wait for, as `Dispatch.waits` does for a live run."""
+    """Return the waits of the idle gangs by name, derived from the recorded states. For a live run `Dispatch.waits`
+    returns them."""
     running: defaultdict[str, list[Address]] = defaultdict(list)
     worker_of: dict[Address, str] = {}
     for status in statuses:
@@ -356,5 +370,6 @@ def role_gangs(gangs: Iterable[Gang]) -> dict[Role, Gang]:
 
 
 def ordered(gangs: Iterable[Gang]) -> frozenset[str]:
-    """Return the names of the gangs whose workers run every node together, and are lost and built together."""
+    """Return the names of the gangs whose workers are ranks. They run every node together, and if one is lost, all are
+    rebuilt."""
     return frozenset(gang.name for gang in gangs if gang.ordered)

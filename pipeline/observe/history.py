@@ -28,20 +28,21 @@ EVALUATION_METRIC = "eval/reward_mean"
 """Mean score of the held-out prompts, by version of the weights."""
 _NONE: Mapping[Address, Ref] = MappingProxyType({})
 STEP_METRIC = "reward/mean"
-"""A metric that every step has."""
+"""A metric that is committed in every step."""
 _FRACTION = "staleness/fraction_"
 _NUMBERED = ("generate", "advantage")
-"""Stages whose commits contain the numbers in `StepNumbers`."""
+"""Stages whose commits contain the metrics that make a `StepNumbers`."""
 _TRUNK_ROWS, _TRUNK_COMPUTED = "trunk/rows", "trunk/computed_rows"
 _TOTALS = ("generate/tokens", "generate/rows_finished_elsewhere", _TRUNK_ROWS, _TRUNK_COMPUTED)
-"""Metrics that are summed over the shards."""
+"""Metrics that are summed over the shards of a step."""
 _SO_FAR = "judge/"
-"""Prefix of metrics that only grow: a step gets the maximum of its shards. All other metrics are averaged."""
+"""Prefix of cumulative metrics: the value of a step is the maximum over its shards. All metrics without a rule of their
+own are averaged."""
 
 
 @dataclass(frozen=True)
 class History:
-    """A run's ledger and store, and the shape of its graph."""
+    """Access to the results of a run, through its ledger, its store and the shape of its graph."""
 
     spec: GraphSpec
     ledger: Ledger
@@ -50,13 +51,14 @@ class History:
     """Rows per step."""
 
     def addresses(self, step: int) -> list[Address]:
-        """Return the addresses of a step's nodes, except evaluations, and of the canary of version `step`."""
+        """Return the addresses of a step's nodes without its evaluations. The canary is the one of version `step`,
+        which checks that engine and trainer agree on the weights that the step starts from."""
         nodes = step_nodes(self.spec, step)
         addresses = [n.address for n in nodes if n.stage != "canary" and not n.stage.startswith("evaluate")]
         return addresses + ([Address("canary", step)] if self.spec.canaries else [])
 
     def commits(self, step: int, known: Mapping[Address, Ref] = _NONE) -> list[Ref]:
-        """Return references to the existing commits of a step. References in `known` are not read again."""
+        """Return references to the commits of a step that exist. Commits in `known` are not read again."""
         return self._found(self.addresses(step), known)
 
     def _found(self, addresses: Iterable[Address], known: Mapping[Address, Ref] = _NONE) -> list[Ref]:
@@ -73,17 +75,20 @@ class History:
         return None if commit is None else commit.ref()
 
     def versions_made(self) -> int:
-        """Return the newest version of the policy, which is the number of updates. It follows from the last commit of
-        an update, because an earlier commit may be lost."""
+        """Return the newest version of the policy, which equals the number of its updates. Only the last update's
+        commit counts, because earlier ones may be lost."""
         return max((address.step + 1 for address in self.ledger.addresses("update_policy")), default=0)
 
     def step_metrics(
         self, step: int, starts: Iterable[float] = (), known: Mapping[Address, Ref] = _NONE
     ) -> dict[str, float]:
-        """Return all metrics of a step: those of its stages, `time/<stage>_s` summed over shards, and throughput.
+        """Return all metrics of a step: those of its stages, `time/<stage>_s` summed over shards, and the throughput.
 
-        `starts`: start times of drivers. A step during which a driver started has no step time, because the run was
-        stopped in between. `known`: references that need not be read again."""
+        Args:
+            step: number of the step.
+            starts: start times of the run's drivers. If one is within the step, the step gets no step time and no
+                throughput, because the run was stopped in between.
+            known: commits that the caller has already read. They are not read again."""
         commits = self.commits(step, known)
         metrics: dict[str, float] = {}
         seconds: defaultdict[str, float] = defaultdict(float)
@@ -110,8 +115,8 @@ class History:
         return metrics
 
     def step_numbers(self, step: int) -> StepNumbers | None:
-        """Return the numbers of a step for `summary.json`; None if the commits that contain them are lost. No other
-        commits of the step are read, because a run may have ten thousand steps."""
+        """Return the numbers of a step for `summary.json`, or None if a commit that contains them is lost. Only these
+        commits are read, because a run may have ten thousand steps."""
         commits = self._found(address for address in self.addresses(step) if address.stage in _NUMBERED)
         metrics = {name: value for commit in commits for name, value in commit.metrics.items()}
         if not metrics.keys() >= {STEP_METRIC, "kl/ref", "generate/tokens"}:
@@ -128,7 +133,8 @@ class History:
         )
 
     def step_over(self, step: int, known: Mapping[Address, Ref] = _NONE) -> bool:
-        """Return True if all trained models are updated and the next version of the policy is published."""
+        """Return True if the step is finished: all trained models are updated, and the next version of the policy is
+        published. Commits in `known` are not looked up."""
         updates = (Address(stage, step) for stage in update_stages(self.spec).values())
         ends = (*updates, Address("publish", step + 1))
         return all(address in known or self.ledger.find(address) is not None for address in ends)
@@ -139,8 +145,8 @@ class History:
         return steps_done(self.spec, over, self.ledger.addresses(from_step=over))
 
     def evaluation(self, version: int) -> Evaluation | None:
-        """Return the evaluation of a version, or None while scores are missing. Its KL is None while log-probs of the
-        reference are missing."""
+        """Return the evaluation of a version, or None if any of its rows is not scored yet. The KL is None if the
+        reference has not scored all rows."""
         if not (self._has_all("evaluate", version) and self._has_all("evaluate_score", version)):
             return None
         rollouts, scores = self.evaluated(version)
@@ -156,14 +162,15 @@ class History:
         )
 
     def _has_all(self, stage: str, version: int) -> bool:
-        """Return True if every shard of an evaluation's stage has a commit."""
+        """Return True if every shard of one stage of an evaluation has a commit."""
         return all(self.ledger.find(Address(stage, version, s)) is not None for s in range(self.spec.eval_shards))
 
     def evaluated_kl(self, version: int, rollouts: Rollout) -> list[float] | None:
-        """Return the KL to the reference per response of an evaluation, in nats: the sum over the sampled tokens of
-        log mu - log pi_ref, in float64. None until the reference has scored all shards.
+        """Return the KL to the reference of each response of an evaluation, in nats, or None until the reference has
+        scored all shards.
 
-        All tokens are sampled with this version, so no importance weights are needed."""
+        The KL is the sum over the sampled tokens of log mu - log pi_ref, in float64. All tokens are sampled with this
+        version, so no importance weights are needed."""
         if not self._has_all("evaluate_reference", version):
             return None
         reference = self.store.read_step("evaluate_reference", version, self.spec.eval_shards)
@@ -186,8 +193,11 @@ class History:
 
 
 def evaluation_metrics(evaluation: Evaluation, first: Evaluation | None = None) -> dict[str, float]:
-    """Return the tracked metrics of an evaluation: score, KL, length, and the mean of each part if there are several.
-    With `first`, also the gain over that evaluation on the prompts of both, and its t paired by prompt."""
+    """Return the metrics of an evaluation for the tracking: score, KL, length, and the mean of each part of the score
+    if there are several parts.
+
+    If `first` is given, the metrics include the gain over that evaluation and its t. Both are paired by prompt, on the
+    prompts that the two evaluations have in common."""
     found = {EVALUATION_METRIC: evaluation.mean, "eval/kl": evaluation.kl, "eval/length_mean": evaluation.length}
     parts = evaluation.parts if len(evaluation.parts) > 1 else {}
     gain = None if first is None else paired(first.scores, evaluation.scores)
@@ -197,7 +207,7 @@ def evaluation_metrics(evaluation: Evaluation, first: Evaluation | None = None) 
 
 
 def alarm_text(version: int, metrics: Mapping[str, float]) -> str | None:
-    """Return the text of the alarm for a canary's metrics, or None if there is no alarm."""
+    """Return the text of the alarm that a canary's metrics raise, or None if they raise none."""
     if not metrics.get("mismatch/alarm"):
         return None
     difference, limit = metrics["mismatch/canary_mean_abs"], metrics["mismatch/alarm_nats"]
@@ -209,7 +219,8 @@ def alarm_text(version: int, metrics: Mapping[str, float]) -> str | None:
 
 
 def distinct_bigrams(rollout: Rollout) -> float | None:
-    """Return distinct / all bigrams of tokens over the responses; None if no response has two tokens."""
+    """Return the number of distinct bigrams / the number of all bigrams of tokens, over all responses. None if no
+    response has two tokens."""
     bigrams: list[tuple[int, int]] = []
     for row in range(rollout.num_rows):
         start = int(rollout.prompt_lengths[row])

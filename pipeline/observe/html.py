@@ -17,12 +17,13 @@ _STATIC = Path(__file__).parent / "static"
 
 @cache
 def static(*names: str) -> str:
-    """Return the content of files of `static/`, one after the other."""
+    """Return the content of files of `static/`, joined in the order given."""
     return "\n".join((_STATIC / name).read_text("utf8") for name in names)
 
 
 def policy(style: str, script: str, *others: str) -> str:
-    """Return a content security policy that allows this style, this script, what `others` allow, and nothing else."""
+    """Return a content security policy that allows this style and this script. `others` are further directives of the
+    policy. Everything else is forbidden."""
     own = f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}"
     return "; ".join([own, *others])
 
@@ -32,7 +33,8 @@ def _digest(text: str) -> str:
 
 
 def embedded(shown: Any) -> str:
-    """Return JSON that is safe inside an HTML element, because it contains no `<`. Dataclasses become objects."""
+    """Return a value as JSON that is safe inside an HTML element, because it contains no `<`. Dataclasses become JSON
+    objects."""
     found = json.dumps(shown, default=_fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return found.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 

@@ -5,7 +5,7 @@ The display, `/stageline`, the summary and the report read the same `WorkerLosse
 
     GANG_LOST ──► lost ──GANG_BUILT──► built ──first update that began after the loss has ended──► trained
 
-A trainer counts as lost until it has trained again. At that time its gang is built, its models are restored, and the
+A trainer counts as lost until it has trained again. By that time its gang is rebuilt, its models are restored, and the
 updates since their checkpoint have run again.
 """
 
@@ -30,25 +30,25 @@ class WorkerLoss:
     at: float
     reason: str
     built: float | None = None
-    """Time at which the worker, or its gang, was built again."""
+    """Time at which the worker, or its whole gang, was rebuilt."""
     trained: float | None = None
-    """Time at which the gang had trained again; None for a gang that does not train."""
+    """Time at which the gang finished its first update after the loss. None for a gang that does not train."""
 
 
 @dataclass
 class WorkerLosses:
-    """The losses of workers so far. `take` must get every event, in order."""
+    """All losses of workers so far. `take` must be called with every event, in order."""
 
     together: Collection[str] = ()
-    """Gangs whose workers are lost and built together."""
+    """Names of the gangs whose workers are lost and rebuilt together."""
     found: list[WorkerLoss] = field(default_factory=list)
     """All losses, in order of time."""
     trainers: set[str] = field(default_factory=set)
-    """Gangs that train."""
+    """Names of the gangs that train."""
     _step: int = 0
     """The step that is being trained."""
     _reported: set[int] = field(default_factory=set)
-    """Numbers of the losses that `over` has reported."""
+    """Indices in `found` of the losses that `step_finished` has reported."""
 
     def take(self, event: Event) -> None:
         """Update the state with one event."""
@@ -73,7 +73,7 @@ class WorkerLosses:
             )
 
     def repaired_by(self, event: Event) -> WorkerLoss | None:
-        """Return the first loss that a GANG_BUILT event repaired, if there is one."""
+        """Return the first loss that this GANG_BUILT event repaired, or None if it repaired none."""
         return next((loss for loss in self.found if loss.built == event.t and self._repairs(event, loss)), None)
 
     def _repairs(self, event: Event, loss: WorkerLoss) -> bool:
@@ -84,8 +84,10 @@ class WorkerLosses:
         self.found = [replace(loss, **change) if concerned(loss) else loss for loss in self.found]
 
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> tuple[list[str], dict[str, float]]:
-        """Close a step. Return a message about each trainer that trains again, and the metric `trainer/lost_s` if there
-        is one. If a gang was lost several times before it trained again, the first loss counts."""
+        """Close a step. Return a message about each trainer that has trained again, and the metric `trainer/lost_s` if
+        there is such a trainer.
+
+        If a gang was lost several times before it trained again, the time is counted from the first loss."""
         lost_at, self._step = self._step, step + 1
         back: dict[str, WorkerLoss] = {}
         for number, loss in enumerate(self.found):
@@ -104,7 +106,8 @@ class WorkerLosses:
 
 
 def worker_losses(events: Iterable[Event], together: Collection[str] = ()) -> WorkerLosses:
-    """Return the losses of a whole journal."""
+    """Return the losses in all events of a journal. `together` are the gangs whose workers are lost and rebuilt
+    together."""
     losses = WorkerLosses(together)
     for event in events:
         losses.take(event)
@@ -126,19 +129,23 @@ _WORST_FIRST = ("alarm", "lost", "recovered", "failed", "rows migrated", "warnin
 
 @dataclass(frozen=True)
 class Incident:
-    """An event that somebody may want to know about."""
+    """An event that a user may want to know about."""
 
     at: float
     """Time, seconds since the epoch."""
     kind: str
     where: str
-    """Gang or worker, stage and step."""
+    """The place of the incident: gang or worker, stage and step."""
     text: str
 
 
 def incident(event: Event, losses: WorkerLosses, lost_s: Mapping[tuple[str, float], float] = _NONE) -> Incident | None:
-    """Return the incident of an event, or None if the event is nothing unusual. `losses` must have taken the event
-    before. `lost_s`: (gang, time of the loss) -> seconds until the gang trained again, if known."""
+    """Return the incident that an event describes, or None if the event is not unusual.
+
+    Args:
+        event: an event of the journal.
+        losses: the losses of workers, this event included.
+        lost_s: seconds from a loss until its gang trained again, by (gang, time of the loss), if known."""
     if event.kind is EventKind.GANG_BUILT:
         loss = losses.repaired_by(event)
         if loss is None:
@@ -156,6 +163,6 @@ def incident(event: Event, losses: WorkerLosses, lost_s: Mapping[tuple[str, floa
 
 
 def worst(incidents: Iterable[Incident], most: int) -> list[Incident]:
-    """Return at most `most` incidents in order of time. If there are more, those of the worst kinds are returned."""
+    """Return up to `most` incidents, in order of time. If there are more, the most severe kinds are kept."""
     kept = sorted(incidents, key=lambda one: (_WORST_FIRST.index(one.kind), one.at))[:most]
     return sorted(kept, key=lambda one: one.at)

@@ -3,12 +3,12 @@
     events-000001.jsonl, events-000002.jsonl, ...    full parts, in order; never written again
     events.jsonl                                     the newest part, open for appending
 
-The driver is the only writer; the workers' times travel in the results of the nodes. If a crash or a damaged disk
-corrupts a line, only that event is lost: readers yield a warning instead of it.
+Only the driver writes the journal. Workers send their start and end times to the driver with the results of their
+nodes. If a crash or a damaged disk corrupts a line, only that event is lost: readers yield a warning instead of it.
 
-`LineFile` appends whole lines to a file for one process at a time (the journal, and the spool of the tracking). On
-opening it truncates an incomplete last line. If an append fails, for example on a full disk, it truncates the partial
-line and raises AppendFailed.
+`LineFile` appends whole lines to a file, for the journal and for the spool of the tracking. One process at a time may
+have the file open. On opening, an incomplete last line is truncated. If an append fails, for example on a full disk,
+the partial line is truncated and AppendFailed is raised.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from storage import codec
 from storage.redaction import redacted
 
 PART_BYTES = 64 << 20
-"""Size at which `events.jsonl` becomes a numbered part."""
+"""Size at which `events.jsonl` is renamed to a numbered part."""
 
 
 class EventKind(StrEnum):
     RUN_STARTED = "run_started"
     RUN_FINISHED = "run_finished"
     SUBMITTED = "submitted"
-    """The driver handed a node to `worker`, where it may be queued (t: driver's clock)."""
+    """The driver handed a node to `worker`. It may be queued there. `t` is read from the driver's clock."""
     STARTED = "started"
-    """The stage began on a worker (t: worker's clock)."""
+    """The stage began on a worker. `t` is read from the worker's clock."""
     FINISHED = "finished"
-    """The stage's output was committed (t: worker's clock). The stage took `seconds`, `store_s` of them in store and
-    ledger."""
+    """The output of the stage was committed. `t` is read from the worker's clock. The stage took `seconds`, of which
+    the last `store_s` were spent in store and ledger."""
     FAILED = "failed"
     """An attempt was lost or raised an error; `detail` says why."""
     PUBLISHED = "published"
@@ -49,16 +49,16 @@ class EventKind(StrEnum):
     GANG_BUILT = "gang_built"
     GANG_LOST = "gang_lost"
     ALARM = "alarm"
-    """Something needs attention now; `detail` says what. With stage `canary`, engine and trainer differ at version
-    `step` of the weights; otherwise `rule` names the rule of `alarms.*`."""
+    """Something needs attention now; `detail` describes it. If `stage` is `canary`, engine and trainer differ at
+    version `step` of the weights. Otherwise `rule` is the name of the rule in `alarms`."""
     ROWS_MIGRATED = "rows_moved"
-    """Rows migrated from `worker` to another replica; `detail` says how many and to which."""
+    """Rows migrated from `worker` to another replica. `detail` names the replica and the number of rows."""
     DEVICES_HANDED_OVER = "devices_passed"
-    """The workers of `gang` released the devices that it shares with other gangs; `detail` says to which gang, and
-    after how long."""
+    """The workers of `gang` released the devices that it shares with other gangs. `detail` names the gang that takes
+    them over, and the seconds that the release took."""
     ENGINE = "engine"
-    """An engine was built, and the journal has no such event yet with the same text. `detail` says what the engine
-    supports, and which guarantees the run therefore lacks."""
+    """An engine was built. `detail` lists what the engine supports, and the guarantees that the run lacks because of
+    the engine. Later engines with the same `detail` are not recorded."""
     WARNED = "warned"
     """Something was wrong and the run continued; `detail` says what."""
 
@@ -70,11 +70,11 @@ class Event:
     kind: EventKind
     stage: str | None = None
     step: int | None = None
-    """The step, or for publish and evaluate the version of the weights."""
+    """The step. For the stages `publish` and `evaluate`, the version of the weights."""
     shard: int | None = None
     rank: int | None = None
-    """The rank in STARTED and FINISHED of a gang's node. Rank 0 is always there, other ranks only if their times differ
-    from it by more than a tenth."""
+    """The rank that ran the node, in STARTED and FINISHED. There is always an event of rank 0. Other ranks have one
+    only if their times differ from it by more than a tenth."""
     gang: str | None = None
     worker: str | None = None
     attempt: str | None = None
@@ -83,11 +83,13 @@ class Event:
     detail: str | None = None
     rule: str | None = None
     command: str | None = None
-    """The command line. Only RUN_STARTED has it, and `host` (the driver's host) and `code` (the commit of the code)."""
+    """The driver's command line. Only RUN_STARTED has `command`, `host` (the driver's host) and `code` (the commit of
+    the code)."""
     host: str | None = None
     code: str | None = None
     version: int | None = None
-    """The version of the weights to sample with, in SUBMITTED of `generate` under `rollout.versions: latest`."""
+    """The version of the weights to sample with. Only SUBMITTED of stage `generate` has it, if `rollout.versions` is
+    `latest`."""
 
     def to_json(self) -> str:
         return codec.encode({k: v for k, v in vars(self).items() if v is not None}, separators=(",", ":"))
@@ -99,8 +101,8 @@ class Event:
 
 
 class Journal:
-    """The open `events.jsonl` of a run. It is appended to, so a resumed run continues it. `listener` also gets every
-    event (the progress display)."""
+    """The journal of a run, open for appending. A resumed run appends to the existing file. `listener`, such as the
+    progress display, is called with every event."""
 
     def __init__(
         self, path: Path, listener: Callable[[Event], None] = lambda event: None, *, part_bytes: int = PART_BYTES
@@ -112,7 +114,10 @@ class Journal:
         self._file = LineFile(path)
 
     def append(self, event: Event) -> None:
-        """Write an event whole or not at all, with secrets redacted. Raises AppendFailed, e.g. on a full disk."""
+        """Write a whole event or nothing, with secrets redacted.
+
+        Raises:
+            AppendFailed: the line cannot be written, for example because the disk is full."""
         if event.detail is not None or event.command is not None:
             event = replace(event, detail=redacted(event.detail), command=redacted(event.command))
         self._file.append(event.to_json())
@@ -127,8 +132,11 @@ class Journal:
         return event
 
     def _begin_part(self) -> None:
-        """Rename the file to the next numbered part and open a new one. Open readers keep their file. Raises
-        AppendFailed."""
+        """Rename the file to the next numbered part and open a new file. Readers that have the old file open can
+        continue to read it.
+
+        Raises:
+            AppendFailed: the file cannot be renamed."""
         self._file.close()
         numbers = [number for number, _ in _parts(self.path)]
         try:
@@ -153,10 +161,13 @@ def journal_exists(path: Path) -> bool:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Yield the events of all parts in the order written.
+    """Yield the events of all parts, in the order in which they were written.
 
-    Skip a last line without a newline: it is incomplete or still being written. For any other line that is not an
-    event, yield a `WARNED` with the time of the event before it. Raises FileNotFoundError if there is no journal."""
+    A last line without a newline is skipped, because it is incomplete or still being written. For any other line that
+    is not an event, a `WARNED` event is yielded with the time of the event before it.
+
+    Raises:
+        FileNotFoundError: there is no journal."""
     before = 0.0
     with ExitStack() as stack:
         parts = _open_parts(path, stack)
@@ -175,8 +186,8 @@ def read_events(path: Path) -> Iterator[Event]:
 def _open_parts(path: Path, stack: ExitStack) -> list[tuple[Path, IO[bytes]]]:
     """Open every part, in order.
 
-    The newest part is opened first. If the driver renames it to a numbered part meanwhile, the search finds it again;
-    the comparison of inodes detects this."""
+    The newest part is opened first. The driver may rename it to a numbered part before the numbered parts are listed.
+    In that case the listing contains the file a second time, which is detected by comparing inodes."""
     newest = stack.enter_context(path.open("rb")) if path.exists() or not _parts(path) else None
     parts: list[tuple[Path, IO[bytes]]] = []
     for _, part in _parts(path):
@@ -227,8 +238,8 @@ def _whole_event(line: bytes) -> Event | None:
 
 
 class AppendFailed(RuntimeError):
-    """A line could not be written; the message names the file and the reason. The file keeps its earlier lines, and
-    the commits of the run stay."""
+    """A line could not be written. The message names the file and the reason. The file keeps its earlier lines, and
+    commits of the run are not affected."""
 
 
 class LineFile:
@@ -245,7 +256,10 @@ class LineFile:
             raise self._failure(error) from error
 
     def append(self, text: str) -> None:
-        """Write one line whole or not at all; `text` contains no newline. Raises AppendFailed."""
+        """Write one whole line or nothing. `text` must not contain a newline.
+
+        Raises:
+            AppendFailed: the line cannot be written."""
         data = (text + "\n").encode()
         try:
             written = 0
@@ -259,7 +273,7 @@ class LineFile:
 
     @property
     def size(self) -> int:
-        """Bytes of all whole lines."""
+        """Size of all whole lines, in bytes."""
         return self._end
 
     def close(self) -> None:
@@ -279,7 +293,7 @@ class LineFile:
 
 
 def _whole_bytes(descriptor: int, block: int = 1 << 16) -> int:
-    """Return the length of a file up to and including its last newline. The search runs from the end."""
+    """Return the length of a file up to and including its last newline. The file is read backwards from its end."""
     end = os.fstat(descriptor).st_size
     while end > 0:
         start = max(0, end - block)

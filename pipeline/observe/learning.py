@@ -1,5 +1,7 @@
-"""Signs that a run learns nothing: rules over the metrics of one step. The display shows them in red, the alarms
-(pipeline/driver/alarms.py) count the steps in a row, and the end of a run repeats them with advice. Pure functions.
+"""Signs that a run does not learn: rules over the metrics of one step.
+
+The display shows signs in red. The alarms (pipeline/driver/alarms.py) count how many steps in a row a sign holds. The
+end of a run repeats them with advice. Pure functions.
 
     equal_groups     most prompts have responses with equal scores: their advantages are 0
     cut_responses    most responses are cut by the length limit, and no critic values their ends
@@ -17,10 +19,11 @@ from pipeline.observe.metric_catalogue import upper_limit
 
 EQUAL, CUT = "group/equal_fraction", "response/truncated_fraction"
 CUT_ALARM = 0.5
-"""Fraction of cut responses from which the sign holds. A smaller fraction, above the healthy range, is only shown in
-red."""
+"""Fraction of cut responses at which the sign `cut_responses` holds. Smaller fractions above the healthy range are
+shown in red, but do not count for the alarm."""
 STEPS, LENGTH_STEPS = 3, 10
-"""Number of steps in a row after which a sign is an alarm. Short answers may have one length for a while by chance."""
+"""Number of steps in a row with a sign after which the alarm is raised: the default, and the number for
+`constant_length`. It is larger because short answers may have equal lengths by chance."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Sign:
     holds: bool
     text: str
     steps: int = STEPS
-    """Number of steps in a row after which it is an alarm."""
+    """Number of steps in a row with this sign after which the alarm is raised."""
 
 
 ADVICE = {
@@ -46,13 +49,16 @@ ADVICE = {
     "are left out of the loss (ppo.truncated=mask, ppo.skip_equal_groups)",
     "critic": "raise model.critic.lr or ppo.critic_warmup_steps, or train without a critic (ppo.advantage=rloo)",
 }
-"""Rule of an alarm -> advice for the next run."""
+"""Advice for the next run, by rule of the alarm."""
 
 
 def learning_signs(metrics: Mapping[str, float], fixed_length: bool = False, warming_up: bool = False) -> list[Sign]:
-    """Return the signs whose metrics the step has.
+    """Return the signs for one step. A rule is skipped if the step lacks its metrics.
 
-    `fixed_length`: the config permits only one length. `warming_up`: the step trains only the critic."""
+    Args:
+        metrics: the metrics of the step.
+        fixed_length: True if the config permits only one response length.
+        warming_up: True if the step trains only the critic."""
     signs = []
     equal, cut, deviation = metrics.get(EQUAL), metrics.get(CUT), metrics.get("reward/std")
     if equal is not None:

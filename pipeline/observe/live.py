@@ -33,13 +33,15 @@ from pipeline.observe.text import plain, sparkline, visible
 from storage.redaction import redacted, redacted_text
 
 NOT_PROVEN, NOTHING = ". Not proven: ", "nothing"
-"""The end of an engine event's text: the guarantees that the run lacks, or `NOTHING`."""
+"""Separator in the text of an engine event, before the guarantees that the run lacks. If it lacks none, `NOTHING`
+follows."""
 _SHOWN_NODES = 3
-"""Most nodes shown by name per gang; the others are counted."""
+"""Maximum number of nodes listed by name per gang. Of further nodes only the number is shown."""
 
 
 def time_left(durations_s: list[float], steps_left: int) -> float | None:
-    """Return the seconds left: the mean of the last five steps times the steps left. None before the first step."""
+    """Return the estimated seconds left: the mean duration of the last five steps times the number of steps left. None
+    before the first step."""
     recent = durations_s[-5:]
     return sum(recent) / len(recent) * steps_left if recent else None
 
@@ -63,7 +65,8 @@ class Screen:
     now: Callable[[], float] = time.time
 
     def say(self, kind: str, line: str | Text, **fields: object) -> None:
-        """Print a line, or for programs a JSON object of `kind` and `fields`. NaN and infinity become null in JSON."""
+        """Print a line. If a program reads the output, print a JSON object of `kind` and `fields` instead, in which NaN
+        and infinity become null."""
         if self.json_lines:
             about = redacted(_finite({"t": round(self.now(), 3), "event": kind, **fields}))
             line = json.dumps(about, ensure_ascii=False, allow_nan=False)
@@ -83,9 +86,12 @@ def _finite(value: object) -> object:
 class Progress:
     """The live display of a run.
 
-    `links`: label -> address or command, e.g. the Dask dashboard and how to open MLflow. `first_step`: the step at
-    which a resumed run continues. `workers`: the gang of each worker that will be built. A gang in `together` comes up
-    with all its workers at once."""
+    Args:
+        links: addresses or commands by label, for example of the Dask dashboard.
+        first_step: the step at which a resumed run continues.
+        workers: the gang of each worker that will be built.
+        together: gangs whose workers are all built at the same time.
+        json_lines: True if a program reads the output."""
 
     def __init__(
         self,
@@ -112,10 +118,10 @@ class Progress:
         self._first_entropy: float | None = None
         self._held_out: list[tuple[int, float]] = []
         self._gangs = dict(workers or {})
-        """Gang of each worker that is up or expected."""
+        """Gang of each worker that is up or expected to come up."""
         self._together = frozenset(together)
         self._loading = dict.fromkeys(self._gangs, self._started)
-        """Worker that is not up -> the time since when."""
+        """Time since which each worker that is not up has been loading."""
         self._views: Mapping[str, GangView] = {}
         self._screen = Screen(self._console, json_lines, now)
         terminal = self._console.is_terminal and not json_lines
@@ -172,13 +178,13 @@ class Progress:
             )  # fmt: skip
 
     def evaluation(self, version: int, mean: float) -> None:
-        """Show the mean score of an evaluated version. A resumed run passes its earlier evaluations too."""
+        """Show the mean score of an evaluated version. A resumed run shows its earlier evaluations first."""
         self._held_out.append((version, mean))
         if not self.live:
             self._tell("evaluation", f"held-out reward {mean:.4g} at version {version}", version=version, reward=mean)
 
     def gangs(self, views: Sequence[GangView]) -> None:
-        """Show the current work of each gang, or what it waits for."""
+        """Show the current work of each gang, or the reason why it waits."""
         self._views = {view.name: view for view in views}
 
     def link(self, label: str, address: str) -> None:
@@ -188,7 +194,7 @@ class Progress:
             self._tell("link", f"{label}: {address}", label=label, address=address)
 
     def recovered(self, text: str) -> None:
-        """Report that a lost worker trains again."""
+        """Report that a lost worker has trained again."""
         self._tell("recovered", text, text=text)
 
     def alarm(self, text: str) -> None:
@@ -248,8 +254,8 @@ class Progress:
         return shown
 
     def _gangs_table(self) -> Table:
-        """Return a table with one line per gang: its work and the workers that load models, or else what it waits
-        for."""
+        """Return a table with one line per gang. It shows the gang's work and the workers that load models. An idle
+        gang's line shows what the gang waits for."""
         table = Table.grid(padding=(0, 2))
         views, loading, now = self._views, self._loading, self._now()
         for gang in sorted({*tuple(self._gangs.values()), *views}):
@@ -263,8 +269,8 @@ class Progress:
         return table
 
     def _tell_engine(self, detail: str) -> None:
-        """Report the guarantees that the run lacks because of its engine. Programs get the text of the event, even
-        if no guarantee is missing."""
+        """Report the guarantees that the run lacks because of its engine. If it lacks none, only programs get a
+        message."""
         missing = detail.partition(NOT_PROVEN)[2]
         if self._screen.json_lines or missing != NOTHING:
             self._tell("engine", f"not proven in this run: {missing or detail}", text=detail)

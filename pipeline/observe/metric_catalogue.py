@@ -2,12 +2,12 @@
 
     METRICS    unit, x-axis and healthy range of every metric; docs/metrics.md explains them, a test keeps both equal
     TERMINAL   metrics on the line of a step and in the live panel
-    PANELS     metrics in the learning curves: report, plots/curves.png and, of the first panels, `/stageline`
-    OVERVIEW   metrics that MLflow's page shows first; MLflow gets every metric of a step but those of `NEVER`
+    PANELS     learning curves in the report and in plots/curves.png; `/stageline` shows the first two panels
+    OVERVIEW   metrics that MLflow's page shows first; MLflow gets every metric of a step except `NEVER`
 
-In a name, a part in angle brackets stands for any word: `time/<stage>_s`. `findings` returns the unhealthy numbers that
-the display shows in red. Alarms (`alarms.*`) are for problems that need attention at once. Pure functions; standard
-library only.
+In the name of a metric, a part in angle brackets stands for any word: `time/<stage>_s`. `findings` returns the
+unhealthy numbers that the display shows in red. Problems that need attention at once are alarms (`alarms.*`) instead.
+Pure functions; standard library only.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import cache
 
 STEP, VERSION, SECONDS = "step", "version", "seconds"
-"""Units of the x-axis: PPO steps (step i trains version i of the weights into i + 1), versions of the weights, or
-seconds since the first start of the run."""
+"""The x-axes of metrics: PPO steps, versions of the weights, or seconds since the first start of the run. Step i trains
+version i of the weights into version i + 1."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Metric:
     unit: str
     axis: str
     healthy: str
-    """Range of a healthy run; "-" if there is none."""
+    """Range of the metric in a healthy run, or "-" if there is no such range."""
 
 
 # ---- where metrics are shown -----------------------------------------------------------------------------
@@ -40,22 +40,22 @@ TERMINAL = (
     ("samples_per_s", "", " responses/s"),
     ("tokens_per_s", "", " tokens/s"),
 )
-"""(name, label, unit) of the metrics of a step on the terminal."""
+"""The metrics of a step that are shown on the terminal, as (name, label, unit)."""
 GROUPED_TERMINAL = (("group/equal_fraction", "equal groups", ""), ("response/truncated_fraction", "cut", ""))
-"""Further metrics on the terminal if the advantages compare the responses to one prompt."""
+"""Further metrics on the terminal, shown if the advantages compare the responses to one prompt with each other."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture of the learning curves."""
+    """One picture among the learning curves."""
 
     title: str
     unit: str
     series: tuple[tuple[str, str], ...]
-    """(name of a metric, its label). A `*` in a name stands for any text; such a series is shown if several metrics fit
-    it, with the part's name before the label."""
+    """Pairs (name of a metric, label). A name may contain `*`, which matches any text. If several metrics match, each
+    is drawn, and the matched part is put before the label."""
     healthy: float | None = None
-    """Value of a healthy run, drawn as a dashed line."""
+    """Ideal value, drawn as a dashed line."""
 
 
 PANELS = (
@@ -89,7 +89,7 @@ PANELS = (
         ),
     ),
 )
-"""The learning curves. On the report, readers can choose any other metric."""
+"""The panels of the learning curves. In the report, readers can choose any other metric."""
 OVERVIEW = {
     "reward/mean": "Overview/reward",
     "eval/reward_mean": "Overview/held_out_reward",
@@ -101,8 +101,8 @@ OVERVIEW = {
     "time/step_s": "Overview/step_seconds",
     "samples_per_s": "Overview/samples_per_s",
 }
-"""Metrics that are logged a second time under a heading that MLflow's page shows first. It sorts headings with capitals
-first, and opens only the first few."""
+"""Metrics that are logged a second time under the heading `Overview`. MLflow's page lists headings with capitals first,
+and opens only the first few."""
 NEVER = frozenset(
     (
         "score/mean",  # the same as reward/mean
@@ -110,7 +110,7 @@ NEVER = frozenset(
         "update_policy/peak_tflops", "update_critic/peak_tflops",
     )
 )  # fmt: skip
-"""Metrics that are committed with a node but not tracked: duplicates and constants."""
+"""Metrics that are committed with a node but not tracked, because they are duplicates or constants."""
 QUIET = frozenset(
     (
         "generate/fetch_s", "generate/fetched_bytes", "generate/preemptions", "generate/rows_finished_elsewhere",
@@ -119,7 +119,7 @@ QUIET = frozenset(
         *(f"critic/{what}_steps" for what in ("skipped", "empty", "stopped", "overflow")),
     )
 )  # fmt: skip
-"""Metrics that are tracked only from their first value other than 0: before that, the event has not happened."""
+"""Metrics of rare events. They are tracked only after they were different from 0 once."""
 
 _TABLE = """
 Overview/reward | score | step | rises
@@ -286,15 +286,18 @@ def upper_limit(name: str) -> float:
 
 
 def shown_numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return (label, number with unit) of the metrics of a step on the terminal."""
+    """Return the numbers of a step to show on the terminal, as (label, number with unit)."""
     names = TERMINAL + (GROUPED_TERMINAL if GROUPED_TERMINAL[0][0] in metrics else ())
     return [(label, f"{metrics[name]:.4g}{unit}") for name, label, unit in names if name in metrics]
 
 
 def tracked(values: Mapping[str, float], off: Collection[str], seen: Collection[str]) -> dict[str, float]:
-    """Return the metrics to track, the overview first.
+    """Return the metrics to send to the tracking, those of the overview first.
 
-    `off`: names without meaning under the run's config. `seen`: names that were tracked before."""
+    Args:
+        values: all metrics.
+        off: names of metrics that have no meaning under the run's config.
+        seen: names of metrics that were tracked before."""
     kept = {
         name: value
         for name, value in values.items()
@@ -306,22 +309,24 @@ def tracked(values: Mapping[str, float], off: Collection[str], seen: Collection[
 # ---- unhealthy numbers -----------------------------------------------------------------------------------
 
 APPROX_KL = 0.1
-"""Most nats per token by which one update may move the policy."""
+"""Largest healthy `approx_kl`: the change of the policy by one update, in nats per token."""
 RATIO = 100.0
 ENTROPY = 0.1
-"""Lowest entropy, nats per token."""
+"""Lowest healthy entropy, in nats per token."""
 COLLAPSE = 0.2
-"""Lowest entropy as a fraction of the first step's entropy."""
+"""Lowest healthy entropy, as a fraction of the first step's entropy."""
 CRITIC_STEPS = 5
-"""Number of steps in a row with a negative explained variance."""
+"""Number of steps in a row with a negative explained variance after which it counts as unhealthy."""
 REMEMBERED = 50
-"""Most steps to keep for `findings`."""
+"""Number of recent steps that callers keep for `findings`."""
 
 
 def findings(recent: Sequence[Mapping[str, float]], first_entropy: float | None = None) -> list[str]:
-    """Return the unhealthy numbers of the last of these steps, each in a few words with its limit. NaN is unhealthy.
+    """Return the unhealthy numbers of the last step, each as a short text with its limit. NaN is unhealthy.
 
-    `first_entropy`: entropy of the first step seen."""
+    Args:
+        recent: metrics of the latest steps, in order.
+        first_entropy: entropy of the first step of the run, if known."""
     if not recent:
         return []
     last, found = recent[-1], []

@@ -60,7 +60,7 @@ class State(StrEnum):
     DONE = "done"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Entry:
     """A node in the window, with its state."""
 
@@ -78,8 +78,10 @@ class Entry:
     """True while it waits only for a worker."""
     in_heap: bool = False
     """True while it is in the heap of its `ReadyNodes`."""
+    followers: list[Entry] = field(default_factory=list)
+    """Admitted FREE nodes of the same step that depend on it. They may be submitted on top of it."""
     children: list[Entry] = field(default_factory=list)
-    """Admitted nodes that depend on it."""
+    """The other admitted nodes that depend on it. They wait until it is done."""
 
 
 @dataclass(eq=False)
@@ -145,14 +147,20 @@ class Dispatch:
         never admitted belongs to an older, retired step and counts as done."""
         finished = set(committed)
         for node in nodes:
-            state = State.DONE if node.address in finished else State.WAITING
+            state = State.DONE if finished and node.address in finished else State.WAITING
             entry = Entry(node, self._places[node.stage], state)
             self._entries[node.address] = entry
+            is_free, step = entry.place.mode is Mode.FREE, node.scheduled_step
             for address in node.parents:
                 parent = self._entries.get(address)
-                if parent is not None:
+                if parent is None:
+                    continue
+                if is_free and parent.node.scheduled_step == step:
+                    parent.followers.append(entry)
+                    entry.blockers += parent.state is State.WAITING
+                else:
                     parent.children.append(entry)
-                    entry.blockers += not _releases(parent, parent.state, entry)
+                    entry.blockers += parent.state is not State.DONE
             self._update_ready(entry)
 
     def can_read(self, version: int) -> None:
@@ -171,6 +179,7 @@ class Dispatch:
         if not state.gang.ordered:
             state.free[worker] = state.gang.concurrent_shards
             state.loads[worker] = 0
+        self._look_at_all()
 
     def worker_down(self, gang: str, worker: int) -> list[Address]:
         """Record that a replica, or any rank of an ordered gang, is lost or overdue. It gets no nodes until
@@ -203,6 +212,7 @@ class Dispatch:
         if entry.state is State.DONE:
             return False
         self._release_capacity(entry)
+        entry.place.ready.changed = True  # if an attempt ended that was given up, it may have held another node back
         self._set(entry, State.DONE)
         return True
 
@@ -221,26 +231,30 @@ class Dispatch:
             entry.submit = None
             self._set(entry, State.WAITING)
             reset.append(entry.node.address)
-            stack += entry.children
+            stack += [*entry.followers, *entry.children]
         return reset
 
     def retire(self, addresses: Iterable[Address]) -> None:
         """Forget the done nodes of a step that nothing waits for any more."""
         for address in addresses:
-            assert self._entries[address].state is State.DONE, f"{address} is retired before it is done"
-            del self._entries[address]
+            state = self._entries.pop(address).state
+            assert state is State.DONE, f"{address} is retired before it is done"
 
     # ---- Instructions and queries --------------------------------------------------------------------------------
 
     def next_submits(self) -> list[Submit]:
         """Return everything that can be handed out now, and mark it as submitted. For each gang and mode, the most
-        urgent ready nodes are chosen."""
+        urgent ready nodes are chosen. Looks only at gangs and modes in which something has changed since the last call:
+        a node became ready, or capacity was released."""
         submits: list[Submit] = []
         self._device_sharing.take_free(self._first_ready)
         progress = True
         while progress:  # a node that was handed out may let FREE nodes follow
             progress = False
             for place in self._used:
+                if not place.ready.changed:
+                    continue
+                place.ready.changed = False
                 while (entry := place.ready.first()) is not None and self._has_capacity(place.state, place.mode):
                     if place.mode is Mode.ORDERED and self._comes_after_a_child(entry.node, place.state):
                         break
@@ -255,6 +269,7 @@ class Dispatch:
     def handed_over(self, giver: str) -> None:
         """Record that the workers of a gang have freed the devices, as `next_handovers` told them to."""
         self._device_sharing.handed_over(giver)
+        self._look_at_all()
 
     def replicas_up(self, gang: str) -> frozenset[int]:
         """Return the usable replicas of a pool."""
@@ -298,11 +313,23 @@ class Dispatch:
         """Change the state of a node, which may release its children or hold them back."""
         before, entry.state = entry.state, state
         self._update_ready(entry)
-        for child in entry.children:
-            held, holds = not _releases(entry, before, child), not _releases(entry, state, child)
-            if held != holds:
-                child.blockers += holds - held
+        if (before is State.WAITING) != (state is State.WAITING):
+            self._block(entry.followers, 1 if state is State.WAITING else -1)
+        if state is State.DONE:
+            self._block(entry.children, -1)
+
+    def _block(self, children: Iterable[Entry], change: int) -> None:
+        """Change the number of parents that each of these nodes waits for."""
+        for child in children:
+            before = child.blockers
+            child.blockers += change
+            if not before or not child.blockers:
                 self._update_ready(child)
+
+    def _look_at_all(self) -> None:
+        """Let `next_submits` look at every gang and mode."""
+        for place in self._used:
+            place.ready.changed = True
 
     @staticmethod
     def _update_ready(entry: Entry) -> None:
@@ -377,26 +404,18 @@ class Dispatch:
         if submit is None:
             return
         state = entry.place.state
-        state.waiting.discard(entry.node.address)
+        if state.waiting:
+            state.waiting.discard(entry.node.address)
         if not entry.holds_capacity:
             return
         entry.holds_capacity = False
-        state.out.discard(entry.node.address)
-        if submit.mode is Mode.SLOT and submit.replica in state.free:
+        entry.place.ready.changed = True
+        if submit.mode is Mode.ORDERED:
+            state.out.discard(entry.node.address)
+        elif submit.mode is Mode.SLOT and submit.replica in state.free:
             state.free[submit.replica] += 1
         elif submit.mode is Mode.FREE and submit.replica in state.loads:
             state.loads[submit.replica] -= 1
-
-
-def _releases(parent: Entry, state: State, child: Entry) -> bool:
-    """Return True if a parent in this state no longer holds the child back."""
-    if state is State.DONE:
-        return True
-    return (
-        state is State.SUBMITTED
-        and child.place.mode is Mode.FREE
-        and parent.node.scheduled_step == child.node.scheduled_step
-    )
 
 
 class ReadyNodes:
@@ -406,9 +425,12 @@ class ReadyNodes:
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, str, int, int, Entry]] = []
         """Entries behind the sort keys of their nodes. Such tuples are compared faster than nodes."""
+        self.changed = False
+        """True if a node was added, or its gang may have more capacity, since `Dispatch.next_submits` looked last."""
 
     def add(self, entry: Entry) -> None:
         """Add a node that became ready."""
+        self.changed = True
         if not entry.in_heap:
             entry.in_heap = True
             address = entry.node.address

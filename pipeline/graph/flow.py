@@ -16,6 +16,7 @@ from pipeline.graph.graph import (
     resumed_generation_version,
     resumed_weight_readers,
     step_nodes,
+    step_of,
     weight_readers,
     window,
 )
@@ -58,9 +59,10 @@ class Flow:
         self._on_step = on_step
         self._on_unread = on_unread
         self._open: dict[int, list[Node]] = {}
-        self._left: dict[int, set[Address]] = {}
-        self._step_of: dict[Address, int] = {}
+        self._left: dict[int, int] = {}
+        """Number of nodes of each open step that are not done."""
         self._first = self._updated = self._next = first_step
+        self._is_resumed = bool(first_step or self._committed or sampled_versions)
         self._reopened: set[Address] = set()
         """Nodes whose commits were lost after a committed update had read them. They must run again, because a trainer
         that is restored to an older version trains from their outputs."""
@@ -76,14 +78,15 @@ class Flow:
         """Admit every step that the window reaches."""
         while self._next < min(self._spec.steps, self._updated + window(self._spec)):
             step, nodes = self._next, step_nodes(self._spec, self._next)
-            self._reopened |= reopened(nodes, self._committed)
-            nodes = [self._resumed(after_reopened(node, self._reopened)) for node in nodes]
+            done: list[Node] = []
+            if self._is_resumed:
+                self._reopened |= reopened(nodes, self._committed)
+                nodes = [self._resumed(after_reopened(node, self._reopened)) for node in nodes]
+                done = [node for node in nodes if self._is_committed(node)]
             self._next += 1
-            done = [node for node in nodes if self._is_committed(node)]
             self._dispatch.admit(nodes, [node.address for node in done])
             self._open[step] = nodes
-            self._left[step] = {node.address for node in nodes}
-            self._step_of.update((node.address, step) for node in nodes)
+            self._left[step] = len(nodes)
             for node in nodes:
                 readers = weight_readers(self._spec, node.version) if node.stage == "publish" else []
                 if readers:
@@ -102,21 +105,23 @@ class Flow:
     def _settle(self, node: Node) -> None:
         """Update the window after a commit: readers of weights, updates, finished steps. Admits nothing: `advance` does
         that in a loop, because a resumed run may find thousands of committed steps."""
-        step = self._step_of.pop(node.address)
-        self._reopened.discard(node.address)
-        if node.stage == "update_policy":
+        step = step_of(node)
+        if self._reopened:
+            self._reopened.discard(node.address)
+        stage = node.stage
+        if stage == "update_policy":
             self._updated = max(self._updated, node.address.step + 1)
-        if node.stage == "generate":
+        elif stage == "generate":
             for version in generation_versions(self._spec, node.address.step):
                 self._read(version, node.address)
-        elif node.stage in ("evaluate", "canary"):
+        elif stage in ("evaluate", "canary"):
             self._read(node.version, node.address)
-        elif node.stage == "publish":
+        elif stage == "publish":
             if node.version in self._published:
                 self._dispatch.can_read(node.version)
             self._awaited.discard(node.version)
             self._release_if_unread(node.version)
-        self._left[step].discard(node.address)
+        self._left[step] -= 1
         if not self._left[step]:
             del self._left[step]
             nodes = self._open.pop(step)

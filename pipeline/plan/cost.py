@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from pipeline.config.hardware import HardwareCluster
@@ -95,7 +96,7 @@ class Costs:
 
     def refit_work(self) -> Work:
         """Return the work of loading new weights: each rank of a replica loads its share."""
-        return self._copied(self._published_bytes() / self.run.config.replica_ranks)
+        return self._copied(self._published_bytes / self.run.config.replica_ranks)
 
     def speed_of(self, stage: str) -> StageSpeed:
         """Return the calibrated speed of a stage."""
@@ -165,7 +166,7 @@ class Costs:
     def _publication(self, gang: Gang) -> Work:
         """Return the work of writing the trained weights to the board, and of sending the parts that ranks on other
         nodes hold."""
-        layout, num_bytes = self.run.config.placement.gangs[gang.name].layout, self._published_bytes()
+        layout, num_bytes = self.run.config.placement.gangs[gang.name].layout, self._published_bytes
         # ranks are numbered stage by stage: all data-parallel copies of a stage come before the next stage
         per_stage, here = gang.workers // layout.pipeline, self.cluster.gpus_per_node or gang.workers
         writers = [stage * per_stage + rank for stage in range(layout.pipeline) for rank in range(layout.tensor)]
@@ -173,6 +174,7 @@ class Costs:
         link = link_of(self.cluster, writers[-1] + 1)
         return Work(self._copied(num_bytes).parts, {"sending": send_s(link, away * num_bytes)} if away else {})
 
+    @cached_property
     def _published_bytes(self) -> float:
         number = DTYPE_BYTES[self.run.config.model.dtype]
         return float(number * sum(published_tensors(self.run.spec, self.run.config.model).values()))

@@ -292,18 +292,19 @@ class RowQueue(Generic[Shard]):
             if self._now + self._before + seconds > until:
                 given = until - self._now
                 if given > self._before:
-                    self._passed(count * (given - self._before) / seconds)
+                    passes = count * (given - self._before) / seconds
+                    self._passed(passes, self._stretch(passes))
                 self._before, self._now = max(0.0, self._before - given), until
                 return
             self._now += self._before + seconds
             self._before = 0.0
-            self._passed(count)
+            self._passed(count, work)
             if self._retire():
                 return
 
     def _admit(self) -> None:
         """Let waiting rows join the batch while there is room."""
-        speed = self._speed
+        speed, joined = self._speed, 0
         while self._waiting and len(self._flight) < speed.max_rows:
             length, shard = self._waiting[0]
             if self._flight and self._reserved + self._prompt + length > speed.max_context:
@@ -313,7 +314,9 @@ class RowQueue(Generic[Shard]):
             heapq.heappush(self._flight, (self._clock + length / speed.tokens_per_pass, self._admitted, length, shard))
             self._context += self._prompt
             self._reserved += self._prompt + length
-            prefill = Decoded(prefill=speed.prefill_s(self._prompt))
+            joined += 1
+        if joined:
+            prefill = Decoded(prefill=joined * speed.prefill_s(self._prompt))
             self._total = self._total.plus(prefill)
             self._before += self._rates.seconds(prefill)
 
@@ -328,8 +331,8 @@ class RowQueue(Generic[Shard]):
             return Decoded(arithmetic=count * computed, links=links, passes=count)
         return Decoded(count * read, count * read_kv, links=links, passes=count)
 
-    def _passed(self, count: float) -> None:
-        self._total = self._total.plus(self._stretch(count))
+    def _passed(self, count: float, work: Decoded) -> None:
+        self._total = self._total.plus(work)
         self._context += len(self._flight) * count * self._speed.tokens_per_pass
         self._clock += count
 

@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from pipeline.errors import ConfigError
 
@@ -24,6 +24,9 @@ _FORM = "fixed:TOKENS, or lognormal:MEAN,SIGMA as in lognormal:340,0.8"
 class Lengths(Protocol):
     """A distribution of the lengths of responses."""
 
+    same_every_step: ClassVar[bool]
+    """True if `rows` does not depend on the step."""
+
     def rows(self, step: int, shard: int, count: int) -> list[int]:
         """Return the lengths of a shard's responses, each 1 token or more. The same arguments give the same lengths."""
         ...
@@ -33,6 +36,7 @@ class Lengths(Protocol):
 class FixedLengths:
     """All responses have the same length."""
 
+    same_every_step: ClassVar[bool] = True
     tokens: int
 
     def rows(self, step: int, shard: int, count: int) -> list[int]:
@@ -43,6 +47,7 @@ class FixedLengths:
 class LognormalLengths:
     """Lengths with a lognormal distribution, cut at `most`, as `sampling.max_new_tokens` cuts them."""
 
+    same_every_step: ClassVar[bool] = False
     median: float
     """Median before the cut."""
     sigma: float
@@ -69,11 +74,24 @@ class LognormalLengths:
 class EmpiricalLengths:
     """Lengths drawn with replacement from those of a run."""
 
+    same_every_step: ClassVar[bool] = False
     tokens: Sequence[int]
     seed: int = 0
 
     def rows(self, step: int, shard: int, count: int) -> list[int]:
         return _generator(self.seed, step, shard).choices(self.tokens, k=count)
+
+
+@dataclass(frozen=True)
+class SameLengths:
+    """The same response lengths in every step, divided among the shards however many there are."""
+
+    same_every_step: ClassVar[bool] = True
+    tokens: Sequence[int]
+
+    def rows(self, step: int, shard: int, count: int) -> list[int]:
+        first = shard * count % len(self.tokens)
+        return [self.tokens[(first + n) % len(self.tokens)] for n in range(count)]
 
 
 def _generator(seed: int, step: int, shard: int) -> random.Random:

@@ -34,8 +34,8 @@ from pipeline.errors import ConfigError
 from pipeline.graph.graph import SHARDED, GraphSpec, Node, step_nodes
 from pipeline.plan.calibration import Calibration
 from pipeline.plan.cost import Costs, costs_of
-from pipeline.plan.decode import RowQueue, decode
-from pipeline.plan.lengths import Lengths
+from pipeline.plan.decode import decode
+from pipeline.plan.lengths import Lengths, SameLengths
 from pipeline.plan.simulate import Played, Scenario, play, scenario_of
 from stages.models.config import LayoutConfig
 from stages.models.layouts import layout_problems
@@ -140,17 +140,6 @@ class Found:
     def best(self, *, synchronous: bool) -> Plan | None:
         """Return the best plan with a staleness bound of 0 if `synchronous`, else above 0; None if there is none."""
         return next((plan for plan in self.plans if (plan.config.staleness == 0) == synchronous), None)
-
-
-@dataclass(frozen=True)
-class SameLengths:
-    """The same response lengths in every step, divided among the shards however many there are."""
-
-    tokens: Sequence[int]
-
-    def rows(self, step: int, shard: int, count: int) -> list[int]:
-        first = shard * count % len(self.tokens)
-        return [self.tokens[(first + n) % len(self.tokens)] for n in range(count)]
 
 
 @dataclass(frozen=True)
@@ -718,31 +707,4 @@ def played_plan(space: Space, objective: Objective, one: Combination) -> Plan:
 
 def scenario_to_plan(costs: Costs, lengths: Lengths) -> Scenario:
     """Return the scenario by which plans are compared: some steps without evaluations."""
-    scenario = scenario_of(costs, lengths)
-    return replace(scenario, spec=_graph_of_steps(costs.run.config), costs=_RememberedCosts(costs))
-
-
-class _RememberedCosts:
-    """Costs of nodes whose lengths are the same in every step, each computed once."""
-
-    def __init__(self, costs: Costs) -> None:
-        self._costs = costs
-        self._known: dict[tuple[str, int], float] = {}
-
-    def seconds(self, node: Node, lengths: Sequence[int]) -> float:
-        key = node.stage, node.address.shard
-        if key not in self._known:
-            self._known[key] = self._costs.seconds(node, lengths)
-        return self._known[key]
-
-    def engine_queue(self) -> RowQueue[Any]:
-        return self._costs.engine_queue()
-
-    def after_rows_s(self) -> float:
-        return self._costs.after_rows_s()
-
-    def overhead(self, node: Node) -> float:
-        return self._costs.overhead(node)
-
-    def refit_s(self) -> float:
-        return self._costs.refit_s()
+    return replace(scenario_of(costs, lengths), spec=_graph_of_steps(costs.run.config))

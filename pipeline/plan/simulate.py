@@ -26,6 +26,7 @@ I/O, no real clock; the same scenario gives the same result.
 
 from __future__ import annotations
 
+import gc
 import heapq
 import itertools
 import math
@@ -33,6 +34,7 @@ import random
 import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Protocol
@@ -83,6 +85,22 @@ class NodeCosts(Protocol):
     def refit_s(self) -> float:
         """Return the seconds in which a replica loads another version of the weights."""
         ...
+
+
+class _RememberedCosts:
+    """Costs of nodes whose lengths are the same in every step. The seconds of each are computed once."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self._known: dict[tuple[str, int], float] = {}
+        self.engine_queue, self.after_rows_s = costs.engine_queue, costs.after_rows_s
+        self.overhead, self.refit_s = costs.overhead, costs.refit_s
+
+    def seconds(self, node: Node, lengths: Sequence[int]) -> float:
+        key = node.stage, node.address.shard
+        if key not in self._known:
+            self._known[key] = self._costs.seconds(node, lengths)
+        return self._known[key]
 
 
 @dataclass(frozen=True)
@@ -156,9 +174,10 @@ class Execution:
     """True once it may start as soon as its worker has room."""
     started_s: float = math.nan
     finished_s: float = math.nan
-    stamp: int = 0
-    """Number that its end event in the heap must have. The loss of its worker raises the number, which cancels older
-    events."""
+    is_lost: bool = False
+    """True if it was lost with its worker, which cancels its events."""
+    followers: list[Execution] = field(default_factory=list)
+    """Attempts that were submitted before it ended, and wait for its end."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +234,20 @@ class Played:
 def play(scenario: Scenario, watch: Callable[[Execution], None] | None = None) -> Played:
     """Return the result of playing a scenario to its last node. `watch` is called with each execution that ended with a
     commit, in order of time."""
-    return _Simulation(scenario, watch).run()
+    with _no_cycle_search():
+        return _Simulation(scenario, watch).run()
+
+
+@contextmanager
+def _no_cycle_search() -> Iterator[None]:
+    """Stop Python's search for reference cycles. A simulation makes none, and the search takes a third of its time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _Kind(IntEnum):
@@ -267,14 +299,13 @@ class _Simulation:
         self._down: set[tuple[str, int]] = set()
         self._out: dict[Address, Execution] = {}
         """Attempts under way."""
-        self._ahead: dict[Address, list[Execution]] = {}
-        """Attempts that were submitted before a parent ended, by that parent."""
         self._cause: Execution | None = None
         """The execution whose end led to the event that is being handled."""
         self._gap = Gap.BOOKKEEPING
         self._last_of: dict[str, Execution] = {}
         """Last execution that ended, by gang."""
-        self._lengths: dict[tuple[int, int], list[int]] = {}
+        self._lengths: dict[int, dict[int, list[int]]] = {}
+        """Response tokens that are known, by step and shard. Held-out shards come after those of training."""
         self._replayable: dict[str, deque[float]] = {}
         self._published: list[float] = []
         self._stage_s: defaultdict[str, float] = defaultdict(float)
@@ -297,19 +328,22 @@ class _Simulation:
             dispatch.worker_up(gang, index)
         flow.advance()
         shares = bool(self._scenario.device_sharing)
+        asks = True
         while not flow.finished:
-            for submit in dispatch.next_submits():
-                self._submitted(submit)
-            for one in dispatch.next_handovers() if shares else ():
-                hand_over = self._scenario.hand_over_s
-                seconds = hand_over.get(one.giver, 0.0) + hand_over.get(one.taker, 0.0)
-                self._push(self._now + seconds, _Kind.HANDED_OVER, one.giver)
+            if asks:
+                for submit in dispatch.next_submits():
+                    self._submitted(submit)
+                for one in dispatch.next_handovers() if shares else ():
+                    hand_over = self._scenario.hand_over_s
+                    seconds = hand_over.get(one.giver, 0.0) + hand_over.get(one.taker, 0.0)
+                    self._push(self._now + seconds, _Kind.HANDED_OVER, one.giver)
             assert heap, "nothing runs, and the run is not finished"
             self._now, _, kind, subject, stamp = heapq.heappop(heap)
             self._gap = Gap.BOOKKEEPING
+            asks = kind is not _Kind.READY and kind is not _Kind.ROWS_ENDED  # these two tell Dispatch nothing
             if kind is _Kind.END:
                 assert isinstance(subject, Execution)
-                if subject.stamp == stamp:
+                if not subject.is_lost:
                     self._ended(subject)
             elif kind is _Kind.ROWS_ENDED:
                 assert isinstance(subject, _Worker)
@@ -317,7 +351,7 @@ class _Simulation:
                     self._rows_ended(subject)
             elif kind is _Kind.READY:
                 assert isinstance(subject, Execution)
-                if self._is_current(subject):
+                if not subject.is_lost:
                     self._cause = subject.cause
                     self._enqueue(subject)
             elif kind is _Kind.HANDED_OVER:
@@ -343,9 +377,10 @@ class _Simulation:
             self._sequence += 1
             heapq.heappush(self._workers[submit.gang, 0].queue, (submit.sequence or 0, self._sequence, one))
         elif submit.mode is Mode.FREE:
-            for parent in node.parents:
-                if not self._dispatch.is_done(parent):
-                    self._ahead.setdefault(parent, []).append(one)
+            for address in node.parents:  # a parent that is neither done nor under way would hold the node back
+                parent = self._out.get(address)
+                if parent is not None:
+                    parent.followers.append(one)
                     one.parents_left += 1
         if not one.parents_left:
             self._is_ready(one)
@@ -375,7 +410,7 @@ class _Simulation:
         """Start the waiting nodes of a worker that can start. `after`: the node whose end made room."""
         while worker.shards:
             one = worker.shards[0][-1]
-            if not self._is_current(one):
+            if one.is_lost:
                 heapq.heappop(worker.shards)
                 continue
             version = one.submit.node.version
@@ -385,15 +420,11 @@ class _Simulation:
             self._start(one, worker, after)
         while worker.queue and len(worker.running) + len(worker.shards) < worker.threads:
             one = worker.queue[0][-1]
-            if self._is_current(one) and not one.is_ready:
+            if not (one.is_ready or one.is_lost):
                 break
             heapq.heappop(worker.queue)
-            if self._is_current(one):
+            if not one.is_lost:
                 self._start(one, worker, after)
-
-    def _is_current(self, one: Execution) -> bool:
-        """Return False if an attempt was lost with its worker."""
-        return self._out.get(one.submit.node.address) is one
 
     def _start(self, one: Execution, worker: _Worker, after: Execution | None) -> None:
         node = one.submit.node
@@ -427,26 +458,27 @@ class _Simulation:
         """Handle a node's commit."""
         submit, now = one.submit, self._now
         node, worker = submit.node, self._workers[submit.gang, submit.replica]
-        address = node.address
+        address, stage = node.address, node.stage
         one.finished_s = now
         self._cause = self._last = self._last_of[submit.gang] = one
         del self._out[address]
         self._leave(one, worker)
         self._begin(worker, one)
-        for child in self._ahead.pop(address, ()):
+        for child in one.followers:
             child.parents_left -= 1
-            if not child.parents_left and self._is_current(child):
+            if not child.parents_left and not child.is_lost:
                 self._is_ready(child)
+        one.followers = []  # a chain of causes keeps executions alive, and these need not be
         seconds = now - one.started_s
-        self._stage_s[node.stage] += seconds
-        if node.stage == "publish":
+        self._stage_s[stage] += seconds
+        if stage == "publish":
             self._published.append(now)
-        elif node.stage == "generate":
+        elif stage == "generate":
             self._staleness[address.step - node.version] += len(one.lengths)
-        elif node.stage in self._replayable:
-            self._replayable[node.stage].append(seconds)
+        elif stage in self._replayable:
+            self._replayable[stage].append(seconds)
             if (address.step + 1) % self._checkpoint_every == 0:
-                self._replayable[node.stage].clear()
+                self._replayable[stage].clear()
         if self._watch is not None:
             self._watch(one)
         self._dispatch.done(address)
@@ -498,8 +530,8 @@ class _Simulation:
         self._failures += 1
         for address in self._dispatch.worker_down(*where):
             one = self._out.pop(address)
+            one.is_lost = True
             if not math.isnan(one.started_s):
-                one.stamp += 1
                 self._leave(one, self._workers[one.submit.gang, one.submit.replica])
         lost = self._workers[where]
         lost.version, lost.engine = None, self._engine_of(gang)
@@ -527,20 +559,18 @@ class _Simulation:
         return [n for s in range(self._scenario.spec.shards) for n in self._shard(step, s, count)]
 
     def _shard(self, step: int, shard: int, count: int) -> list[int]:
-        found = self._lengths.get((step, shard))
-        if found is None:
-            found = self._lengths[step, shard] = self._scenario.lengths.rows(step, shard, count)
-        return found
+        known = self._lengths.setdefault(step, {})
+        if shard not in known:
+            known[shard] = self._scenario.lengths.rows(step, shard, count)
+        return known[shard]
 
     def _step_over(self, step: int, nodes: Iterable[Node]) -> None:
-        for node in nodes:
-            self._lengths.pop((node.address.step, node.address.shard), None)
-            if node.address.stage == "evaluate":
-                self._lengths.pop((node.address.step, self._scenario.spec.shards + node.address.shard), None)
+        for past in [known for known in self._lengths if known <= step]:
+            del self._lengths[past]
 
     def _push(self, at: float, kind: _Kind, subject: object) -> None:
         self._sequence += 1
-        stamp = subject.stamp if isinstance(subject, (Execution, _Worker)) else 0
+        stamp = subject.stamp if isinstance(subject, _Worker) else 0
         heapq.heappush(self._heap, (at, self._sequence, kind, subject, stamp))
 
     def _result(self) -> Played:
@@ -590,7 +620,7 @@ def scenario_of(
     return Scenario(
         spec=config.graph(),
         gangs=config.gangs(),
-        costs=costs,
+        costs=_RememberedCosts(costs) if lengths.same_every_step else costs,
         lengths=lengths,
         rows_per_shard=config.rows_per_shard,
         eval_rows_per_shard=config.eval_rows_per_shard,

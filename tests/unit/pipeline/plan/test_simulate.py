@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -228,6 +229,32 @@ def test_more_staleness_is_never_slower_when_weights_move_freely(gangs: Sequence
         waits = 0.0 if gangs is ALONE else steps * max(stages[stage] for stage in FORWARD)
         for tighter, looser in itertools.pairwise(walls):
             assert looser <= (tighter + waits) * (1 + 1e-9), stages
+
+
+def calls_of_a_node(steps: int, shards: int, ranks: int) -> float:
+    """Calls of functions per simulated node."""
+    gang, spec = Gang("generate", frozenset({Role.GENERATE}), 2, 2), GraphSpec(steps, shards, 1)
+    given = scenario(spec, replace(CHAIN, overhead_s=0.01), (gang, APART[1], replace(TRAIN, workers=ranks)))
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        play(given)
+    finally:
+        sys.setprofile(None)
+    return calls / sum(1 for _ in run_nodes(spec))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_node_costs_as_much_in_a_long_run_and_among_many_shards(ranks: int) -> None:
+    """So a simulation, and the driver's part of a run, take time in proportion to steps and shards."""
+    few = calls_of_a_node(10, 4, ranks)
+    assert calls_of_a_node(40, 4, ranks) < 1.02 * few
+    assert calls_of_a_node(10, 32, ranks) < 1.05 * few
 
 
 # ---- records -----------------------------------------------------------------------------------------------------

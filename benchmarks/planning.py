@@ -242,8 +242,9 @@ def runs_here(options: argparse.Namespace) -> tuple[list[tuple[str, ...]], dict[
         pair for pair in itertools.combinations(variants, 2) if abs(math.log(_ratio(seconds, pair))) > math.log(1.05)
     ]
     right = [pair for pair in pairs if (_ratio(seconds, pair) > 1) == (_ratio(predicted, pair) > 1)]
-    figures["here/order"] = len(right) / len(pairs)
-    rows.append(("pairs in the right order", f"{len(pairs)}", f"{len(right)}", f"{figures['here/order']:.0%}", ""))
+    if pairs:
+        figures["here/order"] = len(right) / len(pairs)
+        rows.append(("pairs in the right order", f"{len(pairs)}", f"{len(right)}", f"{figures['here/order']:.0%}", ""))
     return rows, figures
 
 

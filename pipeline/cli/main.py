@@ -222,7 +222,15 @@ def _simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
-    _run(parser)
+    parser.add_argument(
+        "sources", nargs="*", metavar="CONFIG|key=value", help="as for `run`; with --from: changes of the run's config"
+    )
+    parser.add_argument(
+        "--from",
+        dest="from_run",
+        metavar="RUN",
+        help="plan with a run's config, lengths and measured speeds (on the hardware that it ran on)",
+    )
     parser.add_argument(
         "--devices",
         required=True,
@@ -233,9 +241,12 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     _prediction(parser)
     parser.add_argument(
         "--objective",
-        choices=("step_time", "samples_per_device_hour"),
+        choices=("step_time", "samples_per_device_hour", "time_to_samples"),
         default="step_time",
-        help="shortest step (default), or most samples per device and hour",
+        help="shortest step (default), most samples per device and hour, or shortest time to --samples",
+    )
+    parser.add_argument(
+        "--samples", type=int, metavar="N", help="samples that the run needs at a staleness of 0, for time_to_samples"
     )
     parser.add_argument(
         "--staleness-price",

@@ -10,10 +10,13 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
+from rich.console import Console
 from rich.table import Table
 
-from pipeline.cli.answers import DONE, config_of, file_to_write, output, print_line
+from pipeline.cli.answers import DONE, config_of, file_to_write, output, print_line, saved_config
+from pipeline.cli.calibrate import observed_run
 from pipeline.cli.simulate import calibration_of, lengths_of
 from pipeline.config.hardware import HardwareCluster, load_hardware
 from pipeline.config.loading import to_yaml
@@ -23,40 +26,85 @@ from pipeline.config.rules import validate
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.launch.target_cluster import check_target
-from pipeline.observe.text import plain
-from pipeline.plan.search import CRITIC, DEVICES, GENERATE, STEPS, TRAIN, Found, Objective, Plan, search, space_of
+from pipeline.observe.text import duration, plain
+from pipeline.plan.calibrate import calibrate
+from pipeline.plan.calibration import Calibration
+from pipeline.plan.lengths import EmpiricalLengths, Lengths
+from pipeline.plan.search import DEVICES, Found, Objective, Plan, search
+from pipeline.plan.space import CRITIC, GENERATE, STEPS, TRAIN, space_of
 
 _TEXT = re.compile(r"(\d+)x(?!\d+x)(\S+)")
 
 
 def command(options: argparse.Namespace) -> int:
-    config = config_of(options.sources, runs_here=False)
     if not 0 <= options.staleness_price < math.inf:
         raise ConfigError("--staleness-price", f"given {options.staleness_price:g}; must be 0 or more")
+    if (options.objective == "time_to_samples") != (options.samples is not None and options.samples > 0):
+        need = "a number above 0 with --objective time_to_samples, and none otherwise"
+        raise ConfigError("--samples", f"given {options.samples}; must be {need}")
     file = None if options.write is None else file_to_write("--write", options.write, ".yaml", replaces=True)
     hardware, cluster, devices = devices_of(options.devices, options.nodes_of)
-    calibration = calibration_of(options.calibration, hardware, cluster)
-    lengths = lengths_of(options.lengths, config, options.seed)
+    config, calibration, lengths = _given(options, hardware, cluster)
     on_gpus = cluster.gpus_per_node > 0
     run = planned_run(config, check_shapes(config, on_gpus=on_gpus), on_gpus=on_gpus)
     objective = Objective(options.objective == "samples_per_device_hour", options.staleness_price)
     space = space_of(run, cluster, calibration, lengths, devices)
-    found = search(space, objective, _refusals(cluster, options.devices))
+    with Console(stderr=True).status("") as status:
+        found = search(space, objective, _refusals(cluster, options.devices), watch=status.update)
     what = "GPUs" if on_gpus else "cores of one node"
     print_line(f"{devices} {what}: {cluster.hardware.description}; speeds: {calibration.description}")
-    if options.lengths is None:
+    if options.lengths is None and options.from_run is None:
         most = config.sampling.max_new_tokens
         print_line(f"every response is taken to be of {most} tokens (--lengths says otherwise)")
     output().print(_table(found, config))
     for number, plan in enumerate(found.plans, 1):
         print_line(f"{number}: {'; '.join(_placement(plan, on_gpus))}")
     print_line(f"s/step: wall time / steps of {STEPS} simulated steps, of which the first fill the pipeline")
+    if options.samples is not None:
+        steps = options.samples / config.rollout.rows
+        times = ", ".join(f"plan {n} {duration(steps * plan.value)}" for n, plan in enumerate(found.plans, 1))
+        print_line(f"time to {options.samples:,} samples, with the price of staleness: {times}")
     for line in _verdict(found, options.staleness_price):
         print_line(line)
     if file is not None:
-        file.write_text(to_yaml(found.plans[0].config), "utf8")
+        file.write_text(to_yaml(_with_predictions(found.plans[0])), "utf8")
         print_line(f"the first plan: {file}, for `stageline run` or `stageline submit`")
     return DONE
+
+
+def _given(
+    options: argparse.Namespace, hardware: str, cluster: HardwareCluster
+) -> tuple[RunConfig, Calibration, Lengths]:
+    """Return the config to plan, the speeds and the lengths of responses. With `--from` all three are those of the run,
+    except what other options give. Raises ConfigError."""
+    if options.from_run is None:
+        if not options.sources:
+            raise ConfigError("CONFIG", "none given; a plan needs a config file, or a run (--from RUN)")
+        config = config_of(options.sources, runs_here=False)
+        calibration = calibration_of(options.calibration, hardware, cluster)
+        return config, calibration, lengths_of(options.lengths, config, options.seed)
+    if files := [source for source in options.sources if "=" not in source]:
+        raise ConfigError("--from", f"given with {', '.join(files)}; the run's own config counts: give key=value only")
+    config = saved_config(options.from_run, options.sources)
+    if not any(source.startswith("name=") for source in options.sources):
+        config.name += "-planned"  # a new run cannot have the old one's directory
+    observed = observed_run(options.from_run, on_gpus=cluster.gpus > 0)
+    if options.calibration is None:
+        calibration = calibrate([observed], cluster, hardware)
+    else:
+        calibration = calibration_of(options.calibration, hardware, cluster)
+    if options.lengths is None and not observed.lengths:
+        raise ConfigError("--from", f"{options.from_run} has no rows any more: give their lengths (--lengths)")
+    if options.lengths is None:
+        return config, calibration, EmpiricalLengths(observed.lengths, options.seed)
+    return config, calibration, lengths_of(options.lengths, config, options.seed)
+
+
+def _with_predictions(plan: Plan) -> RunConfig:
+    """Return a plan's config with its predicted seconds, which the summary of its run compares."""
+    by_stage = {stage: seconds / STEPS for stage, seconds in plan.played.stage_s.items() if seconds}
+    predicted = {"step": plan.played.mean_s, **by_stage}
+    return replace(plan.config, predicted_s={name: float(f"{seconds:.4g}") for name, seconds in predicted.items()})
 
 
 def devices_of(text: str, nodes_of: int | None) -> tuple[str, HardwareCluster, int]:

@@ -72,10 +72,12 @@ def hardware_names() -> list[str]:
 def load_hardware(name: str, option: str = AS) -> HardwareConfig:
     """Return a kind of node by the name of a shipped file or by the path of a YAML file. Raises ConfigError if there is
     no such file or its settings are wrong. `option`: the option by which the name was given, as the key of the error
-    for an unknown name."""
+    if there is no such file."""
     file = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
     if not file.is_file() and name.endswith(".yaml"):
-        raise ConfigError(AS, f"given {name!r}; no such file (shipped kinds of nodes: {', '.join(hardware_names())})")
+        raise ConfigError(
+            option, f"given {name!r}; no such file (shipped kinds of nodes: {', '.join(hardware_names())})"
+        )
     if not file.is_file():
         known = hardware_names()
         alike = [one for one in known if one.casefold().startswith(name.casefold())]

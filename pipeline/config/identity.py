@@ -46,6 +46,7 @@ DECIDES_NOTHING = (
     "name",
     "runs_dir",
     "tracking.*",
+    "predicted_s*",
     "alarms.*",
     "cluster.*",
     "slurm.*",
@@ -66,8 +67,8 @@ DECIDES_NOTHING = (
     ),
     "evaluate.select.*",
 )
-"""Settings that do not change what is computed: names, directories, tracking, alarms, processes, timeouts, exports, the
-choice of the best version. (Judges' budgets belong here too; their keys depend on the parts.)"""
+"""Settings that do not change what is computed: names, directories, tracking, predictions, alarms, processes, timeouts,
+exports, the choice of the best version. (Judges' budgets belong here too; their keys depend on the parts.)"""
 MAY_CHANGE = {
     "model.path": "where the model is: its files must be the same",
     "model.reference_path": "likewise",

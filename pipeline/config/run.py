@@ -22,7 +22,7 @@ from pipeline.config.sections import (
     alarm_limit,
 )
 from pipeline.config.slurm import SlurmConfig
-from pipeline.graph.graph import Gang, GraphSpec
+from pipeline.graph.graph import STAGE_ROLES, Gang, GraphSpec
 from stages.engines.capabilities import Capabilities, Device, capabilities_of
 from stages.engines.config import EngineConfig
 from stages.models.config import ModelConfig, SamplingConfig
@@ -79,6 +79,15 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    predicted_s: dict[str, float] = setting(
+        {},
+        Constraint(
+            "seconds above 0 of stages of the graph, and of `step`",
+            lambda given: all(s > 0 and (name == "step" or name in STAGE_ROLES) for name, s in given.items()),
+        ),
+    )
+    """Predicted seconds of a step by stage, each summed over the stage's nodes, and seconds from step to step (`step`).
+    `stageline plan --write` sets them, and the summary compares them with the measured ones."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)

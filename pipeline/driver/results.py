@@ -256,7 +256,8 @@ def summarise_run(config: RunConfig, history: History) -> Summary:
     evaluations = history.evaluations()
     best = best_evaluation(evaluations, config.evaluate.select.max_kl)
     events = read_events(paths.events) if journal_exists(paths.events) else ()
-    return summarise(events, steps, evaluations, parents, software_versions(), best, ordered(config.gangs()))
+    together = ordered(config.gangs())
+    return summarise(events, steps, evaluations, parents, software_versions(), best, together, config.predicted_s)
 
 
 def draw(config: RunConfig, history: History) -> list[Path]:

@@ -22,6 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 
 from pipeline.observe.evaluations import EvaluatedVersion, Evaluation, in_numbers, paired
 from pipeline.observe.incidents import worker_losses
@@ -40,6 +41,8 @@ from pipeline.observe.timeline import (
     within,
 )
 from storage.address import Address
+
+_NONE: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,9 @@ class Summary:
     """Evaluations in order of version."""
     best: EvaluatedVersion | None = None
     """The version with the highest held-out reward within `evaluate.select.max_kl`."""
+    predictions: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Predicted and measured seconds of a step, by stage (summed over its nodes) and of the whole `step`. Empty without
+    `predicted_s` in the config."""
     hints: tuple[str, ...] = ()
     """Texts about why the run learned little: the last alarm of each rule that has advice, with this advice."""
 
@@ -147,12 +153,14 @@ def summarise(
     software: Mapping[str, str],
     best: Evaluation | None = None,
     together: Collection[str] = (),
+    predicted_s: Mapping[str, float] = _NONE,
 ) -> Summary:
     """Return the summary of a run.
 
     `parents` is the graph: the parents of each node. `evaluations` are ordered by version; the first and the last are
     compared, and `best` is one of them. `software` is the versions of the packages. `together` are the gangs whose
-    workers are lost and built together. A step given twice (after a resume) counts once, with its last numbers."""
+    workers are lost and built together. `predicted_s` is from the config. A step given twice (after a resume) counts
+    once, with its last numbers."""
     log = list(events)
     all_boxes = boxes(log)
     periods = driver_periods(log)
@@ -199,6 +207,7 @@ def summarise(
         trainer_lost_s=length(within(union(lost), periods)),
         evaluations=tuple(map(in_numbers, evaluations)),
         best=None if best is None else in_numbers(best),
+        predictions=_predictions(predicted_s, _stage_s(all_boxes) | {"step": wall_s}, len(by_step)),
         hints=_hints(log),
     )
 
@@ -223,6 +232,14 @@ def _stage_s(all_boxes: Sequence[Box]) -> dict[str, float]:
         if box.rank == 0:
             seconds[box.address.stage] += box.end_s - box.start_s  # type: ignore[assignment]
     return dict(sorted(seconds.items()))
+
+
+def _predictions(
+    predicted_s: Mapping[str, float], measured_s: Mapping[str, float], steps: int
+) -> dict[str, tuple[float, float]]:
+    """Return the predicted and the measured seconds of a step, for each stage that the run executed."""
+    common = [stage for stage in predicted_s if stage in measured_s and steps]
+    return {stage: (predicted_s[stage], measured_s[stage] / steps) for stage in common}
 
 
 def _overhead_s(
@@ -350,6 +367,9 @@ def summary_lines(summary: Summary) -> list[Headline]:
     stages = sorted(summary.stage_s.items(), key=lambda item: -item[1])
     seconds = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in stages)
     lines.append(Headline("stages", "seconds by stage", seconds))
+    if summary.predictions:
+        texts = (f"{stage} {three(was)} ({three(said)})" for stage, (said, was) in summary.predictions.items())
+        lines.append(Headline("predicted", "seconds of a step (predicted)", ", ".join(texts)))
     share = f"{summary.overhead_fraction:.1%}"
     lines.append(Headline("bookkeeping", "bookkeeping", share, "store, ledger and driver, of the time"))
     if summary.trainer_losses:

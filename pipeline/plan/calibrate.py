@@ -33,7 +33,8 @@ from pipeline.plan.observed import Observed, ObservedRun
 from pipeline.plan.training import Work
 
 FEWEST_STEPS = 4
-"""Fewest steps of a run to calibrate from: the first is left out, and three show the scatter."""
+"""Fewest steps of a run to calibrate from. The first node of each stage on a worker is left out, and three more steps
+show the scatter."""
 _ROUNDS = 4
 """Number of rounds. Each computes the engines' work with their last speed, and then fits the speed to this work."""
 _PULL = 0.1
@@ -96,7 +97,7 @@ def _check(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: str)
     """Raise ConfigError for the first run that cannot be used."""
     for one in runs:
         if one.steps < FEWEST_STEPS:
-            need = f"has {one.steps} finished steps; a calibration needs {FEWEST_STEPS} or more (the first is left out)"
+            need = f"has {one.steps} finished steps; a calibration needs {FEWEST_STEPS} or more"
             raise ConfigError(one.name, need)
         if bool(one.gpu) != (cluster.gpus > 0):
             ran, has = one.gpu or "CPUs", "GPUs" if cluster.gpus else "none"

@@ -9,6 +9,7 @@ import pytest
 from pipeline.cli.answers import BAD_INPUT, DONE
 from pipeline.cli.calibrate import observed_run
 from pipeline.cli.main import main
+from pipeline.config.loading import load_config
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.graph.graph import run_nodes
@@ -55,6 +56,18 @@ def test_the_command_writes_what_simulate_reads(config: RunConfig, tmp_path: Pat
     assert calibration.overhead_s + calibration.turnaround_s > 0, "the seconds from a parent's end to a node's start"
     assert all(getattr(calibration, kind).nodes > 0 for kind in KINDS)
     assert main([*words, str(file)]) == BAD_INPUT, "the file is there already"
+
+
+def test_a_plan_starts_from_a_run(config: RunConfig, tmp_path: Path) -> None:
+    """Its config, its lengths and its speeds; the written plan is a new run, with predictions."""
+    file = tmp_path / "plan.yaml"
+    given = ["--from", str(config.run_dir), "steps=7", "--devices", "2xcpu", "--write", str(file)]
+    assert main(["plan", *given]) == DONE
+    planned = load_config([file], [])
+    assert (planned.steps, planned.rollout.rows) == (7, config.rollout.rows)
+    assert planned.run_dir != config.run_dir
+    assert planned.predicted_s["step"] > 0
+    assert main(["plan", "--from", str(config.run_dir), "--devices", "8xH100-80"]) == BAD_INPUT, "it ran on CPUs"
 
 
 def test_a_run_on_cpus_calibrates_no_gpu(config: RunConfig) -> None:

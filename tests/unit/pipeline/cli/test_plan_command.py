@@ -18,6 +18,8 @@ def test_the_written_plan_is_a_config_that_is_accepted(tmp_path: Path, capsys: p
     assert main(["plan", *CONFIG, "--devices", "2xcpu", "--write", str(file)]) == 0
     assert "asynchrony loses" in capsys.readouterr().out
     config = load_config([str(file)], [])
+    assert config.predicted_s["step"] > 0
+    assert {"generate", "update_policy", "publish"} < config.predicted_s.keys()
     assert config.rollout.rows == 16
     assert {gang.name for gang in config.gangs()} == {"generate", "score", "train"}
     assert main(["check", str(file), f"runs_dir={tmp_path}"]) == 0
@@ -40,6 +42,20 @@ def test_the_example_of_a_node_with_an_engine_that_takes_no_turns_has_a_plan(tmp
     assert main(["check", str(file), "--as", "8xH100-80"]) == 0
 
 
+def test_the_time_to_a_number_of_samples_counts_the_price_of_staleness(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--devices", "2xcpu", "--objective", "time_to_samples", "--samples", "1600"]
+    assert main(["plan", *CONFIG, *given, "--staleness-price", "1000"]) == 0
+    out = capsys.readouterr().out
+    assert "time to 1,600 samples" in out
+    first = next(line for line in out.splitlines() if line.lstrip("│┃ ").startswith("1 "))
+    assert first.split("│")[3].strip() == "0", "staleness of the best plan"
+
+
+def test_a_plan_without_a_config_and_without_a_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--devices", "2xcpu"]) == 2
+    assert "--from" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [
@@ -51,6 +67,10 @@ def test_the_example_of_a_node_with_an_engine_that_takes_no_turns_has_a_plan(tmp
         (["--devices", "8xH100-80", "--nodes-of", "9"], "--nodes-of"),
         (["--devices", "1000xcpu", "--nodes-of", "100"], "cores"),
         (["--devices", "2xcpu", "--staleness-price", "-1"], "--staleness-price"),
+        (["--devices", "2xcpu", "--objective", "time_to_samples"], "--samples"),
+        (["--devices", "2xcpu", "--samples", "100"], "--samples"),
+        (["--devices", "2xnone.yaml"], "--devices"),
+        (["--devices", "2xcpu", "--from", "runs/one"], "--from"),
         (["--devices", "2xcpu", "--write", "plan.txt"], "--write"),
         (["--devices", "2xcpu", "--lengths", "fixed:9"], "sampling.max_new_tokens"),
     ],

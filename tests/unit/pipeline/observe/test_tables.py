@@ -56,7 +56,9 @@ def test_summary_in_words() -> None:
     assert rows["seconds by stage"] == "update_policy 7.0, generate 6.0"
     assert rows["overlap"] == "25% (of the time two gangs were busy; idle: gen 40%)"
     assert rows["bookkeeping"] == "3.1% (store, ledger and driver, of the time)"
-    assert not {"alarms", "trainer lost"} & rows.keys()
+    assert not {"alarms", "trainer lost", "seconds of a step (predicted)"} & rows.keys()
+    predicted = dataclasses.replace(SUMMARY, predictions={"step": (4.0, 5.0), "generate": (2.5, 3.0)})
+    assert lines(predicted)["seconds of a step (predicted)"] == "step 5.000 (4.000), generate 3.000 (2.500)"
     loss = TrainerLoss(12.0, "train", "its process ended", 3.0, 8.0)
     lost = lines(dataclasses.replace(SUMMARY, trainer_losses=(loss, loss), trainer_lost_s=8.0))
     assert lost["trainer lost"] == "2 times (8.0 s until it trained again)"

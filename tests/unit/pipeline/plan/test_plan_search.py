@@ -7,25 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-import pipeline.plan.search
+import pipeline.plan.options
+import pipeline.plan.space
 from pipeline.config.hardware import HardwareCluster, load_hardware
 from pipeline.config.loading import load_config
 from pipeline.config.memory import planned_run
 from pipeline.config.preflight import check_shapes
 from pipeline.errors import ConfigError
 from pipeline.plan.calibration import KINDS, StageSpeed, typical
-from pipeline.plan.lengths import FixedLengths
-from pipeline.plan.search import (
-    Objective,
-    SameLengths,
-    Space,
-    combinations,
-    device_counts,
-    forms,
-    played_plan,
-    search,
-    space_of,
-)
+from pipeline.plan.lengths import FixedLengths, SameLengths
+from pipeline.plan.search import Objective, combinations, played_plan, search
+from pipeline.plan.space import Space, device_counts, forms, space_of
 from stages.engines.config import EngineConfig
 from tests.support.paths import TINY, TINY_PROMPTS
 
@@ -62,7 +54,7 @@ def random_space(draw: random.Random, devices: int) -> Space:
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline.plan.search, "STEPS", 5)
+    monkeypatch.setattr(pipeline.plan.space, "STEPS", 5)
 
 
 @pytest.mark.usefixtures("few_steps")
@@ -71,7 +63,7 @@ def test_the_search_finds_what_playing_everything_finds(seed: int, monkeypatch: 
     given = random_space(random.Random(seed), devices=3 if seed % 4 == 0 else 2)
     objective = Objective(per_device=seed % 3 == 0, staleness_price=0.1 * (seed % 2))
     found = search(given, objective, lambda config: None, most=10**6)
-    monkeypatch.setattr(pipeline.plan.search, "pareto", list)  # nothing is pruned
+    monkeypatch.setattr(pipeline.plan.options, "pareto", list)  # nothing is pruned
     every = [played_plan(given, objective, one) for one in combinations(given)[0]]
     assert found.exact
     assert found.simulated <= len(every)
@@ -96,10 +88,29 @@ def test_more_devices_never_cost_a_plan_more(seed: int) -> None:
     assert values[0] >= values[1] >= values[2]
 
 
-def test_only_an_engine_that_can_free_its_devices_takes_turns() -> None:
+def test_only_an_engine_that_can_free_its_devices_shares_them() -> None:
     config = load_config([str(TINY)], [f"prompts.url={TINY_PROMPTS}"])
-    for engine, turns in ((EngineConfig(), True), (EngineConfig(kind="vllm"), False)):
-        assert any(form.in_turns for form in forms(replace(config, engine=engine))) is turns
+    for engine, shares in ((EngineConfig(), True), (EngineConfig(kind="vllm"), False)):
+        assert any(form.shares_devices for form in forms(replace(config, engine=engine))) is shares
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_a_search_reports_every_simulation() -> None:
+    texts: list[str] = []
+    found = search(random_space(random.Random(1), 2), Objective(), lambda config: None, watch=texts.append)
+    assert sum("simulating" in text for text in texts) == found.simulated
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_a_price_of_staleness_can_make_a_synchronous_plan_the_best() -> None:
+    """A version of staleness that costs ten times the samples outweighs any time that it hides."""
+    given = random_space(random.Random(3), 2)
+    dear = search(given, Objective(staleness_price=10.0), lambda config: None).plans
+    assert dear[0].config.staleness == 0
+    free = {(plan.form, plan.config.staleness): plan for plan in search(given, Objective(), lambda config: None).plans}
+    for plan in dear:
+        if plan.config.staleness:
+            assert plan.value > free[plan.form, plan.config.staleness].value
 
 
 def test_the_numbers_of_devices_of_few_are_among_those_of_more() -> None:
@@ -120,9 +131,9 @@ def test_a_bounded_search_says_so() -> None:
 @pytest.mark.usefixtures("few_steps")
 def test_refused_plans_are_left_out_with_their_reason() -> None:
     given = random_space(random.Random(2), 2)
-    found = search(given, Objective(), lambda config: "no turns" if config.placement.device_sharing else None)
+    found = search(given, Objective(), lambda config: "no sharing" if config.placement.device_sharing else None)
     assert {plan.form for plan in found.plans} == {"apart"}
-    assert found.refused["no turns"] > 0
+    assert found.refused["no sharing"] > 0
     with pytest.raises(ConfigError, match="never"):
         search(given, Objective(), lambda config: "never")
 

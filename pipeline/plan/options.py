@@ -1,0 +1,255 @@
+"""The settings of one gang that a search tries, each with the seconds of its nodes.
+
+    layouts, micro-batches, engines' ranks, rows, slots
+      ── what does not fit in memory is left out ── what is slower in every stage than another is left out
+          └ Option: settings, and the seconds of each node of a step
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipeline.config.memory import PlannedRun, engine_memory, row_cache_bytes, worker_memory
+from pipeline.config.placement import GangConfig
+from pipeline.config.run import RunConfig
+from pipeline.graph.graph import SHARDED, Node, step_nodes
+from pipeline.plan.cost import costs_of
+from pipeline.plan.decode import decode
+from pipeline.plan.space import GENERATE, SCORE, Form, Space, assembled, gang_settings, graph_of_steps
+from stages.models.config import LayoutConfig
+from stages.models.layouts import layout_problems
+from stages.models.protocol import MODEL_ROLES, Role
+
+_SAMPLED = 4
+"""Number of shards from which bounds are estimated if there are too many to compute all."""
+_FILLED = 0.95
+"""Largest share of a GPU's free memory that an engine's cache gets."""
+_RECOMPUTES = (
+    LayoutConfig(),
+    LayoutConfig(recompute="selective", recompute_modules=["mlp"]),
+    LayoutConfig(recompute="full"),
+)
+"""Ways to recompute activations, from the fastest to the one that saves the most memory."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """Settings of one gang, with the seconds of its nodes in a step."""
+
+    gang: str
+    devices: int
+    settings: GangConfig
+    changes: Mapping[str, Any]
+    """Settings outside of the placement: `policy` and `critic` (micro_batch_tokens), and the engine's."""
+    seconds: Mapping[str, tuple[float, ...]]
+    """Seconds of each node of a step, by stage."""
+    busy_s: float
+    """Lower bound of the seconds that a step keeps the gang busy."""
+
+
+class Options:
+    """Owns the options of gangs that were found so far, and the results of memory checks, which do not depend on the
+    number of shards."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._known: dict[tuple[frozenset[Role], int, int, bool], list[Option]] = {}
+        self._fitting: dict[tuple[object, ...], bool] = {}
+        self._weights: dict[int, float] = {}
+        """Bytes on a GPU of an engine without a cache, by its ranks."""
+
+    def trainer(self, form: Form, gang: str, shards: int, devices: int) -> list[Option]:
+        """Return the options of a gang of models on a number of devices that fit in memory. Options that `pareto` drops
+        are left out, but not for gangs that share devices: their hand-overs may be faster with less memory."""
+        key = form.gangs[gang], shards, devices, form.shares_devices
+        if key not in self._known:
+            found = [*self._trainers(form, gang, shards, devices)]
+            self._known[key] = found if form.shares_devices else pareto(found)
+        return self._known[key]
+
+    def engine(self, form: Form, shards: int, devices: int) -> list[Option]:
+        """Return the options of the generating pool on a number of devices, as `trainer` does."""
+        key = frozenset({Role.GENERATE}), shards, devices, form.shares_devices
+        if key not in self._known:
+            found = [*self._engines(form, shards, devices)]
+            self._known[key] = found if form.shares_devices else pareto(found)
+        return self._known[key]
+
+    def _trainers(self, form: Form, gang: str, shards: int, devices: int) -> Iterator[Option]:
+        space, roles = self._space, form.gangs[gang]
+        divisions: dict[tuple[int, int], list[GangConfig]] = {}
+        for settings in _layouts(space, roles, shards, devices):
+            divisions.setdefault((settings.layout.tensor, settings.layout.pipeline), []).append(settings)
+        for tokens, savings in itertools.product(_micro_batches(space), divisions.values()):
+            trained = sorted(roles & {Role.POLICY, Role.CRITIC})
+            changes = {str(role): tokens for role in trained} if tokens is not None else {}
+            for settings in savings:  # the first that fits recomputes the least
+                run = replace(space.run, config=assembled(space, form, {gang: (settings, changes)}, shards, 0))
+                layout = settings.layout
+                key = roles, devices, layout.tensor, layout.pipeline, layout.recompute, tokens
+                if key not in self._fitting:
+                    self._fitting[key] = _fits(space, run, gang)
+                if self._fitting[key]:
+                    yield _option(space, run, gang, devices, settings, changes)
+                    break
+
+    def _engines(self, form: Form, shards: int, devices: int) -> Iterator[Option]:
+        space, config = self._space, self._space.base
+        given, rows = gang_settings(space, frozenset({Role.GENERATE})), config.rollout.rows // shards
+        on_gpus, per_node = space.run.on_gpus, space.cluster.gpus_per_node
+        for ranks in (1, 2, 4, 8) if on_gpus else (1,):
+            if devices % ranks or (on_gpus and ranks > per_node):
+                continue
+            sizes = [(devices // ranks, given.threads)]
+            if not on_gpus:
+                sizes = [(n, devices // n) for n in range(1, devices + 1) if devices % n == 0]
+            for (workers, threads), slots in itertools.product(sizes, (1, 2, 4)):
+                if slots > max(1, math.ceil(shards / workers)):
+                    continue  # some slots would stay empty
+                settings = replace(given, workers=workers, threads=threads, concurrent_shards=slots)
+                for max_rows in sorted({min(config.engine.max_rows, rows * slots), rows * slots}):
+                    budget = self._cache_mb(form, settings, ranks, max_rows) if on_gpus else config.engine.kv_budget_mb
+                    if budget:
+                        changes = _engine_changes(ranks, max_rows, budget)
+                        chosen = {GENERATE: (settings, changes)}
+                        run = replace(space.run, config=assembled(space, form, chosen, shards, 0))
+                        yield _option(space, run, GENERATE, devices, settings, changes)
+
+    def _cache_mb(self, form: Form, settings: GangConfig, ranks: int, max_rows: int) -> int:
+        """Return the megabytes of keys and values that fit beside an engine's weights; 0 if not even one row fits. An
+        engine that does not reserve its cache gets at most what its rows can fill."""
+        space = self._space
+        chosen = {GENERATE: (settings, _engine_changes(ranks, max_rows, 1))}
+        config = assembled(space, form, chosen, space.shards[0], 0)
+        run = replace(space.run, config=config)
+        if ranks not in self._weights:
+            (gang,) = (gang for gang in config.gangs() if gang.name == GENERATE)
+            self._weights[ranks] = worker_memory(run, gang, 0).on_device / ranks
+        free = space.device_bytes - self._weights[ranks]
+        row = row_cache_bytes(config, run.spec)
+        wanted = max_rows * row if not engine_memory(run).reserves_cache else math.inf
+        room = _FILLED * free * ranks
+        return math.ceil(min(room, wanted)) // 2**20 + (wanted <= room) if room >= row else 0
+
+
+def _engine_changes(ranks: int, max_rows: int, kv_budget_mb: int) -> dict[str, Any]:
+    return {
+        "tensor_parallel": ranks,
+        "pipeline_parallel": 1,
+        "max_rows": max_rows,
+        "kv_budget_mb": kv_budget_mb,
+    }
+
+
+def _layouts(space: Space, roles: frozenset[Role], shards: int, devices: int) -> Iterator[GangConfig]:
+    """Yield the settings of a gang of models to try: each possible layout on GPUs, or one worker without GPUs."""
+    config = space.base
+    given = gang_settings(space, roles)
+    if not space.run.on_gpus:
+        yield replace(given, workers=1, threads=devices, layout=LayoutConfig(), concurrent_shards=1)
+        return
+    rows = (config.rollout.rows // shards, config.rollout.rows // config.ppo.minibatches)
+    per_node = space.cluster.gpus_per_node
+    for tensor, pipeline in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16)):
+        data, cut = divmod(devices, tensor * pipeline)
+        if cut or tensor > per_node or any(number % data for number in rows):
+            continue
+        for saving in _RECOMPUTES:
+            layout = replace(
+                saving,
+                tensor=tensor,
+                pipeline=pipeline,
+                sequence_parallel=tensor > 1,
+                distributed_optimizer=data > 1,
+                recompute_modules=list(saving.recompute_modules),
+            )
+            specs = {role: space.run.own_specs.get(role, space.run.spec) for role in roles & MODEL_ROLES}
+            if not any(any(layout_problems(config.model, role, spec, layout)) for role, spec in specs.items()):
+                yield replace(given, workers=devices, layout=layout, concurrent_shards=1)
+
+
+def _micro_batches(space: Space) -> list[int | None]:
+    """Return the sizes of micro-batches to try, in tokens; None: the config's own size."""
+    model = space.base.model
+    if model.policy.micro_batch_rows or model.critic.micro_batch_rows or not space.run.on_gpus:
+        return [None]
+    given = model.policy.micro_batch_tokens
+    return [max(1, given // 2), given, 2 * given]
+
+
+def _fits(space: Space, run: PlannedRun, name: str) -> bool:
+    """Return True if the ranks of a gang fit in their GPUs when they run alone. Always True without GPUs, where only
+    whole configs are checked."""
+    if not run.on_gpus:
+        return True
+    (gang,) = (gang for gang in run.config.gangs() if gang.name == name)
+    per_stage = gang.workers // run.config.placement.gangs[name].layout.pipeline
+    ranks = sorted({0, per_stage, gang.workers - 1} & {*range(gang.workers)})
+    return all(worker_memory(run, gang, rank).on_device <= space.device_bytes for rank in ranks)
+
+
+def _option(
+    space: Space, run: PlannedRun, name: str, devices: int, settings: GangConfig, changes: Mapping[str, Any]
+) -> Option:
+    costs = costs_of(run, space.cluster, space.calibration)
+    config = run.config
+    (gang,) = (gang for gang in config.gangs() if gang.name == name)
+    sampled = _SAMPLED if space.sampled(config.rollout.shards) else config.rollout.shards
+    seconds: dict[str, list[float]] = {}
+    together = list[int]()
+    overheads = busy = 0.0
+    for node in step_nodes(graph_of_steps(config), 1):
+        if node.role not in gang.roles or node.address.shard >= sampled:
+            continue
+        stands_for = config.rollout.shards / sampled if node.stage in SHARDED else 1.0
+        lengths = _lengths_of(space, config, node)
+        alone = costs.seconds(node, lengths)
+        seconds.setdefault(node.stage, []).append(alone)
+        if node.stage == "generate" and gang.concurrent_shards > 1:
+            together += lengths
+            continue
+        busy += stands_for * alone / (1 if gang.ordered else gang.workers)
+        overheads += stands_for * costs.overhead(node) if gang.ordered and gang.workers > 1 else 0.0
+    if together:  # the bound assumes that one queue has all rows at once, and that no shard waits for its store
+        stands_for, of_rows = config.rollout.shards / sampled, decode(costs.engine, costs.prompt_tokens, together)
+        busy += stands_for * costs.decoding_s(of_rows) / gang.workers
+    by_stage = {stage: tuple(values) for stage, values in seconds.items()}
+    return Option(name, devices, settings, changes, by_stage, busy + overheads)
+
+
+def _lengths_of(space: Space, config: RunConfig, node: Node) -> Sequence[int]:
+    if node.stage in ("advantage", "update_policy", "update_critic"):
+        return space.lengths.tokens
+    if node.stage == "publish":
+        return ()
+    return space.lengths.rows(0, node.address.shard, config.rows_per_shard)
+
+
+def pareto(options: Sequence[Option]) -> list[Option]:
+    """Return the options without those that are at least as slow as another one in every stage and in the work of a
+    step. Only options with as many workers and slots are compared. Engines with several slots must also have the same
+    `max_rows`, because with a smaller batch the first of several shards may end earlier."""
+
+    def numbers(option: Option) -> list[float]:
+        return [option.busy_s, *itertools.chain.from_iterable(option.seconds[s] for s in sorted(option.seconds))]
+
+    found: dict[tuple[int, int, int | None], list[tuple[list[float], Option]]] = {}
+    for option in sorted(options, key=numbers):
+        slots = option.settings.concurrent_shards
+        alike = option.settings.workers, slots, option.changes.get("max_rows") if slots > 1 else None
+        own = numbers(option)
+        if not any(all(a <= b for a, b in zip(other, own, strict=True)) for other, _ in found.get(alike, ())):
+            found.setdefault(alike, []).append((own, option))
+    return [option for of_kind in found.values() for _, option in of_kind]
+
+
+def scoring_option(space: Space, form: Form, shards: int) -> Option:
+    """Return the only option of the scoring gang, which uses none of the devices."""
+    config = assembled(space, form, {}, shards, 0)
+    return _option(space, replace(space.run, config=config), SCORE, 0, config.placement.gangs[SCORE], {})

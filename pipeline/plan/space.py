@@ -1,0 +1,203 @@
+"""The space of plans: divisions of the roles into gangs, numbers of devices, and configs made of their settings.
+
+    forms       gangs of roles: engine | trainer;  engine | policy + reference | critic;  engine and trainer on the same
+                devices
+    counts_of   numbers of devices that a gang may have
+    assembled   the config with settings of each gang
+
+`options` has the settings of one gang, and `search` finds the best combination. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipeline.config.hardware import GIB, HardwareCluster
+from pipeline.config.memory import PlannedRun
+from pipeline.config.placement import GangConfig, PlacementConfig
+from pipeline.config.run import RunConfig
+from pipeline.config.slurm import SlurmGangConfig
+from pipeline.graph.graph import GraphSpec
+from pipeline.plan.calibration import Calibration
+from pipeline.plan.lengths import Lengths, SameLengths
+from stages.models.protocol import Role
+
+GENERATE, TRAIN, CRITIC, SCORE = "generate", "train", "critic", "score"
+"""Names of the gangs of a plan."""
+STEPS = 12
+"""Steps that are simulated."""
+_EXACT_SHARDS = 16
+"""Largest number of shards for which lower bounds are computed from every shard."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A division of the roles into gangs."""
+
+    name: str
+    gangs: Mapping[str, frozenset[Role]]
+    """Gangs that hold models, by name."""
+    shares_devices: bool = False
+    """True if these gangs and the engine use the same devices, one after the other."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """The input of a search."""
+
+    run: PlannedRun
+    cluster: HardwareCluster
+    calibration: Calibration
+    lengths: SameLengths
+    devices: int
+    """GPUs, or cores of a host without GPUs."""
+    staleness: Sequence[int]
+    """Staleness bounds to try."""
+    shards: Sequence[int]
+    """Numbers of shards to try."""
+
+    @property
+    def base(self) -> RunConfig:
+        return self.run.config
+
+    def sampled(self, shards: int) -> bool:
+        """Return True if only some shards' seconds are computed for the bounds, which are then estimates."""
+        return shards > _EXACT_SHARDS
+
+    @property
+    def device_bytes(self) -> float:
+        given = self.base.cluster.device_memory_gb
+        return min(self.cluster.device_bytes, math.inf if given is None else given * GIB)
+
+
+def space_of(
+    run: PlannedRun, cluster: HardwareCluster, calibration: Calibration, lengths: Lengths, devices: int
+) -> Space:
+    """Return the space around a config: its staleness bound and 0, 1 and 2; its number of shards, half and twice that
+    number. Numbers that would divide a prompt's responses between shards are left out."""
+    config = run.config
+    rows = config.rollout.rows
+    shards = {config.rollout.shards * 2**power // 2 for power in range(3)}
+    counts = sorted(n for n in shards if n and rows % n == 0 and _whole_groups(config, rows // n))
+    tokens = lengths.rows(0, 0, rows)
+    staleness = sorted({0, 1, 2, config.staleness})
+    return Space(run, cluster, calibration, SameLengths(tokens), devices, staleness, counts)
+
+
+def _whole_groups(config: RunConfig, rows: int) -> bool:
+    return rows % config.rollout.responses_per_prompt == 0
+
+
+def forms(config: RunConfig) -> list[Form]:
+    """Return the ways to divide a config's roles into gangs. Only an engine that can free its
+    devices shares them."""
+    models = frozenset({Role.POLICY, Role.REFERENCE}) | ({Role.CRITIC} if config.has_critic else frozenset())
+    found = [Form("apart", {TRAIN: models})]
+    if config.capabilities().sleeps != "nothing":
+        found.append(Form("shared devices", {TRAIN: models}, shares_devices=True))
+    if config.has_critic:
+        divided = {TRAIN: models - {Role.CRITIC}, CRITIC: frozenset({Role.CRITIC})}
+        found.append(Form("critic apart", divided))
+    return found
+
+
+def device_counts(devices: int, per_node: int) -> list[int]:
+    """Return the numbers of devices that a gang may have. On one node any number is possible. On several nodes a gang
+    has 1, 2, 3, 4, 6, 8, 12, ... whole nodes: a power of two, or three times one."""
+    if devices <= per_node:
+        return [*range(1, devices + 1)]
+    nodes = devices // per_node
+    whole = {scale * 2**power for scale in (1, 3) for power in range(nodes.bit_length())}
+    return sorted(count * per_node for count in whole if count <= nodes)
+
+
+def counts_of(space: Space) -> list[int]:
+    return device_counts(space.devices, max(1, space.cluster.gpus_per_node or space.cluster.cores))
+
+
+# ---- whole configs ---------------------------------------------------------------------------------------------------
+
+
+def assembled(
+    space: Space,
+    form: Form,
+    chosen: Mapping[str, tuple[GangConfig, Mapping[str, Any]]],
+    shards: int,
+    staleness: int,
+) -> RunConfig:
+    """Return the config with these settings of gangs. A gang that is not chosen has one worker."""
+    base = space.base
+    gangs = {SCORE: _scorers(space, chosen), GENERATE: gang_settings(space, frozenset({Role.GENERATE}))}
+    gangs |= {name: gang_settings(space, roles) for name, roles in form.gangs.items()}
+    gangs |= {name: settings for name, (settings, _) in chosen.items()}
+    roles = {str(Role.GENERATE): GENERATE, str(Role.SCORE): SCORE}
+    roles |= {str(role): name for name, of_gang in form.gangs.items() for role in sorted(of_gang)}
+    placement = PlacementConfig(
+        gangs=gangs,
+        roles=roles,
+        oversubscribe=base.placement.oversubscribe,
+        device_sharing=[[GENERATE, *form.gangs]] if form.shares_devices else [],
+    )
+    changes: dict[str, Any] = {key: value for _, of_gang in chosen.values() for key, value in of_gang.items()}
+    tokens = {role: changes.pop(role) for role in ("policy", "critic") if role in changes}
+    model = replace(
+        base.model,
+        **{role: replace(getattr(base.model, role), micro_batch_tokens=count) for role, count in tokens.items()},
+    )
+    config = replace(
+        base,
+        staleness=staleness,
+        model=model,
+        engine=replace(base.engine, **changes),
+        rollout=replace(base.rollout, shards=shards, versions=base.rollout.versions if staleness else "exact"),
+        placement=placement,
+    )
+    return _on_nodes(space, config, form)
+
+
+def _scorers(space: Space, chosen: Mapping[str, tuple[GangConfig, Mapping[str, Any]]]) -> GangConfig:
+    """Return the settings of the scoring gang: the config's own, or defaults if that gang has roles besides scores and
+    advantages. On several nodes a worker runs beside each engine node."""
+    placement = space.base.placement
+    roles = {role for role, gang in placement.roles.items() if gang == placement.roles[Role.SCORE]}
+    given = placement.gangs[placement.roles[Role.SCORE]] if roles <= {Role.SCORE, Role.ADVANTAGE} else GangConfig()
+    workers = given.workers
+    if space.cluster.nodes > 1 and GENERATE in chosen:
+        engine, changes = chosen[GENERATE]
+        workers = max(1, engine.workers * changes["tensor_parallel"] // space.cluster.gpus_per_node)
+    return GangConfig(workers=workers, threads=given.threads, concurrent_shards=given.concurrent_shards)
+
+
+def _on_nodes(space: Space, config: RunConfig, form: Form) -> RunConfig:
+    """Return the config with the number of nodes of each gang. On one node the driver starts the workers."""
+    if space.cluster.nodes == 1:
+        return replace(config, cluster=replace(config.cluster, kind="local"), slurm=replace(config.slurm, gangs={}))
+    per_node = space.cluster.gpus_per_node
+    gangs = {gang.name: gang for gang in config.gangs()}
+    nodes = {name: max(1, gang.workers * gang.gpus // per_node) for name, gang in gangs.items() if name != SCORE}
+    host = max(nodes, key=lambda name: nodes[name]) if form.shares_devices else None
+    of_gangs = {
+        name: SlurmGangConfig(nodes=count) if host in (None, name) else SlurmGangConfig(beside=host)
+        for name, count in nodes.items()
+    }
+    of_gangs[SCORE] = SlurmGangConfig(beside=GENERATE if host is None else host)
+    return replace(
+        config, cluster=replace(config.cluster, kind="attached"), slurm=replace(config.slurm, gangs=of_gangs)
+    )
+
+
+def graph_of_steps(config: RunConfig) -> GraphSpec:
+    return replace(config.graph(), steps=STEPS, eval_every=0)
+
+
+def gang_settings(space: Space, roles: frozenset[Role]) -> GangConfig:
+    """Return the threads of the config's own gang with the first of these roles, and its offload for a gang of policy
+    and critic. Its other settings may not suit another gang, so they are defaults."""
+    placement = space.base.placement
+    first = next(role for role in (Role.GENERATE, Role.POLICY, Role.CRITIC) if role in roles)
+    given = placement.gangs[placement.roles[first]]
+    offload = given.offload if {Role.POLICY, Role.CRITIC} <= roles else "none"
+    return GangConfig(threads=given.threads, offload=offload, weights_dir=None)

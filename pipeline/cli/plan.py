@@ -19,7 +19,7 @@ from pipeline.cli.answers import DONE, config_of, file_to_write, output, print_l
 from pipeline.cli.calibrate import observed_run
 from pipeline.cli.simulate import calibration_of, lengths_of
 from pipeline.config.hardware import HardwareCluster, load_hardware
-from pipeline.config.loading import to_yaml
+from pipeline.config.loading import load_yaml, to_yaml
 from pipeline.config.memory import planned_run
 from pipeline.config.preflight import check_shapes
 from pipeline.config.rules import validate
@@ -85,9 +85,9 @@ def _given(
         return config, calibration, lengths_of(options.lengths, config, options.seed)
     if files := [source for source in options.sources if "=" not in source]:
         raise ConfigError("--from", f"given with {', '.join(files)}; the run's own config counts: give key=value only")
-    config = saved_config(options.from_run, options.sources)
-    if not any(source.startswith("name=") for source in options.sources):
-        config.name += "-planned"  # a new run cannot have the old one's directory
+    saved = saved_config(options.from_run)
+    # a new run cannot have the old one's directory
+    config = load_yaml(to_yaml(saved), [f"name={saved.name}-planned", *options.sources])
     observed = observed_run(options.from_run, on_gpus=cluster.gpus > 0)
     if options.calibration is None:
         calibration = calibrate([observed], cluster, hardware)

@@ -56,6 +56,8 @@ class Measurement:
     calls: float
     store_s: float = 0.0
     """Part of `seconds` that was spent on store and ledger; 0: not measured."""
+    beside: bool = False
+    """True for a shard whose worker ran other nodes at the same time."""
 
 
 def calibrate(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: str) -> Calibration:
@@ -77,6 +79,8 @@ def calibrate(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: s
         else:
             speeds[kind], distinct = usual_speed, False
         extrapolated += [] if distinct else [kind]
+    if shards := [sample for sample in samples if sample.kind == "generate"]:
+        speeds["beside_s"] = _stores(shards)[1]
     if waits := [wait for one in runs for wait in one.waits]:
         speeds["overhead_s"] = usual_mean(waits)
     if gaps := [gap for one in runs for gap in one.turnarounds]:
@@ -122,7 +126,8 @@ def samples_of(runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Cal
             links = sum(work.links.values()) / usual.link_efficiency
             if node.seconds > links:
                 kind, seconds = STAGE_KIND[node.node.stage], node.seconds - links
-                found.append(Measurement(kind, seconds, work.roofline, work.calls, min(node.store_s, seconds)))
+                stored = min(node.store_s, seconds)
+                found.append(Measurement(kind, seconds, work.roofline, work.calls, stored, _is_beside(node)))
         refit = costs.refit_work()
         found += [Measurement("refit", seconds, refit.roofline, refit.calls) for seconds in one.refits]
     return found
@@ -140,16 +145,19 @@ def works_of(one: ObservedRun, costs: Costs) -> Iterator[tuple[Observed, Work]]:
         else:
             yield node, costs.work(node.node, node.lengths)
     for nodes in by_engine.values():
-        for place, decoded in _replayed(nodes, costs.engine_queue(), costs.after_rows_s()):
+        after_s = [node.store_s or costs.after_rows_s(beside=node.beside) for node in nodes]
+        for place, decoded in _replayed(nodes, costs.engine_queue(), after_s):
             yield nodes[place], decoding_work(decoded)
 
 
-def _replayed(nodes: Sequence[Observed], queue: RowQueue[int], after_rows_s: float) -> Iterator[tuple[int, Decoded]]:
+def _replayed(
+    nodes: Sequence[Observed], queue: RowQueue[int], after_s: Sequence[float]
+) -> Iterator[tuple[int, Decoded]]:
     """Yield (index in `nodes`, the engine's work while the shard ran) for each shard of one engine. A shard joins the
-    queue at its measured start. If it ended earlier than the queue predicts, it leaves the queue at its measured
-    end."""
+    queue at its measured start. If its rows ended earlier than the queue predicts, it leaves the queue at that time:
+    `after_s`, the seconds of its store, before its measured end."""
     places = sorted(range(len(nodes)), key=lambda place: nodes[place].start_s)
-    ends = [node.start_s + node.seconds - after_rows_s for node in nodes]
+    ends = [node.start_s + node.seconds - after for node, after in zip(nodes, after_s, strict=True)]
     joining, in_queue = deque(places), set[int]()
     while joining or in_queue:
         joins = nodes[joining[0]].start_s if joining else math.inf
@@ -190,8 +198,9 @@ def fit(samples: Sequence[Measurement], usual: StageSpeed) -> tuple[StageSpeed, 
         outlying = np.sqrt(np.minimum(1.0, _OUTLIER / np.maximum(errors, 1e-12)))
     fitted = start.copy()
     fitted[used] *= found
-    fitted[2] += usual_mean(stored)
-    ratios = seconds / (columns @ fitted)
+    store_s, beside_s = _stores(samples)
+    fitted[2] += store_s
+    ratios = seconds / (columns @ fitted + beside_s * np.array([sample.beside for sample in samples]))
     speed = StageSpeed(
         efficiency=min(1.0, float(1 / fitted[0])),
         call_s=float(fitted[1]),
@@ -200,6 +209,15 @@ def fit(samples: Sequence[Measurement], usual: StageSpeed) -> tuple[StageSpeed, 
         nodes=len(samples),
     )
     return speed, _distinct(scaled)
+
+
+def _stores(samples: Sequence[Measurement]) -> tuple[float, float]:
+    """Return the seconds of a node's store, and the additional seconds beside other nodes of its worker. The second
+    number is 0 without measurements of both kinds."""
+    beside, alone = ([one.store_s for one in samples if one.beside is kind] for kind in (True, False))
+    if beside and alone and usual_mean(beside) > usual_mean(alone):
+        return usual_mean(alone), usual_mean(beside) - usual_mean(alone)
+    return usual_mean(beside + alone), 0.0
 
 
 def usual_mean(seconds: Sequence[float] | np.ndarray) -> float:
@@ -231,6 +249,11 @@ def _not_negative(rows: np.ndarray, target: np.ndarray) -> np.ndarray:
     return best
 
 
+def _is_beside(node: Observed) -> bool:
+    """Return True for a shard whose worker ran other nodes at the same time."""
+    return node.beside and STAGE_KIND[node.node.stage] == "generate"
+
+
 def compared(
     runs: Sequence[ObservedRun], cluster: HardwareCluster, calibration: Calibration
 ) -> Iterator[tuple[str, float, float, int]]:
@@ -240,6 +263,6 @@ def compared(
         costs = costs_of(one.run, cluster, calibration, one.prompt_tokens)
         for node, work in works_of(one, costs):
             measured, predicted, number = sums.get(node.node.stage, (0.0, 0.0, 0))
-            seconds = costs.timed(work, node.node.stage)
+            seconds = costs.timed(work, node.node.stage) + calibration.beside_s * _is_beside(node)
             sums[node.node.stage] = (measured + node.seconds, predicted + seconds, number + 1)
     yield from ((stage, *found) for stage, found in sums.items())

@@ -69,6 +69,9 @@ class Calibration:
     """Seconds from the commit of a node's last parent to its start on an idle worker: scheduling and tracking."""
     turnaround_s: float = setting(0.0, at_least(0))
     """Seconds from a node's commit until its worker starts the next. They count as a part of the node."""
+    beside_s: float = setting(0.0, at_least(0))
+    """Additional seconds of a shard's store and commit if its worker has other shards at the same time. They compete
+    with the engine for Python's interpreter."""
     tokens_per_pass: float = setting(1.0, at_least(1))
     """Tokens that a row gains in a decoding pass: above 1 with speculation."""
     prompt_tokens: float | None = setting(None, above(0))
@@ -152,6 +155,7 @@ def scaled(calibration: Calibration, predicted_s: float, step_s: float, descript
         link_efficiency=calibration.link_efficiency / factor,
         overhead_s=calibration.overhead_s * factor,
         turnaround_s=calibration.turnaround_s * factor,
+        beside_s=calibration.beside_s * factor,
         extrapolated=list(KINDS),
         **speeds,
     )

@@ -86,9 +86,11 @@ class Costs:
         """Return the seconds of decoding on one replica, without a node's fixed costs."""
         return math.fsum(self._timed(decoding_work(decoded), replace(self.calibration.generate, node_s=0.0)).values())
 
-    def after_rows_s(self) -> float:
-        """Return the seconds of a shard besides those of its rows: store, commit and turnaround."""
-        return self.calibration.generate.node_s + self.calibration.turnaround_s
+    def after_rows_s(self, *, beside: bool) -> float:
+        """Return the seconds of a shard besides those of its rows: store, commit and turnaround. `beside`: True if its
+        worker has other shards at the same time."""
+        alone = self.calibration.generate.node_s + self.calibration.turnaround_s
+        return alone + self.calibration.beside_s * beside
 
     def refit_s(self) -> float:
         """Return the seconds in which a replica loads new weights, before its first shard of another version."""
@@ -237,7 +239,9 @@ def _gang_speed(run: PlannedRun, cluster: HardwareCluster, gang: Gang) -> GangSp
         run.own_specs,
         portable,
     )
-    return gang_speed(models, cluster, *rank_peaks(run, cluster, config.model.dtype, settings.threads))
+    flops, bytes_per_s = rank_peaks(run, cluster, config.model.dtype, settings.threads)
+    small_flops = math.inf if run.on_gpus else rank_peaks(run, cluster, "float32", 1)[0]
+    return gang_speed(models, cluster, flops, small_flops, bytes_per_s)
 
 
 def _engine_speed(run: PlannedRun, cluster: HardwareCluster, calibration: Calibration) -> DecodeSpeed:

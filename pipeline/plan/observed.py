@@ -42,6 +42,8 @@ class Observed:
     """Time at which the node began, after its engine had loaded new weights."""
     store_s: float = 0.0
     """Part of `seconds` on store and ledger; 0: not measured."""
+    beside: bool = False
+    """True if its worker ran other nodes at the same time."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def observe(
     last = {box.address: box for box in found}  # of several attempts the last one was committed
     nodes = {node.address: node for node in run_nodes(history.spec)}
     lengths, prompts = _rows(history, [node for node in nodes.values() if node.address in last])
-    kept = _warm(found, last, nodes)
+    kept, crowded = _warm(found, last, nodes), _beside(found)
     refits = {commit.address: commit.metrics.get("engine/refit_s", 0.0) for commit in _engine_commits(history)}
     observed = [
         Observed(
@@ -94,6 +96,7 @@ def observe(
             box.worker,
             box.start_s + refits.get(box.address, 0.0),
             box.store_s,
+            box.address in crowded,
         )
         for box in kept
     ]
@@ -122,6 +125,19 @@ def _warm(found: Sequence[Box], last: Mapping[Address, Box], nodes: Mapping[Addr
             kept.append(box)
         seen.add(key)
     return kept
+
+
+def _beside(found: Sequence[Box]) -> set[Address]:
+    """Return the nodes at whose time their worker ran others, too. `found` is sorted by start."""
+    crowded: set[Address] = set()
+    latest: dict[str, Box] = {}
+    for box in found:
+        before = latest.get(box.worker)
+        if before is not None and box.start_s < before.end_s:
+            crowded |= {before.address, box.address}
+        if before is None or box.end_s > before.end_s:
+            latest[box.worker] = box
+    return crowded
 
 
 def _rows(history: History, nodes: Iterable[Node]) -> tuple[dict[Address, list[int]], float]:

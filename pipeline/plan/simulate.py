@@ -74,8 +74,9 @@ class NodeCosts(Protocol):
         takes `seconds`."""
         ...
 
-    def after_rows_s(self) -> float:
-        """Return the seconds of a shard after its last row has ended in the queue."""
+    def after_rows_s(self, *, beside: bool) -> float:
+        """Return the seconds of a shard after its last row has ended in the queue. `beside`: True if its worker has
+        other shards at the same time."""
         ...
 
     def overhead(self, node: Node) -> float:
@@ -176,6 +177,8 @@ class Execution:
     finished_s: float = math.nan
     is_lost: bool = False
     """True if it was lost with its worker, which cancels its events."""
+    beside: bool = False
+    """True if its worker ran other nodes at the same time."""
     followers: list[Execution] = field(default_factory=list)
     """Attempts that were submitted before it ended, and wait for its end."""
 
@@ -437,6 +440,9 @@ class _Simulation:
             worker.version = node.version
         if not worker.running:
             worker.busy_since = self._now
+        elif worker.engine is not None:
+            for other in (one, *worker.running):
+                other.beside = True
         worker.running.append(one)
         if worker.engine is None or not one.lengths or node.stage not in _GENERATION:
             seconds = self._costs.seconds(node, one.lengths) * self._straggling(node.address)
@@ -499,7 +505,7 @@ class _Simulation:
         assert worker.engine is not None
         for one, _ in worker.engine.finish():
             assert isinstance(one, Execution)
-            seconds = self._now - one.started_s + self._costs.after_rows_s()
+            seconds = self._now - one.started_s + self._costs.after_rows_s(beside=one.beside)
             self._push(one.started_s + seconds * self._straggling(one.submit.node.address), _Kind.END, one)
         self._predict_rows(worker)
 

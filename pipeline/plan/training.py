@@ -16,6 +16,11 @@ micro-batches. With F operations of all rows:
     data parallel     gradients in float32 are all-reduced once for each optimizer step; with ZeRO-1 they are
                       reduce-scattered, and the weights are gathered
     optimizer         bytes of gradients, masters and moments, each read and written once
+    calls             micro-batches and optimizer steps, each with a fixed cost. The frozen blocks are called once for
+                      each width of a micro-batch's rows, which are taken to lie evenly between a length and its double
+
+On a CPU, a micro-batch whose hidden states have fewer than n `_GRAIN` numbers has at most n times the float32 rate of a
+thread: torch gives such operations no more threads, and 16-bit products of this size are not faster.
 
 `check --trace` lists the collectives of a layout; the counts were compared with it for sequence parallelism with `mlp`
 recomputed. Tensor-parallel collectives count in full, although Megatron runs some of the backward pass's at the same
@@ -36,7 +41,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.config.hardware import HardwareCluster
 from pipeline.plan.links import all_reduce_s, gather_s, link_of, send_s
@@ -48,6 +53,10 @@ from stages.models.protocol import Role
 
 ARITHMETIC, WEIGHTS, BUBBLE = "arithmetic", "weights read", "pipeline bubble"
 OPTIMIZER, TENSOR, PIPELINE, DATA = "optimizer", "tensor-parallel", "pipeline sends", "data-parallel"
+_GRAIN = 32_768
+"""Fewest numbers for which torch adds a thread to an operation on a CPU (ATen/TensorIterator.h: GRAIN_SIZE)."""
+_WIDTHS = 8
+"""Padded widths between a length and its double, with which rows go through the frozen blocks (`Trunk`)."""
 _BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
 """Parameters of a bucket of gradients: at least the first number, and at least the second for each data-parallel rank
 (megatron-core, distributed/distributed_data_parallel.py)."""
@@ -120,6 +129,8 @@ class GangSpeed:
     cluster: HardwareCluster
     flops: float
     """Peak rate of one rank, in FLOP/s."""
+    small_flops: float
+    """Peak rate of a CPU's thread in float32, which operations on few numbers have; infinite on GPUs."""
     bytes_per_s: float
     """Peak memory bandwidth of one rank."""
     numbers: Mapping[Role, int]
@@ -128,12 +139,14 @@ class GangSpeed:
     """Trained parameters of each role's model on the rank that has the most of them."""
 
 
-def gang_speed(models: GangModels, cluster: HardwareCluster, flops: float, bytes_per_s: float) -> GangSpeed:
-    """Return the speed of a gang with these models. `flops`, `bytes_per_s`: peaks of one rank."""
+def gang_speed(
+    models: GangModels, cluster: HardwareCluster, flops: float, small_flops: float, bytes_per_s: float
+) -> GangSpeed:
+    """Return the speed of a gang with these models. `flops`, `small_flops`, `bytes_per_s`: peaks of one rank."""
     stages = range(models.layout.pipeline)
     numbers = {role: max(role_parameters(models, role, s).of_dtype for s in stages) for role in models.roles}
     trained = {role: max(trained_parameters(models, role, s).of_dtype for s in stages) for role in models.trained}
-    return GangSpeed(models, cluster, flops, bytes_per_s, numbers, trained)
+    return GangSpeed(models, cluster, flops, small_flops, bytes_per_s, numbers, trained)
 
 
 @dataclass(frozen=True)
@@ -150,7 +163,7 @@ class _Pass:
     sends: int = 1
     """Sends of hidden states to the next stage, or of their gradients."""
     depth: float = 1.0
-    """Share of the model's blocks that are computed. A call takes the same share of its fixed cost."""
+    """Blocks that are computed, as a share of the model's. A call takes the same share of its fixed cost."""
 
     def plus(self, other: _Pass) -> _Pass:
         """Return both passes as one."""
@@ -166,7 +179,12 @@ class _Pass:
 def forward_work(gang: GangSpeed, role: Role, optimizer: OptimizerConfig, rows: Rows, *, trunk: bool) -> Work:
     """Return the work of a forward pass of a role's model over rows. `trunk`: the frozen blocks are computed, too;
     otherwise their outputs are kept from an earlier pass."""
-    return _sweep(gang, role, optimizer, rows, _forward_pass(gang, role, rows, trunk=trunk))
+    found = _forward_pass(gang, role, rows, trunk=trunk)
+    if trunk and rows.count:  # a call of the frozen blocks for each width of a micro-batch's rows
+        mine, above = rows.share(gang.models.data_ranks), _depth(gang, role, trunk=False)
+        widths = _num_widths(mine.count / micro_batches(mine, optimizer))
+        found = replace(found, depth=above + widths * (1 - above))
+    return _sweep(gang, role, optimizer, rows, found)
 
 
 def update_work(
@@ -199,6 +217,12 @@ def _depth(gang: GangSpeed, role: Role, *, trunk: bool) -> float:
     """Return the share of a model's blocks that a pass computes: all, or those above the frozen ones."""
     own = gang.models.num_blocks(role)
     return 1.0 if trunk or not own else own / (own + gang.models.model.frozen_blocks)
+
+
+def _num_widths(rows: float) -> float:
+    """Return the expected number of different widths among rows whose widths lie evenly between a length and its
+    double."""
+    return _WIDTHS * (1 - (1 - 1 / _WIDTHS) ** rows)
 
 
 def _backward_pass(gang: GangSpeed, role: Role, rows: Rows) -> _Pass:
@@ -270,8 +294,11 @@ def _stage(gang: GangSpeed, optimizer: OptimizerConfig, rows: Rows, passes: _Pas
     if not rows.count:
         return 0.0, ARITHMETIC
     layout, mine = gang.models.layout, rows.share(gang.models.data_ranks)
-    ranks = layout.tensor * layout.pipeline * micro_batches(mine, optimizer)
-    computed = passes.operations * mine.count / rows.count / ranks / gang.flops
+    count = micro_batches(mine, optimizer)
+    # a CPU's threads and 16-bit products gain nothing where a micro-batch has few numbers
+    parts = max(1.0, mine.tokens / count * gang.models.spec.hidden_size // _GRAIN)
+    rate = min(gang.flops, parts * gang.small_flops)
+    computed = passes.operations * mine.count / rows.count / (layout.tensor * layout.pipeline * count) / rate
     moved = passes.moved / gang.bytes_per_s
     return (computed, ARITHMETIC) if computed >= moved else (moved, WEIGHTS)
 
@@ -284,12 +311,12 @@ def micro_batches(rows: Rows, optimizer: OptimizerConfig) -> int:
 
 
 def _optimizer_step(gang: GangSpeed, role: Role) -> Work:
-    """Return the work of one optimizer step on the rank with the most trained parameters."""
+    """Return the work of one optimizer step on the rank with the most trained parameters. The step is a call."""
     models, layout = gang.models, gang.models.layout
     numbers, shards = gang.trained[role], models.data_ranks if layout.distributed_optimizer else 1
     # gradients: read for the norm and the step, and zeroed; masters and both moments: read and written; the weights
     state = 3 * 8 if models.dtype_bytes == 4 else 3 * 8 + models.dtype_bytes
-    return Work({OPTIMIZER: numbers * (12 + state / shards) / gang.bytes_per_s}, {})
+    return Work({OPTIMIZER: numbers * (12 + state / shards) / gang.bytes_per_s}, {}, 1.0)
 
 
 def _exchanges(gang: GangSpeed, role: Role, steps: int, forward_s: float, backward_s: float) -> float:

@@ -65,7 +65,7 @@ def test_a_plan_starts_from_a_run(config: RunConfig, tmp_path: Path) -> None:
     assert main(["plan", *given]) == DONE
     planned = load_config([file], [])
     assert (planned.steps, planned.rollout.rows) == (7, config.rollout.rows)
-    assert planned.run_dir != config.run_dir
+    assert planned.run_dir == config.run_dir.with_name(f"{config.name}-planned")
     assert planned.predicted_s["step"] > 0
     assert main(["plan", "--from", str(config.run_dir), "--devices", "8xH100-80"]) == BAD_INPUT, "it ran on CPUs"
 

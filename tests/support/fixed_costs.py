@@ -24,7 +24,7 @@ class FixedCosts:
     def engine_queue(self) -> RowQueue[Any] | None:
         return None
 
-    def after_rows_s(self) -> float:
+    def after_rows_s(self, *, beside: bool) -> float:
         return 0.0
 
     def overhead(self, node: Node) -> float:

@@ -185,6 +185,8 @@ REFUSED = {
     "tracking.register=a/b": "tracking.register",
     "tracking.register=mine tracking.uri=http://host:5000": "tracking.register",
     "tracking.uri=mlruns": "tracking.uri",
+    "predicted_s.nowhere=1.0": "predicted_s",
+    "predicted_s.step=0": "predicted_s",
     "name=-rf": "name",
     "runs_dir=s3://bucket/runs": "runs_dir",
     "cluster.kind=attached cluster.address=a cluster.interface=b": "cluster.address",

@@ -67,6 +67,14 @@ def test_hand_computed_numbers() -> None:
     assert required <= json.loads(s.to_json()).keys()
 
 
+def test_predictions_stand_beside_what_was_measured() -> None:
+    """10 s of wall time, 6 s of generation and 5.75 s of updates in 2 steps; no value nodes ran."""
+    said = {"step": 4.0, "generate": 2.0, "update_policy": 3.0, "value": 1.0}
+    found = summarise(EVENTS, STEPS, EVALS, PARENTS, {}, predicted_s=said).predictions
+    assert found == {"step": (4.0, 5.0), "generate": (2.0, 3.0), "update_policy": (3.0, 2.875)}
+    assert summarise([], [], [], {}, {}, predicted_s=said).predictions == {}
+
+
 def test_waiting_for_a_parent_is_no_overhead() -> None:
     """The busiest gang is train (by one second): it waits for generate 1 in 6.5..7, and for nothing in 7..7.25."""
     longer = [*EVENTS[:-4], *_node(UPD1, "train", "t0", 0.0, 7.25, 11.0, store=0.5)]

@@ -130,6 +130,21 @@ def test_measured_seconds_on_the_store_tell_calls_from_nodes() -> None:
     assert errors[0] < 0.8 * errors[1]
 
 
+def test_stores_beside_other_shards_are_told_from_stores_alone() -> None:
+    """Stores take 5 ms; beside other shards of the worker 20 ms, and the shard as much longer."""
+    one, nodes = executed("one", "rollout.shards=4", scatter=0.0), []
+    for node in one.nodes:
+        beside = node.node.stage == "generate" and node.node.address.shard < 2
+        store_s = 0.020 if beside else 0.005
+        nodes.append(replace(node, store_s=store_s, beside=beside, seconds=node.seconds + 0.015 * beside))
+    found = calibrate([replace(one, nodes=nodes)], CLUSTER, "cpu")
+    assert found.beside_s == pytest.approx(0.015)
+    (shards,) = (c for c in compared([replace(one, nodes=nodes)], CLUSTER, found) if c[0] == "generate")
+    assert shards[2] == pytest.approx(shards[1], rel=0.05)
+    without = [replace(node, beside=False, store_s=0.005) for node in one.nodes]
+    assert calibrate([replace(one, nodes=without)], CLUSTER, "cpu").beside_s == 0.0
+
+
 def test_turnarounds_count_to_nodes_and_not_to_waits() -> None:
     """The waits of 0.04 s begin with the turnaround of 0.01 s, which is a part of the node that ended."""
     (given,) = (replace(executed("one", scatter=0.0), turnarounds=[0.01] * 5),)

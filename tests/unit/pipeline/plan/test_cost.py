@@ -8,15 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import pipeline.plan.links
+from pipeline.config.hardware import read_cluster
 from pipeline.config.memory import workers_memory
 from pipeline.plan.calibration import STAGE_KIND, StageSpeed, typical
-from pipeline.plan.cost import CALLS, FIXED
+from pipeline.plan.cost import CALLS, FIXED, costs_of
 from pipeline.plan.training import ARITHMETIC, BUBBLE, DATA, OPTIMIZER, TENSOR, WEIGHTS
 from stages.models.flops import forward_flops, update_flops
 from stages.models.layouts import adapter_parameters
 from stages.models.memory import DTYPE_BYTES, published_tensors
 from stages.models.protocol import Role
-from tests.support.plans import PEAKS, costs, nodes_by_stage, seconds
+from tests.support.plans import PEAKS, costs, nodes_by_stage, planned, seconds
 
 TINY = ("placement.gangs.train.threads=1",)
 ON_GPUS = ("one_gpu", "8xh100_8b", "slurm_70b")
@@ -48,7 +50,7 @@ def test_an_update_on_one_rank_is_its_operations_at_the_peak() -> None:
     lengths = [24] * 16
     flops = update_flops(found.run.spec, 4, np.array(lengths), outputs=256, num_outputs=16 * 8, output_trained=True)
     assert work.parts[ARITHMETIC] == pytest.approx(flops / 1e9)
-    assert work.calls == 2, "two minibatches of one micro-batch of 8 rows"
+    assert work.calls == 4, "two minibatches, each with one micro-batch of 8 rows and an optimizer step"
 
 
 def test_a_forward_pass_is_a_third_of_an_update() -> None:
@@ -75,6 +77,61 @@ def test_frozen_blocks_are_computed_by_the_first_stage_that_needs_them() -> None
     whole = costs("tiny", "1xcpu", *TINY)
     assert first == pytest.approx(whole.work(nodes["reference"], [8] * 8).parts[ARITHMETIC])
     assert then < 0.6 * first
+
+
+def test_frozen_blocks_are_called_for_each_width_of_a_micro_batch_s_rows() -> None:
+    """Two of four blocks, so calls of half the cost. A micro-batch of one row has one width; 8 rows that are spread
+    evenly over 8 widths have 8 (1 - (7/8)^8) = 5.25 different ones on average."""
+    for rows, widths in ((1, 1.0), (8, 8 * (1 - (7 / 8) ** 8))):
+        found = costs("tiny", "1xcpu", *TINY, "model.frozen_blocks=2", f"model.policy.micro_batch_rows={rows}")
+        nodes = nodes_by_stage(found)
+        calls = {stage: found.work(nodes[stage], [8] * 8).calls for stage in ("reference", "logprob")}
+        assert calls == pytest.approx({"reference": (0.5 + 0.5 * widths) * 8 / rows, "logprob": 0.5 * 8 / rows})
+
+
+def test_threads_and_16_bits_gain_nothing_in_small_micro_batches() -> None:
+    """A row of n tokens has 64 n hidden numbers. Below 32,768 of them a micro-batch has one thread and the rate of
+    float32, above 4 * 32,768 four threads."""
+    small, large = ["sampling.max_new_tokens=8"], ["sampling.max_new_tokens=600"]
+    for sizes, length, gain in ((small, 8, 1.0), (large, 600, 4.0)):
+        one, four = (costs("tiny", "1xcpu", *sizes, f"placement.gangs.train.threads={threads}") for threads in (1, 4))
+        before, after = (of.work(nodes_by_stage(of)["logprob"], [length] * 8).parts[ARITHMETIC] for of in (one, four))
+        assert before == pytest.approx(gain * after)
+    half = costs("tiny", "1xcpu", *TINY, *small, "model.dtype=bfloat16")
+    plain = costs("tiny", "1xcpu", *TINY, *small)
+    passes = [of.work(nodes_by_stage(of)["logprob"], [8] * 8).parts[ARITHMETIC] for of in (half, plain)]
+    assert passes[0] == pytest.approx(passes[1])
+
+
+@pytest.mark.parametrize("name", ["tiny", *ON_GPUS])
+def test_hardware_that_is_twice_as_fast_takes_half_the_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rate is doubled and every latency halved. So each term is operations over a rate, bytes over a bandwidth,
+    or a number of latencies."""
+    monkeypatch.setattr(pipeline.plan.links, "LAUNCH_S", 0.0)
+    cluster = read_cluster(CLUSTERS.get(name, "1xcpu"))
+    of = cluster.hardware
+    rates = ("bf16_flops", "fp32_flops", "memory_bytes_per_s", "nvlink_bytes_per_s", "pcie_bytes_per_s")
+    faster = {rate: 2 * getattr(of, rate) for rate in (*rates, "link_bytes_per_s")}
+    faster |= {latency: getattr(of, latency) / 2 for latency in ("nvlink_latency_s", "link_latency_s")}
+    run = planned(name, on_gpus=cluster.gpus > 0)
+    slow, fast = (costs_of(run, replace(cluster, hardware=hardware), PEAKS) for hardware in (of, replace(of, **faster)))
+    for stage, node in nodes_by_stage(slow).items():
+        lengths = [] if stage == "publish" else [1 + row % 8 for row in range(run.config.rows_per_shard)]
+        assert fast.seconds(node, lengths) == pytest.approx(slow.seconds(node, lengths) / 2), stage
+    assert fast.refit_s() == pytest.approx(slow.refit_s() / 2)
+
+
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_the_ranks_of_a_gang_hold_its_models_weights(name: str) -> None:
+    """The memory of all ranks together is at least that of the weights of one model."""
+    run = planned(name, on_gpus=True)
+    weights = DTYPE_BYTES[run.config.model.dtype] * sum(published_tensors(run.spec, run.config.model).values())
+    of_gang: dict[str, int] = {}
+    for worker in workers_memory(run):
+        of_gang[worker.worker[0]] = of_gang.get(worker.worker[0], 0) + worker.on_device
+    for gang in run.config.gangs():
+        if gang.roles & {Role.POLICY, Role.REFERENCE, Role.GENERATE}:
+            assert of_gang[gang.name] >= weights, gang.name
 
 
 def test_adapters_save_the_gradients_of_frozen_weights() -> None:

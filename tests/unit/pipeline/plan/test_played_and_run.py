@@ -41,7 +41,7 @@ class Recorded:
     def engine_queue(self) -> None:
         return None
 
-    def after_rows_s(self) -> float:
+    def after_rows_s(self, *, beside: bool) -> float:
         return 0.0
 
     def seconds(self, node: Node, lengths: Sequence[int]) -> float:

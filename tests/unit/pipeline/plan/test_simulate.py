@@ -91,13 +91,16 @@ def test_overheads_delay_what_waits_for_them() -> None:
 
 @dataclass(frozen=True)
 class QueueCosts(FixedCosts):
-    """An engine of two places whose passes take a second, and a second for the store of a shard."""
+    """An engine of two places whose passes take a second, and a second for the store of a shard. Beside other shards of
+    the worker the store takes `beside_s` longer."""
+
+    beside_s: float = 0.0
 
     def engine_queue(self) -> RowQueue[Any]:
         return RowQueue(DecodeSpeed(2, 1e9, weights_s=1.0, context_s=0.0, token_s=0.0, attention_s=0.0), 0.0)
 
-    def after_rows_s(self) -> float:
-        return 1.0
+    def after_rows_s(self, *, beside: bool) -> float:
+        return 1.0 + self.beside_s * beside
 
 
 def test_shards_of_a_replica_are_one_queue_of_rows() -> None:
@@ -113,6 +116,15 @@ def test_shards_of_a_replica_are_one_queue_of_rows() -> None:
         _, found = played_all(replace(given, lengths=FixedLengths(4), rows_per_shard=2))
         ends[name] = [one.finished_s - 0.25 for one in found if one.submit.node.stage == "generate"]
     assert ends == {"shared": [5.0, 9.0], "in turn": [5.0, 10.0], "apart": [5.0, 5.0]}
+
+
+@pytest.mark.parametrize(("slots", "ends"), [(2, [5.5, 9.5]), (1, [5.0, 10.0])])
+def test_shards_of_a_worker_slow_each_other_s_stores(slots: int, ends: list[float]) -> None:
+    """As above. With two slots the stores take half a second longer, with one slot they do not."""
+    gang = Gang("generate", frozenset({Role.GENERATE}), 1, slots)
+    given = scenario(GraphSpec(1, 2, 0), QueueCosts(CHAIN.stages, beside_s=0.5), (gang, *APART[1:]))
+    _, found = played_all(replace(given, lengths=FixedLengths(4), rows_per_shard=2))
+    assert [one.finished_s - 0.25 for one in found if one.submit.node.stage == "generate"] == ends
 
 
 @pytest.mark.parametrize("in_flight", [False, True])

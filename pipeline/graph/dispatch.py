@@ -60,13 +60,18 @@ class State(StrEnum):
     DONE = "done"
 
 
+_WAITING, _SUBMITTED, _DONE = State
+_ORDERED, _SLOT, _FREE = Mode
+# Names of the module are found faster than members of an enum, and these are looked up for every node.
+
+
 @dataclass(eq=False, slots=True)
 class Entry:
     """A node in the window, with its state."""
 
     node: Node
     place: Place
-    state: State = State.WAITING
+    state: State = _WAITING
     attempts: int = 0
     times_lost: int = 0
     blockers: int = 0
@@ -135,6 +140,7 @@ class Dispatch:
         self._readable: set[int] = set()
         """Versions of the weights that can be read."""
         self._device_sharing = DeviceSharing(device_sharing)
+        self._shares_devices = bool(device_sharing)
 
     @property
     def gangs(self) -> list[Gang]:
@@ -145,22 +151,21 @@ class Dispatch:
     def admit(self, nodes: Iterable[Node], committed: Iterable[Address] = ()) -> None:
         """Add nodes, parents before children. Nodes that already have a commit are done at once. A parent that was
         never admitted belongs to an older, retired step and counts as done."""
-        finished = set(committed)
+        finished, entries = set(committed), self._entries
         for node in nodes:
-            state = State.DONE if finished and node.address in finished else State.WAITING
-            entry = Entry(node, self._places[node.stage], state)
-            self._entries[node.address] = entry
-            is_free, step = entry.place.mode is Mode.FREE, node.scheduled_step
+            state = _DONE if finished and node.address in finished else _WAITING
+            entry = entries[node.address] = Entry(node, self._places[node.address.stage], state)
+            is_free, step = entry.place.mode is _FREE, node.scheduled_step
             for address in node.parents:
-                parent = self._entries.get(address)
+                parent = entries.get(address)
                 if parent is None:
                     continue
                 if is_free and parent.node.scheduled_step == step:
                     parent.followers.append(entry)
-                    entry.blockers += parent.state is State.WAITING
+                    entry.blockers += parent.state is _WAITING
                 else:
                     parent.children.append(entry)
-                    entry.blockers += parent.state is not State.DONE
+                    entry.blockers += parent.state is not _DONE
             self._update_ready(entry)
 
     def can_read(self, version: int) -> None:
@@ -202,18 +207,18 @@ class Dispatch:
         """Free the slot of a submitted node that from now on only waits for rows on other replicas. Its attempt
         continues."""
         entry = self._entries.get(address)
-        if entry is not None and entry.state is State.SUBMITTED:
+        if entry is not None and entry.state is _SUBMITTED:
             self._release_capacity(entry)
             entry.place.state.waiting.add(address)
 
     def done(self, address: Address) -> bool:
         """Record that a node has its commit. Return False if it was done already (the second of two attempts)."""
         entry = self._entries[address]
-        if entry.state is State.DONE:
+        if entry.state is _DONE:
             return False
         self._release_capacity(entry)
         entry.place.ready.changed = True  # if an attempt ended that was given up, it may have held another node back
-        self._set(entry, State.DONE)
+        self._set(entry, _DONE)
         return True
 
     def lost(self, addresses: Iterable[Address]) -> list[Address]:
@@ -222,14 +227,14 @@ class Dispatch:
         reset: list[Address] = []
         stack = [self._entries[address] for address in addresses]
         for entry in stack:
-            entry.times_lost += entry.state is State.SUBMITTED
+            entry.times_lost += entry.state is _SUBMITTED
         while stack:
             entry = stack.pop()
-            if entry.state is not State.SUBMITTED:
+            if entry.state is not _SUBMITTED:
                 continue
             self._release_capacity(entry)
             entry.submit = None
-            self._set(entry, State.WAITING)
+            self._set(entry, _WAITING)
             reset.append(entry.node.address)
             stack += [*entry.followers, *entry.children]
         return reset
@@ -238,7 +243,7 @@ class Dispatch:
         """Forget the done nodes of a step that nothing waits for any more."""
         for address in addresses:
             state = self._entries.pop(address).state
-            assert state is State.DONE, f"{address} is retired before it is done"
+            assert state is _DONE, f"{address} is retired before it is done"
 
     # ---- Instructions and queries --------------------------------------------------------------------------------
 
@@ -247,7 +252,8 @@ class Dispatch:
         urgent ready nodes are chosen. Looks only at gangs and modes in which something has changed since the last call:
         a node became ready, or capacity was released."""
         submits: list[Submit] = []
-        self._device_sharing.take_free(self._first_ready)
+        if self._shares_devices:
+            self._device_sharing.take_free(self._first_ready)
         progress = True
         while progress:  # a node that was handed out may let FREE nodes follow
             progress = False
@@ -256,7 +262,7 @@ class Dispatch:
                     continue
                 place.ready.changed = False
                 while (entry := place.ready.first()) is not None and self._has_capacity(place.state, place.mode):
-                    if place.mode is Mode.ORDERED and self._comes_after_a_child(entry.node, place.state):
+                    if place.mode is _ORDERED and self._comes_after_a_child(entry.node, place.state):
                         break
                     submits.append(self._hand_out(entry))
                     progress = True
@@ -278,7 +284,7 @@ class Dispatch:
     def waiting_versions(self, gang: str) -> set[int]:
         """Return the versions of the weights needed by nodes that wait only for a slot of this pool. Canaries do not
         count: their few rows are no reason to keep other rows where they are."""
-        waiting = self._ready[gang, Mode.SLOT].nodes()
+        waiting = self._ready[gang, _SLOT].nodes()
         return {self._version_for(node) for node in waiting if node.stage != "canary"}
 
     def is_up(self, gang: str) -> bool:
@@ -300,22 +306,25 @@ class Dispatch:
 
     def is_done(self, address: Address) -> bool:
         """Return True if a node is done or retired."""
-        return address not in self._entries or self._entries[address].state is State.DONE
+        return address not in self._entries or self._entries[address].state is _DONE
 
     # ---- Internals -----------------------------------------------------------------------------------------------
 
     @staticmethod
     def _is_on(entry: Entry, gang: str, replica: int) -> bool:
-        submit = entry.submit if entry.state is State.SUBMITTED else None
+        submit = entry.submit if entry.state is _SUBMITTED else None
         return submit is not None and (submit.gang, submit.replica) == (gang, replica)
 
     def _set(self, entry: Entry, state: State) -> None:
         """Change the state of a node, which may release its children or hold them back."""
         before, entry.state = entry.state, state
-        self._update_ready(entry)
-        if (before is State.WAITING) != (state is State.WAITING):
-            self._block(entry.followers, 1 if state is State.WAITING else -1)
-        if state is State.DONE:
+        if state is _WAITING:
+            self._update_ready(entry)
+        else:
+            entry.is_ready = False
+        if entry.followers and (before is _WAITING) != (state is _WAITING):
+            self._block(entry.followers, 1 if state is _WAITING else -1)
+        if state is _DONE:
             self._block(entry.children, -1)
 
     def _block(self, children: Iterable[Entry], change: int) -> None:
@@ -334,7 +343,7 @@ class Dispatch:
     @staticmethod
     def _update_ready(entry: Entry) -> None:
         """Add a node to the ready nodes or remove it, as its state says."""
-        is_ready = entry.state is State.WAITING and not entry.blockers
+        is_ready = entry.state is _WAITING and not entry.blockers
         if is_ready and not entry.is_ready:
             entry.place.ready.add(entry)
         entry.is_ready = is_ready
@@ -351,11 +360,11 @@ class Dispatch:
         return min((entry.node for entry in ready if entry is not None), default=None)
 
     def _has_capacity(self, state: _GangState, mode: Mode) -> bool:
-        if not state.up or not self._device_sharing.has(state.gang.name):
+        if not state.up or (self._shares_devices and not self._device_sharing.has(state.gang.name)):
             return False
-        if mode is Mode.ORDERED:
+        if mode is _ORDERED:
             return len(state.out) < (1 if state.gang.workers > 1 else 2)
-        return mode is Mode.FREE or any(state.free.values())
+        return mode is _FREE or any(state.free.values())
 
     def _comes_after_a_child(self, node: Node, state: _GangState) -> bool:
         """Return True if submitted nodes of the gang have a child on this gang that is more urgent than `node` and
@@ -363,7 +372,7 @@ class Dispatch:
         update would delay the policy's publication, and so the next generation."""
         for parent in state.out:
             for entry in self._entries[parent].children:
-                if entry.state is not State.WAITING or entry.place.state is not state:
+                if entry.state is not _WAITING or entry.place.state is not state:
                     continue
                 if entry.node < node and all(p in state.out or self.is_done(p) for p in entry.node.parents):
                     return True
@@ -373,22 +382,22 @@ class Dispatch:
         """Hand out a node to its gang, which has capacity for it."""
         node, state, mode = entry.node, entry.place.state, entry.place.mode
         replica, sequence = 0, None
-        if mode is Mode.ORDERED:
+        if mode is _ORDERED:
             sequence = state.sequence
             state.sequence += 1
             state.out.add(node.address)
-        elif mode is Mode.SLOT:
+        elif mode is _SLOT:
             replica = max(state.free, key=lambda r: (state.free[r], -r))
             state.free[replica] -= 1
         else:
             replica = min(state.loads, key=lambda r: (state.loads[r], r))
             state.loads[replica] += 1
-        version = self._version_for(node)
-        given = node if version == node.version else replace(node, version=version)
-        entry.submit = Submit(given, state.gang.name, mode, entry.attempts, replica, sequence)
+        if node.newest is not None:
+            node = replace(node, version=self._version_for(node))
+        entry.submit = Submit(node, state.gang.name, mode, entry.attempts, replica, sequence)
         entry.attempts += 1
         entry.holds_capacity = True
-        self._set(entry, State.SUBMITTED)
+        self._set(entry, _SUBMITTED)
         return entry.submit
 
     def _version_for(self, node: Node) -> int:
@@ -410,11 +419,11 @@ class Dispatch:
             return
         entry.holds_capacity = False
         entry.place.ready.changed = True
-        if submit.mode is Mode.ORDERED:
+        if submit.mode is _ORDERED:
             state.out.discard(entry.node.address)
-        elif submit.mode is Mode.SLOT and submit.replica in state.free:
+        elif submit.mode is _SLOT and submit.replica in state.free:
             state.free[submit.replica] += 1
-        elif submit.mode is Mode.FREE and submit.replica in state.loads:
+        elif submit.mode is _FREE and submit.replica in state.loads:
             state.loads[submit.replica] -= 1
 
 

@@ -100,7 +100,8 @@ class Flow:
         if node.stage == "publish":
             self._published.add(node.version)
         self._settle(node)
-        self.advance()
+        if node.stage == "update_policy":  # nothing else moves the window
+            self.advance()
 
     def _settle(self, node: Node) -> None:
         """Update the window after a commit: readers of weights, updates, finished steps. Admits nothing: `advance` does

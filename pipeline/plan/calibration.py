@@ -101,6 +101,9 @@ STAGE_KIND: Mapping[str, str] = {
 }
 """The kind of work of each stage."""
 
+ENGINE_STAGES = frozenset(stage for stage, kind in STAGE_KIND.items() if kind == "generate")
+"""Stages that an engine computes."""
+
 
 def typical(hardware: str, *, on_gpus: bool) -> Calibration:
     """Return assumed speeds, for hardware that nothing was measured on.

@@ -21,12 +21,10 @@ from pipeline.graph.graph import Node, run_nodes
 from pipeline.observe.history import History
 from pipeline.observe.journal import Event
 from pipeline.observe.timeline import Box, boxes
-from pipeline.plan.calibration import STAGE_KIND
+from pipeline.plan.calibration import ENGINE_STAGES
 from storage.address import Address
 from storage.commits import Commit
 from storage.records import Rollout
-
-ENGINE_STAGES = frozenset(stage for stage, kind in STAGE_KIND.items() if kind == "generate")
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,10 @@ from pipeline.config.hardware import HardwareCluster
 from pipeline.config.memory import PlannedRun, workers_memory
 from pipeline.graph.dispatch import Dispatch, Submit
 from pipeline.graph.flow import Flow
-from pipeline.graph.graph import UPDATE_STAGE, Gang, GraphSpec, Mode, Node
+from pipeline.graph.graph import SHARDED, UPDATE_STAGE, Gang, GraphSpec, Mode, Node
 from pipeline.observe.journal import Event, EventKind
 from pipeline.observe.timeline import run_timeline
+from pipeline.plan.calibration import ENGINE_STAGES
 from pipeline.plan.cost import Costs
 from pipeline.plan.decode import RowQueue
 from pipeline.plan.lengths import Lengths
@@ -57,7 +58,6 @@ from storage.address import Address
 
 _GENERATION = ("generate", "evaluate")
 """Stages whose nodes share a replica's passes."""
-_SHARDED = frozenset({"generate", "score", "reference", "logprob", "value"})
 _HELD_OUT = frozenset({"evaluate", "evaluate_score", "evaluate_reference"})
 
 
@@ -262,6 +262,11 @@ class _Kind(IntEnum):
     ROWS_ENDED = 5
 
 
+_READY, _END, _HANDED_OVER, _UP, _FAILURE, _ROWS_ENDED = _Kind
+_ORDERED, _SLOT, _FREE = Mode
+# Names of the module are found faster than members of an enum, and these are looked up for every node.
+
+
 class _Worker:
     """Owns the queues and the running nodes of a replica, or of an ordered gang."""
 
@@ -339,29 +344,29 @@ class _Simulation:
                 for one in dispatch.next_handovers() if shares else ():
                     hand_over = self._scenario.hand_over_s
                     seconds = hand_over.get(one.giver, 0.0) + hand_over.get(one.taker, 0.0)
-                    self._push(self._now + seconds, _Kind.HANDED_OVER, one.giver)
+                    self._push(self._now + seconds, _HANDED_OVER, one.giver)
             assert heap, "nothing runs, and the run is not finished"
             self._now, _, kind, subject, stamp = heapq.heappop(heap)
             self._gap = Gap.BOOKKEEPING
-            asks = kind is not _Kind.READY and kind is not _Kind.ROWS_ENDED  # these two tell Dispatch nothing
-            if kind is _Kind.END:
+            asks = kind is not _READY and kind is not _ROWS_ENDED  # these two tell Dispatch nothing
+            if kind is _END:
                 assert isinstance(subject, Execution)
                 if not subject.is_lost:
                     self._ended(subject)
-            elif kind is _Kind.ROWS_ENDED:
+            elif kind is _ROWS_ENDED:
                 assert isinstance(subject, _Worker)
                 if subject.stamp == stamp:
                     self._rows_ended(subject)
-            elif kind is _Kind.READY:
+            elif kind is _READY:
                 assert isinstance(subject, Execution)
                 if not subject.is_lost:
                     self._cause = subject.cause
                     self._enqueue(subject)
-            elif kind is _Kind.HANDED_OVER:
+            elif kind is _HANDED_OVER:
                 assert isinstance(subject, str)
                 self._cause, self._gap = self._last_of.get(subject), Gap.HAND_OVER
                 dispatch.handed_over(subject)
-            elif kind is _Kind.UP:
+            elif kind is _UP:
                 assert isinstance(subject, tuple)
                 self._down.discard(subject)
                 self._cause, self._gap = self._last_of.get(subject[0]), Gap.REBUILD
@@ -376,10 +381,10 @@ class _Simulation:
         node = submit.node
         one = Execution(submit, self._now, self._lengths_of(node), self._cause, self._gap)
         self._out[node.address] = one
-        if submit.mode is Mode.ORDERED:
+        if submit.mode is _ORDERED:
             self._sequence += 1
             heapq.heappush(self._workers[submit.gang, 0].queue, (submit.sequence or 0, self._sequence, one))
-        elif submit.mode is Mode.FREE:
+        elif submit.mode is _FREE:
             for address in node.parents:  # a parent that is neither done nor under way would hold the node back
                 parent = self._out.get(address)
                 if parent is not None:
@@ -393,7 +398,7 @@ class _Simulation:
         one.cause, one.gap = self._cause, self._gap
         overhead = self._costs.overhead(one.submit.node)
         if overhead > 0:
-            self._push(self._now + overhead, _Kind.READY, one)
+            self._push(self._now + overhead, _READY, one)
         else:
             self._enqueue(one)
 
@@ -402,10 +407,10 @@ class _Simulation:
         submit, node = one.submit, one.submit.node
         worker = self._workers[submit.gang, submit.replica]
         one.is_ready = True
-        if submit.mode is not Mode.ORDERED:  # the driver's priority for Dask
+        if submit.mode is not _ORDERED:  # the driver's priority for Dask
             urgency = 100 * node.scheduled_step + node.priority[1] + node.address.shard / 2**20
             self._sequence += 1
-            queue = worker.shards if submit.mode is Mode.SLOT else worker.queue
+            queue = worker.shards if submit.mode is _SLOT else worker.queue
             heapq.heappush(queue, (urgency, self._sequence, one))
         self._begin(worker)
 
@@ -431,11 +436,12 @@ class _Simulation:
 
     def _start(self, one: Execution, worker: _Worker, after: Execution | None) -> None:
         node = one.submit.node
+        stage = node.address.stage
         one.started_s = self._now
         if after is not None:
             one.cause, one.gap = after, Gap.BOOKKEEPING
         refit_s = 0.0
-        if node.role is Role.GENERATE and node.version != worker.version:
+        if stage in ENGINE_STAGES and node.version != worker.version:
             refit_s = self._costs.refit_s() if worker.version is not None else 0.0
             worker.version = node.version
         if not worker.running:
@@ -444,9 +450,11 @@ class _Simulation:
             for other in (one, *worker.running):
                 other.beside = True
         worker.running.append(one)
-        if worker.engine is None or not one.lengths or node.stage not in _GENERATION:
-            seconds = self._costs.seconds(node, one.lengths) * self._straggling(node.address)
-            self._push(self._now + refit_s + seconds, _Kind.END, one)
+        if worker.engine is None or not one.lengths or stage not in _GENERATION:
+            seconds = self._costs.seconds(node, one.lengths)
+            if self._scenario.stragglers is not None:
+                seconds *= self._straggling(node.address)
+            self._push(self._now + refit_s + seconds, _END, one)
             return
         if refit_s:
             worker.engine.pause(refit_s, self._now)
@@ -498,7 +506,7 @@ class _Simulation:
         worker.stamp += 1
         at = worker.engine.next_end()
         if at is not None:
-            self._push(at, _Kind.ROWS_ENDED, worker)
+            self._push(at, _ROWS_ENDED, worker, worker.stamp)
 
     def _rows_ended(self, worker: _Worker) -> None:
         """Handle that all rows of some shards have ended. Their output is stored next."""
@@ -506,7 +514,7 @@ class _Simulation:
         for one, _ in worker.engine.finish():
             assert isinstance(one, Execution)
             seconds = self._now - one.started_s + self._costs.after_rows_s(beside=one.beside)
-            self._push(one.started_s + seconds * self._straggling(one.submit.node.address), _Kind.END, one)
+            self._push(one.started_s + seconds * self._straggling(one.submit.node.address), _END, one)
         self._predict_rows(worker)
 
     def _leave(self, one: Execution, worker: _Worker) -> None:
@@ -519,7 +527,7 @@ class _Simulation:
 
     def _push_failure(self, failures: Failures) -> None:
         if failures.per_hour > 0:
-            self._push(self._now + self._random.expovariate(failures.per_hour / 3600), _Kind.FAILURE, None)
+            self._push(self._now + self._random.expovariate(failures.per_hour / 3600), _FAILURE, None)
 
     def _fail(self) -> None:
         """Lose a random worker."""
@@ -546,14 +554,14 @@ class _Simulation:
             math.fsum(self._replayable[stage]) for role, stage in UPDATE_STAGE.items() if role in gang.roles
         )
         self._replayed_s += replayed_s
-        self._push(self._now + failures.rebuild_s + replayed_s, _Kind.UP, where)
+        self._push(self._now + failures.rebuild_s + replayed_s, _UP, where)
 
     # ---- Lengths and the result ----------------------------------------------------------------------------------
 
     def _lengths_of(self, node: Node) -> Sequence[int]:
         """Return the response tokens of a node's rows. A publication has none, and a canary has those of shard 0."""
         stage, step, shard = node.address.stage, node.address.step, node.address.shard
-        if stage in _SHARDED:
+        if stage in SHARDED:
             return self._shard(step, shard, self._scenario.rows_per_shard)
         if stage in _HELD_OUT:
             return self._shard(step, self._scenario.spec.shards + shard, self._scenario.eval_rows_per_shard)
@@ -574,9 +582,8 @@ class _Simulation:
         for past in [known for known in self._lengths if known <= step]:
             del self._lengths[past]
 
-    def _push(self, at: float, kind: _Kind, subject: object) -> None:
+    def _push(self, at: float, kind: _Kind, subject: object, stamp: int = 0) -> None:
         self._sequence += 1
-        stamp = subject.stamp if isinstance(subject, _Worker) else 0
         heapq.heappush(self._heap, (at, self._sequence, kind, subject, stamp))
 
     def _result(self) -> Played:
@@ -607,7 +614,7 @@ def _largest_first(seconds: Mapping[str, float]) -> dict[str, float]:
 
 def _shards(worker: _Worker) -> list[Execution]:
     """Return the running nodes of a replica that share its engine."""
-    return [one for one in worker.running if one.submit.mode is Mode.SLOT]
+    return [one for one in worker.running if one.submit.mode is _SLOT]
 
 
 # ---- A run's scenario, and its records ------------------------------------------------------------------------------

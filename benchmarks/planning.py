@@ -47,7 +47,8 @@ from pipeline.plan.calibration import Calibration, scaled, typical
 from pipeline.plan.cost import Costs, costs_of
 from pipeline.plan.lengths import EmpiricalLengths, lognormal_with_mean
 from pipeline.plan.observed import ObservedRun
-from pipeline.plan.simulate import play, scenario_of
+from pipeline.plan.scenario import scenario_of
+from pipeline.plan.simulate import play
 from storage.address import Address
 
 ROLLOUTS, LONGEST = 1024, 1024

@@ -38,7 +38,8 @@ from pipeline.plan.calibration import (
 )
 from pipeline.plan.cost import costs_of
 from pipeline.plan.observed import ObservedRun, observe
-from pipeline.plan.simulate import play, scenario_of
+from pipeline.plan.scenario import scenario_of
+from pipeline.plan.simulate import play
 
 _SIMULATED_STEPS = 6
 """Steps to simulate in addition to `staleness` steps, in which the pipeline fills. The step time is a median."""

@@ -27,16 +27,8 @@ from pipeline.observe.timeline import run_timeline
 from pipeline.plan.calibration import Calibration, check_hardware, load_calibration, typical
 from pipeline.plan.cost import costs_of
 from pipeline.plan.lengths import FixedLengths, Lengths, parse_lengths
-from pipeline.plan.simulate import (
-    Execution,
-    Failures,
-    Played,
-    Stragglers,
-    journal_events,
-    play,
-    scenario_of,
-    trace_events,
-)
+from pipeline.plan.scenario import journal_events, scenario_of, trace_events
+from pipeline.plan.simulate import Execution, Failures, Played, Stragglers, play
 
 _MOST_DRAWN = 20_000
 """Most executions in a timeline or a trace. If there are more, it has the first ones."""

@@ -29,7 +29,8 @@ from pipeline.errors import ConfigError
 from pipeline.plan.cost import Costs, costs_of
 from pipeline.plan.lengths import Lengths
 from pipeline.plan.options import Option, Options, scoring_option
-from pipeline.plan.simulate import Played, Scenario, play, scenario_of
+from pipeline.plan.scenario import scenario_of
+from pipeline.plan.simulate import Played, Scenario, play
 from pipeline.plan.space import GENERATE, TRAIN, Form, Space, assembled, counts_of, forms, graph_of_steps
 
 DEVICES = "--devices"

@@ -41,18 +41,12 @@ from typing import Any, Protocol
 
 import xxhash
 
-from pipeline.config.hardware import HardwareCluster
-from pipeline.config.memory import PlannedRun, workers_memory
 from pipeline.graph.dispatch import Dispatch, Submit
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import SHARDED, UPDATE_STAGE, Gang, GraphSpec, Mode, Node
-from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.timeline import run_timeline
 from pipeline.plan.calibration import ENGINE_STAGES
-from pipeline.plan.cost import Costs
 from pipeline.plan.decode import RowQueue
 from pipeline.plan.lengths import Lengths
-from pipeline.workers.messages import worker_name
 from stages.models.protocol import Role
 from storage.address import Address
 
@@ -86,22 +80,6 @@ class NodeCosts(Protocol):
     def refit_s(self) -> float:
         """Return the seconds in which a replica loads another version of the weights."""
         ...
-
-
-class _RememberedCosts:
-    """Costs of nodes whose lengths are the same in every step. The seconds of each are computed once."""
-
-    def __init__(self, costs: Costs) -> None:
-        self._costs = costs
-        self._known: dict[tuple[str, int], float] = {}
-        self.engine_queue, self.after_rows_s = costs.engine_queue, costs.after_rows_s
-        self.overhead, self.refit_s = costs.overhead, costs.refit_s
-
-    def seconds(self, node: Node, lengths: Sequence[int]) -> float:
-        key = node.stage, node.address.shard
-        if key not in self._known:
-            self._known[key] = self._costs.seconds(node, lengths)
-        return self._known[key]
 
 
 @dataclass(frozen=True)
@@ -180,7 +158,7 @@ class Execution:
     beside: bool = False
     """True if its worker ran other nodes at the same time."""
     followers: list[Execution] = field(default_factory=list)
-    """Attempts that were submitted before it ended, and wait for its end."""
+    """Attempts that were submitted before this one ended, and wait for its end."""
 
 
 @dataclass(frozen=True)
@@ -615,101 +593,3 @@ def _largest_first(seconds: Mapping[str, float]) -> dict[str, float]:
 def _shards(worker: _Worker) -> list[Execution]:
     """Return the running nodes of a replica that share its engine."""
     return [one for one in worker.running if one.submit.mode is _SLOT]
-
-
-# ---- A run's scenario, and its records ------------------------------------------------------------------------------
-
-
-def scenario_of(
-    costs: Costs,
-    lengths: Lengths,
-    *,
-    stragglers: Stragglers | None = None,
-    failures: Failures | None = None,
-    seed: int = 0,
-) -> Scenario:
-    """Return the scenario of a config whose costs are known."""
-    config = costs.run.config
-    return Scenario(
-        spec=config.graph(),
-        gangs=config.gangs(),
-        costs=_RememberedCosts(costs) if lengths.same_every_step else costs,
-        lengths=lengths,
-        rows_per_shard=config.rows_per_shard,
-        eval_rows_per_shard=config.eval_rows_per_shard,
-        in_flight=config.in_flight,
-        device_sharing=config.placement.device_sharing,
-        hand_over_s=hand_over_s(costs.run, costs.cluster),
-        stragglers=stragglers,
-        failures=failures,
-        seed=seed,
-    )
-
-
-def hand_over_s(run: PlannedRun, cluster: HardwareCluster) -> dict[str, float]:
-    """Return the seconds in which a gang moves its data from the GPUs to the host's memory or back, for each gang that
-    shares devices. The worker with the most bytes per GPU decides. Empty without GPUs."""
-    sharing = {name for group in run.config.placement.device_sharing for name in group}
-    if not run.on_gpus or not sharing:
-        return {}
-    gangs = {gang.name: gang for gang in run.config.gangs()}
-    found = dict.fromkeys(sorted(sharing), 0.0)
-    for worker in workers_memory(run):
-        name = worker.worker[0]
-        if name in sharing:
-            gpus = max(1, gangs[name].gpus)
-            found[name] = max(found[name], worker.resting / gpus / cluster.hardware.pcie_bytes_per_s)
-    return found
-
-
-def journal_events(executions: Iterable[Execution]) -> Iterator[Event]:
-    """Yield the events that a run's journal would have after these executions, so that reports and timelines can read
-    them. Times count from the run's start."""
-    yield Event(0.0, EventKind.RUN_STARTED)
-    for one in executions:
-        submit, address = one.submit, one.submit.node.address
-        at: dict[str, Any] = {
-            "stage": address.stage,
-            "step": address.step,
-            "shard": address.shard,
-            "gang": submit.gang,
-            "worker": worker_name(submit.gang, submit.replica),
-        }
-        yield Event(one.submitted_s, EventKind.SUBMITTED, **at, version=submit.node.chosen_version)
-        at["rank"] = submit.replica
-        yield Event(one.started_s, EventKind.STARTED, **at)
-        yield Event(one.finished_s, EventKind.FINISHED, **at, seconds=one.finished_s - one.started_s)
-        if address.stage == "publish":
-            yield Event(one.finished_s, EventKind.PUBLISHED, stage="publish", step=address.step, shard=0)
-
-
-def trace_events(executions: Sequence[Execution], critical: Iterable[Execution] = ()) -> list[dict[str, Any]]:
-    """Return the executions as events of the Chrome trace format, which Perfetto and chrome://tracing show: a process
-    per gang, a thread per lane of the timeline. `critical`: executions to mark as part of the critical path."""
-    marked = {one.submit.node.address for one in critical}
-    version_of = {one.submit.node.address: one.submit.node.version for one in executions}
-    drawn = run_timeline(journal_events(executions))
-    events: list[dict[str, Any]] = []
-    gangs: dict[str, int] = {}
-    for number, lane in enumerate(drawn.lanes if drawn is not None else ()):
-        process = gangs.setdefault(lane.gang, len(gangs))
-        where = {"pid": process, "tid": number}
-        events.append({"name": "process_name", "ph": "M", **where, "args": {"name": lane.gang}})
-        events.append({"name": "thread_name", "ph": "M", **where, "args": {"name": lane.worker}})
-        for box in lane.boxes:
-            address = box.address
-            what = {
-                "name": f"{address.stage} {address.step}",
-                "cat": address.stage,
-                "ph": "X",
-                "ts": box.start_s * 1e6,
-                "dur": (box.end_s - box.start_s) * 1e6,
-                "args": {
-                    "step": address.step,
-                    "shard": address.shard,
-                    "version": version_of[address],
-                    "critical path": address in marked,
-                },
-            }
-            events.append({**what, **where})
-    return events

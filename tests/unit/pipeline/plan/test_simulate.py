@@ -18,16 +18,8 @@ from pipeline.observe.journal import Event, EventKind
 from pipeline.observe.timeline import boxes, busy_periods, length
 from pipeline.plan.decode import DecodeSpeed, RowQueue
 from pipeline.plan.lengths import FixedLengths
-from pipeline.plan.simulate import (
-    Execution,
-    Failures,
-    Played,
-    Scenario,
-    Stragglers,
-    journal_events,
-    play,
-    trace_events,
-)
+from pipeline.plan.scenario import journal_events, trace_events
+from pipeline.plan.simulate import Execution, Failures, Played, Scenario, Stragglers, play
 from stages.models.protocol import Role
 from storage.address import Address
 from tests.support.fixed_costs import FixedCosts

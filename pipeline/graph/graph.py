@@ -220,21 +220,22 @@ def step_nodes(spec: GraphSpec, step: int) -> list[Node]:
             nodes += evaluate_nodes(spec, 0)
     before_policy = (Address("update_policy", i - 1),) if i else ()
     before_critic = (Address("update_critic", i - 1),) if i else ()
-    readers: list[tuple[int, str, tuple[Address, ...]]] = [(1, "score", ()), (2, "reference", ())]
-    if spec.recompute_logprobs:
-        readers.append((3, "logprob", before_policy))
-    if spec.critic:
-        readers.append((4, "value", before_critic))
     sources: list[Address] = []
-    used = generation_version(spec, i)
     for s in range(spec.shards):
         rollout = Address("generate", i, s)
+        used = generation_version(spec, i)
         nodes.append(Node((i, 0), rollout, (Address("publish", used),), (), used, i if spec.latest else None))
-        sources.append(rollout)
-        for order, stage, also in readers:
-            address = Address(stage, i, s)
-            nodes.append(Node((i, order), address, (rollout, *also), (rollout,), i))
-            sources.append(address)
+
+        def reader(stage: str, order: int, *extra: Address, rollout: Address = rollout, s: int = s) -> Node:
+            return Node((i, order), Address(stage, i, s), (rollout, *extra), (rollout,), i)
+
+        shard_nodes = [reader("score", 1), reader("reference", 2)]
+        if spec.recompute_logprobs:
+            shard_nodes.append(reader("logprob", 3, *before_policy))
+        if spec.critic:
+            shard_nodes.append(reader("value", 4, *before_critic))
+        nodes += shard_nodes
+        sources += [rollout, *(node.address for node in shard_nodes)]
     carried = (Address("advantage", i - 1),) if i else ()
     advantage = Address("advantage", i)
     nodes.append(Node((i, 5), advantage, (*sources, *carried), tuple(sources), i))

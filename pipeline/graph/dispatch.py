@@ -217,7 +217,7 @@ class Dispatch:
         if entry.state is _DONE:
             return False
         self._release_capacity(entry)
-        entry.place.ready.changed = True  # if an attempt ended that was given up, it may have held another node back
+        entry.place.ready.changed = True  # a node that is done without an attempt may have held another one back
         self._set(entry, _DONE)
         return True
 

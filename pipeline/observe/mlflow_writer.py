@@ -3,13 +3,16 @@ the first line of stdin. Only this module imports mlflow. `pipeline/observe/trac
 
     reads      complete lines of the spool
     waits for  new lines, or a store that is down (backoff 1 s … 30 s; one warning until it is back)
-    ends       after stdin is closed (the driver closed or died), when all is delivered or after TIMEOUT_S; earlier
-               if the store cannot be reached (`stageline sync` delivers the remaining items)
+    ends       after stdin is closed (the driver closed it or died), when everything is delivered or after TIMEOUT_S;
+               earlier if the store cannot be reached (`stageline sync` delivers the remaining items)
 
-After the store has answered, the writer advances an offset in `mlflow_spool.state.json`. If it dies in between, that
-delivery is repeated, which changes nothing: a metric's key in MLflow includes its time stamp (taken when it was
-spooled), trace ids are derived from the spool's key and the step, and the run is found by that key. Reports to the
-driver are JSON lines on the descriptor REPORTS, because MLflow writes to stdout and stderr, which go to a log.
+When the store has accepted a delivery, the writer advances an offset in `mlflow_spool.state.json`. If the writer dies
+in between, the delivery is repeated. This changes nothing: a metric's key in MLflow includes its time stamp, which was
+taken when the metric was spooled; trace ids are derived from the spool's key and the step; and the run is found by the
+spool's key.
+
+The writer reports to the driver in JSON lines on the descriptor REPORTS. stdout and stderr go to a log, because MLflow
+writes to them.
 """
 
 from __future__ import annotations
@@ -61,19 +64,20 @@ Item = dict[str, Any]
 
 POLL_S = 0.25
 DOWN_S = 3.0
-"""Seconds after the close for which an unreachable store is retried."""
+"""Seconds for which the writer retries an unreachable store after stdin is closed."""
 WINDOW_BYTES = 1 << 20
-"""Bytes of the spool that are read ahead of the delivery."""
+"""Number of bytes of the spool that are read ahead of the delivery."""
 MAX_METRICS = 1000
 MAX_PARAMS = 100
 MAX_VALUE = 6000
-"""MLflow's limits: metrics and params per `log_batch`, characters of a param's value."""
+"""MLflow's limits: number of metrics in one `log_batch`, number of params in one, and characters in the value of a
+param."""
 SPOOL_TAG = "stageline.spool"
 STORE_ERRORS = (MlflowException, OSError, SQLAlchemyError)
 
 
 class SpoolWriter:
-    """The delivery of one spool to one store: the cursors and the MLflow run."""
+    """The delivery of one spool to one store. It owns the offsets that are delivered, and the MLflow run."""
 
     def __init__(self, uri: str, spool: Path, report: Callable[[Item], None]) -> None:
         self._uri = uri
@@ -102,7 +106,8 @@ class SpoolWriter:
     def _read(self) -> bool:
         """Read about WINDOW_BYTES of the spool if both queues are empty. Return True if there are items to deliver.
 
-        Metrics have a queue and a cursor of their own, because they are batched across the other kinds of items."""
+        Metrics have their own queue and offset, because they are sent in batches that skip the other kinds of items in
+        between."""
         if not (self._metrics or self._rest):
             first = self._read_to
             for end, item in read_spool(self._spool, self._read_to):
@@ -116,8 +121,9 @@ class SpoolWriter:
         return bool(self._metrics or self._rest)
 
     def deliver(self) -> None:
-        """Send all items of the spool. Raises one of STORE_ERRORS if the store cannot be reached; the items sent before
-        that stay delivered."""
+        """Send all items of the spool.
+
+        If the store cannot be reached, one of STORE_ERRORS is raised. Items that were sent before stay delivered."""
         if self._client is None:
             self._client = MlflowClient(self._uri)
         while self._read():
@@ -129,7 +135,7 @@ class SpoolWriter:
                 self._pop(self._client)
 
     def abandon(self) -> None:
-        """Mark the run as KILLED and set its `if_abandoned` tags, if the driver ended without closing it."""
+        """Mark the run as KILLED and set its `if_abandoned` tags. Do nothing if the driver closed the run."""
         if self._client is not None and self._state["open"]:
             tags = self._state.get("if_abandoned", {})
             self._client.log_batch(self.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
@@ -138,8 +144,8 @@ class SpoolWriter:
             self._save()
 
     def _opens_next(self) -> bool:
-        """Return True if an `open` item is next. It is sent before later metrics, because it sets the run to
-        RUNNING."""
+        """Return True if the next item is of kind `open`. It must be sent before the metrics that follow it, because it
+        sets the run to RUNNING."""
         before = not self._metrics or (bool(self._rest) and self._rest[0][0] < self._metrics[0][0])
         return bool(self._rest) and self._rest[0][1]["kind"] == "open" and before
 
@@ -187,7 +193,8 @@ class SpoolWriter:
                 self._unless_refused(f"metric {metric.key}", partial(client.log_batch, self.run_id, metrics=[metric]))
 
     def _unless_refused(self, what: str, send: Callable[[], None]) -> None:
-        """Send an item. If the store refuses it for good, report a warning and drop it, so that it blocks no others."""
+        """Send an item by calling `send`. If the store rejects the item for good, report a warning and drop it, so that
+        it does not block later items."""
         try:
             send()
         except MlflowException as error:
@@ -196,8 +203,8 @@ class SpoolWriter:
             self._report({"warning": f"MLflow refused {what.strip()}: {error.message}"})
 
     def _open(self, client: MlflowClient, item: Item) -> None:
-        """Continue the MLflow run whose id is in the state file, or else the run that is tagged with the spool's key.
-        Create a run if there is neither."""
+        """Continue the MLflow run whose id is in the state file. If there is none, continue the run that is tagged with
+        the spool's key. If there is no such run, create one."""
         tags = {**item["tags"], SPOOL_TAG: item["key"]}
         run = self._find_run(client, item)
         if run is None:
@@ -232,9 +239,10 @@ class SpoolWriter:
         return str(experiment.experiment_id)
 
     def _trace(self, client: MlflowClient, item: Item) -> None:
-        """Send the trace of a step, with `log_spans` and `start_trace`, which MLflow's exporter calls too. The exporter
-        is not used because it swallows errors. These functions accept a trace id, so a repeated delivery is
-        harmless."""
+        """Send the trace of a step with `log_spans` and `start_trace`, the functions that MLflow's exporter calls.
+
+        The exporter itself is not used, because it swallows errors. The two functions let the caller choose the trace
+        id, so a repeated delivery is harmless."""
         name = f"step {item['step']}"
         otel_id = hashlib.sha256(f"{self._state['key']} {name}".encode()).hexdigest()[:32]
         start, end = _extent(item["spans"])
@@ -263,7 +271,7 @@ class SpoolWriter:
         client.log_inputs(self.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", item["context"])])])
 
     def _model(self, client: MlflowClient, item: Item) -> None:
-        """Register the exported weights as a model version, once for each path."""
+        """Register the exported weights as a model version, unless this run has registered the same path before."""
         try:
             client.create_registered_model(item["name"])
         except MlflowException as error:
@@ -293,7 +301,7 @@ class SpoolWriter:
 
 
 def _lane(item: Item) -> str:
-    """Return the name of the queue that delivers an item."""
+    """Return the name of the queue of an item."""
     return "metrics" if item["kind"] == "metrics" else "rest"
 
 
@@ -302,7 +310,8 @@ def _refused(error: MlflowException) -> bool:
 
 
 def _artifact_location(uri: str, experiment: str) -> str | None:
-    """Return a directory beside a sqlite file (MLflow's default is the current directory), or None for a server."""
+    """Return the directory for artifacts, beside the sqlite file (MLflow's default is the current directory). Return
+    None for a server."""
     if not uri.startswith("sqlite:///"):
         return None
     folder = Path(uri.removeprefix("sqlite:///")).absolute().parent / "mlflow_artifacts"
@@ -310,14 +319,14 @@ def _artifact_location(uri: str, experiment: str) -> str | None:
 
 
 def _extent(spans: Iterable[Item]) -> tuple[float, float]:
-    """Return the first start and the last end."""
+    """Return the earliest start and the latest end of the spans."""
     times = [(span["start_s"], span["end_s"]) for span in spans]
     return min(start for start, _ in times), max(end for _, end in times)
 
 
 def _spans(otel_id: str, name: str, item: Item) -> list[Span]:
-    """Return the spans of a step: first the step's, then one per gang, then the nodes below their gangs. Inputs and
-    outputs of a node are addresses: the arrays stay in the store."""
+    """Return the spans of a step: one for the step, one per gang below it, and one per node below its gang. The inputs
+    and outputs of a node are addresses, because the arrays stay in the store."""
     of_gang: dict[str, list[Item]] = {}
     for span in item["spans"]:
         of_gang.setdefault(span["gang"], []).append(span)
@@ -366,8 +375,8 @@ def _write_report(descriptor: int, report: Item) -> None:
 
 
 def _without_credentials(uri: str) -> str:
-    """Return the URI without user and password. They go into the environment variables that MLflow reads, so that its
-    links and errors do not show them."""
+    """Return the URI without user and password. Both are put into environment variables that MLflow reads, so that
+    MLflow's links and errors do not show them."""
     bare, user, password = split_credentials(uri)
     if not (user and password):
         return uri
@@ -376,8 +385,10 @@ def _without_credentials(uri: str) -> str:
 
 
 def serve(writer: SpoolWriter, uri: str, timeout_s: float, report: Callable[[Item], None]) -> None:
-    """Deliver until stdin is closed and all items are sent, or until `timeout_s` after the close (`DOWN_S` if the store
-    cannot be reached)."""
+    """Deliver items until stdin is closed and everything is sent.
+
+    After stdin is closed, the delivery ends at the latest after `timeout_s`, or after `DOWN_S` if the store cannot be
+    reached."""
     deadline: float | None = None
     closed_at = 0.0
     retry_at, backoff_s, down = 0.0, 1.0, False

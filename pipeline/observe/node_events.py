@@ -1,4 +1,5 @@
-"""Nodes in progress and finished nodes, event by event from the journal, for the live display and `/stageline`."""
+"""The state of each node in progress or finished lately, updated with every event of the journal. The live display and
+`/stageline` show it."""
 
 from __future__ import annotations
 
@@ -11,19 +12,19 @@ from pipeline.observe.journal import Event, EventKind
 from storage.address import Address
 
 _REMEMBERED = 4096
-"""Number of finished nodes to keep: more than a page shows."""
+"""Number of finished nodes that are kept. It exceeds the number on a page."""
 _INCIDENTS = 12
-"""Number of incidents to keep."""
+"""Number of incidents that are kept."""
 
 
 @dataclass(frozen=True)
 class HandedOut:
-    """A node that was handed to a worker and has not ended; it may be queued there."""
+    """A node that was handed to a worker and has not ended. It is running or queued there."""
 
     gang: str | None
     worker: str
     at: float
-    """Seconds since the epoch."""
+    """Time at which it was handed out, seconds since the epoch."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,14 @@ class Ended:
 
     worker: str
     at: float
-    """Seconds since the epoch."""
+    """Time of the commit, seconds since the epoch."""
     seconds: float
-    """Duration."""
+    """Duration of the execution."""
 
 
 @dataclass
 class NodeEvents:
-    """State of nodes and workers. `take` must get every event, in order."""
+    """The current state of nodes and workers. `take` must be called with every event, in order."""
 
     losses: WorkerLosses = field(default_factory=WorkerLosses)
     out: dict[Address, HandedOut] = field(default_factory=dict)
@@ -52,9 +53,10 @@ class NodeEvents:
     """Time at which each worker last finished a node."""
 
     def begun(self, address: Address, parents: Iterable[Address], threads: int) -> float | None:
-        """Return the earliest time at which a worker with `threads` threads can have started a node, in seconds since
-        the epoch: the node is handed out, its parents are done and, with one thread, the worker is free. None if the
-        journal has no such node in progress."""
+        """Return the earliest time at which a node in progress can have started, in seconds since the epoch.
+
+        Before that time the node was not handed out, or a parent was not done. If the worker has only one thread, it
+        must also have finished its previous node. None if the journal has no such node in progress."""
         out = self.out.get(address)
         if out is None:
             return None

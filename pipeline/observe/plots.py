@@ -33,8 +33,8 @@ Points = Sequence[tuple[float, float]]
 
 
 def plot_timeline(timeline: Timeline, losses: Sequence[tuple[float, str]], path: Path, title: str) -> None:
-    """Draw the stages that each worker ran over time. The number in a box is its step. `losses`: time and name of each
-    lost worker."""
+    """Draw the stages that each worker ran over time. The number in a box is its PPO step. `losses` are pairs of the
+    time at which a worker was lost and its name."""
     windows = [window for window in (timeline.middle, (timeline.start_s, timeline.end_s)) if window is not None]
     height = 0.42 * max(len(timeline.lanes), 2) + 0.7
     figure = Figure(figsize=(13, len(windows) * height + 1.5), dpi=130, layout="constrained", facecolor="white")
@@ -67,7 +67,7 @@ def plot_timeline(timeline: Timeline, losses: Sequence[tuple[float, str]], path:
 
 
 def plot_curves(curves: RunCurves, path: Path, title: str, panels: Sequence[Panel] = PANELS) -> None:
-    """Draw the learning curves as small multiples. Panels for which the run has no metric are left out."""
+    """Draw the learning curves as a grid of small plots. Panels for which the run has no metric are left out."""
     shown = panels_of([curves], panels)
     columns = max(1, min(4, math.ceil(len(shown) / 2)))
     rows = max(1, math.ceil(len(shown) / columns))
@@ -100,8 +100,11 @@ def plot_reward_model(
     path: Path,
     title: str,
 ) -> None:
-    """Draw the training of a reward model: accuracy (or loss) by optimizer step, calibration on held-out pairs (under
-    Bradley–Terry), and margins of the held-out pairs (score of the better row minus that of the worse)."""
+    """Draw three plots about the training of a reward model.
+
+    The first shows the accuracy by optimizer step, or the loss if there is no calibration. The second shows the
+    calibration on held-out pairs, for a Bradley-Terry model. The third is a histogram of the margins on held-out pairs:
+    the score of the better row minus the score of the worse row."""
     figure = Figure(figsize=(12.6, 3.8), dpi=130, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     curves, right, last = figure.subplots(1, 3)
@@ -136,7 +139,8 @@ def plot_reward_model(
 
 
 def _draw_window(ax: Axes, timeline: Timeline, window: tuple[float, float], panel_width_px: int) -> None:
-    """Draw the lanes between two times. Lanes are 1 apart, gangs a further 0.5; y grows downwards."""
+    """Draw the part of the lanes within a time window. Neighbouring lanes are 1 apart. There is an additional gap of
+    0.5 between gangs. y grows downwards."""
     left, right = window[0], max(window[1], window[0] + 1e-3)
     px_per_s = panel_width_px / (right - left)
     gangs: dict[str, int] = {}
@@ -158,7 +162,8 @@ def _draw_window(ax: Axes, timeline: Timeline, window: tuple[float, float], pane
 def _draw_stage(
     ax: Axes, row: Sequence[Box], y: float, window: tuple[float, float], origin: float, px_per_s: float
 ) -> None:
-    """Draw the boxes of one stage in a lane. Their steps are written into them if nearly all have room."""
+    """Draw the boxes of one stage in a lane. If nearly all boxes are wide enough, each contains the number of its
+    step."""
     left, right = window
     colour = STAGE_COLOURS.get(row[0].address.stage, OTHER_COLOUR)
     widest = max(box.end_s - box.start_s for box in row) * px_per_s
@@ -188,8 +193,8 @@ def _draw_panel(
     held_out: Sequence[tuple[str, Points]] = (),
     healthy: float | None = None,
 ) -> None:
-    """Draw named series as lines, those of held-out prompts as dots with a thin line, and the value of a healthy run as
-    a dashed line."""
+    """Draw one panel of curves. Training series are lines, held-out series are dots joined by a thin line, and the
+    ideal value `healthy` is a dashed line."""
     lines = [(label, points) for label, points in trained if points]
     for number, (label, points) in enumerate(lines):
         steps, values = zip(*points, strict=True)

@@ -1,6 +1,5 @@
-"""Facts about the origin of a run: the versions of code and packages, the Slurm job, and the description that MLflow
-shows (markdown).
-"""
+"""Facts about the origin of a run: versions of the code and of packages, the Slurm job, and the description that MLflow
+shows (markdown)."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ from pipeline.observe.summary import Summary, summary_lines
 from stages.native.software import installed_versions
 
 SOFTWARE = ("stageline", "torch", "megatron-core", "transformers", "dask", "zarr", "mlflow-skinny", "omegaconf")
-"""Packages whose versions are in the summary."""
+"""Packages whose versions are written to the summary."""
 
 
 def git_commit() -> str:
-    """Return the commit of the running code, with "+changes" if the tree differs from it; empty outside a repository or
-    without git."""
+    """Return the commit of the running code. "+changes" is appended if tracked files were changed. Empty if the code is
+    in no repository, or without git."""
     if shutil.which("git") is None:
         return ""
     here = Path(__file__).resolve().parent
@@ -65,16 +64,16 @@ def software_versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A Slurm job, as of its latest start."""
+    """A Slurm job, as it was last started."""
 
     job_id: str
-    """The job's id; with the task's number if it is in an array: 12_3."""
+    """Id of the job. For a task of an array: the array's id and the number of the task, such as 12_3."""
     nodes: str
-    """Node lists in Slurm's notation, of every component of a heterogeneous job."""
+    """The job's nodes in Slurm's notation. For a heterogeneous job, the nodes of all components."""
     restarts: int
     """Number of requeues."""
     submitted_from: str | None
-    """The host from which it was submitted."""
+    """The host from which the job was submitted."""
 
     def tags(self) -> dict[str, str]:
         """Return the tags of the job for the tracking."""
@@ -86,7 +85,7 @@ class SlurmJob:
 
 
 def slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
-    """Return the Slurm job of an environment; None outside Slurm."""
+    """Return the Slurm job that these environment variables describe, or None outside of Slurm."""
     number = environment.get("SLURM_JOB_ID")
     if number is None:
         return None
@@ -102,16 +101,19 @@ def slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
 
 
 def tunnel(dashboard: str, login: str | None) -> str:
-    """Return the ssh command that forwards a dashboard of this node to the user's own machine.
+    """Return the ssh command with which users forward a dashboard on this node to their own machine.
 
-    `dashboard`: its URL. `login`: the host from which the job was submitted, used as jump host."""
+    Args:
+        dashboard: URL of the dashboard.
+        login: the host from which the job was submitted. It is used as jump host."""
     address = urlsplit(dashboard)
     through = "" if login is None else f"-J {login} "
     return f"ssh -N {through}-L {address.port}:{address.hostname}:{address.port} {platform.node()}"
 
 
 def dashboard_tags(dashboard: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the tags for the tracking: the dashboard's address and, in a Slurm job, the command to reach it."""
+    """Return the tags for the tracking: the address of the dashboard and, in a Slurm job, the ssh command to reach
+    it."""
     job, tags = slurm_job(environment), {"dashboard": dashboard}
     return tags if job is None else tags | {"dashboard_tunnel": tunnel(dashboard, job.submitted_from)}
 
@@ -120,23 +122,24 @@ def dashboard_tags(dashboard: str, environment: Mapping[str, str]) -> dict[str, 
 
 
 def code(text: str) -> str:
-    """Return text as one line of markdown code, so that markup in it has no effect."""
+    """Return text as one line of markdown code, in which markup has no effect."""
     one_line = " ".join(text.replace("`", "'").split())
     return f"`{one_line}`" if one_line else "-"
 
 
 def run_note(what: str, facts: Mapping[str, str], result: str) -> str:
-    """Return the description: a sentence, a table of facts, and the result."""
+    """Return the run's description for MLflow: a sentence, a table of facts, and the result."""
     rows = "\n".join(f"| {name} | {code(value.replace('|', '/'))} |" for name, value in facts.items() if value)
     return f"{what}\n\n| | |\n|---|---|\n{rows}\n\n**Result:** {result}\n"
 
 
 _IN_NOTE = ("held_out", "kl", "speed", "overlap", "lost", "best", "hint")
-"""Keys of the results in a run's description."""
+"""Keys of the results that the run's description in MLflow contains."""
 
 
 def result_text(status: str, summary: Summary | None, ended: str = "") -> str:
-    """Return the state of a run in a sentence. `ended`: the reason why it ended before its last step."""
+    """Return a sentence about the state and the results of a run. `ended` is the reason why the run ended before its
+    last step."""
     why = f": {code(ended[:400])}" if ended else ""
     if summary is None:
         return f"{status.lower()}{why}"

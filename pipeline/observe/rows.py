@@ -1,7 +1,7 @@
 """The rows of a run with the outputs of all stages.
 
-- `StageRows`: the rows of a shard, a step or an evaluation. Only committed arrays are read, each checked against its
-  CRC-32 (storage/rollouts.py), so arrays of a dead or late attempt are never seen.
+- `StageRows`: the rows of a shard, a step or an evaluation. Only arrays of commits are read, and each is checked
+  against its CRC-32 (storage/rollouts.py). Arrays of an attempt that died or came too late are therefore never seen.
 - `row_columns`: the numbers and texts of each row. pipeline/cli/opened_run.py makes tables and files of them.
 - `response_pairs`: the responses to the held-out prompts before and after training.
 """
@@ -37,11 +37,12 @@ from storage.rollouts import BYTES, OFFSETS, Decode, Vocabulary, read_root_array
 
 @dataclass(frozen=True)
 class StageRows:
-    """Rows with the output of each stage; None if a stage has not run yet or does not run in this run."""
+    """Rows with the output of each stage. An output is None if the stage has not run yet, or does not run in this
+    config."""
 
     step: int
     shard: int
-    """The shard; 0 for a whole step."""
+    """Number of the shard; 0 if the rows are those of a whole step."""
     rollout: Rollout
     scores: Scores | None = None
     reference: ReferenceLogprobs | None = None
@@ -51,8 +52,10 @@ class StageRows:
 
     @cached_property
     def log_ratio(self) -> np.ndarray | None:
-        """log pi - log pi_ref per token, float32 [rows seq]; zero outside the response. pi is the trainer's policy at
-        the step's start or, if its log-probs are not recomputed, the sampler's policy."""
+        """log pi - log pi_ref per token, float32 [rows seq]. Zero outside the response.
+
+        pi is the trainer's policy at the start of the step. If its log-probs are not recomputed, pi is the sampler's
+        policy."""
         if self.reference is None:
             return None
         ours = self.rollout.sampler_logprobs if self.policy is None else self.policy.policy_logprobs
@@ -60,19 +63,21 @@ class StageRows:
 
     @cached_property
     def kl(self) -> np.ndarray | None:
-        """KL to the reference per row, nats per response: the sum of the log-ratio over its tokens, float64 [rows]."""
+        """KL to the reference in nats per response: the sum of the log-ratio over the tokens of each row, float64
+        [rows]."""
         return None if self.log_ratio is None else self.log_ratio.sum(axis=1, dtype=np.float64)
 
     @cached_property
     def mismatch(self) -> np.ndarray | None:
-        """log pi_trainer - log mu_sampler per token, float32 [rows seq]; zero outside the response."""
+        """log pi_trainer - log mu_sampler per token, float32 [rows seq]. Zero outside the response."""
         if self.policy is None:
             return None
         difference = self.policy.policy_logprobs - self.rollout.sampler_logprobs
         return np.where(self.rollout.response_mask, difference, 0.0)
 
     def array(self, name: str) -> np.ndarray | None:
-        """Return the array of a record by its name, or None if it is missing. Scores are not searched."""
+        """Return the array of that name, from whichever output has it. None if no output has it. The scores are not
+        searched."""
         for record in (self.rollout, self.reference, self.policy, self.values, self.advantages):
             if record is not None and name in record.arrays():
                 return np.asarray(record.arrays()[name])
@@ -80,17 +85,20 @@ class StageRows:
 
 
 def stored_steps(history: History, *, whole: bool = False) -> list[int]:
-    """Return the steps with committed rows that were not deleted (`storage.keep.rollouts`), ascending.
+    """Return the numbers of the steps with committed rows, ascending. Steps whose rows were deleted
+    (`storage.keep.rollouts`) are left out.
 
-    `whole`: only the steps with all their rows."""
+    If `whole` is true, only steps with all their rows are returned."""
     addresses = history.ledger.addresses("generate", history.store.dropped_before())
     shards = Counter(address.step for address in addresses)
     return sorted(step for step, number in shards.items() if not whole or number == history.spec.shards)
 
 
 def whole_step(history: History, step: int) -> StageRows:
-    """Return all rows of a step. Raises StoreError if the rollouts cannot be read. The output of another stage is None
-    if it cannot be read."""
+    """Return all rows of a step. The output of a stage is None if it is incomplete or cannot be read.
+
+    Raises:
+        StoreError: the rollouts cannot be read."""
 
     def read(stage: str, shards: int = history.spec.shards) -> Any:
         there = all(history.ledger.find(Address(stage, step, shard)) is not None for shard in range(shards))
@@ -105,8 +113,11 @@ def whole_step(history: History, step: int) -> StageRows:
 
 
 def shards_of_step(history: History, step: int) -> Iterator[StageRows]:
-    """Yield the generated shards of a step. Raises StoreError if an array differs from its commit, DroppedOutput if it
-    was deleted."""
+    """Yield the generated shards of a step, each with the outputs of the other stages.
+
+    Raises:
+        StoreError: an array differs from its commit.
+        DroppedOutput: an array was deleted."""
     advantages = _read(history, "advantage", step)
     for shard in range(history.spec.shards):
         rollout = _read(history, "generate", step, shard)
@@ -124,7 +135,7 @@ def shards_of_step(history: History, step: int) -> Iterator[StageRows]:
 
 
 def shards_of_evaluation(history: History, version: int) -> Iterator[StageRows]:
-    """Yield the generated shards of the evaluation of a version."""
+    """Yield the generated shards of an evaluation, each with its scores and the log-probs of the reference."""
     for shard in range(history.spec.eval_shards):
         rollout = _read(history, "evaluate", version, shard)
         if rollout is not None:
@@ -133,14 +144,16 @@ def shards_of_evaluation(history: History, version: int) -> Iterator[StageRows]:
 
 
 def _read(history: History, stage: str, step: int, shard: int = 0) -> Any:
-    """Return an output, or None if it has no commit."""
+    """Return the output of a stage, or None if it has no commit."""
     address = Address(stage, step, shard)
     return None if history.ledger.find(address) is None else history.store.read(address)
 
 
 def text_of_tokens(run_dir: str, model: str) -> Decode:
-    """Return a function from token ids to text, without special tokens: by the vocabulary in a run's store, or else by
-    the tokenizer of the model, which takes seconds to load."""
+    """Return a function from token ids to text without special tokens.
+
+    It uses the vocabulary in the run's store. If the store has none, the tokenizer of the model is loaded, which takes
+    seconds."""
     root = files.open_root(run_dir)
     data, offsets = (read_root_array(root, name) for name in (BYTES, OFFSETS))
     if data is not None and offsets is not None:
@@ -152,12 +165,14 @@ def text_of_tokens(run_dir: str, model: str) -> Decode:
 # ---- columns ---------------------------------------------------------------------------------------------
 
 PART_COLUMN = "score."
-"""Prefix of the columns of a score's parts."""
+"""Prefix of the columns for the parts of a score."""
 
 
 def row_columns(rows: StageRows, decode: Decode) -> dict[str, Any]:
-    """Return the columns of a table with one line per row: its origin, its text and its numbers. Sums and means are
-    over the sampled tokens, in float64; `kl` is the sum of the log-ratios to the reference, nats per response."""
+    """Return the columns of a table with one line per row: where the row comes from, its texts and its numbers.
+
+    Sums and means are over the sampled tokens, in float64. `kl` is the sum of the log-ratios to the reference, nats per
+    response."""
     rollout, mask = rows.rollout, rows.rollout.response_mask
     lengths = rollout.response_lengths.astype(np.int64)
     sampled_by = np.where(mask, rollout.token_versions, -1)
@@ -191,22 +206,23 @@ def row_columns(rows: StageRows, decode: Decode) -> dict[str, Any]:
 
 
 def score_column(array: str) -> str:
-    """Return the column of an array of `Scores`: `score.NAME` for a part, or `disagreement.NAME`."""
+    """Return the name of the column for an array of `Scores`: `score.NAME` for a part of the score, `disagreement.NAME`
+    for a disagreement."""
     return array.replace(SCORE_PREFIX, PART_COLUMN, 1)
 
 
 def prompt_ids(rollout: Rollout) -> list[np.ndarray]:
-    """Return the prompt's tokens of each row, as they are stored."""
+    """Return the stored prompt tokens of each row."""
     return [row[:length] for row, length in zip(rollout.tokens, rollout.prompt_lengths, strict=True)]
 
 
 def response_ids(rollout: Rollout) -> list[np.ndarray]:
-    """Return the response's tokens of each row, special tokens and the EOS included."""
+    """Return the response tokens of each row. Special tokens and the EOS are included."""
     return [row[mask] for row, mask in zip(rollout.tokens, rollout.response_mask, strict=True)]
 
 
 def _sum(array: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Return the sum of each row over the sampled tokens."""
+    """Return the sum over the sampled tokens of each row."""
     return np.where(mask, array, 0.0).sum(axis=1, dtype=np.float64)
 
 
@@ -219,7 +235,7 @@ def _or_missing(array: np.ndarray | None, rollout: Rollout) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ResponsePair:
-    """The responses of two versions of the weights to one held-out prompt."""
+    """The responses to one held-out prompt before and after training."""
 
     prompt: str
     before: str
@@ -227,21 +243,21 @@ class ResponsePair:
     after: str
     after_score: float
     before_kl: float | None = None
-    """KL to the reference, nats per response; None until the reference has scored it."""
+    """KL to the reference, nats per response. None until the reference has scored the response."""
     after_kl: float | None = None
 
 
 def prompt_text(rollout: Rollout, row: int, decode: Decode, asked: Sequence[str] | None) -> str:
-    """Return a row's prompt for people: its last user message if it is a chat. `asked`: that message of every prompt;
-    None for plain prompts."""
+    """Return the prompt of a row as readers should see it. If the prompts are chats, it is the last user message.
+    `asked` has this message for every prompt, and is None if the prompts are plain text."""
     if asked is not None:
         return asked[int(rollout.prompt_index[row])]
     return decode(rollout.tokens[row, : rollout.prompt_lengths[row]].tolist())
 
 
 def response_pairs(history: History, decode: Decode, asked: Sequence[str] | None = None) -> list[ResponsePair]:
-    """Return the held-out prompts with the responses of the first and the last evaluated version; empty if fewer than
-    two versions are evaluated. `asked`: as for `prompt_text`."""
+    """Return the responses of the first and of the last evaluated version to each held-out prompt. Empty if fewer than
+    two versions are evaluated. `asked` is used as in `prompt_text`."""
     evaluations = history.evaluations()
     if len(evaluations) < 2:
         return []
@@ -263,8 +279,10 @@ def response_pairs(history: History, decode: Decode, asked: Sequence[str] | None
 
 
 def chosen(pairs: Sequence[ResponsePair]) -> list[ResponsePair]:
-    """Return three pairs by change of the score: the largest gain, the median and the largest loss; all if there are
-    fewer. A fixed choice of prompts could look like success or failure by chance."""
+    """Choose three pairs by the change of their scores: the largest gain, the median and the largest loss. If there are
+    fewer pairs, return all.
+
+    A fixed choice of prompts could look like success or failure by chance."""
     by_change = sorted(pairs, key=lambda pair: pair.before_score - pair.after_score)
     places = dict.fromkeys((0, (len(by_change) - 1) // 2, len(by_change) - 1)) if by_change else ()
     return [by_change[place] for place in places]

@@ -1,9 +1,9 @@
-"""One run, or several side by side, as one HTML file that needs nothing else.
+"""The report: a single HTML file about one run, or about several runs side by side. It needs no other file.
 
     RunSource ──► headline, curves, timeline, samples, mismatches, incidents ─► RunContents ─┐
                   (one file each: what is gathered, as plain numbers)                        ├──► page: one file
     several RunSources ──► comparison ───────────────────────────────────────────────────────┘    of HTML
 
-The browser draws the page with the styles and scripts in pipeline/observe/static, which use no library. All text of a
-run is data for them, never markup.
+The browser draws the page with the styles and scripts in pipeline/observe/static, which use no library. They treat all
+text of a run as data, never as markup.
 """

@@ -1,8 +1,8 @@
-"""The comparison of several runs: settings that differ, numbers that can be compared, and the score of each run against
-the first on the prompts of both evaluations. If runs are too different, the comparison leaves out what cannot be
-compared and says why.
+"""The comparison of several runs: settings that differ, numbers that can be compared, and scores on common held-out
+prompts. Each run is compared with the first one. If two runs are too different, the comparison says what is left out
+and why.
 
-The last part finds the tokens on which trainer and sampler differ most. Pure functions.
+`worst_mismatches` finds the tokens on which trainer and sampler differ most. Pure functions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TOKENS = ("response/*", "eval/length_mean", "policy/entropy*", "generate/tokens
 
 @dataclass(frozen=True)
 class ConfigDifference:
-    """A setting in which runs differ; null where a run has no such key."""
+    """A setting in which runs differ. The value is None for a run that has no such key."""
 
     key: str
     values: Sequence[str | None]
@@ -37,19 +37,21 @@ class ConfigDifference:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A part of a run that cannot be compared with the first run's."""
+    """A part of a run that cannot be compared with the same part of the first run."""
 
     run: int
     what: str
     why: str
     metrics: Sequence[str] = ()
-    """Curves that are not drawn over those of the first run; a `*` stands for any text."""
+    """Names of the metrics whose curves are not drawn together with those of the first run. A `*` stands for any
+    text."""
 
 
 @dataclass(frozen=True)
 class HeldOutScores:
-    """Scores of the last evaluated version of a run, by (text of the prompt, number of earlier prompts with the same
-    text)."""
+    """Scores of the last evaluated version of a run.
+
+    The key of a score is the text of its prompt, and the number of earlier prompts with the same text."""
 
     version: int
     by_prompt: Mapping[tuple[str, int], float]
@@ -57,16 +59,16 @@ class HeldOutScores:
 
 @dataclass(frozen=True)
 class PairedEvaluation:
-    """The comparison of a run with the first, prompt by prompt."""
+    """The comparison of a run with the first run, paired by held-out prompt."""
 
     run: int
     versions: tuple[int, int]
-    """Evaluated version of the first run, and of this run."""
+    """The version that is compared, of the first run and of this one."""
     found: Comparison
     error: float | None
     """Standard error of the difference."""
     pairs: Sequence[tuple[float | None, float | None]]
-    """Scores of the first run and of this one."""
+    """For each prompt, the score in the first run and the score in this one."""
     remark: str
 
 
@@ -80,7 +82,7 @@ class RunComparison:
 def compare_runs(
     settings: Sequence[Mapping[str, Any]], sameness: Sequence[Sameness], held_out: Sequence[HeldOutScores | None]
 ) -> RunComparison:
-    """Compare two or more runs, in the order given. The first is the baseline of the others."""
+    """Compare two or more runs. The first one is the baseline for all others."""
     left_out: list[LeftOut] = []
     paired: list[PairedEvaluation] = []
     for run in range(1, len(settings)):
@@ -94,7 +96,7 @@ def compare_runs(
 
 
 def config_differences(settings: Sequence[Mapping[str, Any]]) -> list[ConfigDifference]:
-    """Return the settings in which the runs differ, sorted by key, except `name` and `runs_dir`."""
+    """Return the settings in which the runs differ, sorted by key. `name` and `runs_dir` are left out."""
     keys = sorted(set().union(*settings) - _PLACE)
     rows = [(key, [str(s[key]) if key in s else None for s in settings]) for key in keys]
     return [ConfigDifference(key, values) for key, values in rows if len(set(values)) > 1]
@@ -152,7 +154,7 @@ MOST = 20
 
 @dataclass(frozen=True)
 class TokenMismatch:
-    """One sampled token, with its log-probs by the engine and by the trainer."""
+    """A sampled token with its two log-probs: from the engine and from the trainer."""
 
     step: int
     row: int
@@ -160,16 +162,17 @@ class TokenMismatch:
     """Position in the response, from 0."""
     token: str
     sampler: float | None
-    """log-prob under the distribution that the engine drew the token from."""
+    """Log-prob in the distribution from which the engine drew the token."""
     policy: float | None
-    """log-prob by the trainer's weights at the step's start."""
+    """Log-prob computed by the trainer with the weights at the start of the step."""
     staleness: int
-    """Version trained minus version that sampled. At 0 both log-probs should be equal up to rounding."""
+    """Version of the weights that is trained, minus the version that sampled the token. If it is 0, both log-probs
+    should be equal up to rounding."""
 
 
 def worst_mismatches(read: Sequence[StageRows], decode: Decode, most: int = MOST) -> list[TokenMismatch] | None:
-    """Return the tokens with the largest |log pi - log mu|, the largest first. None if no step that was read has
-    log-probs recomputed by the trainer."""
+    """Return up to `most` tokens with the largest |log pi - log mu|, in descending order. None if the trainer
+    recomputed no log-probs in these steps."""
     steps = [step for step in read if step.mismatch is not None]
     if not steps:
         return None

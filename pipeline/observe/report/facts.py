@@ -1,4 +1,5 @@
-"""The facts about a run in its report: settings, progress, and headline numbers with their uncertainty. Pure functions.
+"""The facts about a run in its report: settings, progress, and the main results with their standard errors. Pure
+functions.
 
 Held-out scores of the first and the last evaluated version are compared by prompt (pipeline/observe/evaluations.py).
 """
@@ -18,8 +19,8 @@ from pipeline.observe.text import three
 from storage.redaction import redacted_text
 
 _MOST_FAILURES, _LONGEST = 3, 300
-"""Most failures that `failures` returns, and most characters of each. The page's list of incidents has their full
-text."""
+"""Maximum number of failures that `failures` returns, and maximum number of characters of each. The incidents on the
+page have the full text."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Fact:
 def run_facts(
     settings: Mapping[str, Any], events: Sequence[Event], software: Mapping[str, str], hosts: Collection[str]
 ) -> list[Fact]:
-    """Return the known facts of a run. `hosts`: hosts of the workers."""
+    """Return the facts about a run that are known. `hosts` are the hosts of its workers."""
     s = settings
     critic = "" if s.get("ppo.advantage") == "gae" else ", no critic"
     found = [
@@ -53,7 +54,7 @@ def run_facts(
 
 
 def state_of(events: Sequence[Event], steps_done: int, steps: int) -> str:
-    """Return the progress of a run."""
+    """Return a text about the progress of a run: finished, failed or not finished, and the number of steps."""
     if is_finished(events) or steps_done == steps:
         return f"finished: {steps_done} steps"
     given_up = _failed(events, (EventKind.SUBMITTED, EventKind.FINISHED))  # not if it was submitted again
@@ -61,14 +62,15 @@ def state_of(events: Sequence[Event], steps_done: int, steps: int) -> str:
 
 
 def failures(events: Sequence[Event]) -> list[str]:
-    """Return texts about the last few failures since the last driver began, which tell why an unfinished run has ended.
+    """Return texts about the latest failures since the last driver started. They explain why an unfinished run ended.
     Failures of nodes that succeeded later are left out."""
     shown = _failed(events, (EventKind.FINISHED,))[-_MOST_FAILURES:]
     return [f"{e.stage} of step {e.step} failed: {(e.detail or '').partition(chr(10))[0][:_LONGEST]}" for e in shown]
 
 
 def _failed(events: Sequence[Event], undone_by: Collection[EventKind]) -> list[Event]:
-    """Return the last failure of each node since a driver began, unless a later event undoes it."""
+    """Return the failed nodes since the last driver started, each with its latest failure. An event of a kind in
+    `undone_by` removes its node from them."""
     failed: dict[tuple[str | None, int | None, int], Event] = {}
     for event in events:
         node = (event.stage, event.step, event.shard or 0)
@@ -116,8 +118,13 @@ def _text(value: object) -> str:
 def headlines(
     summary: Summary, evaluations: Sequence[Evaluation], first: StageRows | None, last: StageRows | None
 ) -> list[Headline]:
-    """Return the headlines that apply to a run. `first`, `last`: rows of the first and the last finished step, if they
-    are kept."""
+    """Return the results to show at the top of a run's report.
+
+    Args:
+        summary: the summary of the run.
+        evaluations: the complete evaluations, in order of version.
+        first: rows of the first finished step, if they are stored.
+        last: rows of the last finished step, if they are stored."""
     found = _held_out(evaluations)
     for line in summary_lines(summary):
         if line.key == "score":

@@ -1,4 +1,4 @@
-"""Everything that the page shows of a run, read from its directory in one pass.
+"""The contents of the page about one run, read from its directory in one pass.
 
 ledger ──► commits of the steps that are drawn ──► curves, versions of the timeline
 store ───► rows of some steps, held-out rows ────► samples, mismatches, headline
@@ -27,17 +27,17 @@ from storage.commits import Commit
 from storage.errors import StoreError
 
 MOST_EXECUTIONS = 20_000
-"""Most executions in a timeline."""
+"""Maximum number of executions in a timeline."""
 _MOST_READ_BYTES, _TOKEN_BYTES = 512 << 20, 64
-"""Most bytes of rows that are read; bytes of all arrays of a token together."""
+"""Maximum number of bytes of rows to read, and the estimated size of one token in all arrays together."""
 _FEWEST_STEPS = 3
 _LONGEST_TEXT = 1600
-"""Most characters of a prompt or of a held-out response."""
+"""Maximum number of characters of a held-out prompt or response."""
 
 
 @dataclass(frozen=True)
 class HeldOutPairs:
-    """Held-out responses of the first and the last evaluated version."""
+    """Responses to the held-out prompts by the first and by the last evaluated version."""
 
     versions: tuple[int, int]
     pairs: Sequence[ResponsePair]
@@ -50,7 +50,7 @@ class RunIncidents:
 
     shown: Sequence[Incident]
     of_all: int
-    """Number of incidents; more than are shown if there are very many."""
+    """Number of all incidents. If there are very many, not all are shown."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class TimelineLane:
 
 @dataclass(frozen=True)
 class TimelineMark:
-    """A marked moment: a driver resumed the run, or an incident."""
+    """A moment that is marked in the timeline: an incident, or the start of a driver that resumed the run."""
 
     ms: int
     kind: str
@@ -70,35 +70,35 @@ class TimelineMark:
 
 @dataclass(frozen=True)
 class RunTimeline:
-    """A `Timeline` as columns of equal length, because a long run has tens of thousands of executions; times in
-    milliseconds since `start`."""
+    """A `Timeline` as columns of equal length, which is compact enough for tens of thousands of executions. Times are
+    in milliseconds since `start`."""
 
     start: float
-    """Seconds since the epoch."""
+    """Start of the first execution, seconds since the epoch."""
     duration_ms: int
     window_ms: tuple[int, int]
-    """The part that is shown first: the middle steps."""
+    """The part of the timeline that is shown first: the middle steps, or everything if there are few steps."""
     lanes: Sequence[TimelineLane]
     stages: Sequence[str]
     lane: Sequence[int]
     stage: Sequence[int]
-    """Number of the stage in `stages`."""
+    """Index of the stage in `stages`."""
     step: Sequence[int]
     shard: Sequence[int]
     begin_ms: Sequence[int]
     length_ms: Sequence[int]
     versions: Sequence[str]
-    """Versions of the weights that each execution used; empty if its commit was not read."""
+    """Versions of the weights that each execution used. Empty for an execution whose commit was not read."""
     marks: Sequence[TimelineMark]
     of_executions: int
     """Number of all executions. If the run is long, only the first and the last ones are drawn."""
     gaps_ms: int
-    """Time between drivers, which is left out."""
+    """Total time during which no driver worked. It is cut out of the timeline."""
 
 
 @dataclass(frozen=True)
 class RunContents:
-    """A run on the page."""
+    """The contents of the page about one run."""
 
     name: str
     directory: str
@@ -109,27 +109,31 @@ class RunContents:
     curves: RunCurves
     timeline: RunTimeline | None
     staleness: Mapping[str, int]
-    """Rows by staleness."""
+    """Number of rows by staleness."""
     stage_s: Mapping[str, float | None]
     samples: Samples
     held_out: HeldOutPairs | None
     mismatches: Sequence[TokenMismatch] | None
-    """None if the trainer's log-probs are not recomputed; empty if no step has them yet."""
+    """The tokens with the largest mismatch. None if this run's trainer does not recompute log-probs; empty if no step
+    has them yet."""
     incidents: RunIncidents
     remarks: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """A run's contents, and its held-out scores, by which runs are compared."""
+    """The page's contents about one run, and the held-out scores that are compared with other runs."""
 
     contents: RunContents
     held_out: HeldOutScores | None
 
 
 def gather(source: RunSource, budget: SampleBudget, most_executions: int = MOST_EXECUTIONS) -> Gathered:
-    """Read what the page shows. A step whose rows cannot be read is left out, with a remark. Raises StoreError if an
-    evaluation or a commit record is damaged."""
+    """Read the contents of the page from a run. If the rows of a step cannot be read, the step is left out and a remark
+    is added.
+
+    Raises:
+        StoreError: an evaluation or a commit record is damaged."""
     history, events = source.history, source.events
     remarks = [*failures(events), *source.remarks]
     done = history.steps_done()
@@ -170,7 +174,8 @@ def gather(source: RunSource, budget: SampleBudget, most_executions: int = MOST_
 
 
 def _commits(history: History, steps: Sequence[int]) -> dict[Address, Commit]:
-    """Return the commits of the nodes of some steps, with canaries and evaluations of their versions."""
+    """Return the commits of the nodes of some steps. They include the canaries and evaluations of the versions with the
+    same numbers."""
     spec = history.spec
     found = {}
     for step in steps:
@@ -183,7 +188,7 @@ def _commits(history: History, steps: Sequence[int]) -> dict[Address, Commit]:
 
 
 def run_incidents(source: RunSource, most: int = 300) -> RunIncidents:
-    """Return the incidents of a run, the worst if there are very many."""
+    """Return up to `most` incidents of a run. If there are more, the most severe kinds are kept."""
     losses = worker_losses(source.events, source.together)
     lost_s = {(one.gang, one.t): one.lost_s for one in source.summary.trainer_losses if one.lost_s is not None}
     found = [one for one in (incident(event, losses, lost_s) for event in source.events) if one is not None]
@@ -193,7 +198,7 @@ def run_incidents(source: RunSource, most: int = 300) -> RunIncidents:
 def timeline_columns(
     events: Sequence[Event], versions: Mapping[Address, str], incidents: Sequence[Incident], most: int
 ) -> RunTimeline | None:
-    """Return the timeline of at most `most` executions; None if nothing ran."""
+    """Return a timeline of up to `most` executions, or None if nothing was executed."""
     drawn = run_timeline(events, most)
     if drawn is None:
         return None
@@ -239,7 +244,8 @@ def _versions(commits: Mapping[Address, Commit]) -> dict[Address, str]:
 
 
 def _read(history: History, most: int) -> tuple[list[StageRows], int, list[str]]:
-    """Return the rows of at most `most` steps, the number of stored steps, and remarks on the missing ones."""
+    """Read the rows of up to `most` steps. Return them, the number of stored steps, and remarks about rows that are
+    missing."""
     steps, before = stored_steps(history, whole=True), history.store.dropped_before()
     remarks = [f"the rows of steps before {before} were deleted (storage.keep.rollouts)"] if before else []
     read = []
@@ -252,7 +258,7 @@ def _read(history: History, most: int) -> tuple[list[StageRows], int, list[str]]
 
 
 def _affordable(history: History, steps: Sequence[int]) -> int:
-    """Return the number of steps whose rows fit into memory together."""
+    """Return the number of steps whose rows together stay within `_MOST_READ_BYTES`, but at least `_FEWEST_STEPS`."""
     commit = history.ledger.find(Address("generate", steps[-1])) if steps else None
     if commit is None:
         return 0
@@ -261,7 +267,7 @@ def _affordable(history: History, steps: Sequence[int]) -> int:
 
 
 def _absences(source: RunSource, evaluations: Sequence[Evaluation]) -> list[str]:
-    """Return notes on parts of the page that this run does not have, with the reason."""
+    """Return remarks about the parts of the page that this run lacks, each with the reason."""
     spec, found = source.history.spec, []
     if not source.summary.steps:
         found.append("no step was finished: there are no curves")

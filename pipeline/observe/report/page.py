@@ -1,7 +1,8 @@
-"""The page: contents as JSON beside the styles and scripts of `static/`, in one HTML file that loads nothing.
+"""The page: one HTML file that loads nothing. It consists of the contents as JSON, and the styles and scripts of
+`static/`.
 
-All text of a run is in the JSON alone, in which every `<` is written as an escape, so it cannot end its element
-(pipeline/observe/html.py).
+Text of a run is only in the JSON and, escaped, in the title. Every `<` in the JSON is written as an escape, so the text
+cannot end the HTML element that contains it (pipeline/observe/html.py).
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from pipeline.observe.report.source import RunSource
 from pipeline.observe.timeline import STAGE_COLOURS
 
 MOST_BYTES = 5_000_000
-"""Most bytes of the file."""
+"""Maximum size of the file."""
 MOST_RUNS = 8
-"""Most runs of a page: the number of colours that can be told apart."""
+"""Maximum number of runs on a page: the number of colours that can be told apart."""
 _BEGINNING = """<!doctype html>
 <html lang="en">
 <head>
@@ -33,12 +34,12 @@ _BEGINNING = """<!doctype html>
 _STYLES = ("base.css", "figures.css", "report.css")
 _PARTS = ("text", "dom", "frame", "curves", "bars", "timeline", "samples", "tables", "main")
 _SMALLEST = 0.02
-"""Smallest share of a budget; below it the size of a page no longer depends on the budget."""
+"""The budget is not reduced further below this fraction, where all its limits are at their minimum."""
 
 
 @dataclass(frozen=True)
 class PageContents:
-    """Data for the page's scripts."""
+    """The data from which the scripts draw the page."""
 
     runs: Sequence[RunContents]
     panels: Sequence[Panel]
@@ -47,8 +48,15 @@ class PageContents:
 
 
 def report(sources: Sequence[RunSource], budget: SampleBudget | None = None, most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the file. If it would have more than `most_bytes`, it shows fewer rows and executions, down to a small
-    share of the budget. `sources`: 1 to `MOST_RUNS` runs."""
+    """Return the report as an HTML file.
+
+    If the file is larger than `most_bytes`, it is made again with fewer rows and executions. This ends when a small
+    fraction of the budget is left.
+
+    Args:
+        sources: 1 to `MOST_RUNS` runs.
+        budget: limits for a page about one run. Several runs share them.
+        most_bytes: size that the file should not exceed."""
     whole = (budget or SampleBudget()).of(len(sources))
     factor = 1.0
     while True:
@@ -61,7 +69,7 @@ def report(sources: Sequence[RunSource], budget: SampleBudget | None = None, mos
 
 
 def contents(sources: Sequence[RunSource], gathered: Sequence[Gathered]) -> PageContents:
-    """Return the contents of a page about one run, or about several and their differences."""
+    """Return the contents of a page about one run, or about several runs and their differences."""
     compared = None
     if len(sources) > 1:
         compared = compare_runs(
@@ -74,7 +82,7 @@ def contents(sources: Sequence[RunSource], gathered: Sequence[Gathered]) -> Page
 
 
 def page(shown: PageContents) -> bytes:
-    """Return the HTML file."""
+    """Return the page as an HTML file."""
     style, script = static(*_STYLES), static(*(f"{part}.js" for part in _PARTS))
     title = " · ".join(run.name for run in shown.runs)
     text = f"""{_BEGINNING}<meta http-equiv="Content-Security-Policy" content="{policy(style, script)}">
@@ -94,6 +102,6 @@ def page(shown: PageContents) -> bytes:
 
 
 def is_report(file: Path) -> bool:
-    """Return True if a file begins like the files that `page` makes. Raises OSError."""
+    """Return True if a file begins like a file made by `page`. Raises OSError if the file cannot be read."""
     with file.open("rb") as content:
         return content.read(len(_BEGINNING)) == _BEGINNING.encode()

@@ -1,8 +1,7 @@
-"""Responses to look at: a sample of a run's rows with what every stage made of each token, and the held-out responses
-before and after training.
+"""Samples of a run's responses, with the numbers that each stage computed for each token.
 
-The sample is even over steps and rows. The extremes of the rows that were read (highest and lowest score, largest KL,
-largest mismatches) are added and marked as such, because an even sample of many rows would hardly contain them.
+The sample is even over steps and rows. Extreme rows among those that were read (highest and lowest score, largest KL,
+largest mismatches) are added and marked, because an even sample of many rows would hardly contain them.
 """
 
 from __future__ import annotations
@@ -18,27 +17,27 @@ from storage.records import FinishReason
 from storage.rollouts import Decode
 
 EXTREMES = 8
-"""Rows of each kind of extreme."""
+"""Maximum number of rows for each kind of extreme."""
 _LONGEST_PROMPT = 1200
-"""Most characters of a prompt."""
+"""Maximum number of characters of a prompt."""
 
 
 @dataclass(frozen=True)
 class SampleBudget:
-    """Limits on the rows of a run that go into the page."""
+    """Limits on the rows of a run that are put into the page."""
 
     rows: int = 512
     steps: int = 128
-    """Most steps whose rows are read."""
+    """Maximum number of steps whose rows are read."""
     tokens: int = 40_000
-    """About the most tokens of all rows together."""
+    """Approximate maximum number of tokens in all rows together."""
     row_tokens: int = 400
-    """Most tokens of one response."""
+    """Maximum number of tokens of one response."""
     held_out: int = 128
-    """Pairs of held-out responses."""
+    """Maximum number of pairs of held-out responses."""
 
     def of(self, runs: int) -> SampleBudget:
-        """Return the budget of each of several runs that share a page."""
+        """Return the budget for each of `runs` runs that share a page."""
         return self.scaled(1 / runs)
 
     def scaled(self, factor: float) -> SampleBudget:
@@ -53,8 +52,7 @@ class SampleBudget:
 
 @dataclass(frozen=True)
 class SampleRow:
-    """A response. Each array of numbers has an entry for every token that is shown. It is None if the run has no such
-    numbers."""
+    """One response. Each array of numbers has one entry per shown token, or is None if the run has no such numbers."""
 
     step: int
     row: int
@@ -62,14 +60,14 @@ class SampleRow:
     score: float | None
     parts: Mapping[str, float | None]
     kl: float | None
-    """Nats over the response."""
+    """KL to the reference, nats per response."""
     length: int
-    """Number of sampled tokens. Fewer are shown if the response is long."""
+    """Number of sampled tokens. If the response is long, fewer tokens are shown."""
     cut: bool
     """True if the length limit ended the response."""
     versions: str
     extreme: str
-    """Property in which the row is extreme; empty for a row of the even sample."""
+    """The property in which the row is extreme, such as "highest score". Empty for a row of the even sample."""
     tokens: Sequence[str]
     log_ratio: Sequence[float | None] | None
     values: Sequence[float | None] | None
@@ -79,11 +77,11 @@ class SampleRow:
 
 @dataclass(frozen=True)
 class Samples:
-    """Rows of a run, by step and row."""
+    """A sample of a run's rows, ordered by step and row."""
 
     rows: Sequence[SampleRow]
     of_rows: int
-    """Number of rows of all stored steps."""
+    """Total number of rows in all stored steps."""
     read_steps: int
     of_steps: int
 
@@ -96,8 +94,15 @@ def sample(
     mismatched: Collection[tuple[int, int]] = (),
     asked: Sequence[str] | None = None,
 ) -> Samples:
-    """Choose rows to show. `read`: the steps whose rows were read, of `of_steps` stored ones. `mismatched`: (step, row)
-    of the rows with the largest mismatches, some of which are shown too. `asked`: as for `prompt_text`."""
+    """Choose the rows to show.
+
+    Args:
+        read: the steps whose rows were read.
+        of_steps: number of stored steps, which may be larger.
+        decode: function from token ids to text.
+        budget: limits on the sample.
+        mismatched: (step, row) of the rows with the largest mismatches. Some of them are shown.
+        asked: last user message of each prompt; None if the prompts are plain text."""
     places = [(i, row) for i, step in enumerate(read) for row in range(step.rollout.num_rows)]
     if not places:
         return Samples([], 0, 0, of_steps)
@@ -117,7 +122,8 @@ def sample(
 
 
 def _extremes(read: Sequence[StageRows], each: int) -> dict[tuple[int, int], str]:
-    """Return (index in `read`, row) -> the property in which this row is extreme. Each property has `each` rows."""
+    """Return the extreme rows: (index in `read`, row) -> the property in which the row is extreme. There are up to
+    `each` rows per property."""
     columns: list[tuple[str, list[np.ndarray | None], int]] = [
         ("lowest score", [None if s.scores is None else s.scores.scores for s in read], 1),
         ("highest score", [None if s.scores is None else s.scores.scores for s in read], -1),
@@ -164,8 +170,8 @@ def _row(
 
 
 def shortened(text: str, most: int) -> str:
-    """Return the text. If it is longer than `most` characters, a note replaces its middle. The end is kept because a
-    prompt often ends with its question."""
+    """Return the text, with a note in place of its middle if it is longer than `most` characters. The end is kept
+    because a prompt often ends with its question."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -174,14 +180,16 @@ def shortened(text: str, most: int) -> str:
 
 _TORN = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_CHARACTER = 4
-"""Most tokens, of one byte each, that make one character. If more tokens decode to no complete character, they are no
-part of one."""
+"""Maximum number of tokens that together form one character, if each token is one byte. A longer sequence that decodes
+to no complete character is not a part of one."""
 
 
 def pieces(decode: Decode, tokens: Sequence[int]) -> list[str]:
-    """Return the text that each token adds to the tokens before it. If several tokens make one character, the last of
-    them has it and the others are empty. Decoding works in windows: a token's text depends on the one before it
-    (spaces), and decoding a whole response for each of its tokens would take quadratic time."""
+    """Return the text that each token adds to the text of the tokens before it.
+
+    If several tokens form one character, the text is assigned to the last of them, and the others get an empty text. A
+    token's text depends on the token before it, because of spaces. Only these few tokens are decoded together: decoding
+    the whole response for each token would take quadratic time."""
     found: list[str] = []
     start = done = 0
     for end in range(1, len(tokens) + 1):

@@ -1,4 +1,4 @@
-"""The input of a report: an open run, with the facts that only the config contains."""
+"""The input of a report: an opened run, and the facts that are only in its config."""
 
 from __future__ import annotations
 
@@ -14,40 +14,42 @@ from storage.rollouts import Decode
 
 @dataclass(frozen=True)
 class Sameness:
-    """Facts that decide which numbers of two runs can be compared. Numbers that depend on a fact can be compared if its
-    text is the same in both runs."""
+    """Facts that decide which numbers of two runs can be compared.
+
+    A number depends on some of these facts. It can be compared if the two runs have the same text for each of them."""
 
     model: str
     """Files of the initial policy."""
     tokenizer: str
     reference: str
-    """Files of the reference model for the KL."""
+    """Files of the reference model, against which the KL is measured."""
     reward: str
-    """Source of the training scores."""
+    """The reward that gives the training scores."""
     held_out_reward: str
-    """Source of the held-out scores."""
+    """The reward that gives the held-out scores."""
     held_out_sampling: str
-    """Sampling of the held-out responses: temperature, lengths, seed."""
+    """Sampling settings of the held-out responses: temperature, lengths, seed."""
 
 
 @dataclass(frozen=True)
 class RunSource:
-    """A run that has started. It may be running, or have died at any moment."""
+    """A run to report on. It may still be running, or it may have been killed at any time."""
 
     name: str
     directory: str
     settings: Mapping[str, Any]
-    """Key path -> value, of its config."""
+    """Settings of the run's config, by key path."""
     history: History
     summary: Summary
     events: Sequence[Event]
     decode: Decode
-    """Function from token ids to text, special tokens included, so that a response ends with its EOS."""
+    """Function from token ids to text. Special tokens are part of the text, so that the end of a response (EOS) is
+    visible."""
     sameness: Sameness
     software: Mapping[str, str] = field(default_factory=dict)
-    """Name -> version of the software that computed the run."""
+    """Versions of the software with which the run was computed, by package."""
     together: Collection[str] = ()
-    """Gangs whose workers are lost and built together."""
+    """Names of the gangs whose workers are lost and rebuilt together."""
     asked: Sequence[str] | None = None
     """The last user message of each prompt; None if the prompts are plain text."""
     remarks: tuple[str, ...] = ()

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
 import numpy as np
 
-from stages.engines.protocol import GenerationEngine, Request
+from stages.engines.protocol import Completion, Request
 from stages.models.config import SamplingConfig
 from storage.records import PromptBatch, Rollout
 
 
+class Sampler(Protocol):
+    """The part of an engine that samples responses."""
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]: ...
+
+
 def generate(
-    engine: GenerationEngine,
+    engine: Sampler,
     prompts: PromptBatch,
     *,
     seed: int,

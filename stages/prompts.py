@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class PromptTable:
     extra: list[dict[str, Any]]
     """Other fields of the source, for the reward."""
     messages: list[list[dict[str, str]]] | None = None
-    """For a chat source: each prompt's messages, for the reward."""
+    """For a chat source: each prompt's messages, for the reward. Empty for a plain prompt beside chats."""
 
     def save(self, path: Path) -> None:
         """Write `path` (.npz) and two files beside it: .jsonl with the extra fields, and for a chat source .chat.jsonl
@@ -81,6 +82,34 @@ class PromptTable:
             raise StoreError(f"{extras} has {len(extra)} lines for the {len(table.tokens)} prompts of {path}")
         return table
 
+    def for_reward(self, numbers: Iterable[int]) -> tuple[list[dict[str, Any]], list[list[dict[str, str]]] | None]:
+        """Return the extra fields and the messages (None without chats) of these prompts, as the stage `score` takes
+        them."""
+        chosen = [*numbers]
+        chats = None if self.messages is None else [self.messages[i] for i in chosen]
+        return [self.extra[i] for i in chosen], chats
+
+    def evaluated_on(self, other: PromptTable) -> PromptTable:
+        """Return the prompts of both tables. All of this table's are trained on, and all of the other's are held out.
+        The held-out prompts have the numbers after the training prompts'."""
+        first, num = len(self.lengths), len(other.lengths)
+        chats = [chat for table in (self, other) for chat in table.messages or [[]] * len(table.lengths)]
+        return PromptTable(
+            np.concatenate([self.tokens, other.tokens]),
+            np.concatenate([self.lengths, other.lengths]),
+            np.arange(first, dtype=np.int64),
+            np.arange(first, first + num, dtype=np.int64),
+            self.pad_id,
+            [*self.extra, *other.extra],
+            chats if any(chats) else None,
+        )
+
+    def beginning(self, num: int) -> PromptTable:
+        """Return the first `num` prompts, all held out."""
+        chats = None if self.messages is None else self.messages[:num]
+        train, held_out = np.arange(0, dtype=np.int64), np.arange(num, dtype=np.int64)
+        return PromptTable(self.tokens[:num], self.lengths[:num], train, held_out, self.pad_id, self.extra[:num], chats)
+
     def digest(self) -> str:
         """Return a shortened SHA-256 of the whole table. Two equal digests show that a source was read the same way
         twice."""
@@ -93,8 +122,9 @@ class PromptTable:
 
 
 def last_questions(path: Path) -> list[str] | None:
-    """Return the last user message of each prompt of a saved table, for people to read. Return None if the prompts are
-    plain text, or if the file of messages is missing or damaged; the caller then shows the decoded prompt."""
+    """Return the last user message of each prompt of a saved table, for people to read. It is "" for a prompt without
+    one. Return None if all prompts are plain text, or if the file of messages is missing or damaged. The caller then
+    shows the decoded prompt."""
     try:
         chats = _read_lines(path.with_suffix(".chat.jsonl"))
     except StoreError:

@@ -24,14 +24,13 @@ def score(
     tokenizer: Tokenizer,
     rollout: Rollout,
     extras: Sequence[Mapping[str, Any]],
-    messages: Sequence[Sequence[Mapping[str, str]] | None] | None = None,
+    messages: Sequence[Sequence[Mapping[str, str]]] | None = None,
 ) -> Scores:
     """Score every row:  score = sum over parts of weight x part  (in float64, stored in float32).
 
     Args:
         extras: other fields of each row's prompt in its source (an empty mapping if there are none).
-        messages: messages of each row's chat prompt. A row is None for a plain prompt; the whole is None if all are
-            plain.
+        messages: messages of each row's chat prompt, empty for a plain prompt; None if all prompts are plain.
 
     Raises:
         RewardFailed: a part failed, or returned a wrong number of scores or a score that is not a finite float32; or
@@ -64,7 +63,7 @@ def follow(
     tokenizer: Tokenizer,
     rollout: Rollout,
     extras: Sequence[Mapping[str, Any]],
-    messages: Sequence[Sequence[Mapping[str, str]] | None] | None = None,
+    messages: Sequence[Sequence[Mapping[str, str]]] | None = None,
 ) -> None:
     """Take part in the `score` of the same rows that rank 0 computes. The other ranks of its gang call this."""
     samples = samples_of(tokenizer, rollout, extras, messages)
@@ -77,7 +76,7 @@ def samples_of(
     tokenizer: Tokenizer,
     rollout: Rollout,
     extras: Sequence[Mapping[str, Any]],
-    messages: Sequence[Sequence[Mapping[str, str]] | None] | None = None,
+    messages: Sequence[Sequence[Mapping[str, str]]] | None = None,
 ) -> list[Sample]:
     """Return the rows as rewards see them."""
     samples = []
@@ -86,8 +85,8 @@ def samples_of(
         prompt = rollout.tokens[i, :start].tolist()
         ids = rollout.tokens[i, start : start + int(rollout.response_lengths[i])].tolist()
         response = tokenizer.decode(ids)
-        asked = None if messages is None else messages[i]
-        chat = () if asked is None else (*asked, {"role": "assistant", "content": response})
+        asked = () if messages is None else messages[i]
+        chat = (*asked, {"role": "assistant", "content": response}) if asked else ()
         samples.append(
             Sample(
                 prompt=tokenizer.decode(prompt),

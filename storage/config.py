@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from storage.problems import Problem, above, at_least, between, setting, unread_problems
@@ -29,7 +29,8 @@ class PromptsConfig:
     too_long: Literal["error", "skip"] = "error"
     """Treatment of a prompt that is longer than `max_tokens`."""
     held_out: int | None = setting(None, at_least(0))
-    """Prompts set aside for evaluation; null: 64, or a tenth of all if there are fewer than 640."""
+    """Prompts set aside for evaluation; null: 64, or a tenth of all if there are fewer than 640. None are set aside if
+    evaluations have a source of their own (`evaluate.prompts.url`)."""
 
 
 def prompts_problems(config: PromptsConfig) -> Iterator[Problem]:
@@ -37,6 +38,41 @@ def prompts_problems(config: PromptsConfig) -> Iterator[Problem]:
     if config.opening_tokens is not None and config.opening_tokens > config.max_tokens:
         need = f"must be at most prompts.max_tokens = {config.max_tokens}"
         yield Problem("prompts.opening_tokens", config.opening_tokens, need)
+
+
+@dataclass
+class EvaluationPromptsConfig:
+    """A source of prompts for evaluations alone. All of its prompts are evaluated, and all prompts of `prompts.url` are
+    trained on. `prompts.opening_tokens`, `prompts.max_tokens` and `prompts.too_long` apply to this source, too."""
+
+    url: str | None = None
+    """Source, as `prompts.url`; null: the evaluated prompts are held out of `prompts.url`."""
+    format: Literal["plain", "chat"] | None = None
+    """Format, as `prompts.format`; null: the same."""
+    field: str | None = None
+    """Field or column of the prompt, as `prompts.field`; null: the same."""
+    max: int | None = setting(None, at_least(2, ": an evaluation reports a spread"))
+    """Largest number of prompts, from the start of the source; null: all."""
+
+    def source(self, training: PromptsConfig) -> PromptsConfig | None:
+        """Return the settings by which this source is read, or None without a URL. `training`: the section `prompts`,
+        whose values replace nulls."""
+        if self.url is None:
+            return None
+        return replace(
+            training,
+            url=self.url,
+            format=self.format or training.format,
+            field=self.field or training.field,
+            held_out=0,
+        )
+
+
+def evaluation_prompts_problems(config: EvaluationPromptsConfig) -> Iterator[Problem]:
+    """Yield the problems of section `evaluate.prompts` by itself."""
+    if config.url is None:
+        why = "nothing is read without evaluate.prompts.url: give it"
+        yield from unread_problems("evaluate.prompts", config, why)
 
 
 RETRY_S = 60.0

@@ -77,7 +77,8 @@ def command(options: argparse.Namespace) -> int:
         )
     for note in [*device_notes(config, gpus_here()), *config.judge_notes()]:
         print_line(f"note: {note}")
-    print_line(f"{options.target}: would run ({train} prompts to train on, {held_out} held out)")
+    evaluated = "held out" if config.evaluation_source is None else "to evaluate on"
+    print_line(f"{options.target}: would run ({train} prompts to train on, {held_out} {evaluated})")
     return DONE
 
 

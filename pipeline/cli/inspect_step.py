@@ -90,7 +90,7 @@ def _inspected(line: Mapping[str, Any], asked: Sequence[str] | None) -> InspectR
     parts = {name.removeprefix(PART_COLUMN): float(v) for name, v in line.items() if name.startswith(PART_COLUMN)}
     return InspectRow(
         row=int(line["row"]),
-        prompt=line["prompt"] if asked is None else asked[int(line["prompt_index"])],
+        prompt=("" if asked is None else asked[int(line["prompt_index"])]) or line["prompt"],
         response=line["response"],
         score=number("score"),
         kl=number("kl"),

@@ -369,6 +369,18 @@ def _export(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _evaluate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a directory in Hugging Face layout, or org/model in its cache")
+    parser.add_argument(
+        "sources",
+        nargs="*",
+        metavar="CONFIG|key=value",
+        help="a config, as for `run`, whose evaluation is repeated: RUN/config.yaml, for example",
+    )
+    parser.add_argument("--prompts", metavar="FILE", help="evaluate on all prompts of this file (evaluate.prompts.url)")
+    parser.add_argument("--reward", metavar="KIND", help="score by this reward (evaluate.reward.kind)")
+
+
 def _sync(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN")
     parser.add_argument(
@@ -438,6 +450,11 @@ COMMANDS = {
     ),
     "export": Command(
         "pipeline.cli.export", "write a version of the policy in Hugging Face layout, or all rows as Parquet", _export
+    ),
+    "evaluate": Command(
+        "pipeline.cli.evaluate",
+        "sample and score evaluated prompts with any Hugging Face model, by transformers alone",
+        _evaluate,
     ),
     "sync": Command("pipeline.cli.sync", "deliver the rest of a run's tracking data to MLflow", _sync),
     "reward": Command("pipeline.cli.reward", "train a reward model, or let a judge label responses", _reward),

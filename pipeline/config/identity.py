@@ -4,7 +4,7 @@
     config        every setting, and the digest that its commits carry      only the changes that `changes` allows
     model files   digests of weights, config and tokenizer, by role         the same files, in any place
     reward models their files' digests, by the key of their arguments       the same files, in the same place
-    prompts       digest of the tokens and of the rewards' fields           the same
+    prompts       digest of tokens and rewards' fields, evaluated ones too  the same
     software      versions of the software that decides bits                the same, or `cluster.same_numerics: warn`
     numerics      of each gang's workers: processor, compiler, kernels      likewise, whenever a gang is built
 

@@ -25,7 +25,7 @@ from dataclasses import field, is_dataclass, make_dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -110,6 +110,7 @@ SYNONYMS = {
     "runs_dir": ("output_dir",),
     "checkpoint.every": ("save_freq", "save_steps"),
     "evaluate.every": ("eval_steps", "test_freq"),
+    "evaluate.prompts.url": ("eval_dataset", "val_files"),
     "tracking.uri": ("report_to",),
 }
 """Key -> names that other systems have for it (docs/coming-from.md)."""
@@ -368,6 +369,8 @@ def load_reward_model_config(
     """Return the config of a reward model's training. Arguments and errors are those of `load_config`."""
     config = _loaded(RewardModelConfig, _sources(files, overrides))
     assert isinstance(config, RewardModelConfig)
+    config.model.path = cached_in_hub(config.model.path)
+    config.teacher.paths = [cached_in_hub(path) for path in config.teacher.paths]
     validate_reward_model(config)
     return config
 
@@ -376,6 +379,7 @@ def load_label_config(files: Iterable[str | os.PathLike[str]], overrides: Iterab
     """Return the config of a labelling. Arguments and errors are those of `load_config`."""
     config = _loaded(LabelConfig, _sources(files, overrides))
     assert isinstance(config, LabelConfig)
+    config.responses.model = config.responses.model and cached_in_hub(config.responses.model)
     validate_labelling(config)
     return config
 
@@ -558,6 +562,9 @@ def _finish(config: Any) -> RunConfig:
     model.reference_path = model.reference_path and cached_in_hub(model.reference_path)
     model.critic_path = model.critic_path and cached_in_hub(model.critic_path)
     validate(config)
+    for args in config.scoring_models().values():
+        if isinstance(args.get("path"), str):
+            cast(dict[str, Any], args)["path"] = cached_in_hub(args["path"])
     config.ppo.proximal = config.proximal  # write, hash and send to workers the resolved value, not "auto"
     if config.engine.python is not None:
         # Make the path absolute: workers, and a resumed driver, have other working directories.

@@ -11,11 +11,13 @@ The first part tells which guarantees a run lacks because of its engine:
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from pipeline.config.devices import THIS_HOST, all_here, device_problems
 from pipeline.config.fitting import descriptors_needed, memory_problems, most_descriptors
@@ -40,13 +42,14 @@ from stages.engines.capabilities import Capabilities, Device, able
 from stages.engines.config import OTHER_ENVIRONMENTS
 from stages.engines.embedded.division import check_division
 from stages.engines.remote.process import ENVIRONMENTS, environment_problem
-from stages.models.hf_files import Tokenizer, read_tokenizer
+from stages.models.hf_files import PadTokenError, Tokenizer, read_tokenizer
 from stages.models.layouts import adapter_problems, blocks_problems, layout_problems
 from stages.models.protocol import Role
 from stages.models.spec import ModelSpec
 from stages.prompts import PromptTable, read_source, tokenise
 from stages.rewards.config import RewardPartsConfig
 from stages.rewards.registry import UnfitReward, build_parts, close_parts
+from storage.config import PromptsConfig
 from storage.errors import StoreError
 from storage.problems import Problem, mentions, plain_name
 from storage.prompts import PromptItem, PromptsError
@@ -160,7 +163,8 @@ def check_secrets(config: RunConfig) -> None:
 def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
     """Read and check everything that a run needs, and return what was read.
 
-    Sets `prompts.held_out` in the config to the number of prompts that are held out.
+    Sets the number of evaluated prompts in the config: `prompts.held_out`, or `evaluate.prompts.max` if evaluations
+    have a source of their own.
 
     Args:
         saved: file of a resumed run's prompts. They stay its prompts even if their source has changed; the source is
@@ -195,7 +199,7 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
         if too_little := [refusal(problem) for problem in memory_problems(planned, limits)]:
             raise together(too_little)
     found: Preflight = tokenised
-    _check_fields({part.key: part.fields for part in rewards}, found.prompts)
+    check_fields(config, rewards, found.prompts)
     return replace(found, sandboxes={part.key: part.protections for part in rewards if part.protections})
 
 
@@ -266,20 +270,32 @@ def _check_roles(config: RunConfig, model: ModelSpec, *, weights: bool = True) -
 
 
 def _check_prompts(config: RunConfig, saved: Path | None) -> Preflight:
-    """Read the tokenizer and the prompts, and choose how many prompts to hold out if the config does not say."""
-    try:
-        tokenizer = read_tokenizer(config.model.path)
-    except (OSError, ValueError) as error:
-        raise ConfigError("model.path", f"given {config.model.path!r}; no usable tokenizer there: {error}") from error
+    """Read the tokenizer and the prompts, and choose how many prompts to evaluate if the config does not say."""
+    tokenizer = tokenizer_of(config, config.model.path)
     prompts, lost = _prompts_of(config, tokenizer, saved)
-    config.prompts.held_out = len(prompts.held_out)
+    if config.evaluation_source is None:
+        config.prompts.held_out = len(prompts.held_out)
+    else:
+        config.prompts.held_out, config.evaluate.prompts.max = 0, len(prompts.held_out)
     return Preflight(tokenizer, prompts, lost)
+
+
+def tokenizer_of(config: RunConfig, path: str) -> Tokenizer:
+    """Return the tokenizer in a model's directory, with the pad token of the config. Raises ConfigError."""
+    try:
+        tokenizer = read_tokenizer(path, config.model.pad_token)
+        _ = tokenizer.pad_id
+    except PadTokenError as error:
+        raise ConfigError("model.pad_token", f"given {config.model.pad_token!r}; {error}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError("model.path", f"given {path!r}; no usable tokenizer there: {error}") from error
+    return tokenizer
 
 
 def check_run_directory(config: RunConfig, *, resume: bool) -> None:
     """Raise ConfigError if the run's directory cannot be written to, or holds another run, or holds this run and
-    `resume` is False. On resume also refuse an edited config file and changes that the run may not have. Sets
-    `prompts.held_out`, if it is None, to that of the run in the directory. Creates nothing."""
+    `resume` is False. On resume also refuse an edited config file and changes that the run may not have. Sets the
+    number of evaluated prompts, if it is None, to that of the run in the directory. Creates nothing."""
     for problem in plain_name().problems(
         {"name": config.name}
     ):  # a resumed run is named by its directory, which may have moved
@@ -290,8 +306,7 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
         if gang.weights_dir is not None:
             check_writable(f"placement.gangs.{name}.weights_dir", gang.weights_dir, Path(gang.weights_dir))
     identity = read_identity(paths.root) if resume else None
-    if config.prompts.held_out is None:
-        config.prompts.held_out = _held_out_before(paths, identity)
+    _set_evaluated_as_before(config, paths, identity)
     if identity is not None:
         _check_same_run(config, paths, identity)
         return
@@ -309,11 +324,19 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
         )
 
 
-def _held_out_before(paths: RunPaths, identity: Identity | None) -> int | None:
-    """Return how many prompts the run in a directory holds out, or None if there is no run."""
-    if identity is not None:
-        return int(identity.latest.config["prompts"]["held_out"])
-    return read_saved(paths.config).prompts.held_out if paths.config.exists() else None
+def _set_evaluated_as_before(config: RunConfig, paths: RunPaths, identity: Identity | None) -> None:
+    """Set the number of evaluated prompts, if it is None, to that of the run in a directory. Do nothing if there is no
+    run, or its evaluations have another source."""
+    if identity is None and not paths.config.exists():
+        return
+    before = sections(read_saved(paths.config)) if identity is None else identity.latest.config
+    own, then = config.evaluate.prompts, before["evaluate"]["prompts"]
+    if own.url != then["url"]:
+        return
+    if config.prompts.held_out is None:
+        config.prompts.held_out = before["prompts"]["held_out"]
+    if own.max is None:
+        own.max = then["max"]
 
 
 def holds_run(paths: RunPaths) -> bool:
@@ -469,7 +492,7 @@ def _check_rewards(config: RunConfig, policy: ModelSpec | None) -> list[_BuiltPa
     could not be read; reward models are then not compared with it."""
     sections = {"reward": config.reward, "evaluate.reward": config.evaluate.reward}
     of_sections = all_of(
-        *(partial(_check_parts, section, key, config.reward.trust_answers) for key, section in sections.items())
+        *(partial(checked_parts, section, key, config.reward.trust_answers) for key, section in sections.items())
     )
     if policy is not None:
         check_reward_models(config, policy)
@@ -478,7 +501,8 @@ def _check_rewards(config: RunConfig, policy: ModelSpec | None) -> list[_BuiltPa
     return [part for found in of_sections for part in found]
 
 
-def _check_parts(section: RewardPartsConfig, key: str, trust_answers: bool) -> list[_BuiltPart]:
+def checked_parts(section: RewardPartsConfig, key: str, trust_answers: bool) -> list[_BuiltPart]:
+    """Build the parts of a section, close them, and return what was seen. Raises ConfigError if that fails."""
     try:
         parts = build_parts(section, key, trust_answers=trust_answers)
     except UnfitReward as error:
@@ -495,15 +519,29 @@ def _check_parts(section: RewardPartsConfig, key: str, trust_answers: bool) -> l
     ]
 
 
-def _check_fields(fields: Mapping[str, frozenset[str]], prompts: PromptTable) -> None:
+def scored_by(config: RunConfig, prompts: PromptTable, section: str) -> list[np.ndarray]:
+    """Return the numbers of the prompts whose responses a section scores: training prompts, evaluated prompts, or
+    both. `section`: reward or evaluate.reward."""
+    if section != "reward":
+        return [prompts.held_out]
+    return [prompts.train] if config.evaluate.reward.given else [prompts.train, prompts.held_out]
+
+
+def check_fields(config: RunConfig, rewards: Sequence[_BuiltPart], prompts: PromptTable) -> None:
     """Raise ConfigError if a prompt lacks a field that a reward reads."""
-    for key, names in fields.items():
-        for number, extra in enumerate(prompts.extra):
-            missing = sorted(names - extra.keys())
+    source = config.evaluation_source
+    for part in rewards:
+        section = "evaluate.reward" if part.key.startswith("evaluate.") else "reward"
+        for number in np.sort(np.concatenate(scored_by(config, prompts, section))).tolist():
+            extra = prompts.extra[number]
+            missing = sorted(part.fields - extra.keys())
             if missing:
                 has = ", ".join(extra) or "no other fields"
-                need = f"reads the field {missing[0]!r} of the prompts, which prompt {number} lacks (it has {has})"
-                raise ConfigError(f"{key}.args", need)
+                which = f"prompt {number}"
+                if source is not None and number >= len(prompts.train):
+                    which = f"prompt {number - len(prompts.train)} of {source.url}"
+                need = f"reads the field {missing[0]!r} of the prompts, which {which} lacks (it has {has})"
+                raise ConfigError(f"{part.key}.args", need)
 
 
 def _check_devices(config: RunConfig) -> None:
@@ -567,20 +605,55 @@ def _prompts_of(config: RunConfig, tokenizer: Tokenizer, saved: Path | None) -> 
 
 
 def _read_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptTable:
-    items = _read_items(config)
-    with _of_prompts():
-        return tokenise(items, tokenizer, config.prompts, config.seed, config.evaluate.shards)
+    """Return the training prompts and the evaluated prompts. Raises ConfigError."""
+    if config.evaluation_source is None:
+        return _tokenised(config, tokenizer, config.prompts)
+    training: PromptTable
+    training, evaluated = all_of(
+        lambda: _tokenised(config, tokenizer, replace(config.prompts, held_out=0)),
+        lambda: evaluation_prompts(config, tokenizer),
+    )
+    return training.evaluated_on(evaluated)
 
 
-def _read_items(config: RunConfig) -> list[PromptItem]:
-    with _of_prompts():
-        return read_source(config.prompts)
+def evaluation_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptTable:
+    """Return the evaluated prompts, as the held-out prompts of a table. The table has the training prompts too, unless
+    evaluations have a source of their own. Raises ConfigError."""
+    source, given, shards = config.evaluation_source, config.evaluate.prompts.max, config.evaluate.shards
+    if source is None:
+        return _tokenised(config, tokenizer, config.prompts)
+    table = _tokenised(config, tokenizer, source, "evaluate.prompts")
+    num = min(len(table.lengths), given or len(table.lengths))
+    if num < 2 or num % shards:
+        fits = num - num % shards
+        way = f"{fits} would work" if fits > 1 else "evaluations need more prompts, at least 2"
+        need = f"{source.url} gives {num} prompts, which evaluate.shards = {shards} must divide: {way}"
+        raise ConfigError("evaluate.prompts.max", f"given {given}; {need}")
+    return table.beginning(num)
+
+
+def _tokenised(config: RunConfig, tokenizer: Tokenizer, source: PromptsConfig, section: str = "prompts") -> PromptTable:
+    with _errors_of(section):
+        return tokenise(read_source(source), tokenizer, source, config.seed, config.evaluate.shards)
+
+
+def _read_items(config: RunConfig) -> None:
+    """Read the sources of the prompts. Raises ConfigError if that is impossible."""
+    sources = {"prompts": config.prompts, "evaluate.prompts": config.evaluation_source}
+    all_of(*(partial(_items, source, section) for section, source in sources.items() if source is not None))
+
+
+def _items(source: PromptsConfig, section: str) -> list[PromptItem]:
+    with _errors_of(section):
+        return read_source(source)
 
 
 @contextmanager
-def _of_prompts() -> Iterator[None]:
+def _errors_of(section: str) -> Iterator[None]:
+    """Raise a PromptsError of the block as a ConfigError. `section`: key path of the source's own settings."""
     try:
         yield
     except PromptsError as error:
         key, _, rest = str(error).partition(": ")
-        raise ConfigError(key, rest) from error
+        own = key in ("prompts.url", "prompts.format", "prompts.field")
+        raise ConfigError(f"{section}.{key.removeprefix('prompts.')}" if own else key, rest) from error

@@ -63,6 +63,7 @@ def read_parts(config: RewardModelConfig) -> TrainingParts:
     PreferencesError, and ConfigError for a model without a usable tokenizer."""
     try:
         tokenizer = read_tokenizer(config.model.path)
+        _ = tokenizer.pad_id  # the exported model's config may have to name it
     except (OSError, ValueError) as error:
         raise ConfigError("model.path", f"given {config.model.path!r}; no usable tokenizer there: {error}") from error
     split = load_split(config.data, config.seed)

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from pipeline.config.preflight import Preflight
+from pipeline.config.preflight import Preflight, scored_by
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError, all_of
 from stages.rewards.config import RewardPartsConfig
@@ -39,15 +39,13 @@ class Tried:
 def try_rewards(config: RunConfig, checked: Preflight) -> list[Tried]:
     """Try the parts of `reward`, and of the reward of held-out prompts if that is another. Raises ConfigError with the
     key path of every part that fails."""
-    rows = _rows(config, checked)
     sections = {"reward": config.reward} | dict([config.held_out_reward])
-    found = all_of(*(partial(_try_section, config, checked, rows, *one) for one in sections.items()))
+    found = all_of(*(partial(_try_section, config, checked, *one) for one in sections.items()))
     return [tried for of_section in found for tried in of_section]
 
 
-def _try_section(
-    config: RunConfig, checked: Preflight, rows: Rollout, key: str, section: RewardPartsConfig
-) -> list[Tried]:
+def _try_section(config: RunConfig, checked: Preflight, key: str, section: RewardPartsConfig) -> list[Tried]:
+    rows = _rows(config, checked, key)
     parts = build_parts(section, key, trust_answers=config.reward.trust_answers)
     named = section.named(key)
     try:
@@ -59,21 +57,18 @@ def _try_section(
 
 
 def _try_part(checked: Preflight, rows: Rollout, part: Part, key: str, kind: str) -> Tried:
-    prompts = checked.prompts
-    extras = [prompts.extra[i] for i in rows.prompt_index]
-    messages = None if prompts.messages is None else [prompts.messages[i] for i in rows.prompt_index]
     try:
-        scores = score([part], checked.tokenizer, rows, extras, messages).scores
+        scores = score([part], checked.tokenizer, rows, *checked.prompts.for_reward(rows.prompt_index)).scores
     except RewardFailed as error:
         need = f"given {kind!r}; it failed on {rows.num_rows} made-up responses to prompts of this run: {error}"
         raise ConfigError(f"{key}.kind", need) from error
     return Tried(key, kind, float(scores.min()), float(scores.max()), rows.num_rows)
 
 
-def _rows(config: RunConfig, checked: Preflight) -> Rollout:
-    """Return every made-up response to each of the first prompts, as the engine would have sampled it."""
+def _rows(config: RunConfig, checked: Preflight, section: str) -> Rollout:
+    """Return every made-up response to each of the first prompts of a section, as the engine would have sampled it."""
     prompts = checked.prompts
-    numbers = [int(number) for number in prompts.train[:NUM_PROMPTS]]
+    numbers = [int(number) for part in scored_by(config, prompts, section) for number in part[:NUM_PROMPTS]]
     responses = [*_responses(config, checked)]
     rows = [(number, ids, reason) for number in numbers for ids, reason in responses]
     seq = max(int(prompts.lengths[number]) + len(ids) for number, ids, _ in rows)

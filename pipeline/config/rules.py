@@ -36,7 +36,7 @@ from stages.models.protocol import Role
 from stages.models.spec import is_random
 from stages.ppo.config import GROUPED, ppo_problems
 from stages.rewards.config import REASONING_SCHEME, RewardConfig, judge_problems, reward_problems, source_problems
-from storage.config import prompts_problems
+from storage.config import EvaluationPromptsConfig, PromptsConfig, prompts_problems
 from storage.problems import Problem, divides, mentions, setting_problems, unread_problems
 
 
@@ -115,8 +115,11 @@ def _section_problems(config: RunConfig) -> list[Problem]:
 
 
 def _problems_across(config: RunConfig) -> Iterator[Problem]:
-    for section, parts in (("reward", config.reward), ("evaluate.reward", config.evaluate.reward)):
-        yield from source_problems(parts, section, config.prompts.url)
+    yield from source_problems(config.reward, "reward", config.prompts.url)
+    scored = config.evaluation_source or config.prompts
+    where = "prompts.url" if scored is config.prompts else "evaluate.prompts.url"
+    key, held_out_reward = config.held_out_reward
+    yield from source_problems(held_out_reward, key, scored.url, where)
     responses, deadline_s = config.rollout.responses_per_prompt, config.cluster.deadline_s
     yield from judge_problems(config.reward, "reward", responses, deadline_s)
     if config.evaluate.every:
@@ -138,12 +141,17 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
         need = f"must be below steps = {config.steps}: in no other step is the policy trained"
         yield Problem("ppo.critic_warmup_steps", warmup, need)
     if config.evaluate.every != 0:
-        held_out = config.prompts.held_out
+        key, held_out = "prompts.held_out", config.prompts.held_out
+        if config.evaluation_source is not None:
+            if held_out:
+                need = "the evaluated prompts are those of evaluate.prompts.url: 0, or null"
+                yield Problem(key, held_out, need)
+            key, held_out = "evaluate.prompts.max", config.evaluate.prompts.max
         if held_out is not None:
             if held_out < 2:
                 need = "evaluation needs 2 or more (evaluate.every=0: none)"
-                yield Problem("prompts.held_out", held_out, need)
-            yield from divides("evaluate.shards", config.evaluate.shards, "prompts.held_out", held_out)
+                yield Problem(key, held_out, need)
+            yield from divides("evaluate.shards", config.evaluate.shards, key, held_out)
         heat = config.evaluate.temperature
         if config.evaluate.select.max_kl is not None and heat not in (None, config.sampling.temperature):
             need = (
@@ -188,9 +196,17 @@ def _unread_problems(config: RunConfig) -> Iterator[Problem]:
     for name, settings in config.placement.gangs.items():
         if settings.device == "cpu" and not config.scoring_models():
             yield Problem(f"placement.gangs.{name}.device", "cpu", "no reward has a model: auto")
-    if config.prompts.url.startswith(REASONING_SCHEME):
-        why = f"problems of {REASONING_SCHEME} are made, not read from a field: a file as prompts.url"
-        yield from unread_problems("prompts", config.prompts, why, ("field",))
+    sources: dict[str, PromptsConfig | EvaluationPromptsConfig] = {
+        "prompts": config.prompts,
+        "evaluate.prompts": config.evaluate.prompts,
+    }
+    for key, source in sources.items():
+        if source.url is not None and source.url.startswith(REASONING_SCHEME):
+            why = f"problems of {REASONING_SCHEME} are made, not read from a field: a file as {key}.url"
+            yield from unread_problems(key, source, why, ("field",))
+    if is_random(config.model.path) and config.model.pad_token is not None:
+        need = f"{config.model.path} has its own tokenizer, which pads with byte 0: leave it out"
+        yield Problem("model.pad_token", config.model.pad_token, need)
 
 
 def _normalize_problems(config: RunConfig) -> Iterator[Problem]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -116,8 +116,21 @@ class RunConfig:
 
     @property
     def held_out(self) -> int:
-        """Number of held-out prompts. 0 if the config leaves it open and `preflight` has not chosen it yet."""
-        return self.prompts.held_out or 0
+        """Number of evaluated prompts. 0 if the config leaves it open and `preflight` has not chosen it yet."""
+        own = self.evaluate.prompts
+        return (self.prompts.held_out if own.url is None else own.max) or 0
+
+    @property
+    def evaluation_source(self) -> PromptsConfig | None:
+        """Settings of the evaluations' own source of prompts; None if the evaluated prompts are held out of
+        `prompts.url`."""
+        return self.evaluate.prompts.source(self.prompts)
+
+    @property
+    def evaluation_sampling(self) -> SamplingConfig:
+        """Settings by which evaluations sample."""
+        heat = self.evaluate.temperature
+        return self.sampling if heat is None else replace(self.sampling, temperature=heat)
 
     def weights_dir(self, gang: str) -> str | None:
         """Return the directory of published weights on a gang's host; None: in shared memory."""

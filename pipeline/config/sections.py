@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from stages.rewards.config import RewardPartsConfig, parts_problems
+from storage.config import EvaluationPromptsConfig, evaluation_prompts_problems
 from storage.problems import Constraint, Problem, above, at_least, divides, local_directory, setting
 
 RULES = (
@@ -229,6 +230,7 @@ class EvaluateConfig:
     """Parts of an evaluation that are generated and scored separately."""
     temperature: float | None = setting(None, at_least(0))
     """Sampling temperature; null: as in training. Noise is keyed by prompt, so that two evaluations are paired."""
+    prompts: EvaluationPromptsConfig = field(default_factory=EvaluationPromptsConfig)
     reward: RewardPartsConfig = field(default_factory=RewardPartsConfig)
     """Reward of the held-out responses; empty: `reward`."""
     select: SelectConfig = field(default_factory=SelectConfig)
@@ -237,12 +239,15 @@ class EvaluateConfig:
 def evaluate_problems(config: EvaluateConfig) -> Iterator[Problem]:
     """Yield the section's problems that do not involve other sections."""
     yield from parts_problems(config.reward, "evaluate.reward")
+    yield from evaluation_prompts_problems(config.prompts)
     if config.every == 0:
         idle = "nothing is evaluated (evaluate.every=0): leave it out, or evaluate"
         if config.select.max_kl is not None:
             yield Problem("evaluate.select.max_kl", config.select.max_kl, idle)
         if config.temperature is not None:
             yield Problem("evaluate.temperature", config.temperature, idle)
+        if config.prompts.url is not None:
+            yield Problem("evaluate.prompts.url", config.prompts.url, idle)
         if config.reward.given:
             yield Problem("evaluate.reward", config.reward.kind or [*config.reward.parts], idle)
 

@@ -342,7 +342,7 @@ def sampled(config: LabelConfig) -> list[Candidates]:
 
 def _of_table(table: PromptTable, tokenizer: Tokenizer, index: int, responses: list[str]) -> Candidates:
     text = tokenizer.decode(table.tokens[index, : int(table.lengths[index])].tolist())
-    prompt: str | list[dict[str, str]] = text if table.messages is None else table.messages[index]
+    prompt: str | list[dict[str, str]] = (table.messages[index] if table.messages is not None else []) or text
     return Candidates(prompt, text, responses, table.extra[index])
 
 

@@ -105,7 +105,9 @@ def check_identity(
             key, path = _paths(config)[name]
             raise ConfigError(key, f"given {path!r}; its files are not those that the run began with: {_listed(other)}")
     if identity.prompts != prompts.digest():
-        need = f"what is read there is not what {config.run_dir} began with, whose own copy (prompts.npz) is lost"
+        own = config.evaluate.prompts.url
+        also = "" if own is None else f" and at evaluate.prompts.url={own}"
+        need = f"what is read there{also} is not what {config.run_dir} began with, whose own copy (prompts.npz) is lost"
         raise ConfigError("prompts.url", f"given {config.prompts.url!r}; {need}")
     latest, here = identity.latest, software()
     changed = [str(change) for change in changes(latest.config, sections(config))]

@@ -122,11 +122,13 @@ def open_tracker(config: RunConfig) -> Tracker:
 
 def track_prompts(config: RunConfig, tracker: Tracker, digest: str, num_train: int, num_held_out: int) -> None:
     """Track the training and held-out prompts as datasets of the run. `digest`: of all prompts together."""
-    source = redacted_text(config.prompts.url)
+    source, own = redacted_text(config.prompts.url), config.evaluate.prompts.url
     name = Path(source).name
     tracker.dataset(Dataset(name, digest[:36], source, "training", num_train))
     if num_held_out:
-        tracker.dataset(Dataset(f"{name} held out", digest[:36], source, "evaluation", num_held_out))
+        evaluated = source if own is None else redacted_text(own)
+        label = f"{name} held out" if own is None else Path(evaluated).name
+        tracker.dataset(Dataset(label, digest[:36], evaluated, "evaluation", num_held_out))
 
 
 def _user() -> str | None:

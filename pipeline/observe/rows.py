@@ -248,11 +248,10 @@ class ResponsePair:
 
 
 def prompt_text(rollout: Rollout, row: int, decode: Decode, asked: Sequence[str] | None) -> str:
-    """Return the prompt of a row as readers should see it. If the prompts are chats, it is the last user message.
-    `asked` has this message for every prompt, and is None if the prompts are plain text."""
-    if asked is not None:
-        return asked[int(rollout.prompt_index[row])]
-    return decode(rollout.tokens[row, : rollout.prompt_lengths[row]].tolist())
+    """Return the prompt of a row as readers should see it: its last user message, or its whole text if it has none.
+    `asked` has this message for every prompt ("" if there is none), and is None if all prompts are plain text."""
+    last = "" if asked is None else asked[int(rollout.prompt_index[row])]
+    return last or decode(rollout.tokens[row, : rollout.prompt_lengths[row]].tolist())
 
 
 def response_pairs(history: History, decode: Decode, asked: Sequence[str] | None = None) -> list[ResponsePair]:

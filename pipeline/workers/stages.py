@@ -12,7 +12,6 @@ binding here (a line in `STAGES`, or a call of `register` from a module that the
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -151,10 +150,8 @@ def scores_of(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Scores
 def _scored_rows(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Any:
     """Return the arguments of `score`, and of `follow`."""
     scorer, prompts = required(parts.scorer), required(parts.prompts)
-    extras = [prompts.extra[i] for i in rollout.prompt_index]
-    messages = None if prompts.messages is None else [prompts.messages[i] for i in rollout.prompt_index]
     rewards = scorer.held_out if held_out else scorer.training
-    return rewards, scorer.tokenizer, rollout, extras, messages
+    return rewards, scorer.tokenizer, rollout, *prompts.for_reward(rollout.prompt_index)
 
 
 def advantage_step(parts: WorkerParts, call: Call) -> Output:
@@ -208,11 +205,8 @@ def generate_shard(parts: WorkerParts, call: Call) -> Output:
 def evaluate_shard(parts: WorkerParts, call: Call) -> Output:
     """Generate responses to a shard of the held-out prompts, all with one version."""
     config = parts.config
-    sampling = config.sampling
-    if config.evaluate.temperature is not None:
-        sampling = dataclasses.replace(sampling, temperature=config.evaluate.temperature)
     prompts = held_out_prompts(required(parts.prompts), shard=call.address.shard, shards=config.evaluate.shards)
-    return _sample(parts, call, prompts, step=EVALUATION_STEP, sampling=sampling, exact=True)
+    return _sample(parts, call, prompts, step=EVALUATION_STEP, sampling=config.evaluation_sampling, exact=True)
 
 
 def canary_once(parts: WorkerParts, call: Call) -> Output:

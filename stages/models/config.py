@@ -132,6 +132,9 @@ class ModelConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     eos_token_ids: list[int] = setting([])
     """End-of-sequence tokens; empty: the model's own."""
+    pad_token: str | None = None
+    """Token that fills short prompts in stored arrays; no result depends on it. null: the tokenizer's own; if the
+    tokenizer has none, or its own ends responses, one of its special tokens that has no other use."""
     peak_tflops: float | None = setting(None, above(0, ", or null: then it is measured"))
     """Peak TFLOPS of one rank in `dtype`; `update_policy/mfu` is the achieved share of it. null: measured by a matrix
     product when the worker starts."""

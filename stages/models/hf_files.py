@@ -34,6 +34,10 @@ _CHANGES = ("auto_map", "add_bos_token", "add_eos_token", "split_special_tokens"
 """Keys of tokenizer_config.json by which transformers changes what tokenizer.json says."""
 
 
+class PadTokenError(ValueError):
+    """The token that was asked for cannot be the pad token of a tokenizer, or the tokenizer has none that can."""
+
+
 class Tokenizer(Protocol):
     """The part of a tokenizer that the stages use."""
 
@@ -45,7 +49,7 @@ class Tokenizer(Protocol):
 
     @property
     def pad_id(self) -> int:
-        """The padding token, never one of `eos_ids`."""
+        """The padding token, never one of `eos_ids`. Raises PadTokenError if there is none."""
         ...
 
     def encode(self, text: str) -> list[int]: ...
@@ -96,7 +100,12 @@ class FastTokenizer:
     backend: FastBackend
     path: str
     eos_ids: tuple[int, ...]
-    pad_id: int
+    pad: int | None
+    """The padding token, if there is one."""
+
+    @property
+    def pad_id(self) -> int:
+        return _there(self.pad)
 
     @property
     def vocab_size(self) -> int:
@@ -116,7 +125,7 @@ class FastTokenizer:
 
     @cached_property
     def _with_template(self) -> HubTokenizer:
-        return HubTokenizer(_load_tokenizer(self.path), self.eos_ids, self.pad_id)
+        return HubTokenizer(_load_tokenizer(self.path), self.eos_ids, self.pad)
 
 
 @dataclass(frozen=True)
@@ -125,7 +134,12 @@ class HubTokenizer:
 
     inner: Any
     eos_ids: tuple[int, ...]
-    pad_id: int
+    pad: int | None
+    """The padding token, if there is one."""
+
+    @property
+    def pad_id(self) -> int:
+        return _there(self.pad)
 
     @property
     def vocab_size(self) -> int:
@@ -147,6 +161,15 @@ class HubTokenizer:
     def token_bytes(self) -> list[bytes] | None:
         backend: FastBackend | None = getattr(self.inner, "backend_tokenizer", None)
         return None if backend is None else _token_bytes(backend)
+
+
+def _there(pad: int | None) -> int:
+    if pad is None:
+        raise PadTokenError(
+            "the tokenizer has no pad token that is no EOS, and no special token without another use: name a token "
+            "that occurs in no text"
+        )
+    return pad
 
 
 def _token_bytes(backend: FastBackend) -> list[bytes] | None:
@@ -231,30 +254,59 @@ def read_vocabulary(path: str) -> dict[str, int] | None:
     """Return the ids of a tokenizer's tokens by token, or None if the model's directory has no tokenizer."""
     if is_random(path):
         return {f"<0x{byte:02X}>": byte for byte in range(256)}
-    if not any((Path(path) / name).is_file() for name in _VOCABULARY_FILES):
+    if not has_tokenizer(path):
         return None
     plain = plain_tokenizer(path)
     return dict(_load_tokenizer(path).get_vocab() if plain is None else plain.backend.get_vocab())
 
 
-def read_tokenizer(path: str) -> Tokenizer:
-    """Return the tokenizer of a model. Raises ValueError if pad is missing or is an EOS, since padding must be
-    recognisable."""
+def has_tokenizer(path: str) -> bool:
+    """Return True if a model's directory has a tokenizer. Exports of random models have none."""
+    return any((Path(path) / name).is_file() for name in _VOCABULARY_FILES)
+
+
+def read_tokenizer(path: str, pad_token: str | None = None) -> Tokenizer:
+    """Return the tokenizer of a model. `pad_token`: the token to pad with; None: the tokenizer's own if it is no EOS,
+    otherwise a special token without another use, if there is one. Raises PadTokenError if `pad_token` is an EOS or no
+    token."""
     if is_random(path):
         return ByteTokenizer(int(read_config(path)["vocab_size"]))
     eos_ids = read_eos_ids(path)
     plain = plain_tokenizer(path)
     inner: Any = _load_tokenizer(path) if plain is None else plain
     eos_ids = eos_ids or (int(inner.eos_token_id),)
-    if inner.pad_token_id is None or int(inner.pad_token_id) in eos_ids:
-        raise ValueError(
-            f"the tokenizer of {path!r} has pad_token_id {inner.pad_token_id} and EOS {eos_ids}: "
-            "name a pad token that is no EOS in its tokenizer_config.json"
-        )
-    pad_id = int(inner.pad_token_id)
+    source = inner if plain is None else plain.backend
+    pad_id = inner.pad_token_id if pad_token is None else source.get_vocab().get(pad_token)
+    if pad_id is None or int(pad_id) in eos_ids:
+        if pad_token is not None:
+            why = "is no token of its vocabulary" if pad_id is None else "ends responses"
+            raise PadTokenError(f"in the tokenizer of {path!r} {pad_token!r} {why}: name another token")
+        added = inner.added_tokens_decoder if plain is None else source.get_added_tokens_decoder()
+        special = {token.content: number for number, token in added.items() if token.special and number not in eos_ids}
+        pad_id = _unused_special(Path(path), special)
+    pad = None if pad_id is None else int(pad_id)
     if plain is None:
-        return HubTokenizer(inner, eos_ids, pad_id)
-    return FastTokenizer(plain.backend, path, eos_ids, pad_id)
+        return HubTokenizer(inner, eos_ids, pad)
+    return FastTokenizer(plain.backend, path, eos_ids, pad)
+
+
+def _unused_special(folder: Path, special: Mapping[str, int]) -> int | None:
+    """Return the id of a special token that has no role (bos, unk, ...) and is not in the chat template. Tokens named
+    for padding come first, then reserved ones, then the lowest id. Return None if there is none. `special`: the special
+    tokens that are no EOS."""
+    found = [folder / name for name in ("tokenizer_config.json", "special_tokens_map.json")]
+    configs = [json.loads(file.read_text("utf8")) for file in found if file.is_file()]
+    roles = {_content(token) for config in configs for key, token in config.items() if key.endswith("_token") and token}
+    template = folder / "chat_template.jinja"
+    chat = [str(config.get("chat_template")) for config in configs]
+    chat += [template.read_text("utf8")] if template.is_file() else []
+
+    def rank(token: str) -> tuple[bool, bool, int]:
+        name = token.lower()
+        return "pad" not in name, "reserved" not in name and "unused" not in name, special[token]
+
+    unused = [token for token in special if token not in roles and not any(token in text for text in chat)]
+    return special[min(unused, key=rank)] if unused else None
 
 
 @dataclass(frozen=True)

@@ -104,11 +104,14 @@ def reward_problems(config: RewardConfig) -> Iterator[Problem]:
     yield from parts_problems(config, "reward")
 
 
-def source_problems(config: RewardPartsConfig, key: str, prompts_url: str) -> Iterator[Problem]:
-    """Yield a problem for each part that needs answers which the prompts do not have."""
+def source_problems(
+    config: RewardPartsConfig, key: str, prompts_url: str, url_key: str = "prompts.url"
+) -> Iterator[Problem]:
+    """Yield a problem for each part that needs answers which the prompts do not have. `url_key`: key path of the
+    prompts' URL."""
     for where, part in config.named(key).values():
         if part.kind == "reasoning_gym" and not prompts_url.startswith(REASONING_SCHEME):
-            need = f"needs prompts.url={REASONING_SCHEME}TASK (given {prompts_url!r}); `answer` is for any source"
+            need = f"needs {url_key}={REASONING_SCHEME}TASK (given {prompts_url!r}); `answer` is for any source"
             yield Problem(f"{where}.kind", part.kind, need)
 
 

@@ -39,6 +39,7 @@ def run_facts(
         ("model", _text(s.get("model.path"))),
         ("reference", _text(s.get("model.reference_path"))),
         ("prompts", f"{s.get('prompts.url')}, {s.get('prompts.held_out')} held out"),
+        ("evaluated prompts", _text(s.get("evaluate.prompts.url"))),
         ("reward", _reward(s)),
         ("advantage", f"{s.get('ppo.advantage')}{critic}; KL coefficient {s.get('ppo.kl.coef')}"),
         ("rollout", f"{s.get('rollout.rows')} rows a step in {s.get('rollout.shards')} shards"),

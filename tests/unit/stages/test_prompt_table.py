@@ -133,6 +133,29 @@ def chats(*texts: str) -> PromptTable:
     return tokenise(items, ByteTokenizer(), CHAT, seed=0)
 
 
+def test_evaluated_prompts_of_another_source_have_the_numbers_after_the_training_prompts(tmp_path: Path) -> None:
+    other = tokenise(items(["vw", "xyz", "w"]), ByteTokenizer(), PromptsConfig(url="y", max_tokens=5, held_out=0), 0)
+    found = table(held_out=0).evaluated_on(other.beginning(2))
+    assert (found.train.tolist(), found.held_out.tolist()) == ([*range(8)], [8, 9])
+    shard = held_out_prompts(found, shard=1, shards=2)
+    assert (shard.row.tolist(), shard.prompt_index.tolist()) == ([1], [9])
+    assert bytes(shard.tokens[0, :3].tolist()).decode() == "xyz"
+    assert found.for_reward(shard.prompt_index) == ([{"answer": 1}], None)
+    found.save(tmp_path / "prompts.npz")
+    assert PromptTable.load(tmp_path / "prompts.npz").digest() == found.digest()
+    assert table(held_out=0).evaluated_on(other.beginning(3)).digest() != found.digest()
+
+
+def test_chats_may_be_evaluated_beside_plain_training_prompts(tmp_path: Path) -> None:
+    """Each prompt keeps its own messages, and people read the text of a plain one."""
+    asked = chats("hi", "ho")
+    found = table(held_out=0, max_tokens=64).evaluated_on(asked.beginning(2))
+    assert asked.messages is not None
+    assert found.for_reward([0, 9]) == ([{"answer": 0}, {"n": 2}], [[], asked.messages[1]])
+    found.save(tmp_path / "prompts.npz")
+    assert last_questions(tmp_path / "prompts.npz") == [""] * 8 + ["hi", "ho"]
+
+
 def test_messages_survive_the_disk_and_are_part_of_the_digest(tmp_path: Path) -> None:
     first = chats("hi", "a\u2028b")
     assert first.messages == [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "a\u2028b"}]]

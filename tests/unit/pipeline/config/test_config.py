@@ -55,6 +55,18 @@ def test_defaults_then_files_in_order_then_overrides(base: Path, tmp_path: Path)
     assert load_config([second, base], []).steps == 4  # the order given decides
 
 
+def test_models_may_be_named_as_in_the_hub_s_cache(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy's, and those of rewards. A resumed run keeps the directory that the name meant."""
+    stored = tmp_path / "models--org--small"
+    for file, text in (("refs/main", "abc"), ("snapshots/abc/config.json", "{}")):
+        (stored / file).parent.mkdir(parents=True)
+        (stored / file).write_text(text)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    config = load(base, "model.path=org/small", "evaluate.reward={kind: model, args: {path: org/small}}")
+    there = str(stored / "snapshots/abc")
+    assert (config.model.path, config.evaluate.reward.args["path"]) == (there, there)
+
+
 def test_round_trip(base: Path) -> None:
     config = load(
         base, "model.eos_token_ids=[2, 3]", "evaluate.every=2", "ppo.value_clip=null", "sampling.temperature=0.7"
@@ -245,6 +257,9 @@ REFUSED = {
     "placement.gangs.train.layout.sequence_parallel=true": "placement.gangs.train.layout.sequence_parallel",
     # things that exclude one another
     "evaluate.every=1 prompts.held_out=1": "prompts.held_out",
+    "evaluate.prompts.url=x.jsonl": "prompts.held_out",
+    "prompts.held_out=0 evaluate.shards=3 evaluate.prompts.url=x.jsonl evaluate.prompts.max=4": "evaluate.shards",
+    "prompts.held_out=0 evaluate.prompts.url=x.jsonl evaluate.prompts.max=1": "evaluate.prompts.max",
     "alarms.staleness_steps=9": "alarms.staleness_steps",
     "alarms.stop=[kl,reward]": "alarms.stop",
     "mismatch.rows=0 alarms.stop=[mismatch]": "alarms.stop",
@@ -270,6 +285,7 @@ REFUSED = {
     "reward={kind: null, parts: {a: {weight: 2}}}": "reward.parts.a.kind",
     "reward.normalize.clip=0": "reward.normalize.clip",
     "reward.kind=reasoning_gym": "reward.kind",
+    "prompts.url=reasoning-gym:chain_sum reward.kind=reasoning_gym prompts.held_out=0 evaluate.prompts.url=x.jsonl": "reward.kind",  # noqa: E501
     "evaluate.every=0 evaluate.reward.kind=vader": "evaluate.reward",
     "evaluate.every=0 evaluate.select.max_kl=5": "evaluate.select.max_kl",
     "evaluate.every=2 evaluate.select.max_kl=5 evaluate.temperature=0.5": "evaluate.temperature",
@@ -282,6 +298,10 @@ REFUSED = {
     "ppo.kl.horizon=100": "ppo.kl.horizon",
     "ppo.target_kl=0.1 ppo.epochs=1 ppo.minibatches=1": "ppo.target_kl",
     "evaluate.every=0 evaluate.temperature=0.5": "evaluate.temperature",
+    "evaluate={every: 0, prompts: {url: x.jsonl}}": "evaluate.prompts.url",
+    "evaluate.prompts.max=4": "evaluate.prompts.max",
+    "prompts.held_out=0 evaluate.prompts.url=reasoning-gym:chain_sum evaluate.prompts.field=text": "evaluate.prompts.field",  # noqa: E501
+    "model.pad_token=x": "model.pad_token",
     "mismatch.rows=0 mismatch.alarm_nats=0.1": "mismatch.alarm_nats",
     "alarms.stop=[staleness]": "alarms.stop",
     "prompts.url=reasoning-gym:chain_sum prompts.field=text": "prompts.field",

@@ -90,6 +90,63 @@ def test_what_cannot_work_is_refused_by_its_key(folder: Path, change: str, key: 
     assert not (folder / "runs").exists()
 
 
+def evaluated(folder: Path, rows: list[dict[str, Any]], *overrides: str) -> list[str]:
+    """Overrides for evaluations with these rows as a source of their own."""
+    (folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["prompts.held_out=null", f"evaluate.prompts.url={folder}/mine.jsonl", *overrides]
+
+
+def test_evaluations_may_have_prompts_of_their_own(folder: Path) -> None:
+    """All prompts of the training source are then trained on. The number is settled, so that a file that grows changes
+    nothing for a resumed run."""
+    rows = [{"ask": f"ask {i}"} for i in range(5)]
+    config = load(folder, *evaluated(folder, rows, "evaluate.prompts.field=ask", "evaluate.prompts.max=4"))
+    table = preflight(config).prompts
+    assert (table.train.tolist(), table.held_out.tolist()) == ([*range(6)], [6, 7, 8, 9])
+    assert bytes(table.tokens[9, : table.lengths[9]].tolist()) == b"ask 3"
+    config = load(folder, *evaluated(folder, rows, "evaluate.prompts.field=ask"))
+    assert len(preflight(config).prompts.held_out) == 5
+    assert (config.held_out, config.prompts.held_out, config.evaluate.prompts.max) == (5, 0, 5)
+    evaluated(folder, [*rows, {"ask": "more"}])
+    digest = preflight(config).prompts.digest()
+    evaluated(folder, [*rows[1:], rows[0]])
+    assert preflight(config).prompts.digest() != digest
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "key", "parts"),
+    [
+        (3, ("evaluate.prompts.url=gone.jsonl",), "evaluate.prompts.url", ("gone.jsonl",)),
+        (3, ("evaluate.prompts.field=text",), "evaluate.prompts.field", ("'text'", "mine.jsonl", "prompt")),
+        (3, ("evaluate.prompts.format=chat",), "evaluate.prompts.format", ("mine.jsonl", "role")),
+        (3, ("prompts.max_tokens=6",), "prompts.max_tokens", ("mine.jsonl", "7 tokens")),
+        (3, ("evaluate.shards=2",), "evaluate.prompts.max", ("mine.jsonl", "3 prompts", "2 would work")),
+        (1, (), "evaluate.prompts.max", ("1 prompts", "at least 2")),
+        (3, ("evaluate.reward.kind=answer",), "evaluate.reward.args", ("'answer'", "prompt 0 of ", "mine.jsonl")),
+    ],
+)
+def test_prompts_that_cannot_be_evaluated_are_refused_by_their_key(
+    folder: Path, rows: int, changes: tuple[str, ...], key: str, parts: tuple[str, ...]
+) -> None:
+    mine = evaluated(folder, [{"prompt": f"asked {i}"} for i in range(rows)], *changes)
+    with pytest.raises(ConfigError) as refusal:
+        preflight(load(folder, *mine))
+    assert refusal.value.key == key
+    for part in parts:
+        assert part in str(refusal.value)
+
+
+def test_a_reward_needs_its_fields_in_the_prompts_that_it_scores_alone(folder: Path) -> None:
+    rows = [{"prompt": f"{i}", "answer": i} for i in range(3)]
+    preflight(load(folder, *evaluated(folder, rows, "evaluate.reward.kind=answer")))
+
+
+def test_wrong_files_of_both_sources_are_said_together(folder: Path) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        preflight(load(folder, *evaluated(folder, [], "prompts.url=gone.jsonl")))
+    assert [error.key for error in refusal.value.each] == ["prompts.url", "evaluate.prompts.url"]
+
+
 def test_a_rank_that_no_linear_can_have_is_refused_by_what_is_adapted(folder: Path) -> None:
     preflight(load(folder, "model.lora.rank=32"))
     preflight(load(folder, "model.lora.rank=64", "model.lora.targets=[fc1]"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from stages.models.hf_files import (
     FastTokenizer,
     HubTokenizer,
+    PadTokenError,
     file_digests,
     plain_tokenizer,
     read_tokenizer,
@@ -113,11 +115,11 @@ def assert_equal_to_transformers(path: Path, *texts: str) -> None:
             assert ours.decode(ids, skip) == hub.decode(ids, skip)
 
 
-def byte_level(folder: Path, **config: object) -> Path:
+def byte_level(folder: Path, special: Sequence[str] = ("<|end|>", "<|pad|>"), **config: object) -> Path:
     """A directory whose tokenizer.json alone defines its tokenizer, unless `config` or other files say otherwise."""
     backend = Tokenizer(BPE({char: n for n, char in enumerate(sorted(ByteLevel.alphabet()))}, []))
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
-    backend.add_special_tokens([AddedToken("<|end|>", special=True), AddedToken("<|pad|>", special=True)])
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
     backend.enable_truncation(4)
     backend.save(str(folder / "tokenizer.json"))
     pad = {"__type": "AddedToken", "content": "<|pad|>", "special": True}
@@ -159,6 +161,43 @@ def test_what_transformers_may_change_is_left_to_it(
     if file is not None:
         (folder / file).write_text(json.dumps(content))
     assert plain_tokenizer(str(folder)) is None
+
+
+@pytest.mark.parametrize("own", [None, "<|end|>"])  # none (Llama 3), or the EOS (Qwen)
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize(
+    ("special", "chosen"),
+    [
+        ("<|end|> <|tool|> <|reserved_1|> <|reserved_0|> <|right_pad_id|>", "<|right_pad_id|>"),
+        ("<|end|> <|tool|> <|reserved_1|> <|reserved_0|>", "<|reserved_1|>"),  # the lowest id
+        ("<|end|> <|begin|> <|user|> <|tool|>", "<|tool|>"),  # the others have a role, or are in the chat template
+        ("<|end|> <|begin|> <|user|>", None),
+    ],
+)
+def test_a_missing_pad_token_is_an_unused_special_one(
+    tmp_path: Path, own: str | None, plain: bool, special: str, chosen: str | None
+) -> None:
+    changes = {} if plain else {"add_prefix_space": False}
+    begin = "<|begin|>" if "<|begin|>" in special else None
+    template = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}"
+    named = {"pad_token": own, "bos_token": begin, "chat_template": template, **changes}
+    path = str(byte_level(tmp_path, special.split(), **named))
+    assert (plain_tokenizer(path) is not None) == plain
+    if chosen is None:
+        with pytest.raises(PadTokenError):
+            _ = read_tokenizer(path).pad_id
+    else:
+        assert read_tokenizer(path).pad_id == 256 + special.split().index(chosen)
+
+
+def test_a_pad_token_may_be_named(tmp_path: Path) -> None:
+    path = str(byte_level(tmp_path))
+    encoded = read_tokenizer(path).encode("h")
+    assert read_tokenizer(path).pad_id == 257
+    assert [read_tokenizer(path, "h").pad_id] == encoded
+    for wrong in ("<|end|>", "<|gone|>"):
+        with pytest.raises(PadTokenError):
+            read_tokenizer(path, wrong)
 
 
 def test_digests_are_of_all_that_a_model_is_read_from_and_nothing_else(tmp_path: Path) -> None:

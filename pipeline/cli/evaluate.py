@@ -1,0 +1,190 @@
+"""`stageline evaluate MODEL`: sample and score the evaluated prompts of a config with transformers' model alone.
+
+    prompts, reward, sampling of a config (a run's, or --prompts and --reward)
+        ──► transformers: logits ──► our draw ──► Rollout ──► stage `score` ──► table
+
+No engine and no trainer takes part, so an exported version checks the figures of its run's evaluation. The draw is the
+engines' (stages/engines/embedded/sampling.py), with the keys of the run's evaluations. So the sampled tokens are those
+of the run too, unless two candidates lie within the rounding between two implementations of the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+
+from pipeline.cli.answers import DONE, config_of, output
+from pipeline.config.preflight import check_fields, checked_parts, evaluation_prompts, tokenizer_of
+from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigError, StageFailed
+from pipeline.observe.evaluations import standard_error
+from stages.engines.embedded.sampling import ban, noise_keys, sample
+from stages.engines.protocol import Completion, Request
+from stages.generate import generate
+from stages.models.hf_files import has_tokenizer
+from stages.models.spec import cached_in_hub
+from stages.prompts import EVALUATION_STEP, held_out_prompts
+from stages.rewards.protocol import RewardFailed
+from stages.rewards.registry import build_parts, close_parts
+from stages.score import score
+from storage.records import FinishReason, Rollout, Scores
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """The responses of a model to the evaluated prompts, and their scores."""
+
+    rollout: Rollout
+    scores: Scores
+
+
+def command(options: argparse.Namespace) -> int:
+    path = cached_in_hub(options.model)
+    found = evaluate_model(path, config_for(path, options.prompts, options.reward, options.sources))
+    output().print(_table(path, found))
+    return DONE
+
+
+def config_for(path: str, prompts: str | None, reward: str | None, sources: Sequence[str]) -> RunConfig:
+    """Return the config of an evaluation. Files and key=value changes in `sources` are merged as for a run; `prompts`
+    and `reward` replace `evaluate.prompts.url` and `evaluate.reward.kind`. Raises ConfigError."""
+    files, changes = [s for s in sources if "=" not in s], [s for s in sources if "=" in s]
+    given = ["evaluate.every=1"]
+    if prompts is not None:
+        given += [f"evaluate.prompts.url={prompts}", "evaluate.prompts.max=null", "prompts.held_out=null"]
+    if reward is not None:
+        given += [f"evaluate.reward.kind={reward}"]
+    if not files:
+        for option, value in (("--prompts", prompts), ("--reward", reward)):
+            if value is None:
+                raise ConfigError(option, "must be given, unless a CONFIG is: a run's config.yaml, for example")
+        given += ["name=evaluate", f"model.path={path}", f"prompts.url={prompts}", f"reward.kind={reward}"]
+    return config_of([*files, *given, *changes], runs_here=False)
+
+
+def evaluate_model(path: str, config: RunConfig) -> EvaluatedModel:
+    """Sample and score responses to the config's evaluated prompts. The tokenizer is that of the model at `path`; for
+    the export of a random model, which has none, it is that of `model.path`.
+
+    Raises:
+        ConfigError: the model, the prompts or the reward cannot be used.
+        StageFailed: the reward failed.
+    """
+    tokenizer = tokenizer_of(config, path if has_tokenizer(path) else config.model.path)
+    table = evaluation_prompts(config, tokenizer)
+    if not len(table.held_out):
+        raise ConfigError("prompts.held_out", "given 0; there is no prompt to evaluate")
+    key, section = config.held_out_reward
+    check_fields(config, checked_parts(section, key, config.reward.trust_answers), table)
+    model = _Model(
+        _loaded(path, config), tuple(config.model.eos_token_ids) or tokenizer.eos_ids, config.engine.max_rows
+    )
+    parts = build_parts(section, key, trust_answers=config.reward.trust_answers)
+    try:
+        rollout = generate(
+            model,
+            held_out_prompts(table, shard=0, shards=1),
+            seed=config.seed,
+            step=EVALUATION_STEP,
+            version=0,
+            sampling=config.evaluation_sampling,
+            seq=config.seq,
+            pad_id=table.pad_id,
+        )
+        return EvaluatedModel(rollout, score(parts, tokenizer, rollout, *table.for_reward(rollout.prompt_index)))
+    except RewardFailed as error:
+        raise StageFailed(str(error)) from error
+    finally:
+        close_parts(parts)
+
+
+def _loaded(path: str, config: RunConfig) -> Any:
+    """Return transformers' model, on the GPU if there is one. Raises ConfigError if it cannot be loaded, or its context
+    is too short."""
+    try:
+        dtype = getattr(torch, config.engine.dtype)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError("MODEL", f"given {path!r}; transformers cannot load it: {error}") from error
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is not None and config.seq > context:
+        need = f"with sampling.max_new_tokens a row has {config.seq} tokens, and the model's context is {context}"
+        raise ConfigError("prompts.max_tokens", f"given {config.prompts.max_tokens}; {need}")
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class _Model:
+    """A causal language model of transformers that samples by our draw. Implements `stages.generate.Sampler`."""
+
+    def __init__(self, model: Any, eos_ids: tuple[int, ...], max_rows: int) -> None:
+        self._model, self._eos_ids, self._max_rows = model, eos_ids, max_rows
+        takes = inspect.signature(model.forward).parameters
+        self._only_last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        rows = [*requests]
+        for start in range(0, len(rows), self._max_rows):
+            yield from self._batch(rows[start : start + self._max_rows])
+
+    @torch.inference_mode()
+    def _batch(self, rows: Sequence[Request]) -> list[Completion]:
+        """Return the responses of rows with the same settings, which run together: prompts padded on the left."""
+        sampling, device = rows[0].sampling, self._model.device
+        lengths = np.array([len(row.tokens) for row in rows])
+        seeds, steps, numbers = np.array([(row.seed, row.step, row.row) for row in rows], np.int64).T
+        ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
+        seen = torch.zeros_like(ids)
+        for i, row in enumerate(rows):
+            ids[i, -len(row.tokens) :], seen[i, -len(row.tokens) :] = torch.tensor(row.tokens), 1
+        ids, seen = ids.to(device), seen.to(device)
+        drawn: list[torch.Tensor] = []
+        logprobs: list[torch.Tensor] = []
+        ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
+        eos = torch.tensor(self._eos_ids, dtype=torch.int64, device=device)
+        cache = None
+        while len(drawn) < sampling.max_new_tokens and not bool(ended.all()):
+            places = (seen.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+            out = self._model(ids, attention_mask=seen, position_ids=places, past_key_values=cache, use_cache=True,
+                              **self._only_last)  # fmt: skip
+            cache, logits = out.past_key_values, out.logits[:, -1].float()
+            banned = {*sampling.suppress_token_ids, *(self._eos_ids if len(drawn) < sampling.min_new_tokens else ())}
+            ban(logits, [tuple(sorted(banned))] * len(rows))
+            keys = noise_keys(seeds, steps, numbers, lengths + len(drawn))
+            tokens, logprob = sample(logits, [sampling.temperature] * len(rows), keys)
+            drawn.append(tokens)
+            logprobs.append(logprob)
+            ended |= torch.isin(tokens, eos)
+            ids, seen = tokens[:, None], torch.cat([seen, torch.ones_like(tokens)[:, None]], 1)
+        found = zip(rows, torch.stack(drawn, 1).cpu().numpy(), torch.stack(logprobs, 1).cpu().numpy(), strict=True)
+        return [self._completion(row, tokens, numbers_of) for row, tokens, numbers_of in found]
+
+    def _completion(self, row: Request, tokens: np.ndarray, logprobs: np.ndarray) -> Completion:
+        """Return a response up to its EOS."""
+        ends = np.flatnonzero(np.isin(tokens, self._eos_ids))
+        num = int(ends[0]) + 1 if ends.size else len(tokens)
+        reason = FinishReason.STOP if ends.size else FinishReason.LENGTH
+        versions = np.full(num, row.version, np.int32)
+        return Completion(row.row, tokens[:num].astype(np.int32), logprobs[:num], versions, reason)
+
+
+def _table(path: str, found: EvaluatedModel) -> Table:
+    """Return the figures for the terminal."""
+    scores, rollout = found.scores.scores, found.rollout
+    title = f"held-out reward of {Path(path).name} ({len(scores)} prompts)"
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
+    error = standard_error(scores.tolist())
+    table.add_row("reward", f"{scores.mean():.4f}" + ("" if error is None else f" ± {error:.4f}"))
+    for name, numbers in found.scores.parts.items() if len(found.scores.parts) > 1 else ():
+        table.add_row(f"part {name}", f"{numbers.mean():.4f}")
+    table.add_row("response", f"{rollout.response_lengths.mean():.1f} tokens")
+    table.add_row("cut", f"{(rollout.finish_reason == FinishReason.LENGTH).mean():.0%}")
+    return table

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib import import_module
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -163,7 +164,7 @@ def config_of(sources: Sequence[str], *, runs_here: bool = True) -> RunConfig:
 
 def _refuse_settings_as_files(files: Sequence[str]) -> None:
     """Raise ConfigError for `staleness 2` where `staleness=2` was meant."""
-    for name, after in zip(files, [*files[1:], None], strict=True):
+    for name, after in zip_longest(files, files[1:]):
         if not Path(name).exists() and is_setting(name, RunConfig):
             value = after if after is not None and not Path(after).exists() else "..."
             raise ConfigError(name, f"is a setting, and no file of that name is there; did you mean {name}={value}?")

@@ -14,7 +14,6 @@ import argparse
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ import torch
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from pipeline.cli.answers import DONE, config_of, output
+from pipeline.cli.answers import DONE, config_of, output, print_line
 from pipeline.config.preflight import check_fields, checked_parts, evaluation_prompts, tokenizer_of
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError, StageFailed
@@ -50,7 +49,8 @@ class EvaluatedModel:
 def command(options: argparse.Namespace) -> int:
     path = cached_in_hub(options.model)
     found = evaluate_model(path, config_for(path, options.prompts, options.reward, options.sources))
-    output().print(_table(path, found))
+    print_line(f"held-out reward of {path}, {found.rollout.num_rows} prompts")
+    output().print(_table(found))
     return DONE
 
 
@@ -176,11 +176,10 @@ class _Model:
         return Completion(row.row, tokens[:num].astype(np.int32), logprobs[:num], versions, reason)
 
 
-def _table(path: str, found: EvaluatedModel) -> Table:
+def _table(found: EvaluatedModel) -> Table:
     """Return the figures for the terminal."""
     scores, rollout = found.scores.scores, found.rollout
-    title = f"held-out reward of {Path(path).name} ({len(scores)} prompts)"
-    table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
+    table = Table(show_header=False)
     error = standard_error(scores.tolist())
     table.add_row("reward", f"{scores.mean():.4f}" + ("" if error is None else f" ± {error:.4f}"))
     for name, numbers in found.scores.parts.items() if len(found.scores.parts) > 1 else ():

@@ -65,7 +65,7 @@ def test_the_responses_are_those_of_the_engine(folder: Path, model: str, tempera
 def test_a_file_and_a_reward_are_enough(folder: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--prompts", f"{folder}/prompts.jsonl", "--reward", "characters", "evaluate.reward.args.characters=aeiou"]
     assert main(["evaluate", model, *given, "model.path=random:tiny", "sampling.max_new_tokens=4"]) == 0
-    assert "tiny (6 prompts)" in capsys.readouterr().out
+    assert "6 prompts" in capsys.readouterr().out
 
 
 def test_a_runs_config_may_be_evaluated_on_other_prompts(folder: Path, model: str) -> None:

@@ -1,15 +1,16 @@
 """The summary of a run (`summary.json`), computed from the journal's events and the numbers of each step. Pure
 functions: no clock, no I/O.
 
-A gang is **computing** while a box (pipeline/observe/timeline.py) is open and not in its last `store_s` seconds. The
-**busiest gang** is busy for the longest time, so it sets the step time.
+A box is one execution of a node (pipeline/observe/timeline.py). Its last `store_s` seconds are spent on store and
+ledger. A gang is **computing** while a box is open, except in these seconds. The **busiest gang** is the one that is
+busy for the longest time, so it sets the step time.
 
     overhead_fraction = (A + B) / wall
       A  time the busiest gang is busy but not computing                     (store, ledger)
       B  time the busiest gang is idle although its next box was ready       (scheduling, tracking, the driver)
 
-A box is ready when its node's last parent finished, or when the node was submitted if no parent is recorded. So
-waiting for another gang's result is not overhead; it counts in `idle`.
+A box is ready when its node's last parent finished, or when the node was submitted if no parent is recorded. So waiting
+for another gang's result is not overhead; it counts in `idle`.
 
 The time in which a trainer was lost (pipeline/observe/incidents.py) does not include time without a driver.
 """
@@ -51,14 +52,15 @@ class StepNumbers:
 
     step: int
     reward: float
-    """Mean score."""
+    """Mean score of the rows."""
     kl: float
     """KL to the reference, nats per response."""
     num_samples: int
     num_tokens: int
-    """Sampled tokens."""
+    """Number of sampled tokens."""
     staleness: Mapping[int, int]
-    """Number of rows by staleness: version trained minus version that sampled."""
+    """Number of rows by staleness: the version of the weights that is trained, minus the version that sampled the
+    row."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,10 @@ class EvalSummary:
     before: float
     after: float
     num_prompts: int
-    """Prompts in both evaluations."""
+    """Number of prompts that are in both evaluations."""
     paired_t: float | None
-    """Paired t of the differences by prompt; None for fewer than two prompts or equal differences."""
+    """Student's t of the differences, paired by prompt. None for fewer than two prompts, or if all differences are
+    equal."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +102,11 @@ class Summary:
 
     steps: int
     wall_s: float
-    """Seconds from the first submission to the last finish, without the time between a stop and a resume."""
+    """Seconds from the first submission to the last finish. The time between a stop and a resume is not counted."""
     samples_per_s: float
     tokens_per_s: float
     stage_s: dict[str, float]
-    """Seconds by stage, summed over its nodes (rank 0 only). Nodes that overlap in time count separately."""
+    """Seconds by stage, summed over its nodes. Only rank 0 is counted. Nodes that run at the same time are added up."""
     overhead_fraction: float
     staleness: StalenessSummary
     eval: EvalSummary | None
@@ -112,34 +115,37 @@ class Summary:
     kl: list[float]
     """KL to the reference by step, nats per response."""
     versions: dict[str, str | int]
-    """Number of published versions of the weights (`weights`, version 0 included), and versions of the software."""
+    """Number of published versions of the weights, version 0 included, under the key `weights`. The other keys are
+    packages, with the version of each."""
     # The fields below are not compared between runs.
     overlap_fraction: float
     """Fraction of the wall time in which at least two gangs were busy."""
     busiest_gang: str | None
     idle: dict[str, float]
-    """Fraction of the wall time in which workers ran nothing, by gang (mean over its workers)."""
+    """Fraction of the wall time in which workers ran nothing, by gang: the mean over the gang's workers."""
     alarms: int
-    """Number of versions at which engine and trainer differed (`mismatch.alarm_nats`)."""
+    """Number of versions at which engine and trainer differed by more than `mismatch.alarm_nats`, or the engine kept
+    older weights."""
     kl_final: float | None
     """KL to the reference in the last step, nats per response."""
     distinct_bigrams: dict[str, float | None]
-    """Distinct / all bigrams of the held-out responses, `before` and `after`."""
+    """Number of distinct bigrams / number of all bigrams in the held-out responses, `before` and `after` training."""
     trainer_losses: tuple[TrainerLoss, ...] = ()
-    """Losses in order of time."""
+    """Losses of gangs that train, in order of time."""
     trainer_lost_s: float = 0.0
-    """Seconds in which a trainer was lost and not yet training again; losses that overlap count once."""
+    """Seconds from the loss of a trainer until it trained again, in total. Losses that overlap in time count once."""
     alarms_by_rule: dict[str, int] = field(default_factory=dict)
-    """Number of alarms by rule of `alarms`."""
+    """Number of alarms by rule in the section `alarms`."""
     evaluations: tuple[EvaluatedVersion, ...] = ()
     """Evaluations in order of version."""
     best: EvaluatedVersion | None = None
-    """The version with the highest held-out reward within `evaluate.select.max_kl`."""
+    """The version with the highest held-out reward among those whose KL is within `evaluate.select.max_kl`."""
     predictions: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Predicted and measured seconds of a step, by stage (summed over its nodes) and of the whole `step`. Empty without
     `predicted_s` in the config."""
     hints: tuple[str, ...] = ()
-    """Texts about why the run learned little: the last alarm of each rule that has advice, with this advice."""
+    """Explanations why the run learned little. For each rule with advice that raised an alarm: its last alarm and the
+    advice."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -218,7 +224,7 @@ def _hints(log: Sequence[Event]) -> tuple[str, ...]:
 
 
 def _seconds(start: float, end: float | None, periods: Sequence[Interval]) -> float | None:
-    """Return the seconds between two times in which a driver worked; None without an end."""
+    """Return the seconds between two times in which a driver worked. None if `end` is None."""
     return None if end is None else length(within([(start, end)], periods))
 
 
@@ -249,7 +255,7 @@ def _overhead_s(
     parents: Mapping[Address, Sequence[Address]],
     periods: Sequence[Interval],
 ) -> float:
-    """Return A + B as defined in the module's docstring. `own`: the boxes of the busiest gang."""
+    """Return the seconds A + B that the docstring of the module defines. `own` are the boxes of the busiest gang."""
     busy = union((b.start_s, b.end_s) for b in own)
     computing = union((b.start_s, b.end_s - b.store_s) for b in own)
     submitted = {
@@ -314,7 +320,7 @@ def _eval(evaluations: Sequence[Evaluation]) -> EvalSummary | None:
 
 @dataclass(frozen=True)
 class Headline:
-    """One result of a run, with its meaning in words."""
+    """One result of a run, with a label and an explanation."""
 
     key: str
     label: str
@@ -327,7 +333,8 @@ class Headline:
 
 
 def summary_lines(summary: Summary) -> list[Headline]:
-    """Return the results that apply to a run. The terminal, the report and MLflow's note show these words."""
+    """Return the results of a run as text, for the terminal, the report and MLflow. Results that do not apply to the
+    run are left out."""
     lines: list[Headline] = []
     if summary.eval is not None:
         e = summary.eval

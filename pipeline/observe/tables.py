@@ -1,4 +1,5 @@
-"""Tables for the terminal: the end of a run, `stageline inspect`, and the predicted memory. Returns rich tables."""
+"""Tables for the terminal, as objects of the library rich: the end of a run, `stageline inspect`, and the predicted
+memory."""
 
 from __future__ import annotations
 
@@ -21,12 +22,13 @@ if TYPE_CHECKING:  # it loads pandas and Zarr, which `stageline check` does not 
 
 @dataclass(frozen=True)
 class MemoryColumn:
-    """Predicted memory, in bytes, of one worker or host, or of several that are alike."""
+    """Predicted memory, in bytes, of one worker or host. Several workers or hosts with equal predictions share a
+    column."""
 
     heading: str
     items: Mapping[str, int]
     total: int
-    """Less than the sum of the items if some are never in memory at the same time."""
+    """Peak memory. It is less than the sum of the items if some items are never in memory at the same time."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,9 @@ class InspectRow:
     kl: float | None
     """KL to the reference, nats per response."""
     version: str
-    """Version of the weights that sampled it: "3", or "3-4" if it changed during the response."""
+    """Version of the weights that sampled the response: "3", or "3-4" if it changed during the response."""
     advantage: float | None
-    """Mean over the sampled tokens."""
+    """Mean advantage over the sampled tokens."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Parts of the score before weighting, by name."""
 
@@ -58,7 +60,7 @@ def summary_table(summary: Summary) -> Table:
 
 
 def responses_table(pairs: Sequence[ResponsePair]) -> Table:
-    """Return a table of the responses before and after training, side by side."""
+    """Return a table of the held-out responses before and after training, side by side."""
     title = "Responses to held-out prompts: the largest gain, the median change, the largest loss"
     table = Table(title=title, title_justify="left", title_style="bold", show_lines=True)
     for heading in ("prompt", "before", "after"):
@@ -73,7 +75,8 @@ def responses_table(pairs: Sequence[ResponsePair]) -> Table:
 
 
 def end_of_run(summary: Summary, pairs: Sequence[ResponsePair], paths: Mapping[str, Path | str]) -> RenderableType:
-    """Return the output at the end of a run: numbers, responses, and the paths to its files and pages."""
+    """Return what is printed at the end of a run: its results, responses before and after training, and the paths of
+    its files and pages."""
     where = Table.grid(padding=(0, 2))
     for label, path in paths.items():
         where.add_row(plain(label, "dim"), plain(path))
@@ -105,8 +108,13 @@ def _number(value: float | None) -> str:
 
 
 def memory_table(title: str, columns: Sequence[MemoryColumn], limit: float | None = None) -> Table:
-    """Return a table of predicted memory with a row per item, in GiB if a column's total is 10 GiB or more, else in
-    MiB. No word and no number is cut, even on a narrow terminal. `limit`: most bytes that a column may have."""
+    """Return a table of predicted memory, with one row per item. Words and numbers are not cut, even on a narrow
+    terminal.
+
+    Args:
+        title: title of the table.
+        columns: the predictions. They are shown in GiB if the total of one is 10 GiB or more, else in MiB.
+        limit: available memory in bytes. It is shown in the title."""
     large = max(column.total for column in columns) >= 10 * 2**30
     size, digits = (2**30, 1) if large else (2**20, 0)
 
@@ -129,7 +137,8 @@ def memory_table(title: str, columns: Sequence[MemoryColumn], limit: float | Non
 
 
 def placement_table(rows: Sequence[tuple[str, str, str, str]]) -> Table:
-    """Return a table of gangs: name, number of workers, layout, and the nodes with the GPUs of each."""
+    """Return a table of the placement. The cells of a row are a gang's name, its number of workers, its layout, and its
+    nodes with their GPUs."""
     table = Table(title="placement", title_justify="left")
     for heading in ("gang", "workers", "layout", "nodes and their GPUs"):
         table.add_column(heading, overflow="fold")

@@ -1,9 +1,9 @@
 """Formatting of numbers and of untrusted text for the terminal.
 
-`three` formats scores and KLs for tables, headlines and descriptions, `duration` formats times; `sparkline` draws a
+`three` formats scores and KLs for tables, headlines and descriptions. `duration` formats times. `sparkline` draws a
 curve in one line. `visible`, `plain` and `print_plain` make text of models, prompts and rewards safe to print. A
-response is untrusted: an escape sequence in it could colour, overwrite or rename the terminal, and a direction mark
-could reverse the text around it. rich lets both through.
+response is untrusted: an escape sequence in it could colour or overwrite the terminal, or change its title, and a
+direction mark could reverse the text around it. The library rich does not remove them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from rich.text import Text
 from storage.redaction import redacted_text
 
 _SMALLEST, _LARGEST = 0.0005, 1e6
-"""Between these limits three decimals are readable."""
+"""Between these limits a number is readable with three decimals."""
 _NOTHING = 1e-6
-"""A smaller value is a rounding error: the KL of weights to themselves is 1e-8, not 0."""
+"""Smaller values are rounding errors: the computed KL between a model and itself is 1e-8, not 0."""
 
 
 def three(value: float, *, sign: bool = False) -> str:
-    """Return a number with three decimals. Return it with three significant digits if it would read 0.000 without being
-    a rounding error, or is 1e6 or more: 0.250, 3.1e-05, 1.25e+30, nan. `sign`: put + before numbers that are not
-    negative."""
+    """Format a number with three decimals: 0.250. If the number is too small or too large for this, three significant
+    digits are shown instead: 3.1e-05, 1.25e+30, nan. Rounding errors are shown as 0.000.
+
+    If `sign` is true, numbers that are not negative begin with +."""
     if abs(value) < _NOTHING:
         value = 0.0  # avoid -0.000
     kind = ".3f" if value == 0 or _SMALLEST <= abs(value) < _LARGEST else ".3g"
@@ -41,7 +42,8 @@ def duration(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Return the last values as small columns: a flat line if all are equal, a blank for NaN or infinity."""
+    """Return the last `width` values as a line of block characters of different heights. NaN and infinity become
+    blanks. If all values are equal, the line is flat."""
     shown = list(values)[-width:]
     finite = [value for value in shown if value - value == 0]
     if not finite:
@@ -58,20 +60,21 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def plain(text: object, style: str = "") -> Text:
-    """Return text without markup for tables and panels; words that are too long are folded."""
+    """Return text for tables and panels, in which markup has no effect. Words that are too long for a line are
+    broken."""
     return Text(visible(str(text)), style=style, overflow="fold")
 
 
 def print_plain(console: Console, line: str) -> None:
-    """Print one line with secrets redacted, without markup and without folding."""
+    """Print one line with secrets redacted. Markup in the line has no effect, and a long line is not broken."""
     console.print(visible(redacted_text(line)), markup=False, highlight=False, soft_wrap=True)
 
 
 _KEPT = frozenset("\n\t")
 _TURNS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-"""Code points that change the direction of writing."""
+"""Unicode code points that change the direction of writing."""
 _CONTROL_PICTURES = 0x2400
-"""Unicode has the picture of control character c at 0x2400 + c."""
+"""The symbol for control character c is at code point 0x2400 + c in Unicode."""
 _TABLE = (
     {code: chr(_CONTROL_PICTURES + code) for code in range(0x20) if chr(code) not in _KEPT}
     | {0x7F: "\N{SYMBOL FOR DELETE}"}

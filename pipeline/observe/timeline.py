@@ -1,8 +1,8 @@
 """Executions of nodes over time: busy gangs, their overlap, and the lanes of a timeline. Pure functions of the
 journal's events.
 
-A **box** is one execution of a node on one rank: [finished - seconds, finished]. A gang is **busy** while one of its
-boxes is open. Gangs **overlap** while at least two of them are busy, which is the benefit of staleness:
+A **box** is one execution of a node on one rank: the period [finished - seconds, finished]. A gang is **busy** while
+one of its boxes is open. Gangs **overlap** while at least two of them are busy. Staleness makes such overlap possible:
 
     published v(i) ├─────────── step i ───────────┤ published v(i+1)
     generate       ██████████████░░░░░░██████████
@@ -41,7 +41,7 @@ STAGE_COLOURS = {
     "canary_logprob": "#D9C24A",
     "canary": "#BAB0AC",
 }
-"""Colours of the stages in every timeline, in the order of the legend."""
+"""Colours of the stages in every timeline. Legends list the stages in this order."""
 OTHER_COLOUR = "#9D9D9D"
 
 
@@ -56,11 +56,11 @@ class Box:
     start_s: float
     end_s: float
     store_s: float
-    """Seconds for store and ledger. They are the last seconds of the box."""
+    """Seconds spent on store and ledger. They are counted as the last seconds of the box."""
 
 
 def boxes(events: Iterable[Event]) -> list[Box]:
-    """Return the finished executions, sorted by start."""
+    """Return the boxes of all finished executions, sorted by start."""
     found = []
     for e in events:
         if e.kind is EventKind.FINISHED and e.stage is not None and e.step is not None and e.seconds is not None:
@@ -71,8 +71,10 @@ def boxes(events: Iterable[Event]) -> list[Box]:
 
 
 def driver_periods(events: Iterable[Event]) -> list[Interval]:
-    """Return the periods in which a driver worked. Each `run_started` begins a new period, which lasts from its first
-    submission (or start) to its last finish."""
+    """Return the periods in which a driver worked.
+
+    Each RUN_STARTED event begins a new period. It lasts from the first submission or start of a node to the last end of
+    a node."""
     working = {EventKind.SUBMITTED, EventKind.STARTED, EventKind.FINISHED, EventKind.FAILED}
     groups: list[list[float]] = [[]]
     for e in events:
@@ -87,7 +89,7 @@ def driver_periods(events: Iterable[Event]) -> list[Interval]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merge intervals into disjoint ones, in order."""
+    """Merge intervals that overlap or touch. Return disjoint intervals in ascending order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -98,14 +100,14 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def within(intervals: Iterable[Interval], limits: Sequence[Interval]) -> list[Interval]:
-    """Return the parts of the intervals that lie within the limits."""
+    """Return the intersections of the intervals with the limits."""
     pairs = itertools.product(intervals, limits)
     cut = ((max(start, first), min(end, last)) for (start, end), (first, last) in pairs)
     return [(start, end) for start, end in cut if end > start]
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Return the sum of the intervals' lengths."""
+    """Return the total length of the intervals."""
     return math.fsum(end - start for start, end in intervals)
 
 
@@ -132,8 +134,10 @@ def overlaps(all_boxes: Iterable[Box]) -> list[Interval]:
 
 
 def overlap_by_step(events: Iterable[Event]) -> dict[int, float]:
-    """Return step -> fraction of the step's time in which gangs overlapped. A step's time is from the publication of
-    its version to the publication of the next version. Steps during which a driver started are left out."""
+    """Return the fraction of each step's time in which gangs overlapped, by step.
+
+    The time of a step is from the publication of its version to the publication of the next version. Steps during which
+    a driver started are left out."""
     log = list(events)
     starts = sorted(e.t for e in log if e.kind is EventKind.RUN_STARTED)
     published = {e.step: e.t for e in log if e.kind is EventKind.PUBLISHED and e.step is not None}
@@ -153,8 +157,8 @@ def overlap_by_step(events: Iterable[Event]) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Lane:
-    """A row of a timeline: a worker, or one of several rows of a worker that runs nodes side by side. Its boxes are
-    sorted by start and do not overlap."""
+    """One row of a timeline. Its boxes are sorted by start and do not overlap. A worker that runs several nodes at the
+    same time has several lanes."""
 
     gang: str
     worker: str
@@ -163,8 +167,8 @@ class Lane:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The executions of a run in lanes. Times are in seconds since the epoch, less the gaps before them in which no
-    driver worked (`Timeline.at`)."""
+    """The executions of a run, arranged in lanes. Periods without a driver are cut out: times are in seconds since the
+    epoch, minus the length of all gaps before them (`Timeline.at`)."""
 
     lanes: Sequence[Lane]
     """Lanes, sorted by gang and worker."""
@@ -172,20 +176,20 @@ class Timeline:
     """Start of the first box of the run."""
     end_s: float
     middle: Interval | None
-    """The period of the middle steps, to enlarge; None if there are few steps."""
+    """The period of the middle steps, which plots enlarge. None if there are few steps."""
     num_boxes: int
-    """Boxes of the run; the lanes have fewer if the run is long."""
+    """Number of boxes of the run. The lanes contain fewer if the run is long."""
     gaps: Sequence[Interval] = ()
-    """Periods in which no driver worked, in order. They are clock times, from which no gaps are taken."""
+    """Periods in which no driver worked, in order. Their times are clock times, from which no gaps are subtracted."""
 
     def at(self, t: float) -> float:
-        """Return a clock time less the gaps before it, as the times in this timeline are."""
+        """Convert a clock time to a time of this timeline, by subtracting the gaps before it."""
         return without(self.gaps, t)
 
 
 def run_timeline(events: Iterable[Event], most: int | None = None) -> Timeline | None:
-    """Return the timeline of a run, or None if nothing ran. `most`: most boxes in the lanes. If there are more, only
-    the first and the last ones are in the lanes."""
+    """Return the timeline of a run, or None if nothing was executed. If `most` is given and there are more boxes, only
+    the first and the last of them are put into lanes, up to `most` in total."""
     log = list(events)
     gaps = gaps_between(driver_periods(log))
     every = [replace(b, start_s=without(gaps, b.start_s), end_s=without(gaps, b.end_s)) for b in boxes(log)]
@@ -199,18 +203,20 @@ def run_timeline(events: Iterable[Event], most: int | None = None) -> Timeline |
 
 
 def gaps_between(periods: Iterable[Interval]) -> list[Interval]:
-    """Return the times between periods, in order."""
+    """Return the gaps between periods, in order."""
     return [(end, start) for (_, end), (start, _) in itertools.pairwise(union(periods))]
 
 
 def without(gaps: Iterable[Interval], t: float) -> float:
-    """Return a time less the gaps before it; a time in a gap becomes the gap's start."""
+    """Return a clock time minus the length of all gaps before it. A time within a gap becomes the start of the gap."""
     return t - math.fsum(min(t, end) - start for start, end in gaps if t > start)
 
 
 def lanes_of(drawn: Iterable[Box]) -> list[Lane]:
-    """Return the lanes of boxes (sorted by start), ordered by gang and worker. Boxes that overlap on one worker go to
-    several lanes, first fit. The tolerance is 1 us: all times of a worker are of one clock."""
+    """Arrange boxes, which are sorted by start, in lanes. The lanes are sorted by gang and worker.
+
+    Each box is put into the first lane of its worker that is free. A lane is free if its last box has ended, with a
+    tolerance of 1 us for rounding."""
     by_worker: dict[tuple[str, str], list[list[Box]]] = {}
     for box in drawn:
         rows = by_worker.setdefault((box.gang, box.worker), [])
@@ -223,9 +229,11 @@ def lanes_of(drawn: Iterable[Box]) -> list[Lane]:
 
 
 def middle_window(drawn: Sequence[Box], num_steps: int = 4) -> Interval | None:
-    """Return the period in which the middle `num_steps` steps were trained: from the start of their first update to the
-    end of their last, with a margin of 4 % on both sides, within the time of all boxes. None if there are at most
-    `num_steps` steps."""
+    """Return the period in which the middle `num_steps` steps were trained. None if no more than `num_steps` steps were
+    trained.
+
+    The period is from the start of the first update to the end of the last update, plus a margin of 4 % on both sides.
+    It does not exceed the time of all boxes."""
     updates = [box for box in drawn if box.address.stage.startswith("update")]
     trained = sorted({box.address.step for box in updates})
     if len(trained) <= num_steps:

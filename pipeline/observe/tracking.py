@@ -4,10 +4,12 @@ MLflow (`pipeline/observe/mlflow_writer.py`, the only module that imports mlflow
     driver loop ── one appended line per call ──► mlflow_spool.jsonl ──► writer process ──► sqlite or server
                                                        (delivered offsets: mlflow_spool.state.json)
 
-The spool is the queue, so a call never waits for MLflow. Nothing is lost or repeated if the server is down or the
-driver is killed. The writer is a process and not a thread because of the interpreter lock: a writer thread held it for
-up to 146 ms at a time (importing mlflow, logging) and used 3.1 s of the driver's CPU in 7 s. As a process it takes
-3 ms and 0.09 s. The last part reads the spool and the state file.
+The spool is a queue on disk, so a call never waits for MLflow. Nothing is lost or repeated if the server is down or the
+driver is killed.
+
+The writer is a process and not a thread because of Python's global interpreter lock. A writer thread held the lock for
+up to 146 ms at a time while it imported mlflow and logged, and used 3.1 s of the driver's CPU time in 7 s. A writer
+process costs the driver 3 ms at a time and 0.09 s.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ LOG = logging.getLogger("stageline.tracking")
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 LEAVE_S = 2.0
-"""Time limit of `leave`: enough for a writer that has few items left."""
+"""Time limit of `leave`. It suffices for a writer that has few items left."""
 ANNOUNCE_S = 2.0
-"""Seconds after which `close` logs that it is waiting for MLflow."""
+"""Seconds after which `close` logs a warning that it is waiting for MLflow."""
 IMPORT_GRACE_S = 60.0
-"""Seconds added to the time limit of `close`, because the writer may still be importing mlflow or creating the
+"""Seconds by which `close` extends its time limit, because the writer may still be importing mlflow or creating the
 database."""
 WRITER_ENV = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -66,14 +68,14 @@ class Span:
     worker: str
     attributes: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     inputs: tuple[str, ...] = ()
-    """Addresses of the inputs; the arrays stay in the store."""
+    """Addresses of the node's inputs. The arrays themselves stay in the store."""
     output: str = ""
-    """Address of the output."""
+    """Address of the node's output."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """The prompts that a run samples from."""
+    """Prompts that a run uses for training or for evaluation."""
 
     name: str
     digest: str
@@ -85,36 +87,40 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Delivery:
-    """The state of the delivery when the writer ended."""
+    """The state of the delivery to MLflow when the writer process ended."""
 
     run_id: str | None
-    """The id of the MLflow run; None if the store was never reached."""
+    """Id of the MLflow run. None if the store was never reached, or if the writer was killed."""
     left: int
-    """Undelivered items of the spool."""
+    """Number of items that are not delivered. If the writer was killed, the number of all items in the spool."""
 
 
 class Tracker(Protocol):
     """The driver's interface to experiment tracking. Only `close` and `leave` wait for the tracking server."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Log metrics of a step. The first value of a (step, name) is kept, so a resumed run may log it again."""
+        """Log metrics of a step. Only the first value of each metric of a step is kept, so a resumed run may log a step
+        again."""
         ...
 
     def has(self, step: int, name: str) -> bool:
-        """Return True if the metric of this step need not be logged (again)."""
+        """Return True if this metric of this step is logged already, or if the tracker logs nothing."""
         ...
 
     def trace(self, step: int, spans: Sequence[Span], asked: str = "", answered: str = "") -> None:
-        """Log the nodes of a step as one trace: a root span `step N`, a span for each gang, and the nodes below them.
-        `asked` and `answered` are the request and response that a list of traces shows."""
+        """Log the nodes of a step as one trace. A root span `step N` contains a span for each gang, which contains the
+        spans of its nodes.
+
+        `asked` and `answered` are an example of a request and its response. MLflow shows them in its list of traces."""
         ...
 
     def dataset(self, dataset: Dataset) -> None:
-        """Log the prompts of the run. Logging them again changes nothing."""
+        """Log a dataset of the run. Logging it again changes nothing."""
         ...
 
     def table(self, local_path: Path) -> None:
-        """Log a file of pandas' "split" JSON as a table to compare between runs. Logging it again replaces it."""
+        """Log a file, which contains pandas' "split" JSON, as a table that can be compared between runs. Logging it
+        again replaces it."""
         ...
 
     def model(self, name: str, source: Path) -> None:
@@ -122,7 +128,7 @@ class Tracker(Protocol):
         ...
 
     def artifact(self, local_path: Path, artifact_dir: str) -> None:
-        """Log a file to keep with the run. Its content is read at delivery."""
+        """Log a file as an artifact of the run. The file is read when it is delivered, not during the call."""
         ...
 
     def tags(self, values: Mapping[str, str]) -> None: ...
@@ -132,21 +138,21 @@ class Tracker(Protocol):
         ...
 
     def leave(self) -> None:
-        """Stop within seconds without ending the run, because another process will continue it. That process delivers
-        the remaining items."""
+        """Stop within seconds, but do not end the MLflow run, because another process will continue the run. That
+        process delivers the remaining items."""
         ...
 
 
 class _SeenMetrics:
-    """The (step, metric name) pairs that are in the spool: one integer per step with one bit per name, because a run
-    has hundreds of names and tens of thousands of steps."""
+    """The set of (step, metric name) pairs that are in the spool. To save memory, it is one integer per step with one
+    bit per name: a run has hundreds of names and tens of thousands of steps."""
 
     def __init__(self) -> None:
         self._bit: dict[str, int] = {}
         self._seen: dict[int, int] = {}
 
     def unseen(self, step: int, names: Iterable[str]) -> list[str]:
-        """Return the names that are new for this step, and mark them as seen."""
+        """Return the names that this step has not had before, and mark them as seen."""
         before = seen = self._seen.get(step, 0)
         new = []
         for name in names:
@@ -201,12 +207,11 @@ class NullTracker:
 
 
 class MlflowTracker:
-    """The open spool of a run and the writer process that delivers it.
+    """A tracker that appends items to the run's spool. It owns the spool file and the writer process that delivers the
+    items.
 
-    `spool_path` is in the run's directory; a tracker on an existing spool continues the same MLflow run. `uri` is an
-    MLflow tracking URI (`sqlite:///…` or `http(s)://…`), `params` the flattened config. `off` are the metrics that mean
-    nothing under this config; `metric_catalogue.tracked` selects among the others. As a context manager it closes the
-    run as FINISHED, as FAILED after an exception, or as KILLED after Ctrl-C.
+    If the spool exists already, the same MLflow run is continued. Used as a context manager, the tracker closes the run
+    as FINISHED, as FAILED after an exception, or as KILLED after Ctrl-C.
     """
 
     def __init__(
@@ -223,7 +228,16 @@ class MlflowTracker:
     ) -> None:
         """Open the spool and start the writer.
 
-        `if_abandoned`: tags to set if the driver ends without closing the run."""
+        Args:
+            uri: an MLflow tracking URI (`sqlite:///…` or `http(s)://…`).
+            experiment: name of the MLflow experiment.
+            run_name: name of the run in MLflow.
+            params: the config, flattened.
+            tags: tags of the run.
+            spool_path: path of the spool in the run's directory.
+            close_timeout_s: maximum duration of `close`, once the writer has started.
+            off: names of metrics that have no meaning under this config. They are not logged.
+            if_abandoned: tags to set if the driver ends without closing the run."""
         self.uri = redacted_text(uri)
         self.spool_path = spool_path
         self._closed = False
@@ -319,16 +333,16 @@ class MlflowTracker:
 def deliver(spool_path: Path, uri: str, timeout_s: float = 60.0) -> Delivery:
     """Deliver the remaining items of a spool to `uri`.
 
-    Items that were delivered there are not sent again. A `uri` to which this spool was never delivered gets the whole
-    run. Waits for at most `timeout_s` and the writer's start."""
+    If the spool was last delivered to the same `uri`, only the remaining items are sent. Any other `uri` gets the whole
+    run. The call waits for the start of the writer, and at most `timeout_s` for the delivery."""
     return _Writer(uri, spool_path, timeout_s).finish()
 
 
 def how_to_open(uri: str, experiment: str | None = None) -> str:
-    """Return the address to open, or the command to type, to see the runs; secrets of the URI are redacted.
+    """Return the address to open, or the command to type, to see the runs in MLflow. Secrets in the URI are redacted.
 
-    `experiment` is the experiment's number, if known. Without `workflowType` MLflow's page shows every experiment as
-    one of GenAI evaluations, regardless of its tags."""
+    `experiment` is MLflow's number of the experiment, if known. The address contains `workflowType`, because without it
+    MLflow's page shows every experiment as one of GenAI evaluations, regardless of the experiment's tags."""
     uri = redacted_text(uri)
     page = f"/#/experiments/{experiment}/runs?workflowType=machine_learning" if experiment is not None else ""
     if uri.startswith("http"):
@@ -338,7 +352,7 @@ def how_to_open(uri: str, experiment: str | None = None) -> str:
 
 
 class _Writer:
-    """The writer process and its two pipes.
+    """The writer process and its pipes.
 
     stdin            one line with the URI, which may contain a password; end of file means that the driver is gone
     a second pipe    reports of the writer, one JSON object per line; its descriptor is an argument
@@ -392,8 +406,11 @@ class _Writer:
             LOG.warning("the MLflow writer ended early; see %s", self._spool_path.with_name("mlflow_writer.log"))
 
     def finish(self, timeout_s: float | None = None) -> Delivery:
-        """Let the writer deliver the remaining items for at most `timeout_s` (None: until it gives up), then end it.
-        An interrupted delivery is repeated later, which changes nothing."""
+        """Wait until the writer has delivered the remaining items, then end it. An interrupted delivery is repeated
+        later, which changes nothing.
+
+        The wait lasts at most `timeout_s`. None means the writer's own time limit, plus the time for importing
+        mlflow."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -407,7 +424,10 @@ class _Writer:
         return self._delivery or Delivery(None, sum(1 for _ in read_spool(self._spool_path)))
 
     def _wait(self, most_s: float) -> None:
-        """Wait for the writer to end, and log a long wait with its reason. Raises TimeoutExpired."""
+        """Wait for the writer to end. If this takes long, log a warning with the reason.
+
+        Raises:
+            TimeoutExpired: the writer has not ended after `most_s` seconds."""
         if most_s > ANNOUNCE_S:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(ANNOUNCE_S)
@@ -422,7 +442,8 @@ class _Writer:
 
 
 def _private_log(path: Path) -> IO[bytes]:
-    """Open a log for appending that only this user may read, also if it was there before."""
+    """Open a log file for appending, readable by this user only. The permissions of an existing file are changed
+    accordingly."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.fchmod(descriptor, 0o600)
     return os.fdopen(descriptor, "ab")
@@ -440,22 +461,23 @@ _FIELDS: dict[Any, set[str]] = {
     "tags": {"t", "values"},
     "close": {"t", "status"},
 }
-"""Fields of a spool item, by its kind."""
+"""Required fields of a spool item, by its kind."""
 STATE_FIELDS = {"uri", "metrics", "rest", "run_id", "experiment_id", "open"}
-"""Fields of the writer's state file: the URI (without secrets), the delivered offset of each of the two queues, the
-MLflow run and its experiment, and whether the run is open."""
+"""Fields of the writer's state file: the URI without secrets, the delivered offset of each of the two queues, the
+MLflow run and its experiment, and True if the run is open."""
 
 
 def delivered_run_id(spool_path: Path, uri: str) -> str | None:
-    """Return the MLflow run to which a spool was delivered at `uri`; None if it never was."""
+    """Return the id of the MLflow run to which the spool was delivered at `uri`, or None if it was not delivered
+    there."""
     state = read_state(spool_path)
     run_id: str | None = state.get("run_id") if state.get("uri") == redacted_text(uri) else None
     return run_id
 
 
 def read_state(spool_path: Path) -> dict[str, Any]:
-    """Return the content of the writer's state file; empty if the file is missing or damaged (for example by a power
-    cut). Without the file everything is delivered again, which changes nothing."""
+    """Return the content of the writer's state file. Empty if the file is missing, or damaged, for example by a power
+    cut. In that case all items are delivered again, which changes nothing."""
     try:
         state = json.loads(spool_path.with_suffix(".state.json").read_bytes())
     except (FileNotFoundError, ValueError):
@@ -473,10 +495,10 @@ def experiment_id(spool_path: Path, uri: str) -> str | None:
 
 
 def read_spool(path: Path, offset: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the complete items of a spool from byte `offset` on, each with the byte offset of its end.
+    """Yield the complete items of a spool that begin at byte `offset` or later, each with the offset of its end.
 
     Items are read one at a time, because the spool of a long run does not fit into memory. A line that is still being
-    written is left for the next call. A line that is not an item (a damaged disk) is skipped."""
+    written is left for the next call. A line that is not an item, because the disk is damaged, is skipped."""
     if not path.exists():
         return
     with path.open("rb") as lines:

@@ -163,10 +163,15 @@ def summarise(
 ) -> Summary:
     """Return the summary of a run.
 
-    `parents` is the graph: the parents of each node. `evaluations` are ordered by version; the first and the last are
-    compared, and `best` is one of them. `software` is the versions of the packages. `together` are the gangs whose
-    workers are lost and built together. `predicted_s` is from the config. A step given twice (after a resume) counts
-    once, with its last numbers."""
+    Args:
+        events: all events of the journal.
+        steps: the numbers of each finished step. Of a step that is given twice, after a resume, the last numbers count.
+        evaluations: complete evaluations in order of version. The first is compared with the last.
+        parents: the parents of each node in the graph.
+        software: the versions of the packages.
+        best: the best of the evaluations.
+        together: names of the gangs whose workers are lost and rebuilt together.
+        predicted_s: predicted seconds of a step, by stage and for the whole `step`, from the config."""
     log = list(events)
     all_boxes = boxes(log)
     periods = driver_periods(log)

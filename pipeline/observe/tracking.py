@@ -111,7 +111,8 @@ class Tracker(Protocol):
         """Log the nodes of a step as one trace. A root span `step N` contains a span for each gang, which contains the
         spans of its nodes.
 
-        `asked` and `answered` are an example of a request and its response. MLflow shows them in its list of traces."""
+        `asked` and `answered` are short texts about the step. MLflow's list of traces shows them as request and
+        response."""
         ...
 
     def dataset(self, dataset: Dataset) -> None:

@@ -29,7 +29,9 @@ _PASSWORD = re.compile(r"(\s*[A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#@:]*:[^\n]*@")
 """Matches the beginning of a value that is a URL. Its password may have spaces and quotes, which end a URL inside a
 text."""
 _VALUE = r"(\"[^\"]*\"|'[^']*'|\{[^{}]*\}|\[[^\[\]]*\]|[^\s,;&'\"{}\[\]()]+)"
-_ASSIGNED = re.compile(rf"((?:(?<![\w.-])|(?<![\w.-])--)([A-Za-z_][\w.-]*)=){_VALUE}")
+_EXAMPLE = r"(?!key=value[`.,;:)]*(?:\s|$))"
+"""Excludes `key=value` where a message says how a setting is written."""
+_ASSIGNED = re.compile(rf"((?:(?<![\w.-])|(?<![\w.-])--){_EXAMPLE}([A-Za-z_][\w.-]*)=){_VALUE}")
 _MAPPED = re.compile(rf"([{{,('\"]\s*['\"]?([A-Za-z_][\w.-]*)['\"]?\s*:\s*){_VALUE}")
 _OPTION = re.compile(rf"(--([A-Za-z][\w-]*)\s+){_VALUE}")
 _BEARER = re.compile(r"(?i)\b(bearer\s+|authorization['\"]?\s*[:=]\s*['\"]?\w+\s+)[^\s'\",;]{8,}")

@@ -29,7 +29,6 @@ from pipeline.cli.answers import (
     print_line,
     trusted_config,
 )
-from pipeline.config.identity import decides_nothing
 from pipeline.config.loading import read_saved
 from pipeline.config.paths import RunPaths, refuse_foreign
 from pipeline.config.preflight import holds_run, preflight
@@ -55,9 +54,6 @@ def command(options: argparse.Namespace) -> int:
 def resume(options: argparse.Namespace) -> int:
     """Continue a run from its directory."""
     config = trusted_config(options.run_dir, options.changes)
-    before = trusted_config(options.run_dir).steps if options.changes else config.steps
-    if config.steps > before and decides_nothing("steps", config):
-        note(f"{config.steps} steps instead of {before}; the learning rates stay constant, as they were")
     return execute(config, resume=True, from_checkpoint=options.from_checkpoint, json_lines=options.json_lines)
 
 

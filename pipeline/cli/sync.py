@@ -1,4 +1,4 @@
-"""`stageline sync RUN [--to URI]`: deliver the rest of a run's tracking spool to MLflow."""
+"""`stageline sync RUN [--to URI]`: deliver the rest of a run's tracking spool to MLflow, and to further trackers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def sync(config: RunConfig, to: str | None) -> int:
-    """Deliver the spool and return the exit code. `to`: another store, which gets the whole run.
+    """Deliver the spool and return the exit code. `to`: another MLflow store, which gets the whole run.
 
     Raises:
         ConfigError: the run was not tracked, is running, or there is no store. A missing database file is created. A
@@ -41,8 +41,9 @@ def sync(config: RunConfig, to: str | None) -> int:
         key, need = "--to" if to else "tracking.uri", "; --to sqlite:///... names another file" if not to else ""
         raise ConfigError(key, f"given {uri!r}; there is no directory {folder} (from {Path.cwd()}){need}")
     with only_driver(paths):
-        delivery = deliver(paths.mlflow_spool, uri, DELIVER_S)
-    if delivery.left:
-        return complain("failed", f"{uri}: {delivery.left} items not delivered; they stay in the spool", STAGE_FAILED)
+        targets = [uri] if to else [uri, *config.tracking.also]
+        left = {target: deliver(paths.mlflow_spool, target, DELIVER_S).left for target in targets}
+    if failed := [f"{target}: {number} items not delivered" for target, number in left.items() if number]:
+        return complain("failed", f"{', '.join(failed)}; they stay in the spool", STAGE_FAILED)
     print_line(f"{paths.root}: all delivered; {how_to_open(uri, experiment_id(paths.mlflow_spool, uri))}")
     return DONE

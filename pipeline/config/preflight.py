@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ from pipeline.config.role_models import (
     role_models,
 )
 from pipeline.config.run import RunConfig
-from pipeline.config.sections import SQLITE
+from pipeline.config.sections import SQLITE, TrackingConfig
 from pipeline.errors import ConfigError, all_of, refusal, refusals, together
 from stages.engines.capabilities import Capabilities, Device, able
 from stages.engines.config import OTHER_ENVIRONMENTS
@@ -174,6 +175,7 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
         ConfigError: names the key paths of the settings that cannot work.
     """
     others = (
+        lambda: check_trackers(config.tracking),
         lambda: _check_tracking(config),
         lambda: _check_descriptors(config),
         *(partial(check_exported, key, path) for path, key in model_paths(config).items()),
@@ -362,6 +364,14 @@ def _check_same_run(config: RunConfig, paths: RunPaths, identity: Identity) -> N
             problems[0].key,
             f"cannot change in a run that goes on ({listed}). Another name=... starts a new run with it",
         )
+
+
+def check_trackers(tracking: TrackingConfig) -> None:
+    """Raise ConfigError if the package of a further tracker is not installed."""
+    missing = [name for name in tracking.also if not any(metadata.distributions(name=name))]
+    if missing:
+        need = f"not installed in this environment: `pip install {' '.join(missing)}`, or leave it out"
+        raise ConfigError("tracking.also", f"given {', '.join(tracking.also)}; {' and '.join(missing)}: {need}")
 
 
 def _check_tracking(config: RunConfig) -> None:

@@ -7,7 +7,7 @@ from itertools import chain
 
 from pipeline.config.memory import gpus_here
 from pipeline.config.paths import RunPaths
-from pipeline.config.preflight import check_writable, holds_run
+from pipeline.config.preflight import check_trackers, check_writable, holds_run
 from pipeline.config.reward_model import RewardModelConfig
 from pipeline.config.role_models import read_model
 from pipeline.errors import ConfigError, refusal
@@ -40,6 +40,7 @@ def check_training(config: RewardModelConfig) -> TrainingParts:
         need = f"{config.run_dir} holds a run: choose another name=..., or another runs_dir=..."
         raise ConfigError("name", f"given {config.name!r}; {need}")
     check_writable("runs_dir", config.runs_dir, config.run_dir)
+    check_trackers(config.tracking)
     gpus = gpus_here()
     if gpus and config.workers > gpus:
         raise ConfigError("workers", f"given {config.workers}; this host has {gpus} GPUs, one for each rank")

@@ -355,11 +355,14 @@ def rollout_problems(config: RolloutConfig) -> Iterator[Problem]:
 
 SQLITE = "sqlite:///"
 _SCHEMES = (SQLITE, "http://", "https://")
+TRACKERS = ("tensorboard", "wandb")
+"""Trackers of `tracking.also`; each is the name of the Python package that it needs."""
+_NOT_IN_WANDB = "/\\#?%:"
 
 
 @dataclass
 class TrackingConfig:
-    """MLflow: where the run is logged and under which name."""
+    """MLflow: where the run is logged and under which name; and further trackers."""
 
     uri: str | None = setting(
         "sqlite:///runs/mlflow.db",
@@ -381,6 +384,10 @@ class TrackingConfig:
     )
     """Name of a registered model in MLflow. The last version of the weights becomes a version of that model. null: no
     registered model. Needs a sqlite:/// URI."""
+    also: list[str] = setting([])
+    """Further trackers that get the same metrics: `tensorboard` (an event file in `RUN/tensorboard`) and `wandb` (an
+    offline run of Weights & Biases in `RUN/wandb`). Each needs the Python package of its name. Only MLflow gets traces,
+    data sets and artifacts."""
     report: bool = True
     """True: curves are drawn as PNG files, and `report.html` is written, at the end."""
 
@@ -390,3 +397,13 @@ def tracking_problems(config: TrackingConfig) -> Iterator[Problem]:
     if config.register is not None and (config.uri is None or not config.uri.startswith(SQLITE)):
         need = "needs a tracking.uri of sqlite:///: a server takes no weights that lie on this host; or null"
         yield Problem("tracking.register", config.register, need)
+    for name in config.also:
+        if name not in TRACKERS:
+            yield Problem("tracking.also", name, f"no such tracker; there are {', '.join(TRACKERS)}")
+    if config.also and config.uri is None:
+        yield Problem("tracking.also", config.also, "they get what MLflow gets, and tracking.uri=null switches it off")
+    if len({*config.also}) < len(config.also):
+        yield Problem("tracking.also", config.also, "must name each tracker once")
+    if "wandb" in config.also and not {*config.experiment}.isdisjoint(_NOT_IN_WANDB):
+        need = f"Weights & Biases accepts no {_NOT_IN_WANDB} in the name of a project"
+        yield Problem("tracking.experiment", config.experiment, need)

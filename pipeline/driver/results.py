@@ -61,6 +61,7 @@ from pipeline.observe.tracking import (
     Tracker,
     experiment_id,
     how_to_open,
+    how_to_open_sinks,
 )
 from stages.models.hf_files import read_tokenizer
 from stages.prompts import last_questions
@@ -115,6 +116,7 @@ def open_tracker(config: RunConfig) -> Tracker:
         spool_path=paths.mlflow_spool,
         off=off_metrics(config),
         if_abandoned={_ENDED: _GONE, _NOTE: _note(config, commit, gone)},
+        also=config.tracking.also,
     )
     tracker.artifact(_config_to_show(config, paths), "")
     return tracker
@@ -292,7 +294,7 @@ def where_results_are(config: RunConfig, summary: Summary) -> dict[str, Path | s
     where["rollouts"] = paths.rollouts
     if config.tracking.uri is not None:
         where["compare runs"] = watch_runs(config)["MLflow"]
-    return where
+    return where | how_to_open_sinks(config.tracking.also, paths.root)
 
 
 # ---- Report ----------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from pipeline.config.reward_preflight import EXPORT, check_training, read_parts,
 from pipeline.driver.session import interruptible, only_driver
 from pipeline.errors import StageFailed
 from pipeline.observe.text import print_plain
-from pipeline.observe.tracking import MlflowTracker, NullTracker, Tracker, how_to_open
+from pipeline.observe.tracking import MlflowTracker, NullTracker, Tracker, how_to_open, how_to_open_sinks
 from stages.models.config import LoraConfig
 from stages.models.hf_weights import write_lowest_blocks
 from stages.models.parallel import ParallelRank, join, leave
@@ -260,8 +260,9 @@ def _tracker(config: RewardModelConfig, root: Path) -> Iterator[Tracker]:
     if settings.parent is not None:
         tags["mlflow.parentRunId"] = settings.parent
     with MlflowTracker(
-        config.tracking.uri, settings.experiment, config.name, flatten(config), tags, root / "mlflow_spool.jsonl"
-    ) as tracker:
+        config.tracking.uri, settings.experiment, config.name, flatten(config), tags, root / "mlflow_spool.jsonl",
+        also=settings.also,
+    ) as tracker:  # fmt: skip
         yield tracker
 
 
@@ -318,6 +319,8 @@ def _say(console: Console, config: RewardModelConfig, summary: Mapping[str, Any]
         f"the model is in {summary['model']}; {summary['seconds']:.0f} s",
     ]
     if config.tracking.uri is not None:
-        lines.append(f"MLflow: {how_to_open(config.tracking.uri)}")
+        where = {"MLflow": how_to_open(config.tracking.uri)}
+        where |= how_to_open_sinks(config.tracking.also, config.run_dir)
+        lines += [f"{label}: {command}" for label, command in where.items()]
     for line in lines:
         print_plain(console, line)

@@ -138,6 +138,9 @@ def run(
             continued_after=(EndedEarly, WorkersMissing) if at_once else (EndedEarly,),
             callbacks=callbacks,
         )
+        for change in ready.changed:
+            kept = "; the learning rates stay constant, as they were" if change.startswith("steps=") else ""
+            screen.say("changed", text := f"resumed with {change}{kept}", text=text)
         with _tracking_left(this):
             track_prompts(config, this.tracker, ready.identity.prompts, *num_prompts)
             with _concluded_despite_errors(this), _started(this) as started:

@@ -2,7 +2,8 @@
 MLflow (`pipeline/observe/mlflow_writer.py`, the only module that imports mlflow).
 
     driver loop ── one appended line per call ──► mlflow_spool.jsonl ──► writer process ──► sqlite or server
-                                                       (delivered offsets: mlflow_spool.state.json)
+                                                       │               (delivered offsets: mlflow_spool.state.json)
+                                                       └─► one process for each of `tracking.also` (`sinks.py`)
 
 The spool is a queue on disk, so a call never waits for MLflow. Nothing is lost or repeated if the server is down or the
 driver is killed.
@@ -41,7 +42,7 @@ RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 LEAVE_S = 2.0
 """Time limit of `leave`. It suffices for a writer that has few items left."""
 ANNOUNCE_S = 2.0
-"""Seconds after which `close` logs a warning that it is waiting for MLflow."""
+"""Seconds after which `close` logs a warning that it is waiting for a writer."""
 IMPORT_GRACE_S = 60.0
 """Seconds by which `close` extends its time limit, because the writer may still be importing mlflow or creating the
 database."""
@@ -226,8 +227,9 @@ class MlflowTracker:
         close_timeout_s: float = 60.0,
         off: Collection[str] = (),
         if_abandoned: Mapping[str, str] | None = None,
+        also: Iterable[str] = (),
     ) -> None:
-        """Open the spool and start the writer.
+        """Open the spool and start the writers.
 
         Args:
             uri: an MLflow tracking URI (`sqlite:///…` or `http(s)://…`).
@@ -238,7 +240,8 @@ class MlflowTracker:
             spool_path: path of the spool in the run's directory.
             close_timeout_s: maximum duration of `close`, once the writer has started.
             off: names of metrics that have no meaning under this config. They are not logged.
-            if_abandoned: tags to set if the driver ends without closing the run."""
+            if_abandoned: tags to set if the driver ends without closing the run.
+            also: names of further sinks."""
         self.uri = redacted_text(uri)
         self.spool_path = spool_path
         self._closed = False
@@ -264,6 +267,7 @@ class MlflowTracker:
             tags=redacted(dict(tags) | ({} if job is None else job.tags())),
             if_abandoned=redacted(if_abandoned or {}),
         )
+        self._sinks = [_Writer(name, spool_path, close_timeout_s) for name in also]
         self._writer = _Writer(uri, spool_path, close_timeout_s)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -307,6 +311,8 @@ class MlflowTracker:
             self._append(kind="close", status=status)
         finally:
             self._file.close()
+            for sink in self._sinks:
+                sink.finish()
             delivery = self._writer.finish()
         if delivery.left:
             LOG.warning(
@@ -318,7 +324,8 @@ class MlflowTracker:
         if not self._closed:
             self._closed = True
             self._file.close()
-            self._writer.finish(LEAVE_S)
+            for writer in (self._writer, *self._sinks):
+                writer.finish(LEAVE_S)
 
     def __enter__(self) -> MlflowTracker:
         return self
@@ -331,12 +338,12 @@ class MlflowTracker:
         self._file.append(json.dumps({"t": time.time(), **item}, separators=(",", ":")))
 
 
-def deliver(spool_path: Path, uri: str, timeout_s: float = 60.0) -> Delivery:
-    """Deliver the remaining items of a spool to `uri`.
+def deliver(spool_path: Path, target: str, timeout_s: float = 60.0) -> Delivery:
+    """Deliver the remaining items of a spool to an MLflow URI or to a further sink.
 
-    If the spool was last delivered to the same `uri`, only the remaining items are sent. Any other `uri` gets the whole
+    If the spool was last delivered to the same `target`, only the remaining items are sent. Any other URI gets the whole
     run. The call waits for the start of the writer, and at most `timeout_s` for the delivery."""
-    return _Writer(uri, spool_path, timeout_s).finish()
+    return _Writer(target, spool_path, timeout_s).finish()
 
 
 def how_to_open(uri: str, experiment: str | None = None) -> str:
@@ -352,31 +359,43 @@ def how_to_open(uri: str, experiment: str | None = None) -> str:
     return f"{command}, then http://127.0.0.1:5000{page}" if page else command
 
 
-class _Writer:
-    """The writer process and its pipes.
+def how_to_open_sinks(names: Iterable[str], run_dir: Path) -> dict[str, str]:
+    """Return the command that shows or uploads what each further sink wrote, under the label to show."""
+    commands = {
+        "tensorboard": ("TensorBoard", f"tensorboard --logdir {run_dir / 'tensorboard'}"),
+        "wandb": ("Weights & Biases", f"wandb sync {run_dir / 'wandb'}/offline-run-*"),
+    }
+    return dict(commands[name] for name in names)
 
-    stdin            one line with the URI, which may contain a password; end of file means that the driver is gone
+
+class _Writer:
+    """A writer process and its two pipes. Its target is MLflow or one of the further sinks.
+
+    stdin            one line with the target: MLflow's URI, which may contain a password, or the sink's name; end of
+                     file means that the driver is gone
     a second pipe    reports of the writer, one JSON object per line; its descriptor is an argument
-    stdout, stderr   go to mlflow_writer.log, which only this user may read: MLflow's output may contain anything
+    stdout, stderr   go to NAME_writer.log, which only this user may read: a library's output may contain anything
     """
 
-    def __init__(self, uri: str, spool_path: Path, timeout_s: float) -> None:
-        self._uri = redacted_text(uri)
+    def __init__(self, target: str, spool_path: Path, timeout_s: float) -> None:
+        is_sink = "://" not in target
+        self._target = target if is_sink else f"MLflow at {redacted_text(target)}"
+        self._log = spool_path.with_name(f"{target if is_sink else 'mlflow'}_writer.log")
         self._timeout_s = timeout_s
         self._spool_path = spool_path
         self._delivery: Delivery | None = None
         self._cut_off = False
         self._down = False  # True if the writer last reported that the store cannot be reached
-        if uri.startswith("sqlite:///"):
-            Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+        if target.startswith("sqlite:///"):
+            Path(target.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        arguments = [sys.executable, "-m", "pipeline.observe.mlflow_writer"]
+        arguments = [sys.executable, "-m", f"pipeline.observe.{'sinks' if is_sink else 'mlflow_writer'}"]
         ours, theirs = os.pipe()
         arguments += [str(spool_path.absolute()), str(timeout_s), str(theirs)]
         self._reports_from = os.fdopen(ours)
         try:
-            with _private_log(spool_path.with_name("mlflow_writer.log")) as log:
+            with _private_log(self._log) as log:
                 self._process = subprocess.Popen(
                     arguments,
                     stdin=subprocess.PIPE,
@@ -390,9 +409,9 @@ class _Writer:
             os.close(theirs)
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # the writer ended at once; `_listen` warns
-                self._process.stdin.write(f"{uri}\n".encode())
+                self._process.stdin.write(f"{target}\n".encode())
                 self._process.stdin.flush()
-        self._reports = threading.Thread(target=self._listen, name="mlflow-writer-reports", daemon=True)
+        self._reports = threading.Thread(target=self._listen, name="tracking-reports", daemon=True)
         self._reports.start()
 
     def _listen(self) -> None:
@@ -404,7 +423,7 @@ class _Writer:
             elif "left" in report:
                 self._delivery = Delivery(report["run_id"], report["left"])
         if self._delivery is None and not self._cut_off:
-            LOG.warning("the MLflow writer ended early; see %s", self._spool_path.with_name("mlflow_writer.log"))
+            LOG.warning("the writer for %s ended early; see %s", self._target, self._log)
 
     def finish(self, timeout_s: float | None = None) -> Delivery:
         """Wait until the writer has delivered the remaining items, then end it. An interrupted delivery is repeated
@@ -435,8 +454,8 @@ class _Writer:
                 return
             if not self._down:  # else the writer has warned already, and gives up soon
                 LOG.warning(
-                    "MLflow at %s takes the rest of the run; at most %.0f s, and a few where it cannot be reached",
-                    self._uri, most_s - ANNOUNCE_S,
+                    "%s takes the rest of the run; at most %.0f s, and a few where it cannot be reached",
+                    self._target, most_s - ANNOUNCE_S,
                 )  # fmt: skip
             most_s -= ANNOUNCE_S
         self._process.wait(most_s)

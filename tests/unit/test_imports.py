@@ -26,6 +26,8 @@ ONLY_IN = {
     "megatron": "stages/models",
     "mlflow": "pipeline/observe/mlflow_writer.py",
     "matplotlib": "pipeline/observe/plots.py",
+    "tensorboard": "pipeline/observe/sinks.py",
+    "wandb": "pipeline/observe/sinks.py",
     "gguf": "stages/models/assets.py",
     "triton": "stages/engines/embedded/kernels/cuda/triton_kernels.py",
     "vaderSentiment": "stages/rewards",

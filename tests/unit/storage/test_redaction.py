@@ -42,6 +42,8 @@ def test_a_url(url: str, shown: str) -> None:
         f"-H 'Authorization: Basic {SECRET}-long'",
         f"{{'headers-of': 1, 'Authorization': 'Basic {SECRET}-long'}}",
         f"mysql --user u pass={SECRET}",
+        f"`stageline resume runs/a key=value-{SECRET}`",
+        f"key=value.{SECRET}",
         f"Authorization: Bearer {SECRET}-long",
         f"it is sk-{SECRET}-0123456789abcdef",
     ],
@@ -55,6 +57,7 @@ def test_a_text(text: str) -> None:
 
 def test_prose_stays_as_it_is() -> None:
     text = "reward.args.key: given 2; the token: none (max_tokens=3, key_env=JUDGE_KEY), see rollout.rows=16"
+    text += "; write key=value, `stageline resume runs/a key=value`: not as (key=value)"
     assert redacted_text(text) == text
 
 

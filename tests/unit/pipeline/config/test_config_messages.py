@@ -3,6 +3,10 @@ that a first config relies on."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from pipeline.config.preflight import check_run, check_run_directory, preflight
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError, all_of, together
 from storage.prompts import held_out_by_default
+from tests.support.paths import ROOT
 
 BASE = """
 name: base
@@ -78,47 +83,94 @@ def test_values_are_looked_at_beside_what_is_refused(base: Path, overrides: tupl
     assert [error.key for error in caught.value.each] == keys
 
 
-MISTAKES = """
-name: a/b
-seed: -1
-steps: 2
-model: {path: nowhere, dtype: float8, policy: {lr: fast}, lora: {rank: 4, targets: [all]}}
-prompts: {url: missing.jsonl, feild: text}
-rollout: {rows: 30, shards: 4}
-sampling: {temperature: 0}
-engine: {kind: embeded, max_rows: 0}
-reward: {kind: vadr}
-ppo: {clip: 2, minibatches: 7, critic_warmup_steps: 2}
-placement:
-  gangs: {generate: {wrokers: 3}, score: {}, train: {}}
-  roles: {generate: generate, score: score, reference: train, policy: tran, critic: train}
-evaluate: {every: 0, select: {max_kl: 3}}
-mismatch: {rows: 0, alarm_nats: 0.1}
-alarms: {stop: [reward]}
-checkpoint: {every: 10, keep_every: 15}
-export: {every: -1}
-tracking: {uri: "file:///x"}
-cluster: {kind: attached, address: ":99999"}
-slurm: {time_limit: tomorrow}
-storage: {fsync: maybe}
+MISTAKES = {
+    # the names and values of TRL, verl and OpenRLHF
+    "model_name_or_path=gpt2": "model_name_or_path",
+    "learning_rate=1e-6": "learning_rate",
+    "num_generations=8": "num_generations",
+    "max_prompt_length=512": "max_prompt_length",
+    "max_completion_length=256": "max_completion_length",
+    "beta=0.04": "beta",
+    "num_train_epochs=1": "num_train_epochs",
+    "gradient_accumulation_steps=4": "gradient_accumulation_steps",
+    "per_device_train_batch_size=8": "per_device_train_batch_size",
+    "report_to=wandb": "report_to",
+    "output_dir=out": "output_dir",
+    "use_vllm=true": "use_vllm",
+    "lora_r=16": "lora_r",
+    "reward_funcs=my_rewards.f": "reward_funcs",
+    "algorithm.adv_estimator=grpo": "algorithm",
+    "actor_rollout_ref.rollout.n=5": "actor_rollout_ref",
+    "trainer.total_epochs=15": "trainer",
+    "sampling.top_p=0.9": "sampling.top_p",
+    "sampling.stop=[User]": "sampling.stop",
+    "ppo.advantage=grpo": "ppo.advantage",
+    "ppo.aggregation=token-mean": "ppo.aggregation",
+    "ppo.kl=0.05": "ppo.kl",
+    "model.dtype=bf16": "model.dtype",
+    "model.lora.targets=[all-linear]": "model.lora.targets",
+    "prompts.too_long=truncate": "prompts.too_long",
+    "prompts.format=conversational": "prompts.format",
+    "tracking.also=[mlflow]": "tracking.also",
+    # misspelt
+    "prompts.feild=text": "prompts.feild",
+    "engine.kind=embeded": "engine.kind",
+    "reward.kind=vadr": "reward.kind",
+    "placement.gangs.generate.wrokers=3": "placement.gangs.generate.wrokers",
+    "placement.roles.policy=tran": "placement.roles.policy",
+    "alarms.stop=[reward]": "alarms.stop",
+    # not there
+    "model.path=nowhere": "model.path",
+    "prompts.url=missing.jsonl": "prompts.url",
+    # types
+    "model.policy.lr=fast": "model.policy.lr",
+    "storage.fsync=maybe": "storage.fsync",
+    "slurm.time_limit=tomorrow": "slurm.time_limit",
+    "seed=-1": "seed",
+    # ranges
+    "name=a/b": "name",
+    "staleness=-1": "staleness",
+    "sampling.temperature=0": "sampling.temperature",
+    "engine.max_rows=0": "engine.max_rows",
+    "export.every=-1": "export.every",
+    "ppo.clip=2": "ppo.clip",
+    "ppo.epochs=0": "ppo.epochs",
+    "ppo.gamma=1.5": "ppo.gamma",
+    "tracking.uri=mlruns": "tracking.uri",
+    # settings that do not go together
+    "rollout.shards=3": "rollout.shards",
+    "rollout.responses_per_prompt=3": "rollout.responses_per_prompt",
+    "ppo.minibatches=7": "ppo.minibatches",
+    "checkpoint={every: 10, keep_every: 15}": "checkpoint.keep_every",
+    "cluster={kind: attached, address: ':99999'}": "cluster.address",
+    "evaluate={every: 0, select: {max_kl: 3}}": "evaluate.select.max_kl",
+    "mismatch={rows: 0, alarm_nats: 0.1}": "mismatch.alarm_nats",
+}
+"""Mistake -> the key that its refusal names."""
+REFUSED_KEYS = """
+import json, sys
+sys.modules |= dict.fromkeys(("torch", "megatron", "transformers", "dask", "distributed"))
+from pipeline.cli.answers import config_of
+from pipeline.errors import ConfigError
+try:
+    config_of(sys.argv[1:])
+except ConfigError as error:
+    json.dump([one.key for one in error.each], sys.stdout)
 """
-FOUND = {
-    "name", "seed", "model.path", "model.dtype", "model.policy.lr", "model.lora.targets", "prompts.url",
-    "prompts.feild", "rollout.shards",
-    "sampling.temperature", "engine.kind", "engine.max_rows", "reward.kind", "ppo.clip",
-    "ppo.minibatches", "ppo.critic_warmup_steps", "placement.gangs.generate.wrokers", "placement.roles.policy",
-    "evaluate.select.max_kl", "mismatch.alarm_nats", "alarms.stop", "checkpoint.keep_every", "export.every",
-    "tracking.uri", "cluster.address", "slurm.time_limit", "storage.fsync",
-}  # fmt: skip
+"""Prints the keys that are refused. Without torch no model can be loaded, and without Dask no worker can start."""
 
 
-def test_mistakes_of_every_kind_and_section_come_in_one_round(base: Path) -> None:
-    """Unknown keys, types, choices, ranges, sections, rules across sections, missing files, and unknown rewards."""
-    base.write_text(MISTAKES)
-    with pytest.raises(ConfigError) as caught:
-        config_of([str(base)])
-    keys = [error.key for error in caught.value.each]
-    assert sorted(keys) == sorted(FOUND)
+def test_fifty_mistakes_are_refused_in_one_round_and_before_a_model_is_loaded(base: Path) -> None:
+    """Names of other systems, misspelt names, types, choices, ranges, missing files, rules across settings."""
+    assert len(MISTAKES) >= 50
+    said = subprocess.run(
+        [sys.executable, "-c", REFUSED_KEYS, str(base), *MISTAKES],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert sorted(json.loads(said)) == sorted(MISTAKES.values())
 
 
 def test_settings_without_a_value_are_said_at_once() -> None:

@@ -1,0 +1,180 @@
+"""Further trackers of a run (`tracking.also`), each in a process of its own: `python -m THIS_MODULE SPOOL TIMEOUT_S
+REPORTS`, with the tracker's name as the first line of stdin. `pipeline/observe/tracking.py` starts them.
+
+    mlflow_spool.jsonl ─┬─ metrics ─────────► TensorBoardSink ──► tensorboard/events.out.tfevents.stageline
+                        └─ config, metrics ─► WandbSink ────────► wandb/offline-run-…   (`wandb sync` uploads it)
+
+MLflow's writer reads the same spool, and only MLflow gets all of it: also traces, data sets, artifacts and models. Each
+sink has its own place in the spool, so it waits neither for MLflow nor for another sink. If its process dies, the next
+process (of a resume, or of `stageline sync`) neither loses nor repeats a point:
+
+    TensorBoard   `mlflow_spool.tensorboard.json` holds the place in the spool and the size of the event file there. The
+                  next process cuts the file to that size and goes on. So the file depends on the spool alone.
+    W&B           its library cannot continue an offline run. The next process removes the directory and writes the
+                  whole spool again, under the same run id.
+
+The libraries are optional, and are imported by the process that needs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipeline.observe.metric_catalogue import STEP, find
+from pipeline.observe.tracking import read_spool
+from storage.locks import open_lock, take_lock
+
+Item = dict[str, Any]
+
+POLL_S = 0.25
+
+
+class Sink(Protocol):
+    """The delivery of one spool to one tracker."""
+
+    def deliver(self) -> None:
+        """Write the new items of the spool."""
+        ...
+
+    def close(self) -> None:
+        """Close the files. All items that were delivered are in them."""
+        ...
+
+
+class TensorBoardSink:
+    """The run's metrics in a TensorBoard event file. Owns the file and the note of what was delivered."""
+
+    def __init__(self, spool: Path) -> None:
+        self._spool = spool
+        self._event = importlib.import_module("tensorboard.compat.proto.event_pb2").Event
+        self._note = spool.with_suffix(".tensorboard.json")
+        path = spool.with_name("tensorboard") / "events.out.tfevents.stageline"
+        path.parent.mkdir(exist_ok=True)
+        self._file = path.open("ab")
+        self._read_to, size = self._noted()
+        if path.stat().st_size < size:  # lost in a power cut
+            self._read_to, size = 0, 0
+        self._file.truncate(size)
+        self._is_new = size == 0
+        self._records = importlib.import_module("tensorboard.summary.writer.record_writer").RecordWriter(self._file)
+
+    def _noted(self) -> tuple[int, int]:
+        """Return the place in the spool and the size of the event file there; zeros if there is no note, or a damaged
+        one."""
+        try:
+            read_to, size = map(int, json.loads(self._note.read_bytes()))
+        except (FileNotFoundError, TypeError, ValueError):
+            return 0, 0
+        return read_to, size
+
+    def deliver(self) -> None:
+        start = self._read_to
+        for end, item in read_spool(self._spool, start):
+            if item["kind"] == "metrics":
+                self._write(item)
+            self._read_to = end
+        if self._read_to > start:
+            self._file.flush()
+            new = self._note.with_suffix(".tmp")
+            new.write_text(json.dumps([self._read_to, os.fstat(self._file.fileno()).st_size]))
+            new.replace(self._note)
+
+    def _write(self, item: Item) -> None:
+        """Write the metrics of an item. The first record of the file names its format."""
+        if self._is_new:
+            self._records.write(self._event(wall_time=item["t"], file_version="brain.Event:2").SerializeToString())
+            self._is_new = False
+        event = self._event(wall_time=item["t"], step=item["step"])
+        for name, value in item["values"].items():
+            event.summary.value.add(tag=name, simple_value=value)
+        self._records.write(event.SerializeToString())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class WandbSink:
+    """The run's config and metrics as an offline run of Weights & Biases. Owns its directory."""
+
+    def __init__(self, spool: Path) -> None:
+        self._wandb = importlib.import_module("wandb")
+        self._spool, self._read_to = spool, 0
+        self._run: Any = None
+        self._axes: dict[str, str] = {}
+        """The x-axis of each metric that was written."""
+        self._status = "KILLED"
+        earlier = spool.with_name("wandb")
+        if earlier.exists():
+            shutil.rmtree(earlier)
+
+    def deliver(self) -> None:
+        for end, item in read_spool(self._spool, self._read_to):
+            match item["kind"]:
+                case "open":
+                    self._open(item)
+                case "metrics" if self._run is not None:
+                    self._log(item)
+                case "close":
+                    self._status = item["status"]
+            self._read_to = end
+
+    def _open(self, item: Item) -> None:
+        """Begin the run, or take over the config of a driver that resumed it."""
+        self._status = "KILLED"
+        if self._run is not None:
+            self._run.config.update(item["params"], allow_val_change=True)
+            return
+        self._run = self._wandb.init(
+            mode="offline",
+            dir=self._spool.parent,
+            id=item["key"],
+            project=item["experiment"],
+            name=item["run_name"],
+            config=item["params"],
+            settings={"console": "off", "silent": True, "x_disable_meta": True, "x_disable_stats": True},
+        )
+
+    def _log(self, item: Item) -> None:
+        """Write metrics. Their x-axes are metrics too, because W&B's own steps may only rise."""
+        for name in item["values"].keys() - self._axes.keys():
+            metric = find(name)
+            self._axes[name] = STEP if metric is None else metric.axis
+            self._run.define_metric(name, step_metric=self._axes[name])
+        self._run.log(item["values"] | {self._axes[name]: item["step"] for name in item["values"]})
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish(exit_code=int(self._status != "FINISHED"))
+
+
+SINKS = {"tensorboard": TensorBoardSink, "wandb": WandbSink}
+
+
+def main(arguments: Iterable[str]) -> int:
+    spool, timeout_s, descriptor = arguments
+    os.set_inheritable(int(descriptor), False)
+    name = sys.stdin.readline().strip()
+    os.nice(10)  # the stages have priority
+    path = Path(spool).with_name(f"{name}.lock")
+    with open_lock(path) as lock:
+        take_lock(lock, path, 2 * float(timeout_s))  # the process of an earlier attempt may still deliver
+        with contextlib.closing(SINKS[name](Path(spool))) as sink:
+            while not select.select([sys.stdin], [], [], POLL_S)[0]:  # end of file: the driver closed, or is gone
+                sink.deliver()
+            sink.deliver()
+    with contextlib.suppress(BrokenPipeError):  # the driver was killed
+        os.write(int(descriptor), b'{"run_id": null, "left": 0}\n')
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

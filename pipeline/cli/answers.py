@@ -186,16 +186,16 @@ def trusted_config(run_dir: str, overrides: Sequence[str] = ()) -> RunConfig:
     return saved_config(run_dir, overrides)
 
 
-def saved_config(run_dir: str, overrides: Sequence[str] = ()) -> RunConfig:
+def saved_config(run_dir: str, overrides: Sequence[str] = (), *, variants: bool = False) -> RunConfig:
     """Return the config in a run's directory, with key=value changes. If config.yaml is lost or unreadable, take the
     settings from identity.json.
 
     Raises:
-        ConfigError: the directory holds no run, or a variant, or the config is damaged.
+        ConfigError: the directory holds no run, or a variant (unless `variants` is True), or the config is damaged.
         StoreError: identity.json is needed, and is damaged.
     """
     paths = RunPaths(Path(run_dir))
-    if paths.variant.exists():
+    if paths.variant.exists() and not variants:
         raise ConfigError(
             run_dir,
             f"holds a variant, trained on the rollouts that another run recorded ({paths.variant}): it has no ledger "

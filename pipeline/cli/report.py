@@ -1,4 +1,5 @@
-"""`stageline report RUN [RUN...]`: write a run, or several side by side, as one self-contained HTML file."""
+"""`stageline report RUN [RUN...]`: write a run, or several side by side, as one self-contained HTML file. A finished
+variant counts as a run."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from pathlib import Path
 from pipeline.cli.answers import DONE, print_line, saved_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.results import open_history, report_source, summarise_run, write_report
+from pipeline.driver.results import open_history, report_source, summarise_run, variant_source, write_report
 from pipeline.errors import ConfigError
 from pipeline.observe.journal import journal_exists
 from pipeline.observe.report.page import MOST_RUNS, is_report
-from pipeline.observe.report.source import RunSource
+from pipeline.observe.report.source import Source
 
 _OF_SEVERAL = Path("report.html")
 """Default file for several runs, in the working directory."""
@@ -36,14 +37,16 @@ def _runs(run_dirs: Sequence[str]) -> list[RunConfig]:
     given twice, and too many runs."""
     if len(run_dirs) > MOST_RUNS:
         raise ConfigError("RUN", f"given {len(run_dirs)} runs; a report has 1 to {MOST_RUNS}")
-    configs = [saved_config(run_dir) for run_dir in run_dirs]
+    configs = [saved_config(run_dir, variants=True) for run_dir in run_dirs]
     seen: dict[Path, str] = {}
     for run_dir, config in zip(run_dirs, configs, strict=True):
         paths = RunPaths(config.run_dir)
         if paths.root.resolve() in seen:
             raise ConfigError(run_dir, f"is the same run as {seen[paths.root.resolve()]}; give each run once")
         seen[paths.root.resolve()] = run_dir
-        if not journal_exists(paths.events):
+        if paths.variant.exists() and not paths.summary.exists():
+            raise ConfigError(run_dir, "holds a variant that has not finished: it has no summary.json yet")
+        if not (paths.variant.exists() or journal_exists(paths.events)):
             raise ConfigError(run_dir, f"holds no journal ({paths.events.name}): this run never began")
     return configs
 
@@ -73,12 +76,14 @@ def _is_report(file: Path) -> bool:
         return False
 
 
-def _source(config: RunConfig) -> RunSource:
+def _source(config: RunConfig) -> Source:
+    if RunPaths(config.run_dir).variant.exists():
+        return variant_source(config)
     history = open_history(config)
     return report_source(config, history, summarise_run(config, history))
 
 
-def _labelled(sources: Sequence[RunSource]) -> list[RunSource]:
+def _labelled(sources: Sequence[Source]) -> list[Source]:
     """Label runs of the same name by their directories."""
     names = [source.name for source in sources]
     return [

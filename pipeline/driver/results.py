@@ -32,7 +32,7 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.tracked import off_metrics, tracked_params
 from pipeline.graph.graph import run_nodes
 from pipeline.observe.curves import read_curves
-from pipeline.observe.evaluations import best_evaluation
+from pipeline.observe.evaluations import VariantSummary, best_evaluation
 from pipeline.observe.graph_view import ordered
 from pipeline.observe.history import EVALUATION_METRIC, STEP_METRIC, History, evaluation_metrics
 from pipeline.observe.incidents import worker_losses
@@ -49,7 +49,7 @@ from pipeline.observe.provenance import (
     started_by,
 )
 from pipeline.observe.report.page import report
-from pipeline.observe.report.source import RunSource, Sameness
+from pipeline.observe.report.source import RunSource, Sameness, Source, VariantSource
 from pipeline.observe.rows import response_pairs, samples_table
 from pipeline.observe.summary import Summary, summarise
 from pipeline.observe.timeline import overlap_by_step, run_timeline
@@ -303,7 +303,7 @@ _SAMPLING = ("sampling.", "evaluate.temperature", "seed")
 _TOKENIZER = ("token", "vocab", "merges")
 
 
-def write_report(sources: Sequence[RunSource], file: Path) -> Path:
+def write_report(sources: Sequence[Source], file: Path) -> Path:
     """Write one HTML report of one or several runs, replacing the file, and return its path. Raises OSError."""
     staged = file.with_name(f".{file.name}.{os.getpid()}")
     try:
@@ -342,6 +342,18 @@ def report_source(config: RunConfig, history: History, summary: Summary) -> RunS
         together=ordered(config.gangs()),
         asked=last_questions(paths.prompts),
         remarks=tuple(remarks),
+    )
+
+
+def variant_source(config: RunConfig) -> VariantSource:
+    """Read a variant's directory for a report."""
+    summary = VariantSummary.from_json(RunPaths(config.run_dir).summary.read_text("utf8"))
+    return VariantSource(
+        name=config.name,
+        directory=str(config.run_dir.resolve()),
+        settings=settings(redacted(sections(config))),
+        summary=summary,
+        sameness=_sameness(config, read_identity(Path(summary.parent))),
     )
 
 

@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from rich.table import Table
 
@@ -151,7 +152,7 @@ class VariantSummary:
     updates: tuple[int, int]
     """The updated steps as a half-open range: the first step, and the last step + 1."""
     changed: Sequence[str]
-    steps: Sequence[Mapping[str, object]]
+    steps: Sequence[Mapping[str, Any]]
     """One record per step: number, digests of the trained models after it, metrics."""
     weights: str
     """Path of the exported policy."""
@@ -162,6 +163,12 @@ class VariantSummary:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> VariantSummary:
+        content = json.loads(text)
+        compared = content.pop("comparison")
+        return cls(comparison=None if compared is None else Comparison(**compared), **content)
 
 
 def compare(parent: Mapping[int, float], variant: Mapping[int, float]) -> Comparison:

@@ -95,6 +95,10 @@ def test_a_variant_is_its_own_run_and_names_its_parent(overlapped: RunConfig, sa
     parents = transformers.AutoModelForCausalLM.from_pretrained(RunPaths(overlapped.run_dir).weights(4)).state_dict()
     assert not torch.equal(weights["model.norm.weight"], parents["model.norm.weight"])
     _assert_tracked(Path(str(overlapped.tracking.uri).removeprefix("sqlite:///")), overlapped)
+    page = overlapped.run_dir.parent / "pair.html"
+    both = [str(overlapped.run_dir.parent / name) for name in (overlapped.name, "variant-a")]
+    assert main(["report", *both, "--out", str(page)]) == 0
+    assert "ppo.kl.coef=0.5 (was 0.05)" in page.read_text("utf8")
     for command in (["resume"], ["check"], ["export"], ["replay", "--updates", "0:1"]):
         assert main([command[0], str(overlapped.run_dir.parent / "variant-a"), *command[1:]]) == 2
         assert "holds a variant" in said.readouterr().err

@@ -122,8 +122,8 @@ def _paired(
     what = "scores by prompt"
     first, other = held_out
     if first is None or other is None:
-        which = "neither run has" if first is other else "the first run has not" if first is None else "it has not"
-        return LeftOut(run, what, f"{which} been evaluated")
+        which = "neither run has" if first is other else "the first run has no" if first is None else "it has no"
+        return LeftOut(run, what, f"{which} held-out scores by prompt")
     if sameness[0].held_out_reward != sameness[1].held_out_reward:
         return LeftOut(run, what, "held-out scores are made by different rewards")
     common = sorted(first.by_prompt.keys() & other.by_prompt.keys())

@@ -11,16 +11,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.observe.curves import MOST_POINTS, RunCurves, evenly, number, read_curves
+from pipeline.observe.curves import MOST_POINTS, HeldOutPoint, RunCurves, evenly, number, read_curves, run_curves
 from pipeline.observe.evaluations import Evaluation
-from pipeline.observe.history import History
+from pipeline.observe.history import EVALUATION_METRIC, History
 from pipeline.observe.incidents import Incident, incident, worker_losses, worst
 from pipeline.observe.journal import Event, EventKind
 from pipeline.observe.report.comparison import HeldOutScores, TokenMismatch, worst_mismatches
-from pipeline.observe.report.facts import Fact, Headline, failures, headlines, run_facts, state_of
+from pipeline.observe.report.facts import Fact, failures, headlines, run_facts, state_of
 from pipeline.observe.report.samples import SampleBudget, Samples, sample, shortened
-from pipeline.observe.report.source import RunSource
+from pipeline.observe.report.source import RunSource, Source, VariantSource
 from pipeline.observe.rows import ResponsePair, StageRows, response_pairs, stored_steps, whole_step
+from pipeline.observe.summary import Headline
+from pipeline.observe.text import three
 from pipeline.observe.timeline import length, run_timeline
 from storage.address import Address
 from storage.commits import Commit
@@ -128,12 +130,14 @@ class Gathered:
     held_out: HeldOutScores | None
 
 
-def gather(source: RunSource, budget: SampleBudget, most_executions: int = MOST_EXECUTIONS) -> Gathered:
+def gather(source: Source, budget: SampleBudget, most_executions: int = MOST_EXECUTIONS) -> Gathered:
     """Read the contents of the page from a run. If the rows of a step cannot be read, the step is left out and a remark
     is added.
 
     Raises:
         StoreError: an evaluation or a commit record is damaged."""
+    if isinstance(source, VariantSource):
+        return Gathered(_variant_contents(source), None)
     history, events = source.history, source.events
     remarks = [*failures(events), *source.remarks]
     done = history.steps_done()
@@ -171,6 +175,37 @@ def gather(source: RunSource, budget: SampleBudget, most_executions: int = MOST_
         remarks=remarks,
     )
     return Gathered(contents, _held_out_scores(source, evaluations))
+
+
+def _variant_contents(source: VariantSource) -> RunContents:
+    """Return what the page shows of a variant: settings, curves, and its held-out reward beside its parent's."""
+    summary, compared = source.summary, source.summary.comparison
+    start, stop = summary.updates
+    curves = run_curves({one["step"]: one["metrics"] for one in summary.steps}, len(summary.steps), ())
+    held_out, lines = {}, []
+    if compared is not None:
+        t = "-" if compared.paired_t is None else f"{compared.paired_t:.1f}"
+        about = f"v{stop}, {compared.num_prompts} prompts; its parent's v{stop}: {three(compared.parent)}, paired t {t}"
+        held_out = {EVALUATION_METRIC: [HeldOutPoint(stop, number(compared.variant), None)]}
+        lines = [Headline("held_out", "held-out reward", three(compared.variant), about)]
+    facts = run_facts(source.settings, (), summary.versions, ())
+    return RunContents(
+        name=source.name,
+        directory=source.directory,
+        state=f"variant: updates {start}:{stop} on the rollouts of {summary.parent}",
+        facts=[Fact("changed", ", ".join(summary.changed) or "nothing"), *facts],
+        settings=[(key, str(value)) for key, value in source.settings.items()],
+        headlines=lines,
+        curves=replace(curves, held_out=held_out),
+        timeline=None,
+        staleness={},
+        stage_s={},
+        samples=Samples([], 0, 0, 0),
+        held_out=None,
+        mismatches=None,
+        incidents=RunIncidents([], 0),
+        remarks=["a variant has no rows of its own: it was trained on those of its parent"],
+    )
 
 
 def _commits(history: History, steps: Sequence[int]) -> dict[Address, Commit]:

@@ -18,7 +18,7 @@ from pipeline.observe.metric_catalogue import Panel
 from pipeline.observe.report.comparison import RunComparison, compare_runs
 from pipeline.observe.report.gather import MOST_EXECUTIONS, Gathered, RunContents, gather
 from pipeline.observe.report.samples import SampleBudget
-from pipeline.observe.report.source import RunSource
+from pipeline.observe.report.source import Source
 from pipeline.observe.timeline import STAGE_COLOURS
 
 MOST_BYTES = 5_000_000
@@ -47,7 +47,7 @@ class PageContents:
     comparison: RunComparison | None
 
 
-def report(sources: Sequence[RunSource], budget: SampleBudget | None = None, most_bytes: int = MOST_BYTES) -> bytes:
+def report(sources: Sequence[Source], budget: SampleBudget | None = None, most_bytes: int = MOST_BYTES) -> bytes:
     """Return the report as an HTML file.
 
     If the file is larger than `most_bytes`, it is made again with fewer rows and executions. This ends when a small
@@ -68,7 +68,7 @@ def report(sources: Sequence[RunSource], budget: SampleBudget | None = None, mos
         factor *= min(0.8, 0.9 * most_bytes / len(found))
 
 
-def contents(sources: Sequence[RunSource], gathered: Sequence[Gathered]) -> PageContents:
+def contents(sources: Sequence[Source], gathered: Sequence[Gathered]) -> PageContents:
     """Return the contents of a page about one run, or about several runs and their differences."""
     compared = None
     if len(sources) > 1:

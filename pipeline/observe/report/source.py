@@ -1,4 +1,4 @@
-"""The input of a report: an opened run, and the facts that are only in its config."""
+"""The input of a report: an opened run, and the facts that are only in its config; or a variant of a run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.observe.evaluations import VariantSummary
 from pipeline.observe.history import History
 from pipeline.observe.journal import Event
 from pipeline.observe.summary import Summary
@@ -54,3 +55,20 @@ class RunSource:
     """The last user message of each prompt; None if the prompts are plain text."""
     remarks: tuple[str, ...] = ()
     """Remarks for the reader about parts of the run that could not be read."""
+
+
+@dataclass(frozen=True)
+class VariantSource:
+    """A finished variant. It was trained on the rollouts of its parent, so it has no rows, ledger and journal of its
+    own: its summary has all its numbers."""
+
+    name: str
+    directory: str
+    settings: Mapping[str, Any]
+    """Key path -> value, of its config."""
+    summary: VariantSummary
+    sameness: Sameness
+    """The same as its parent's."""
+
+
+Source = RunSource | VariantSource

@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.observe.evaluations import Comparison, VariantSummary
 from pipeline.observe.journal import Event, EventKind
 from pipeline.observe.report.facts import failures, run_facts, state_of
 from pipeline.observe.report.gather import gather, run_incidents, timeline_columns
+from pipeline.observe.report.page import contents
 from pipeline.observe.report.samples import SampleBudget
-from pipeline.observe.report.source import RunSource
+from pipeline.observe.report.source import RunSource, VariantSource
 from pipeline.observe.summary import TrainerLoss
 from storage.address import Address
 from tests.support.report_runs import WrittenRun, write_run
@@ -40,6 +42,23 @@ def test_curves_have_a_number_for_each_step_and_nothing_of_what_is_off(plain: Ru
     assert curves.metrics["reward/tone/mean"] == pytest.approx([0.0, 0.1, 0.2, 0.3])
     assert "generate/rows_finished_elsewhere" not in curves.metrics
     assert [point[:2] for point in curves.held_out["eval/reward_mean"]] == [(0, 0.035), (2, 0.24), (4, 0.44)]
+
+
+@pytest.mark.parametrize("compared", [Comparison(8, 0.25, 0.5, 0.25, 3.0, 6, 2), None])
+def test_a_variant_has_its_curves_beside_its_parents(plain: RunSource, compared: Comparison | None) -> None:
+    """Its summary, as it was written, is all that there is of it."""
+    steps = [{"step": step, "digests": {}, "metrics": {"reward/mean": 0.1 * step, "kl/ref": 2.0}} for step in (2, 3)]
+    written = VariantSummary("runs/plain", (2, 4), ["ppo.clip=0.1 (was 0.2)"], steps, "w", compared, {}).to_json()
+    variant = VariantSource(
+        "thin", "d", {"seed": 1, "ppo.clip": 0.1}, VariantSummary.from_json(written), plain.sameness
+    )
+    page = contents([plain, variant], [gather(one, SampleBudget()) for one in (plain, variant)])
+    curves = page.runs[1].curves
+    assert (curves.steps, curves.of_steps, curves.metrics["reward/mean"]) == ([2, 3], 2, [0.2, 0.3])
+    assert curves.held_out == ({} if compared is None else {"eval/reward_mean": [(4, 0.5, None)]})
+    assert [h.value for h in page.runs[1].headlines] == ([] if compared is None else ["0.500"])
+    assert page.comparison is not None
+    assert [(one.run, one.metrics) for one in page.comparison.left_out] == [(1, ())], "no curve of it is left out"
 
 
 def finished(stage: str, step: int, end: float, seconds: float, worker: str, shard: int = 0) -> Event:

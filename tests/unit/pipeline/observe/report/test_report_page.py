@@ -101,7 +101,7 @@ def test_runs_are_paired_by_the_text_of_their_prompts() -> None:
 @pytest.mark.parametrize(
     ("sameness", "scores", "why"),
     [
-        (SAME, None, "it has not been evaluated"),
+        (SAME, None, "it has no held-out scores by prompt"),
         (SAME, held_out(2, {"other": 1.0}), "no held-out prompt is in both runs"),
         (replace(SAME, held_out_reward="x"), held_out(2, {"p": 1.0}), "held-out scores are made by different rewards"),
         (SAME, held_out(2, {"p": float("nan")}), "some held-out scores are not finite"),

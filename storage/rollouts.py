@@ -1,6 +1,6 @@
 """The rollout store: the arrays of every record, in one Zarr v3 hierarchy that any Zarr reader or xarray can open.
 
-    rollouts.zarr/step_000012/tokens/c/3/0     tokens of shard 3 of step 12 (all stages of a step share its group)
+    rollouts.zarr/step_000012/tokens/c.3.0     tokens of shard 3 of step 12 (all stages of a step share its group)
     rollouts.zarr/evaluate_000012/...          the rows that `evaluate` sampled with version 12 of the weights
     attempts/generate-000012-0003-a0-1f6c2a9b/ files of one attempt that are not yet at their chunk keys
 
@@ -9,7 +9,7 @@ Writing is a write-ahead log of files (law 2):
     encode ──► attempt's files, synced ──► commit (exclusive create) ──won──► settle: rename each file to its chunk key
                                                  └──lost──► discard the attempt's files
 
-    attempts/generate-000012-0003-a0-1f6c2a9b/tokens.c.3.0 ──► rollouts.zarr/step_000012/tokens/c/3/0
+    attempts/generate-000012-0003-a0-1f6c2a9b/tokens.c.3.0 ──► rollouts.zarr/step_000012/tokens/c.3.0
 
 A thread may settle (`files.Writeback`) while the next node runs, because the commit alone makes an output exist. A
 process that dies before the commit leaves files that nobody reads. A process that dies after it leaves files that the

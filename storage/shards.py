@@ -34,6 +34,8 @@ CHUNK_ROWS = 16
 """Rows of an inner chunk: 1-row chunks are 6-9 times slower to read, and larger ones gain nothing."""
 GROUP_METADATA = b'{\n  "attributes": {},\n  "zarr_format": 3,\n  "node_type": "group"\n}'
 _DIMENSIONS = ("row", "token")
+_FLAT: Any = {"name": "default", "separator": "."}
+"""All shards of an array lie in its directory. With `/` as the separator, each shard had a directory of its own."""
 _COMPRESSOR: Final = "lz4"
 _LEVEL = 5
 _INDEX = np.dtype("<u8")
@@ -80,7 +82,8 @@ class Template:
         return found
 
     def key(self, shard: int) -> str:
-        return "/".join(["c", str(shard)] + ["0"] * (len(self.chunk) - 1))
+        """Return the name of a shard's file in the array's directory: `c.3.0`."""
+        return ".".join(["c", str(shard)] + ["0"] * (len(self.chunk) - 1))
 
     def described(self, attributes: Mapping[str, Any]) -> bytes:
         """Return `metadata` with attributes."""
@@ -124,6 +127,7 @@ def make_template(layout: Layout, dtype: str, ndim: int) -> Template:
         compressors=_compressors(),
         fill_value=fill,
         dimension_names=_DIMENSIONS[:ndim],
+        chunk_key_encoding=_FLAT,
     )
     metadata = bytes(memory["zarr.json"].to_bytes())
     return Template(metadata, np.dtype(dtype).newbyteorder("<"), (inner, *rest), rows // inner)
@@ -157,6 +161,7 @@ def encode_whole(array: np.ndarray, dimension: str, attributes: Mapping[str, Any
         dtype=array.dtype,
         compressors=_compressors(),
         dimension_names=(dimension,),
+        chunk_key_encoding=_FLAT,
         attributes=dict(attributes),
         config={"write_empty_chunks": True},
     )

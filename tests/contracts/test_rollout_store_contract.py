@@ -226,7 +226,7 @@ class StoreContract:
         assert store.attempts() == [(Address("advantage", 0), "a0-11111111")]
         assert store.recover(discard=False) == 1
         assert list(store.plain_faults(commit)) == []
-        fs, path = fsspec.core.url_to_fs(f"{url}/rollouts.zarr/step_000000/returns/c/1/0")
+        fs, path = fsspec.core.url_to_fs(f"{url}/rollouts.zarr/step_000000/returns/c.1.0")
         fs.rm(path)
         (fault,) = store.plain_faults(commit)
         assert fault.startswith("array returns of advantage/step_000000/shard_0000: plain Zarr sees other numbers")
@@ -247,14 +247,14 @@ class StoreContract:
 
     def test_a_missing_shard_is_an_error_not_zeros(self, store: RolloutStore, url: str) -> None:
         store.write(Address("advantage", 0), advantages(), PROVENANCE)
-        fs, path = fsspec.core.url_to_fs(f"{url}/rollouts.zarr/step_000000/returns/c/1/0")
+        fs, path = fsspec.core.url_to_fs(f"{url}/rollouts.zarr/step_000000/returns/c.1.0")
         fs.rm(path)
         with pytest.raises(StoreError, match=r"array returns of advantage/step_000000/shard_0000: shard 1 .* missing"):
             store.read(Address("advantage", 0))
 
     def test_every_flipped_byte_is_detected(self, store: RolloutStore, url: str) -> None:
         store.write(Address("score", 0), Scores(np.arange(ROWS, dtype=np.float32)), PROVENANCE)
-        fs, path = fsspec.core.url_to_fs(f"{url}/rollouts.zarr/step_000000/scores/c/0")
+        fs, path = fsspec.core.url_to_fs(f"{url}/rollouts.zarr/step_000000/scores/c.0")
         good = fs.cat_file(path)
         for position in range(len(good)):
             fs.pipe_file(path, good[:position] + bytes([good[position] ^ 0x10]) + good[position + 1 :])
@@ -266,7 +266,7 @@ class StoreContract:
         for shard in range(2):
             store.write(Address("score", 0, shard), Scores(np.full(ROWS, shard, np.float32)), PROVENANCE)
         fs, path = fsspec.core.url_to_fs(f"{url}/rollouts.zarr/step_000000/scores/c")
-        fs.pipe_file(f"{path}/1", fs.cat_file(f"{path}/0"))
+        fs.pipe_file(f"{path}.1", fs.cat_file(f"{path}.0"))
         with pytest.raises(StoreError, match=r"array scores of score/step_000000/shard_0001: CRC-32"):
             store.read(Address("score", 0, 1))
 
@@ -386,7 +386,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 from storage import files
 moved, move = [], files.move
 def dying_move(root, source, target):
-    if "/c/" in target:
+    if "/c." in target:
         moved.append(target)
         if len(moved) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -396,8 +396,7 @@ store.write(Address("score", 0), Scores(np.arange(12, dtype=np.float32)), proven
 """
         )
         assert exit_status(script, url) == -signal.SIGKILL
-        chunks = Path(url, "rollouts.zarr/step_000000/scores/c")
-        assert [p.name for p in chunks.iterdir()] == ["0"]
+        assert [p.name for p in Path(url, "rollouts.zarr/step_000000/scores").glob("c.*")] == ["c.0"]
         expected = Scores(np.arange(SHARDS * ROWS, dtype=np.float32))
         assert_same(store.read(Address("score", 0)), expected)
         assert store.recover() == 1

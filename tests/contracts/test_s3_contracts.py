@@ -58,7 +58,7 @@ class Faults:
             self.lonely += not self._changed.wait_for(lambda: self._arrived >= 2, timeout=60)
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if environ["REQUEST_METHOD"] == self._awaited and "/c/" in environ["PATH_INFO"]:
+        if environ["REQUEST_METHOD"] == self._awaited and "/c." in environ["PATH_INFO"]:
             self._meet()
         if not self.left or self.left[0][0] != environ["REQUEST_METHOD"]:
             return self._server(environ, start_response)

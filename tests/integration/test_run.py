@@ -368,7 +368,7 @@ def test_check_finds_a_flipped_bit(synchronous: RunConfig, capsys: pytest.Captur
     run_dir = str(synchronous.run_dir)
     assert main(["check", run_dir]) == 0
     assert "sound" in capsys.readouterr().out
-    victim = RunPaths(synchronous.run_dir).rollouts / "step_000001/scores/c/0"
+    victim = RunPaths(synchronous.run_dir).rollouts / "step_000001/scores/c.0"
     whole = victim.read_bytes()
     try:
         victim.write_bytes(whole[:8] + bytes([whole[8] ^ 1]) + whole[9:])

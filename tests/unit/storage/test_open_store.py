@@ -52,7 +52,7 @@ def test_the_root_is_what_was_said_and_is_written_once(tmp_path: Path) -> None:
 def test_a_damaged_root_array_is_named(tmp_path: Path) -> None:
     run = files.open_root(str(tmp_path))
     write_root(run, {}, Vocabulary.of([b"abc"]).arrays())
-    (tmp_path / f"rollouts.zarr/{BYTES}/c/0").write_bytes(b"other")
+    (tmp_path / f"rollouts.zarr/{BYTES}/c.0").write_bytes(b"other")
     with pytest.raises(StoreError, match=f"rollouts.zarr/{BYTES}: is damaged"):
         read_root_array(run, BYTES)
 

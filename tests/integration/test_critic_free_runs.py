@@ -103,10 +103,15 @@ def test_advantages_of_a_group_are_those_of_its_scores(grouped: RunConfig) -> No
         np.testing.assert_allclose(found.advantages, np.where(mask, expected[:, None], 0), atol=1e-5)
 
 
-def test_one_that_goes_on_ends_as_one_that_was_never_stopped(folder: Path, grouped: RunConfig) -> None:
+def test_one_that_goes_on_ends_as_one_that_was_never_stopped(
+    folder: Path, grouped: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two steps and no checkpoint: new processes make the updates again from what is stored, and go on."""
     shorter = finish_in(folder, "grouped-shorter", *GRPO, *QUIET, "steps=2")
+    assert main(["resume", str(shorter.run_dir), f"steps={STEPS}", "seed=9"]) == 2
+    assert "resumed with" not in "".join(capsys.readouterr())
     assert main(["resume", str(shorter.run_dir), f"steps={STEPS}"]) == 0
+    assert f"resumed with steps={STEPS} (was 2)" in capsys.readouterr().out
     assert digests(shorter) == digests(grouped)
     assert main(["check", str(shorter.run_dir)]) == 0
 

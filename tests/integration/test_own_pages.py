@@ -1,4 +1,4 @@
-"""docs/your-own.md and docs/tutorial.md, done word for word in an empty directory."""
+"""docs/first-run.md, docs/your-own.md and docs/tutorial.md, done word for word."""
 
 from __future__ import annotations
 
@@ -29,15 +29,25 @@ def run_script(path: Path) -> None:
     exec(compile(path.read_text("utf8"), path.name, "exec"), {"__name__": "__main__"})
 
 
+def write_files(page: str, folder: Path) -> set[str]:
+    """Write the files that a page gives, and return their names."""
+    text = (ROOT / page).read_text("utf8")
+    files = re.findall(r"^New file `([\w.]+)`[^\n]*:\n\n```\w+\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    for name, code in files:
+        (folder / name).write_text(code, "utf8")
+    return {name for name, _ in files}
+
+
+def blocks_of(page: str) -> list[tuple[str, str]]:
+    """Language and text of each block of code."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / page).read_text("utf8"), re.MULTILINE | re.DOTALL)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty directory with the files of docs/your-own.md, and what its scripts make."""
     folder = tmp_path_factory.mktemp("own")
-    text = (ROOT / "docs/your-own.md").read_text("utf8")
-    files = re.findall(r"^New file `([\w.]+)`:\n\n```\w+\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    for name, code in files:
-        (folder / name).write_text(code, "utf8")
-    assert {name for name, _ in files} == FILES
+    assert write_files("docs/your-own.md", folder) == FILES
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for script in sorted(folder.glob("make_*.py")):
@@ -81,9 +91,7 @@ def test_what_is_wrong_is_said_by_key(change: str, said: str, capsys: pytest.Cap
 
 def test_a_reward_model_of_ones_own_pairs(capsys: pytest.CaptureFixture[str]) -> None:
     """The page's commands, plain and chat: the model orders nearly all unseen pairs rightly, and serves in a run."""
-    text = (ROOT / "docs/your-own.md").read_text("utf8")
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    lines = [line for kind, code in blocks if not kind for line in code.splitlines()]
+    lines = [line for kind, code in blocks_of("docs/your-own.md") if not kind for line in code.splitlines()]
     for line in lines:
         program, *arguments = shlex.split(line)
         assert program == "stageline"
@@ -95,10 +103,8 @@ def test_a_reward_model_of_ones_own_pairs(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_tutorial_ends_in_a_compared_pair(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "docs/tutorial.md").read_text("utf8")
-    blocks = re.findall(r"^```(python|)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     commands = []
-    for kind, code in blocks:
+    for kind, code in blocks_of("docs/tutorial.md"):
         if kind == "python":
             names: dict[str, Any] = {}
             exec(compile(code, "docs/tutorial.md", "exec"), names)
@@ -124,3 +130,34 @@ def test_the_tutorial_ends_in_a_compared_pair(capsys: pytest.CaptureFixture[str]
     assert "weak - strong: " in out
     assert Path("pair.html").read_text("utf8").startswith("<!doctype html>")
     assert "model.safetensors" in {path.name for path in Path("weak-model").iterdir()}
+
+
+@pytest.mark.full
+@pytest.mark.smollm2
+def test_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its runs end after a step here; docs/benchmarks.md says what they come to."""
+    for name in ("conf", "assets"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    assert write_files("docs/first-run.md", tmp_path) == {"make_prompts.py", "my_reward.py", "my.yaml"}
+    typed = [line for kind, code in blocks_of("docs/first-run.md") if not kind for line in code.splitlines()]
+    assert typed[:2] == ["make install assets", "source .venv/bin/activate"]
+    lines = typed[2:]
+    for line in lines:
+        program, *arguments = shlex.split(line)
+        if program == "python":
+            run_script(Path(arguments[0]))
+        else:
+            short = [*HERE, "steps=1", "evaluate.every=1"] if arguments[0] == "run" else []
+            assert main([*arguments, *short]) == 0, line
+    assert [line.split()[1] for line in lines] == [
+        "make_prompts.py",
+        "check",
+        "run",
+        "run",
+        "inspect",
+        "report",
+        "export",
+    ]
+    assert "would run (96 prompts to train on, 24 held out)" in capsys.readouterr().out
+    assert Path("my-model/adapter").is_dir()

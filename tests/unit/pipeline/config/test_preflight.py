@@ -17,9 +17,10 @@ from pipeline.config.identity import Identity, Statement, write_identity
 from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.memory import planned_run, workers_memory
 from pipeline.config.paths import RunPaths
-from pipeline.config.preflight import check_run_directory, check_shapes, device_notes, preflight
+from pipeline.config.preflight import check_run_directory, check_shapes, check_trackers, device_notes, preflight
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
+from pipeline.config.sections import TrackingConfig
 from pipeline.errors import ConfigError
 from stages.engines.remote.process import ENVIRONMENTS, Environment, environment_problem
 from stages.models.config import LayoutConfig
@@ -49,6 +50,15 @@ def model_directory(folder: Path, weights: bool = True, **changes: object) -> Pa
     if weights:
         (directory / "model.safetensors").write_bytes(b"")
     return directory
+
+
+def test_a_tracker_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"wandb": [object()]}
+    monkeypatch.setattr("importlib.metadata.distributions", lambda name: installed.get(name, []))
+    check_trackers(TrackingConfig(also=["wandb"]))
+    with pytest.raises(ConfigError, match="`pip install tensorboard`") as refused:
+        check_trackers(TrackingConfig(also=["wandb", "tensorboard"]))
+    assert refused.value.key == "tracking.also"
 
 
 def test_what_was_read_is_handed_on(folder: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import struct
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -87,11 +89,13 @@ def test_tensorboard_reads_each_point_once(spool: Path) -> None:
 @pytest.mark.parametrize("note", [b"", b"{}", b"[1]", b'["a", 2]'])
 def test_a_damaged_note_makes_the_file_anew(spool: Path, note: bytes) -> None:
     pytest.importorskip("tensorboard")
-    assert deliver(spool, "tensorboard").left == 0
-    whole = event_file(spool).read_bytes()
-    spool.with_suffix(".tensorboard.json").write_bytes(note)
-    assert deliver(spool, "tensorboard").left == 0
-    assert event_file(spool).read_bytes() == whole
+    wholes = []
+    for _ in range(2):
+        with closing(TensorBoardSink(spool)) as sink:
+            sink.deliver()
+        wholes.append(event_file(spool).read_bytes())
+        spool.with_suffix(".tensorboard.json").write_bytes(note)
+    assert wholes[0] == wholes[1]
 
 
 def test_a_sink_that_fails_leaves_its_items(spool: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -109,15 +113,28 @@ def test_a_sink_that_fails_leaves_its_items(spool: Path, caplog: pytest.LogCaptu
 # ---- Weights & Biases ------------------------------------------------------------------------------------
 
 
+def records(path: Path) -> Iterator[bytes]:
+    """The records of a `.wandb` file: a header of 7 bytes, then blocks of 32 KiB as in LevelDB's log. Each part of a
+    record has a checksum, a length, and a type: whole, first, middle or last."""
+    data, at, record = path.read_bytes(), 7, b""
+    while at < len(data):
+        if 2**15 - at % 2**15 < 7:  # no room for another part in this block
+            at += 2**15 - at % 2**15
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield record
+            record = b""
+
+
 def history(spool: Path) -> Iterator[dict[str, float]]:
-    """The rows of the only offline run beside the spool, as `wandb sync` reads them."""
-    datastore = importlib.import_module("wandb.sdk.internal.datastore")
-    records = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    """The rows of the only offline run beside the spool."""
+    proto = importlib.import_module("wandb.proto.wandb_internal_pb2")
     (path,) = spool.parent.glob("wandb/offline-run-*/*.wandb")
-    store = datastore.DataStore()
-    store.open_for_scan(str(path))
-    while (data := store.scan_data()) is not None:
-        record = records.Record()
+    for data in records(path):
+        record = proto.Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
             row = {one.key or ".".join(one.nested_key): json.loads(one.value_json) for one in record.history.item}

@@ -25,7 +25,7 @@ import os
 import select
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -156,7 +156,7 @@ class WandbSink:
             self._run.finish(exit_code=int(self._status != "FINISHED"))
 
 
-SINKS = {"tensorboard": TensorBoardSink, "wandb": WandbSink}
+SINKS: dict[str, Callable[[Path], Sink]] = {"tensorboard": TensorBoardSink, "wandb": WandbSink}
 
 
 def main(arguments: Iterable[str]) -> int:

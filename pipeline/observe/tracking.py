@@ -341,8 +341,8 @@ class MlflowTracker:
 def deliver(spool_path: Path, target: str, timeout_s: float = 60.0) -> Delivery:
     """Deliver the remaining items of a spool to an MLflow URI or to a further sink.
 
-    If the spool was last delivered to the same `target`, only the remaining items are sent. Any other URI gets the whole
-    run. The call waits for the start of the writer, and at most `timeout_s` for the delivery."""
+    If the spool was last delivered to the same `target`, only the remaining items are sent. Any other URI gets the
+    whole run. The call waits for the start of the writer, and at most `timeout_s` for the delivery."""
     return _Writer(target, spool_path, timeout_s).finish()
 
 

@@ -1,1 +1,1 @@
-"""`stageline doctor`: tests of a machine, from its packages to a PPO update, that stop at the first fault."""
+"""`stageline doctor`: tests of a machine, from its packages to a PPO update. The tests stop at the first fault."""

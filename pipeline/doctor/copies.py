@@ -1,7 +1,8 @@
-"""Copies between devices, as a process of its own: `python -m pipeline.doctor.copies RESULT DEVICE...`.
+"""Measure copies between devices, in a process of its own: `python -m pipeline.doctor.copies RESULT DEVICE...`.
 
-It copies COPY_BYTES from the host to each device and back, and from each device to each other. Of each copy it measures
-the rate, and compares a checksum that the target computes with the source's.
+COPY_BYTES are copied from the host to each device, from each device to the host, and between each pair of devices in
+both directions. For each copy the rate is measured. The target computes a checksum, which is compared with the checksum
+of the source.
 """
 
 from __future__ import annotations
@@ -20,22 +21,24 @@ from storage.host import end_with_parent
 
 COPY_BYTES = 256 << 20
 PIECE = 1 << 20
-"""Words that a checksum adds up at a time."""
+"""Number of 64-bit words that `checksum` adds up at a time."""
 PIECE_FACTOR = 6364136223846793005
-"""Knuth's multiplier for 64-bit words."""
+"""Knuth's multiplier for 64-bit words, by which `checksum` combines its pieces."""
 
 
 @dataclass(frozen=True)
 class Copies:
-    """The copies by name: "0->1" from GPU 0 to GPU 1, "host->0" and "0->host"."""
+    """The measured copies, by name: "0->1" is the copy from GPU 0 to GPU 1, "host->0" from the host to GPU 0, "0->host"
+    back."""
 
     bytes_per_s: dict[str, float]
     wrong: list[str]
-    """Copies whose checksum is not the source's."""
+    """Names of the copies whose checksum differs from that of the source."""
 
 
 def measure(devices: list[str], num_bytes: int) -> Copies:
-    """Return the rates of all copies between these devices of torch and the host, and the copies that are wrong."""
+    """Copy between the host and each of these torch devices, and between the devices. Return the rates, and the copies
+    that arrived wrong."""
     rates, wrong = dict[str, float](), list[str]()
     generator = torch.Generator().manual_seed(0)
     host = torch.randint(-(2**62), 2**62, (num_bytes // 8,), generator=generator)
@@ -60,7 +63,7 @@ def measure(devices: list[str], num_bytes: int) -> Copies:
 
 
 def copy_rate(source: Tensor, target: Tensor) -> float:
-    """Copy a tensor into another, and return the bytes per second of the best of four copies."""
+    """Copy a tensor into another four times. Return the rate of the fastest copy, in bytes per second."""
     best = 0.0
     for _ in range(4):  # the first one opens the connection
         target.zero_()
@@ -73,8 +76,8 @@ def copy_rate(source: Tensor, target: Tensor) -> float:
 
 
 def checksum(words: Tensor) -> int:
-    """Return a sum of 64-bit words modulo 2^64, in which each has a factor that depends on its position. It is exact,
-    so every device computes the same number."""
+    """Return a weighted sum of 64-bit words modulo 2^64. The weight of a word depends on its position. The sum is
+    exact, so every device computes the same number."""
     factors = torch.arange(1, 2 * PIECE, 2, device=words.device)
     total = 0
     for piece in words.split(PIECE):

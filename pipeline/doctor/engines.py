@@ -1,6 +1,7 @@
-"""Rungs of the generation engines: start, keyed draws, refit, sleep, speed, in processes of their own (`generate.py`).
+"""The doctor's tests of generation engines: start, keyed draws, refit, sleep and speed. Each engine runs in a process
+of its own (`generate.py`).
 
-Every engine is compared with the embedded one on the CPU with plain torch kernels, in float32.
+Every engine is compared with the embedded engine on the CPU, in float32 with plain torch kernels.
 """
 
 from __future__ import annotations
@@ -26,19 +27,23 @@ from stages.models.spec import is_random, read_config, read_spec
 from storage.codec import decode, encode
 
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.3}
-"""Largest accepted difference of a log-prob from the reference's, in nats. Rounding alone causes 1e-6 and 0.06."""
+"""Largest accepted difference between a log-prob and the reference's, in nats. Rounding alone causes differences of
+1e-6 in float32 and 0.06 in bfloat16."""
 SAME_TOKENS: dict[Dtype, float] = {"float32": 1.0, "bfloat16": 0.5}
-"""Smallest accepted share of the tokens that come before each row's first difference from the reference's row. Rounding
-to 16 bits sometimes changes a token, and the rest of the row then differs (measured share: 0.8). Unrelated draws have
-about 0."""
+"""Smallest accepted fraction of equal tokens. The tokens of a row count up to the first one that differs from the
+reference's row.
+
+Rounding to 16 bits sometimes changes a token, and the rest of the row then differs (measured fraction: 0.8). The
+fraction is about 0 for unrelated draws."""
 LONGEST_CONTEXT = 1024
-"""Positions of the copy of a random model that engines read."""
+"""Maximum number of positions of the random model that is written to files for the engines."""
 PROGRAM = ("-m", "pipeline.doctor.generate")
 ADVICE = "the engine's kernels compute wrong numbers here: try engine.embedded.kernels=torch, send the JSON report"
 
 
 def embedded(settings: DoctorSettings) -> Finding:
-    """Test the embedded engine with the kernels that a run would choose, on every GPU or on the CPU."""
+    """Test the embedded engine with the kernels that a run would choose, on every GPU, or on the CPU if there is no
+    GPU."""
     on_gpu = torch.cuda.is_available()
     model = _model(settings)
     groups = [
@@ -52,17 +57,18 @@ def embedded(settings: DoctorSettings) -> Finding:
 
 
 def vllm(settings: DoctorSettings) -> Finding:
-    """Test vLLM in its environment."""
+    """Test vLLM in its own Python environment."""
     return _remote(settings, "vllm")
 
 
 def tensorrt_llm(settings: DoctorSettings) -> Finding:
-    """Test TensorRT-LLM in its environment. This test has never been run."""
+    """Test TensorRT-LLM in its own Python environment. This test has never been run."""
     return _remote(settings, "tensorrt_llm")
 
 
 def _remote(settings: DoctorSettings, kind: Literal["vllm", "tensorrt_llm"]) -> Finding:
-    """Test an engine on the device that it chooses; on a CPU only in float32, because it takes minutes to start."""
+    """Test an engine in its own Python environment, on the device that it chooses. On a CPU only float32 is tested,
+    because the engine takes minutes to start."""
     python = settings.engines.get(kind)
     if python is None:
         raise Absent(f"no environment of {kind} (--engine {kind}=PYTHON)")
@@ -77,7 +83,8 @@ def _remote(settings: DoctorSettings, kind: Literal["vllm", "tensorrt_llm"]) -> 
 
 
 def _test(settings: DoctorSettings, model: str, groups: Sequence[tuple[EngineJob, ...]]) -> Finding:
-    """Run each group of jobs in a process, all at the same time, and compare the results."""
+    """Run the groups of jobs at the same time, each group in a process of its own. Compare the results of all jobs with
+    the reference."""
     reference = EngineJob(model, "embedded", "float32", kernels="torch", threads=settings.threads, device="cpu")
     jobs = [job for group in groups for job in group]
     on_cpu = jobs[0].device == "cpu"  # then one process loads the libraries for both
@@ -98,7 +105,8 @@ def _test(settings: DoctorSettings, model: str, groups: Sequence[tuple[EngineJob
 
 
 def _judge(job: EngineJob, found: EngineResult, reference: EngineResult, facts: dict[str, Any]) -> None:
-    """Raise Fault if an engine draws other rows than the reference, or keeps its old weights."""
+    """Raise Fault if an engine kept its old weights after a refit, or if its rows differ from those of the
+    reference."""
     who = f"{job.kind} in {job.dtype} on {job.device or 'its own device'}"
     if all(changed.logprobs == first.logprobs for changed, first in zip(found.changed, found.first, strict=True)):
         raise Fault(f"{who}: new weights change nothing", "it keeps its old weights: send the JSON report", **facts)
@@ -115,8 +123,10 @@ def _judge(job: EngineJob, found: EngineResult, reference: EngineResult, facts: 
 
 
 def row_problem(rows: Sequence[Drawn], expected: Sequence[Drawn], dtype: Dtype) -> str | None:
-    """Return the difference between rows that is more than rounding, or None. Log-probs are compared up to the first
-    token that differs, since what follows has another context."""
+    """Return a description of a difference between rows that is larger than rounding explains, or None if there is no
+    such difference.
+
+    Log-probs are compared up to the first token that differs, because the tokens after it have another context."""
     same = 0
     for index, (row, other) in enumerate(zip(rows, expected, strict=True)):
         differs = np.not_equal(row.tokens, other.tokens)
@@ -140,8 +150,10 @@ def _refit_rate(found: EngineResult) -> float:
 
 
 def _model(settings: DoctorSettings) -> str:
-    """Return the model's path for engines. A random model is written to files if it has few positions, or if engines
-    in other environments need the files. The files have `LONGEST_CONTEXT` positions, which add no weights."""
+    """Return the path of the model that engines are tested with.
+
+    A random model is written to files if it has few positions, or if engines in other environments need files. It then
+    has `LONGEST_CONTEXT` positions, which add no weights."""
     model = settings.model
     if not is_random(model) or (read_spec(model).max_positions >= LONGEST_CONTEXT and not settings.engines):
         return model
@@ -155,7 +167,7 @@ def _model(settings: DoctorSettings) -> str:
 
 @cache
 def _run(groups: tuple[tuple[EngineJob, ...], ...], deadline_s: float) -> dict[EngineJob, EngineResult]:
-    """Run groups of jobs at the same time, each in a process, and return the result of each job."""
+    """Run groups of jobs at the same time, each group in a process of its own. Return the result of each job."""
     with tempfile.TemporaryDirectory(prefix="stageline-doctor-") as folder:
         results = [Path(folder, f"{number}.json") for number in range(len(groups))]
         programs = [

@@ -1,9 +1,10 @@
-"""Rungs that test connections between processes: one process for each GPU of this host, or one on each node of a job.
+"""The doctor's tests of connections between processes: one process for each GPU of this host, or one on each node of a
+job.
 
     rank 0 listens ──► writes its address to the file RENDEZVOUS ──► the others connect ──► all add up the same tensor
 
-Each rank is a process of its own:
-`python -m pipeline.doctor.exchange INDEX SIZE RENDEZVOUS RESULT SECONDS PLACE`, with PLACE `here` or `nodes`.
+Each rank is a process of its own: `python -m pipeline.doctor.exchange INDEX SIZE RENDEZVOUS RESULT SECONDS PLACE`, with
+PLACE `here` or `nodes`.
 """
 
 from __future__ import annotations
@@ -30,17 +31,18 @@ from storage.host import end_with_parent, route_address
 
 NUM_BYTES = {"gloo": 64 << 20, "nccl": 256 << 20}
 RENDEZVOUS_S = 300.0
-"""Longest wait of a rank for the others, in seconds: their nodes may take longer for the tests before this one."""
+"""Longest time that a rank waits for the others, in seconds. Their nodes may take longer for the preceding tests."""
 SLOWEST = {"gloo": 20e6, "nccl": 1e9}
-"""Slowest accepted sum over ranks, in bytes per second, if the links are not known: a fifth of 1 Gbit/s Ethernet, and
-10 Gbit/s."""
+"""Slowest accepted all-reduce in bytes per second if the rate of the links is not known: a fifth of 1 Gbit/s Ethernet
+for gloo, and 10 Gbit/s for NCCL."""
 LINK_SHARE = 0.25
-"""Share of the links' rate in `conf/hardware` that a sum by NCCL must reach. A sum over good links reaches more than
-half with NUM_BYTES. Over PCIe in place of NVLink, or TCP in place of InfiniBand, it reaches a tenth or less. These
-shares were not measured by us."""
+"""Fraction of the links' rate in `conf/hardware` that an all-reduce by NCCL must reach.
+
+With NUM_BYTES over good links it reaches more than half. Over PCIe in place of NVLink, or over TCP in place of
+InfiniBand, it reaches a tenth or less. We have not measured these fractions."""
 PROGRAM = ("-m", "pipeline.doctor.exchange")
 LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
-"""Environment in which NCCL prints the network that it uses, for the report."""
+"""Environment variables with which NCCL prints the network that it uses. The report contains this output."""
 ADVICE = "look for a node that stopped at an earlier test, then at firewalls: these hosts must reach one another"
 
 Place = Literal["here", "nodes"]
@@ -52,13 +54,13 @@ class Exchanged:
 
     backend: str
     gpu: str
-    """Name of rank 0's GPU; "" without one."""
+    """Name of rank 0's GPU; empty if it has none."""
     bytes_per_s: float
-    """Bytes of one rank's tensor, divided by the seconds of an all-reduce: the fastest of six."""
+    """Size of one rank's tensor, divided by the duration of an all-reduce: the fastest of six."""
 
 
 def ranks(settings: DoctorSettings) -> Finding:
-    """Add up a tensor over one process for each GPU of this host, or over two processes without GPUs."""
+    """Test an all-reduce on this host, with one process per GPU, or with two processes if there are no GPUs."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 2
     if count < 2:
         raise Absent("fewer than two GPUs")
@@ -70,7 +72,7 @@ def ranks(settings: DoctorSettings) -> Finding:
 
 
 def nodes(settings: DoctorSettings) -> Finding:
-    """Add up a tensor over the nodes of the Slurm job step that this process belongs to, one rank a node."""
+    """Test an all-reduce over the nodes of the Slurm job step that this process belongs to, with one rank per node."""
     size = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if size < 2:
         raise Absent("not a Slurm step on several nodes (stageline doctor --submit CONFIG)")
@@ -94,8 +96,10 @@ def _program(index: int, size: int, rendezvous: Path, result: Path, place: Place
 
 
 def judge(found: Exchanged, size: int, place: Place) -> Finding:
-    """Return the finding of a sum over `size` ranks. Raises Fault if its rate is too slow for the links between
-    them."""
+    """Return the finding of an all-reduce over `size` ranks.
+
+    Raises:
+        Fault: the rate is too slow for the links between the ranks."""
     who = f"{size} processes on this host" if place == "here" else f"{size} nodes"
     least, because = _least_rate(found, size, place)
     said = f"{who} add up {found.bytes_per_s / 1e9:.2f} GB/s by {found.backend}"
@@ -108,8 +112,8 @@ def judge(found: Exchanged, size: int, place: Place) -> Finding:
 
 
 def _least_rate(found: Exchanged, size: int, place: Place) -> tuple[float, str]:
-    """Return the slowest accepted rate in bytes per second, and the reason for it. A ring of n ranks sends a rank's
-    bytes 2 (n - 1) / n times over each link."""
+    """Return the slowest accepted rate in bytes per second, and the reason for it. In a ring of n ranks, an all-reduce
+    sends a rank's bytes 2 (n - 1) / n times over each link."""
     known = hardware_with(found.gpu) if found.backend == "nccl" else None
     if known is None:
         slow = "a fifth of 1 Gbit/s Ethernet"
@@ -126,10 +130,18 @@ def _least_rate(found: Exchanged, size: int, place: Place) -> tuple[float, str]:
 
 
 def exchange(index: int, size: int, rendezvous: Path, timeout_s: float, *, alone: bool) -> Exchanged:
-    """Join the group, add up a tensor, check every number of the sum, and return the rate. `alone`: all ranks are on
-    this host, each with a GPU of its own; otherwise each has the first GPU of its node.
+    """Join the group as rank `index`, run an all-reduce, check every number of the result, and return the rate.
 
-    Raises RuntimeError if the others do not connect, or if the sum is wrong."""
+    Args:
+        index: number of this rank.
+        size: number of ranks.
+        rendezvous: file in which rank 0 announces its address.
+        timeout_s: longest time to wait for the other ranks.
+        alone: True if all ranks are on this host, each with a GPU of its own. Otherwise each rank has the first GPU of
+            its node.
+
+    Raises:
+        RuntimeError: the other ranks do not connect, or the result is wrong."""
     timeout = timedelta(seconds=timeout_s)
     host, port = (own_address(alone), 0) if not index else _address(rendezvous, timeout_s)
     store = dist.TCPStore(host, port, None, is_master=not index, timeout=timeout, wait_for_workers=False)
@@ -161,9 +173,10 @@ def exchange(index: int, size: int, rendezvous: Path, timeout_s: float, *, alone
 
 
 def own_address(alone: bool) -> str:
-    """Return the address at which the other ranks reach this host: 127.0.0.1 with `alone`, else the address of the
-    host's name. If that is a loopback address (as in Debian's /etc/hosts), return the address of the interface of the
-    default route."""
+    """Return the address at which the other ranks reach this host.
+
+    If `alone` is true, it is 127.0.0.1. Otherwise it is the address of the host's name. If that is a loopback address,
+    as in Debian's /etc/hosts, it is the address of the interface that has the default route."""
     if alone:
         return "127.0.0.1"
     named = socket.gethostbyname(socket.gethostname())

@@ -1,7 +1,7 @@
-"""Generate rows with engines, as a process of its own: `python -m pipeline.doctor.generate JOBS RESULT`.
+"""Generate rows with engines, in a process of its own: `python -m pipeline.doctor.generate JOBS RESULT`.
 
-For each job it starts the engine, generates rows, loads other weights and the first ones again, and lets the engine
-sleep if it can. It writes the rows and the times of all jobs to the file RESULT.
+For each job the engine is started and generates rows. Then it loads other weights, and the first weights again. If it
+can sleep, it is put to sleep and woken up. The rows and the times of all jobs are written to the file RESULT.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from storage.codec import decode, encode
 from storage.host import end_with_parent
 
 PROMPTS = (4, 9, 16, 25, 30, 100, 245, 300, 520)
-"""Tokens of the prompts. Kernels in Triton and C split contexts of more than 256 tokens: the row of 245 passes
-that length while it is decoded, and the last one has three parts."""
+"""Numbers of tokens of the prompts. Kernels in Triton and C split contexts of more than 256 tokens. The row with 245
+prompt tokens exceeds this length during decoding, and the context of the last row has three parts."""
 NEW_TOKENS = 24
 MAX_SEQ = max(PROMPTS) + NEW_TOKENS
 
 
 def measure(job: EngineJob) -> EngineResult:
-    """Return the rows and the speed of a job's engine. Raises what engines raise."""
+    """Test the engine of a job. Return its rows and its speed. Errors of the engine are passed on."""
     spec = read_spec(job.model)
     requests = [*_requests(spec.vocab_size, min(MAX_SEQ, spec.max_positions))]
     config = EngineConfig(
@@ -77,7 +77,8 @@ def measure(job: EngineJob) -> EngineResult:
 
 
 def _built(job: EngineJob, config: EngineConfig, device: torch.device | None) -> GenerationEngine:
-    """Build the engine. If one in an environment of its own does not start, print the end of its output."""
+    """Build the engine of a job. If it runs in an environment of its own and does not start, print the end of its
+    output."""
     log = None if job.log is None else Path(job.log)
     try:
         max_seq = min(MAX_SEQ, read_spec(job.model).max_positions)
@@ -89,7 +90,7 @@ def _built(job: EngineJob, config: EngineConfig, device: torch.device | None) ->
 
 
 def _requests(vocabulary: int, longest: int) -> Iterator[Request]:
-    """Yield requests with random prompts of different lengths, the same on every machine."""
+    """Yield requests with random prompts of different lengths. They are the same on every machine."""
     rng = np.random.default_rng(0)
     sampling = SamplingConfig(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
     for row, length in enumerate(PROMPTS):
@@ -98,7 +99,8 @@ def _requests(vocabulary: int, longest: int) -> Iterator[Request]:
 
 
 def _drawn(engine: GenerationEngine, requests: Sequence[Request], version: int) -> list[Drawn]:
-    """Generate the rows under a version of the weights, and return them in the order of the requests."""
+    """Generate a row for each request with this version of the weights. Return the rows in the order of the
+    requests."""
     found = {row.row: row for row in engine.generate([replace(request, version=version) for request in requests])}
     rows = (found[request.row] for request in requests)
     return [Drawn(row.tokens.tolist(), row.logprobs.tolist()) for row in rows]

@@ -1,5 +1,6 @@
-"""Rungs of the GPUs and their links. On a machine without an NVIDIA driver they are absent. They have not been run on
-a GPU yet: their unit tests give them output of `nvidia-smi` and rates of copies.
+"""The doctor's tests of GPUs and of the links between them. They are skipped on a machine without an NVIDIA driver.
+
+These tests have not been run on a GPU yet. Their unit tests use output of `nvidia-smi` and rates of copies as input.
 """
 
 from __future__ import annotations
@@ -27,16 +28,18 @@ SMI_S = 60.0
 OLDEST_CAPABILITY = (8, 0)
 """Oldest accepted compute capability: Ampere, the first generation with bfloat16."""
 USED_BYTES = 1 << 30
-"""Most memory that other processes may use on a GPU."""
+"""Maximum memory that other processes may use on a GPU."""
 LINK_BYTES_PER_S = 25e9
-"""Rate of one NVLink in one direction, generations 2 to 4 (NVIDIA's data sheets of A100 and H100: 600 GB/s with 12
-links and 900 GB/s with 18, both directions together). Generation 5 has twice that."""
+"""Rate of one NVLink in one direction, for generations 2 to 4. Generation 5 has twice this rate.
+
+NVIDIA's data sheets state the rate of all links in both directions together: 600 GB/s with 12 links for the A100, 900
+GB/s with 18 links for the H100."""
 NEWER_LINKS = ("B100", "B200", "B300")
-"""Parts of the names of GPUs with links of generation 5."""
+"""Parts of the names of GPUs that have NVLink of generation 5."""
 LINK_SHARE = 0.5
-"""Share of the links' rate that a copy must reach."""
+"""Fraction of the links' rate that a copy must reach."""
 PCIE_BYTES_PER_S = 5e9
-"""Slowest accepted copy without NVLink, between GPUs or to the host: a third of PCIe 3.0 x16."""
+"""Slowest accepted copy without NVLink, between GPUs or between a GPU and the host: a third of PCIe 3.0 x16."""
 PROGRAM = ("-m", "pipeline.doctor.copies")
 _NVIDIA_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version")
 _FIELDS = (
@@ -61,11 +64,11 @@ class Gpu:
     total_bytes: int
     used_bytes: int
     uncorrected_errors: int
-    """0 also if the GPU does not count them."""
+    """Number of memory errors that could not be corrected. It is 0 if the GPU does not count them."""
 
 
 def driver(settings: DoctorSettings) -> Finding:
-    """Compare the NVIDIA driver with torch's CUDA."""
+    """Test that the NVIDIA driver supports the CUDA version of torch, and that torch sees the GPUs."""
     here = [file for file in _NVIDIA_FILES if Path(file).exists()]
     if shutil.which("nvidia-smi") is None:
         if here:
@@ -102,7 +105,7 @@ def driver(settings: DoctorSettings) -> Finding:
 
 
 def gpus(settings: DoctorSettings) -> Finding:
-    """Look at each GPU: generation, errors of its memory, and memory that others use."""
+    """Test each GPU: its generation, errors of its memory, and the memory that other processes use."""
     if not torch.cuda.is_available():
         raise Absent("no GPU that torch can use")
     found = visible_gpus()
@@ -123,8 +126,8 @@ def gpus(settings: DoctorSettings) -> Finding:
 
 
 def gpu_links(settings: DoctorSettings) -> Finding:
-    """Copy between the host and each GPU, and between each pair of GPUs. Compare what arrives with what was sent, and
-    the rate with the links that `nvidia-smi` claims."""
+    """Test copies between the host and each GPU, and between each pair of GPUs. The copied bytes must be correct, and
+    the rates must be in proportion to the links that `nvidia-smi` lists."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         raise Absent("no GPU that torch can use")
@@ -156,8 +159,12 @@ def gpu_links(settings: DoctorSettings) -> Finding:
 
 
 def slow_copies(rates: Mapping[str, float], links: Mapping[str, int], link: float) -> Iterator[str]:
-    """Yield a line for each copy that is slower than its links allow. `rates`: bytes per second by "from->to"; `links`:
-    number of NVLinks by the same names, 0 for PCIe; `link`: bytes per second of one NVLink."""
+    """Yield a line of text for each copy that is slower than its links allow.
+
+    Args:
+        rates: bytes per second of each copy, by "from->to".
+        links: number of NVLinks of each copy, by the same names; 0 for PCIe.
+        link: bytes per second of one NVLink."""
     for name, rate in rates.items():
         number = links.get(name, 0)
         least = LINK_SHARE * number * link if number else PCIE_BYTES_PER_S
@@ -167,7 +174,8 @@ def slow_copies(rates: Mapping[str, float], links: Mapping[str, int], link: floa
 
 
 def parse_topology(text: str) -> dict[tuple[int, int], int]:
-    """Return the number of NVLinks by pair of GPUs, from `nvidia-smi topo -m`. A cell NV18 means 18 of them."""
+    """Return the number of NVLinks between pairs of GPUs, from the output of `nvidia-smi topo -m`. A cell NV18 stands
+    for 18 links."""
     found = {}
     for row in text.splitlines():
         cells = re.sub(r"\x1b\[[0-9;]*m", "", row).split()
@@ -180,7 +188,7 @@ def parse_topology(text: str) -> dict[tuple[int, int], int]:
 
 
 def visible_gpus() -> list[Gpu]:
-    """Return the GPUs that torch sees in this process, as the driver lists them."""
+    """Return the GPUs that torch sees in this process, described as `nvidia-smi` lists them."""
     seen = {_uuid(index) for index in range(torch.cuda.device_count())}
     return [gpu for gpu in list_gpus() if gpu.uuid in seen]
 
@@ -190,7 +198,11 @@ def _uuid(index: int) -> str:
 
 
 def list_gpus() -> list[Gpu]:
-    """Return the GPUs that the driver knows. Raises Fault if it does not answer, and Absent if it has none."""
+    """Return the GPUs that `nvidia-smi` lists.
+
+    Raises:
+        Fault: `nvidia-smi` fails or does not answer, or a Slurm job has no GPU.
+        Absent: there is no GPU."""
     rows = csv.reader(io.StringIO(_smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")))
     found = []
     for row in rows:
@@ -201,7 +213,8 @@ def list_gpus() -> list[Gpu]:
 
 
 def _cuda_of_driver() -> str | None:
-    """Return the newest CUDA that the driver supports, as "13.0"."""
+    """Return the newest CUDA version that the driver supports, such as "13.0". None if `nvidia-smi` does not print
+    one."""
     match = re.search(r"CUDA Version:\s*([\d.]+)", _smi())
     return None if match is None else match[1]
 

@@ -1,4 +1,4 @@
-"""Rungs of the host: limits, disk, shared memory, clock, processors, compiler, loopback network."""
+"""The doctor's tests of the host: limits, disk, shared memory, clock, processors, compiler, loopback network."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from stages.models.kernels.blocks import load_block_kernels
 from stages.native.compile import NoNativeKernelsError, compiler_version
 
 SHARED_MEMORY = Path("/dev/shm")
-"""File system of the published weights."""
+"""Directory in which weights are published."""
 OPEN_FILES = 1024
-"""Open files that a run of some twenty workers needs. `check` computes the number for a config."""
+"""Number of open files that a run of some twenty workers needs. `stageline check` computes the number for a config."""
 FREE_DISK_BYTES = 2 << 30
 FREE_SHARED_BYTES = 1 << 30
-"""Free bytes of shared memory that the test wants: two published versions of SmolLM2-135M. `check` computes the
-number for a config."""
+"""Free shared memory that the test requires, in bytes: two published versions of SmolLM2-135M. `stageline check`
+computes the number for a config."""
 PIECE_BYTES = 64 << 20
-"""Bytes that a rung writes to measure a rate."""
+"""Number of bytes that a test writes to measure a rate."""
 CLOCK_SKEW_S = 5.0
-"""Largest accepted difference between this host's clock and its file server's. Logs and reports order events by these
-clocks."""
+"""Largest accepted difference between this host's clock and its file server's clock. Logs and reports order events by
+both."""
 LOOPBACK_S = 10.0
 SLOWER_TOGETHER = 0.25
-"""Smallest accepted rate of all threads together, as a share of one thread's rate. Other programs alone seldom make it
-smaller."""
+"""Smallest accepted rate of all threads together, as a fraction of the rate of a single thread. If other programs use
+the cores too, the rate seldom falls below this."""
 ROUNDS = 10
-"""Most repetitions of a slow measurement."""
+"""Maximum number of times that a slow measurement is repeated."""
 
 
 def limits(settings: DoctorSettings) -> Finding:
-    """Compare the limits of this account with what a run needs."""
+    """Test that a process may open as many files as a run needs."""
     files, locked = most_descriptors(), resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
     if files < OPEN_FILES:
         advice = f"raise the hard limit to {OPEN_FILES} or more: `ulimit -Hn`, or nofile in /etc/security/limits.conf"
@@ -50,7 +50,7 @@ def limits(settings: DoctorSettings) -> Finding:
 
 
 def disk(settings: DoctorSettings) -> Finding:
-    """Write and sync files where runs would be stored."""
+    """Test writing and syncing files in the directory for runs, and its free space."""
     try:
         free = shutil.disk_usage(settings.scratch).free
         if free < FREE_DISK_BYTES:
@@ -68,7 +68,7 @@ def disk(settings: DoctorSettings) -> Finding:
 
 
 def shared_memory(settings: DoctorSettings) -> Finding:
-    """Write a file in shared memory, where published weights lie."""
+    """Test writing a file to shared memory, where weights are published, and the free space there."""
     try:
         free = shutil.disk_usage(SHARED_MEMORY).free
         if free < FREE_SHARED_BYTES:
@@ -84,7 +84,7 @@ def shared_memory(settings: DoctorSettings) -> Finding:
 
 
 def clock(settings: DoctorSettings) -> Finding:
-    """Compare this host's clock with the one of the file system that runs are written to."""
+    """Test that this host's clock agrees with the clock of the file system that runs are written to."""
     with tempfile.NamedTemporaryFile(dir=settings.scratch) as file:
         before = time.time()
         file.write(b"x")
@@ -102,7 +102,7 @@ def clock(settings: DoctorSettings) -> Finding:
 
 
 def processors(settings: DoctorSettings) -> Finding:
-    """Measure a float32 matrix product with one thread and with all that this process may use."""
+    """Test the rate of a float32 matrix product, with one thread and with all cores that this process may use."""
     quota = _quota()
     cores = max(1, min(len(os.sched_getaffinity(0)), int(quota or 1 << 20)))
     one, many = _product_rate(1), _product_rate(cores)
@@ -120,7 +120,7 @@ def processors(settings: DoctorSettings) -> Finding:
 
 
 def compiler(settings: DoctorSettings) -> Finding:
-    """Compile and load the kernels in C."""
+    """Test that the kernels in C can be compiled and loaded."""
     try:
         load_block_kernels()
     except NoNativeKernelsError as error:
@@ -130,7 +130,7 @@ def compiler(settings: DoctorSettings) -> Finding:
 
 
 def network(settings: DoctorSettings) -> Finding:
-    """Connect to this host over loopback and over the address of its name."""
+    """Test that this host can be reached over loopback and at the address of its name."""
     reached = []
     for name in ("127.0.0.1", socket.gethostname()):
         try:
@@ -145,7 +145,7 @@ def network(settings: DoctorSettings) -> Finding:
 
 
 def _write_rate(folder: Path, *, sync: bool) -> float:
-    """Return the bytes per second at which a file of PIECE_BYTES is written."""
+    """Write a file of PIECE_BYTES and return the rate in bytes per second."""
     data = os.urandom(1 << 20)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         began = time.perf_counter()
@@ -158,7 +158,7 @@ def _write_rate(folder: Path, *, sync: bool) -> float:
 
 
 def _sync_seconds(folder: Path) -> float:
-    """Return the median seconds of nine writes of 4 KB, each synced: a commit's cost."""
+    """Return the median duration of nine synced writes of 4 KB. It is roughly the cost of a commit."""
     seconds = []
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         for _ in range(9):
@@ -171,7 +171,7 @@ def _sync_seconds(folder: Path) -> float:
 
 
 def _product_rate(threads: int) -> float:
-    """Return the FLOP/s of a float32 product, the best of five."""
+    """Return the rate of a float32 matrix product in FLOP/s: the fastest of five."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -191,7 +191,7 @@ def _seconds_of(act: Callable[[], object]) -> float:
 
 
 def _quota() -> float | None:
-    """Return the cores that the control group allows, or None without a quota."""
+    """Return the number of cores that the control group allows. None if it sets no limit."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)

@@ -1,7 +1,8 @@
-"""The tasks of the rungs that compute, and their results: records that cross to other processes as JSON.
+"""The jobs of the doctor's computing tests, and their results. Both are records that are sent to other processes as
+JSON.
 
-A task names everything that its numbers depend on, so equal tasks have one result. `rank.py` and `generate.py`
-measure, `training.py` and `engines.py` compare.
+A job contains everything that its numbers depend on, so equal jobs have equal results. `rank.py` and `generate.py` run
+jobs, `training.py` and `engines.py` compare the results.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from storage.records import Advantages, Rollout
 
 Dtype = Literal["float32", "bfloat16"]
 LONG, SHORT = (48, 288), (8, 24)
-"""Most tokens of a prompt and of a response. The long rows pass 256 tokens, where kernels begin to split a context."""
+"""Maximum number of tokens of a prompt and of a response, for long rows and for short rows. Long rows exceed 256
+tokens, where kernels begin to split a context."""
 NUM_LONG, NUM_SHORT = 10, 4
-"""Rows of the batch. All of them fit into one micro-batch (`OptimizerConfig.micro_batch_tokens`)."""
+"""Number of long rows and of short rows in a batch. All rows fit into one micro-batch
+(`OptimizerConfig.micro_batch_tokens`)."""
 SEED = 0
 
 
 @dataclass(frozen=True)
 class RankJob:
-    """An update that the ranks of a gang compute."""
+    """An update of the models that is computed by the ranks of one gang."""
 
     model: str
     dtype: Dtype
@@ -37,47 +40,47 @@ class RankJob:
     pipeline: int = 1
     threads: int = 1
     device: int = 0
-    """GPU of rank 0; the other ranks have the next ones. Not read on a CPU."""
+    """GPU of rank 0. The other ranks have the GPUs that follow it. Ignored on a CPU."""
     publish: bool = False
-    """Publish the trained weights to a board in shared memory."""
+    """True if the trained weights are published to shared memory and read back."""
     on_gpu: bool = False
 
 
 @dataclass(frozen=True)
 class Published:
-    """A publication to a board."""
+    """The result of publishing weights to shared memory."""
 
     num_bytes: int
     seconds: float
     sound: bool
-    """True if the bytes that were read back have the manifest's sums."""
+    """True if the bytes that were read back have the checksums of the manifest."""
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """The numbers of a test, from rank 0."""
+    """The results of a job, as computed by rank 0."""
 
     device: str
     logprobs: list[float]
-    """Log-probs of the sampled tokens, in nats."""
+    """Log-probs of the sampled tokens before the update, in nats."""
     after: list[float]
     """Log-probs of the same tokens after the update."""
     losses: dict[str, float]
     digests: list[str]
-    """Digest of the policy after the update and after its repetition."""
+    """Digest of the policy after the update, and after the repeated update."""
     seconds: float
-    """Seconds of the repeated updates of policy and critic."""
+    """Duration of the repeated step: forward passes, and updates of policy and critic."""
     state_bytes: int
-    """Measured bytes of parameters, gradients, masters and moments."""
+    """Measured bytes of parameters, gradients, master weights and optimizer moments."""
     peak_bytes: int
-    """Most bytes in use during the update. On a GPU torch counts them. On a CPU they are the state plus the growth of
-    the process from an update of short rows to one of long rows."""
+    """Peak memory during the update, in bytes. On a GPU it is counted by torch. On a CPU it is the state plus the
+    growth of the process between an update of short rows and one of long rows."""
     published: Published | None
 
 
 @dataclass(frozen=True)
 class EngineJob:
-    """Rows that an engine generates, before and after new weights."""
+    """A job for an engine: generate rows before and after new weights are loaded."""
 
     model: str
     kind: Literal["embedded", "vllm", "tensorrt_llm"]
@@ -86,9 +89,9 @@ class EngineJob:
     python: str | None = None
     threads: int = 1
     device: str | None = None
-    """Device of torch; None: the engine chooses."""
+    """Torch device of the engine. If None, the engine chooses."""
     log: str | None = None
-    """File of the output of an engine in an environment of its own."""
+    """File for the output of an engine in its own environment."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class EngineResult:
-    """The rows of an engine, in the order of the requests, and its speed."""
+    """The rows that an engine generated, in the order of the requests, and its speed."""
 
     device: str
     draws: str
@@ -113,15 +116,15 @@ class EngineResult:
     slept: bool
     first: list[Drawn]
     alone: list[Drawn]
-    """The first two rows again, each generated alone."""
+    """The first two rows again. Each was generated without other rows beside it."""
     changed: list[Drawn]
-    """The rows under other weights."""
+    """The rows under changed weights."""
     again: list[Drawn]
-    """The rows under the first weights, loaded again."""
+    """The rows under the original weights, which were loaded again after the changed ones."""
 
 
 def batch(vocabulary: int, num_long: int, num_short: int) -> tuple[Rollout, Advantages]:
-    """Return rows of random tokens with random advantages, the same on every machine."""
+    """Return rows of random tokens and random advantages. They are the same on every machine."""
     rng = np.random.default_rng(SEED)
     rows = num_long + num_short
     prompt = np.concatenate(
@@ -147,12 +150,13 @@ def batch(vocabulary: int, num_long: int, num_short: int) -> tuple[Rollout, Adva
 
 
 def predicted_state(job: RankJob) -> int:
-    """Return the predicted bytes of parameters, gradients, masters and moments of the first rank."""
+    """Return the predicted memory of the first rank for parameters, gradients, master weights and optimizer moments, in
+    bytes."""
     return sum(state_bytes(_models(job), 0).values())
 
 
 def predicted_peak(job: RankJob) -> int:
-    """Return the predicted bytes of the first rank while it computes the batch in one micro-batch."""
+    """Return the predicted peak memory of the first rank in bytes, while it computes the batch in one micro-batch."""
     rollout, _ = batch(read_spec(job.model).vocab_size, NUM_LONG, NUM_SHORT)
     sampled = int(rollout.response_lengths.sum())
     size = MicroBatchSize(int(rollout.prompt_lengths.sum()) + sampled, sampled, rollout.tokens.shape[1])

@@ -1,10 +1,10 @@
-"""The ladder: tests of a machine in the order in which a run would meet their faults.
+"""The ladder of tests of a machine. Each test is a rung. The order is the one in which a run would meet the faults.
 
     rung ──► Finding (measured)         ──► the next rung
          ├─► Absent  (not on this machine) ──► the next rung
          └─► Fault   (cause, what to do)   ──► stop
 
-Later rungs use what earlier ones have proven, so only the first fault is worth reading.
+Later tests rely on what earlier tests have proven, so only the first fault is meaningful.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import psutil
 
 
 class Status(StrEnum):
-    """The result of a rung."""
+    """The status of a test."""
 
     OK = "ok"
     ABSENT = "not on this machine"
@@ -33,11 +33,11 @@ class Status(StrEnum):
 
 
 class Absent(Exception):
-    """The machine does not have what a rung tests. The message says what is missing."""
+    """The machine does not have the part that a test is about. The message names the missing part."""
 
 
 class Fault(Exception):
-    """A rung found a fault. `cause` says what was found, `advice` what to do about it."""
+    """A test found a fault. `cause` describes the fault, and `advice` how to repair it."""
 
     def __init__(self, cause: str, advice: str, **facts: Any) -> None:
         super().__init__(cause)
@@ -46,60 +46,62 @@ class Fault(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """The measurements of a rung that found no fault."""
+    """The measurements of a test that found no fault."""
 
     text: str
-    """The result in one line."""
+    """The result as one line of text."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Measurements by name, with their unit in the name. JSON."""
+    """Measurements by name. Names contain the unit, and values can be written as JSON."""
 
 
 @dataclass(frozen=True)
 class DoctorSettings:
-    """Settings of the rungs."""
+    """Settings of all tests."""
 
     runs_dir: Path
-    """Directory that runs would be written to."""
+    """Directory in which runs would be stored."""
     scratch: Path
-    """Directory for the rungs' own files, on the same file system as `runs_dir`."""
+    """Directory for files of the tests, on the same file system as `runs_dir`."""
     model: str = "random:tiny"
-    """Model of the rungs that compute."""
+    """Model with which the tests compute."""
     threads: int = 1
-    """Threads of each process that computes."""
+    """Number of threads of each computing process."""
     deadline_s: float = 600.0
-    """Seconds after which the processes that a test started are ended."""
+    """Seconds after which the processes of a test are killed."""
     engines: Mapping[str, str] = field(default_factory=dict)
-    """Python interpreters of the engines in environments of their own, by `engine.kind`."""
+    """Python interpreters of engines that have their own environment, by `engine.kind`."""
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One test."""
+    """One test of the ladder."""
 
     name: str
     title: str
     """Description of the test in a few words."""
     test: Callable[[DoctorSettings], Finding]
-    """Raises Absent or Fault."""
+    """The function that runs the test. It raises Absent or Fault if the test does not succeed."""
 
 
 @dataclass(frozen=True)
 class RungResult:
-    """The outcome of a rung."""
+    """The outcome of a test."""
 
     name: str
     title: str
     status: Status
     text: str
-    """The measurement, what is missing, or the cause of the fault."""
+    """The measurement, the missing part, or the cause of the fault, depending on the status."""
     advice: str = ""
     seconds: float = 0.0
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def lazily(where: str) -> Callable[[DoctorSettings], Finding]:
-    """Return the test `module:function` of this folder. Its module is imported when the test runs, so that a broken
-    library is the fault of the first test that needs it."""
+    """Return a function that runs the test `module:function` of this package.
+
+    The module is imported when the test runs. A broken library is therefore reported by the first test that needs
+    it."""
     module, _, name = where.partition(":")
 
     def test(settings: DoctorSettings) -> Finding:
@@ -112,8 +114,8 @@ def lazily(where: str) -> Callable[[DoctorSettings], Finding]:
 def climb(
     rungs: Sequence[Rung], settings: DoctorSettings, show: Callable[[RungResult], None] = lambda result: None
 ) -> list[RungResult]:
-    """Test the rungs in order until one has a fault. Call `show` with each result, and return all of them; the rungs
-    after a fault are NOT_REACHED."""
+    """Run the tests in order until one finds a fault. Return all results. Tests after a fault are not run, and their
+    status is NOT_REACHED. `show` is called with each result."""
     results: list[RungResult] = []
     for rung in rungs:
         if results and results[-1].status in (Status.FAULT, Status.NOT_REACHED):
@@ -146,7 +148,7 @@ def _test(rung: Rung, settings: DoctorSettings) -> RungResult:
 
 
 def machine() -> dict[str, Any]:
-    """Return the facts that a bug report begins with."""
+    """Return the facts about the machine that begin a bug report."""
     return {
         "host": socket.gethostname(),
         "system": platform.platform(),
@@ -158,7 +160,8 @@ def machine() -> dict[str, Any]:
 
 
 def line(result: RungResult) -> str:
-    """Return a result as a line of the text report; a fault's advice is on a second line."""
+    """Return a result as text for the report. It is one line, and a second line with the advice if the test found a
+    fault."""
     mark = {Status.OK: "ok", Status.ABSENT: "--", Status.FAULT: "FAULT", Status.NOT_REACHED: "  "}[result.status]
     absent, not_reached = f"not on this machine: {result.text}", f"not reached: {result.title}"
     text = {Status.ABSENT: absent, Status.NOT_REACHED: not_reached}.get(result.status, result.text)
@@ -167,7 +170,7 @@ def line(result: RungResult) -> str:
 
 
 def conclusion(results: Sequence[RungResult]) -> str:
-    """Return the last line of the report."""
+    """Return the last line of the report: the fault, or the number of tests without a fault."""
     seconds = sum(result.seconds for result in results)
     fault = next((result for result in results if result.status is Status.FAULT), None)
     if fault is not None:

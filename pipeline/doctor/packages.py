@@ -1,4 +1,5 @@
-"""The first rung: the installed packages. It imports none of them, so it can name one that is missing."""
+"""The doctor's first test: the installed packages. It imports none of them, so it can name a package that is
+missing."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ OPTIONAL = (
     "nvidia-nccl-cu13",
     "nvidia-nccl-cu12",
 )
-"""Packages that a library uses if they are installed. The report lists their versions."""
+"""Packages that other libraries use if they are installed. The report lists their versions."""
 
 
 def packages(settings: DoctorSettings) -> Finding:
-    """Compare the installed packages with the versions that Stageline was written for."""
+    """Test that the required packages are installed, in the versions that Stageline needs."""
     wrong, found = [], {}
     for text in requires("stageline") or []:
         wanted = Requirement(text)

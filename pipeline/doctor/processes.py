@@ -1,6 +1,7 @@
-"""Programs that rungs run in processes of their own. They start together, write result files, and end at a deadline.
+"""Programs that the doctor's tests run in processes of their own. They start together, write result files, and are
+killed at a deadline.
 
-rung ──► a program per rank or device ──► each writes its results to a file ──► the rung compares them
+test ──► a program per rank or device ──► each writes its results to a file ──► the test compares them
                  └── fails, or is still running at the deadline ──► Fault, with the output of each program
 """
 
@@ -21,19 +22,19 @@ from pathlib import Path
 from pipeline.doctor.ladder import Fault
 
 OUTPUT = 4000
-"""Characters of a program's output that a report keeps."""
+"""Number of characters of a program's output that the report contains, counted from its end."""
 _FRAME = re.compile(r'\s*File ".*", line \d+')
-"""A line of a traceback. The last one shows which library is broken."""
+"""Pattern of a line of a traceback. The last such line shows which library is broken."""
 _LAST_WORDS_S = 5.0
-"""Time that a hanging program has to print where each of its threads is."""
+"""Seconds in which a program that hangs can print the stacks of its threads."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A Python program that a rung runs."""
+    """A Python program that a test runs."""
 
     who: str
-    """Its name in a report, as "rank 1 of 2"."""
+    """Name of the program in the report, such as "rank 1 of 2"."""
     arguments: Sequence[str]
     """Arguments of the Python interpreter."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -41,10 +42,12 @@ class Program:
 
 
 def run_together(programs: Sequence[Program], deadline_s: float, advice: str) -> None:
-    """Run programs side by side until all have ended.
+    """Run programs at the same time until all have ended.
 
-    Raises Fault, with the output of each, if one fails or is still running after `deadline_s`. Afterwards none of
-    them runs, and no process that one of them started in its session."""
+    When the call returns or raises, none of the programs is running, nor any process in their sessions.
+
+    Raises:
+        Fault: a program failed, or was still running after `deadline_s`. It has the output of every program."""
     with tempfile.TemporaryDirectory(prefix="stageline-doctor-") as folder, contextlib.ExitStack() as stack:
         logs = [Path(folder, f"{index}.log") for index in range(len(programs))]
         running = []
@@ -82,7 +85,8 @@ def _start(program: Program, log: Path) -> subprocess.Popen[bytes]:
 def _hang(
     programs: Sequence[Program], running: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], deadline_s: float
 ) -> Fault:
-    """Return the fault of the programs that are still running. Each prints its threads' stacks first."""
+    """Return the fault about programs that are still running. Before that, make each of them print the stacks of its
+    threads."""
     hanging = [index for index, process in enumerate(running) if process.poll() is None]
     said = {index: _lines(logs[index])[-1:] for index in hanging}
     for index in hanging:
@@ -96,7 +100,7 @@ def _hang(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a program and the processes of its session."""
+    """Kill a program and all processes in its session."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # no process of the session is left
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

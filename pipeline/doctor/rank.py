@@ -1,7 +1,9 @@
-"""Run one rank of training tests, as a process of its own: `python -m pipeline.doctor.rank JOBS INDEX FOLDER RESULT`.
+"""Run one rank of the training tests, in a process of its own: `python -m pipeline.doctor.rank JOBS INDEX FOLDER
+RESULT`.
 
-For each job it builds the models that a run would build, computes log-probs and values, updates policy and critic, goes
-back to the start, and does the same again. Rank 0 writes the numbers of all jobs to the file RESULT.
+For each job the rank builds the models that a run would build, computes log-probs and values, and updates policy and
+critic. Then it restores the original models and does the same again. Rank 0 writes the numbers of all jobs to the file
+RESULT.
 """
 
 from __future__ import annotations
@@ -35,11 +37,12 @@ from storage.records import Advantages, Rollout
 from storage.weights import WeightBoard
 
 LEARNING_RATE = 1e-4
-"""Large enough for an update to be seen in bfloat16, and so small that rounding errors stay small under Adam."""
+"""Learning rate of the tests. It is large enough to change weights in bfloat16, and small enough to keep rounding
+errors small under Adam."""
 
 
 def run(job: RankJob, index: int, rendezvous: str) -> RankResult | None:
-    """Compute the part of rank `index` in a job. Return the numbers on rank 0, and None on the other ranks."""
+    """Run a job as rank `index`. Return the results on rank 0, and None on the other ranks."""
     with opened(job, index, rendezvous) as host:
         vocabulary = read_spec(job.model).vocab_size
         _step(host, *batch(vocabulary, 0, NUM_SHORT))  # libraries load what they need, Adam makes its moments
@@ -72,7 +75,7 @@ def run(job: RankJob, index: int, rendezvous: str) -> RankResult | None:
 
 @contextmanager
 def opened(job: RankJob, index: int, rendezvous: str) -> Iterator[MegatronHost]:
-    """Build the models of a job's rank for the block, and close them at its end."""
+    """Build the models of one rank of a job. They are closed at the end of the `with` block."""
     optimizer = OptimizerConfig(lr=LEARNING_RATE)
     host = MegatronHost(
         ModelConfig(path=job.model, dtype=job.dtype, kernels=job.kernels, policy=optimizer, critic=optimizer),
@@ -97,8 +100,8 @@ def _go_back(host: MegatronHost) -> None:
 
 
 def _step(host: MegatronHost, rollout: Rollout, advantages: Advantages) -> tuple[np.ndarray, str, dict[str, float]]:
-    """Run a step's forward passes and updates. Return the log-probs before it, the policy's digest after it, and the
-    losses."""
+    """Run the forward passes and the updates of one step. Return the log-probs before the updates, the policy's digest
+    after them, and the losses."""
     policy, reference, values = host.policy_logprobs(rollout), host.ref_logprobs(rollout), host.values(rollout)
     policy, reference, values = _from_rank_0(policy, reference, values)
     rollout = replace(rollout, sampler_logprobs=policy.policy_logprobs)
@@ -112,7 +115,7 @@ def _step(host: MegatronHost, rollout: Rollout, advantages: Advantages) -> tuple
 
 
 def _from_rank_0(*items: Any) -> tuple[Any, ...]:
-    """Return rank 0's items on every rank."""
+    """Broadcast objects from rank 0. Return rank 0's objects on every rank."""
     box = [items]
     if torch.distributed.get_world_size() > 1:
         torch.distributed.broadcast_object_list(box)
@@ -139,8 +142,8 @@ def _publish(host: MegatronHost) -> Published | None:
 
 
 def _forget_peak() -> int:
-    """Begin to measure the peak. Return the memory of this process, in bytes, without the free memory that glibc
-    keeps."""
+    """Start a measurement of peak memory. Return the memory of this process in bytes, after glibc has returned free
+    memory to the system."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     if hasattr(ctypes.CDLL(None), "malloc_trim"):
@@ -149,8 +152,14 @@ def _forget_peak() -> int:
 
 
 def _peak_since(state: int, of_process: int) -> int:
-    """Return the most bytes that were in use since `_forget_peak`. On a CPU the models had `state` bytes at that time,
-    in a process of `of_process` bytes, most of them libraries."""
+    """Return the peak memory since `_forget_peak` was called, in bytes.
+
+    On a GPU torch's allocator counts it. On a CPU it is estimated as `state` plus the growth of the process, because
+    most of the process's memory is used by libraries.
+
+    Args:
+        state: bytes of the models when the measurement began.
+        of_process: bytes of the process at that time, as `_forget_peak` returned them."""
     return peak_bytes() if torch.cuda.is_available() else state + max(0, peak_bytes() - of_process)
 
 

@@ -1,7 +1,8 @@
-"""Rungs of training: updates, layouts, publication and memory, each in processes of its own (`rank.py`).
+"""The doctor's tests of training: updates, layouts, publication and memory. Each runs in processes of its own
+(`rank.py`).
 
-The reference is always a float32 update on the CPU with plain torch kernels. So on a CPU the compiled kernels are
-compared with torch's, and on GPUs every GPU with the CPU, all of them at the same time.
+The reference is always a float32 update on the CPU with plain torch kernels. Without GPUs, the compiled kernels are
+compared with torch's. With GPUs, every GPU is compared with the CPU, all of them at the same time.
 """
 
 from __future__ import annotations
@@ -24,43 +25,52 @@ from pipeline.doctor.processes import Program, run_together
 from storage.codec import decode, encode
 
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.3}
-"""Largest accepted difference of a log-prob or a loss from the reference's, in nats. Rounding alone causes 1e-5 and
-0.05."""
+"""Largest accepted difference between a log-prob or a loss and the reference's, in nats. Rounding alone causes
+differences of 1e-5 in float32 and 0.05 in bfloat16."""
 AGREEMENT: dict[Dtype, float] = {"float32": 0.999, "bfloat16": 0.7}
-"""Smallest accepted cosine between an update's changes of the log-probs and the reference's. Rounding can change the
-sign of small gradients, which Adam makes as large as others (measured: 1 - 1e-10 and 0.96). Unrelated updates have
-about 0."""
+"""Smallest accepted cosine between two vectors: the changes of all log-probs by an update, and by the reference's
+update.
+
+Rounding can change the sign of a small gradient, and Adam makes small gradients as large as others. The measured
+cosines are 1 - 1e-10 in float32 and 0.96 in bfloat16. The cosine is about 0 for unrelated updates."""
 LAYOUT_TOLERANCE = 1e-3
-"""Largest accepted difference between layouts, in nats: sums over ranks are added in another order."""
+"""Largest accepted difference between layouts, in nats. Small differences occur because ranks add up numbers in another
+order."""
 STATE_SHARE = 1.05
-"""Largest accepted ratio, either way, of measured to predicted state. Both count the same tensors."""
+"""Largest accepted ratio between measured and predicted state, whichever is larger. Both count the same tensors."""
 PEAK_SHARE, PEAK_BYTES = 0.3, 32 << 20
-"""Largest accepted difference of the measured from the predicted peak: this share of the prediction plus these bytes.
-The prediction leaves out temporaries of the optimizer, and on a CPU the pages of libraries and what the allocator keeps
-(measured: 16 to 23 MB). So for a model of a few MB the test only finds a prediction that misses most of the
-activations."""
+"""Largest accepted difference between the measured and the predicted peak: this fraction of the prediction, plus this
+number of bytes.
+
+The prediction leaves out temporary tensors of the optimizer. On a CPU it leaves out the pages of libraries and the
+memory that the allocator keeps (measured: 16 to 23 MB). For a model of a few MB, the test therefore only detects a
+prediction that misses most of the activations."""
 LAYOUTS = {"TP2": (2, 1), "PP2": (1, 2), "DP2": (1, 1)}
-"""Tensor and pipeline sizes of the tested layouts, each of two ranks."""
+"""Tensor-parallel and pipeline-parallel sizes of the tested layouts. Each layout has two ranks."""
 ADVICE = (
     "if that file is another library's, install it again or remove it. Else send the JSON report: it has all output"
 )
 
 Gang = tuple[RankJob, ...]
-"""Jobs of equal size that the same ranks compute, one after the other, so that libraries are loaded once."""
+"""Jobs that the same ranks compute one after the other, so that libraries are loaded only once. All have the same
+number of ranks."""
 
 
 def float32(settings: DoctorSettings) -> Finding:
-    """Compare an update on each device with the reference, and with itself."""
+    """Test an update in float32 on each device. It must agree with the reference, and its repetition must give the same
+    bits."""
     return _update(settings, "float32")
 
 
 def bfloat16(settings: DoctorSettings) -> Finding:
-    """Compare an update in bfloat16 on each device with the float32 reference, and with itself."""
+    """Test an update in bfloat16 on each device. It must agree with the float32 reference, and its repetition must give
+    the same bits."""
     return _update(settings, "bfloat16")
 
 
 def layouts(settings: DoctorSettings) -> Finding:
-    """Compare two ranks with one, under tensor, pipeline and data parallelism, on neighbouring GPUs."""
+    """Test that two ranks compute the same as one, under tensor, pipeline and data parallelism, on neighbouring
+    GPUs."""
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         raise Absent("fewer than two GPUs")
     alone = _float32(settings)[_job(settings, publish=True)]
@@ -83,7 +93,7 @@ def layouts(settings: DoctorSettings) -> Finding:
 
 
 def publication(settings: DoctorSettings) -> Finding:
-    """Publish trained weights to shared memory, and read them back."""
+    """Test that weights published to shared memory are read back unchanged."""
     found = _float32(settings)[_job(settings, publish=True)].published
     assert found is not None
     if not found.sound:
@@ -95,7 +105,8 @@ def publication(settings: DoctorSettings) -> Finding:
 
 
 def memory(settings: DoctorSettings) -> Finding:
-    """Compare an update's memory with the prediction of `check`: weights, gradients and optimizer, and the peak."""
+    """Test that `stageline check` predicts the memory of an update correctly: the state (weights, gradients and
+    optimizer) and the peak."""
     results = _float32(settings)
     facts, texts = dict[str, float](), list[str]()
     for job in _device_jobs(settings, "float32"):
@@ -155,8 +166,8 @@ def _update(settings: DoctorSettings, dtype: Dtype) -> Finding:
 
 
 def difference(one: RankResult, other: RankResult) -> float:
-    """Return the largest difference of log-probs before the update and of the losses, in nats. It is infinite if a
-    number is missing or not finite."""
+    """Return the largest difference between two results in nats, over the losses and the log-probs before the update.
+    It is infinite if a loss is missing or a number is not finite."""
     if one.losses.keys() != other.losses.keys():
         return math.inf
     ones = [*one.logprobs, *one.losses.values()]
@@ -166,7 +177,7 @@ def difference(one: RankResult, other: RankResult) -> float:
 
 
 def agreement(one: RankResult, other: RankResult) -> float:
-    """Return the cosine between the two updates' changes of the log-probs: 1 for the same direction. NaN if nothing
+    """Return the cosine between the changes of the log-probs by two updates: 1 for the same direction. NaN if nothing
     changed or a number is not finite."""
     changes = [np.subtract(result.after, result.logprobs) for result in (one, other)]
     with np.errstate(invalid="ignore"):
@@ -177,12 +188,13 @@ def agreement(one: RankResult, other: RankResult) -> float:
 
 
 def devices() -> range:
-    """Return the indices of all GPUs that this process sees. Without GPUs return only 0, for the CPU."""
+    """Return the indices of all GPUs that this process sees. Without GPUs, return only index 0, which stands for the
+    CPU."""
     return range(torch.cuda.device_count() if torch.cuda.is_available() else 1)
 
 
 def pairs() -> list[int]:
-    """Return the first GPU of each pair of neighbours. Every GPU is in a pair."""
+    """Return the first GPU of each pair of neighbouring GPUs. The pairs cover all GPUs."""
     last = max(len(devices()) - 2, 0)
     return sorted({min(first, last) for first in devices()[::2]})
 
@@ -197,12 +209,12 @@ def _reference(settings: DoctorSettings) -> RankJob:
 
 
 def _device_jobs(settings: DoctorSettings, dtype: Dtype) -> list[RankJob]:
-    """Return one job for each device. The first one in float32 publishes its trained weights."""
+    """Return one job for each device. In float32, the first job also publishes its trained weights."""
     return [_job(settings, index, dtype=dtype, publish=dtype == "float32" and not index) for index in devices()]
 
 
 def _float32(settings: DoctorSettings) -> Mapping[RankJob, RankResult]:
-    """Return the results in float32 that several rungs look at: of the reference and of each device."""
+    """Return the results of the reference and of each device in float32. Several tests use them."""
     alone: list[Gang] = [(job,) for job in _device_jobs(settings, "float32")]
     reference: Gang = (_reference(settings),)
     gangs = [reference, *alone] if torch.cuda.is_available() else [alone[0] + reference]
@@ -211,8 +223,11 @@ def _float32(settings: DoctorSettings) -> Mapping[RankJob, RankResult]:
 
 @cache
 def _run(gangs: tuple[Gang, ...], deadline_s: float) -> dict[RankJob, RankResult]:
-    """Run gangs at the same time, and return rank 0's numbers of each job. Results are cached, because
-    several rungs need them. Raises Absent for a model that does not fit, and what `run_together` raises."""
+    """Run gangs at the same time, and return the results of each job. They are cached, because several tests need them.
+
+    Raises:
+        Absent: a model does not fit into memory.
+        Fault: a process failed, or was still running at the deadline."""
     for job in {job for gang in gangs for job in gang}:
         _refuse_too_large(job)
     with tempfile.TemporaryDirectory(prefix="stageline-doctor-") as folder:
@@ -238,7 +253,7 @@ def _ranks(gang: Gang, folder: Path) -> Iterator[Program]:
 
 
 def _refuse_too_large(job: RankJob) -> None:
-    """Raise Absent for a model whose state does not fit."""
+    """Raise Absent if the model's state does not fit into the memory of the device."""
     needed = predicted_state(job)
     there = (
         torch.cuda.get_device_properties(job.device).total_memory if job.on_gpu else psutil.virtual_memory().available

@@ -1,6 +1,6 @@
-"""Slurm's commands, called as a person would call them, and the record of a run's newest job (`job/job.json`).
+"""Slurm's commands, and the record of a run's newest job (`job/job.json`).
 
-Errors contain Slurm's own messages.
+The commands are called as a user would call them on the command line. Errors contain Slurm's own messages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from storage import files
 from storage.errors import StoreError
 
 _TIMEOUT_S = 60.0
-"""Seconds to wait for a busy controller."""
+"""Time limit of a command, in seconds. A busy Slurm controller may answer late."""
 _OVER = frozenset(
     {
         "BOOT_FAIL",
@@ -33,9 +33,10 @@ _OVER = frozenset(
         "TIMEOUT",
     }
 )
-"""Final states. A job that Slurm is about to requeue is never in one of them: it is COMPLETING until it is PENDING."""
+"""Final states of a job. A job that Slurm is about to requeue is in none of them: it is COMPLETING until it is
+PENDING."""
 _FORGOTTEN = ("Invalid job id", "not found")
-"""Texts in scontrol's error when Slurm no longer knows a job, or an array's task."""
+"""Texts in scontrol's error message if Slurm no longer knows a job or a task of an array."""
 _KEYS = {
     "account": "slurm.account",
     "partition": "slurm.partition",
@@ -46,17 +47,17 @@ _KEYS = {
     "gres": "slurm.gres",
     "array": "--at-once",
 }
-"""Word in Slurm's complaints -> the setting that it is about."""
+"""Words in Slurm's error messages, and the setting that each of them concerns."""
 
 
 @dataclass(frozen=True)
 class JobState:
-    """Slurm's state of a job."""
+    """The state of a job as reported by Slurm."""
 
     state: str
     """PENDING, RUNNING, COMPLETED, …"""
     reason: str
-    """Slurm's reason why the job waits; the text "None" if it does not wait."""
+    """Slurm's reason why the job waits. It is the text "None" if the job does not wait."""
     nodes: str
     restarts: int
     run_time: str
@@ -65,7 +66,7 @@ class JobState:
 
     @property
     def over(self) -> bool:
-        """True if Slurm will not run the job any more."""
+        """True if the job has ended and Slurm will not run it again."""
         return self.state in _OVER
 
 
@@ -84,10 +85,11 @@ def require() -> None:
 
 
 def submit(script: Path) -> str:
-    """Submit a script and return the job's number.
+    """Submit a script and return the id of the job.
 
     Raises:
-        ConfigError: Slurm refuses the job. The message has Slurm's reason, and the key is the setting to change.
+        ConfigError: Slurm refuses the job. The message contains Slurm's reason, and the key names the setting to
+            change.
     """
     done = _call("sbatch", "--parsable", str(script))
     if done.returncode:
@@ -96,7 +98,7 @@ def submit(script: Path) -> str:
 
 
 def job_state(job_id: str) -> JobState | None:
-    """Return Slurm's state of a job, or None if Slurm has forgotten the job or this host has no Slurm.
+    """Return the state of a job, or None if Slurm no longer knows the job or this host has no Slurm.
 
     Raises:
         ConfigError: Slurm does not answer, so the state is unknown.
@@ -123,7 +125,7 @@ def job_state(job_id: str) -> JobState | None:
 
 
 def cancel(job_id: str) -> None:
-    """End a job, or remove it from the queue.
+    """Cancel a job, which may be running or in the queue.
 
     Raises:
         ConfigError: Slurm refuses, or this host has no Slurm.
@@ -143,18 +145,19 @@ def _call(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def _fields(line: str) -> Mapping[str, str]:
-    """Return the fields of a line of scontrol's output."""
+    """Return the fields NAME=VALUE of a line of scontrol's output."""
     return dict(part.split("=", 1) for part in line.split() if "=" in part)
 
 
 def _said(complaint: str) -> str:
-    """Return the complaint's lines as one, each without the command's name."""
+    """Return an error message of Slurm as one line, without the name of the command in front of each of its lines."""
     lines: Sequence[str] = [re.sub(r"^(?:.*?\b(?:error|fatal)|\w+): ", "", line) for line in complaint.splitlines()]
     return "; ".join(line.strip() for line in lines if line.strip()) or "it does not say why"
 
 
 def _key_of(complaint: str) -> str:
-    """Return the setting that an error message is about, by its words; `slurm` if they name none."""
+    """Return the setting that an error message concerns, judged by its words. If it contains no known word, return
+    `slurm`."""
     return next((key for word, key in _KEYS.items() if word in complaint.lower()), "slurm")
 
 
@@ -168,22 +171,22 @@ class JobRecord:
     """The newest job of a run."""
 
     job_id: str
-    """Number of the job, or of a task of an array, as in 12_3."""
+    """Id of the job. For a task of an array: the array's id and the number of the task, such as 12_3."""
     output: str
-    """File of the job's output."""
+    """Path of the file with the job's output."""
 
 
 def write_record(folder: Path, record: JobRecord) -> None:
-    """Write the record atomically. Raises OSError."""
+    """Write the record of a run's newest job atomically. Raises OSError if the file cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     files.write(files.open_root(str(folder)), _FILE, (json.dumps(asdict(record), indent=1) + "\n").encode())
 
 
 def read_record(folder: Path) -> JobRecord | None:
-    """Return the record in a run's `job/`, or None if the run was never submitted.
+    """Return the record in a run's directory `job/`. Return None if the run was never submitted.
 
     Raises:
-        StoreError: it is damaged.
+        StoreError: the record is damaged.
     """
     path = folder / _FILE
     if not path.is_file():

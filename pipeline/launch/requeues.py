@@ -1,11 +1,12 @@
-"""Decide whether a job may be requeued again, from how each of its starts ended (`job/attempts.json`).
+"""Decide whether a job may be requeued again. The decision depends on how each of its starts ended
+(`job/attempts.json`).
 
     a job ends ────────► its script, or another node, asks ────► its end is recorded ─────► requeue, or end the job
     it starts again ───► its script asks about the last end ────► recorded if it is not ──► continue, or end the job
 
-The second question is for a job that Slurm itself requeued after a preemption or the failure of its only node: no
-process was left to ask the first one. The file is in the run's directory, so it survives a node's failure. Progress is
-measured by the ledger's commits.
+The second line is for a job that Slurm itself requeued, after a preemption or the failure of its only node: no process
+was left to ask when the job ended. The file is in the run's directory, so it survives the failure of a node. The
+progress of a start is measured by the commits in the ledger.
 """
 
 from __future__ import annotations
@@ -21,45 +22,47 @@ from storage.ledger import Ledger
 
 _FILE = "attempts.json"
 MOST_LOST = 20
-"""Number of starts of a job that may lose their driver, workers or batch node. The job ends after one more,
-because nodes that fail so often need a person's attention. Time limits and preemption do not count."""
+"""Maximum number of starts of a job that may lose their driver, workers or batch node. After one more the job ends,
+because nodes that fail so often need the attention of a person. Starts that end by a time limit or by preemption do not
+count."""
 MOST_IDLE = 3
-"""Number of requeues in a row, for any reason, without a new commit, after which a job ends. One may be bad luck, as
-when a node fails early. After three, the job would probably be requeued for ever."""
+"""Number of requeues in a row without a new commit after which a job ends, whatever their reasons. A single one may be
+bad luck, for example if a node fails early. After three, the job would probably be requeued forever."""
 
 
 @dataclass(frozen=True)
 class JobEnd:
-    """End of one start of a job."""
+    """The end of one start of a job."""
 
     restart: int
-    """Requeues of the job before this start (SLURM_RESTART_COUNT)."""
+    """Number of times that the job was requeued before this start (SLURM_RESTART_COUNT)."""
     committed: tuple[int, int]
-    """Result of `committed_so_far` after the start had ended."""
+    """Result of `committed_so_far` at the end of this start."""
     because: str
-    """Reason why it ended, for people."""
+    """Reason why the start ended, as text for users."""
     lost: bool
-    """True if its driver, workers or batch node were lost. False after a time limit or a requeue by Slurm itself."""
+    """True if the driver, workers or batch node were lost. False after a time limit, or if Slurm itself requeued the
+    job."""
 
 
 @dataclass(frozen=True)
 class _StoredEnds:
-    """The content of the file. The names of its fields are those of stored files."""
+    """The content of `job/attempts.json`. The names of the fields must not change, because files with them exist."""
 
     job_id: str
     attempts: tuple[JobEnd, ...]
 
 
 def refusal(ends: Sequence[JobEnd], *, restarts: int, requeues_without_progress: int) -> str | None:
-    """Return why a job must not be requeued, or None if it may be.
+    """Return the reason why a job must not be requeued, or None if it may be requeued.
 
-    A start whose end was not recorded counts as a requeue without progress if the ends before and after it found the
-    same ledger.
+    The end of a start may be missing from `ends`. Such a start counts as a requeue without progress if no commit was
+    added between the ends before and after it.
 
     Args:
-        ends: the job's starts, oldest first; at least one.
-        restarts: most lost starts of a job that may be requeued.
-        requeues_without_progress: requeues in a row that commit nothing, after which the job ends.
+        ends: ends of the job's starts, oldest first; at least one.
+        restarts: maximum number of starts that may be lost.
+        requeues_without_progress: number of requeues in a row without a new commit after which the job ends.
     """
     last = ends[-1]
     unchanged = list(takewhile(lambda end: end.committed == last.committed, reversed(ends)))
@@ -77,19 +80,24 @@ def _number(count: int, thing: str) -> str:
 
 
 def committed_so_far(ledger: Ledger) -> tuple[int, int]:
-    """Return the number of closed steps, and of commits in later steps. Every commit changes one of them. No commit is
-    read, so the call is as fast for a long run, and damaged commits do not matter."""
+    """Return the number of closed steps, and the number of commits in later steps.
+
+    Every new commit changes one of the two numbers. No commit is read. The call is therefore fast even for a long run,
+    and it works if commits are damaged."""
     closed = ledger.closed_until()
     return closed, sum(address.step >= closed for address in ledger.open_addresses())
 
 
 def note_end(folder: Path, job_id: str, end: JobEnd) -> Sequence[JobEnd]:
-    """Record the end of a start in a run's `job/`, and return the ends of all starts of this job, oldest first. An
-    end that is recorded already stays. Ends of an earlier job are dropped, because a new submission starts afresh.
+    """Record the end of a start in a run's directory `job/`. Return the ends of all recorded starts of this job, oldest
+    first.
+
+    If the end of this start is recorded already, it is not changed. Ends of an earlier job are dropped, because the
+    counts begin again with each submission.
 
     Raises:
         StoreError: the file is damaged.
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     ends = _ends(folder / _FILE, job_id)
     if end.restart not in {one.restart for one in ends}:

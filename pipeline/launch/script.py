@@ -1,12 +1,12 @@
 """The sbatch script of a run or of a sweep: a template (`slurm/run.sbatch`) whose `@WORDS@` are filled in.
 
-The job's shape is its groups of nodes and the group that each gang's workers run on:
+The job's shape is its groups of nodes. It says on which group the workers of each gang run:
 
     gangs without nodes of their own ───────► the batch node ─┐
-    a gang with slurm.gangs.NAME.nodes ─┬───► so many nodes ──┴─► alike? ──yes──► a plain job, groups side by side
+    a gang with slurm.gangs.NAME.nodes ─┬───► its own nodes ──┴─► alike? ──yes──► a plain job, groups side by side
     and those beside it ────────────────┘                           └─────no───► a heterogeneous one, a component each
 
-Pure.
+Pure functions, except that the template is read.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from stages.models.protocol import Role
 TEMPLATE = Path(__file__).resolve().parents[2] / "slurm/run.sbatch"
 DOCTOR_TEMPLATE = TEMPLATE.with_name("doctor.sbatch")
 DOCTOR_LIMIT = "0-00:30:00"
-"""Time limit of a job that tests its nodes."""
+"""Time limit of a job that runs `stageline doctor`."""
 _WORD = re.compile(r"@([A-Z]+)@")
 
 
 @dataclass(frozen=True)
 class JobPlace:
-    """The parts of a script that are not in the config."""
+    """Values in a script that do not come from the config."""
 
     title: str
-    """Title in the comment at the top."""
+    """Title in the comment at the top of the script."""
     name: str
-    """Slurm's name of the job."""
+    """Name of the job in Slurm."""
     run: str
-    """The run's directory, as an expression of the shell."""
+    """The run's directory, as a shell expression."""
     folder: Path
-    """Working directory of the job; relative paths of the config begin there."""
+    """Working directory of the job. Relative paths in the config are relative to it."""
     output: Path
-    """File of the job's output, as a pattern of sbatch."""
+    """Path of the file for the job's output, as a filename pattern of sbatch."""
     array: str | None = None
-    """Tasks of a sweep, in sbatch's notation."""
+    """Task numbers of a sweep, in the notation of sbatch. None if the job is no array."""
 
 
 def render(config: RunConfig, place: JobPlace) -> str:
     """Return the script of a run or of a sweep.
 
     Raises:
-        ConfigError: `slurm.template` cannot be read, lacks a word, or has one that is unknown.
+        ConfigError: `slurm.template` cannot be read, lacks a required word, or contains an unknown word.
     """
     shape = job_shape(config)
     filled = {
@@ -74,7 +74,7 @@ def render(config: RunConfig, place: JobPlace) -> str:
 
 
 def render_doctor(config: RunConfig, place: JobPlace, arguments: Sequence[str]) -> str:
-    """Return the script that runs `stageline doctor` once on each node that a run asks for."""
+    """Return the script that runs `stageline doctor` once on each node that the run requests."""
     shape, slurm = job_shape(config), replace(config.slurm, time_limit=DOCTOR_LIMIT)
     components = f" --het-group=0-{len(shape.groups) - 1}" if shape.heterogeneous else ""
     filled = {
@@ -89,7 +89,10 @@ def render_doctor(config: RunConfig, place: JobPlace, arguments: Sequence[str]) 
 
 
 def _filled(template: Path, filled: Mapping[str, str]) -> str:
-    """Return a template with its words filled in. Raises ConfigError if it cannot be read, or has other words."""
+    """Return a template with its words replaced by the values in `filled`.
+
+    Raises:
+        ConfigError: the template cannot be read, or its words are not exactly the keys of `filled`."""
     try:
         text = template.read_text("utf8")
     except (OSError, UnicodeDecodeError) as error:
@@ -138,7 +141,8 @@ def _directives(slurm: SlurmConfig, shape: JobShape, place: JobPlace) -> Iterato
 
 
 def _together(shape: JobShape) -> NodeGroup:
-    """Return one group for all gangs of a plain job. Its nodes are alike: each has what the largest gang needs."""
+    """Merge the groups of a plain job into one group with all nodes and gangs. Its nodes are alike, so each has as many
+    CPUs and GPUs as the most demanding group needs."""
     first = shape.groups[0]
     return NodeGroup(
         nodes=shape.nodes,
@@ -165,12 +169,13 @@ def _counted(step: Step) -> str:
 
 
 def _workers(slurm: SlurmConfig, shape: JobShape) -> Iterator[str]:
-    """Yield a line per gang: its kind, its name, and srun's options.
+    """Yield a line per gang: its kind, its name, and options of srun.
 
-    Steps overlap. Each gets all CPUs of its nodes, and all of the job's GPUs there if its workers need any. Slurm binds
-    tasks to neither: NCCL does not use NVLink to a GPU that a control group hides from the process (NVIDIA/nccl#1066).
-    Each worker reports the GPUs that it sees, and the driver gives it some of them. There is no `--cpus-per-task`: with
-    it overlapping steps would get the same CPUs.
+    Slurm starts each gang as a job step, and the steps share the nodes. Each gets all CPUs of its nodes, and all of the
+    job's GPUs there if its workers need GPUs. Slurm does not bind tasks to CPUs or GPUs: NCCL does not use NVLink to a
+    GPU that a control group hides from the process (NVIDIA/nccl#1066). Each worker reports the GPUs that it sees, and
+    the driver assigns some of them to it. `--cpus-per-task` is not given, because with it the steps on a node would get
+    the same CPUs.
     """
     for number, group in enumerate(shape.groups):
         where = f"--het-group={number}" if shape.heterogeneous else f"--relative={shape.first_node(group)}"
@@ -183,8 +188,8 @@ def _workers(slurm: SlurmConfig, shape: JobShape) -> Iterator[str]:
 
 
 def _sbatch_word(value: str) -> str:
-    """Return a value in quotes for sbatch if it needs them. Like a shell, sbatch interprets quotes, and # outside of
-    quotes; unlike a shell, it does not expand dollar signs."""
+    """Return a value for an option of sbatch, in quotes if it needs them. In an option, sbatch interprets quotes, and #
+    outside of quotes, like a shell. Unlike a shell, it does not expand dollar signs."""
     if re.fullmatch(r"[\w@%+=:,./-]*", value):
         return value
     escaped = re.sub(r'(["\\])', r"\\\1", value)
@@ -196,52 +201,53 @@ def _sbatch_word(value: str) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """The workers of one gang, which one srun starts."""
+    """The workers of one gang. One srun command starts them."""
 
     gang: str
     ordered: bool
-    """True if the workers are ranks, none of which can continue without the others; else they are replicas."""
+    """True if the workers are ranks, which cannot continue without each other. False if they are replicas."""
     workers: int
     cpus: int
-    """CPUs of a worker."""
+    """Number of CPUs per worker."""
     gpus: int
-    """GPUs of a worker."""
+    """Number of GPUs per worker."""
 
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """Nodes that are alike, and the workers on them."""
+    """A group of equal nodes, and the workers that run on them."""
 
     nodes: int
     steps: tuple[Step, ...]
     cpus: int
-    """CPUs of a node."""
+    """Number of CPUs per node."""
     gpus: int
-    """GPUs of a node."""
+    """Number of GPUs per node."""
     partition: str | None
     sbatch: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class JobShape:
-    """The groups of nodes. The first contains the batch node."""
+    """The groups of nodes of a job. The first group contains the batch node."""
 
     groups: tuple[NodeGroup, ...]
     heterogeneous: bool
-    """True if each group is a component of a heterogeneous job; else the groups follow each other in one list of
-    nodes."""
+    """True if each group is a component of a heterogeneous job. False if the job has one list of nodes, in which the
+    groups follow each other."""
 
     @property
     def nodes(self) -> int:
         return sum(group.nodes for group in self.groups)
 
     def first_node(self, group: NodeGroup) -> int:
-        """Return the index of a group's first node in the list of nodes of a plain job."""
+        """Return the index of the first node of a group in the list of nodes of a plain job."""
         return sum(other.nodes for other in self.groups[: self.groups.index(group)])
 
 
 def job_shape(config: RunConfig) -> JobShape:
-    """Return the nodes and resources that a run asks for. The config must have no `run_problems`."""
+    """Return the nodes and resources that a run requests from Slurm. The config must be valid: `run_problems` finds
+    nothing."""
     slurm, used = config.slurm, {gang.name for gang in config.gangs()}
     gangs = [gang for gang in config.placement.gangs if gang in used]  # a run without a critic may list its gang
     hosts = {gang: host_gang(slurm, gang) for gang in gangs}
@@ -257,8 +263,10 @@ def job_shape(config: RunConfig) -> JobShape:
 
 
 def _sort_key(config: RunConfig, host: str) -> tuple[bool, int]:
-    """Return the sort key of the nodes of gang `host`. The policy's nodes come first, so that the driver runs beside
-    the policy's ranks if no gang is assigned to the batch node."""
+    """Return the key by which groups of nodes are sorted. `host` is the gang that owns the nodes.
+
+    The policy's nodes come first. If no gang runs on the batch node, the driver therefore runs on the same node as
+    ranks of the policy."""
     policy = host_gang(config.slurm, config.placement.roles[Role.POLICY])
     return host != policy, list(config.placement.gangs).index(host)
 
@@ -289,8 +297,8 @@ def _group(config: RunConfig, host: str | None, gangs: Sequence[str]) -> NodeGro
 
 
 def _gpus_of_node(needed: Mapping[str, int], placement: PlacementConfig) -> int:
-    """Return the number of GPUs of a node from each gang's number there. Gangs that share devices need the largest
-    number among them."""
+    """Return the number of GPUs that a node needs. `needed` is the number for each gang. Gangs that share devices need
+    only the largest number among them."""
     sharing = {name for group in placement.device_sharing for name in group}
     alone = sum(number for name, number in needed.items() if name not in sharing)
     return alone + sum(max(needed.get(name, 0) for name in group) for group in placement.device_sharing)

@@ -1,4 +1,4 @@
-"""Submit a run, or several runs as one array, to Slurm.
+"""Submission to Slurm of a run, or of several runs as one array.
 
 config ──► job/config.yaml (resolved, as the run will have it) ──► job/run.sbatch ──► sbatch ──► job/job.json
 """
@@ -24,7 +24,7 @@ from storage.locks import lock_holder, open_lock
 
 _SCRIPT, _CONFIG = "run.sbatch", "config.yaml"
 _LOCK = "submitting"
-"""Lock file of the process that submits a run."""
+"""Name of the lock file that a process holds while it submits a run."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Submitted:
 
 
 def run_script(config: RunConfig) -> str:
-    """Return the script of a run's own job."""
+    """Return the script of a job for one run."""
     paths = RunPaths(config.run_dir.absolute())
     return render(
         config,
@@ -52,10 +52,10 @@ def run_script(config: RunConfig) -> str:
 
 
 def submit_run(config: RunConfig) -> Submitted:
-    """Submit a config as a job of its own.
+    """Submit one run as a job.
 
     Raises:
-        ConfigError: a job of the run is under way, or Slurm refuses this one.
+        ConfigError: a job of the run is waiting or running, or Slurm refuses the new job.
     """
     paths = RunPaths(config.run_dir.absolute())
     with _only_submitter([paths]):
@@ -68,8 +68,8 @@ def submit_run(config: RunConfig) -> Submitted:
 
 
 def doctor_script(config: RunConfig, folder: Path, arguments: Sequence[str]) -> str:
-    """Return the script of a job that runs `stageline doctor` with these arguments on every node that a run asks for.
-    Its output goes into `folder`."""
+    """Return the script of a job that runs `stageline doctor` on every node that a run requests. `arguments` are passed
+    to the command. The output goes into `folder`."""
     place = JobPlace(
         title=f"Tests of the nodes that the run {config.name} of Stageline asks for.",
         name=f"doctor-{config.name}",
@@ -81,17 +81,19 @@ def doctor_script(config: RunConfig, folder: Path, arguments: Sequence[str]) -> 
 
 
 def submit_doctor(config: RunConfig, folder: Path, arguments: Sequence[str]) -> Submitted:
-    """Submit the job of `doctor_script`. Raises ConfigError if Slurm refuses it."""
+    """Submit a job with the script of `doctor_script`. Raises ConfigError if Slurm refuses the job."""
     script = folder / "doctor.sbatch"
     job_id = _submit({script: doctor_script(config, folder, arguments)}, script, config)
     return Submitted(job_id, folder / f"slurm-{job_id}.out", script)
 
 
 def array_script(configs: Sequence[RunConfig], folder: Path, at_once: int | None = None) -> str | None:
-    """Return the script of an array whose tasks are these runs. Its output goes into `folder`. Return None if no array
-    is possible: Slurm has none of heterogeneous jobs, and all tasks of an array have the same resources. The script
-    lists the runs, because a task may start long after the next array of the same sweep was submitted. `at_once`: most
-    tasks that may be active; None: all."""
+    """Return the script of a job array in which each task is one of these runs. Its output goes into `folder`.
+
+    Return None if the runs cannot be one array: all tasks of an array have the same resources, and Slurm has no arrays
+    of heterogeneous jobs. The script contains the list of runs, because a task may start long after another array of
+    the same sweep was submitted. `at_once` is the maximum number of tasks that run at the same time; None means no
+    limit."""
     runs = "".join(f"    {shlex.quote(str(config.run_dir.absolute()))}\n" for config in configs)
     place = JobPlace(
         title=f"The runs of {folder.parent.name} of Stageline, one for each task.",
@@ -108,10 +110,10 @@ def array_script(configs: Sequence[RunConfig], folder: Path, at_once: int | None
 
 
 def submit_array(configs: Sequence[RunConfig], folder: Path, text: str) -> Submitted:
-    """Submit configs as the tasks of one array, with the script that `array_script` returned for them.
+    """Submit runs as the tasks of one array. `text` is the script that `array_script` returned for them.
 
     Raises:
-        ConfigError: as `submit_run`.
+        ConfigError: a job of one of the runs is waiting or running, or Slurm refuses the array.
     """
     roots = [RunPaths(config.run_dir.absolute()) for config in configs]
     with _only_submitter(roots):
@@ -128,8 +130,11 @@ def submit_array(configs: Sequence[RunConfig], folder: Path, text: str) -> Submi
 
 @contextmanager
 def _only_submitter(runs: Sequence[RunPaths]) -> Iterator[None]:
-    """Lock these runs for submission, from the search for their jobs until the new job is recorded. Raises ConfigError
-    if another process is submitting one of them."""
+    """Hold the submission lock of each run during the `with` block. The block looks for existing jobs of the runs,
+    submits, and records the new job.
+
+    Raises:
+        ConfigError: another process is submitting one of the runs."""
     with ExitStack() as stack:
         for paths in runs:
             paths.job.mkdir(parents=True, exist_ok=True)
@@ -144,7 +149,7 @@ def _only_submitter(runs: Sequence[RunPaths]) -> Iterator[None]:
 
 
 def under_way(config: RunConfig) -> str | None:
-    """Return the state of the run's job, for a person; None if no job waits or runs.
+    """Return a text about the state of the run's job. Return None if no job of the run is waiting or running.
 
     Raises:
         ConfigError: Slurm does not answer.
@@ -156,7 +161,7 @@ def under_way(config: RunConfig) -> str | None:
 
 
 def _refuse_second_job(config: RunConfig) -> None:
-    """Raise ConfigError if a job of the run waits or runs, and the errors of `under_way`."""
+    """Raise ConfigError if a job of the run is waiting or running. Errors of `under_way` are passed on."""
     job, root = under_way(config), config.run_dir.absolute()
     if job is not None:
         need = f"`stageline cancel {root}` ends it, another name=... starts a new run"
@@ -164,7 +169,7 @@ def _refuse_second_job(config: RunConfig) -> None:
 
 
 def asked_for(config: RunConfig) -> str:
-    """Return a text about the nodes that a run asks for."""
+    """Return a text about the nodes that a run requests."""
     shape = job_shape(config)
     return ", ".join(_described(group, config.slurm.gres) for group in shape.groups)
 
@@ -177,8 +182,10 @@ def _described(group: NodeGroup, gres: str | None) -> str:
 
 
 def _pattern(folder: Path, name: str) -> Path:
-    """Return a file's path as sbatch expects it, with % escaped. Raises ConfigError for a folder that sbatch cannot
-    name, because it has a line break or a backslash."""
+    """Return the path of a file as a filename pattern of sbatch, in which % is escaped.
+
+    Raises:
+        ConfigError: the path contains a line break or a backslash, which sbatch does not support."""
     if re.search(r"[\\\n\r]", str(folder)):
         need = "Slurm writes no output below a directory with a \\ or the end of a line in its name"
         raise ConfigError("runs_dir", f"given {str(folder)!r}; {need}")
@@ -186,7 +193,8 @@ def _pattern(folder: Path, name: str) -> Path:
 
 
 def _submit(kept: Mapping[Path, str], script: Path, config: RunConfig) -> str:
-    """Submit a script to Slurm, with files beside it that the job reads as soon as it starts."""
+    """Write the files in `kept`, which are the script and files that the job reads when it starts. Then submit the
+    script and return the job's id."""
     with _put_back(list(kept)):
         for path, text in kept.items():
             _write(path, text.encode())
@@ -198,7 +206,8 @@ def _submit(kept: Mapping[Path, str], script: Path, config: RunConfig) -> str:
 
 @contextmanager
 def _put_back(paths: Sequence[Path]) -> Iterator[None]:
-    """Restore these files if the block fails, so that no run uses files of a refused submission."""
+    """Restore the previous content of these files if the `with` block fails. Otherwise a run could use files of a
+    refused submission."""
     before = {path: path.read_bytes() if path.exists() else None for path in paths}
     try:
         yield

@@ -1,5 +1,7 @@
 """Check a config against another cluster: nodes and GPUs of its workers, layouts, and memory.
 
+The kind of cluster decides on which node a worker is placed:
+
     local       every worker on one node
     attached    on the first node with room, large gangs first; a tensor-parallel group or a replica stays on a node
     Slurm       the nodes that the job would ask for (`script.job_shape`), if the config has a section `slurm`
@@ -38,12 +40,15 @@ class TargetCheck:
     """GPUs of each worker, as indices on its node."""
     limits: MemoryLimits
     problems: list[Problem]
-    """Problems of a run that needs more memory than there is."""
+    """Problems of workers or nodes for which the cluster has too little memory."""
     notes: list[str]
 
 
 def fitting_target(config: RunConfig, cluster: HardwareCluster, text: str) -> TargetCheck:
-    """Return `check_target`'s result. Raises ConfigError also for too little memory."""
+    """Return the result of `check_target`.
+
+    Raises:
+        ConfigError: `check_target` raised it, or the cluster has too little memory."""
     found = check_target(config, cluster, text)
     if found.problems:
         raise together([refusal(problem) for problem in found.problems])
@@ -51,13 +56,19 @@ def fitting_target(config: RunConfig, cluster: HardwareCluster, text: str) -> Ta
 
 
 def check_target(config: RunConfig, cluster: HardwareCluster, text: str) -> TargetCheck:
-    """Return the placement of a run on a cluster, and the input of its memory prediction. `text`: the cluster as it was
-    given.
+    """Return the placement of a run on a cluster, and the input of its memory prediction.
+
+    Too little memory raises no error. It is listed in `problems` of the result, so that the predicted numbers can be
+    shown with it.
+
+    Args:
+        config: the config of the run.
+        cluster: the cluster.
+        text: description of the cluster as the user gave it.
 
     Raises:
-        ConfigError: lists the settings that cannot work there: models that layouts cannot divide; too few nodes, GPUs
-            or cores. Too little memory raises nothing. It is in the result's `problems`, beside the numbers that show
-            why.
+        ConfigError: lists the settings that cannot work on the cluster: layouts that cannot divide a model, and too few
+            nodes, GPUs or cores.
     """
     num_gpus = cluster.gpus_per_node if config.slurm.gres or not is_slurm(config) else 0
     models = check_shapes(config, on_gpus=num_gpus > 0)
@@ -77,12 +88,12 @@ def check_target(config: RunConfig, cluster: HardwareCluster, text: str) -> Targ
 
 
 def is_slurm(config: RunConfig) -> bool:
-    """Return True if the config says anything about a Slurm job."""
+    """Return True if any setting of the section `slurm` differs from its default."""
     return config.slurm != SlurmConfig()
 
 
 def limits_of(config: RunConfig, cluster: HardwareCluster, num_gpus: int, text: str) -> MemoryLimits:
-    """Return the memory of a cluster's nodes and GPUs; at most the config's own limits."""
+    """Return the memory of the cluster's nodes and GPUs. If the config sets a lower limit, that limit is returned."""
     given = config.cluster
     host = math.inf if given.host_memory_gb is None else given.host_memory_gb * GIB
     device = math.inf if given.device_memory_gb is None else given.device_memory_gb * GIB
@@ -96,7 +107,7 @@ def limits_of(config: RunConfig, cluster: HardwareCluster, num_gpus: int, text: 
 
 
 def place(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> dict[Worker, str]:
-    """Return the node of every worker, as `node 3`. For configs without `_node_problems`."""
+    """Return the name of each worker's node, such as `node 3`. The config must have no `_node_problems`."""
     gangs = config.gangs()
     if is_slurm(config):
         number_of = dict(_in_job(config))
@@ -111,7 +122,8 @@ def place(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> dict[Wo
 
 
 def _in_job(config: RunConfig) -> Iterator[tuple[Worker, int]]:
-    """Yield each worker with its node in the job: a gang's workers are spread over its nodes evenly, in order."""
+    """Yield each worker with the index of its node in the job. The workers of a gang are spread evenly over the gang's
+    nodes, in order."""
     first = 0
     for group in job_shape(config).groups:
         for step in group.steps:
@@ -122,17 +134,19 @@ def _in_job(config: RunConfig) -> Iterator[tuple[Worker, int]]:
 
 @dataclass(frozen=True)
 class _Group:
-    """Workers of a gang that stay on one node: a tensor-parallel group, or a replica."""
+    """Workers of a gang that must be on the same node: a tensor-parallel group, or a replica."""
 
     gang: Gang
     indices: range
     size: int
-    """Number of its GPUs, or of its cores on a cluster without GPUs."""
+    """Number of GPUs of the group. On a cluster without GPUs, number of cores."""
 
 
 def _packed(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> dict[Worker, int] | _Group:
-    """Return the node of each worker, or a group that finds no room. Large gangs are placed first. If a group finds
-    no room, all groups are placed again, with large groups first."""
+    """Return the index of each worker's node. Return a group for which there is no room if the workers do not fit.
+
+    Groups are placed in the order of their gangs, the largest gang first. If this fails, they are placed again in order
+    of their own size, the largest first."""
     gangs = sorted(config.gangs(), key=lambda gang: -_room(config, gang, num_gpus))
     groups = [group for gang in gangs for group in _groups(config, gang, num_gpus)]
     found = _first_fit(config, cluster, num_gpus, groups)
@@ -144,9 +158,12 @@ def _packed(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> dict[
 def _first_fit(
     config: RunConfig, cluster: HardwareCluster, num_gpus: int, groups: Sequence[_Group]
 ) -> dict[Worker, int] | _Group:
-    """Return the node of each worker, or the first group that finds no room. Each group goes to the first node that has
-    room. A gang that shares devices prefers the nodes of the gangs that it shares them with. Cores, and with
-    `placement.oversubscribe` GPUs, are used twice only after all are used once."""
+    """Return the index of each worker's node. Return the first group for which there is no room if the workers do not
+    fit.
+
+    Each group is put on the first node with room. A gang that shares devices prefers the nodes of the gangs with which
+    it shares them. Cores are used by several workers only if all are in use. The same holds for GPUs with
+    `placement.oversubscribe`."""
     placement, per_node = config.placement, num_gpus or cluster.cores
     sharing = {name: tuple(group) for group in placement.device_sharing for name in group}
     used: dict[str, list[int]] = {gang.name: [0] * cluster.nodes for gang in config.gangs()}
@@ -171,7 +188,7 @@ def _first_fit(
 
 
 def _groups(config: RunConfig, gang: Gang, num_gpus: int) -> Iterator[_Group]:
-    """Yield the groups of a gang in the order of its workers."""
+    """Yield the groups of a gang. The workers of a group stay on one node."""
     side_by_side = config.placement.gangs[gang.name].layout.tensor if gang.ordered else 1
     size = _room(config, gang, num_gpus) // gang.workers * side_by_side
     for first in range(0, gang.workers, side_by_side):
@@ -179,14 +196,14 @@ def _groups(config: RunConfig, gang: Gang, num_gpus: int) -> Iterator[_Group]:
 
 
 def _room(config: RunConfig, gang: Gang, num_gpus: int) -> int:
-    """Return the number of a gang's GPUs, or of its cores on a cluster without GPUs."""
+    """Return the number of GPUs that a gang needs. On a cluster without GPUs, return its number of cores."""
     if num_gpus:
         return gang.workers * gang.gpus
     return gang.workers * config.placement.gangs[gang.name].threads
 
 
 def _node_problems(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> Iterator[Problem]:
-    """Yield the problems of a run that asks for more nodes, GPUs or cores than there are."""
+    """Yield the problems of a run that requests more nodes, GPUs or cores than the cluster has."""
     if is_slurm(config):
         shape = job_shape(config)
         if shape.nodes > cluster.nodes:
@@ -206,7 +223,8 @@ def _node_problems(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -
 
 
 def _attached_problems(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> Iterator[Problem]:
-    """Yield the problems of attached gangs that need more GPUs than there are, or than one node has."""
+    """Yield the problems of gangs on an attached cluster: they need more GPUs than the cluster has, or a group needs
+    more than one node has."""
     rooms = {gang.name: _room(config, gang, num_gpus) for gang in config.gangs()}
     listed = ", ".join(f"{name} {number}" for name, number in rooms.items() if number)
     shared = [[rooms.pop(name) for name in group if name in rooms] for group in config.placement.device_sharing]
@@ -225,7 +243,8 @@ def _attached_problems(config: RunConfig, cluster: HardwareCluster, num_gpus: in
 
 
 def _group_problems(config: RunConfig, group: NodeGroup, cluster: HardwareCluster, num_gpus: int) -> Iterator[Problem]:
-    """Yield the problems of a job's nodes that need more GPUs or cores than a node has."""
+    """Yield the problems of a group of nodes that requests more GPUs or cores per node than the cluster's nodes
+    have."""
     for what, asked, available in (("GPUs", group.gpus, num_gpus), ("cores", group.cpus, cluster.cores)):
         if asked > available:
             need = f"a node for {_names(group)} would have {asked} {what} of theirs, and has {available}: more nodes, "
@@ -242,8 +261,7 @@ def _on_one_node(config: RunConfig) -> bool:
 
 
 def _notes(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> Iterator[str]:
-    """Yield what a user should know: GPUs that gangs share, nodes that are not used, and what the check did not look
-    at."""
+    """Yield notes for the user: GPUs that gangs share, nodes that are not used, and things that were not checked."""
     if _on_one_node(config):
         yield from device_notes(config, num_gpus)
     if _on_one_node(config) and cluster.nodes > 1:

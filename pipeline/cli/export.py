@@ -87,7 +87,7 @@ def export_version(config: RunConfig, version: int | Literal["best"] | None, to:
         else:
             staged.mkdir()
             with runtime_for(alone(config, Path(scratch)), Role.POLICY) as runtime:
-                required(runtime.parts.updates).at(Role.POLICY, version).export(staged)()
+                required(runtime.parts.updates).at(Role.POLICY, version).export(runtime.parts.board, staged)()
             describe_export(staged, config, version, config_hash(config))
         staged.rename(target)
     return target

@@ -518,7 +518,7 @@ def _train_and_export(plan: _Plan, tracker: Tracker) -> list[RecordedStep]:
             numbers = (f"{name} {step.metrics[name]:.4g}" for name in _SHOWN if name in step.metrics)
             print_line(f"update {step.step + 1 - plan.steps.start}/{len(plan.steps)}  {'  '.join(numbers)}")
         target.mkdir(parents=True)
-        host.export(target)()
+        host.export(runtime.parts.board, target)()
         describe_export(target, plan.variant, plan.steps.stop, config_hash(plan.variant))
         if plan.compared:
             _publish(host, config, plan.steps.stop)

@@ -33,6 +33,7 @@ from stages.engines.capabilities import EngineMemory
 from stages.engines.config import ENGINE_WORK_BYTES, HIDDEN_STATES_BYTES
 from stages.engines.embedded.kernels.blocks import block_bytes, blocks_for
 from stages.models.config import ModelConfig, OptimizerConfig
+from stages.models.hf_files import MAX_FILE_BYTES
 from stages.models.memory import (
     CUDA_CONTEXT_BYTES,
     DTYPE_BYTES,
@@ -41,9 +42,9 @@ from stages.models.memory import (
     GangModels,
     MicroBatchSize,
     RowsSize,
+    adapter_bytes,
     checkpoint_bytes,
     communicators,
-    gathered_bytes,
     offloaded_bytes,
     publication_bytes,
     published_tensors,
@@ -228,28 +229,26 @@ def workers_memory(run: PlannedRun) -> list[WorkerMemory]:
     found, known = [], dict[tuple[object, ...], dict[str, int]]()
     for gang in run.config.gangs():
         for index in range(gang.workers):
-            stage, sends = _position(run, gang, index)
-            key = gang.name, stage, sends, index == 0
+            stage = _stage(run, gang, index)
+            key = gang.name, stage, index == 0
             if key not in known:
-                known[key] = _items(run, gang, stage, sends=sends, first=index == 0)
+                known[key] = _items(run, gang, stage, first=index == 0)
             found.append(WorkerMemory((gang.name, index), known[key], on_gpu=run.on_gpus and gang.gpus > 0))
     return found
 
 
 def worker_memory(run: PlannedRun, gang: Gang, index: int) -> WorkerMemory:
     """Return the predicted memory of one worker."""
-    stage, sends = _position(run, gang, index)
-    items = _items(run, gang, stage, sends=sends, first=index == 0)
+    stage = _stage(run, gang, index)
+    items = _items(run, gang, stage, first=index == 0)
     return WorkerMemory((gang.name, index), items, on_gpu=run.on_gpus and gang.gpus > 0)
 
 
-def _position(run: PlannedRun, gang: Gang, index: int) -> tuple[int, bool]:
-    """Return a worker's pipeline stage, and True if it sends that stage's weights when a version is published."""
+def _stage(run: PlannedRun, gang: Gang, index: int) -> int:
+    """Return a worker's pipeline stage. Megatron orders ranks by tensor, data, then pipeline."""
     if not gang.ordered:
-        return 0, False
-    # Megatron orders ranks by tensor, data, then pipeline
-    per_stage = gang.workers // run.config.placement.gangs[gang.name].layout.pipeline
-    return index // per_stage, index % per_stage == 0
+        return 0
+    return index // (gang.workers // run.config.placement.gangs[gang.name].layout.pipeline)
 
 
 def hosts_memory(run: PlannedRun, workers: Sequence[WorkerMemory], hosts: Mapping[Worker, str]) -> list[HostMemory]:
@@ -281,8 +280,9 @@ def host_bytes(run: PlannedRun, workers: Sequence[WorkerMemory]) -> int:
 
 def board_bytes(run: PlannedRun) -> int:
     """Return the bytes of a directory of published weights. It holds the `staleness` + 2 versions that readers may
-    still need."""
-    return (run.config.staleness + 2) * DTYPE_BYTES[run.config.model.dtype] * _published_parameters(run)
+    still need, and one from which an export may be written during training."""
+    versions = run.config.staleness + 2 + bool(run.config.export.every)
+    return versions * DTYPE_BYTES[run.config.model.dtype] * _published_parameters(run)
 
 
 def _boards(run: PlannedRun, here: Sequence[Worker]) -> set[str | None]:
@@ -303,12 +303,12 @@ def _models_of(run: PlannedRun, gang: Gang) -> list[PlannedModel]:
     return found + ([scorer.model for scorer in run.scorers] if Role.SCORE in gang.roles else [])
 
 
-def _items(run: PlannedRun, gang: Gang, stage: int, *, sends: bool, first: bool) -> dict[str, int]:
-    """Return the items of a worker. `stage`, `sends` and `first` describe a rank, as in `gathered_bytes`."""
+def _items(run: PlannedRun, gang: Gang, stage: int, *, first: bool) -> dict[str, int]:
+    """Return the items of a worker: of a gang's first rank, or of another rank of a pipeline stage."""
     devices = gang.gpus if run.on_gpus else 0
     items = {PROCESS: PROCESS_BYTES + (CUDA_PROCESS_BYTES if devices else 0), CONTEXT: devices * CUDA_CONTEXT_BYTES}
     if gang.roles & MODEL_ROLES:
-        items |= _model_items(run, gang, stage, sends=sends, first=first)
+        items |= _model_items(run, gang, stage, first=first)
     if Role.GENERATE in gang.roles:
         items |= _engine_items(run)
     read = _models_of(run, gang)
@@ -331,7 +331,7 @@ def _scorer_bytes(run: PlannedRun, gang: Gang, scorer: PlannedScorer, stage: int
     return DTYPE_BYTES[scorer.dtype] * role_parameters(held, Role.REFERENCE, stage).of_dtype
 
 
-def _model_items(run: PlannedRun, gang: Gang, stage: int, *, sends: bool, first: bool) -> dict[str, int]:
+def _model_items(run: PlannedRun, gang: Gang, stage: int, *, first: bool) -> dict[str, int]:
     """Return the items of a rank's models."""
     config = run.config
     settings = config.placement.gangs[gang.name]
@@ -352,20 +352,18 @@ def _model_items(run: PlannedRun, gang: Gang, stage: int, *, sends: bool, first:
     if run.on_gpus:
         found[NCCL] = communicators(layout, gang.workers) * NCCL_BYTES
     if Role.POLICY in roles:
-        of_version = publication_bytes(models, stage, on_gpu=run.on_gpus)
-        of_export = gathered_bytes(models, stage, sends=sends, first=first, on_gpu=run.on_gpus)
-        found[PUBLICATION], found[ON_HOST] = map(max, of_version, of_export)  # not at the same time
-        found[EXPORTS if config.export.every else EXPORT] = _export_bytes(run) if first else 0
+        found[PUBLICATION], found[ON_HOST] = publication_bytes(models, stage, on_gpu=run.on_gpus)
+        of_export = _converted_bytes(run) + adapter_bytes(models) if first else 0
+        found[EXPORTS if config.export.every else EXPORT] = of_export
     return found
 
 
-def _export_bytes(run: PlannedRun) -> int:
-    """Return the bytes of an export while it is written: a copy of the trained tensors, and the whole model in the
-    run's dtype unless its files have that dtype."""
-    config = run.config
-    number = DTYPE_BYTES[config.model.dtype]
-    converted = 0 if run.model.stored_dtype == config.model.dtype else number * parameters(run.spec)
-    return number * _published_parameters(run) + converted
+def _converted_bytes(run: PlannedRun) -> int:
+    """Return the bytes of the tensors that an export converts to the run's dtype for one of its files. Trained tensors
+    are written from the published version, and need no conversion."""
+    dtype = run.config.model.dtype
+    unchanged = parameters(run.spec) - _published_parameters(run)
+    return 0 if run.model.stored_dtype == dtype else min(MAX_FILE_BYTES, DTYPE_BYTES[dtype] * unchanged)
 
 
 def largest_micro_batch(optimizer: OptimizerConfig, config: RunConfig) -> MicroBatchSize:

@@ -54,6 +54,7 @@ from stages.score import follow, score
 from storage.address import Address
 from storage.commits import Commit
 from storage.records import CanaryPolicyLogprobs, PolicyLogprobs, PromptBatch, Record, Rollout, Scores
+from storage.weights import WeightBoard
 
 
 @dataclass(frozen=True)
@@ -291,6 +292,8 @@ def _sample(
 
 EXPORT = "export"
 """Name of the export's work in the background."""
+_TENSORS = "tensors"
+"""Subdirectory of an unfinished export, with the trained tensors of a version that is not published any more."""
 
 
 def update_policy_once(parts: WorkerParts, call: Call) -> Commit | None:
@@ -353,7 +356,7 @@ def publish_version(parts: WorkerParts, call: Call) -> Commit | None:
 def _write_exports(parts: WorkerParts, version: int, exported: bool) -> None:
     """Start to write this version's export, and the exports that dead processes began and did not finish."""
     if exported:
-        _export(parts, version)
+        _export(parts, version, parts.board)
     if exported or version == parts.config.steps:
         # This process has no other export in progress, so a dead process began every other unfinished one.
         for unfinished in required(parts.updates).agree(lambda: _begun_exports(parts, version)):
@@ -390,16 +393,20 @@ def _begun_exports(parts: WorkerParts, but: int) -> list[int]:
     return sorted(v for v in versions if v != but and not parts.paths.weights(v).is_dir())
 
 
-def _export(parts: WorkerParts, version: int) -> None:
-    """Write the policy in Hugging Face layout from a copy, while the run continues. A half-written export never has the
-    final name."""
+def _export(parts: WorkerParts, version: int, board: WeightBoard | None = None) -> None:
+    """Write the policy in Hugging Face layout, while the run continues. A half-written export never has the final name.
+
+    `board` has the version, or is None: then the version is published in the export's directory."""
     updates, target = required(parts.updates), parts.paths.weights(version)
     staged = _staged(target)
-    write = updates.at(Role.POLICY, version).export(staged)
+    own = None if board else WeightBoard(staged / _TENSORS)
+    write = updates.at(Role.POLICY, version).export(board or own, staged)
 
     def work() -> None:
         write()
         if parts.spec.index == 0:
+            if own:
+                own.close()
             describe_export(staged, parts.config, version, parts.config_hash)
             staged.rename(target)
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 
 import numpy as np
-import torch
 
 from stages.engines.embedded.migration import MigratingEngine
 from stages.engines.protocol import (
@@ -22,6 +20,7 @@ from stages.engines.protocol import (
     TensorPlace,
     WeightsError,
 )
+from stages.models.hf_weights import lease_tensors
 from storage.weights import BFLOAT16, TensorInfo, WeightBoard, WeightLease
 
 
@@ -243,9 +242,5 @@ def check_finite_numbers(info: TensorInfo, numbers: np.ndarray) -> None:
 def _tensors(lease: WeightLease, *, finite: bool) -> MappedTensors:
     """Return the mapped arrays as tensors, without a copy. They are read-only."""
     infos = lease.manifest.tensors
-    patterns = {info.name for info in infos if info.dtype == BFLOAT16}
     places = {info.name: TensorPlace(info.name, str(lease.file), info.offset, info.shape, info.dtype) for info in infos}
-    with warnings.catch_warnings(action="ignore", category=UserWarning):
-        tensors = {name: torch.from_numpy(array) for name, array in lease.tensors.items()}
-    views = {name: t.view(torch.bfloat16) if name in patterns else t for name, t in tensors.items()}
-    return MappedTensors(views, places, finite=finite)
+    return MappedTensors(lease_tensors(lease), places, finite=finite)

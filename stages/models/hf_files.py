@@ -22,7 +22,9 @@ from stages.models.spec import SCORE_WEIGHT, ModelSpec, is_random, read_config, 
 COPIED_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
                  "generation_config.json", "vocab.json", "merges.txt", "tokenizer.model")  # fmt: skip
 """Files beside config.json that are copied from the start model into a written one, if they exist."""
-_INDEX = "model.safetensors.index.json"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+MAX_FILE_BYTES = 5 * 10**9
+"""Largest size of a written file of weights, unless a tensor is larger: the usual one on the Hugging Face hub."""
 _BLOCK_BYTES = 1 << 22
 _VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -224,7 +226,7 @@ def weight_files(path: str) -> list[Path]:
     """Return the safetensors files of a model directory. Raises FileNotFoundError with the paths that were looked
     for."""
     directory = Path(path)
-    whole, index = directory / "model.safetensors", directory / _INDEX
+    whole, index = directory / "model.safetensors", directory / WEIGHTS_INDEX
     if whole.is_file():
         return [whole]
     if not index.is_file():
@@ -238,7 +240,7 @@ def file_digests(path: str) -> dict[str, str]:
     if is_random(path):
         return {path: "built in"}
     weights = weight_files(path)
-    others = (weights[0].parent / name for name in ("config.json", _INDEX, *COPIED_FILES))
+    others = (weights[0].parent / name for name in ("config.json", WEIGHTS_INDEX, *COPIED_FILES))
     return {file.name: _digest(file) for file in sorted({*weights, *(file for file in others if file.is_file())})}
 
 

@@ -1,20 +1,22 @@
 """Read and write the weights of a model directory in Hugging Face layout, without building a model. `write_model` and
-`write_lowest_blocks` write whole directories, with config and tokenizer.
+`write_lowest_blocks` write whole directories, with config and tokenizer. `lease_tensors` reads a published version.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stages.models.hf_files import COPIED_FILES, weight_files
+from stages.models.hf_files import COPIED_FILES, MAX_FILE_BYTES, WEIGHTS_INDEX, weight_files
 from stages.models.spec import (
     EMBEDDING,
     LM_HEAD,
@@ -28,6 +30,7 @@ from stages.models.spec import (
     read_spec,
     tensor_shapes,
 )
+from storage.weights import BFLOAT16, WeightLease
 
 _RANDOM_SEED = 20_24
 _TINY_LINEAR_STD = 0.1
@@ -76,16 +79,42 @@ def first_difference(path: str, other: str, names: Collection[str]) -> str | Non
     return None
 
 
-def write_model(directory: Path, source: str, changed: Mapping[str, torch.Tensor], dtype: str) -> None:
+def lease_tensors(lease: WeightLease) -> dict[str, Tensor]:
+    """Return the tensors of a published version, without a copy. They are read-only."""
+    patterns = {info.name for info in lease.manifest.tensors if info.dtype == BFLOAT16}
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch warns that they are read-only
+        tensors = {name: torch.from_numpy(array) for name, array in lease.tensors.items()}
+    return {name: t.view(torch.bfloat16) if name in patterns else t for name, t in tensors.items()}
+
+
+def write_model(
+    directory: Path,
+    source: str,
+    changed: Mapping[str, torch.Tensor],
+    dtype: str,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
     """Write the model of `source` with some tensors replaced: config, weights, tokenizer. Create the directory.
 
-    The other tensors are converted to `dtype`. `AutoModelForCausalLM.from_pretrained` loads the directory.
+    The other tensors are converted to `dtype`, those of one file at a time. Weights of more than `max_file_bytes` are
+    divided over several files, with an index. `AutoModelForCausalLM.from_pretrained` loads the directory.
     """
-    weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in read_weights(source).items()} | dict(changed)
+    weights, wanted = read_weights(source) | dict(changed), getattr(torch, dtype)
     if read_spec(source).tied_embeddings:
         weights.pop(LM_HEAD, None)
+    files = split_state_dict_into_shards_factory(
+        weights,
+        get_storage_size=lambda tensor: tensor.numel() * wanted.itemsize,
+        get_storage_id=lambda tensor: None,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_file_bytes,
+    )
     directory.mkdir(parents=True, exist_ok=True)
-    write_tensors(directory / "model.safetensors", weights)
+    for file, names in files.filename_to_tensors.items():
+        write_tensors(directory / file, {name: weights[name].to(wanted) for name in names})
+    if files.is_sharded:
+        index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
+        (directory / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n")
     config = read_config(source) | {"dtype": dtype}
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for name in COPIED_FILES if not is_random(source) else ():

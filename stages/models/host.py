@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from stages.models.build import DTYPES, Blueprint, build_role, build_trunk, outp
 from stages.models.checkpoints import write_snapshot
 from stages.models.config import LayoutConfig, ModelConfig, Offload, OptimizerConfig, SamplingConfig
 from stages.models.forward import KeptForwards, MicroBatch, Trunk, head_values, response_logprobs, run_forward
-from stages.models.hf_weights import read_weights, write_model
+from stages.models.hf_weights import lease_tensors, read_weights, write_model
 from stages.models.kernels.blocks import choose_kernels
 from stages.models.kernels.fused import with_fusions
 from stages.models.layouts import check_layout
@@ -222,26 +222,20 @@ class MegatronHost:
         model = self._clean(Role.POLICY).model
         return publication.own_blocks(model, self._blueprint, publication.own_slabs(model, self._blueprint))
 
-    def trained_weights(self) -> Mapping[str, np.ndarray] | None:
-        """Return the tensors that `publish` writes, whole, on rank 0, None on the others. They are views where
-        possible. The views are valid until the next update, or under `offload = idle` until the next call."""
-        tensors = gather.trained_tensors(self._clean(Role.POLICY).model, self._blueprint)
-        return None if tensors is None else {name: gather.as_numpy(tensor) for name, tensor in tensors.items()}
-
-    def export(self, directory: Path) -> Callable[[], None]:
-        policy, model = self._clean(Role.POLICY).model, self._blueprint.model
-        trained = gather.trained_tensors(policy, self._blueprint)
-        adapters = gather.trained_tensors(policy, self._blueprint, merged=False) if model.lora.rank else {}
-        if trained is None or adapters is None:
+    def export(self, board: WeightBoard, directory: Path) -> Callable[[], None]:
+        policy, model = self._clean(Role.POLICY), self._blueprint.model
+        if not gather.from_all_ranks(board.has(policy.version))[0]:
+            self.publish(board, policy.version)
+        adapters = gather.trained_tensors(policy.model, self._blueprint) if model.lora.rank else {}
+        if dist.get_rank():
             return lambda: None
-        taken, alone = (
-            {name: t.to("cpu", copy=True) for name, t in tensors.items()} for tensors in (trained, adapters)
-        )
+        lease = board.open(policy.version)
 
         def write() -> None:
-            write_model(directory, model.path, taken, model.dtype)
-            if alone:
-                write_adapters(directory / ADAPTERS, model, self._blueprint.spec, alone)
+            with closing(lease):
+                write_model(directory, model.path, lease_tensors(lease), model.dtype)
+            if adapters:
+                write_adapters(directory / ADAPTERS, model, self._blueprint.spec, adapters)
 
         return write
 

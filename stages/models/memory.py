@@ -455,25 +455,10 @@ def _gathered_bytes(gang: GangModels, largest: int) -> int:
     return (3 if gang.layout.tensor > 1 else 1) * number * largest + (2 * 4 * largest if lora else 0)
 
 
-def gathered_bytes(gang: GangModels, stage: int, *, sends: bool, first: bool, on_gpu: bool) -> tuple[int, int]:
-    """Return the bytes (on the device, in the host's memory) of an export's tensors (`weights.trained_tensors`).
-
-    Each tensor is gathered from the tensor-parallel ranks (into one buffer of torch's, as parts, and as a whole). The
-    rank of the stage that `sends` moves it to the host. The gang's `first` rank receives the tensors of the other
-    stages. On a CPU a tensor that is whole on its rank is not copied. Queries, keys and values are copied, since
-    Megatron holds them interleaved.
-    """
-    layout, number, lora = gang.layout, gang.dtype_bytes, gang.model.lora.rank
-    own = published_tensors(gang.spec, gang.model, layout.pipeline, stage)
-    largest = max(own.values(), default=0)
-    at_work = _gathered_bytes(gang, largest)
-    copied = own
-    if not (on_gpu or layout.tensor > 1 or lora):
-        copied = {name: n for name, n in own.items() if any(part in name for part in _FUSED[0])}
-    host = number * sum(copied.values()) if sends else 0
-    for other in range(1, layout.pipeline) if first else ():
-        host += number * sum(published_tensors(gang.spec, gang.model, layout.pipeline, other).values())
-    return (at_work, host) if on_gpu else (0, at_work + host)
+def adapter_bytes(gang: GangModels) -> int:
+    """Return the bytes of all adapters of the policy, which an export copies to the host's memory."""
+    blocks = gang.spec.num_layers - gang.model.frozen_blocks
+    return gang.dtype_bytes * blocks * adapter_parameters(gang.spec, gang.model.lora, 1)
 
 
 def checkpoint_bytes(gang: GangModels, stage: int, *, is_pinned: bool) -> int:

@@ -157,10 +157,13 @@ class ModelHost(Protocol):
         bits, and StoreRefused if the board's memory is full."""
         ...
 
-    def export(self, directory: Path) -> Callable[[], None]:
-        """Copy the policy and return a function that writes the copy in Hugging Face layout. The function may be called
-        in any thread; it writes on rank 0 and does nothing on other ranks. AutoModelForCausalLM.from_pretrained loads
-        the directory. With LoRA its subdirectory `adapter` has the adapters in peft's format."""
+    def export(self, board: WeightBoard, directory: Path) -> Callable[[], None]:
+        """Return a function that writes the policy in Hugging Face layout, from its version on the board. The version
+        is published first if the board does not have it. It stays on the board until the function has run.
+
+        The function may be called in any thread. It writes on rank 0 and does nothing on other ranks.
+        AutoModelForCausalLM.from_pretrained loads the directory. With LoRA its subdirectory `adapter` has the adapters
+        in peft's format."""
         ...
 
     def sleep(self) -> None:

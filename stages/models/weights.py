@@ -65,15 +65,15 @@ def merged_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str,
                     yield part, merge(weight, part, adapters, given)
 
 
-def trained_tensors(model: GPTModel, blueprint: Blueprint, *, merged: bool = True) -> dict[str, Tensor] | None:
-    """Return the tensors of all pipeline stages in the host's memory on rank 0, None on the others. `merged`: with
-    adapters merged into the weights (`merged_tensors`), as an engine reads them; otherwise the adapters themselves.
+def trained_tensors(model: GPTModel, blueprint: Blueprint) -> dict[str, Tensor] | None:
+    """Return copies of the trained tensors of all pipeline stages in the host's memory on rank 0, None on the others.
+    For adapters, which are small.
 
     The ranks of a stage gather one tensor at a time, and only one rank keeps it, in the host's memory. So a device
     needs memory for one or two whole tensors only, however large the model is."""
-    of_stage, rank = merged_tensors if merged else stage_tensors, blueprint.parallel_rank
+    rank = blueprint.parallel_rank
     sends = rank.tensor_rank == rank.data_rank == 0
-    tensors = {name: tensor.cpu() for name, tensor in of_stage(model, blueprint) if sends}
+    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in stage_tensors(model, blueprint) if sends}
     if rank.pipeline_size > 1:
         tensors = _from_all_stages(rank, tensors)
     return tensors if dist.get_rank() == 0 else None

@@ -18,7 +18,7 @@ from tests.contracts.embedded_engines import make_engine
 from tests.contracts.engine_contract import GREEDY_TOKENS, assert_greedy_of, greedy_requests, oracle_logprobs
 from tests.support.engines import assert_same_bits, by_row
 from tests.support.families import FAMILIES, random_model
-from tests.support.models import opened
+from tests.support.models import opened, published
 from tests.support.processors import KERNELS
 
 
@@ -117,7 +117,7 @@ def test_several_ranks_take_the_trainers_weights(tmp_path: Path, family: str, co
     model.save_pretrained(tmp_path / "model")
     new.save_pretrained(tmp_path / "new")
     with opened(tmp_path, ModelConfig(path=str(tmp_path / "new"))) as host:
-        trained = host.trained_weights()
+        trained = published(host)
         tensors = {name: torch.from_numpy(array.copy()) for name, array in trained.items()}
     with closing(make_engine(tmp_path / "model", **config)) as engine:
         assert_greedy_of(model, answers(engine, greedy_requests()), greedy_requests())

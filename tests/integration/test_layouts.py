@@ -29,7 +29,7 @@ from stages.ppo.config import KLConfig, PPOConfig
 from stages.ppo.micro_batches import minibatches
 from tests.support.collectives import run_ranks
 from tests.support.families import random_model
-from tests.support.models import ALL_MODELS, random_advantages, random_rollout, update_both
+from tests.support.models import ALL_MODELS, published, random_advantages, random_rollout, update_both
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]  # the first test waits for all cases
 
@@ -165,7 +165,7 @@ def learn(case: Case, root: Path, directory: Path, index: int = 0, size: int = 1
     for role in TRAINED:
         check_own_part(host, role)
     check_memory(host)
-    trained, after, still = host.trained_weights(), host.values(rollout), host.ref_logprobs(rollout)
+    trained, after, still = published(host), host.values(rollout), host.ref_logprobs(rollout)
     if index == 0:
         policy, reference, values = own
         found |= {"logprobs": policy.policy_logprobs, "entropy": policy.entropy, "values": values.values}
@@ -240,7 +240,7 @@ def policy_update(host: MegatronHost, ppo: PPOConfig, batch: PolicyBatch, mask: 
     host._ppo = before
     host.mark_clean(Role.POLICY)
     assert metrics.pop("policy/peak_memory_bytes") > 1e8, "less than torch alone takes"
-    return metrics | {f"weight:{name}": array.copy() for name, array in (host.trained_weights() or {}).items()}
+    return metrics | {f"weight:{name}": array.copy() for name, array in (published(host) or {}).items()}
 
 
 def grouped(host: MegatronHost, batch: PolicyBatch) -> dict[str, Any]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 
 from stages.models.config import LayoutConfig, ModelConfig, Offload, SamplingConfig
 from stages.models.host import MegatronHost
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
 from stages.ppo.config import PPOConfig
 from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Values
+from storage.weights import WeightBoard
 
 SEED = 5
 ALL_MODELS = frozenset({Role.POLICY, Role.REFERENCE, Role.CRITIC})
@@ -44,6 +47,18 @@ def opened(
         yield host
     finally:
         host.close()
+
+
+def published(host: MegatronHost) -> dict[str, np.ndarray] | None:
+    """Return copies of the tensors that a gang publishes on rank 0, None on other ranks. All ranks make the call."""
+    with tempfile.TemporaryDirectory() as folder:
+        of_first = [folder]
+        dist.broadcast_object_list(of_first)
+        board, version = WeightBoard(Path(of_first[0]) / "board"), host.version(Role.POLICY)
+        if host.publish(board, version) is None:
+            return None
+        with contextlib.closing(board.open(version)) as lease:
+            return {name: array.copy() for name, array in lease.tensors.items()}
 
 
 def random_advantages(rng: np.random.Generator, mask: np.ndarray) -> Advantages:

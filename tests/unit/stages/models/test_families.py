@@ -19,8 +19,9 @@ from stages.models.protocol import PolicyBatch, Role
 from stages.models.spec import read_config, read_spec
 from stages.ppo.losses import LossStats
 from storage.records import Advantages, ReferenceLogprobs, Rollout
+from storage.weights import WeightBoard
 from tests.support.families import FAMILIES, random_model
-from tests.support.models import opened, random_rollout
+from tests.support.models import opened, published, random_rollout
 
 ROWS, SEQ = 6, 40
 
@@ -119,8 +120,8 @@ def test_a_trained_model_is_exported_whole(tmp_path: Path, family: str) -> None:
     with opened(tmp_path, ModelConfig(path=str(tmp_path / "model"), policy=optimizer)) as host:
         update(host, rollout)
         found = host.policy_logprobs(rollout)
-        trained = host.trained_weights()
-        host.export(tmp_path / "exported")()
+        trained = published(host)
+        host.export(WeightBoard(tmp_path / "board"), tmp_path / "exported")()
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
     assert type(exported) is type(theirs)
     before = dict(theirs.named_parameters())

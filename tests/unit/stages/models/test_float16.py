@@ -17,7 +17,8 @@ from stages.models.host import MegatronHost
 from stages.models.protocol import NonFiniteGradientsError, PolicyBatch, Role, StateError
 from stages.ppo.config import PPOConfig
 from storage.records import Advantages, ReferenceLogprobs, Rollout
-from tests.support.models import SEED, opened, random_rollout
+from storage.weights import WeightBoard
+from tests.support.models import SEED, opened, published, random_rollout
 
 ROWS, SEQ = 6, 12
 TOO_LARGE = 2.0**28
@@ -67,7 +68,7 @@ def test_an_update_is_near_that_of_float32(tmp_path: Path, layout: LayoutConfig)
     for dtype in ("float32", "float16"):
         with opened(tmp_path, model_config(dtype), ppo(), layout=layout) as host:
             metrics = update(host, 0)
-            weights = host.trained_weights()
+            weights = published(host)
             found.append((metrics, {name: array.astype(np.float32) for name, array in weights.items()}))
     (of_float32, expected), (metrics, weights) = found
     assert metrics["policy/grad_norm"] == pytest.approx(of_float32["policy/grad_norm"], rel=5e-3)
@@ -153,9 +154,9 @@ def test_logprobs_are_near_those_of_float32(tmp_path: Path) -> None:
 
 def test_weights_are_published_as_float16(tmp_path: Path) -> None:
     with opened(tmp_path, model_config()) as host:
-        weights = host.trained_weights()
+        weights = published(host)
         assert {array.dtype for array in weights.values()} == {np.dtype(np.float16)}
-        host.export(tmp_path / "exported")()
+        host.export(WeightBoard(tmp_path / "board"), tmp_path / "exported")()
     assert torch.float16 == _stored_dtype(tmp_path / "exported")
 
 

@@ -22,8 +22,9 @@ from stages.models.hf_files import (
     plain_tokenizer,
     read_tokenizer,
     read_vocabulary,
+    weight_files,
 )
-from stages.models.hf_weights import read_weights
+from stages.models.hf_weights import read_weights, write_model
 from stages.models.spec import RANDOM_8B, RANDOM_TINY, read_config, read_eos_ids
 from tests.support.paths import SMOLLM2
 
@@ -61,6 +62,17 @@ def test_weights_of_one_file_and_of_several(tmp_path: Path, shard_size: str) -> 
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     assert read_config(str(tmp_path))["hidden_size"] == 16
+
+
+@pytest.mark.parametrize("max_file_bytes", [10**9, 20_000])
+def test_a_written_model_has_the_changed_tensors_and_the_others(tmp_path: Path, max_file_bytes: int) -> None:
+    """In one file or several, as transformers reads them."""
+    changed = {"model.norm.weight": torch.arange(64, dtype=torch.bfloat16)}
+    write_model(tmp_path, RANDOM_TINY, changed, "bfloat16", max_file_bytes)
+    assert (len(weight_files(str(tmp_path))) > 1) == (max_file_bytes < 10**9)
+    found = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+    expected = {name: tensor.bfloat16() for name, tensor in read_weights(RANDOM_TINY).items()} | changed
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

@@ -29,8 +29,9 @@ from stages.models.protocol import Role, StateError
 from stages.models.spec import read_spec
 from stages.models.weights import stage_tensors
 from stages.ppo.losses import LossStats
+from storage.weights import WeightBoard
 from tests.support.families import random_model
-from tests.support.models import ALL_MODELS, opened, random_advantages, random_rollout, update_both
+from tests.support.models import ALL_MODELS, opened, published, random_advantages, random_rollout, update_both
 
 ROWS, SEQ = 8, 12
 TRAINED = (Role.POLICY, Role.CRITIC)
@@ -170,15 +171,15 @@ def test_version_0_is_a_function_of_the_seed(tmp_path: Path) -> None:
 def test_published_and_exported_weights_are_the_policy(tmp_path: Path, frozen_blocks: int) -> None:
     with opened(tmp_path, model_config(frozen_blocks=frozen_blocks)) as host:
         update(host)
-        published, expected = host.trained_weights(), logprobs(host)
-        host.export(tmp_path / "out")()
+        merged, expected = published(host), logprobs(host)
+        host.export(WeightBoard(tmp_path / "board"), tmp_path / "out")()
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     np.testing.assert_allclose(theirs(exported).detach(), expected, atol=2e-5)
     state, start = exported.state_dict(), read_weights("random:tiny")
     changed = {name for name, tensor in start.items() if not torch.equal(tensor, state[name])}
-    assert changed == set(published)
+    assert changed == set(merged)
     assert {int(name.split(".")[2]) for name in changed} == {*range(frozen_blocks, 4)}
-    assert all((array == state[name].numpy()).all() for name, array in published.items())
+    assert all((array == state[name].numpy()).all() for name, array in merged.items())
 
     given = json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())
     assert (given["r"], given["lora_alpha"], given["peft_type"]) == (4, 8.0, "LORA")
@@ -190,19 +191,19 @@ def test_published_and_exported_weights_are_the_policy(tmp_path: Path, frozen_bl
     assert {f"{name}.weight" for name in names} == changed
     for name in names:
         a, b = (apart[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
-        merged = start[f"{name}.weight"] + 8 / 4 * b @ a
-        np.testing.assert_allclose(merged, state[f"{name}.weight"], atol=1e-6, err_msg=name)
+        own = start[f"{name}.weight"] + 8 / 4 * b @ a
+        np.testing.assert_allclose(own, state[f"{name}.weight"], atol=1e-6, err_msg=name)
 
 
 def test_under_bfloat16_merged_weights_are_rounded_once(tmp_path: Path) -> None:
     with opened(tmp_path, model_config(dtype="bfloat16")) as host:
         update(host)
-        published, own = host.trained_weights(), adapters(host)
+        merged, own = published(host), adapters(host)
     name = "model.layers.1.self_attn.k_proj"
     a, b = (own[f"{name}.lora_{side}.weight"] for side in "AB")
     assert a.dtype is torch.bfloat16
     weight = read_weights("random:tiny")[f"{name}.weight"].bfloat16().double() + 2 * b.double() @ a.double()
-    found = torch.from_numpy(published[f"{name}.weight"]).view(torch.bfloat16)
+    found = torch.from_numpy(merged[f"{name}.weight"]).view(torch.bfloat16)
     assert (found == weight.bfloat16()).float().mean() > 0.999  # float32 sums may fall on the other side of a tie
 
 

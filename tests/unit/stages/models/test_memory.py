@@ -29,9 +29,9 @@ from stages.models.memory import (
     MicroBatchSize,
     RowsSize,
     activation_bytes,
+    adapter_bytes,
     checkpoint_bytes,
     communicators,
-    gathered_bytes,
     kept_bytes,
     logits_bytes,
     offloaded_bytes,
@@ -47,10 +47,11 @@ from stages.models.memory import (
 )
 from stages.models.protocol import Role
 from stages.models.spec import ModelSpec, read_config, read_spec, tensor_shapes
+from stages.models.weights import trained_tensors
 from stages.models.work import UpdateWork, measured_peak
 from stages.ppo.config import PPOConfig
 from tests.support.families import random_model
-from tests.support.models import ALL_MODELS, opened, random_advantages, random_rollout, update_both
+from tests.support.models import ALL_MODELS, opened, published, random_advantages, random_rollout, update_both
 from tests.unit.stages.models.test_model_update import batches, model_config
 
 TINY = read_spec("random:tiny")
@@ -396,9 +397,13 @@ def test_the_copies_of_a_checkpoint_are_counted_to_the_byte(tmp_path: Path, lora
 def test_published_tensors_are_those_that_are_published(tmp_path: Path, lora: LoraConfig, frozen_blocks: int) -> None:
     model = ModelConfig(path="random:tiny", lora=lora, frozen_blocks=frozen_blocks)
     with opened(tmp_path, model) as host:
-        published = host.trained_weights()
-    assert published is not None
-    assert {name: array.size for name, array in published.items()} == published_tensors(TINY, model)
+        found = published(host)
+        adapters = trained_tensors(host._trainers[Role.POLICY].model, host._blueprint)
+    assert found is not None
+    assert adapters is not None
+    assert {name: array.size for name, array in found.items()} == published_tensors(TINY, model)
+    if lora.rank:
+        assert sum(tensor.nbytes for tensor in adapters.values()) == adapter_bytes(gang(model))
 
 
 def test_the_stages_of_a_pipeline_publish_all_tensors_once() -> None:
@@ -421,20 +426,6 @@ def test_a_publication_needs_two_blocks_of_a_part_or_a_merged_tensor() -> None:
     large = gang(replace(model, path="random:70b-shape"), LayoutConfig(tensor=8, pipeline=4))
     large = replace(large, spec=read_spec("random:70b-shape"))
     assert publication_bytes(large, 0, on_gpu=True) == (BLOCK_BYTES, BLOCK_BYTES)
-
-
-def test_an_export_needs_a_few_tensors_on_a_gpu_and_the_model_in_the_hosts_memory() -> None:
-    model = ModelConfig(path="random:tiny", dtype="bfloat16")
-    largest, whole = 256 * 64, sum(published_tensors(TINY, model).values())
-    cut = gang(model, LayoutConfig(tensor=2, pipeline=2), data_ranks=2)
-    second = sum(published_tensors(TINY, model, 2, 1).values())
-    first = gathered_bytes(cut, 0, sends=True, first=True, on_gpu=True)
-    assert first == (3 * 2 * largest, 2 * whole)
-    assert gathered_bytes(cut, 1, sends=True, first=False, on_gpu=True) == (3 * 2 * 176 * 64, 2 * second)
-    assert gathered_bytes(cut, 1, sends=False, first=False, on_gpu=True) == (3 * 2 * 176 * 64, 0)
-    queries = 4 * 64 * (64 + 2 * 32)
-    alone = gathered_bytes(gang(model), 0, sends=True, first=True, on_gpu=False)
-    assert alone == (0, 2 * (largest + queries)), "on a CPU other tensors are not copied"
 
 
 def test_pinned_memory_is_a_power_of_two() -> None:

@@ -25,8 +25,9 @@ from stages.models.weights import stage_tensors
 from stages.ppo.config import KLConfig, PPOConfig
 from stages.ppo.micro_batches import minibatches
 from storage.records import Advantages, ReferenceLogprobs
+from storage.weights import WeightBoard
 from tests.reference import oracles
-from tests.support.models import SEED, opened, random_rollout
+from tests.support.models import SEED, opened, published, random_rollout
 
 ROWS, SEQ = 8, 12
 LR, EPS, WEIGHT_DECAY = 1e-3, 1e-5, 0.1
@@ -79,8 +80,9 @@ def update(host: MegatronHost, step: int = 0) -> dict[str, float]:
 
 
 def weights(host: MegatronHost) -> dict[str, np.ndarray]:
-    found = host.trained_weights()
-    return {name: array.copy() for name, array in found.items()}
+    found = published(host)
+    assert found is not None
+    return found
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
@@ -327,7 +329,7 @@ def test_versions_and_the_dirty_flag_guard_the_state(tmp_path: Path) -> None:
         for call in (
             lambda: host.policy_logprobs(policy.rollout),
             lambda: host.update_policy(1, policy),
-            host.trained_weights,
+            lambda: host.publish(WeightBoard(tmp_path / "board"), 1),
             lambda: host.save(Role.POLICY, tmp_path),
         ):
             with pytest.raises(StateError, match="policy is dirty"):
@@ -546,7 +548,7 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_counted(tmp_path: Pa
 def test_an_exported_model_loads_in_transformers_with_the_same_logprobs(tmp_path: Path) -> None:
     with opened(tmp_path, model_config(frozen_blocks=2)) as host:
         update(host)
-        host.export(tmp_path / "exported")()
+        host.export(WeightBoard(tmp_path / "board"), tmp_path / "exported")()
         batch, _ = batches(host, 1)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     tokens = torch.from_numpy(batch.rollout.tokens).long()

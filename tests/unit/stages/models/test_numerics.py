@@ -32,7 +32,7 @@ from stages.models.numerics import (
 from stages.models.protocol import Rank, Role
 from stages.ppo.config import PPOConfig
 from tests.support.collectives import run_ranks
-from tests.support.models import opened, random_advantages, random_rollout, update_both
+from tests.support.models import opened, published, random_advantages, random_rollout, update_both
 from tests.support.paths import ROOT
 from tests.unit.stages.models.test_model_update import batches, model_config, weights
 
@@ -117,7 +117,7 @@ def update_on_a_rank(rank: int, directory: Path, products: str, sequence_paralle
         policy = torch.load(directory / "batch.pt", weights_only=False)
         host.update_policy(0, policy)
         host.mark_clean(Role.POLICY)
-        found = host.trained_weights()
+        found = published(host)
         if found is not None:
             torch.save({name: torch.from_numpy(a.copy()) for name, a in found.items()}, directory / f"{products}.pt")
     finally:

@@ -20,7 +20,7 @@ from stages.models.protocol import CriticBatch, PolicyBatch, Role
 from stages.models.trainer import Trainer
 from stages.ppo.config import PPOConfig
 from storage.records import Advantages
-from tests.support.models import SEED, opened, random_rollout
+from tests.support.models import SEED, opened, published, random_rollout
 
 ROWS, SEQ = 6, 12
 LAYOUTS = {"whole": LayoutConfig(), "sharded": LayoutConfig(distributed_optimizer=True)}
@@ -86,7 +86,7 @@ def nodes(host: Any, directory: Path) -> list[Any]:
     for role in (Role.POLICY, Role.CRITIC):
         host.load(role, None)
     assert host.version(Role.CRITIC) == 0
-    weights = host.trained_weights()
+    weights = published(host)
     return [*found, *digests, {name: array.copy() for name, array in weights.items()}]
 
 

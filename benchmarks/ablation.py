@@ -2,24 +2,26 @@
 
 SmolLM2-135M, 16 prompts of 16 tokens a step, sentences of reviews: a response ends at its full stop or after 96 tokens,
 so lengths are uneven with a long tail. The reward takes 30 ms a row, as a judge that is asked in turn. Policy and
-critic are trained whole. Every arm has both cores; each has all that the arms before it have:
+critic are trained whole. Every arm has both cores. Each is one idea added to another arm, which the table names:
 
     naive        `benchmarks/naive_ppo.py`
     engine       the same loop, with the embedded engine
     trainer      a synchronous run of ours in one process: packed micro-batches, selective recomputation; weights
                  through a folder on a disk
     refit        weights through memory, into the engine's own
-    streaming    gangs of their own, four shards: a shard is scored while others are generated
-    overlap      staleness 1; the reference works beside the policy's log-probs
+    reuse        the update starts from the forward passes of the log-probs and the values
+    streaming    gangs of their own, four shards: a shard is scored while others are generated (not with reuse)
+    overlap      staleness 1; generation, scores and the reference in gangs of their own, beside the training
     drafts       looked-up and learned drafts, where they pay
-    migration    two replicas with a core each; the last rows of a step move to one of them
-    plan         gangs, threads and shards as `stageline plan` chooses them, calibrated on two of the arms before
+    migration    two replicas with a core each, two shards; the last rows of a step move to one of them (not with reuse)
+    plan         gangs and threads as `stageline plan` chooses them, calibrated on two other arms
     TRL          TRL's PPOTrainer in an environment of its own (`--peer DIR`, `--no-peer`)
 
 Runs draw the same tokens in every arm. Naive, engine and TRL get the prompts of the first run; naive and engine end
 their rows where the run's ended, TRL's end by the same rule. Arms are taken in turn in every repeat. An arm's step is
 the mean of its steps after the warm-up (naive, engine, TRL: their median), its figure the median over repeats, and its
-factor over naive the median over repeats of the ratio in the same repeat.
+factors the medians over repeats of the ratio in the same repeat. The limit: the matrix products of a step at the rate
+of a large one in the same run.
 """
 
 from __future__ import annotations
@@ -37,10 +39,11 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from benchmarks.harness import arguments, measured_load, report, write_json
+from benchmarks.harness import arguments, gemm_gflops, measured_load, report, write_json
 from benchmarks.ppo_step import MODEL, ROOT, TRL, Measured, peer_python, run_job
 from benchmarks.small_model import small_model
 from pipeline.cli.main import main as stageline
@@ -48,6 +51,8 @@ from pipeline.config.loading import load_config
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.driver.run import run
+from stages.models.flops import forward_flops
+from stages.models.spec import read_spec
 from storage.address import Address
 
 WORKLOAD = ROOT / "benchmarks/ablation.yaml"
@@ -65,16 +70,19 @@ def placed(gangs: str, **roles: str) -> str:
     return f"placement={{gangs: {gangs}, roles: {{{where}}}}}"
 
 
-APART = {"generate": "generate", "score": "score"}
-FOUR = "generate: {{threads: 1, workers: {}, concurrent_shards: {}}}, score: {{}}, reference: {{}}, "
-TRAINER = "train: {{threads: {}, layout: {{recompute: selective}}}}"
+TRAINER = f"train: {{threads: {CORES}, layout: {{recompute: selective}}}}"
+GANGS = "{{generate: {{threads: {}, workers: {}, concurrent_shards: {}}}, score: {{}}, reference: {{}}, {}}}"
+OWN = {"generate": "generate", "score": "score"}
+APART = OWN | {"reference": "reference"}
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One idea. `changes` are added to those of the runs before, `placement` replaces theirs; none: not a run."""
+    """One idea, added to the arm `to`. Its `changes` are added to that arm's, and its `placement` replaces that arm's.
+    An arm without either is not a run."""
 
     name: str
+    to: str
     pays: str
     """Where the idea pays, for a reader who sees that it gains nothing here."""
     placement: str = ""
@@ -83,49 +91,65 @@ class Arm:
 
 
 ARMS = (
-    Arm("naive", ""),
-    Arm("engine", "wherever responses are sampled"),
+    Arm("naive", "", ""),
+    Arm("engine", "naive", "wherever responses are sampled"),
     Arm(
         "trainer",
+        "engine",
         "with uneven lengths, and where activations fill the memory",
-        placed("{" + TRAINER.format(CORES) + "}", generate="train", score="train"),
+        placed(f"{{{TRAINER}}}"),
         ("cluster.weights_dir={disk}",),
     ),
     Arm(
         "refit",
+        "trainer",
         "where weights are large against a step, or their folder is on another host",
         changes=("cluster.weights_dir=null",),
     ),
     Arm(
+        "reuse",
+        "refit",
+        "where an update has one minibatch, and memory for its activations",
+        changes=("model.reuse_forward=[policy, critic]",),
+    ),
+    Arm(
         "streaming",
+        "refit",
         "where scoring takes long against generation and does not need its cores",
-        placed(
-            f"{{generate: {{threads: {CORES}, concurrent_shards: 4}}, score: {{}}, {TRAINER.format(CORES)}}}", **APART
-        ),
+        placed(GANGS.format(CORES, 1, 4, TRAINER), **OWN),
         ("rollout.shards=4",),
     ),
     Arm(
         "overlap",
+        "reuse",
         "where generation and training own their devices, or leave some of them idle",
-        placed(f"{{{FOUR.format(1, 4)}{TRAINER.format(CORES)}}}", reference="reference", **APART),
+        placed(GANGS.format(1, 1, 1, TRAINER), **APART),
         ("staleness=1",),
     ),
     Arm(
         "drafts",
+        "overlap",
         "with few rows in flight (1.3 times at one sampled row, 2.2 at one greedy one)",
         changes=("engine.embedded.speculation.drafter=both",),
     ),
     Arm(
         "migration",
+        "overlap",
         "where replicas own their devices and a free one can take other work",
-        placed(f"{{{FOUR.format(2, 2)}{TRAINER.format(CORES)}}}", reference="reference", **APART),
-        ("cluster.migrate_rows_below=8",),
+        placed(GANGS.format(1, 2, 1, TRAINER), **APART),
+        ("rollout.shards=2", "model.reuse_forward=[]", "cluster.migrate_rows_below=8"),
     ),
-    Arm("plan", "where there are more devices to divide than two cores", planned=True),
-)  # fmt: skip
+    Arm("plan", "overlap", "where there are more devices to divide than two cores", planned=True),
+)
 QUICK_ARMS = ("naive", "engine", "trainer", "overlap")
 CALIBRATING = ("refit", "overlap")
 """Arms whose runs the plan is calibrated on: stages alone on all cores, and beside one another."""
+
+
+def lineage(arm: Arm) -> list[Arm]:
+    """Return the arms that an arm builds on, the first one first, and the arm itself."""
+    before = [each for each in ARMS if each.name == arm.to]
+    return [*lineage(before[0]), arm] if before else [arm]
 
 
 @dataclass
@@ -140,10 +164,12 @@ class Bench:
     job: dict[str, Any] = field(default_factory=dict)
     """Prompts and lengths of the first run."""
     plan: Path | None = None
+    gflops: list[float] = field(default_factory=list)
+    """Rate of a large matrix product on all cores, before each repeat."""
 
     def config(self, arm: Arm, dtype: str, repeat: int) -> RunConfig:
-        """Return the config of a run: the settings of all runs up to this one."""
-        runs = [each for each in ARMS[: ARMS.index(arm) + 1] if each.placement or each.changes]
+        """Return the config of a run: the settings of this arm and of all runs that it builds on."""
+        runs = [each for each in lineage(arm) if each.placement or each.changes]
         if arm.planned:
             assert self.plan is not None
             sources, changes = [self.plan], list[str]()
@@ -197,11 +223,11 @@ class Bench:
         }
 
     def make_plan(self, dtype: str, repeat: int) -> None:
-        """Calibrate on runs of this repeat, and plan the placement of the arm before the planned one."""
+        """Calibrate on runs of this repeat, and plan the placement of the arm that the planned one builds on."""
         calibration, plan = (str(self.scratch / f"{dtype}-{name}.yaml") for name in ("calibration", "plan"))
         file = self.scratch / f"{dtype}-before.yaml"
-        before = next(arm for arm in ARMS if arm.name == "migration")
-        file.write_text((self.scratch / "runs" / f"{dtype}-{before.name}-{repeat}" / "config.yaml").read_text("utf8"))
+        before = next(arm.to for arm in ARMS if arm.planned)
+        file.write_text((self.scratch / "runs" / f"{dtype}-{before}-{repeat}" / "config.yaml").read_text("utf8"))
         runs = [str(self.scratch / "runs" / f"{dtype}-{name}-{repeat}") for name in CALIBRATING]
         new = [n for _, lengths in self.job["rows"] for n in lengths]
         spread = statistics.stdev(map(math.log, new))
@@ -231,6 +257,22 @@ def sentence_model(folder: Path, source: Path) -> int:
     return stop
 
 
+def least_seconds(job: dict[str, Any], gflops: float) -> float:
+    """Return the seconds of a step's matrix products at the rate of a large one: a forward pass each of generation and
+    the reference, and forward and backward passes of policy and critic, whose first ones give log-probs and values."""
+    spec, measured = read_spec(job["model"]), [lengths for _, lengths in job["rows"][WARM_UP:]]
+    prompts = [len(prompt) for prompt in job["prompts"]]
+    flops = 0.0
+    for lengths in measured:
+        rows = [prompt + new for prompt, new in zip(prompts, lengths, strict=True)]
+        for passes, outputs in ((5, spec.vocab_size), (3, 1)):
+            squares = sum(n**2 for n in rows)
+            flops += passes * forward_flops(
+                spec, spec.num_layers, sum(rows), squares, outputs=outputs, num_outputs=sum(lengths)
+            )
+    return flops / len(measured) / gflops / 1e9
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = [arm.name for arm in ARMS]
     parser.add_argument("--peer", type=Path, default=ROOT / ".peers/trl", help="folder of TRL's environment")
@@ -239,7 +281,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=3, help=steps)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument(
-        "--arms", nargs="+", choices=names, default=names, help="these arms; plan needs those before it"
+        "--arms", nargs="+", choices=names, default=names, help="these arms; plan needs refit and overlap"
     )
 
 
@@ -257,6 +299,7 @@ def measure_all(options: argparse.Namespace, dtype: str, scratch: Path) -> tuple
     runs = [arm for arm in arms if arm.name not in ("naive", "engine")]
     found: dict[str, list[Measured]] = {arm.name: [] for arm in arms}
     for repeat in range(repeats):
+        bench.gflops.append(gemm_gflops(CORES, getattr(torch, dtype)))
         for arm in [*runs, *(arm for arm in arms if arm not in runs)]:  # a run says what the others' rows are
             found[arm.name].append(bench.measure(arm, dtype, repeat))
             print(f"{dtype} {arm.name}: {found[arm.name][-1].step_s:.2f} s a step", file=sys.stderr, flush=True)
@@ -264,6 +307,11 @@ def measure_all(options: argparse.Namespace, dtype: str, scratch: Path) -> tuple
             found.setdefault("TRL", []).append(run_job([str(python), str(TRL)], bench.job, scratch))
             print(f"{dtype} TRL: {found['TRL'][-1].step_s:.2f} s a step", file=sys.stderr, flush=True)
     return found, bench
+
+
+def ratios_of(slow: list[Measured], fast: list[Measured]) -> list[float]:
+    """Return how many times as fast one side was as the other in each repeat."""
+    return [base.step_s / m.step_s for base, m in zip(slow, fast, strict=True)]
 
 
 def main() -> None:
@@ -279,17 +327,24 @@ def main() -> None:
                 notes.append(f"{dtype}, plan: {gangs}")
         new = [n for _, lengths in bench.job["rows"][WARM_UP:] for n in lengths]
         num_rows = len(bench.job["prompts"])
-        first, before = next(iter(found)), float("nan")
+        first, base = next(iter(found)), {arm.name: arm.to for arm in ARMS}
+        least = least_seconds(bench.job, statistics.median(bench.gflops))
+        figures |= {f"{dtype}/gemm_gflops": statistics.median(bench.gflops), f"{dtype}/least_s": least}
+        notes.append(
+            f"{dtype}: {figures[f'{dtype}/gemm_gflops']:.0f} GFLOP/s of a large product; a step's take {least:.2f} s"
+        )
         for side, repeats in found.items():
             step_s = statistics.median(m.step_s for m in repeats)
             rate = num_rows / step_s / CORES
-            ratios = [base.step_s / m.step_s for base, m in zip(found[first], repeats, strict=True)]
-            factor, gain = statistics.median(ratios), before / step_s
-            before = step_s
+            ratios = ratios_of(found[first], repeats)
+            factor, to = statistics.median(ratios), base.get(side, "")
+            gain = statistics.median(ratios_of(found[to], repeats)) if to in found else math.nan
             spread = f"{factor:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
             load = max(m.others for m in repeats)
-            rows.append((dtype, side, f"{step_s:.2f}", f"{rate:.2f}", spread,
-                         "" if side == first or side == "TRL" else f"{gain:.2f}", f"{load:.0%}"))  # fmt: skip
+            over = f"{gain:.2f} x {to}" if to in found else ""
+            rows.append(
+                (dtype, side, f"{step_s:.2f}", f"{rate:.2f}", spread, over, f"{least / step_s:.0%}", f"{load:.0%}")
+            )
             figures |= {
                 f"{dtype}/{side}/step_s": step_s,
                 f"{dtype}/{side}/samples_per_core_second": rate,
@@ -303,15 +358,24 @@ def main() -> None:
                 for stage in repeats[0].stages
             }
             pays = next((arm.pays for arm in ARMS if arm.name == side), "")
-            if gain < 1.02 and pays and side != first:
-                notes.append(f"{dtype}, {side} gains nothing here ({gain:.2f}); it pays {pays}")
+            if gain < 1.02:
+                notes.append(f"{dtype}, {side} gains nothing here ({gain:.2f} x {to}); it pays {pays}")
         notes.append(
             f"{dtype}: responses of {statistics.fmean(new):.0f} tokens, median {statistics.median(new):.0f}, "
             f"longest {max(new)}"
         )
     report(
         f"ablation: {num_rows} rows a step, {CORES} cores",
-        ("weights", "arm", "s/step", "samples / core-second", "x naive (spread)", "x arm before", "others' load"),
+        (
+            "weights",
+            "arm",
+            "s/step",
+            "samples / core-second",
+            "x naive (spread)",
+            "x the arm that it adds to",
+            "of the limit",
+            "others' load",
+        ),
         rows,
         notes,
     )

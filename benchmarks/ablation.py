@@ -40,6 +40,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from rich.console import Console
 from transformers import AutoTokenizer
 
@@ -116,7 +118,7 @@ ARMS = (
         "streaming",
         "refit",
         "where scoring takes long against generation and does not need its cores",
-        placed(GANGS.format(CORES, 1, 4, TRAINER), **OWN),
+        placed(f"{{generate: {{threads: {CORES}, concurrent_shards: 4}}, score: {{}}, {TRAINER}}}", **OWN),
         ("rollout.shards=4",),
     ),
     Arm(
@@ -277,6 +279,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = [arm.name for arm in ARMS]
     parser.add_argument("--peer", type=Path, default=ROOT / ".peers/trl", help="folder of TRL's environment")
     parser.add_argument("--no-peer", action="store_true", help="without TRL")
+    parser.add_argument("--draw", type=Path, help="draw the figures of --json FILE as this picture; measure nothing")
     steps = "steps measured in each run, after 2 that warm up; plan needs 2 or more"
     parser.add_argument("--steps", type=int, default=3, help=steps)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
@@ -297,6 +300,9 @@ def measure_all(options: argparse.Namespace, dtype: str, scratch: Path) -> tuple
     bench = Bench(scratch, steps, base, stop)
     python = None if options.no_peer or options.quick else peer_python(options.peer.resolve())
     runs = [arm for arm in arms if arm.name not in ("naive", "engine")]
+    for arm in runs:
+        if not arm.planned:
+            bench.config(arm, dtype, 0)  # refused before anything is measured
     found: dict[str, list[Measured]] = {arm.name: [] for arm in arms}
     for repeat in range(repeats):
         bench.gflops.append(gemm_gflops(CORES, getattr(torch, dtype)))
@@ -314,8 +320,39 @@ def ratios_of(slow: list[Measured], fast: list[Measured]) -> list[float]:
     return [base.step_s / m.step_s for base, m in zip(slow, fast, strict=True)]
 
 
+def draw(figures: dict[str, float], dtype: str, path: Path) -> None:
+    """Draw a bar of the step's seconds for every arm, with its factor over the first one, and the limit as a line."""
+    picture = Figure(figsize=(8, 3.6), layout="constrained")
+    FigureCanvasAgg(picture)
+    axes = picture.add_subplot()
+    seconds = {
+        key.split("/")[1]: value
+        for key, value in figures.items()
+        if key.startswith(dtype + "/") and key.endswith("/step_s")
+    }
+    first = next(iter(ARMS)).name
+    colours = ["tab:gray" if arm == "TRL" else "tab:blue" for arm in seconds]
+    bars = axes.barh(list(seconds), list(seconds.values()), color=colours)
+    factors = [figures.get(f"{dtype}/{arm}/over_{first}", 1.0) for arm in seconds]
+    axes.bar_label(
+        bars, [f"{s:.1f} s, {factor:.1f}x" for s, factor in zip(seconds.values(), factors, strict=True)], padding=3
+    )
+    axes.axvline(
+        figures[f"{dtype}/least_s"], color="black", linestyle=":", label="matrix products at the rate of a large one"
+    )
+    axes.set(xlabel="seconds of a step (factor over naive)", xlim=(0, 1.2 * max(seconds.values())))
+    axes.invert_yaxis()
+    axes.legend(frameon=False, loc="lower right")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    picture.savefig(path, dpi=110)
+
+
 def main() -> None:
     options = arguments(__doc__ or "", add_arguments)
+    if options.draw is not None:
+        draw(json.loads(options.json.read_text("utf8"))["figures"], options.dtypes[-1], options.draw)
+        return
     figures: dict[str, float] = {}
     rows, notes = list[tuple[str, ...]](), list[str]()
     for dtype in ("bfloat16",) if options.quick else options.dtypes:

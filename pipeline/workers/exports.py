@@ -1,7 +1,7 @@
 """Writing in the background while a worker computes, and the files that complete an exported policy.
 
-Checkpoints are written from copies that were taken before, and exports from published versions. An exported policy gets a model card for the
-Hugging Face hub, and checksums of all its files.
+Checkpoints are written from copies that were taken before, and exports from published versions. An exported policy gets
+a model card for the Hugging Face hub, and checksums of all its files.
 """
 
 from __future__ import annotations

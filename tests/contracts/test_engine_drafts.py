@@ -225,7 +225,8 @@ def test_rows_go_before_learning(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that arrives during a lesson is accepted meanwhile and runs next: no second lesson comes first. When it is
     done, learning goes on."""
     drafter = BusyDrafter()
-    monkeypatch.setattr(calibration, "TRAIN_SHARE", 1.0)
+    for share in ("TRAIN_SHARE", "BUSY_TRAIN_SHARE"):
+        monkeypatch.setattr(calibration, share, 1.0)
     with closing(make_engine(RANDOM_TINY, drafters=[drafter])) as engine:
         by_row(engine.generate(make_requests(1, max_new_tokens=1)))
         assert drafter.learning.wait(60)

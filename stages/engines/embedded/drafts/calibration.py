@@ -4,10 +4,11 @@ that are timed before the first row."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
+import psutil
 import torch
 
 from stages.engines.config import HIDDEN_STATES_BYTES, EngineConfig
@@ -39,6 +40,40 @@ BRANCHES = 4
 would rarely be right. With Triton's kernels there is one guess per position."""
 TRAIN_SHARE = 0.5
 """Largest share of the engine's idle time that is spent on training the head."""
+BUSY_TRAIN_SHARE = 0.02
+"""The same while other processes use all cores of this host, which training would slow down."""
+_MEASURED_S = 0.25
+"""Shortest time over which idle cores are measured: the system counts in steps of 10 ms."""
+
+
+class SpareCore:
+    """Finds out whether other processes leave at least one core of this host unused."""
+
+    def __init__(self) -> None:
+        self._at, self._unused = self._sample()
+        self._found = False
+
+    def __call__(self) -> bool:
+        """Return True if, in the latest measured interval, one core on average was idle or used by this process."""
+        at, unused = self._sample()
+        if at - self._at >= _MEASURED_S:
+            self._found = unused - self._unused >= at - self._at
+            self._at, self._unused = at, unused
+        return self._found
+
+    def _sample(self) -> tuple[float, float]:
+        """Return the time, and the core-seconds so far that no other process used."""
+        used = psutil.cpu_times()
+        return time.perf_counter(), used.idle + getattr(used, "iowait", 0.0) + time.process_time()
+
+
+def training_share(device: torch.device) -> Callable[[], float]:
+    """Return a function that returns the share of the engine's idle time in which the draft head may be trained now. A
+    GPU belongs to the engine alone, while an idle CPU engine may share its cores with a busy trainer."""
+    if device.type == "cuda":
+        return lambda: TRAIN_SHARE
+    spare = SpareCore()
+    return lambda: TRAIN_SHARE if spare() else BUSY_TRAIN_SHARE
 
 
 def build_speculation(
@@ -67,7 +102,7 @@ def build_speculation(
         config.max_tokens,
         LENGTHS,
         time.perf_counter,
-        TRAIN_SHARE,
+        training_share(device),
         branching=runner.supports_trees,
     )
 

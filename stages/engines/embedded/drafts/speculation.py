@@ -53,13 +53,18 @@ class Speculation:
         longest: int,
         lengths: Literal["measured", "longest"],
         clock: Callable[[], float],
-        train_share: float,
+        train_share: Callable[[], float],
         *,
         branching: bool = True,
     ) -> None:
-        """`drafters`: the ones that work position by position come last. They are asked only for rows for which the
-        others have no better draft. `train_share`: largest share of the engine's idle time in which drafters may learn.
-        `branching`: True if a pass may hold several guesses for one position."""
+        """Start without measurements.
+
+        Args:
+            drafters: the ones that work position by position come last. They are asked only for rows for which the
+                others have no better draft.
+            train_share: returns the largest share of the engine's idle time in which drafters may learn now.
+            branching: True if a pass may hold several guesses for one position.
+        """
         self.costs = costs
         self.counts = DraftCounts()
         self.wants_hidden = any(drafter.wants_hidden for drafter in drafters)
@@ -159,7 +164,7 @@ class Speculation:
                 self._acceptance.forget(drafter.kinds)
         if not learned:
             return None
-        return (self._clock() - started) * (1 / self._train_share - 1)
+        return (self._clock() - started) * (1 / self._train_share() - 1)
 
     # ---- reports ----
 

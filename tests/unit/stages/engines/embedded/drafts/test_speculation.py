@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from stages.engines.embedded.drafts.calibration import SpareCore
 from stages.engines.embedded.drafts.costs import (
     DraftingCosts,
     PassCosts,
@@ -80,7 +81,7 @@ def make_speculation(
     tick: float = 0.0,
 ) -> Speculation:
     clock = ticks(tick)
-    return Speculation(drafters, PassCosts(costs), longest, lengths, lambda: next(clock), train_share=0.25)
+    return Speculation(drafters, PassCosts(costs), longest, lengths, lambda: next(clock), train_share=lambda: 0.25)
 
 
 def test_costs_between_and_beyond_the_sizes() -> None:
@@ -288,6 +289,14 @@ def test_training_keeps_to_its_share() -> None:
     speculation = make_speculation(drafter, tick=2.0)
     assert speculation.train() == pytest.approx(6.0)
     assert speculation.train() is None
+
+
+def test_a_core_is_spare_if_others_leave_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of (time, core-seconds that nobody else used). Within a quarter of a second the last answer stands."""
+    samples = iter([(0.0, 11.0), (0.1, 11.0), (1.0, 11.9), (2.0, 13.0), (2.1, 13.0)])
+    monkeypatch.setattr(SpareCore, "_sample", lambda self: next(samples))
+    spare = SpareCore()
+    assert [spare() for _ in range(4)] == [False, False, True, True]
 
 
 def test_learning_takes_old_failures_back() -> None:

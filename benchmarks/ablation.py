@@ -358,6 +358,7 @@ def main() -> None:
     for dtype in ("bfloat16",) if options.quick else options.dtypes:
         with tempfile.TemporaryDirectory(prefix="stageline-ablation-") as folder:
             found, bench = measure_all(options, dtype, Path(folder))
+            least = least_seconds(bench.job, statistics.median(bench.gflops))
             if bench.plan is not None:
                 placement = load_config([bench.plan], []).placement
                 gangs = ", ".join(f"{n} {g.workers} x {g.threads}" for n, g in placement.gangs.items())
@@ -365,7 +366,6 @@ def main() -> None:
         new = [n for _, lengths in bench.job["rows"][WARM_UP:] for n in lengths]
         num_rows = len(bench.job["prompts"])
         first, base = next(iter(found)), {arm.name: arm.to for arm in ARMS}
-        least = least_seconds(bench.job, statistics.median(bench.gflops))
         figures |= {f"{dtype}/gemm_gflops": statistics.median(bench.gflops), f"{dtype}/least_s": least}
         notes.append(
             f"{dtype}: {figures[f'{dtype}/gemm_gflops']:.0f} GFLOP/s of a large product; a step's take {least:.2f} s"

@@ -399,14 +399,14 @@ def _export(parts: WorkerParts, version: int, board: WeightBoard | None = None) 
     `board` has the version, or is None: then the version is published in the export's directory."""
     updates, target = required(parts.updates), parts.paths.weights(version)
     staged = _staged(target)
-    own = None if board else WeightBoard(staged / _TENSORS)
-    write = updates.at(Role.POLICY, version).export(board or own, staged)
+    source = board or WeightBoard(staged / _TENSORS)
+    write = updates.at(Role.POLICY, version).export(source, staged)
 
     def work() -> None:
         write()
         if parts.spec.index == 0:
-            if own:
-                own.close()
+            if board is None:
+                source.close()
             describe_export(staged, parts.config, version, parts.config_hash)
             staged.rename(target)
 

@@ -36,7 +36,7 @@ reference's row.
 Rounding to 16 bits sometimes changes a token, and the rest of the row then differs (measured fraction: 0.8). The
 fraction is about 0 for unrelated draws."""
 LONGEST_CONTEXT = 1024
-"""Maximum number of positions of the random model that is written to files for the engines."""
+"""Context length of the random model that is written to files for the engines."""
 PROGRAM = ("-m", "pipeline.doctor.generate")
 ADVICE = "the engine's kernels compute wrong numbers here: try engine.embedded.kernels=torch, send the JSON report"
 
@@ -152,8 +152,8 @@ def _refit_rate(found: EngineResult) -> float:
 def _model(settings: DoctorSettings) -> str:
     """Return the path of the model that engines are tested with.
 
-    A random model is written to files if it has few positions, or if engines in other environments need files. It then
-    has `LONGEST_CONTEXT` positions, which add no weights."""
+    A random model is written to files if its context is shorter than `LONGEST_CONTEXT`, or if engines in other
+    environments need files. The files have this context length, which adds no weights."""
     model = settings.model
     if not is_random(model) or (read_spec(model).max_positions >= LONGEST_CONTEXT and not settings.engines):
         return model

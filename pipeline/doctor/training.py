@@ -37,7 +37,8 @@ LAYOUT_TOLERANCE = 1e-3
 """Largest accepted difference between layouts, in nats. Small differences occur because ranks add up numbers in another
 order."""
 STATE_SHARE = 1.05
-"""Largest accepted ratio between measured and predicted state, whichever is larger. Both count the same tensors."""
+"""Largest accepted factor between the measured and the predicted state, in either direction. Both count the same
+tensors."""
 PEAK_SHARE, PEAK_BYTES = 0.3, 32 << 20
 """Largest accepted difference between the measured and the predicted peak: this fraction of the prediction, plus this
 number of bytes.

@@ -1,6 +1,6 @@
 """The learning curves of a run: metrics of its steps and evaluations. The plot, the report and `/stageline` draw them.
 
-The last part makes numbers for JSON: rounded, and null if not finite.
+`number` and `numbers` prepare values for JSON: they are rounded, and null if they are not finite.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class PairedScores:
 
     num_prompts: int
     before: float
-    """Mean score."""
+    """Mean score of the first set."""
     after: float
     gain: float
     """Mean of after - before."""
@@ -132,7 +132,7 @@ class Comparison:
 
     num_prompts: int
     parent: float
-    """Mean score."""
+    """Mean score of the parent."""
     variant: float
     difference: float
     paired_t: float | None

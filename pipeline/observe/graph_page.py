@@ -24,7 +24,7 @@ from pipeline.observe.metric_catalogue import PANELS
 from storage.address import Address
 
 PATH = "stageline"
-"""Path of the page below the server's root. The page's links contain it and are relative to the root."""
+"""Path of the page below the server's root. The links on the page begin with this path."""
 REFRESH_S = 1.0
 """Seconds between two fetches of an open page. A page in a hidden browser tab does not fetch."""
 _SHOWN_NODES = 8
@@ -41,7 +41,7 @@ message contains one."""
 
 
 def page(view: GraphView) -> str:
-    """Return the whole page. Its script fetches `PATH`/view regularly, which serves the current `fragment`."""
+    """Return the whole page. A script on the page regularly fetches the current `fragment` from `PATH`/view."""
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         f"<title>{escape(view.facts.name)} - Stageline</title><style>{static(*_STYLE)}</style></head><body><main>"
@@ -51,7 +51,8 @@ def page(view: GraphView) -> str:
 
 
 def fragment(view: GraphView) -> str:
-    """Return the content of the page, which an open page replaces by each newer fragment."""
+    """Return the content of the page, which changes during a run. An open page replaces its content by each newer
+    fragment."""
     facts = view.facts
     learning = {
         "runs": [{"name": facts.name, "curves": view.curves}],

@@ -260,7 +260,8 @@ class CurveCache:
 
     def curves(self, steps_done: int, most_reads: int = MOST_POINTS) -> RunCurves:
         """Return the curves of the steps before `steps_done`. If there are many steps, evenly spaced ones are chosen.
-        At most `most_reads` steps are read that are not in the cache; the newest are read first."""
+
+        At most `most_reads` steps are read from the ledger, the newest first. Steps in the cache need not be read."""
         stride = max(1, -(-steps_done // MOST_POINTS))
         wanted = range((steps_done - 1) % stride, steps_done, stride)
         self._metrics = {step: metrics for step, metrics in self._metrics.items() if step in wanted}
@@ -288,8 +289,8 @@ class CurveCache:
 def recorded_view(
     facts: Facts, spec: GraphSpec, gangs: Collection[Gang], ledger: Ledger, events: Iterable[Event]
 ) -> GraphView:
-    """Return the state of a run without a driver, in which `resume` would continue it. Nodes that were in progress at
-    the end of the journal are shown as RUNNING or QUEUED."""
+    """Return the state of a run that no driver is running. It is the state from which `resume` would continue. Nodes
+    that were in progress at the end of the journal are shown as RUNNING or QUEUED."""
     seen = NodeEvents(WorkerLosses(ordered(gangs)))
     for event in events:
         seen.take(event)
@@ -327,10 +328,10 @@ def recorded_view(
 
 
 def _as_seen(statuses: Iterable[NodeStatus], gang_of: Mapping[Role, Gang], seen: NodeEvents) -> list[NodeStatus]:
-    """Return the statuses, in which nodes that had been handed to a worker are RUNNING or QUEUED.
+    """Return the statuses after replacing the state of each node that was handed to a worker by RUNNING or QUEUED.
 
-    The journal does not say which nodes of a worker were running. The number of threads limits how many can run; the
-    nodes that could start first are taken to be running."""
+    The journal does not say which of a worker's nodes were running. At most as many as the worker has threads can run
+    at once. The nodes that could start first are taken to be the running ones."""
     statuses = list(statuses)
     had: defaultdict[str, list[tuple[float, Node]]] = defaultdict(list)
     for status in statuses:
@@ -346,8 +347,8 @@ def _as_seen(statuses: Iterable[NodeStatus], gang_of: Mapping[Role, Gang], seen:
 
 
 def _waits_as_seen(statuses: Collection[NodeStatus], gang_of: Mapping[Role, Gang], seen: NodeEvents) -> dict[str, Wait]:
-    """Return the waits of the idle gangs by name, derived from the recorded states. For a live run `Dispatch.waits`
-    returns them."""
+    """Return the wait of each idle gang, by the gang's name. The waits are derived from the recorded states, while
+    `Dispatch.waits` returns them for a live run."""
     running: defaultdict[str, list[Address]] = defaultdict(list)
     worker_of: dict[Address, str] = {}
     for status in statuses:

@@ -31,13 +31,13 @@ STEP_METRIC = "reward/mean"
 """A metric that is committed in every step."""
 _FRACTION = "staleness/fraction_"
 _NUMBERED = ("generate", "advantage")
-"""Stages whose commits contain the metrics that make a `StepNumbers`."""
+"""Stages whose commits contain the numbers of `StepNumbers`."""
 _TRUNK_ROWS, _TRUNK_COMPUTED = "trunk/rows", "trunk/computed_rows"
 _TOTALS = ("generate/tokens", "generate/rows_finished_elsewhere", _TRUNK_ROWS, _TRUNK_COMPUTED)
 """Metrics that are summed over the shards of a step."""
 _SO_FAR = "judge/"
-"""Prefix of cumulative metrics: the value of a step is the maximum over its shards. All metrics without a rule of their
-own are averaged."""
+"""Prefix of the names of cumulative metrics. Their value for a step is the maximum over its shards. Metrics that are
+neither summed nor cumulative are averaged."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,10 @@ class History:
     """Rows per step."""
 
     def addresses(self, step: int) -> list[Address]:
-        """Return the addresses of a step's nodes without its evaluations. The canary is the one of version `step`,
-        which checks that engine and trainer agree on the weights that the step starts from."""
+        """Return the addresses of a step's nodes, without evaluations.
+
+        They include the canary of version `step`, which compares engine and trainer under the weights with which the
+        step starts."""
         nodes = step_nodes(self.spec, step)
         addresses = [n.address for n in nodes if n.stage != "canary" and not n.stage.startswith("evaluate")]
         return addresses + ([Address("canary", step)] if self.spec.canaries else [])
@@ -75,8 +77,8 @@ class History:
         return None if commit is None else commit.ref()
 
     def versions_made(self) -> int:
-        """Return the newest version of the policy, which equals the number of its updates. Only the last update's
-        commit counts, because earlier ones may be lost."""
+        """Return the newest version of the policy, which equals the number of its updates. It is derived from the last
+        committed update alone, because commits of earlier updates may be lost."""
         return max((address.step + 1 for address in self.ledger.addresses("update_policy")), default=0)
 
     def step_metrics(
@@ -196,7 +198,7 @@ def evaluation_metrics(evaluation: Evaluation, first: Evaluation | None = None) 
     """Return the metrics of an evaluation for the tracking: score, KL, length, and the mean of each part of the score
     if there are several parts.
 
-    If `first` is given, the metrics include the gain over that evaluation and its t. Both are paired by prompt, on the
+    If `first` is given, the metrics include the gain over `first` and Student's t of the gain. Both are computed on the
     prompts that the two evaluations have in common."""
     found = {EVALUATION_METRIC: evaluation.mean, "eval/kl": evaluation.kl, "eval/length_mean": evaluation.length}
     parts = evaluation.parts if len(evaluation.parts) > 1 else {}

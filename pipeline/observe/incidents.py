@@ -84,8 +84,8 @@ class WorkerLosses:
         self.found = [replace(loss, **change) if concerned(loss) else loss for loss in self.found]
 
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> tuple[list[str], dict[str, float]]:
-        """Close a step. Return a message about each trainer that has trained again, and the metric `trainer/lost_s` if
-        there is such a trainer.
+        """Handle the end of a step. Return a message about each trainer that has trained again, and the metric
+        `trainer/lost_s` if there is such a trainer.
 
         If a gang was lost several times before it trained again, the time is counted from the first loss."""
         lost_at, self._step = self._step, step + 1
@@ -140,7 +140,7 @@ class Incident:
 
 
 def incident(event: Event, losses: WorkerLosses, lost_s: Mapping[tuple[str, float], float] = _NONE) -> Incident | None:
-    """Return the incident that an event describes, or None if the event is not unusual.
+    """Return the incident that an event describes, or None if the event is an ordinary one.
 
     Args:
         event: an event of the journal.

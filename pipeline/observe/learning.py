@@ -22,8 +22,8 @@ CUT_ALARM = 0.5
 """Fraction of cut responses at which the sign `cut_responses` holds. Smaller fractions above the healthy range are
 shown in red, but do not count for the alarm."""
 STEPS, LENGTH_STEPS = 3, 10
-"""Number of steps in a row with a sign after which the alarm is raised: the default, and the number for
-`constant_length`. It is larger because short answers may have equal lengths by chance."""
+"""Number of steps in a row after which a sign becomes an alarm: the default, and the number for `constant_length`. The
+second number is larger, because short answers may have equal lengths by chance."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Sign:
     holds: bool
     text: str
     steps: int = STEPS
-    """Number of steps in a row with this sign after which the alarm is raised."""
+    """Number of steps in a row after which this sign becomes an alarm."""
 
 
 ADVICE = {

@@ -119,7 +119,7 @@ QUIET = frozenset(
         *(f"critic/{what}_steps" for what in ("skipped", "empty", "stopped", "overflow")),
     )
 )  # fmt: skip
-"""Metrics of rare events. They are tracked only after they were different from 0 once."""
+"""Metrics of rare events. Such a metric is tracked from its first value other than 0 on."""
 
 _TABLE = """
 Overview/reward | score | step | rises

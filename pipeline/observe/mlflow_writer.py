@@ -7,9 +7,9 @@ the first line of stdin. Only this module imports mlflow. `pipeline/observe/trac
                earlier if the store cannot be reached (`stageline sync` delivers the remaining items)
 
 When the store has accepted a delivery, the writer advances an offset in `mlflow_spool.state.json`. If the writer dies
-in between, the delivery is repeated. This changes nothing: a metric's key in MLflow includes its time stamp, which was
-taken when the metric was spooled; trace ids are derived from the spool's key and the step; and the run is found by the
-spool's key.
+before it has done so, the delivery is repeated. This changes nothing: a metric's key in MLflow includes its time stamp,
+which was taken when the metric was spooled; trace ids are derived from the spool's key and the step; and the run is
+found by the spool's key.
 
 The writer reports to the driver in JSON lines on the descriptor REPORTS. stdout and stderr go to a log, because MLflow
 writes to them.
@@ -77,7 +77,7 @@ STORE_ERRORS = (MlflowException, OSError, SQLAlchemyError)
 
 
 class SpoolWriter:
-    """The delivery of one spool to one store. It owns the offsets that are delivered, and the MLflow run."""
+    """The delivery of one spool to one store. It keeps the delivered offsets and the MLflow run."""
 
     def __init__(self, uri: str, spool: Path, report: Callable[[Item], None]) -> None:
         self._uri = uri
@@ -106,8 +106,8 @@ class SpoolWriter:
     def _read(self) -> bool:
         """Read about WINDOW_BYTES of the spool if both queues are empty. Return True if there are items to deliver.
 
-        Metrics have their own queue and offset, because they are sent in batches that skip the other kinds of items in
-        between."""
+        Metrics have their own queue and offset: a batch of metrics may be sent before items of other kinds that precede
+        some of these metrics in the spool."""
         if not (self._metrics or self._rest):
             first = self._read_to
             for end, item in read_spool(self._spool, self._read_to):

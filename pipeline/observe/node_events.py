@@ -55,8 +55,8 @@ class NodeEvents:
     def begun(self, address: Address, parents: Iterable[Address], threads: int) -> float | None:
         """Return the earliest time at which a node in progress can have started, in seconds since the epoch.
 
-        Before that time the node was not handed out, or a parent was not done. If the worker has only one thread, it
-        must also have finished its previous node. None if the journal has no such node in progress."""
+        At this time the node had been handed out and its parents were done. If the worker has only one thread, its
+        previous node had ended too. Return None if the journal has no such node in progress."""
         out = self.out.get(address)
         if out is None:
             return None

@@ -4,16 +4,17 @@ REPORTS`, with the tracker's name as the first line of stdin. `pipeline/observe/
     mlflow_spool.jsonl ─┬─ metrics ─────────► TensorBoardSink ──► tensorboard/events.out.tfevents.stageline
                         └─ config, metrics ─► WandbSink ────────► wandb/offline-run-…   (`wandb sync` uploads it)
 
-MLflow's writer reads the same spool, and only MLflow gets all of it: also traces, data sets, artifacts and models. Each
-sink has its own place in the spool, so it waits neither for MLflow nor for another sink. If its process dies, the next
-process (of a resume, or of `stageline sync`) neither loses nor repeats a point:
+MLflow's writer reads the same spool. Only MLflow gets all of the spool, which includes traces, data sets, artifacts and
+models. Each sink has its own offset in the spool, so it waits neither for MLflow nor for another sink. If the process
+of a sink dies, the next process (started by a resume or by `stageline sync`) neither loses nor repeats a point:
 
-    TensorBoard   `mlflow_spool.tensorboard.json` holds the place in the spool and the size of the event file there. The
-                  next process cuts the file to that size and goes on. So the file depends on the spool alone.
+    TensorBoard   `mlflow_spool.tensorboard.json` holds the offset in the spool, and the size that the event file had at
+                  this offset. The next process truncates the event file to this size and continues. So the file
+                  depends on the spool alone.
     W&B           its library cannot continue an offline run. The next process removes the directory and writes the
                   whole spool again, under the same run id.
 
-The libraries are optional, and are imported by the process that needs them.
+The libraries are optional. Each is imported only by the process that needs it.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Sink(Protocol):
 
 
 class TensorBoardSink:
-    """The run's metrics in a TensorBoard event file. Owns the file and the note of what was delivered."""
+    """The run's metrics as a TensorBoard event file. It owns the event file, and a note of what is delivered."""
 
     def __init__(self, spool: Path) -> None:
         self._spool = spool
@@ -68,8 +69,8 @@ class TensorBoardSink:
         self._records = importlib.import_module("tensorboard.summary.writer.record_writer").RecordWriter(self._file)
 
     def _noted(self) -> tuple[int, int]:
-        """Return the place in the spool and the size of the event file there; zeros if there is no note, or a damaged
-        one."""
+        """Return the delivered offset of the spool and the size that the event file had there. Both are 0 if the note
+        is missing or damaged."""
         try:
             read_to, size = map(int, json.loads(self._note.read_bytes()))
         except (FileNotFoundError, TypeError, ValueError):
@@ -89,7 +90,7 @@ class TensorBoardSink:
             new.replace(self._note)
 
     def _write(self, item: Item) -> None:
-        """Write the metrics of an item. The first record of the file names its format."""
+        """Write the metrics of an item. If the file is new, first write the record that names the file's format."""
         if self._is_new:
             self._records.write(self._event(wall_time=item["t"], file_version="brain.Event:2").SerializeToString())
             self._is_new = False
@@ -103,14 +104,14 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """The run's config and metrics as an offline run of Weights & Biases. Owns its directory."""
+    """The run's config and metrics as an offline run of Weights & Biases. It owns the directory of the offline run."""
 
     def __init__(self, spool: Path) -> None:
         self._wandb = importlib.import_module("wandb")
         self._spool, self._read_to = spool, 0
         self._run: Any = None
         self._axes: dict[str, str] = {}
-        """The x-axis of each metric that was written."""
+        """Name of the x-axis of each metric that was written."""
         self._status = "KILLED"
         earlier = spool.with_name("wandb")
         if earlier.exists():
@@ -128,7 +129,7 @@ class WandbSink:
             self._read_to = end
 
     def _open(self, item: Item) -> None:
-        """Begin the run, or take over the config of a driver that resumed it."""
+        """Begin the run. If it has begun already, because a driver resumed it, update its config."""
         self._status = "KILLED"
         if self._run is not None:
             self._run.config.update(item["params"], allow_val_change=True)
@@ -144,7 +145,8 @@ class WandbSink:
         )
 
     def _log(self, item: Item) -> None:
-        """Write metrics. Their x-axes are metrics too, because W&B's own steps may only rise."""
+        """Write the metrics of an item. Their x-axes are written as metrics too, because W&B's own step number cannot
+        decrease."""
         for name in item["values"].keys() - self._axes.keys():
             metric = find(name)
             self._axes[name] = STEP if metric is None else metric.axis

@@ -141,8 +141,8 @@ class Summary:
     best: EvaluatedVersion | None = None
     """The version with the highest held-out reward among those whose KL is within `evaluate.select.max_kl`."""
     predictions: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Predicted and measured seconds of a step, by stage (summed over its nodes) and of the whole `step`. Empty without
-    `predicted_s` in the config."""
+    """Pairs (predicted, measured) of the seconds of a step, by stage. The seconds of a stage are summed over its nodes.
+    The key `step` has the seconds of the whole step. Empty if the config has no `predicted_s`."""
     hints: tuple[str, ...] = ()
     """Explanations why the run learned little. For each rule with advice that raised an alarm: its last alarm and the
     advice."""
@@ -229,7 +229,7 @@ def _hints(log: Sequence[Event]) -> tuple[str, ...]:
 
 
 def _seconds(start: float, end: float | None, periods: Sequence[Interval]) -> float | None:
-    """Return the seconds between two times in which a driver worked. None if `end` is None."""
+    """Return for how many seconds between two times a driver was working. None if `end` is None."""
     return None if end is None else length(within([(start, end)], periods))
 
 
@@ -248,7 +248,7 @@ def _stage_s(all_boxes: Sequence[Box]) -> dict[str, float]:
 def _predictions(
     predicted_s: Mapping[str, float], measured_s: Mapping[str, float], steps: int
 ) -> dict[str, tuple[float, float]]:
-    """Return the predicted and the measured seconds of a step, for each stage that the run executed."""
+    """Return the predicted and the measured seconds of a step for each stage that the run executed."""
     common = [stage for stage in predicted_s if stage in measured_s and steps]
     return {stage: (predicted_s[stage], measured_s[stage] / steps) for stage in common}
 

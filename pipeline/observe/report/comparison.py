@@ -63,7 +63,7 @@ class PairedEvaluation:
 
     run: int
     versions: tuple[int, int]
-    """The version that is compared, of the first run and of this one."""
+    """The compared versions of the weights: of the first run, and of this run."""
     found: Comparison
     error: float | None
     """Standard error of the difference."""

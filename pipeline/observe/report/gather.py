@@ -178,7 +178,8 @@ def gather(source: Source, budget: SampleBudget, most_executions: int = MOST_EXE
 
 
 def _variant_contents(source: VariantSource) -> RunContents:
-    """Return what the page shows of a variant: settings, curves, and its held-out reward beside its parent's."""
+    """Return the page's contents about a variant: settings, curves, and its held-out reward next to that of its
+    parent."""
     summary, compared = source.summary, source.summary.comparison
     start, stop = summary.updates
     curves = run_curves({one["step"]: one["metrics"] for one in summary.steps}, len(summary.steps), ())

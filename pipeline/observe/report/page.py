@@ -34,7 +34,7 @@ _BEGINNING = """<!doctype html>
 _STYLES = ("base.css", "figures.css", "report.css")
 _PARTS = ("text", "dom", "frame", "curves", "bars", "timeline", "samples", "tables", "main")
 _SMALLEST = 0.02
-"""The budget is not reduced further below this fraction, where all its limits are at their minimum."""
+"""Fraction of the budget at which it is not reduced further, because all its limits are at their minimum."""
 
 
 @dataclass(frozen=True)

@@ -188,8 +188,8 @@ def pieces(decode: Decode, tokens: Sequence[int]) -> list[str]:
     """Return the text that each token adds to the text of the tokens before it.
 
     If several tokens form one character, the text is assigned to the last of them, and the others get an empty text. A
-    token's text depends on the token before it, because of spaces. Only these few tokens are decoded together: decoding
-    the whole response for each token would take quadratic time."""
+    token's text depends on the token before it, because of spaces, so tokens are decoded in short windows. Decoding the
+    whole response for each token would take quadratic time."""
     found: list[str] = []
     start = done = 0
     for end in range(1, len(tokens) + 1):

@@ -59,16 +59,16 @@ class RunSource:
 
 @dataclass(frozen=True)
 class VariantSource:
-    """A finished variant. It was trained on the rollouts of its parent, so it has no rows, ledger and journal of its
-    own: its summary has all its numbers."""
+    """A finished variant of a run. It was trained on the rollouts of its parent, so it has no rows, ledger or journal
+    of its own. All its numbers are in its summary."""
 
     name: str
     directory: str
     settings: Mapping[str, Any]
-    """Key path -> value, of its config."""
+    """Settings of the variant's config, by key path."""
     summary: VariantSummary
     sameness: Sameness
-    """The same as its parent's."""
+    """Equal to those of the parent run."""
 
 
 Source = RunSource | VariantSource

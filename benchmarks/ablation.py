@@ -321,7 +321,8 @@ def ratios_of(slow: list[Measured], fast: list[Measured]) -> list[float]:
 
 
 def draw(figures: dict[str, float], dtype: str, path: Path) -> None:
-    """Draw a bar of the step's seconds for every arm, with its factor over the first one, and the limit as a line."""
+    """Draw a bar of the step's seconds for every arm, with its factor over the first one, and the limit (if it was
+    measured) as a line."""
     picture = Figure(figsize=(8, 3.6), layout="constrained")
     FigureCanvasAgg(picture)
     axes = picture.add_subplot()
@@ -337,12 +338,11 @@ def draw(figures: dict[str, float], dtype: str, path: Path) -> None:
     axes.bar_label(
         bars, [f"{s:.1f} s, {factor:.1f}x" for s, factor in zip(seconds.values(), factors, strict=True)], padding=3
     )
-    axes.axvline(
-        figures[f"{dtype}/least_s"], color="black", linestyle=":", label="matrix products at the rate of a large one"
-    )
+    if (least := figures.get(f"{dtype}/least_s")) is not None:
+        axes.axvline(least, color="black", linestyle=":", label="matrix products at the rate of a large one")
+        axes.legend(frameon=False, loc="lower right")
     axes.set(xlabel="seconds of a step (factor over naive)", xlim=(0, 1.2 * max(seconds.values())))
     axes.invert_yaxis()
-    axes.legend(frameon=False, loc="lower right")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     picture.savefig(path, dpi=110)

@@ -183,7 +183,7 @@ def own_address(alone: bool) -> str:
     if not ip_address(named).is_loopback:
         return named
     try:
-        return route_address("192.0.2.1")  # an address of no real host, to which the default route leads
+        return route_address("192.0.2.1")  # this address belongs to no host, so the default route leads to it
     except OSError:
         return named  # no route at all: a machine without a network
 

@@ -136,7 +136,7 @@ def _test(rung: Rung, settings: DoctorSettings) -> RungResult:
         outcome = Status.ABSENT, str(error), "", {}
     except Fault as error:
         outcome = Status.FAULT, error.cause, error.advice, error.facts
-    except Exception as error:  # whatever a library raises on a machine that nobody has seen yet
+    except Exception as error:  # a library may raise any error on an unknown machine
         cause = f"{type(error).__name__}: {error}"
         advice = "Stageline does not know this fault. Send the JSON report, which has the whole traceback"
         outcome = Status.FAULT, cause, advice, {"traceback": traceback.format_exc()}

@@ -45,7 +45,7 @@ def run(job: RankJob, index: int, rendezvous: str) -> RankResult | None:
     """Run a job as rank `index`. Return the results on rank 0, and None on the other ranks."""
     with opened(job, index, rendezvous) as host:
         vocabulary = read_spec(job.model).vocab_size
-        _step(host, *batch(vocabulary, 0, NUM_SHORT))  # libraries load what they need, Adam makes its moments
+        _step(host, *batch(vocabulary, 0, NUM_SHORT))  # warm-up: libraries load kernels, Adam creates its moments
         _go_back(host)
         rollout, advantages = batch(vocabulary, NUM_LONG, NUM_SHORT)
         before, of_process = sum(host.state_bytes().values()), _forget_peak()

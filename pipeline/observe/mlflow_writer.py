@@ -85,7 +85,7 @@ class SpoolWriter:
         self._state_path = spool.with_suffix(".state.json")
         self._report = report
         state, shown = read_state(spool), redacted_text(uri)
-        if state.get("uri") != shown:  # the state is about another store, and this one has nothing yet
+        if state.get("uri") != shown:  # the state describes another store; nothing is delivered to this one
             state = {"uri": shown, "metrics": 0, "rest": 0, "run_id": None, "experiment_id": None, "open": False}
         self._state: Item = state
         self._read_to = min(state["metrics"], state["rest"])

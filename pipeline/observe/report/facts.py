@@ -58,7 +58,7 @@ def state_of(events: Sequence[Event], steps_done: int, steps: int) -> str:
     """Return a text about the progress of a run: finished, failed or not finished, and the number of steps."""
     if is_finished(events) or steps_done == steps:
         return f"finished: {steps_done} steps"
-    given_up = _failed(events, (EventKind.SUBMITTED, EventKind.FINISHED))  # not if it was submitted again
+    given_up = _failed(events, (EventKind.SUBMITTED, EventKind.FINISHED))  # a node submitted again has not failed
     return f"{'failed' if given_up else 'not finished'}: {steps_done} of {steps} steps"
 
 

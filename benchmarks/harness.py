@@ -62,6 +62,13 @@ def measured_load() -> Iterator[Callable[[], Load]]:
     result.append(Load((busy - others) / total, others / total))
 
 
+def own_cpu_s() -> float:
+    """Return the processor seconds of this process and of all processes below it that live."""
+    process = psutil.Process()
+    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
+
+
 def _busy_seconds() -> float:
     times = psutil.cpu_times()
     return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)

@@ -43,11 +43,16 @@ class DriverCost:
 
 
 @contextmanager
-def computing_nothing(node_done: Callable[[Node], None]) -> Iterator[list[Path]]:
-    """Drivers of this process build their workers with the runtime that computes nothing; `node_done` is called after
-    each node. Yields the directories of the runs that were started, as they come."""
-    driver, over = importlib.import_module("pipeline.driver.run"), Flow.done
-    settings = driver._executor_settings
+def computing_nothing(node_done: Callable[[Node], None], **replaced: object) -> Iterator[list[Path]]:
+    """Make the drivers of this process build their workers with the runtime that computes nothing. Yield the
+    directories of the runs that were started, as they come.
+
+    Args:
+        node_done: called after each node, in the driver's thread.
+        replaced: replacements of further names of `pipeline.driver.run`.
+    """
+    driver, over = vars(importlib.import_module("pipeline.driver.run")), Flow.done
+    settings = driver["_executor_settings"]
     run_dirs: list[Path] = []
 
     def noop_settings(config: Any) -> Any:
@@ -58,12 +63,14 @@ def computing_nothing(node_done: Callable[[Node], None]) -> Iterator[list[Path]]
         over(self, node)
         node_done(node)
 
+    replaced["_executor_settings"] = noop_settings
+    before = {name: driver[name] for name in replaced}
     try:
-        vars(driver)["_executor_settings"] = noop_settings
+        driver.update(replaced)
         Flow.done = told  # type: ignore[method-assign]
         yield run_dirs
     finally:
-        vars(driver)["_executor_settings"] = settings
+        driver.update(before)
         Flow.done = over  # type: ignore[method-assign]
 
 

@@ -4,8 +4,8 @@ Whole runs through the real path (Dask, Zarr, ledger), arms taken in turn, repea
 seconds per step, and an arm's is the median of its repeats. The synchronous arm gives every stage all cores in turn
 (and scoring still overlaps generation): comparing with a one-thread serial schedule would flatter the overlap.
 
-The limit: n cores need at least 1 / n of the thread-seconds of all stages (a stage's seconds times its gang's threads).
-Arms that wait for each other's cores take more of them for the same work, so the fewest of any arm count.
+The limit: no step is shorter than 1 / n of the processor seconds that all processes of the run spend in it on n cores.
+The limit of a workload takes the fewest of any arm and repeat, so no arm can pass it.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ import os
 import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.harness import arguments, gemm_gflops, measured_load, report, write_json
+from benchmarks.harness import arguments, gemm_gflops, measured_load, own_cpu_s, report, write_json
 from pipeline.config.loading import load_config
-from pipeline.config.placement import gang_of
 from pipeline.config.run import RunConfig
-from pipeline.driver.results import open_history
 from pipeline.driver.run import run
-from pipeline.graph.graph import STAGE_ROLES
-from storage.address import Address
 
 CORES = os.cpu_count() or 1
 WARM_UP_STEPS = 2
@@ -72,26 +70,24 @@ STEPS, QUICK = ("steps=7",), ("steps=4", "prompts.held_out=8")
 @dataclass(frozen=True)
 class Measured:
     step_s: float
-    thread_s: float
-    """Thread-seconds of all stages per step."""
+    cpu_s: float
+    """Processor seconds of a step, of all processes of the run."""
     others: float
     """Share of the machine that others used."""
 
 
 def measure(config: RunConfig) -> Measured:
-    """Runs a config; seconds from one publication to the next, over the steps after the warm-up."""
+    """Run a config. Its steps after the warm-up count, each from the end of the one before."""
+    ends: list[tuple[float, float]] = []
+
+    def step_over(step: int, metrics: Mapping[str, float]) -> None:
+        ends.append((time.perf_counter(), own_cpu_s()))
+
     with measured_load() as load:
-        result = run(config, Console(file=StringIO()))
-    ledger = open_history(config).ledger
-    first, last = (ledger.find(Address("publish", v)) for v in (WARM_UP_STEPS, config.steps))
-    assert first is not None
-    assert last is not None
-    step_s = (last.finished - first.finished) / (config.steps - WARM_UP_STEPS)
-    threads = {
-        stage: config.placement.gangs[gang_of(config.placement, role)].threads for stage, role in STAGE_ROLES.items()
-    }
-    thread_s = sum(seconds * threads[stage] for stage, seconds in result.summary.stage_s.items())
-    return Measured(step_s, thread_s / config.steps, load().others)
+        run(config, Console(file=StringIO()), callbacks=[step_over])
+    (began_s, cpu_before), (ended_s, cpu_after) = ends[WARM_UP_STEPS - 1], ends[-1]
+    steps = len(ends) - WARM_UP_STEPS
+    return Measured((ended_s - began_s) / steps, (cpu_after - cpu_before) / steps, load().others)
 
 
 def main() -> None:
@@ -122,7 +118,7 @@ def main() -> None:
     for workload in workloads:
         step_s = {arm: statistics.median(m.step_s for m in found[workload, arm.name]) for arm in arms}
         best_sync = min(seconds for arm, seconds in step_s.items() if arm.synchronous)
-        limit = min(statistics.median(m.thread_s for m in found[workload, arm.name]) for arm in arms) / CORES
+        limit = min(m.cpu_s for arm in arms for m in found[workload, arm.name]) / CORES
         for arm, seconds in step_s.items():
             others = max(m.others for m in found[workload, arm.name])
             rows.append(
@@ -147,7 +143,7 @@ def main() -> None:
         [
             f"{repeats} repeats, medians; {CORES} cores; fp32 GEMM "
             + ", ".join(f"{rate:.0f} GFLOP/s on {threads} thread(s)" for threads, rate in gemm.items()),
-            "limit: fewest thread-seconds of all stages in any schedule / cores",
+            "limit: fewest processor seconds of a step in any schedule / cores",
         ],
     )
     write_json(options.json, figures)

@@ -75,15 +75,28 @@ def responses_table(pairs: Sequence[ResponsePair]) -> Table:
 
 
 def end_of_run(summary: Summary, pairs: Sequence[ResponsePair], paths: Mapping[str, Path | str]) -> RenderableType:
-    """Return what is printed at the end of a run: its results, responses before and after training, and the paths of
-    its files and pages."""
+    """Return what is printed at the end of a run: its results, responses before and after training, the paths of its
+    files and pages, and a last line with the numbers that matter most."""
     where = Table.grid(padding=(0, 2))
     for label, path in paths.items():
         where.add_row(plain(label, "dim"), plain(path))
     parts: list[RenderableType] = [summary_table(summary)]
     if pairs:
         parts.append(responses_table(pairs))
-    return Group(*parts, where)
+    return Group(*parts, where, last_line(summary, paths.get("report")))
+
+
+def last_line(summary: Summary, report: Path | str | None) -> Text:
+    """Return the three numbers that matter most (held-out reward before and after, seconds a step, tokens a second), as
+    far as the run has them, and the report's path."""
+    said: list[str] = []
+    if summary.eval is not None:
+        said.append(f"held-out reward {three(summary.eval.before)} → {three(summary.eval.after)}")
+    if summary.steps:
+        seconds = summary.wall_s / summary.steps
+        said += [f"{seconds:.2f} s a step", f"{summary.tokens_per_s:,.0f} sampled tokens/s"]
+    shown = plain("   ".join(said), "bold green")
+    return shown if report is None else shown.append_text(plain(f"   report: {report}", "bold"))
 
 
 def inspect_table(rows: Sequence[InspectRow], title: str) -> Table:

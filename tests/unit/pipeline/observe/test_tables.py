@@ -108,6 +108,15 @@ def test_end_of_run_shows_responses_as_they_are_and_paths() -> None:
     assert "runs/x/timeline.png" in text
 
 
+def test_a_run_ends_with_the_numbers_that_matter_and_its_report() -> None:
+    last = _text(end_of_run(SUMMARY, [], {"report": Path("runs/x/report.html")})).splitlines()[-1]
+    for said in ("0.195 → 0.481", "5.00 s a step", "10 sampled tokens/s", "runs/x/report.html"):
+        assert said in last
+    without = _text(end_of_run(dataclasses.replace(SUMMARY, eval=None), [], {})).splitlines()[-1]
+    assert "→" not in without
+    assert "5.00 s a step" in without
+
+
 def test_control_characters_of_a_response_reach_no_terminal() -> None:
     """The response is untrusted: it must not colour, overwrite or turn the text around it."""
     hostile = "a\x1b[31mred\x07 \x00 \x9b2J \u202eturned\u2066 \u2028 \x7f"

@@ -14,6 +14,7 @@ by the driver as in any run. Rank 0 forwards no calls to them, since on real dev
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import pickle
 import sys
@@ -190,6 +191,7 @@ def serve() -> None:
             del workers
         os._exit(0)  # closing each worker would take a second
 
+    logging.getLogger("distributed").setLevel(logging.ERROR)
     # the driver's tasks name these functions
     vars(entry).update(build_worker=build_worker, run_node_task=run_node_task, open_rendezvous=open_rendezvous)
     asyncio.run(work())

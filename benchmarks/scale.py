@@ -154,8 +154,7 @@ STRONG_ROWS, WEAK_ROWS = 4096, 64
 MEAN_TOKENS, SIGMA = 400, 0.8
 """Lengths of responses: the mean after the cut, and the spread of the logarithm."""
 WARM_UP_STEPS = 2
-COLUMNS = ("scaling", "devices", "rows a step", "nodes a step", "simulator, s", "measured, s", "difference",
-           "driver busy", "driver, ms a node", "of linear", "factor", "others' load")  # fmt: skip
+COLUMNS = ("scaling", "rows a step", "simulator, s", "measured, s", "difference", "driver busy", "of linear")
 
 
 def devices_config(devices: int, rows: int, steps: int, *changes: str) -> RunConfig:
@@ -285,8 +284,8 @@ def run_on_devices(config: RunConfig, stages: TimedStages, simulated_s: float, c
 
 def measure_devices(
     every: Sequence[int], steps: int, wall_step_s: float, repeats: int
-) -> tuple[dict[str, float], list[tuple[str, ...]]]:
-    """Return the figures by name, and a row for each kind of scaling and number of devices."""
+) -> tuple[dict[str, float], list[tuple[str, ...]], list[str]]:
+    """Return the figures by name, and a row and a note for each kind of scaling and number of devices."""
     found: dict[tuple[int, int], list[Measured]] = {}
     played: dict[tuple[int, int], tuple[float, TimedStages]] = {}
     kinds = {"strong": dict.fromkeys(every, STRONG_ROWS), "weak": {devices: WEAK_ROWS * devices for devices in every}}
@@ -302,7 +301,7 @@ def measure_devices(
             measured = run_on_devices(devices_config(devices, rows, steps, *where), stages, simulated_s, checked)
             found.setdefault((devices, rows), []).append(measured)
             print(f"{devices} devices, {rows} rows: {measured.step_s:.2f} s a step", file=sys.stderr, flush=True)
-    figures, table = dict[str, float](), list[tuple[str, ...]]()
+    figures, table, notes = dict[str, float](), list[tuple[str, ...]](), list[str]()
     for kind, rows_of in kinds.items():
         for devices, rows in rows_of.items():
             (simulated_s, stages), several = played[devices, rows], found[devices, rows]
@@ -324,11 +323,14 @@ def measure_devices(
             figures |= {f"{kind}/{devices}/{name}": float(value) for name, value in mine.items()}
             linear = mine["rows_per_device_s"] / figures[f"{kind}/{every[0]}/rows_per_device_s"]
             table.append(
-                (kind, str(devices), str(rows), f"{one.nodes:.0f}", f"{simulated_s:.2f}", f"{step_s:.2f}",
-                 f"{mine['difference']:+.1%}", f"{mine['driver_share']:.1%}", f"{mine['driver_ms_per_node']:.1f}",
-                 f"{linear:.0%}", f"{stages.factor:.1f}", f"{mine['others_load']:.0%}")
+                (f"{kind}, {devices}", str(rows), f"{simulated_s:.2f}", f"{step_s:.2f}", f"{mine['difference']:+.1%}",
+                 f"{mine['driver_share']:.1%}", f"{linear:.0%}")
             )  # fmt: skip
-    return figures, table
+            notes.append(
+                f"{kind}, {devices}: {one.nodes:.0f} nodes a step, each {mine['driver_ms_per_node']:.1f} ms of the driver; "
+                f"factor {stages.factor:.1f}; others' load {mine['others_load']:.0%}"
+            )
+    return figures, table, notes
 
 
 def create_ms(number: int = 2000) -> float:
@@ -358,9 +360,10 @@ def main() -> None:
         columns = ("long run", "ms a node", "driver MB", "workers MB")
         report(f"A run of {steps} steps whose stages compute nothing", columns, rows, notes)
     if every:
-        devices, rows = measure_devices(every, of_each, wall_step_s, 1 if options.quick else options.repeats)
+        devices, rows, notes = measure_devices(every, of_each, wall_step_s, 1 if options.quick else options.repeats)
         figures |= devices
-        report("Steps on virtual devices", COLUMNS, rows, [f"linear: rows a second and device with {every[0]} devices"])
+        notes.append(f"of linear: rows a second and device, over those with {every[0]} devices")
+        report("Steps on virtual devices", COLUMNS, rows, notes)
     write_json(options.json, figures)
 
 

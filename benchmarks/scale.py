@@ -327,8 +327,8 @@ def measure_devices(
                  f"{mine['driver_share']:.1%}", f"{linear:.0%}")
             )  # fmt: skip
             notes.append(
-                f"{kind}, {devices}: {one.nodes:.0f} nodes a step, each {mine['driver_ms_per_node']:.1f} ms of the driver; "
-                f"factor {stages.factor:.1f}; others' load {mine['others_load']:.0%}"
+                f"{kind}, {devices}: {one.nodes:.0f} nodes a step, each {mine['driver_ms_per_node']:.1f} ms of the "
+                f"driver; factor {stages.factor:.1f}; others' load {mine['others_load']:.0%}"
             )
     return figures, table, notes
 

@@ -49,7 +49,7 @@ CUTS = {
     "publish": Cut(lines="m.HALF_B = {}; m.LAYOUTS = dict(list(m.LAYOUTS.items())[:2])"),
     "refit": Cut(),
     "sandbox": Cut(),
-    "scale": Cut("--steps 10 --workers 8"),
+    "scale": Cut("--steps 10 --devices 8 --step-s 1"),
     "speculation": Cut("--rows 1 --modes sampled --new 4 --train 0.2 --train-rows 6"),
     "store": Cut(lines="m.SEQ = 320"),
     "update": Cut("--rows 2 --threads 1"),

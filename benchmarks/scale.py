@@ -55,7 +55,8 @@ from pipeline.graph.graph import Node, run_nodes
 from pipeline.plan.calibration import typical
 from pipeline.plan.cost import costs_of
 from pipeline.plan.lengths import lognormal_with_mean
-from pipeline.plan.simulate import Execution, Scenario, play, scenario_of
+from pipeline.plan.scenario import scenario_of
+from pipeline.plan.simulate import Execution, Scenario, play
 from pipeline.workers.worker_process import nanny_options
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -177,7 +178,7 @@ def devices_config(devices: int, rows: int, steps: int, *changes: str) -> RunCon
 def devices_scenario(config: RunConfig, devices: int) -> Scenario:
     """Return the run as the simulator plays it on nodes of 8 H100, with no seconds for driver and scheduler."""
     models = role_models(config, read_model("model.path", config.model.path, weights=False), weights=False)
-    calibration = replace(typical("H100-80", on_gpus=True), overhead_s=0.0, turnaround_s=0.0)
+    calibration = replace(typical("H100-80", on_gpus=True), overhead_s=0.0, turnaround_s=0.0, beside_s=0.0)
     cluster = read_cluster(f"{devices // 8}x8xH100-80")
     lengths = lognormal_with_mean(MEAN_TOKENS, SIGMA, config.sampling.max_new_tokens)
     return scenario_of(costs_of(planned_run(config, models, on_gpus=True), cluster, calibration), lengths)
@@ -203,7 +204,7 @@ def timed_stages(scenario: Scenario, wall_step_s: float) -> tuple[float, TimedSt
         rows={one.submit.node.address: one.lengths for one in ran if one.submit.node.stage == "generate"},
         queue=queue,
         refit_s=costs.refit_s(),
-        after_rows_s=costs.after_rows_s(),
+        after_rows_s=costs.after_rows_s(beside=False),
         factor=max(1.0, simulated_s / wall_step_s),
     )
 

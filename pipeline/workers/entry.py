@@ -77,6 +77,7 @@ class Runtime:
 class _Resident:
     spec: WorkerSpec
     runtime: Runtime
+    mirror: WeightMirror | None = None
     begun: OrderedDict[tuple[Address, str], None] = field(default_factory=OrderedDict)
     """The last calls that began here, by address and attempt. Dask does not repeat older ones, because the driver
     limits the lineage that Dask remembers."""
@@ -118,13 +119,15 @@ def build_worker(spec: WorkerSpec, rendezvous: str | None = None) -> Built:
         _write_to(Path(spec.log), f"---- {spec.name}, incarnation {spec.incarnation}, process {os.getpid()}")
     if _resident is not None:
         _resident.runtime.close()
+        if _resident.mirror is not None:
+            _resident.mirror.close()
         _resident = None
     mirror = WeightMirror(get_worker(), spec.mirror) if spec.mirror is not None else None
     if mirror is not None:
         mirror.open()  # before the models are loaded, because other hosts may wait for versions on this host's board
     module, _, name = spec.runtime.partition(":")
     runtime: Runtime = getattr(importlib.import_module(module), name)(spec)
-    _resident = _Resident(spec, runtime)
+    _resident = _Resident(spec, runtime, mirror)
     if runtime.rows is not None:
         open_for_rows(get_worker(), spec, runtime.rows)
     if spec.size > 1 and spec.index:

@@ -1,22 +1,22 @@
-"""Copy published weights to hosts that lack them, over Dask connections between workers. Each host has its own board,
-and a version is copied to each host once.
+"""Copy published weights to hosts that lack them. Each host has its own board, and a version is copied to each host
+once.
 
     reader (its board lacks v)              publisher                          earlier asker (its host has, or gets, v)
     ──────────────────────────              ─────────                          ─────────────
     has the host's lock for v
     ask ──────────────────────────────────► manifest, and whom to ask
-                                            └ the first two askers: the publisher
+                                            └ the first two askers: the publisher's sender
         ◄──manifest, "ask that one"──────── └ asker k: asker (k - 2) / 2
-    ask ─────────────────────────────────────────────────────────────────────► as soon as it has them:
-        two pieces asked for ahead; checked  ◄─────────pieces────────────────  the bytes of its own file
-        and appended in a thread
+    ask ─────────────────────────────────────────────────────────────────────► its sender
+    connect to the sender ═══════════════════════════════════════════════════► as soon as its board has them:
+        pieces are checked and appended      ◄═════════pieces════════════════  the bytes of its own file
     link the manifest: v exists here
 
-So the publisher sends two copies, whatever the number of hosts. Every other host passes on the bytes that it has while
-more arrive. A sender sends only pieces that were asked for, and no other flow control is needed. A sender may die at
-any time: the reader then asks the publisher again, by its name, because a restarted publisher has another address and
-the same board. The reader continues where it stopped. Only the publisher's memory has the tree of askers, and losing it
-is harmless.
+The questions go over Dask's connections, the pieces over connections of their own, to a process that only sends
+(`weight_sender.py`). So the publisher's host sends two copies, whatever the number of hosts. Every other host passes on
+the bytes that it has while more arrive. A sender may die at any time: the reader then asks the publisher again, by its
+name, because a restarted publisher has another address and the same board. The reader continues where it stopped. Only
+the publisher's memory has the tree of askers, and losing it is harmless.
 
 The driver notifies readers when a version is published, so that it has often arrived before it is needed, and when
 nobody reads a version any more. Both messages may be lost: a version is fetched when it is needed, and a copy that
@@ -28,33 +28,28 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from distributed import Client, Status, Worker
-from distributed.comm import Comm, connect
-from distributed.protocol import to_serialize
+from distributed import Client, Worker
+from distributed.comm import get_address_host
 
 from pipeline.workers.messages import MirrorSpec
+from pipeline.workers.weight_sender import WeightSender, received
 from storage.errors import DamagedWeights, MissingOutput, StoreError
 from storage.weight_copies import IncomingVersion, OutgoingVersion, receiving
 from storage.weights import Manifest, WeightBoard
 
-SEND, FETCH, RELEASE, REMOVE = (f"stageline_{what}_weights" for what in ("send", "fetch", "release", "remove"))
+ASK, FETCH, RELEASE, REMOVE = (f"stageline_{what}_weights" for what in ("ask", "fetch", "release", "remove"))
 """Names of the handlers."""
 FAN_OUT = 2
 """Most hosts that one host sends a version to."""
-PIECE_BYTES = 16 << 20
-"""Bytes of a piece: a multiple of every system's page size."""
-_PIECES_AHEAD = 2
-"""Most pieces that were asked for and have not arrived: one travels while the sender prepares the next."""
 _LOOK_S = 0.005
-"""Seconds between two looks at a growing file."""
+"""Seconds between two looks for a version that is about to arrive."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 """Seconds between two tries."""
-_CONNECT_S = 5.0
 _VERSIONS_REMEMBERED = 8
 _REMOVAL_S = 5.0
 
@@ -94,23 +89,25 @@ def _lost_if_it_fails(whom: str, redirected: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Source:
-    """An open connection to the process that sends a version."""
+    """The process that sends a version."""
 
-    comm: Comm
-    address: str
+    sender: tuple[str, int]
+    """Address of the process."""
+    worker: str
+    """Dask address of the worker that it belongs to."""
     manifest: Manifest
-    other: str | None
-    """Address of the process to ask instead, or None."""
     redirected: bool
 
 
 class WeightMirror:
-    """Sends and receives versions for the board of a worker's host, from `open` on until the process ends."""
+    """Owns the sending and receiving of versions for the board of a worker's host, from `open` on."""
 
     def __init__(self, worker: Worker, spec: MirrorSpec) -> None:
         self._worker = worker
         self._spec = spec
         self._board = WeightBoard(spec.board)
+        certificate = worker.security.get_tls_config_for_role("worker")
+        self._sender = WeightSender(spec.board, get_address_host(worker.address), certificate)
         self._askers: dict[int, list[str]] = {}
         """Addresses by version, in the order in which they asked this process."""
         self._arriving: set[int] = set()
@@ -122,7 +119,11 @@ class WeightMirror:
 
     def open(self) -> None:
         """Begin to answer askers and to obey the driver's orders."""
-        self._worker.handlers |= {SEND: self._send, FETCH: self._ahead, RELEASE: self._release, REMOVE: self._remove}
+        self._worker.handlers |= {ASK: self._answer, FETCH: self._ahead, RELEASE: self._release, REMOVE: self._remove}
+
+    def close(self) -> None:
+        """Stop sending. The worker's process may get another mirror afterwards."""
+        self._sender.close()
 
     # ---- for the runtime -------------------------------------------------------------------------------------
 
@@ -166,33 +167,25 @@ class WeightMirror:
 
     # ---- sending -------------------------------------------------------------------------------------------------
 
-    async def _send(self, comm: Comm, version: int, asker: str | None, digest: str | None) -> Status:
-        """Answer with a version's manifest and its source. If this process is the source, send the pieces that are
-        asked for until the other side closes. `asker`: it may be redirected to another source; None: it was redirected
-        already. `digest`: the digest that the version must have."""
+    async def _answer(self, version: int, asker: str | None, digest: str | None) -> dict[str, Any]:
+        """Return a version's manifest and its source: the address of this host's sender, or of another worker to ask.
+        `asker`: it may be redirected to another source; None: it was redirected already. `digest`: the digest that the
+        version must have."""
         try:
-            with await self._find(version, digest) as outgoing:
-                source = self._other_source(version, asker) if asker is not None else None
-                await comm.write({"manifest": outgoing.manifest.to_json(), "source": source})
-                while source is None:
-                    request = await comm.read()
-                    offset, num_bytes = request["offset"], request["num_bytes"]
-                    while outgoing.num_ready() < offset + num_bytes:
-                        await asyncio.sleep(_LOOK_S)
-                    await comm.write({"piece": to_serialize(outgoing.read(offset, num_bytes))})
+            manifest = await self._find(version, digest)
         except MissingOutput as error:
-            with suppress(OSError):
-                await comm.write({"missing": str(error)})
-        except OSError:
-            comm.abort()
-        return Status.dont_reply
+            return {"missing": str(error)}
+        other = self._other_source(version, asker) if asker is not None else None
+        sender = await asyncio.to_thread(self._sender.address) if other is None else None
+        return {"manifest": manifest.to_json(), "other": other, "sender": sender}
 
-    async def _find(self, version: int, digest: str | None) -> OutgoingVersion:
-        """Return a version to send. Raises MissingOutput if it is neither here nor arriving."""
+    async def _find(self, version: int, digest: str | None) -> Manifest:
+        """Return the manifest of a version to send. Raises MissingOutput if it is neither here nor arriving."""
         while True:
             arriving = version in self._arriving
             try:
-                return OutgoingVersion(self._board, version, digest)
+                with OutgoingVersion(self._board, version, digest) as outgoing:
+                    return outgoing.manifest
             except MissingOutput:
                 if not arriving:
                     raise
@@ -217,10 +210,10 @@ class WeightMirror:
                 if not ours:
                     return
                 if not self._board.has(version):
-                    asyncio.run_coroutine_threadsafe(self._copy(version), self._worker.loop.asyncio_loop).result()
+                    self._copy(version)
                     return
 
-    async def _copy(self, version: int) -> None:
+    def _copy(self, version: int) -> None:
         """Ask until the version has arrived. Keep the pieces that came from a lost source."""
         started = time.perf_counter()
         give_up, furthest, pause_s = time.monotonic() + self._spec.timeout_s, 0, _SHORTEST_PAUSE_S
@@ -230,13 +223,14 @@ class WeightMirror:
         try:
             while incoming is None or not incoming.complete:
                 try:
-                    async with self._source(version, may_redirect) as source:
-                        if incoming is None or incoming.manifest.digest != source.manifest.digest:
-                            if incoming is not None:
-                                incoming.close()
-                            incoming = IncomingVersion(self._board, source.manifest)
-                        await self._receive(source, incoming)
-                        continue
+                    finding = self._source(version, may_redirect)
+                    source = asyncio.run_coroutine_threadsafe(finding, self._worker.loop.asyncio_loop).result()
+                    if incoming is None or incoming.manifest.digest != source.manifest.digest:
+                        if incoming is not None:
+                            incoming.close()
+                        incoming = IncomingVersion(self._board, source.manifest)
+                    self._receive(source, incoming)
+                    continue
                 except _SourceLost as error:
                     may_redirect, reason = may_redirect and not error.redirected, str(error)
                 except DamagedWeights as error:  # damaged by the source or on the way: trust no piece
@@ -252,7 +246,7 @@ class WeightMirror:
                         f"{self._spec.timeout_s:g} s (cluster.start_timeout_s, or a third of cluster.deadline_s, if "
                         f"that is less); last: {reason}"
                     )
-                await asyncio.sleep(pause_s)
+                time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             manifest = incoming.finish()
         finally:
@@ -263,68 +257,50 @@ class WeightMirror:
             seconds = self._fetched.seconds + time.perf_counter() - started
             self._fetched = Fetched(seconds, self._fetched.num_bytes + manifest.num_bytes)
         if version in self._unread:
-            await asyncio.to_thread(self._board.release, version)
+            self._board.release(version)
 
-    @asynccontextmanager
-    async def _source(self, version: int, may_redirect: bool) -> AsyncIterator[_Source]:
-        """Yield the process that sends a version: the publisher, or the process that it names. Raises MissingOutput if
-        the publisher does not have the version."""
+    async def _source(self, version: int, may_redirect: bool) -> _Source:
+        """Return the process that sends a version: that of the publisher, or of the worker that the publisher names.
+        Raises MissingOutput if the publisher does not have the version."""
         with _lost_if_it_fails(self._spec.publisher, False):
             identity = self._worker.scheduler.identity()
             workers = (await asyncio.wait_for(identity, self._spec.message_timeout_s))["workers"]
-        address = next((a for a, worker in workers.items() if worker["name"] == self._spec.publisher), None)
-        if address is None:
+        worker = next((a for a, worker in workers.items() if worker["name"] == self._spec.publisher), None)
+        if worker is None:
             raise _SourceLost(f"{self._spec.publisher} is not connected", False)
-        question = {"version": version, "asker": self._worker.address if may_redirect else None, "digest": None}
-        async with self._connected(address, question, redirected=False) as source:
-            if source.other is None:
-                yield source
-                return
-        question |= {"asker": None, "digest": source.manifest.digest}
-        async with self._connected(source.other, question, redirected=True) as source:
-            yield source
+        asker = self._worker.address if may_redirect else None
+        answer, redirected = await self._ask(worker, version, asker, None, redirected=False), False
+        manifest = Manifest.from_json(answer["manifest"])
+        if answer["other"] is not None:
+            worker, redirected = answer["other"], True
+            answer = await self._ask(worker, version, None, manifest.digest, redirected=True)
+        host, port = answer["sender"]
+        return _Source((host, port), worker, manifest, redirected)
 
-    @asynccontextmanager
-    async def _connected(self, address: str, question: dict[str, Any], *, redirected: bool) -> AsyncIterator[_Source]:
-        message_timeout_s = self._spec.message_timeout_s
-        with _lost_if_it_fails(address, redirected):
-            comm = await connect(address, timeout=min(_CONNECT_S, message_timeout_s), **self._worker.connection_args)
-        try:
-            with _lost_if_it_fails(address, redirected):
-                await comm.write({"op": SEND, **question})
-                answer = await asyncio.wait_for(comm.read(), message_timeout_s)
-            if answer is None:  # the process has just started
-                raise _SourceLost(f"{address} does not send weights yet", redirected)
-            if "missing" in answer:
-                raise _SourceLost(answer["missing"], True) if redirected else MissingOutput(answer["missing"])
-            yield _Source(comm, address, Manifest.from_json(answer["manifest"]), answer["source"], redirected)
-        finally:
-            comm.abort()
+    async def _ask(
+        self, worker: str, version: int, asker: str | None, digest: str | None, *, redirected: bool
+    ) -> dict[str, Any]:
+        """Return the answer of a worker that may have the version (`_answer`)."""
+        with _lost_if_it_fails(worker, redirected):
+            asked = getattr(self._worker.rpc(worker), ASK)(version=version, asker=asker, digest=digest)
+            answer: dict[str, Any] | None = await asyncio.wait_for(asked, self._spec.message_timeout_s)
+        if answer is None:  # the process has just started
+            raise _SourceLost(f"{worker} does not send weights yet", redirected)
+        if "missing" in answer:
+            raise _SourceLost(answer["missing"], True) if redirected else MissingOutput(answer["missing"])
+        return answer
 
-    async def _receive(self, source: _Source, incoming: IncomingVersion) -> None:
-        """Receive the missing pieces. Each piece is checked and written while the next one arrives."""
-        total = incoming.manifest.file_bytes
-        asked = arrived = incoming.num_bytes
-        appending: asyncio.Task[None] | None = None
-        try:
-            while arrived < total:
-                with _lost_if_it_fails(source.address, source.redirected):
-                    while asked < min(total, arrived + _PIECES_AHEAD * PIECE_BYTES):
-                        num_bytes = min(PIECE_BYTES, total - asked)
-                        await source.comm.write({"offset": asked, "num_bytes": num_bytes})
-                        asked += num_bytes
-                    answer = await asyncio.wait_for(source.comm.read(), self._spec.message_timeout_s)
-                if "missing" in answer:
-                    raise _SourceLost(answer["missing"], source.redirected)
-                if incoming.manifest.version in self._unread:
-                    raise MissingOutput(f"weights v{incoming.manifest.version} are not read any more")
-                arrived += answer["piece"].nbytes
-                if appending is not None:
-                    await appending
-                appending = asyncio.create_task(asyncio.to_thread(incoming.append, answer["piece"]))
-        finally:
-            if appending is not None:
-                await appending
+    def _receive(self, source: _Source, incoming: IncomingVersion) -> None:
+        """Receive the missing pieces. Each piece is checked and written while the next ones arrive."""
+        context = self._worker.connection_args["ssl_context"]
+        manifest, timeout_s = incoming.manifest, self._spec.message_timeout_s
+        with closing(received(source.sender, context, manifest, incoming.num_bytes, timeout_s)) as pieces:
+            while not incoming.complete:
+                with _lost_if_it_fails(source.worker, source.redirected):
+                    piece = next(pieces)
+                if manifest.version in self._unread:
+                    raise MissingOutput(f"weights v{manifest.version} are not read any more")
+                incoming.append(piece)
 
 
 # ---- the driver's side ---------------------------------------------------------------------------------------------

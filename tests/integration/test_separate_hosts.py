@@ -1,5 +1,5 @@
-"""A run over four hosts, which are namespaces: the driver on one without workers, a rank of the gang on each of two,
-the engine and the scorer on the fourth. Nothing crosses but by the network and the directory that all see."""
+"""A run over four hosts, which are namespaces: the driver on one without workers, half of the trainers' ranks on each
+of two, the engine and the scorer on the fourth. Nothing crosses but by the network and the directory that all see."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pipeline.cli.verification import verify_run
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.graph.graph import weight_readers
+from pipeline.observe.journal import EventKind, read_events
 from storage.ledger import Ledger
 from tests.support.attached import Commands, commands
 from tests.support.namespaces import Host, separate_hosts
@@ -21,13 +22,7 @@ from tests.support.runs import QUIET, arguments, configure, finish, placement
 
 pytestmark = [pytest.mark.processes, pytest.mark.root]
 
-GANGS = placement(
-    "{generate: {concurrent_shards: 2}, score: {}, train: {workers: 2}}",
-    generate="generate",
-    score="score",
-    others="train",
-)
-WHERE = {"train-0": "n1", "train-1": "n2", "generate-0": "n3", "score-0": "n3"}
+STRUCK = "tests.support.faulty_runtimes:StruckStagesRuntime"
 
 
 @pytest.fixture
@@ -47,22 +42,55 @@ def fetched_bytes(config: RunConfig) -> float:
     return sum(commit.metrics.get("engine/fetched_bytes", 0.0) for commit in commits)
 
 
-def test_hosts_that_share_nothing_but_a_directory(started: Commands, hosts: dict[str, Host], tmp_path: Path) -> None:
-    local = outputs(finish(configure(tmp_path, "local", GANGS, *QUIET)))
-    given = (GANGS, *QUIET, "cluster.kind=attached", "cluster.arrival_timeout_s=120")
+@pytest.mark.parametrize(
+    ("ranks", "layout", "engine_ranks", "runtime"),
+    [
+        pytest.param(2, "{}", 1, None, id="DP2"),
+        pytest.param(2, "{pipeline: 2}", 2, STRUCK, id="PP2 to TP2, struck", marks=pytest.mark.full),
+        pytest.param(4, "{tensor: 2, pipeline: 2}", 2, STRUCK, id="TP2 x PP2 to TP2, struck", marks=pytest.mark.full),
+    ],
+)
+def test_hosts_that_share_nothing_but_a_directory(
+    started: Commands,
+    hosts: dict[str, Host],
+    tmp_path: Path,
+    ranks: int,
+    layout: str,
+    engine_ranks: int,
+    runtime: str | None,
+) -> None:
+    """Each pipeline stage of the trainers is on a host of its own. A run in which a sender, a writer and a rank of the
+    engine are killed has the bits of an undisturbed run on one host."""
+    gangs = f"{{generate: {{concurrent_shards: 2}}, score: {{}}, train: {{workers: {ranks}, layout: {layout}}}}}"
+    where = {f"train-{index}": f"n{1 + 2 * index // ranks}" for index in range(ranks)}
+    where |= {"generate-0": "n3", "score-0": "n3"}
+    settings = (
+        placement(gangs, generate="generate", score="score", others="train"),
+        f"engine.tensor_parallel={engine_ranks}",
+        *QUIET,
+    )
+    local = outputs(finish(configure(tmp_path, "local", *settings)))
+    given = (*settings, "cluster.kind=attached", "cluster.arrival_timeout_s=120")
     driver = (f"cluster.address={hosts['n0'].address}",)
     config = configure(tmp_path, "attached", *given, *driver)
-    started.start("driver", "run", *arguments(tmp_path, "attached", *given, *driver), prefix=hosts["n0"].prefix)
-    for name, where in WHERE.items():
+    command = ("run", *arguments(tmp_path, "attached", *given, *driver))
+    started.start("driver", *command, prefix=hosts["n0"].prefix, runtime=runtime)
+    for name, host in where.items():
         gang, _, index = name.rpartition("-")
         place = (str(config.run_dir), "--gang", gang, "--index", index)
-        started.start(name, "worker", *place, prefix=hosts[where].prefix)
+        started.start(name, "worker", *place, prefix=hosts[host].prefix)
     assert started.exit_code("driver") == DONE, started.said("driver")
-    for name, where in WHERE.items():
+    for name, host in where.items():
         assert started.exit_code(name) == DONE, started.said(name)
-        assert f"{name} on host {where}: joined" in started.said(name)
+        assert f"{name} on host {host}: joined" in started.said(name)
     assert outputs(config) == local
     assert verify_run(config).faults == []
+    killed = {path.name for path in config.run_dir.glob("control/killed *")}
+    lost = [event.worker for event in read_events(RunPaths(config.run_dir).events) if event.kind is EventKind.GANG_LOST]
+    if runtime is not None:
+        assert killed == {"killed sender", "killed writer", "killed engine rank"}
+        assert lost == [f"train-{ranks - 1}", "generate-0"], "a sender's death costs no worker"
+        return
     versions = [version for version in range(config.steps + 1) if weight_readers(config.graph(), version)]
     sizes = {
         c.address.step: c.metrics["publish/bytes"] for c in Ledger(str(RunPaths(config.run_dir).ledger)).list("publish")

@@ -23,7 +23,7 @@ from pipeline.workers.weight_transfer import order_fetch, remove_boards
 from storage.ledger import Ledger
 from storage.weight_copies import IncomingVersion, OutgoingVersion
 from storage.weights import WeightBoard
-from tests.support.faulty_runtimes import HELD_BYTES
+from tests.support.faulty_sender import HELD_BYTES
 from tests.support.run_results import outputs, process_id
 from tests.support.runs import QUIET, configure, finish, held_until, use_runtime
 from tests.support.waiting import until

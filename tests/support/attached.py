@@ -15,6 +15,15 @@ from pipeline.config.run import RunConfig
 from pipeline.workers.scheduler_file import file_of_driver, newest_driver
 from tests.support.waiting import TIMEOUT_S
 
+_WITH_RUNTIME = """
+import sys
+import pytest
+from pipeline.cli.main import main
+from tests.support.runs import use_runtime
+use_runtime(pytest.MonkeyPatch(), sys.argv[1])
+sys.exit(main(sys.argv[2:]))
+"""
+
 ATTACHED = ("cluster.kind=attached", "cluster.address=127.0.0.1", "cluster.arrival_timeout_s=120")
 
 
@@ -27,15 +36,19 @@ class Commands:
         self.prefix = tuple(prefix)
         self.started: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str, *arguments: str, prefix: Sequence[str] | None = None) -> subprocess.Popen[bytes]:
-        """`stageline ARGUMENTS`, in a process group of its own; what it prints goes to the end of NAME.log."""
+    def start(
+        self, name: str, *arguments: str, prefix: Sequence[str] | None = None, runtime: str | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start `stageline ARGUMENTS` in a process group of its own. Its output goes to the end of NAME.log. `runtime`:
+        the driver builds its workers with this one (`module:Class`)."""
         # a gang of one host in this process has bound itself to loopback; the command's gang may span hosts
         here = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
         environment = here | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "COLUMNS": "300"}
         before = self.prefix if prefix is None else prefix
+        program = ("-m", "pipeline.cli") if runtime is None else ("-c", _WITH_RUNTIME, runtime)
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                [*before, sys.executable, "-m", "pipeline.cli", *arguments],
+                [*before, sys.executable, *program, *arguments],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from pipeline.config.loading import load_yaml
-from pipeline.workers import weight_transfer
 from pipeline.workers.messages import Call, Outcome, WorkerSpec
 from pipeline.workers.runtime import StageRuntime
 from stages.engines.embedded.batch import Batch
@@ -23,8 +22,8 @@ from stages.engines.embedded.migration import AcceptedRows, MigratedRow
 from stages.models.protocol import PolicyBatch
 from storage import files
 from storage.address import Address
-from storage.weight_copies import OutgoingVersion
 from storage.weights import FilePlace, WeightAttempt, WeightBoard
+from tests.support.faulty_sender import first_time, use_faulty_sender
 from tests.support.waiting import until
 
 VICTIM = Address("generate", 1, 1)
@@ -280,32 +279,54 @@ class OtherBits(StageRuntime):
         host.update_policy = train_otherwise  # type: ignore[method-assign]
 
 
-PIECE_BYTES, PIECES = 1 << 16, 3
-HELD_BYTES = PIECE_BYTES * PIECES
-VERSION = 1
-
-
 class HeldSender(StageRuntime):
-    """A runtime whose worker stops in the middle of sending a version to another host. In the run's `control/`:
+    """A runtime whose host's sender stops in the middle of a version (`tests/support/faulty_sender.py`)."""
 
-    - `sending`: written when the first version of a trained policy has been sent so far
-    - `hold`: while it is there, no more of it is sent
+    def __init__(self, spec: WorkerSpec) -> None:
+        use_faulty_sender(load_yaml(spec.config_yaml).run_dir / "control")
+        super().__init__(spec)
+
+
+class StruckStagesRuntime(StageRuntime):
+    """A runtime under which three processes are killed, once each in a run. Each leaves a file `control/killed NAME`:
+
+    - the sender of rank 0's host, in the middle of version 1
+    - the trainers' last rank, when rank 0 has begun version 2 and waits for the tensors of the last pipeline stage
+    - rank 1 of the engine, in the middle of a response after version 2 was published
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
         control: Path = load_yaml(spec.config_yaml).run_dir / "control"
-
-        class Held(OutgoingVersion):
-            def num_ready(self) -> int:
-                ready = super().num_ready()
-                if self.manifest.version != VERSION or not (control / "hold").exists():
-                    return ready
-                (control / "sending").touch()
-                return min(ready, HELD_BYTES)
-
-        weight_transfer.OutgoingVersion = Held  # type: ignore[misc]
-        weight_transfer.PIECE_BYTES = PIECE_BYTES
+        control.mkdir(exist_ok=True)
+        use_faulty_sender(control, kill=True)
         super().__init__(spec)
+        if spec.index == spec.size - 1 and self.parts.updates is not None:
+            self.parts.board = StruckBoard(self.parts.board.directory, control)
+        if self.parts.engine is not None:
+            runner, ledger = self.parts.engine._engine._runner, self.parts.ledger
+            submit = runner.submit
+
+            def struck(batch: Batch) -> None:
+                submit(batch)
+                if ledger.find(Address("publish", 2)) is not None and first_time(control, "engine rank"):
+                    runner._processes._processes[0].kill()
+
+            runner.submit = struck
+
+
+class StruckBoard(WeightBoard):
+    """Owns what `WeightBoard` does."""
+
+    def __init__(self, directory: Path, control: Path) -> None:
+        super().__init__(directory)
+        self._control = control
+        self._seen = 0
+
+    def sees(self, attempt: WeightAttempt) -> bool:
+        self._seen += attempt.version == 2
+        if self._seen == 2 and first_time(self._control, "writer"):  # after the look that rank 0 asks all ranks for
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().sees(attempt)
 
 
 class DyingScorerRuntime(StageRuntime):

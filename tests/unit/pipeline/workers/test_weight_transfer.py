@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import ssl
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from distributed import Scheduler, Worker
+from distributed.security import Security
 
-from pipeline.workers import weight_transfer
+from pipeline.workers import weight_sender, weight_transfer
 from pipeline.workers.messages import MirrorSpec
+from pipeline.workers.weight_sender import WeightSender, received, serve, serving_context
 from pipeline.workers.weight_transfer import FAN_OUT, Fetched, WeightMirror
 from storage.errors import MissingOutput, StoreError
-from storage.weight_copies import OutgoingVersion
+from storage.weight_copies import IncomingVersion, OutgoingVersion
 from storage.weights import WeightBoard
 
 PIECE = 1 << 16
 NUM_PIECES = 12
 VERSION = 3
 WEIGHTS = {f"w{i}": np.full(NUM_PIECES * PIECE // 16, i, np.float32) for i in range(4)}
+SECURITY = Security.temporary()
 
 
 @dataclass
@@ -37,13 +43,22 @@ class Wires:
     held: str = ""
     """A board that sends no more than `ready` pieces."""
     ready: int = 0
+    lost: str = ""
+    """A board whose sender closes its connections."""
+    counting: threading.Lock = field(default_factory=threading.Lock)
 
     def sent_by(self, board: WeightBoard) -> dict[int, int]:
         return {at // PIECE: n for (name, at), n in self.pieces.items() if name == str(board.directory)}
 
 
 @pytest.fixture
-def wires(monkeypatch: pytest.MonkeyPatch) -> Wires:
+def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_sender, "PIECE_BYTES", PIECE)
+
+
+@pytest.fixture
+def wires(monkeypatch: pytest.MonkeyPatch, pieces: None) -> Wires:
+    """The senders are threads of this process."""
     wires = Wires()
 
     class Seen(OutgoingVersion):
@@ -52,15 +67,34 @@ def wires(monkeypatch: pytest.MonkeyPatch) -> Wires:
             self.name = str(board.directory)
 
         def num_ready(self) -> int:
+            if wires.lost == self.name:
+                raise MissingOutput("as ordered")
             ready = super().num_ready()
             return min(ready, wires.ready * PIECE) if wires.held == self.name else ready
 
         def read(self, offset: int, nbytes: int) -> memoryview:
-            wires.pieces[self.name, offset] += 1
+            with wires.counting:
+                wires.pieces[self.name, offset] += 1
             return super().read(offset, nbytes)
 
-    monkeypatch.setattr(weight_transfer, "OutgoingVersion", Seen)
-    monkeypatch.setattr(weight_transfer, "PIECE_BYTES", PIECE)
+    class ThreadSender:
+        """Owns the socket of a sender."""
+
+        def __init__(self, board: str, host: str, certificate: Mapping[str, str]) -> None:
+            self._listener = socket.create_server((host, 0))
+            serving = partial(serve, self._listener, WeightBoard(board), serving_context(certificate))
+            threading.Thread(target=serving, daemon=True).start()
+
+        def address(self) -> tuple[str, int]:
+            host, port = self._listener.getsockname()
+            return host, port
+
+        def close(self) -> None:
+            self._listener.shutdown(socket.SHUT_RDWR)  # closing alone would not wake its thread
+            self._listener.close()
+
+    monkeypatch.setattr(weight_sender, "OutgoingVersion", Seen)
+    monkeypatch.setattr(weight_transfer, "WeightSender", ThreadSender)
     return wires
 
 
@@ -71,7 +105,7 @@ class Host:
     board: WeightBoard
 
     async def fetch(self, version: int = VERSION) -> None:
-        """In a thread of its own: the loop's are those that pieces are written in."""
+        """In a thread of its own: the loop answers questions meanwhile."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
 
@@ -100,11 +134,15 @@ class Cluster:
 
     async def host(self, name: str, board: str | None = None) -> Host:
         worker = await self.stack.enter_async_context(
-            Worker(self.scheduler.address, name=name, nthreads=1, memory_limit=0, dashboard=False, nanny=None)
-        )
+            Worker(
+                self.scheduler.address, name=name, nthreads=1, memory_limit=0, dashboard=False, nanny=None,
+                security=SECURITY,
+            )
+        )  # fmt: skip
         spec = MirrorSpec(str(self.folder / (board or name)), "train-0", self.timeout_s, message_timeout_s=20.0)
         mirror = WeightMirror(worker, spec)
         mirror.open()
+        self.stack.enter_context(closing(mirror))
         return Host(worker, mirror, WeightBoard(spec.board))
 
     async def hosts(self, number: int) -> list[Host]:
@@ -115,7 +153,9 @@ class Cluster:
 async def cluster(folder: Path) -> AsyncIterator[tuple[Cluster, Host]]:
     """A scheduler, and the publisher with its version."""
     async with AsyncExitStack() as stack:
-        scheduler = await stack.enter_async_context(Scheduler(host="127.0.0.1", port=0, dashboard=False))
+        scheduler = await stack.enter_async_context(
+            Scheduler(host="127.0.0.1", port=0, protocol="tls://", security=SECURITY, dashboard=False)
+        )
         opened = Cluster(folder, scheduler, stack)
         publisher = await opened.host("train-0")
         publisher.board.publish(VERSION, WEIGHTS)
@@ -133,8 +173,8 @@ async def until(happened: Callable[[], bool], *working: asyncio.Task[None]) -> N
         await asyncio.sleep(0.01)
 
 
-def check(host: Host) -> None:
-    with host.board.open(VERSION) as lease:
+def check(host: Host, version: int = VERSION) -> None:
+    with host.board.open(version) as lease:
         lease.verify()
         for name, expected in WEIGHTS.items():
             np.testing.assert_array_equal(lease.tensors[name], expected, strict=True)
@@ -188,6 +228,7 @@ def test_if_an_earlier_asker_dies_the_publisher_sends_the_rest(tmp_path: Path, w
             fetch = asyncio.create_task(third.fetch())
             await until(lambda: third.arrived() == 7, fetch)
             assert wires.sent_by(publisher.board) == before
+            wires.lost = str(first.board.directory)
             await first.worker.close()
             await fetch
             check(third)
@@ -241,8 +282,9 @@ def test_a_publisher_that_comes_back_elsewhere_is_found_and_sends_the_rest(tmp_p
             reader = await others.host("generate-0")
             fetch = asyncio.create_task(reader.fetch())
             await until(lambda: reader.arrived() == 4, fetch)
+            wires.lost = str(publisher.board.directory)
             await publisher.worker.close()
-            wires.held = ""
+            wires.held = wires.lost = ""
             again = await others.host("train-0")
             assert again.worker.address != publisher.worker.address
             await fetch
@@ -348,5 +390,49 @@ def test_a_version_that_is_released_while_it_arrives_does_not_stay(tmp_path: Pat
             with pytest.raises(MissingOutput, match="v3 are not read any more"):
                 await fetch
             assert list(reader.board.directory.iterdir()) == []
+
+    run(test)
+
+
+# ---- the sender's process ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sender(tmp_path: Path, pieces: None) -> Iterator[WeightSender]:
+    with WeightBoard(tmp_path) as board:
+        board.publish(VERSION, WEIGHTS)
+        with closing(WeightSender(str(tmp_path), "127.0.0.1", SECURITY.get_tls_config_for_role("worker"))) as sender:
+            yield sender
+
+
+def test_only_who_has_the_certificate_is_answered(sender: WeightSender, tmp_path: Path) -> None:
+    manifest = WeightBoard(tmp_path).manifest(VERSION)
+    given: ssl.SSLContext = SECURITY.get_connection_args("worker")["ssl_context"]
+    assert b"".join(received(sender.address(), given, manifest, 0, 60.0)) == (tmp_path / manifest.file).read_bytes()
+    strangers = [ssl.create_default_context(), Security.temporary().get_connection_args("worker")["ssl_context"]]
+    for stranger in strangers:
+        stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE  # it asks for no certificate itself
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            next(received(sender.address(), stranger, manifest, 0, 60.0))
+
+
+def test_a_sender_that_was_killed_is_started_again(tmp_path: Path, pieces: None) -> None:
+    """It sends a version that has arrived in part. The reader goes on where it stopped."""
+
+    async def test() -> None:
+        async with cluster(tmp_path) as (others, publisher):
+            reader, origin, half = await others.host("generate-0"), WeightBoard(tmp_path / "origin"), NUM_PIECES // 2
+            manifest = origin.publish(VERSION + 1, WEIGHTS)
+            with OutgoingVersion(origin, VERSION + 1) as whole, IncomingVersion(publisher.board, manifest) as incoming:
+                incoming.append(whole.read(0, half * PIECE))
+                fetch = asyncio.create_task(reader.fetch(VERSION + 1))
+                await until(lambda: reader.arrived() == half, fetch)
+                first = publisher.mirror._sender._process
+                first.kill()
+                incoming.append(whole.read(half * PIECE, manifest.file_bytes - half * PIECE))
+                incoming.finish()
+                await fetch
+            assert publisher.mirror._sender._process is not first
+            check(reader, VERSION + 1)
 
     run(test)

@@ -1,0 +1,214 @@
+"""Send the bytes of a version to another host: a process that does nothing else, and the function that receives.
+
+    worker that has the version       its sender, a process               worker that receives
+    ───────────────────────────       ────────────────────                ────────────────────
+    listening socket ──inherited────► accepts ◄────TLS, one each───────── stripe 0: pieces 0, 4, 8, …
+    board, certificate ──input──────► a thread for each connection        stripe 1: pieces 1, 5, 9, …
+                                      sends pieces of the board's file ─► … a thread for each connection
+                                                                          yields piece 0, 1, 2, …
+
+The worker's interpreter takes no part in sending, so its gang computes as fast as before. Both ends use the run's
+certificate, as all Dask connections do. The sender ends when its input ends, and so with its worker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from storage import codec
+from storage.errors import MissingOutput
+from storage.host import family_of
+from storage.weight_copies import OutgoingVersion
+from storage.weights import Manifest, WeightBoard
+
+STRIPES = 4
+"""Most connections over which one version is received."""
+PIECE_BYTES = 4 << 20
+"""Bytes of a piece: a multiple of every system's page size."""
+PROGRAM = "pipeline.workers.weight_sender"
+"""Module of the sender's process."""
+_PIECES_AHEAD = 2
+"""Pieces of each stripe that are received before the first of them is used."""
+_LOOK_S = 0.005
+"""Seconds between two looks at a growing file."""
+_IDLE_S = 60.0
+"""Seconds without progress after which a sender closes a connection."""
+_REQUEST_BYTES = 4096
+"""Greatest length of a request."""
+
+
+@dataclass(frozen=True)
+class Stripe:
+    """A request for some pieces of a version."""
+
+    version: int
+    digest: str
+    """Digest that the version must have."""
+    first: int
+    """Offset of the first piece in the file."""
+    step: int
+    """Bytes from the beginning of a piece to the beginning of the next one."""
+    piece_bytes: int
+
+
+# ---- receiving -------------------------------------------------------------------------------------------------
+
+
+def received(
+    sender: tuple[str, int], context: ssl.SSLContext, manifest: Manifest, start: int, timeout_s: float
+) -> Generator[memoryview, None, None]:
+    """Yield the bytes of a version's file from `start` on, in pieces and in order. Raises OSError if the sender is lost
+    or sends nothing for `timeout_s`."""
+    total = manifest.file_bytes
+    sizes = [min(PIECE_BYTES, total - offset) for offset in range(start, total, PIECE_BYTES)]
+    count = min(STRIPES, len(sizes))
+    coming: deque[Future[memoryview]] = deque()
+    with ExitStack() as stack:
+        stripes: list[tuple[ThreadPoolExecutor, ssl.SSLSocket]] = []
+        for index in range(count):
+            connection = stack.enter_context(socket.create_connection(sender, timeout_s))
+            stream = stack.enter_context(context.wrap_socket(connection))
+            stripes.append((stack.enter_context(ThreadPoolExecutor(1, "weights-stripe")), stream))
+            stack.callback(_end_reads, stream)
+            first = start + index * PIECE_BYTES
+            stripe = Stripe(manifest.version, manifest.digest, first, count * PIECE_BYTES, PIECE_BYTES)
+            stream.sendall(codec.encode(stripe).encode() + b"\n")
+        for number in range(len(sizes) + _PIECES_AHEAD * count):
+            if number < len(sizes):
+                reader, stream = stripes[number % count]
+                coming.append(reader.submit(_piece, stream, sizes[number]))
+            if number >= _PIECES_AHEAD * count:
+                yield coming.popleft().result()
+
+
+def _piece(stream: ssl.SSLSocket, num_bytes: int) -> memoryview:
+    piece = memoryview(np.empty(num_bytes, np.uint8))
+    left = piece
+    while left:
+        count = stream.recv_into(left)
+        if not count:
+            raise ConnectionError("the sender has closed the connection")
+        left = left[count:]
+    return piece
+
+
+def _end_reads(stream: ssl.SSLSocket) -> None:
+    """Let a thread that waits for bytes of this connection go on."""
+    with suppress(OSError):  # the sender has closed it already
+        socket.socket.shutdown(stream, socket.SHUT_RDWR)
+
+
+# ---- sending ---------------------------------------------------------------------------------------------------
+
+
+class WeightSender:
+    """Owns the process that sends the versions of a board, and the socket at which it is asked. The process is started
+    when it is needed, and again if it has ended."""
+
+    def __init__(self, board: str, host: str, certificate: Mapping[str, str]) -> None:
+        """`host`: address at which readers of other hosts connect. `certificate`: the texts `ca_file`, `cert` and
+        `key`."""
+        self._host = host
+        self._settings = json.dumps({"board": board, **certificate}).encode() + b"\n"
+        self._starting = threading.Lock()
+        self._listener: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def address(self) -> tuple[str, int]:
+        """Return the address of the sender, which runs then. Raises OSError if it cannot be started."""
+        with self._starting:
+            if self._listener is None:
+                self._listener = socket.create_server((self._host, 0), family=family_of(self._host))
+            if self._process is None or self._process.poll() is not None:
+                self._end()
+                self._process = self._start(self._listener.fileno())
+            host, port = self._listener.getsockname()[:2]
+            return host, port
+
+    def _start(self, listener: int) -> subprocess.Popen[bytes]:
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+        process = subprocess.Popen(
+            [sys.executable, "-m", PROGRAM, str(listener)],
+            env=os.environ | {"PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            pass_fds=[listener],
+        )
+        assert process.stdin is not None
+        process.stdin.write(self._settings)
+        process.stdin.flush()
+        return process
+
+    def _end(self) -> None:
+        if self._process is not None:
+            with self._process:
+                self._process.kill()
+
+    def close(self) -> None:
+        self._end()
+        if self._listener is not None:
+            self._listener.close()
+
+
+def serve(listener: socket.socket, board: WeightBoard, context: ssl.SSLContext) -> None:
+    """Answer readers until the listener is closed."""
+    with suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=_answer, args=(connection, board, context), daemon=True).start()
+
+
+def _answer(connection: socket.socket, board: WeightBoard, context: ssl.SSLContext) -> None:
+    """Send the stripe that the other side asks for. A connection is closed at once if the other side has not the run's
+    certificate, or if the version is not here; the reader then asks the worker, which knows why."""
+    connection.settimeout(_IDLE_S)
+    with suppress(OSError, MissingOutput), connection, context.wrap_socket(connection, server_side=True) as stream:
+        with stream.makefile("rb") as requests:
+            stripe = codec.decode(Stripe, requests.readline(_REQUEST_BYTES))
+        with OutgoingVersion(board, stripe.version, stripe.digest) as outgoing:
+            total = outgoing.manifest.file_bytes
+            for offset in range(stripe.first, total, stripe.step):
+                num_bytes = min(stripe.piece_bytes, total - offset)
+                while outgoing.num_ready() < offset + num_bytes:
+                    time.sleep(_LOOK_S)
+                stream.sendall(outgoing.read(offset, num_bytes))
+
+
+def serving_context(certificate: Mapping[str, str]) -> ssl.SSLContext:
+    """Return the TLS settings of a sender. Like Dask's, they refuse everybody who has not the run's certificate."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cadata=certificate["ca_file"])
+    context.verify_mode = ssl.CERT_REQUIRED
+    with tempfile.TemporaryDirectory() as folder:  # Python reads a key only from a file; the folder is private
+        cert, key = Path(folder) / "cert", Path(folder) / "key"
+        cert.write_text(certificate["cert"])
+        key.write_text(certificate["key"])
+        context.load_cert_chain(cert, key)
+    return context
+
+
+def main() -> None:
+    settings = json.loads(sys.stdin.buffer.readline())
+    listener, board = socket.socket(fileno=int(sys.argv[1])), WeightBoard(settings["board"])
+    serving = partial(serve, listener, board, serving_context(settings))
+    threading.Thread(target=serving, name="weights-sender", daemon=True).start()
+    sys.stdin.buffer.read()  # to its end: the worker has ended, or closed it
+
+
+if __name__ == "__main__":
+    main()

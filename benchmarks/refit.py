@@ -5,8 +5,10 @@ refit takes), and packing alone. `while decoding`: 16 rows run meanwhile, and we
 The cold start is the engine made from files. Tensors are float32, as the trainer publishes them.
 
 Then the same weights from the board of another host, which another directory stands for: a worker process fetches a
-version from another one's board over loopback (`fetch`), beside the same bytes through a plain socket into a file in
-memory (`sendall`, `recv_into`), which is the least that any transfer over sockets takes, and a copy in memory.
+version from another one's board over loopback with TLS (`fetch`), beside the same bytes through a plain socket into a
+file in memory (`sendall`, `recv_into`), which is the least that any transfer over sockets takes, their encryption alone
+(each end needs that once), and a copy in memory. Meanwhile the worker that publishes updates a small model on a core
+that nothing else uses: what fetch after fetch adds to the time of an update is the gang's loss.
 
 Then into an engine in an environment of its own, which maps the board's file: what the worker does before (sums and
 finiteness, in one pass), what the engine does, and all of it, beside a copy.
@@ -31,7 +33,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from distributed import Client, Nanny, Scheduler, SpecCluster, get_worker
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from distributed import Client, Future, Nanny, Scheduler, SpecCluster, get_worker
+from distributed.security import Security
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import arguments, measured_load, report, write_json
@@ -58,6 +62,7 @@ DTYPES = ("float32", "bfloat16")
 SLOTS, MAX_SEQ, NEW_TOKENS = 16, 256, 64
 NUM_BLOCKS = 6
 SOCKET_PIECE = 1 << 20
+UPDATES_S = 1.0
 VERSION = 1
 
 
@@ -127,7 +132,10 @@ def measure(path: Path, dtype: str, repeats: int) -> tuple[list[tuple[str, ...]]
     return rows, figures
 
 
-def open_mirror(board: str) -> None:
+def open_mirror(board: str, cores: set[int]) -> None:
+    """`cores`: those of all threads that there are, and of the sender."""
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores)
     worker = get_worker()
     worker.mirror = WeightMirror(worker, MirrorSpec(board, "there", timeout_s=60.0, message_timeout_s=30.0))
     worker.mirror.open()
@@ -140,6 +148,35 @@ def fetch(board: str) -> float:
         lease.verify()
     WeightBoard(board).release(VERSION)
     return seconds
+
+
+def update_seconds(core: int) -> float:
+    """Seconds of an update of a small model on one core, over `UPDATES_S` seconds."""
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=512, hidden_size=192, intermediate_size=512, num_hidden_layers=8, num_attention_heads=6)
+    )
+    optimizer, tokens = torch.optim.AdamW(model.parameters()), torch.zeros(4, 64, dtype=torch.int64)
+
+    def update() -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(5):
+        update()
+    started, count = time.perf_counter(), 0
+    while time.perf_counter() - started < UPDATES_S:
+        update()
+        count += 1
+    return (time.perf_counter() - started) / count
+
+
+def encrypt(data: memoryview) -> None:
+    cipher = AESGCM(bytes(32))
+    for start in range(0, len(data), SOCKET_PIECE):
+        cipher.encrypt(bytes(12), data[start : start + SOCKET_PIECE], None)
 
 
 def serve(listener: socket.socket, file: str) -> None:
@@ -173,6 +210,10 @@ def copy_arrays(arrays: Mapping[str, np.ndarray], target: Mapping[str, np.ndarra
         np.copyto(target[name], array)
 
 
+def update_there(client: Client) -> Future:
+    return client.submit(update_seconds, 0, resources={"there": 1}, pure=False)
+
+
 def fetch_seconds(client: Client, directory: str) -> float:
     return float(client.submit(fetch, directory, resources={"here": 1}, pure=False).result())
 
@@ -194,9 +235,11 @@ def measure_fetch(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], dict
             patterns = dict.fromkeys(tensors, BFLOAT16) if dtype == "bfloat16" else {}
             manifest = there.publish(VERSION, tensors, patterns)
             target = {name: np.zeros_like(array) for name, array in tensors.items()}
+            file = np.memmap(there.directory / manifest.file, np.uint8, "r")
             client = stack.enter_context(two_workers(stack))
             for name, board in (("there", there), ("here", here)):
-                client.submit(open_mirror, str(board.directory), resources={name: 1}, pure=False).result()
+                cores = {*range(1, CORES)} or {0}
+                client.submit(open_mirror, str(board.directory), cores, resources={name: 1}, pure=False).result()
             listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             process = get_context("fork").Process(
                 target=serve, args=(listener, str(there.directory / manifest.file)), daemon=True
@@ -208,21 +251,30 @@ def measure_fetch(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], dict
                 "socket": partial(
                     socket_seconds, listener.getsockname(), manifest.file_bytes, here.directory / "plain"
                 ),
+                "encryption": partial(seconds_of, partial(encrypt, memoryview(file).cast("B"))),
                 "fetch": partial(fetch_seconds, client, str(here.directory)),
             }
             seconds: dict[str, list[float]] = {arm: [] for arm in arms}
+            updates: dict[str, list[float]] = {"alone": [], "beside": []}
             with measured_load() as load:
                 for _ in range(1 + repeats):
                     for arm, run in arms.items():
                         seconds[arm].append(run())
+                    updates["alone"].append(update_there(client).result())
+                    updating = update_there(client)
+                    while not updating.done():
+                        fetch_seconds(client, str(here.directory))
+                    updates["beside"].append(updating.result())
         medians = {arm: statistics.median(taken[1:]) for arm, taken in seconds.items()}
         rate = manifest.num_bytes / 1e9
         figures |= {f"between boards/{dtype}/{arm}_s": value for arm, value in medians.items()}
         figures[f"between boards/{dtype}/gb"] = rate
         figures[f"between boards/{dtype}/of_socket"] = medians["socket"] / medians["fetch"]
+        loss = statistics.median(updates["beside"][1:]) / statistics.median(updates["alone"][1:]) - 1
+        figures[f"between boards/{dtype}/loss"] = loss
         cells = [f"{medians[arm] * 1e3:.0f} ({rate / medians[arm]:.2f})" for arm in arms]
         of_socket = f"{medians['socket'] / medians['fetch']:.0%}"
-        rows.append((dtype, f"{rate * 1e3:.0f}", *cells, of_socket, f"{load().others:.0%}"))
+        rows.append((dtype, f"{rate * 1e3:.0f}", *cells, of_socket, f"{loss:.1%}", f"{load().others:.0%}"))
     return rows, figures
 
 
@@ -290,15 +342,15 @@ def measure_elsewhere(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], 
 
 def two_workers(stack: ExitStack) -> Client:
     """A client of two worker processes, which are chosen by resources of their names."""
+    security = Security.temporary()
+    common = {"host": "127.0.0.1", "protocol": "tls://", "security": security}
     workers = {
-        name: {
-            "cls": Nanny,
-            "options": {"host": "127.0.0.1", "nthreads": 1, "memory_limit": 0, "resources": {name: 1}},
-        }
+        name: {"cls": Nanny, "options": {**common, "nthreads": 1, "memory_limit": 0, "resources": {name: 1}}}
         for name in ("there", "here")
     }
-    scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "dashboard": False}}
-    return Client(stack.enter_context(SpecCluster(workers=workers, scheduler=scheduler, silence_logs=logging.CRITICAL)))
+    scheduler = {"cls": Scheduler, "options": {**common, "dashboard": False}}
+    cluster = SpecCluster(workers=workers, scheduler=scheduler, security=security, silence_logs=logging.CRITICAL)
+    return Client(stack.enter_context(cluster), security=security)
 
 
 def main() -> None:
@@ -331,7 +383,17 @@ def main() -> None:
     )
     report(
         "from another board over loopback: milliseconds (GB/s)",
-        ("published", "MB", "copy", "plain socket", "fetch", "of the socket's rate", "others' load"),
+        (
+            "published",
+            "MB",
+            "copy",
+            "plain socket",
+            "encryption",
+            "fetch",
+            "of the socket's rate",
+            "the gang's loss",
+            "others' load",
+        ),
         fetch_rows,
         [f"{repeats} repeats, medians"],
     )

@@ -27,7 +27,6 @@ from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -167,11 +166,10 @@ class WeightSender:
 
 
 def serve(listener: socket.socket, board: WeightBoard, context: ssl.SSLContext) -> None:
-    """Answer readers until the listener is closed."""
-    with suppress(OSError):
-        while True:
-            connection, _ = listener.accept()
-            threading.Thread(target=_answer, args=(connection, board, context), daemon=True).start()
+    """Answer readers until the listener is closed, which raises OSError."""
+    while True:
+        connection, _ = listener.accept()
+        threading.Thread(target=_answer, args=(connection, board, context), daemon=True).start()
 
 
 def _answer(connection: socket.socket, board: WeightBoard, context: ssl.SSLContext) -> None:
@@ -204,10 +202,13 @@ def serving_context(certificate: Mapping[str, str]) -> ssl.SSLContext:
 
 def main() -> None:
     settings = json.loads(sys.stdin.buffer.readline())
-    listener, board = socket.socket(fileno=int(sys.argv[1])), WeightBoard(settings["board"])
-    serving = partial(serve, listener, board, serving_context(settings))
-    threading.Thread(target=serving, name="weights-sender", daemon=True).start()
-    sys.stdin.buffer.read()  # to its end: the worker has ended, or closed it
+    threading.Thread(target=_end_with_input, name="weights-sender-end", daemon=True).start()
+    serve(socket.socket(fileno=int(sys.argv[1])), WeightBoard(settings["board"]), serving_context(settings))
+
+
+def _end_with_input() -> None:
+    sys.stdin.buffer.read()  # to its end: the worker has ended, or closed the pipe
+    os._exit(0)
 
 
 if __name__ == "__main__":

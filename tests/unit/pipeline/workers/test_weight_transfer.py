@@ -8,9 +8,8 @@ import ssl
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +81,12 @@ def wires(monkeypatch: pytest.MonkeyPatch, pieces: None) -> Wires:
 
         def __init__(self, board: str, host: str, certificate: Mapping[str, str]) -> None:
             self._listener = socket.create_server((host, 0))
-            serving = partial(serve, self._listener, WeightBoard(board), serving_context(certificate))
-            threading.Thread(target=serving, daemon=True).start()
+            self._board, self._context = WeightBoard(board), serving_context(certificate)
+            threading.Thread(target=self._serve, daemon=True).start()
+
+        def _serve(self) -> None:
+            with suppress(OSError):  # it was closed
+                serve(self._listener, self._board, self._context)
 
         def address(self) -> tuple[str, int]:
             host, port = self._listener.getsockname()

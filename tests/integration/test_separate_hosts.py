@@ -61,11 +61,11 @@ def test_hosts_that_share_nothing_but_a_directory(
 ) -> None:
     """Each pipeline stage of the trainers is on a host of its own. A run in which a sender, a writer and a rank of the
     engine are killed has the bits of an undisturbed run on one host."""
-    gangs = f"{{generate: {{concurrent_shards: 2}}, score: {{}}, train: {{workers: {ranks}, layout: {layout}}}}}"
+    gangs = f"{{generate: {{concurrent_shards: 2}}, train: {{workers: {ranks}, layout: {layout}}}}}"
     where = {f"train-{index}": f"n{1 + 2 * index // ranks}" for index in range(ranks)}
-    where |= {"generate-0": "n3", "score-0": "n3"}
+    where["generate-0"] = "n3"
     settings = (
-        placement(gangs, generate="generate", score="score", others="train"),
+        placement(gangs, generate="generate", score="generate", others="train"),
         f"engine.tensor_parallel={engine_ranks}",
         *QUIET,
     )

@@ -251,7 +251,7 @@ def measure_fetch(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], dict
                 "socket": partial(
                     socket_seconds, listener.getsockname(), manifest.file_bytes, here.directory / "plain"
                 ),
-                "encryption": partial(seconds_of, partial(encrypt, memoryview(file).cast("B"))),
+                "encryption": partial(seconds_of, partial(encrypt, file.data)),
                 "fetch": partial(fetch_seconds, client, str(here.directory)),
             }
             seconds: dict[str, list[float]] = {arm: [] for arm in arms}

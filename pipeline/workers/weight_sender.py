@@ -98,7 +98,7 @@ def received(
 
 
 def _piece(stream: ssl.SSLSocket, num_bytes: int) -> memoryview:
-    piece = memoryview(np.empty(num_bytes, np.uint8))
+    piece = np.empty(num_bytes, np.uint8).data
     left = piece
     while left:
         count = stream.recv_into(left)

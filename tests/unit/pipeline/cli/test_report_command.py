@@ -10,6 +10,7 @@ import pytest
 from pipeline.cli.main import main
 from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.paths import RunPaths
+from pipeline.observe.evaluations import VariantSummary
 from pipeline.observe.journal import EventKind, Journal
 from tests.support.configs import arguments, write_config
 
@@ -41,6 +42,18 @@ def test_of_one_run_it_goes_into_its_directory(runs: list[str]) -> None:
 def test_of_several_it_goes_where_it_is_told(runs: list[str], tmp_path: Path) -> None:
     assert main(["report", *runs, "--out", str(tmp_path / "pair.html")]) == 0
     assert re.search(r"<title>a · b - Stageline</title>", (tmp_path / "pair.html").read_text("utf8"))
+
+
+def test_a_variant_beside_its_parent(runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A directory with a config and, once it has finished, a summary."""
+    parent, variant = map(Path, runs)
+    (variant / "events.jsonl").unlink()
+    (variant / "variant.json").write_text("{}")
+    assert "has not finished" in refused(capsys, *runs)
+    summary = VariantSummary(str(parent), (0, 1), ["ppo.clip=0.1 (was 0.2)"], [], "w", None, {})
+    (variant / "summary.json").write_text(summary.to_json())
+    assert main(["report", *runs, "--out", str(tmp_path / "pair.html")]) == 0
+    assert "ppo.clip=0.1 (was 0.2)" in (tmp_path / "pair.html").read_text("utf8")
 
 
 def test_of_several_it_goes_here(runs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,8 @@ def separate_hosts(names: Sequence[str], folder: Path) -> Iterator[dict[str, Hos
             host = Host(name, f"{_SUBNET}.{number}", f"{mark}-{name}", shared)
             outer, inner = f"{mark}o{number}", f"{mark}i{number}"
             _made(stack, ["ip", "netns", "add", host.namespace], ["ip", "netns", "del", host.namespace])
-            _run("ip", "link", "add", outer, "type", "veth", "peer", "name", inner)
+            pair = ["ip", "link", "add", outer, "type", "veth", "peer", "name", inner]
+            _made(stack, pair, ["ip", "link", "del", outer])  # a namespace's links outlive its name for a while
             _run("ip", "link", "set", outer, "master", bridge, "up")
             _run("ip", "link", "set", inner, "netns", host.namespace)
             inside = ("ip", "-n", host.namespace)

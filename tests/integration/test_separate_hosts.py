@@ -20,7 +20,9 @@ from tests.support.namespaces import Host, separate_hosts
 from tests.support.run_results import outputs
 from tests.support.runs import QUIET, arguments, configure, finish, placement
 
-pytestmark = [pytest.mark.processes, pytest.mark.root]
+LONGEST_S = 900.0
+"""Of a run with seven processes that import torch, and three losses, on two slow cores."""
+pytestmark = [pytest.mark.processes, pytest.mark.root, pytest.mark.timeout(2 * LONGEST_S)]
 
 STRUCK = "tests.support.faulty_runtimes:StruckStagesRuntime"
 
@@ -79,7 +81,7 @@ def test_hosts_that_share_nothing_but_a_directory(
         gang, _, index = name.rpartition("-")
         place = (str(config.run_dir), "--gang", gang, "--index", index)
         started.start(name, "worker", *place, prefix=hosts[host].prefix)
-    assert started.exit_code("driver") == DONE, started.said("driver")
+    assert started.exit_code("driver", LONGEST_S) == DONE, started.said("driver")
     for name, host in where.items():
         assert started.exit_code(name) == DONE, started.said(name)
         assert f"{name} on host {host}: joined" in started.said(name)

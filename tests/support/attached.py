@@ -68,8 +68,8 @@ class Commands:
             for index in range(gang.workers):
                 self.worker(config, gang.name, index)
 
-    def exit_code(self, name: str) -> int:
-        return self.started[name].wait(TIMEOUT_S)
+    def exit_code(self, name: str, timeout_s: float = TIMEOUT_S) -> int:
+        return self.started[name].wait(timeout_s)
 
     def said(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()

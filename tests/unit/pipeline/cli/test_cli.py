@@ -92,11 +92,11 @@ def test_check_tries_the_reward(
 
 @pytest.mark.processes
 def test_check_shows_the_scores_of_made_up_responses(sources: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Four prompts; an empty response, `42`, and a sentence with 14 characters, 4 of them vowels, cut at 8."""
+    """Both held-out prompts; an empty response, `42`, and a sentence with 14 characters, 4 of them vowels, cut at 8."""
     own = "evaluate.reward.parts={own: {kind: 'tests.support.own_rewards:vowels', args: {gain: 10}}}"
     assert main(["check", *sources, own]) == 0
     said = capsys.readouterr().out
-    assert "evaluate.reward.parts.own (tests.support.own_rewards:vowels): scores from 0 to 20 on 12 made-up" in said
+    assert "evaluate.reward.parts.own (tests.support.own_rewards:vowels): scores from 0 to 20 on 6 made-up" in said
 
 
 def test_check_says_what_keeps_code_of_a_reward_confined(

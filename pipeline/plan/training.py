@@ -16,8 +16,8 @@ micro-batches. With F operations of all rows:
     data parallel     gradients in float32 are all-reduced once for each optimizer step; with ZeRO-1 they are
                       reduce-scattered, and the weights are gathered
     optimizer         bytes of gradients, masters and moments, each read and written once
-    calls             micro-batches and optimizer steps, each with a fixed cost. The frozen blocks are called once for
-                      each width of a micro-batch's rows, which are taken to lie evenly between a length and its double
+    calls             micro-batches, each with a fixed cost. The frozen blocks are called once for each width of a
+                      micro-batch's rows, which are taken to lie evenly between a length and its double
 
 On a CPU, a micro-batch whose hidden states have fewer than n `_GRAIN` numbers has at most n times the float32 rate of a
 thread: torch gives such operations no more threads, and 16-bit products of this size are not faster.
@@ -311,12 +311,12 @@ def micro_batches(rows: Rows, optimizer: OptimizerConfig) -> int:
 
 
 def _optimizer_step(gang: GangSpeed, role: Role) -> Work:
-    """Return the work of one optimizer step on the rank with the most trained parameters. The step is a call."""
+    """Return the work of one optimizer step on the rank with the most trained parameters."""
     models, layout = gang.models, gang.models.layout
     numbers, shards = gang.trained[role], models.data_ranks if layout.distributed_optimizer else 1
     # gradients: read for the norm and the step, and zeroed; masters and both moments: read and written; the weights
     state = 3 * 8 if models.dtype_bytes == 4 else 3 * 8 + models.dtype_bytes
-    return Work({OPTIMIZER: numbers * (12 + state / shards) / gang.bytes_per_s}, {}, 1.0)
+    return Work({OPTIMIZER: numbers * (12 + state / shards) / gang.bytes_per_s}, {})
 
 
 def _exchanges(gang: GangSpeed, role: Role, steps: int, forward_s: float, backward_s: float) -> float:

@@ -50,7 +50,7 @@ def test_an_update_on_one_rank_is_its_operations_at_the_peak() -> None:
     lengths = [24] * 16
     flops = update_flops(found.run.spec, 4, np.array(lengths), outputs=256, num_outputs=16 * 8, output_trained=True)
     assert work.parts[ARITHMETIC] == pytest.approx(flops / 1e9)
-    assert work.calls == 4, "two minibatches, each with one micro-batch of 8 rows and an optimizer step"
+    assert work.calls == 2, "two minibatches of one micro-batch of 8 rows"
 
 
 def test_a_forward_pass_is_a_third_of_an_update() -> None:

@@ -72,7 +72,7 @@ def test_hosts_that_share_nothing_but_a_directory(
         *QUIET,
     )
     local = outputs(finish(configure(tmp_path, "local", *settings)))
-    given = (*settings, "cluster.kind=attached", "cluster.arrival_timeout_s=120")
+    given = (*settings, "cluster.kind=attached", "cluster.arrival_timeout_s=300")
     driver = (f"cluster.address={hosts['n0'].address}",)
     config = configure(tmp_path, "attached", *given, *driver)
     command = ("run", *arguments(tmp_path, "attached", *given, *driver))

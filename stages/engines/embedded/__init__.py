@@ -1,1 +1,2 @@
-"""The embedded generation engine: a loop over rows. The engine works without drafts/, ranks/ and migration.py."""
+"""The embedded generation engine: a loop over rows. Speculative decoding (`drafts`), models that span processes
+(`ranks`) and migration (`migration.py`) are optional: the engine runs without them."""

@@ -20,24 +20,26 @@ from stages.engines.embedded.rows import Row
 
 
 class Admission:
-    """Owns the lock and the state behind it: incoming rows and weights, waiting threads, and whether the engine has
-    stopped."""
+    """Owns the lock and the state that it protects: incoming rows, incoming weights, requests for a pause, and whether
+    the engine has stopped."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         """The lock, notified at every change that a thread waits for. It also guards the engine's counts."""
         self.num_unfinished = 0
-        """Rows accepted and not yet returned, dropped or moved to another engine."""
+        """Number of rows that were accepted, and that have not been returned to their caller, dropped, or moved to
+        another engine."""
         self.weights: tuple[int, Any] | None = None
         """Version and prepared weights for the engine thread to take before its next batch."""
         self.num_pausing = 0
-        """Callers that want the engine thread to pause."""
+        """Number of callers that want the engine thread to pause."""
         self.stopped = False
         self.failure: BaseException | None = None
         """The error that stopped the engine; None if it was closed."""
         self._inbox: list[Row] = []
         self._closed = False
-        """True while `drained` waits or its block runs. New rows wait meanwhile."""
+        """True from the start of a call of `drained` to the end of its block. Meanwhile `opened` waits, so no new rows
+        come in."""
         self._is_paused = False
         """True while the engine thread waits and no batch is under way."""
 
@@ -45,7 +47,7 @@ class Admission:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Wait until new rows may come in (see `drained`), then hold the lock. Raises RuntimeError if the engine has
+        """Wait until no call of `drained` keeps new rows out, then hold the lock. Raises RuntimeError if the engine has
         stopped."""
         with self.changed:
             self.changed.wait_for(lambda: not self._closed or self.stopped)
@@ -75,7 +77,8 @@ class Admission:
                 self.changed.notify_all()
 
     def hand_over(self, version: int, weights: Any) -> None:
-        """Give weights to the engine thread and wait until it has taken them. Raises RuntimeError if it has stopped."""
+        """Give weights to the engine thread and wait until the thread has taken them. Raises RuntimeError if the engine
+        has stopped."""
         with self.changed:
             self.weights = version, weights
             self.changed.notify_all()
@@ -111,7 +114,8 @@ class Admission:
             raise self.why_stopped() from self.failure
 
     def why_stopped(self) -> RuntimeError:
-        """Return the error for waiting callers; raise it from `failure`."""
+        """Return the error for waiting callers. The caller of this method raises the error with `failure` as its
+        cause."""
         reason = "" if self.failure is None else f": {type(self.failure).__name__}: {self.failure}"
         return RuntimeError(f"the engine has stopped{reason}")
 
@@ -125,8 +129,9 @@ class Admission:
     # ---- engine thread; the caller holds the lock ----
 
     def wait(self, under_way: bool, wants_report: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Wait until there are rows, weights or a report to handle, or `timeout_s` seconds are over. Other threads that
-        want a pause go first. If a batch is `under_way`, do not wait. Return False if the engine has stopped."""
+        """Wait until there are rows, weights or a report to handle, or until `timeout_s` seconds have passed. Other
+        threads that want a pause go first. If a batch is `under_way`, do not wait. Return False if the engine has
+        stopped."""
 
         def is_due() -> bool:
             has_work = self.weights is not None or not self.idle or wants_report()
@@ -156,7 +161,8 @@ class Admission:
         return True
 
     def finished(self, num_rows: int) -> None:
-        """Subtract rows that are done or gone, and wake the threads that wait for the last one."""
+        """Subtract rows that are finished, dropped or moved from `num_unfinished`. If it reaches 0, wake the waiting
+        threads."""
         self.num_unfinished -= num_rows
         if num_rows and self.idle:
             self.changed.notify_all()

@@ -1,4 +1,5 @@
-"""A batch: lays out chunks of rows as numbers for a runner, and appends the batch's draws to the rows."""
+"""Batches. `lay_out` turns chunks of rows into the arrays that a runner computes on, and `keep` appends the tokens that
+a batch drew to the rows."""
 
 from __future__ import annotations
 
@@ -27,20 +28,21 @@ class Batch:
     rows: Int32[np.ndarray, " N"]
     """Row of `tables` that each token belongs to."""
     tables: Int32[np.ndarray, "R W"]
-    """Cache block of each 16 positions of a row."""
+    """Cache blocks of each row in order. Each block holds 16 positions."""
     drawn: Int64[np.ndarray, " M"]
-    """Indices of the tokens after which a token is drawn."""
+    """Index in `ids` of each token after which a token is drawn."""
     keys: UInt64[np.ndarray, " M"]
-    """Keys of the draws' noise."""
+    """Noise key of each draw."""
     temperatures: list[float]
     banned: list[tuple[int, ...]]
-    """Tokens that a draw cannot give."""
+    """Tokens that each draw must not give."""
     wants_hidden: bool = False
     """True if the hidden states before the draws are needed."""
     tree_paths: BatchTreePaths | None = None
-    """Places of the keys that the tokens read; None if no draft branches, so that all keys are in place."""
+    """Places in the cache of the keys that each token reads. None if the guesses of every row form a chain, so that all
+    keys are at the places of their positions."""
     forced: Mapping[int, int] = field(default_factory=dict)
-    """Index in `drawn` -> prescribed token. Its log-prob is computed; the token is not drawn."""
+    """Index in `drawn` -> token that the request prescribes. This token is not drawn; only its log-prob is computed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,13 +65,14 @@ class Draws:
 
 
 NO_DRAWS = Draws(np.zeros(0, np.int64), np.zeros(0, np.float32))
-"""Draws of a batch that feeds parts of prompts only."""
+"""Empty draws: the result of a batch that feeds only parts of prompts, so that no token is drawn."""
 
 
 def lay_out(chunks: Sequence[Chunk], wants_hidden: bool = False) -> Batch:
-    """Return the batch with the chunks one after the other. A chunk that samples gets a draw after its last own token
-    and after each of its guesses, each with the noise of its own position. `keep` decides which of these draws
-    count."""
+    """Return a batch of these chunks, one after the other.
+
+    If a chunk samples, a token is drawn after its last own token and after each of its guesses. Each draw uses the
+    noise of its own position. `keep` decides later which draws are valid."""
     ends = [chunk.stop + len(chunk.drafts) for chunk in chunks]
     counts = [end - chunk.start for chunk, end in zip(chunks, ends, strict=True)]
     tables = np.full((len(chunks), blocks_for(max(ends))), NO_BLOCK, np.int32)
@@ -102,8 +105,8 @@ def lay_out(chunks: Sequence[Chunk], wants_hidden: bool = False) -> Batch:
 
 
 def _tree_paths(chunks: Sequence[Chunk], positions: Int64[np.ndarray, " N"]) -> BatchTreePaths:
-    """Return the tree paths of a batch. The key of a chunk's guess j is written at place `chunk.stop + j`
-    of its row, whatever the guess's position."""
+    """Return the tree paths of a batch. The key of guess j of a chunk is written at place `chunk.stop + j` of the row,
+    even if the guess has another position."""
     cells, starts = positions.copy(), positions + 1
     paths = np.zeros((len(positions), max(max(chunk.drafts.depths, default=0) for chunk in chunks) + 1), np.int64)
     offset = 0
@@ -119,10 +122,13 @@ def _tree_paths(chunks: Sequence[Chunk], positions: Int64[np.ndarray, " N"]) -> 
 
 
 def keep(chunks: Sequence[Chunk], draws: Draws, version: int) -> list[list[int]]:
-    """Append the valid draws of each chunk that samples to its row. These are the first draw and each draw after a
-    right guess, up to the row's end. Return for each such chunk the indices of these draws (0: after its own tokens, 1
-    + j: after guess j). Keys of wrong guesses stay in the cache until they are overwritten, and so do keys of right
-    guesses that are not in place. A row whose model output is not finite gets a `failure` and no more tokens."""
+    """Append the valid draws of each sampling chunk to its row. The first draw is valid, and so is each draw after a
+    right guess, up to the row's end.
+
+    Return the indices of the valid draws, for each sampling chunk. Index 0 is the draw after the chunk's own tokens,
+    and index 1 + j the draw after guess j. The keys of wrong guesses stay in the cache until they are overwritten. So
+    do the keys of right guesses that are not in place. If the model's output for a row is not finite, the row gets a
+    `failure` and no more tokens."""
     pairs: list[Draw] = list(zip(draws.tokens.tolist(), draws.logprobs.tolist(), strict=True))
     kept, start = [], 0
     for chunk in chunks:

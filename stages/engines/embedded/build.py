@@ -1,6 +1,7 @@
-"""Build an embedded engine from its config, with drafts, several ranks and migration if they are asked for.
+"""Build an embedded engine from its config, with speculative decoding, several ranks and migration if the config or the
+caller asks for them.
 
-Inside the engine only this module imports these three parts, by name and only if they are used.
+These three parts are optional. Outside them only this module imports them, and only the ones that are used.
 """
 
 from __future__ import annotations
@@ -46,18 +47,27 @@ def build_embedded(
     log: object = None,
     start_s: object = None,
 ) -> EmbeddedEngine:
-    """Return an `EmbeddedEngine`, or a `MigratingEngine` if `migratable`. `in_flight`: see `build_engine`.
+    """Return an `EmbeddedEngine`, or a `MigratingEngine` if `migratable` is set.
 
-    `path`: a Hugging Face directory or `random:tiny`; its weights become `version`. `max_seq`: longest prompt plus
-    response, in tokens. `threads`: torch threads in the engine's own thread (with several ranks: in each). `device`: by
-    default the first GPU, or the CPU without one; with several ranks it is rank 0's. `eos_token_ids`: empty means the
-    model's own. `drafters`: `Drafter`s to use instead of those that `engine.embedded.speculation` names. `on_lost`: see
-    `RankProcesses`. `log` is ignored, since ranks write to this process's output. `device_sharing` and `start_s` are
-    ignored too.
+    Args:
+        path: a Hugging Face directory or `random:tiny`. Its weights become `version`.
+        max_seq: longest prompt plus response, in tokens.
+        threads: number of torch threads in the engine's own thread. If the model has several ranks, each rank has that
+            many.
+        device: device of the engine, or of rank 0 of several. The default is the first GPU, or the CPU if there is
+            none.
+        eos_token_ids: EOS tokens; empty: those of the model.
+        in_flight: see `build_engine`.
+        drafters: drafters to use instead of those that `engine.embedded.speculation` names.
+        on_lost: see `RankProcesses`.
+        device_sharing, log, start_s: ignored; this engine needs none of them.
 
-    Raises ValueError for sizes that cannot work, and WeightsError for weights that are not the model's. Raises
-    NoNativeKernelsError or NoTritonKernelsError if the config asks for kernels that are not available, and RankLost if
-    a rank's process ends meanwhile."""
+    Raises:
+        ValueError: sizes cannot work.
+        WeightsError: the weights are not those of the model.
+        NoNativeKernelsError, NoTritonKernelsError: the config asks for kernels that are not available.
+        RankLost: the process of a rank ended during the start.
+    """
     eos_ids = frozenset(eos_token_ids or read_eos_ids(path))
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with ExitStack() as stack:

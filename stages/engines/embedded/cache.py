@@ -17,16 +17,18 @@ from stages.engines.embedded.kernels.blocks import BLOCK_TOKENS, NO_BLOCK, block
 from stages.engines.embedded.kernels.packed import Slabs
 
 _NO_PARENT = 0
-"""Serial number that stands for the missing block before a prompt's first one."""
+"""Serial number that the first block of a prompt has as its predecessor."""
 _Content = tuple[int, tuple[int, ...]]
-"""Content of a known block: serial number of the block before it, and its own tokens."""
+"""Content of a known block: the serial number of the block before it, and the block's own tokens."""
 
 
 class KVCache:
-    """Owns the memory: per layer keys [P, K, D, BLOCK_TOKENS] and values [P, K, BLOCK_TOKENS, D]. In this layout a
-    kernel computes the scores of a block's positions side by side. The dtype is that of the weights. A wider one would
-    add little precision, and decoding many or long rows spends most of its time on reading the cache. On a CPU the
-    system may back the memory with huge pages."""
+    """Owns the memory of keys and values. Each layer has keys [P, K, D, BLOCK_TOKENS] and values [P, K, BLOCK_TOKENS,
+    D].
+
+    In this layout the keys of a block's positions lie side by side, so a kernel computes their scores together. The
+    dtype is that of the weights. A wider one would add little precision, and decoding many or long rows spends most of
+    its time on reading the cache. On a CPU the system may back the memory with huge pages."""
 
     def __init__(
         self,
@@ -51,8 +53,8 @@ class KVCache:
         return bool(self.layers)
 
     def allocate(self) -> None:
-        """Allocate the memory, unless it is allocated, and fill it with zeros. Masked positions are multiplied by 0,
-        and 0 * NaN would be NaN."""
+        """Allocate the memory and fill it with zeros. Does nothing if it is allocated already. Zeros are needed since
+        attention multiplies masked positions by 0, and 0 * NaN would be NaN."""
         if self.allocated:
             return
 
@@ -67,7 +69,7 @@ class KVCache:
         self.layers = [(zeros(dim, BLOCK_TOKENS), zeros(BLOCK_TOKENS, dim)) for _ in range(self._num_layers)]
 
     def release(self) -> None:
-        """Free the memory. On a CUDA device other processes can use it then."""
+        """Free the memory. On a CUDA device, give it back to the driver, so that other processes can use it."""
         self.layers = []
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -97,12 +99,14 @@ class KVCache:
 
 
 class BlockPool:
-    """Owns the block numbers: which are free, how many rows hold each, and which hold the beginning of a prompt.
+    """Owns the numbers of the blocks: which blocks are free, how many rows hold each block, and which blocks hold the
+    beginning of a prompt.
 
     Rows whose prompts begin alike share the full blocks of that beginning. A shared block is never written again, so
-    nothing is copied. A block is known by its own tokens and the serial number of the block before it; serial numbers
-    are never reused. A block without holders stays known. It is reused only if no other block is free, the longest
-    unused first, so rows of one prompt can share even if they do not run at the same time."""
+    nothing is copied. A block is identified by its own tokens and the serial number of the block before it. Serial
+    numbers are never reused. A block without holders keeps its content until no other block is free. Then the least
+    recently used block is taken. So rows of the same prompt can share blocks even if they do not run at the same
+    time."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -117,7 +121,7 @@ class BlockPool:
         """Serial numbers of known blocks."""
         self._next_serial = _NO_PARENT + 1
         self.peak_used = 0
-        """Most blocks held at once since `reset_peak`."""
+        """Maximum number of blocks that were held at the same time since `reset_peak`."""
 
     @property
     def num_free(self) -> int:
@@ -144,8 +148,8 @@ class BlockPool:
         return block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove one holder from each block of a row; blocks without holders become free. A row's last blocks are freed
-        first and so reused first, since `match` finds them only after the first ones."""
+        """Remove one holder from each block of a row. Blocks without holders become free. A row's last blocks are freed
+        first, so they are reused first: `match` can find them only if the first ones are still known."""
         for block in reversed(blocks):
             self._reference_counts[block] -= 1
             if self._reference_counts[block] == 0:
@@ -155,7 +159,7 @@ class BlockPool:
                     self._free.append(block)
 
     def discard(self, blocks: Sequence[int]) -> list[int]:
-        """Forget the content of the blocks that only the caller holds, and return them. The caller goes on holding
+        """Forget the content of those blocks that no other row shares, and return these blocks. The caller still holds
         them."""
         own = [block for block in blocks if self._reference_counts[block] == 1]
         for block in own:

@@ -1,6 +1,7 @@
-"""Divide a model among ranks. Loads no torch, because the checks of a config use it too.
+"""Divide a model among ranks. Loads no torch, because the checks of a config use this module too.
 
-Ranks are numbered stage by stage: rank r is number r % T of stage r // T, with T = engine.tensor_parallel.
+Ranks are numbered stage by stage. With T = engine.tensor_parallel, rank r belongs to stage r // T and has index r % T
+in it.
 
     engine.pipeline_parallel   a stage holds some of the blocks. The first stage also holds the embedding, the last one
                                the final norm and the output layer
@@ -8,8 +9,8 @@ Ranks are numbered stage by stage: rank r is number r % T of stage r // T, with 
                                columns of out) and some hidden units of the MLP (rows of gate and up; columns of down).
                                In the last stage it also holds some rows of the output layer
 
-Parts need not be equal. Heads are divided in groups of a key/value head and its queries, so 3 key/value heads on 2
-ranks are 2 + 1. With more ranks than key/value heads, several ranks hold the same one.
+Parts need not be equal. A key/value head and its query heads stay together, so two ranks hold 2 and 1 of 3 key/value
+heads. If there are more ranks than key/value heads, several ranks hold the same key/value head.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Share:
     last: bool
 
     def spec(self, whole: ModelSpec) -> ModelSpec:
-        """Return the sizes of this rank's part. Embedding and output layer are untied there, since a rank may hold
-        different rows of them."""
+        """Return the sizes of this rank's part of the model `whole`. The part has untied embeddings, since a rank may
+        hold other rows of the embedding than of the output layer."""
         return replace(
             whole,
             num_layers=len(self.layers),
@@ -48,7 +49,8 @@ class Share:
 
 
 def divide(spec: ModelSpec, tensor: int, pipeline: int) -> list[Share]:
-    """Return the share of every rank. Raises ValueError, key path first, for an impossible division."""
+    """Return the share of every rank. Raises ValueError, whose message begins with the key path, if the model cannot be
+    divided this way."""
     check_division(spec, tensor, pipeline)
     stages = _stages(spec, pipeline)
     return [
@@ -67,7 +69,8 @@ def divide(spec: ModelSpec, tensor: int, pipeline: int) -> list[Share]:
 
 
 def check_division(spec: ModelSpec, tensor: int, pipeline: int) -> None:
-    """Raise ValueError, key path first, for a division that `divide` cannot make."""
+    """Check that `divide` can make this division. Raises ValueError, whose message begins with the key path, if it
+    cannot."""
     num_heads, num_kv_heads, num_layers = spec.num_heads, spec.num_kv_heads, spec.num_layers
     possible = [n for n in range(1, num_heads + 1) if n <= num_kv_heads or (n % num_kv_heads == num_heads % n == 0)]
     if tensor not in possible:
@@ -83,7 +86,7 @@ def check_division(spec: ModelSpec, tensor: int, pipeline: int) -> None:
 
 
 def _part(size: int, parts: int, index: int) -> range:
-    """Return the index-th of nearly equal parts."""
+    """Return part number `index` of range(size), which is cut into nearly equal parts."""
     return range(size * index // parts, size * (index + 1) // parts)
 
 
@@ -97,9 +100,9 @@ def _heads(num_heads: int, num_kv_heads: int, tensor: int, index: int) -> tuple[
 
 
 def _stages(spec: ModelSpec, pipeline: int) -> list[range]:
-    """Return the blocks of each stage, so that all stages multiply with nearly the same number of weights. The output
-    layer counts as the number of blocks that have as many weights. Rounding never makes stage 0, which also runs the
-    scheduler, the largest."""
+    """Return the range of blocks of each stage, chosen so that every stage has nearly the same number of weights to
+    multiply by. The output layer counts as the number of blocks with as many weights. Rounding never makes stage 0 the
+    largest stage, since stage 0 also runs the scheduler."""
     block = spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
     head = spec.vocab_size * spec.hidden_size / block
     num_before = pipeline - 1

@@ -27,23 +27,24 @@ from stages.models.hf_weights import read_weights
 from stages.models.spec import EMBEDDING, FINAL_NORM, read_spec
 
 _GUESSES = 32
-"""Number of tokens in the passes that measure the cost of a long context. They are so many that their attention takes a
-large part of the pass."""
+"""Number of tokens in the passes that measure the cost of a long context. With so many tokens, attention takes a large
+part of the pass."""
 HEAD_VOCAB = 4096
-"""Tokens that the learned head can draft: the most frequent ones in the responses."""
+"""Size of the learned head's vocabulary. It consists of the most frequent tokens of the responses."""
 LENGTHS: Literal["measured", "longest"] = "measured"
-"""Lengths of drafts. measured: the lengths that maximise the expected tokens per second, possibly 0. longest: as long
-as the drafters make them. This is slower where drafts are often refused, but tests use it to have drafts on any
-machine."""
+"""Choice of the length of drafts. measured: the length with the highest expected tokens per second, possibly 0.
+longest: the maximum that the drafters make. longest is slower if many drafts are refused, but tests use it to get
+drafts on any machine."""
 BRANCHES = 4
-"""Number of the learned head's guesses per position. The promising ones are verified in the same pass. A fifth guess
-would rarely be right. With Triton's kernels there is one guess per position."""
+"""Maximum number of the learned head's guesses per position. The likely ones are verified in the same pass. A fifth
+guess would rarely be right. Kernels that do not support trees of guesses (Triton) get one guess per position."""
 TRAIN_SHARE = 0.5
 """Largest share of the engine's idle time that is spent on training the head."""
 BUSY_TRAIN_SHARE = 0.02
-"""The same while other processes use all cores of this host, which training would slow down."""
+"""Largest share of the engine's idle time that is spent on training the head while other processes use all cores of
+this host, since training would slow them down."""
 _MEASURED_S = 0.25
-"""Shortest time over which idle cores are measured: the system counts in steps of 10 ms."""
+"""Minimum length of an interval in which idle cores are measured. The system counts CPU time in steps of 10 ms."""
 
 
 class SpareCore:
@@ -87,8 +88,8 @@ def build_speculation(
     threads: int,
     device: torch.device,
 ) -> Speculation | None:
-    """Return the speculation that `engine.embedded.speculation` asks for, with `drafters` instead of the ones that it
-    names, if given. Return None if there are no drafters."""
+    """Return the speculation for an engine, or None if there are no drafters. If `drafters` is empty, the drafters that
+    `engine.embedded.speculation` names are built."""
     config = engine.embedded.speculation
     drafters = drafters or named_drafters(engine, path, runner, device)
     if not drafters:
@@ -152,8 +153,9 @@ def measure_costs(runner: Runner, pool: BlockPool, *, max_seq: int, threads: int
 
 
 def time_pass(runner: Runner, pool: BlockPool, num_tokens: int, position: int = 0, repeats: int = 5) -> float:
-    """Return the seconds of a pass that feeds and samples after `num_tokens` tokens, all at one position of rows that
-    share their blocks. This is the minimum of several runs, since other processes can only slow a pass down."""
+    """Return the time in seconds of a pass that feeds `num_tokens` tokens and draws a token after each. Every token is
+    a row of its own, and all rows read the same blocks up to `position`. The result is the minimum of several runs,
+    since other processes can only slow a pass down."""
     blocks = [pool.take() for _ in range(blocks_for(position + 1))]
     index = np.arange(num_tokens)
     batch = Batch(

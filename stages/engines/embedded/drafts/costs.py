@@ -20,9 +20,9 @@ CALIBRATED = (1, 2, 4, 8, 16, 32, 64, 128)
 _MEAN_RATE = 0.1
 """Smallest weight of a new measurement in the running mean."""
 _COMMON_RATE, _LOCAL_RATE = 0.08, 0.04
-"""Rates at which a pass moves the whole curve, and the sizes next to its own. The whole curve moves because usually the
-whole machine has become slower or faster. Otherwise a size that was last timed at a faster moment would look too
-cheap."""
+"""Exponents with which a pass changes the whole curve, and the two sizes next to its own. The whole curve is changed
+because usually the whole machine has become slower or faster. Otherwise a size that was last timed while the machine
+was faster would look too cheap."""
 _FIRST_STEP_SHARE = 0.03
 """Time that a drafted position is assumed to take until it is measured, as a share of the smallest pass."""
 _NEGLIGIBLE = 0.01
@@ -30,8 +30,10 @@ _NEGLIGIBLE = 0.01
 
 
 class PassCosts:
-    """Measured seconds of a pass by its number of tokens: linear between the calibrated sizes. Each pass moves the
-    curve towards its time, the nearest sizes most. Every position that a token attends to adds a constant."""
+    """Measured seconds of a pass as a function of its number of tokens, linear between the calibrated sizes.
+
+    Each pass that is observed changes the curve towards its time: all sizes a little, and the two nearest sizes more.
+    In addition, each position that a token attends to costs a constant time."""
 
     def __init__(self, seconds: Mapping[int, float], per_position: float = 0.0) -> None:
         """`seconds`: measured for at least two sizes, at short context. Raises ValueError for fewer."""
@@ -62,8 +64,9 @@ class PassCosts:
         self._seconds[left + 1] *= factor ** (_LOCAL_RATE * weight)
 
     def _interval(self, num_tokens: float) -> tuple[int, float]:
-        """Return the index of the smaller one of the two measured sizes around `num_tokens`, and how far `num_tokens`
-        lies from it to the larger one, as a share. Beyond the largest size the share exceeds 1."""
+        """Return the position of `num_tokens` among the measured sizes: the index of the nearest smaller size, and the
+        distance from that size as a share of the distance to the next size. Beyond the largest size the share exceeds
+        1."""
         left = 0
         while left < len(self._sizes) - 2 and self._sizes[left + 1] <= num_tokens:
             left += 1
@@ -71,8 +74,8 @@ class PassCosts:
 
 
 class DraftingCosts:
-    """Measured seconds of drafting, by number of rows. They are the seconds of one position of all rows if the drafter
-    works position by position, otherwise those of whole drafts."""
+    """Measured seconds of drafting, by number of rows. If the drafter works position by position, they are the seconds
+    for one position of all rows. Otherwise they are the seconds for the whole drafts of all rows."""
 
     def __init__(self, by_position: bool, smallest_pass: float) -> None:
         self._by_position = by_position
@@ -85,7 +88,8 @@ class DraftingCosts:
         return {rows: seconds for rows, (seconds, _) in sorted(self._measured.items())}
 
     def seconds(self, num_rows: int, length: int) -> float:
-        """Return the seconds of drafts of `length` tokens, as measured for this or the nearest number of rows."""
+        """Return the seconds that drafts of `length` tokens take for `num_rows` rows. If this number of rows was never
+        measured, the nearest measured one is used."""
         if not length or not num_rows:
             return 0.0
         if self._measured:
@@ -96,9 +100,9 @@ class DraftingCosts:
         return each * (length if self._by_position else 1)
 
     def observe(self, num_rows: int, length: int, seconds: float) -> None:
-        """Update the mean seconds for this number of rows. At first all measurements have the same weight; later the
-        old ones fade. A measurement counts as at most 3 times the mean, since a longer one was probably slowed by
-        another process."""
+        """Update the mean seconds for this number of rows. The first measurements have equal weights; later, old
+        measurements fade. A measurement above 3 times the mean is cut to that value, since another process has probably
+        slowed it."""
         each = seconds / (length if self._by_position else 1)
         known, times = self._measured.get(num_rows, (each, 0))
         each = min(each, 3 * known)
@@ -113,12 +117,21 @@ def choose_guesses(
     seconds: Callable[[int], float],
     threshold: float = 1.0,
 ) -> list[list[int]]:
-    """Return for each row the guesses to verify, the best first: those that maximise the expected tokens per second.
+    """Choose the guesses to verify so that the expected tokens per second are highest. Return the indices of each row's
+    chosen guesses, the best first.
 
-    `gains[i][j]`: probability that guess j of row i and all before it on its path are right; at most that of its
-    parent, which has a smaller j. With all gains sorted, g_1 >= g_2 >= ..., the best k give B + g_1 + ... + g_k tokens
-    in T(n + k) seconds, for B = `num_rows` decoding rows and n = `num_tokens` tokens that are fed anyway. A choice must
-    beat k = 0 by the factor `threshold`."""
+    Let B = `num_rows` be the number of decoding rows, n = `num_tokens` the number of tokens that are fed anyway, and
+    g_1 >= g_2 >= ... the sorted gains of all rows. The best k guesses give B + g_1 + ... + g_k tokens in T(n + k)
+    seconds.
+
+    Args:
+        num_rows: number of decoding rows.
+        num_tokens: number of tokens that are fed anyway.
+        gains: `gains[i][j]` is the probability that guess j of row i and all guesses before it on its path are right.
+            It is at most the gain of the parent, which has a smaller j.
+        seconds: the function T, from the number of tokens of a pass to its seconds.
+        threshold: factor by which the choice must be better than no guesses.
+    """
     ranked = sorted((-gain, j, i) for i, row in enumerate(gains) for j, gain in enumerate(row) if gain > _NEGLIGIBLE)
     best, best_count = num_rows / seconds(num_tokens) * threshold, 0
     expected = float(num_rows)
@@ -143,13 +156,20 @@ def choose_depth(
     threshold: float = 1.0,
     width: float = 1.0,
 ) -> int:
-    """Return the draft length to ask for, the same for all rows: gamma = argmax of
+    """Return the draft length to ask a drafter for, the same for all rows: the gamma in 0 .. len(gains) that maximises
 
-        (B + b (g_1 + ... + g_gamma) + others) / (T(b w gamma) + D(gamma)),   gamma = 0 .. len(gains)
+        (B + b (g_1 + ... + g_gamma) + others) / (T(b w gamma) + D(gamma))
 
-    B = `num_rows` rows decode, and drafts are made for b = `num_drafted` of them. `gains`: means over rows. `others`:
-    tokens expected from other drafters. `seconds(k)`: T of a pass with k guesses; w = `width` guesses per position.
-    `drafting`: D. gamma > 0 must beat 0 by the factor `threshold`."""
+    Args:
+        num_rows: B, the number of decoding rows.
+        num_drafted: b, the number of rows that get drafts.
+        gains: g, for each position the mean over rows of the probability that the draft is right up to it.
+        others: expected number of tokens from the drafts of other drafters.
+        seconds: T, from the number of guesses in a pass to its seconds.
+        drafting: D, from the draft length to the seconds of drafting.
+        threshold: factor by which gamma > 0 must be better than gamma = 0.
+        width: w, the number of guesses per position.
+    """
     best, best_depth = (num_rows + others) / seconds(0) * threshold, 0
     expected = num_rows + others
     for depth, gain in enumerate(gains, 1):
@@ -163,12 +183,14 @@ def choose_depth(
 # ---- trials: passes with and without drafts --------------------------------------------------------------
 
 _WINDOW = 16
-"""Number of last passes of each kind that are compared."""
+"""Minimum length of the window: the number of latest passes with drafts that are compared with the latest ones
+without."""
 _WINDOW_ROWS = 128
-"""Fewest rows that the window of passes with drafts holds, summed over its passes. With few rows the number of tokens
-per row is mostly chance, so a comparison of a few passes would sooner or later be wrong."""
+"""Minimum number of rows in the window of passes with drafts, summed over its passes. With few rows the number of
+tokens per row is mostly chance. A comparison of a few passes would sooner or later be wrong."""
 _ENOUGH_PLAIN = 4
-"""Fewest passes without drafts in a comparison. It also needs half a window of passes with drafts."""
+"""Minimum number of passes without drafts in a comparison. The window of passes with drafts must also be at least half
+full."""
 _PLAIN_EVERY = 32
 """One in this many passes runs without drafts while they are allowed."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 128, 4096
@@ -178,7 +200,7 @@ window."""
 
 @dataclass
 class _Trial:
-    """The measurements at one number of rows."""
+    """The measurements of passes with the same number of rows."""
 
     drafted: deque[tuple[int, float]]
     """Tokens and seconds of the last passes with drafts; `maxlen` is the window."""
@@ -203,7 +225,7 @@ class _Trial:
 
 
 class Trials:
-    """Owns the last passes by number of rows, and the pauses of drafts."""
+    """Owns the measurements of the latest passes for each number of rows, and decides when drafts pause."""
 
     def __init__(self) -> None:
         self._trials: dict[int, _Trial] = {}
@@ -237,8 +259,9 @@ class Trials:
             trial.pause_passes = _FIRST_PAUSE
 
     def gain(self, num_rows: int) -> float | None:
-        """Return tokens per second with drafts, divided by those without, over the last passes; None if there are too
-        few. Uses the median of the seconds, so that passes which another process held up do not count."""
+        """Return the speed-up by drafts over the latest passes: the tokens per second with drafts, divided by the
+        tokens per second without. Return None if there are too few passes. Uses the median of the seconds, so that a
+        pass that another process slowed down does not count."""
         trial = self._trials.get(num_rows)
         if trial is None or not (trial.enough_drafted and trial.enough_plain):
             return None

@@ -1,16 +1,17 @@
 """Training of the draft head, from the hidden states of finished rows, in steps of some tens of milliseconds.
 
-The teacher needs no pass of its own. The hidden states of a row are stored when the engine computes them. The
-distribution after state h is softmax(W h), where W holds the model's own output rows of the reduced vocabulary. From
-the state h_j after token y_j the head is unrolled over the tokens that followed. Its loss at step k is
+The head learns from the model (the teacher). This needs no extra pass of the model, since the engine stores the hidden
+states that it computes anyway. The teacher's distribution after state h is softmax(W h), where W holds the rows of the
+model's output layer for the tokens of a reduced vocabulary. The head starts from the state h_j from which token y_j was
+drawn. It is unrolled over y_j and the tokens that followed. Its loss at step k is
 
     KL(softmax(W h_{j+k}) || softmax(U s_k)) + b * smooth_l1(s_k, h_{j+k})        k = 1 .. UNROLLED
 
 Tokens outside the reduced vocabulary are never targets. As inputs they share one embedding.
 
-Memory: hidden states up to `budget_bytes`, three quarters of it for finished rows (2 bytes a number) and a quarter for
-rows in flight (4 bytes a number; `draft_head`); the head in float32 with AdamW's two moments, about
-4 * (5 C² + 3 R C) * 4 bytes for hidden size C and R tokens (W included): 110 MB at C = 576, R = 4096.
+Memory: hidden states take up to `budget_bytes`, three quarters of it for finished rows (2 bytes a number) and a quarter
+for rows in flight (4 bytes a number; `draft_head`). The head in float32 with AdamW's two moments takes about 4 * (5 C²
++ 3 R C) * 4 bytes for hidden size C and R tokens (W included): 110 MB at C = 576, R = 4096.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ _PASSES_PER_PLACE = 8
 _LEARNING_RATE = 1e-3
 _FEATURE_WEIGHT = 0.1
 _ENOUGH_TOKENS = 512
-"""Tokens of finished rows that are needed before the head is made, since its vocabulary is chosen from them."""
+"""Number of response tokens that must be there before the head is made, since its vocabulary is chosen from them."""
 _PUBLISH_STEPS = 16
 """Training steps between two published copies of the head."""
 _PLACE_BYTES = 16
 """Bytes per position, besides its hidden state."""
 _MIN_COVERAGE_GAIN = 0.02
-"""Share of the responses' tokens that a new vocabulary must add before it replaces the old one."""
+"""Share of the responses' tokens that a new vocabulary must cover in addition, to replace the old one."""
 
 
 def cell_input(
@@ -50,14 +51,15 @@ def cell_input(
 
 @dataclass(frozen=True, eq=False)
 class Teacher:
-    """The model's parts that the head starts from and learns from: embedding, output layer and final norm."""
+    """The parts of the model that the head is initialised with and learns from: embedding, output layer and final
+    norm."""
 
     embedding: Callable[[Sequence[int]], torch.Tensor]
     """Tokens -> their embeddings [n, C]."""
     out: Callable[[Sequence[int]], torch.Tensor]
     """Tokens -> their rows of the output layer [n, C]."""
     out_name: str
-    """Name of the output layer in a refit."""
+    """Name of the output layer among the tensors of new weights."""
     norm: Float32[torch.Tensor, " C"]
     """Weight of the final norm."""
     norm_name: str
@@ -74,7 +76,7 @@ class Head:
     down: Float32[torch.Tensor, "C C"]
     out: Float32[torch.Tensor, "R C"]
     embedding: Float32[torch.Tensor, "R+1 C"]
-    """The last row stands for all other tokens."""
+    """Embedding of each token of the head, in the order of `ids`. The last row is the embedding of all other tokens."""
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -87,10 +89,10 @@ class FinishedRows:
     def __init__(self, num_places: int, hidden: int) -> None:
         self.num_places = num_places
         self.hidden = torch.zeros(num_places, hidden, dtype=torch.float16)
-        """[places, C], after the final norm: the state from which the place's token was drawn."""
+        """[places, C], after the final norm. For each place, the state from which its token was drawn."""
         self.tokens = torch.zeros(num_places, dtype=torch.int64)
         self.ends = torch.zeros(num_places, dtype=torch.int64)
-        """For each place, the place after the last one of its row."""
+        """For each place, the end of the row that the place belongs to: one more than the row's last place."""
         self._next = 0
 
     def add(self, hidden: Float32[torch.Tensor, "n C"], tokens: Sequence[int]) -> None:
@@ -105,7 +107,7 @@ class FinishedRows:
         self._next = stop
 
     def starts(self) -> Int64[torch.Tensor, " starts"]:
-        """Return the places that are followed by another place of their row."""
+        """Return the places at which training can start: those that are not the last place of their row."""
         return (torch.arange(self.num_places) + 1 < self.ends).nonzero()[:, 0]
 
 
@@ -123,19 +125,20 @@ class Student:
         self._teacher, self._device = teacher, device
         self._norm = teacher.norm.to(device)
         self.scale = float(self._norm.square().mean().sqrt())
-        """Approximate root mean square of a normed state; scales the head's first steps."""
+        """Approximate root mean square of a state after the final norm. The outputs of the head's cell are multiplied
+        by it."""
         self._num_tokens = min(head_vocab, vocab)
         self.in_flight_bytes = budget_bytes // 4
-        """Most bytes for the hidden states of rows in flight."""
+        """Maximum number of bytes for the hidden states of rows in flight."""
         places = (budget_bytes - self.in_flight_bytes) // (2 * hidden + _PLACE_BYTES)
         self._rows = FinishedRows(max(places, 2 * UNROLLED), hidden)
         self._generator = torch.Generator().manual_seed(seed)
         self._counts: Counter[int] = Counter()
-        """Counts of the responses' tokens."""
+        """How often each token occurred in responses."""
         self._has_new_rows = False
-        """True if rows have come since the last step."""
+        """True if a row was added after the latest training step."""
         self._num_due = 0.0
-        """Number of places still to be trained on."""
+        """Number of positions to train on before training stops, repetitions included."""
         self._steps = 0
         self._head: Head | None = None
         self._teacher_out = torch.empty(0)
@@ -143,8 +146,8 @@ class Student:
         self._starts = torch.empty(0, dtype=torch.int64)
         self._optimizer: torch.optim.AdamW | None = None
         self._use_bfloat16 = device.type == "cuda" or torch.cpu._is_amx_tile_supported()
-        """True if bfloat16 products are much faster than float32 ones. The head does not need the precision of
-        float32."""
+        """True if bfloat16 products are much faster than float32 ones on this device. The head does not need the
+        precision of float32."""
         self._pending_refit: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] | None = None
 
     def normed(self, hidden: Float32[torch.Tensor, "n C"]) -> Float32[torch.Tensor, "n C"]:
@@ -152,7 +155,8 @@ class Student:
         return F.rms_norm(hidden.to(self._device), self._norm.shape, self._norm, self._teacher.norm_eps)
 
     def add(self, hidden: Float32[np.ndarray, "n C"], tokens: Sequence[int]) -> None:
-        """Add a finished row: the last block's states, and the token drawn from each."""
+        """Add a finished row. `hidden`: outputs of the model's last block. `tokens`: the token that was drawn from each
+        of them."""
         self._rows.add(self.normed(torch.from_numpy(hidden)), tokens)
         self._counts.update(tokens)
         self._has_new_rows = True
@@ -170,7 +174,8 @@ class Student:
             self._pending_refit = (ids, rows, None if norm is None else norm.detach().float().cpu().clone())
 
     def step(self) -> bool:
-        """Train on one batch. Return False if all rows have been trained on often enough, or there are too few."""
+        """Train on one batch. Return False, without training, if the rows have been trained on often enough, or if
+        there are too few."""
         if self._num_due <= 0 or self._counts.total() < _ENOUGH_TOKENS:
             return False
         self._apply_refit()
@@ -190,7 +195,7 @@ class Student:
         return True
 
     def publish(self) -> Head:
-        """Return the current head, for the caller to copy."""
+        """Return the current head. The caller must copy it, since training goes on to change it."""
         assert self._head is not None
         self.head_is_due = False
         return self._head
@@ -222,14 +227,16 @@ class Student:
             self._optimizer.step()
 
     def _missed_share(self, head: Head) -> float:
-        """Return the share of the responses' tokens that the best vocabulary covers and the head's does not."""
+        """Return a share of the responses' tokens: those that the best vocabulary would cover and the vocabulary of
+        `head` does not."""
         possible = sum(count for _, count in self._counts.most_common(self._num_tokens))
         covered = sum(self._counts[token] for token in head.ids.tolist())
         return (possible - covered) / self._counts.total()
 
     def _choose_vocabulary(self) -> None:
-        """Choose the most frequent tokens, filled up with the first ids, which tokenizers give to frequent tokens.
-        Tokens that stay keep their learned weights. The optimiser starts anew."""
+        """Choose the head's vocabulary: the most frequent tokens of the responses. If there are too few different ones,
+        add the lowest token ids, which tokenizers give to frequent tokens. A token that was in the old vocabulary keeps
+        its learned weights. The optimiser's state is reset."""
         old, old_draft_ids, old_teacher_out = self._head, self._draft_ids, self._teacher_out
         frequent = [token for token, _ in self._counts.most_common(self._num_tokens)]
         taken = set(frequent)

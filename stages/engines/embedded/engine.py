@@ -48,8 +48,9 @@ from stages.engines.protocol import Completion, EngineStats, Request, RequestErr
 
 
 class EmbeddedEngine:
-    """Owns a runner, the rows and the engine thread; implements `GenerationEngine`. `cache_shape`: see `Runner`.
-    `max_rows`: most rows that run at the same time."""
+    """Owns a runner, the rows and the engine thread. Implements `GenerationEngine`.
+
+    `cache_shape` is that of the runner. `max_rows` is the maximum number of rows that run at the same time."""
 
     def __init__(
         self,
@@ -64,10 +65,20 @@ class EmbeddedEngine:
         in_flight: bool = False,
         drafts: Drafts | None = None,
     ) -> None:
-        """`runner` holds the weights of `version` and is closed with the engine. `scheduler` is built for the runner's
-        number of blocks and depth, and has no rows yet. `max_seq`: longest prompt plus response, in tokens. `threads`:
-        torch threads in the engine's own thread. `in_flight`: swap weights between two batches instead of waiting for
-        all rows."""
+        """Start the engine thread.
+
+        Args:
+            runner: holds the weights of `version`. It is closed with the engine.
+            scheduler: built for the runner's number of blocks and depth, without rows.
+            capabilities: abilities that the engine reports.
+            max_seq: longest prompt plus response, in tokens.
+            threads: number of torch threads in the engine's own thread.
+            eos_ids: tokens that end a response.
+            version: version of the runner's weights.
+            in_flight: True to swap weights between two batches. By default a swap waits until all rows have
+                finished.
+            drafts: speculative decoding; None: without.
+        """
         self.version, self.eos_ids, self.drafts = version, eos_ids, drafts
         self.capabilities = capabilities
         self.numerics: Mapping[str, str] = {"kernels": runner.kernels}
@@ -79,7 +90,7 @@ class EmbeddedEngine:
         """Lock that is held while rows pass from one thread to another. It is notified at every change that a thread
         waits for."""
         self._running_batches: deque[_RunningBatch] = deque()
-        """Batches that have been submitted and not collected: at most `runner.depth`."""
+        """Batches that were submitted and not yet collected; at most `runner.depth`."""
         self._collected_at = 0.0
         self._counters = Counters()
         self._rank_busy_s = runner.busy_s()
@@ -120,8 +131,10 @@ class EmbeddedEngine:
         self._admission.finished(len(abandoned))
 
     def _step(self) -> None:
-        """Start a batch if possible. End the oldest one if none was started, or if `Runner.depth` batches are under
-        way. No batch is started while new weights, or a thread that needs a pause, wait for the batches under way."""
+        """Start a batch if possible. Then end the oldest batch, if none was started or if `Runner.depth` batches are
+        under way.
+
+        No batch is started while new weights or a thread that needs a pause wait for the batches under way."""
         paused = self._running_batches and (self._admission.weights is not None or self._admission.num_pausing > 0)
         submitted = not paused and self._plan_and_run()
         if self._running_batches and (not submitted or len(self._running_batches) == self._runner.depth):
@@ -164,7 +177,8 @@ class EmbeddedEngine:
             self._finish(ended)
 
     def _finish(self, rows: Sequence[Row]) -> None:
-        """Return complete rows to their callers, and the error of rows that failed. The caller holds the lock."""
+        """Return each row to its caller: its completion, or the error of a row that failed. The caller of this method
+        holds the lock."""
         for row in rows:
             self._detach(row)
             row.call.results.put((row, row.outcome()))
@@ -172,7 +186,8 @@ class EmbeddedEngine:
         self._admission.finished(len(rows))
 
     def _detach(self, row: Row) -> None:
-        """Stop counting a row as this engine's, and call `Drafts.finish`. The caller holds the lock."""
+        """Remove a row from its call's count of rows in this engine, and end its speculative decoding. The caller holds
+        the lock."""
         row.call.num_local_rows -= 1
         if self.drafts is not None:
             self.drafts.finish(row)
@@ -187,7 +202,8 @@ class EmbeddedEngine:
         return self.drafts.propose(decoding, again + min(prompts, BATCH_PROMPT_TOKENS)) if decoding else {}
 
     def _run(self) -> None:
-        """Run the loop and wake all callers however it ends. An error also reaches threading's excepthook."""
+        """Run the loop. Wake all waiting callers when it ends, even by an error. The error also reaches threading's
+        excepthook."""
         try:
             torch.set_num_threads(self._threads)
             self._loop()
@@ -201,11 +217,18 @@ class EmbeddedEngine:
     # ---- `GenerationEngine`, in callers' threads ----
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """See `GenerationEngine`. Checks and queues the requests at once. The rows run whether or not the result is
-        iterated; closing the iterator early drops its unfinished rows. Also raises RequestError if a row asks for a
-        newer version than the resident one or, unless `in_flight`, for an older one. Raises RuntimeError if the engine
-        is asleep or has stopped. The iterator raises RuntimeError if the engine stops. It raises FloatingPointError,
-        naming the row, if a row's logits are not finite. Then this call ends, and other calls go on."""
+        """See `GenerationEngine`. Checks and queues the requests at once.
+
+        The rows run whether or not the result is iterated. Closing the iterator early drops its unfinished rows.
+
+        Raises:
+            RequestError: a request cannot be served. Versions newer than the resident one are refused, and without
+                `in_flight` older ones too.
+            RuntimeError: the engine is asleep or has stopped. The iterator raises this too, if the engine stops
+                later.
+            FloatingPointError: raised by the iterator if the logits of a row are not finite. The message names the row.
+                This call ends, and other calls continue.
+        """
         rows = list(requests)
         for request in rows:
             self.check(request)
@@ -256,7 +279,8 @@ class EmbeddedEngine:
                 self._exchange(version, new)
 
     def _exchange(self, version: int, weights: Any) -> None:
-        """Swap the weights and discard the cache's contents. The caller holds the lock; no batch is under way."""
+        """Swap the weights and discard the contents of the cache. The caller holds the lock, and no batch is under
+        way."""
         self._runner.swap(weights)
         self._scheduler.recompute()
         self.version = version
@@ -298,22 +322,23 @@ class EmbeddedEngine:
         """Record a batch that has ended. The caller holds the lock."""
 
     def _wants_report(self) -> bool:
-        """Return True if `_report` is to be called although there is nothing to compute. The caller holds the lock."""
+        """Return True if `_report` must be called soon even though there is nothing to compute. The caller holds the
+        lock."""
         return False
 
     def _report(self, rows: Collection[Row]) -> None:
-        """Receive all rows of this engine. Called in the engine thread, without the lock, before each batch and
-        whenever `_wants_report` is True."""
+        """Receive all rows of this engine. The engine thread calls this before each batch and whenever `_wants_report`
+        is True. It does not hold the lock."""
 
     def _stopped(self) -> None:
-        """React to the stop of the engine, after which no row finishes. The caller holds the lock."""
+        """Handle the stop of the engine. No row finishes afterwards. The caller holds the lock."""
 
     @property
     def has_stopped(self) -> bool:
         return self._admission.stopped
 
     def check(self, request: Request) -> None:
-        """Raise RequestError for a request that no version of the weights could serve."""
+        """Check a request. Raises RequestError if it could not be served with any version of the weights."""
         check_request(request, self._max_seq, self._runner.vocab, self.eos_ids)
 
     def check_awake(self) -> None:
@@ -327,12 +352,12 @@ class EmbeddedEngine:
         return self._admission.between_batches()
 
     def rows_here(self) -> tuple[Row, ...]:
-        """Return all accepted, unfinished rows. Call between batches."""
+        """Return all rows that were accepted and are unfinished. Call this between batches."""
         return (*self._scheduler.running, *self._scheduler.waiting, *self._admission.queued)
 
     def take_out(self, row: Row, with_cache: bool) -> np.ndarray | None:
-        """Remove an unfinished row from the queue or the batch. Return a copy of its keys and values (see
-        `Runner.read_cache`) if `with_cache` is set and the row has any. Call between batches."""
+        """Remove an unfinished row from the queue or from the scheduler. If `with_cache` is set and the row has keys
+        and values, return a copy of them (see `Runner.read_cache`). Call this between batches."""
         cache = self._runner.read_cache(row.blocks, row.num_cached) if with_cache and row.num_cached else None
         if not self._admission.withdraw(row):
             self._scheduler.remove(row)
@@ -341,8 +366,9 @@ class EmbeddedEngine:
         return cache
 
     def put_in(self, row: Row, cache: np.ndarray | None) -> None:
-        """Continue a row from another engine. If it brings keys and values, and a slot and enough blocks are free, it
-        runs with them. Otherwise it is queued, and its tokens are fed again. Call between batches."""
+        """Continue a row from another engine. `cache`: its keys and values, or None. If there is a cache, a free slot
+        and enough blocks, the row runs at once. Otherwise it is queued, and its tokens are fed again. Call this between
+        batches."""
         if cache is not None and self._scheduler.admit_with_blocks(row, blocks_for(cache.shape[3])):
             self._runner.write_cache(row.blocks, cache)
             row.num_cached = cache.shape[3]
@@ -352,14 +378,13 @@ class EmbeddedEngine:
         self._admission.num_unfinished += 1
 
     def take_back(self, row: Row) -> None:
-        """Queue a row that was taken out before. The caller holds the lock."""
+        """Queue a row that `take_out` removed before. The caller holds the lock."""
         self._admission.accept([row])
 
 
 def _zero_blocks(row: Row, pool: BlockPool, runner: Runner) -> None:
-    """Write zeros into the blocks that only this failed row holds. The next holder of a block multiplies the positions
-    that it has not written by 0, so their contents must be finite. No other batch under way reads or writes these
-    blocks."""
+    """Write zeros into the blocks that only this failed row holds. The next holder of a block multiplies positions that
+    it has not written yet by 0, so their contents must be finite. No batch under way reads or writes these blocks."""
     own = pool.discard(row.blocks)
     layers, heads, dim = runner.cache_shape
     runner.write_cache(own, np.zeros((layers, 2, heads, len(own) * BLOCK_TOKENS, dim), np.float32))
@@ -393,7 +418,7 @@ class Counters:
     busy_s: float = 0.0
 
     def add_batch(self, chunks: Sequence[Chunk], num_tokens: int, num_in_flight: int, seconds: float) -> None:
-        """Count a batch that appended `num_tokens` tokens to rows, with `num_in_flight` rows in flight."""
+        """Count a batch that appended `num_tokens` tokens. `num_in_flight`: number of rows in flight."""
         self.tokens += num_tokens
         self.decode_steps += 1
         self.decoded_rows += num_in_flight
@@ -409,7 +434,7 @@ class Counters:
         scheduler.pool.reset_peak()
 
     def stats(self, scheduler: Scheduler, drafts: DraftCounts, rank_busy_s: Collection[float]) -> EngineStats:
-        """Return the statistics. `rank_busy_s`: seconds that each rank computed in this period."""
+        """Return the statistics. `rank_busy_s`: seconds that each rank has computed since the last call."""
         decoded = scheduler.max_rows * self.decode_steps
         return EngineStats(
             tokens=self.tokens,

@@ -1,5 +1,7 @@
-"""The protocol of speculative decoding: guesses of next tokens, which the next batch verifies. The engine's loop also
-runs without drafts. `drafts.speculation.Speculation` implements the protocol.
+"""The protocol through which the engine uses speculative decoding: guesses of next tokens, which the next batch
+verifies.
+
+The engine also runs without it. `drafts.speculation.Speculation` implements the protocol.
 """
 
 from __future__ import annotations
@@ -22,16 +24,16 @@ class DraftCounts:
     """Counts for `EngineStats` since the last call of `stats`."""
 
     drafted: Counter[str] = field(default_factory=Counter)
-    """Guesses verified, by kind."""
+    """Number of guesses that were verified, by kind."""
     accepted: Counter[str] = field(default_factory=Counter)
     lengths: Counter[int] = field(default_factory=Counter)
-    """Number of times that a decoding row had n guesses in a batch, by n."""
+    """Number of guesses n that a decoding row had in a batch -> how often that occurred."""
     accepted_at: Counter[int] = field(default_factory=Counter)
-    """Right guesses, by the number of guesses before them."""
+    """Number of guesses before a right guess in its draft -> how many such guesses were right."""
 
 
 class Drafts(Protocol):
-    """Speculative decoding. Used by the engine thread only, except `refit`."""
+    """Speculative decoding. Only the engine thread uses it, but any thread may call `refit`."""
 
     wants_hidden: bool
     """True if `observe` needs the hidden states before the draws."""
@@ -39,8 +41,8 @@ class Drafts(Protocol):
     """Counts since the last call of `stats`, which replaces this object by a new one under the engine's lock."""
 
     def propose(self, rows: Sequence[Row], num_other_tokens: int) -> Mapping[Row, DraftTree]:
-        """Return guesses for rows that decode in the next batch. Rows without guesses are left out. `num_other_tokens`:
-        number of further tokens that the batch feeds."""
+        """Return the guesses for `rows`, which decode in the next batch. Rows without guesses are left out.
+        `num_other_tokens`: number of further tokens that the batch feeds."""
         ...
 
     def observe(
@@ -51,17 +53,23 @@ class Drafts(Protocol):
         seconds: float | None,
         drafting_s: float = 0.0,
     ) -> None:
-        """Record a batch. `kept`: for each chunk that sampled, the draws that became tokens (`batch.keep`). `hidden`:
-        the hidden states before all draws. `seconds`: the batch's duration (None if prompts were fed), after
-        `drafting_s` in `propose`."""
+        """Record a batch.
+
+        Args:
+            chunks: the chunks that sampled.
+            kept: for each chunk, the indices of the draws that became tokens (see `batch.keep`).
+            hidden: the hidden states before all draws; None if they are not wanted.
+            seconds: the batch's duration without `propose`; None if prompts were fed.
+            drafting_s: the duration of `propose`.
+        """
         ...
 
     def finish(self, row: Row) -> None:
-        """Forget a row that is complete, was dropped or has left."""
+        """Forget a row that is complete, was dropped, or has moved to another engine."""
         ...
 
     def refit(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Receive the model's new weights, in any thread. Do not keep a view of the tensors."""
+        """Receive the model's new weights. Any thread may call this. Do not keep a view of the tensors."""
         ...
 
     def train(self) -> float | None:

@@ -42,10 +42,10 @@ class MigratedRow:
     """Everything that another engine needs to continue a row."""
 
     ticket: int
-    """The row's number in the engine that it left."""
+    """Number of the row in the engine that it left."""
     request: Request
     version: int
-    """Version of the weights to continue with."""
+    """Version of the weights that the row continues with."""
     tokens: Int32[np.ndarray, " new"]
     """Tokens sampled so far."""
     logprobs: Float32[np.ndarray, " new"]
@@ -61,12 +61,12 @@ class MigratedRow:
 
 
 def key_of(request: Request) -> RowKey:
-    """Return the row's key."""
+    """Return the key that identifies a request's row."""
     return request.seed, request.step, request.row
 
 
 class MigratingEngine(EmbeddedEngine):
-    """Owns an engine whose rows can leave and arrive, and the rows that have left. All public methods are
+    """An engine whose rows can leave and arrive. Also owns the rows that have left. All public methods are
     thread-safe."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -74,7 +74,7 @@ class MigratingEngine(EmbeddedEngine):
         self._outgoing, self._times = OutgoingRows(), BatchTimes()
         self._watch: LoadWatch | None = None
         self._num_out = self._num_in = 0
-        """Rows that left and arrived since `stats` was last called."""
+        """Numbers of rows that left and arrived since `stats` was last called."""
         super().__init__(*args, **settings)
 
     def stats(self) -> EngineStats:
@@ -91,17 +91,21 @@ class MigratingEngine(EmbeddedEngine):
             return self._outgoing.num_calls
 
     def watch_load(self, below: int, listener: Callable[[EngineLoad], None]) -> None:
-        """Report the engine's load to `listener`, in the engine's thread. The first report is made at once. Another one
-        follows whenever the number of rows here changes, or the first batch has been timed, if the old or the new
-        number is under `below`. An exception of the listener stops the engine."""
+        """Report the engine's load to `listener` from now on, in the engine's thread.
+
+        The first report is made at once. Another report follows when the number of rows here changes, but only if the
+        old or the new number is below `below`. A report also follows, under the same condition, when the first batch
+        has been timed. An exception of the listener stops the engine."""
         with self.lock:
             self._watch = LoadWatch(below, listener)
             self.lock.notify_all()
 
     def migrate_out(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]:
-        """Take rows out, each with a copy of what another engine needs to continue it. Rows are skipped if they are not
-        here, if fewer than `min_left` tokens are left to sample, or if no caller waits for them. The rows that leave do
-        not count as in flight here, unless they are given back. Raises RuntimeError if the engine has stopped."""
+        """Take rows out of this engine, each with everything that another engine needs to continue it.
+
+        A row is skipped if it is not here, if fewer than `min_left` tokens are left to sample, or if no caller waits
+        for it. The rows that leave no longer count as in flight here, unless they are given back. Raises RuntimeError
+        if the engine has stopped."""
         migrated = []
         asked_for = {one.key: one for one in rows}
         with self.between_batches():
@@ -116,9 +120,14 @@ class MigratingEngine(EmbeddedEngine):
         return migrated
 
     def migrate_in(self, migrated: Sequence[MigratedRow]) -> AcceptedRows:
-        """Continue another engine's rows. They are queued if no slot is free. Raises RequestError, and takes none of
-        the rows, if one needs another version, has keys of another model, or is too long. Raises RuntimeError if the
-        engine is asleep or has stopped."""
+        """Continue rows of another engine. If no slot is free, they are queued. Return an iterable over their
+        completions.
+
+        Raises:
+            RequestError: a row needs another version, has keys of another model, or is too long. None of the rows is
+                taken.
+            RuntimeError: the engine is asleep or has stopped.
+        """
         for one in migrated:
             self.check(one.request)
         call = GenerateCall(queue.SimpleQueue(), threading.Event())
@@ -133,15 +142,16 @@ class MigratingEngine(EmbeddedEngine):
         return AcceptedRows(call, {row: one.ticket for row, one in rows.items()})
 
     def deliver(self, ticket: int, completion: Completion) -> None:
-        """Give the caller of a row that was taken out the row's completion, if the caller still waits."""
+        """Give the completion of a row that was taken out to the row's caller. Does nothing if no row with this ticket
+        is out."""
         with self.lock:
             left = self._outgoing.pop(ticket)
             if left is not None:
                 left[0].call.results.put((left[0], completion))
 
     def give_back(self, tickets: Collection[int]) -> None:
-        """Continue rows here that were taken out. If the engine has other weights by now, the rows' callers get
-        RowsLost."""
+        """Continue rows in this engine that were taken out. If the engine's weights have changed since a row left, its
+        caller gets RowsLost instead."""
         with self.lock:
             for left in map(self._outgoing.pop, self._outgoing.wanted(tickets)):
                 assert left is not None
@@ -154,7 +164,7 @@ class MigratingEngine(EmbeddedEngine):
                     row.call.results.put((row, self._lost(row)))
 
     def wanted(self, tickets: Collection[int]) -> set[int]:
-        """Return those of `tickets` whose rows were taken out and whose callers still wait."""
+        """Return the tickets of rows that are out and whose callers still wait."""
         with self.lock:
             return self._outgoing.wanted(tickets)
 
@@ -178,7 +188,7 @@ class MigratingEngine(EmbeddedEngine):
             self._watch.notify(engine_load(rows, self.version, self.max_rows, self.cache_shape, self._times))
 
     def _stopped(self) -> None:
-        """End the callers' wait for rows that have left."""
+        """Wake the callers of rows that have left, which will not be delivered any more."""
         for row in self._outgoing.rows:
             row.call.results.put(None)
 
@@ -187,7 +197,7 @@ class MigratingEngine(EmbeddedEngine):
 
 _LEARNING_RATE = 0.2
 _BULK_TOKENS = 8
-"""Fewest prompt tokens in a batch from which the time per prompt token is measured."""
+"""Minimum number of prompt tokens in a batch for measuring the time per prompt token."""
 
 
 class OutgoingRows:
@@ -195,7 +205,7 @@ class OutgoingRows:
 
     def __init__(self) -> None:
         self._rows: dict[int, tuple[Row, int]] = {}
-        """Ticket -> the row, and the version of the weights that it had here."""
+        """Ticket -> the row, and the version of the weights in this engine when the row left."""
         self._tickets = count()
 
     @property
@@ -214,7 +224,8 @@ class OutgoingRows:
         return ticket
 
     def pop(self, ticket: int) -> tuple[Row, int] | None:
-        """Remove and return a row and the version that it had; None if no row has this ticket."""
+        """Remove a row and return it with the version of the weights when it left. Return None if no row has this
+        ticket."""
         return self._rows.pop(ticket, None)
 
     def wanted(self, tickets: Collection[int]) -> set[int]:
@@ -233,8 +244,8 @@ class AcceptedRows:
         self._tickets = dict(tickets)
 
     def __iter__(self) -> Iterator[tuple[int, Completion | None]]:
-        """Yield (ticket, completion) as each row finishes. The completion is None if the row cannot be finished here
-        after all. Raises RuntimeError if the engine stops."""
+        """Yield (ticket, completion) as each row finishes. The completion is None if this engine cannot finish the row.
+        Raises RuntimeError if the engine stops."""
         while self._tickets:
             result = self._call.results.get()
             if result is None:
@@ -275,8 +286,8 @@ class BatchTimes:
 
 
 class LoadWatch:
-    """Owns the listener to the engine's load, and the last report: the number of rows, and whether a batch had been
-    timed."""
+    """Owns the listener to the engine's load, and the state of the last report: the number of rows, and whether a batch
+    had been timed by then."""
 
     def __init__(self, below: int, listener: Callable[[EngineLoad], None]) -> None:
         self._below, self._listener = below, listener
@@ -294,8 +305,8 @@ class LoadWatch:
 
 
 def may_migrate(row: Row) -> bool:
-    """Return True if another engine may continue the row: it is wanted, and its tokens are drawn. Rows with prescribed
-    tokens stay, since their log-probs must be this engine's."""
+    """Return True if another engine may continue the row. It must be wanted, and its tokens must be drawn. A row with
+    prescribed tokens stays, since it is to be scored by this engine."""
     return not row.unwanted and not row.request.forced
 
 
@@ -332,7 +343,7 @@ def pack_row(row: Row, ticket: int, version: int, cache: np.ndarray | None) -> M
 
 
 def unpack_row(migrated: MigratedRow, call: GenerateCall, eos_ids: Set[int]) -> Row:
-    """Return the row that `pack_row` packed, without its blocks."""
+    """Return the row that `pack_row` packed. It holds no blocks of the cache yet."""
     row = Row(migrated.request, call, eos_ids)
     for token, logprob, version in zip(
         migrated.tokens.tolist(), migrated.logprobs.tolist(), migrated.versions.tolist(), strict=True
@@ -342,8 +353,8 @@ def unpack_row(migrated: MigratedRow, call: GenerateCall, eos_ids: Set[int]) -> 
 
 
 def check_migrated(migrated: MigratedRow, version: int, cache_shape: tuple[int, int, int]) -> None:
-    """Raise RequestError, naming the row, if this engine cannot continue it. `cache_shape`: layers, key/value heads,
-    head dimension."""
+    """Check that this engine can continue a row. Raises RequestError, naming the row, if it cannot. `cache_shape`:
+    layers, key/value heads, head dimension."""
     problem = None
     layers, heads, dim = cache_shape
     if migrated.version != version:

@@ -69,7 +69,8 @@ _VECTORS = {
 
 @dataclass(frozen=True)
 class LlamaWeights:
-    """A whole model, ready to run. A refit replaces it, or on a CUDA device overwrites it between two batches."""
+    """A whole model in the form that kernels use. New weights replace it. On a CUDA device they overwrite its tensors
+    between two batches."""
 
     embedding: Float[torch.Tensor, "V C"]
     blocks: tuple[Block, ...]
@@ -88,7 +89,8 @@ def build_weights(
     max_seq: int,
     kernels: Kernels,
 ) -> LlamaWeights:
-    """Build the model from a complete, checked set of tensors. Raises WeightsError for the first that is not finite."""
+    """Return the weights of a model, made from a complete set of tensors whose names and shapes were checked. Raises
+    WeightsError, naming the first tensor that is not finite."""
     place, pack = _placer(tensors, dtype, device), _packer(spec, tensors, dtype, device, kernels)
     angles = torch.arange(max_seq, dtype=torch.float32)[:, None] * rotary_frequencies(spec)
     vectors = _vectors(spec)
@@ -113,8 +115,9 @@ def build_weights(
 def refit_weights(
     spec: ModelSpec, old: LlamaWeights, tensors: Mapping[str, torch.Tensor], kernels: Kernels
 ) -> LlamaWeights:
-    """Return `old` with some (checked) tensors replaced; the others are shared. Takes memory for the replaced ones
-    only. Raises WeightsError for the first that is not finite."""
+    """Return a copy of `old` with the given tensors, whose names and shapes were checked. All other tensors are shared
+    with `old`, so memory is needed only for the given ones. Raises WeightsError, naming the first tensor that is not
+    finite."""
     dtype, device = old.embedding.dtype, old.embedding.device
     place, pack = _placer(tensors, dtype, device), _packer(spec, tensors, dtype, device, kernels)
     vectors, sizes = _vectors(spec), {part: shape[0] for part, shape in layer_shapes(spec).items()}
@@ -151,9 +154,19 @@ def forward(
     hidden: Float[torch.Tensor, "N C"] | None = None,
     total: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Float[torch.Tensor, "N C"]:
-    """Return the float32 hidden states after the last block, before the final norm, and write the tokens' keys and
-    values to the cache. `hidden`: states from the pipeline stage before, used instead of the embeddings and
-    overwritten. `total`: returns the sum of a rank's part over the ranks that share the heads and MLP of a block."""
+    """Compute the hidden states after the last block, before the final norm, in float32. Write the tokens' keys and
+    values to the cache.
+
+    Args:
+        weights: weights of the model, or of this rank's part of it.
+        spec: sizes of the same.
+        kernels: the kernels to compute with.
+        tokens: the batch.
+        cache: keys and values of the rows.
+        hidden: hidden states from the previous pipeline stage; they are overwritten. None: begin with the
+            embeddings.
+        total: all-reduce (sum) over the tensor-parallel ranks; None if there is only one.
+    """
     x_NC = weights.embedding[tokens.ids].float() if hidden is None else hidden
     if isinstance(kernels, FusedKernels):
         eps, angles = spec.norm_eps, weights.angles
@@ -189,8 +202,9 @@ def logits(
     hidden: Float[torch.Tensor, "N C"],
     wanted: Int64[torch.Tensor, " M"],
 ) -> Float[torch.Tensor, "M V"]:
-    """Return float32 logits after the `wanted` tokens, from `forward`'s hidden states. Under bfloat16 they are
-    unrounded sums of products of bfloat16 numbers; rounding would change the distribution."""
+    """Return the float32 logits after the `wanted` tokens. `hidden`: result of `forward`. With bfloat16 weights the
+    logits are sums of products of bfloat16 numbers and are not rounded, since rounding would change the
+    distribution."""
     h_MC = kernels.add_norm(hidden[wanted], None, weights.norm, spec.norm_eps, weights.embedding.dtype)
     return kernels.linear(h_MC, weights.head, torch.float32)
 
@@ -198,8 +212,8 @@ def logits(
 def _add_bias_and_norm(
     qkv: Float[torch.Tensor, "N (H+2K)*D"], block: Block, spec: ModelSpec
 ) -> Float[torch.Tensor, "N (H+2K)*D"]:
-    """Return a product with the block's biases added, and its query and key heads normalised, if the block has biases
-    or norms."""
+    """Return `qkv` with the block's biases added and its query and key heads normalised. A block without biases and
+    norms leaves it as it is."""
     if block.qkv_bias is None and block.q_norm is None:
         return qkv
     whole = qkv.float() if block.qkv_bias is None else qkv.float() + block.qkv_bias
@@ -222,8 +236,8 @@ def _vectors(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
 def _placer(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
 ) -> Callable[[str], torch.Tensor]:
-    """Return a function: name -> the engine's own copy of the tensor. Norms and biases stay float32. It raises
-    WeightsError for numbers that are not finite."""
+    """Return a function from a tensor's name to a copy of the tensor for the engine. Matrices are converted to `dtype`;
+    norms and biases stay float32. The function raises WeightsError if a number is not finite."""
 
     def place(name: str) -> torch.Tensor:
         tensor = tensors[name].detach()
@@ -242,8 +256,9 @@ def _packer(
     device: torch.device,
     kernels: Kernels,
 ) -> Callable[[list[str], Packed | None], Packed]:
-    """Return a function: (names, old) -> these tensors, stacked and packed. Tensors that are not given are taken from
-    `old`. Packing rounds the new ones and raises WeightsError for numbers that are not finite."""
+    """Return a function that stacks and packs the tensors with given names. Its second argument is the old packed
+    weight, from which it takes the tensors that are not in `tensors`. It raises WeightsError if a number is not finite
+    after rounding."""
     shapes = tensor_shapes(spec)
 
     def pack(names: list[str], old: Packed | None) -> Packed:

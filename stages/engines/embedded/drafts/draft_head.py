@@ -31,11 +31,11 @@ from stages.engines.embedded.rows import DraftTree, Row
 from stages.engines.embedded.sampling import gumbel_of, noise_keys, token_words
 
 _LEVEL_BOUNDS = (0.5, 1.5, 3.0)
-"""Bounds between the confidence classes, in nats, noise included: the lead of the best token over the second, and the
-gap from every other token to the best."""
+"""Upper bounds of the confidence classes, in nats with the noise included. They divide the lead of the best token over
+the second one, and the gap of every other token to the best one."""
 _RANKS = 4
-"""Number of ranks (the best guess after a token, the second best, ...) with confidence classes of their own. Lower
-ranks share those of the last one."""
+"""Number of ranks (the best guess after a token, the second best, ...) that have confidence classes of their own.
+Guesses of lower rank share the classes of the last one."""
 KIND = "learned"
 
 
@@ -46,20 +46,27 @@ class _DraftingHead:
     weights: HeadWeights
     ids: Int64[np.ndarray, " R"]
     draft_ids: Mapping[int, int]
-    """Token -> its index in `ids`."""
+    """Token -> its draft id, the index in `ids`."""
 
 
 class LearnedDrafter:
-    """Owns the head and the hidden states of the rows in flight. If these exceed their share of the memory, long rows
-    keep only their last states."""
+    """Owns the draft head and the hidden states of the rows in flight. If the states exceed their memory budget, long
+    rows keep only their latest ones."""
 
     kinds: tuple[str, ...] = (KIND,)
     by_position = True
     wants_hidden = True
 
     def __init__(self, student: Student, kernels: Kernels, dtype: torch.dtype, branches: int = 1) -> None:
-        """`dtype`: that of the head's weights in drafting. Kernels that draft in one call use bfloat16 instead.
-        Training uses float32. `branches`: guesses per position of a draft."""
+        """Create a drafter. It drafts nothing before `train` has published the first head.
+
+        Args:
+            student: the head in training, in float32.
+            kernels: the kernels to draft with.
+            dtype: dtype of the copy of the weights that drafts. Kernels that make a whole draft in one call use
+                bfloat16 instead.
+            branches: number of guesses per position of a draft.
+        """
         self.generation = 0
         self._branches = branches
         self._student, self._kernels = student, kernels
@@ -69,7 +76,7 @@ class LearnedDrafter:
             self._dtype, self._unroll = torch.bfloat16, kernels.unroll
         self._drafting_head: _DraftingHead | None = None
         self._hidden: dict[Row, list[np.ndarray]] = {}
-        """Hidden states of each row's last tokens, without a gap."""
+        """Hidden states of each row, in consecutive parts, from some token on up to the latest one."""
         self.held_bytes = 0
         """Bytes of the states in `_hidden`."""
 
@@ -80,8 +87,8 @@ class LearnedDrafter:
             pass
 
     def _drop_states(self) -> bool:
-        """Drop the older half of the states of the row that has states of the most passes. Return False if no row has
-        states of more than one pass."""
+        """Choose the row with the states of the most passes, and drop the older half of its states. Return False if no
+        row has states of more than one pass."""
         states = max(self._hidden.values(), key=len)
         older = states[: len(states) // 2]
         del states[: len(older)]
@@ -133,7 +140,7 @@ class LearnedDrafter:
         return [drafts.get(row) for row in rows]
 
     def _draft_ids_of(self, banned: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the banned tokens that the head could guess, as draft ids."""
+        """Return the draft ids of those banned tokens that the head could guess."""
         drafting_head = self._drafting_head
         assert drafting_head is not None
         return tuple(drafting_head.draft_ids[token] for token in banned if token in drafting_head.draft_ids)
@@ -187,10 +194,23 @@ def unroll(
     keys: UInt64[np.ndarray, "rows depth"],
     banned: Sequence[Sequence[int]],
 ) -> Guessed:
-    """Return the head's guesses for `depth` positions, as draft ids. Each position has the `branches` guesses with the
-    smallest gap to the best, summed over their path; they are the inputs of the next position. `draft_ids`: the draft
-    id of each row's last token. `banned`: per row and position, the draft ids that cannot be drawn. Logits are not
-    divided by the temperature; the noise is multiplied by it."""
+    """Return the head's guesses for `depth` positions, as draft ids.
+
+    At each position up to `branches` guesses are kept: those with the smallest gap to the best guess, summed over the
+    path to them. They are the inputs of the next position. The logits are not divided by the temperature. Instead the
+    noise is multiplied by it, which gives the same order.
+
+    Args:
+        kernels: the kernels to compute with.
+        head: weights of the head.
+        state: hidden state of each row after the final norm.
+        draft_ids: draft id of each row's latest token.
+        depth: number of positions to draft.
+        branches: maximum number of guesses per position.
+        temperatures: temperature of each row.
+        keys: noise keys of the positions.
+        banned: draft ids that must not be guessed, for each position of each row in turn.
+    """
     num_rows, device = len(state), state.device
     noise_scales = torch.tensor(temperatures, device=device)
     noise = gumbel_of(keys.ravel(), head.words).view(num_rows, depth, -1) if any(temperatures) else None

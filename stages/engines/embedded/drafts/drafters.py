@@ -20,14 +20,15 @@ from stages.engines.embedded.rows import DraftTree, Row, chain
 _LENGTHS = (3, 2)
 """Lengths of the n-grams to look up; the longer match is tried first, since it is right more often."""
 _MAX_PROMPTS = 4096
-"""Most prompts whose responses are kept. The prompts without a new response for the longest time are dropped first."""
+"""Maximum number of prompts whose responses are kept. A prompt whose last response is the oldest is dropped first."""
 _RESPONSES = 2
-"""Responses kept per prompt."""
+"""Number of latest responses that are kept per prompt."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Guesses for one row. `kind` says how they were found; acceptance is measured by kind and depth."""
+    """A drafter's guesses for one row. `kind` names the way in which they were found. Acceptance is measured for each
+    kind and depth."""
 
     tree: DraftTree
     kind: str
@@ -36,19 +37,21 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """Maker of guesses. Used by the engine thread only, except `refit`."""
+    """Source of drafts, which guess the next tokens of rows. Only the engine thread uses it, but any thread may call
+    `refit`."""
 
     kinds: tuple[str, ...]
     """Kinds of this drafter's drafts (`Draft.kind`)."""
     by_position: bool
-    """True if each further position of a draft costs as much time as the first."""
+    """True if drafting takes a time in proportion to the number of positions."""
     wants_hidden: bool
-    """True if the drafter needs the hidden states that `observe` gives."""
+    """True if `observe` must get the model's hidden states."""
     generation: int
-    """Number that increases when the drafter begins to use what it has learned."""
+    """Number of the learned version that drafts. It increases when a newly trained version comes into use."""
 
     def propose(self, rows: Sequence[Row], longest: Sequence[int]) -> list[Draft | None]:
-        """Return for each row a draft of up to `longest` positions (at least 1) after `row.tokens`, or None."""
+        """Return for each row a draft of the tokens after `row.tokens`, or None if there is none. `longest`: maximum
+        number of positions per row, at least 1."""
         ...
 
     def observe(self, row: Row, hidden: Float32[np.ndarray, "kept C"]) -> None:
@@ -56,27 +59,27 @@ class Drafter(Protocol):
         ...
 
     def finish(self, row: Row) -> None:
-        """Forget a row that is complete or was dropped, and learn from its response."""
+        """Forget a row that is complete or was dropped. A drafter may learn from the response of a complete row."""
         ...
 
     def refit(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Receive the model's new weights, in any thread. Do not keep a view of the tensors."""
+        """Receive the model's new weights. Any thread may call this. Do not keep a view of the tensors."""
         ...
 
     def train(self) -> bool:
-        """Learn for some tens of milliseconds while the engine is idle. Return False if there is nothing to learn."""
+        """Train for some tens of milliseconds while the engine is idle. Return False if there is nothing to learn."""
         ...
 
 
 @dataclass(eq=False)
 class _Index:
-    """Positions where each run of 2 or 3 tokens was last seen: in the row itself or in earlier rows of its prompt."""
+    """Latest position after each run of 2 or 3 tokens, in the row itself and in earlier rows of the same prompt."""
 
     sources: list[Sequence[int]]
     places: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
-    """Run -> (source, position of the token after it)."""
+    """Run of tokens -> (index in `sources`, position of the token that followed the run)."""
     done: int = 0
-    """Number of the row's tokens that are indexed."""
+    """Number of the row's own tokens that are indexed so far."""
 
     def add(self, source: int, start: int) -> None:
         tokens = self.sources[source]
@@ -87,11 +90,11 @@ class _Index:
 
 
 class NgramDrafter:
-    """Owns an index of every row in flight, and the last responses to each prompt.
+    """Owns an index of every row in flight, and the latest responses to each prompt.
 
-    The last two or three tokens of a row may have occurred before. Then the tokens that followed them are likely to
-    follow again. The earlier place is in the row itself (repeated structure), or in rows of earlier steps for the same
-    prompt, since the policy has moved little."""
+    If the last two or three tokens of a row have occurred before, the tokens that followed them are likely to follow
+    again. The drafter looks for them in the row itself, since text repeats, and in responses to the same prompt from
+    earlier steps, since the policy changes little from step to step."""
 
     kinds: tuple[str, ...] = tuple(f"{where}-{length}" for where in ("lookup", "earlier") for length in _LENGTHS)
     by_position = False
@@ -152,7 +155,7 @@ class NgramDrafter:
 
 @dataclass(frozen=True)
 class Guesses:
-    """A row's guesses, from one or several drafters, with their gains."""
+    """A row's guesses, from one or several drafters, with the probability that each is accepted."""
 
     tree: DraftTree
     kinds: tuple[str, ...]
@@ -160,7 +163,8 @@ class Guesses:
     levels: tuple[int | None, ...]
     """Confidence class of each guess; see `Draft`."""
     gains: tuple[float, ...]
-    """Probability that each guess and all before it on its path are right; at most that of its parent."""
+    """Probability that each guess and all guesses before it on its path are right. It is at most that of the guess's
+    parent."""
 
     @property
     def total(self) -> float:
@@ -169,7 +173,7 @@ class Guesses:
 
     @property
     def main_chain(self) -> list[int]:
-        """The path that follows the likeliest guess at each position."""
+        """The path from the row that takes the likeliest guess at each position."""
         best: dict[int, int] = {}
         for guess, parent in enumerate(self.tree.parents):
             if parent not in best or self.gains[guess] > self.gains[best[parent]]:
@@ -190,18 +194,20 @@ class Guesses:
         )
 
     def as_fed(self) -> Guesses:
-        """Put the main chain first, so that its keys are in place (see `rows`)."""
+        """Return the same guesses with the main chain first. Then the keys of the main chain are written where they
+        belong (see `rows`)."""
         chain = self.main_chain
         return self.only([*chain, *(guess for guess in range(len(self.tree)) if guess not in chain)])
 
 
 def merge_guesses(first: Guesses, second: Guesses) -> Guesses:
-    """Merge two sets of guesses. A guess in both keeps the kind, level and gain of the more confident one."""
+    """Merge two trees of guesses. A guess that is in both keeps the kind, class and gain from the tree that gives it
+    the higher gain."""
     tokens, parents = list(first.tree.tokens), list(first.tree.parents)
     kinds, levels, gains = list(first.kinds), list(first.levels), list(first.gains)
     numbers = {pair: guess for guess, pair in enumerate(zip(parents, tokens, strict=True))}
     places = {-1: -1}
-    """Index in the merged lists of each guess of `second`."""
+    """Index in `second` -> index of the same guess in the merged lists."""
     for guess, (token, parent) in enumerate(zip(second.tree.tokens, second.tree.parents, strict=True)):
         kind, level, gain = second.kinds[guess], second.levels[guess], second.gains[guess]
         place = places[guess] = numbers.setdefault((places[parent], token), len(tokens))

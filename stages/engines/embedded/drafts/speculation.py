@@ -6,12 +6,12 @@
                           │   average (choose_depth, which counts the drafting time), or not at all
     pass: seconds, accepted or not, hidden states ──► costs, acceptance, drafters
 
-The answer may be no guesses at all, i.e. plain decoding, at large batches, where a pass costs in proportion to its
+No guesses may be best, that is plain decoding. This happens at large batches, where a pass costs in proportion to its
 tokens. A draft length is chosen once for several passes, so the choice costs almost nothing. `Trials` overrules the
-cost model: where passes with drafts turn out to gain nothing, there are none for a while. `Acceptance` counts how often
+cost model: if passes with drafts turn out to gain nothing, drafts pause for a while. `Acceptance` counts how often
 guesses were right.
 
-The clock is a parameter, and `Acceptance` counts time in passes.
+The clock is a parameter. `Acceptance` measures time in passes.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from stages.engines.embedded.rows import DraftTree, Row
 from stages.engines.embedded.scheduler import Chunk
 
 _MIN_GAIN = 1.05
-"""Smallest speed-up for which drafts are verified, since the estimates are not more precise."""
+"""Minimum predicted speed-up. Drafts that promise less are not verified, since the estimates are not more precise than
+this."""
 _MIN_DRAFTING_SHARE = 0.02
 """If drafting takes more than this share of a pass, the pass counts as one with drafts, even if no draft was worth
 verifying."""
 _DECISION_PASSES = 16
-"""Number of passes for which a drafter's chosen draft length is used again, if the numbers of rows and tokens are the
-same."""
+"""Number of passes for which a chosen draft length is reused while the numbers of rows and tokens stay the same."""
 
 
 @dataclass
@@ -74,15 +74,16 @@ class Speculation:
         self._clock, self._train_share, self._branching = clock, train_share, branching
         self._acceptance, self._trials = Acceptance(), Trials()
         self._depths: dict[tuple[int, int, int], tuple[int, int]] = {}
-        """(drafter, rows drafted, tokens) -> (draft length, the pass at which to decide again)."""
+        """(index of the drafter, rows to draft for, tokens of the pass without drafts) -> (draft length, number of the
+        pass at which to choose again)."""
         self._proposed: dict[Row, Guesses] = {}
-        """The guesses that each row verifies in its latest pass. Several passes may be under way."""
+        """Guesses that each row verifies in its latest pass. Several passes may be under way, each with other rows."""
 
     # ---- per pass ----
 
     def propose(self, rows: Sequence[Row], num_other_tokens: int) -> dict[Row, DraftTree]:
-        """Return the guesses worth verifying for rows that decode in the next pass, which feeds `num_other_tokens` more
-        tokens (prompts, for example)."""
+        """Return the guesses that are worth verifying for `rows`, which decode in the next pass. `num_other_tokens`:
+        number of further tokens that the pass feeds, such as prompts."""
         measured = self._lengths == "measured"
         limits = {row: limit for row in rows if (limit := min(self._longest, row.num_left - 1)) > 0}
         if not limits or (measured and not self._trials.allows(len(rows))):
@@ -114,9 +115,16 @@ class Speculation:
         seconds: float | None,
         drafting_s: float = 0.0,
     ) -> None:
-        """Record a pass. `kept`: for each sampling chunk, the draws that became tokens (`batch.keep`). `hidden`: the
-        hidden states before all draws of the pass. `seconds`: the pass's time, after `drafting_s` of drafting; None if
-        prompts were fed, whose tokens are cheaper, since nothing is sampled after them."""
+        """Record a pass.
+
+        Args:
+            chunks: the chunks that sampled.
+            kept: for each chunk, the indices of the draws that became tokens (see `batch.keep`).
+            hidden: the hidden states before all draws of the pass; None if no drafter wants them.
+            seconds: the time of the pass without drafting. None if the pass fed prompts: their tokens cost less, since
+                nothing is sampled after them.
+            drafting_s: the time of drafting before the pass.
+        """
         self._acceptance.passes += 1
         if seconds is not None and self._lengths == "measured":
             sizes = [chunk.count + len(chunk.drafts) for chunk in chunks]
@@ -154,7 +162,7 @@ class Speculation:
 
     def train(self) -> float | None:
         """Let the drafters train for some tens of milliseconds. Return the seconds to wait before the next call, so
-        that training takes no more than its share, or None if there is nothing to learn."""
+        that training takes no more than its share of the time. Return None if there is nothing to learn."""
         started = self._clock()
         learned = False
         for drafter in self._drafters:
@@ -169,22 +177,22 @@ class Speculation:
     # ---- reports ----
 
     def acceptance(self, kind: str) -> list[float]:
-        """Return for each depth the measured probability that some guess is right, given that the guess before it was
-        right."""
+        """Return the measured acceptance rate at each depth: the probability that one of the guesses there is right if
+        their parent is right."""
         return self._acceptance.rates(kind)
 
     # ---- steps of a pass ----
 
     def _candidates(self, drafter: Drafter, limits: Mapping[Row, int], proposed: Mapping[Row, Guesses]) -> list[Row]:
-        """Return the rows for which to ask a drafter. If each position of its drafts costs time, these are only the
-        rows without a better draft."""
+        """Return the rows for which to ask a drafter. If the drafter works position by position, rows whose drafts from
+        other drafters promise more tokens are left out."""
         if not (drafter.by_position and proposed):
             return list(limits)
         means = self._acceptance.gains(drafter.kinds, self._longest)
         return [row for row, limit in limits.items() if _total(proposed, row) < sum(means[:limit])]
 
     def _request_drafts(self, drafter: Drafter, limits: Mapping[Row, int], proposed: dict[Row, Guesses]) -> None:
-        """Ask a drafter for guesses, up to a number of positions per row, and add them to `proposed`."""
+        """Ask a drafter for guesses and add them to `proposed`. `limits`: maximum number of positions for each row."""
         started = self._clock()
         drafts = drafter.propose(list(limits), list(limits.values()))
         made = max((max(draft.tree.depths, default=-1) + 1 for draft in drafts if draft is not None), default=0)
@@ -198,7 +206,8 @@ class Speculation:
     def _worth_verifying(
         self, proposed: Mapping[Row, Guesses], num_rows: int, num_tokens: int, seconds: Callable[[float], float]
     ) -> dict[Row, Guesses]:
-        """Return the guesses to feed, in feeding order. Rows without any are left out."""
+        """Return the guesses that each row should verify, in the order in which they are fed. Rows without such guesses
+        are left out."""
         chosen = [list(range(len(guesses.tree))) for guesses in proposed.values()]
         if self._lengths == "measured" and proposed:
             gains = [guesses.gains for guesses in proposed.values()]
@@ -223,7 +232,8 @@ class Speculation:
         self._acceptance.observe(guesses, tree, accepted, reached)
 
     def _with_gains(self, draft: Draft) -> Guesses:
-        """Add the gains to a draft; cut it to its main chain if passes cannot branch."""
+        """Return the guesses of a draft with the probability that each is accepted. If the engine cannot verify a tree
+        of guesses in one pass, keep only the chain of likeliest ones."""
         tree, gains = draft.tree, list[float]()
         levels = draft.levels or (None,) * len(tree)
         for parent, depth, level in zip(tree.parents, tree.depths, levels, strict=True):
@@ -233,7 +243,8 @@ class Speculation:
         return guesses if self._branching else guesses.only(guesses.main_chain)
 
     def _merge(self, first: Guesses, second: Guesses) -> Guesses:
-        """Merge the guesses of two drafters, or return the better ones if passes cannot branch."""
+        """Merge the guesses of two drafters. If the engine cannot verify a tree of guesses in one pass, return the set
+        that promises more tokens."""
         return (
             merge_guesses(first, second) if self._branching else max(first, second, key=lambda guesses: guesses.total)
         )
@@ -247,7 +258,7 @@ class Speculation:
         others: float,
         seconds: Callable[[float], float],
     ) -> int:
-        """Return the length of drafts to ask this drafter for; 0 if no length is expected to gain."""
+        """Return the draft length to ask for from drafter `number`; 0 if no length is expected to gain."""
         key = (number, num_drafted, num_tokens)
         depth, until = self._depths.get(key, (0, -1))
         if self._acceptance.passes < until:
@@ -272,18 +283,20 @@ class Speculation:
 
 
 def _total(proposed: Mapping[Row, Guesses], row: Row) -> float:
-    """Return the expected tokens from a row's guesses so far."""
+    """Return the expected number of accepted tokens among a row's guesses so far."""
     return proposed[row].total if row in proposed else 0.0
 
 
 # ---- acceptance ------------------------------------------------------------------------------------------
 
 _PRIOR_ACCEPTED, _PRIOR_TRIED = 2.0, 3.0
-"""Assumed acceptance before any measurement: optimistic, so that every kind is tried."""
+"""Assumed numbers of accepted and tried guesses before any measurement. They are optimistic, so that every kind is
+tried."""
 _DECAY = 0.999
-"""Factor on older counts per pass: a kind that was given up is tried again some hundreds of passes later."""
+"""Factor on all counts per pass. Because counts fade, a kind that is no longer used is tried again after some hundreds
+of passes."""
 _DECAY_AFTER_LEARNING = 0.5
-"""Factor on a drafter's counts when it has learned."""
+"""Factor on the counts of a drafter when a newly trained version of it comes into use."""
 _WIDTH_RATE = 0.05
 
 
@@ -292,7 +305,7 @@ class _Tally:
     accepted: float = 0.0
     tried: float = 0.0
     seen: int = 0
-    """Pass of the last change. The counts decay from that pass on."""
+    """Number of the pass at which the counts were last updated. They fade from that pass on."""
 
     def age(self, now: int) -> None:
         factor = _DECAY ** (now - self.seen)
@@ -312,16 +325,23 @@ class Acceptance:
         self.passes = 0
         """Number of passes so far; the owner increments it."""
         self._tallies: dict[tuple[str, int, int | None], _Tally] = {}
-        """Tallies by kind, depth and confidence class. Class None counts if some guess at that depth was right."""
+        """Tallies by kind, depth and confidence class. The tally of class None counts how often at least one guess of
+        that kind and depth was right."""
         self._widths: dict[str, float] = {}
         """Mean number of guesses verified per position, by kind."""
 
     def observe(
         self, guesses: Guesses, verified: DraftTree, accepted: Collection[int], reached: Collection[int]
     ) -> None:
-        """Record the outcome of a row's guesses; `verified` holds the first of them. `accepted`: the guesses that were
-        right. `reached`: the guesses (-1: the row's own last token) after which the row went on, so that the guesses
-        after them were tested."""
+        """Record the outcome of a row's guesses.
+
+        Args:
+            guesses: the guesses that were chosen for the pass.
+            verified: the tree of the guesses that were fed: all of them, or only the first.
+            accepted: indices of the guesses that were right.
+            reached: indices of the tokens whose successor was drawn; -1 is the row's own last token. Only guesses with
+                such a parent were tested.
+        """
         depths = verified.depths
         some_right: dict[tuple[str, int], bool] = {}
         for guess, (parent, depth) in enumerate(zip(verified.parents, depths, strict=True)):
@@ -339,7 +359,7 @@ class Acceptance:
             self._widths[kind] = width + _WIDTH_RATE * (len(own) / len(set(own)) - width)
 
     def forget(self, kinds: Sequence[str]) -> None:
-        """Discount the counts of these kinds, because their drafter has improved."""
+        """Reduce the counts of these kinds, because a newly trained version of their drafter has come into use."""
         for (kind, _, _), tally in self._tallies.items():
             if kind in kinds:
                 tally.age(self.passes)
@@ -349,21 +369,21 @@ class Acceptance:
                 )
 
     def rate(self, kind: str, depth: int, level: int | None) -> float:
-        """Return the probability that a guess is right if the guess before it was. `level` None: the probability that
-        some guess at that depth is right."""
+        """Return the probability that a guess of this kind, depth and confidence class is right if its parent is right.
+        If `level` is None, return the probability that at least one guess at that depth is right."""
         tally = self._tallies.get((kind, depth, level))
         return tally.rate(self.passes) if tally else _PRIOR_ACCEPTED / _PRIOR_TRIED
 
     def rates(self, kind: str) -> list[float]:
-        """Return the probability that some guess is right at each depth, as far as drafts went."""
+        """Return, for each depth that drafts have reached, the probability that at least one guess is right."""
         rates: list[float] = []
         while (kind, len(rates), None) in self._tallies:
             rates.append(self.rate(kind, len(rates), None))
         return rates
 
     def gains(self, kinds: Sequence[str], longest: int) -> list[float]:
-        """Return for each position the probability that some guess is right there and at all positions before. It is an
-        average over all confidence classes, for the best of these kinds."""
+        """Return, for each position, the probability that a guess is right there and at all positions before. It is an
+        average over the confidence classes. The kind with the highest sum is used."""
         each = [
             list(itertools.accumulate((self.rate(kind, depth, None) for depth in range(longest)), operator.mul))
             for kind in kinds

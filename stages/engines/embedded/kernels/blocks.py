@@ -7,7 +7,7 @@ from __future__ import annotations
 BLOCK_TOKENS = 16
 """Positions in a block; `kernels.c` has the same number."""
 NO_BLOCK = 0
-"""Table entry for positions without a token. This block is never written, so its contents stay finite."""
+"""Table entry for positions without a token. This block is never written, so its contents are always finite."""
 
 
 def blocks_for(num_tokens: int) -> int:

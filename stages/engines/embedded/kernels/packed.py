@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 
 _TYPICAL_ROWS = 32
-"""Hint to oneDNN, which chooses its blocking for about this number of rows."""
+"""Approximate number of rows for which oneDNN should choose its blocking."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ Packed = torch.Tensor | NativeWeight
 
 
 class NotFiniteError(ValueError):
-    """The part of a weight that begins at row `start` holds NaN or infinity after rounding to the weight's dtype."""
+    """A part of a weight holds NaN or infinity after rounding to the weight's dtype. The part begins at row `start`."""
 
     def __init__(self, start: int) -> None:
         super().__init__(f"the part from row {start} on holds NaN or infinity")
@@ -72,14 +72,14 @@ def pack(
 
 
 def unpack(packed: torch.Tensor) -> Float[torch.Tensor, "out in"]:
-    """Invert `pack` exactly."""
+    """Return the weight that `pack` has packed. The result is exact."""
     return packed.to_dense() if packed.is_mkldnn else packed
 
 
 def linear(
     x: Float[torch.Tensor, "rows in"], packed: torch.Tensor, dtype: torch.dtype
 ) -> Float[torch.Tensor, "rows out"]:
-    """Return x W^T as `dtype`, which is the packed weight's dtype or, on CUDA, float32. There is no bias."""
+    """Return x W^T as `dtype`. This must be the dtype of the packed weight; on CUDA it may also be float32."""
     x = x.to(packed.dtype)
     if packed.dtype != dtype:
         assert packed.is_cuda, "packed for products of another dtype"
@@ -102,9 +102,10 @@ def all_finite(tensor: torch.Tensor) -> bool:
 SLAB_BYTES = 32 << 20
 _HUGE_PAGE = 2 << 20
 _UNUSED_REFERENCES = 3
-"""References to a region that no tensor uses: the list's, the loop's, and the argument of the call that counts them."""
+"""Reference count of a region that no tensor uses: one reference from the list, one from the loop, and one from the
+argument of `sys.getrefcount`."""
 _CACHE_LINE = 64
-"""Bytes of a cache line; tensors begin at one."""
+"""Bytes of a cache line. Every tensor begins at one."""
 
 
 class Slabs:

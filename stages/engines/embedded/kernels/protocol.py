@@ -22,18 +22,21 @@ from stages.engines.embedded.kernels.packed import Packed
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TreePaths:
-    """Places of the last keys that each token reads, its own included. A place is an index into the keys of the token's
-    row as the cache holds them. The guesses of a tree are written one after the other, while their positions count
-    along their paths. So a guess's place may differ from its position (see `rows`)."""
+    """For each token, the places of the last keys that it reads, up to its own.
+
+    A place is an index into the keys of a row as the cache holds them. The guesses of a tree are written one after the
+    other, but their positions are counted along their paths. So the place of a guess may differ from its position (see
+    `rows`)."""
 
     cells: Int64[torch.Tensor, " N"]
     """Place where each token's key is written. It equals the token's position if all keys that the token reads are in
     place."""
     starts: Int64[torch.Tensor, " N"]
-    """First position whose key is not in place; if all are, the position after the token's own."""
+    """First position whose key is not at the place of the position. If there is none, the position after the token's
+    own."""
     paths: Int64[torch.Tensor, "N L"]
-    """Places of the keys of positions starts, starts + 1, ... up to the token's own; the remaining entries mean
-    nothing."""
+    """Places of the keys of positions starts, starts + 1, ... up to the token's own. The entries after these are
+    unused."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -42,18 +45,19 @@ class Tokens:
 
     ids: Int64[torch.Tensor, " N"]
     positions: Int64[torch.Tensor, " N"]
-    """A token attends to its row's positions from 0 to its own."""
+    """Position of each token in its row. A token attends to positions 0 to its own."""
     rows: Int32[torch.Tensor, " N"]
     """Row of `tables` that each token belongs to."""
     tables: Int32[torch.Tensor, "R W"]
-    """Cache block of each 16 positions of a row."""
+    """Cache blocks of each row in order. Each block holds 16 positions."""
     longest: int
     """Largest position + 1, or an upper bound."""
     tree_paths: TreePaths | None = None
-    """Places of keys, if the batch has guesses outside a main chain; None if all keys are in place."""
+    """Places of the keys that each token reads. None if all keys are at the places of their positions, as without
+    guesses or with chains of guesses."""
     independent: bool = False
-    """True if no token reads a key that another token of the batch writes, so keys may be written while others are
-    read."""
+    """True if no token reads a key that another token of the batch writes. Then keys may be written while other keys
+    are read."""
 
 
 class PagedCache(Protocol):
@@ -72,7 +76,7 @@ class Angles:
 
 
 class Kernels(Protocol):
-    """The operations of a forward pass. On a CPU a token's results depend, bit for bit, on its own row alone."""
+    """The operations of a forward pass. On a CPU the results for a token depend, bit for bit, only on its own row."""
 
     @property
     def name(self) -> str: ...
@@ -90,19 +94,28 @@ class Kernels(Protocol):
         old: Packed | None = None,
         wide: bool = False,
     ) -> Packed:
-        """Return a weight made of `parts`, rounded to `dtype` and packed for `linear`. Each key of `parts` is the row
-        at which its part begins. With `old`, return a copy of `old` with these rows replaced. `wide`: products of the
-        weight may be requested in float32. Raises NotFiniteError."""
+        """Return a weight packed for `linear`.
+
+        Args:
+            parts: the weight's parts, by the row at which each begins.
+            dtype: dtype to which the weight is rounded.
+            old: a packed weight that gives the rows that are not in `parts`. It stays as it is.
+            wide: True if `linear` must be able to return float32.
+
+        Raises:
+            NotFiniteError: a part holds NaN or infinity after rounding.
+        """
         ...
 
     def unpack(self, packed: Packed) -> Float[torch.Tensor, "out in"]:
-        """Invert `pack` exactly."""
+        """Return the weight that `pack` has packed. The result is exact."""
         ...
 
     def linear(
         self, x: Float[torch.Tensor, "N in"], packed: Packed, dtype: torch.dtype
     ) -> Float[torch.Tensor, "N out"]:
-        """Return x W^T, summed in float32, as `dtype`: the weight's own, or float32 if it was packed `wide`."""
+        """Return x W^T, summed in float32, as `dtype`. This must be the weight's own dtype, or may be float32 if the
+        weight was packed with `wide`."""
         ...
 
     def add_norm(
@@ -124,24 +137,26 @@ class Kernels(Protocol):
         keys: Float[torch.Tensor, "P K D 16"],
         values: Float[torch.Tensor, "P K 16 D"],
     ) -> Float[torch.Tensor, "N H*D"]:
-        """Rotate queries and keys by their positions' angles, write the keys and values of all tokens to the cache,
-        then return softmax(q K^T / sqrt(D)) V, in float32 (the operands of the two products may be rounded to the
-        cache's dtype). The result has the dtype of `qkv`."""
+        """Return the attention softmax(q K^T / sqrt(D)) V of each token, in the dtype of `qkv`.
+
+        First rotate queries and keys by the angles of their positions, and write the keys and values of all tokens to
+        the cache. The computation is in float32, but the operands of the two products may be rounded to the dtype of
+        the cache."""
         ...
 
     def end_threads(self) -> None:
-        """End the calling thread's helper threads, if they would slow those of other threads."""
+        """End the helper threads of the calling thread if they would slow down other threads."""
         ...
 
     def gate(self, gate_up: Float[torch.Tensor, "N 2*F"]) -> Float[torch.Tensor, "N F"]:
-        """Return silu(gate) * up."""
+        """Return silu(gate) * up. `gate_up` holds gate in its first half and up in its second."""
         ...
 
     def choose(
         self, logits: Float32[torch.Tensor, "N V"], temperatures: list[float], keys: UInt64[np.ndarray, " N"]
     ) -> tuple[Int64[torch.Tensor, " N"], Float32[torch.Tensor, " N"]]:
-        """Draw a token from each softmax(logits / temperature), with the noise of its key. Return tokens and log-probs;
-        see `sampling.sample`. May overwrite `logits`."""
+        """Draw a token for each row of logits from softmax(logits / temperature), with the noise of the row's key.
+        Return tokens and log-probs, as `sampling.sample` does. May overwrite `logits`."""
         ...
 
     def choose_part(
@@ -152,14 +167,15 @@ class Kernels(Protocol):
         first: int,
         vocab: int,
     ) -> Float64[torch.Tensor, "N 5"]:
-        """Return the contribution of tokens first, first + 1, ... of `vocab` to the draw from all tokens; see
-        `sampling.join_parts`. May overwrite `logits`."""
+        """Return one part's contribution to a draw from the whole vocabulary, as `sampling.sample_part` does. `first`:
+        first token of the part. `vocab`: size of the whole vocabulary. May overwrite `logits`."""
         ...
 
 
 @dataclass(frozen=True)
 class Block:
-    """One transformer block, its linears packed and fused. All vectors are float32."""
+    """One transformer block. Its matrices are packed, and the ones that are applied together are fused. All vectors are
+    float32."""
 
     attention_norm: torch.Tensor
     qkv: Packed
@@ -177,7 +193,8 @@ class Block:
 
 @runtime_checkable
 class FusedKernels(Kernels, Protocol):
-    """Kernels that compute half a block, or all blocks, in one call. Only the operands of the products are rounded."""
+    """Kernels that compute half a block, or all blocks, in one call. They round only the operands of the matrix
+    products."""
 
     def attention(
         self,
@@ -190,13 +207,13 @@ class FusedKernels(Kernels, Protocol):
         values: Float32[torch.Tensor, "P K 16 D"],
         into: Float32[torch.Tensor, "N C"],
     ) -> None:
-        """Compute into += linear(attend(head_norms(linear(norm(x), qkv) + qkv_bias)), out). `into` may be `x`."""
+        """Add linear(attend(head_norms(linear(norm(x), qkv) + qkv_bias)), out) to `into`, which may be `x`."""
         ...
 
     def mlp(
         self, x: Float32[torch.Tensor, "N C"], block: Block, eps: float, into: Float32[torch.Tensor, "N C"]
     ) -> None:
-        """Compute into += linear(gate(linear(norm(x), gate_up)), down). `into` may be `x`."""
+        """Add linear(gate(linear(norm(x), gate_up)), down) to `into`, which may be `x`."""
         ...
 
     def run_blocks(
@@ -208,23 +225,24 @@ class FusedKernels(Kernels, Protocol):
         tokens: Tokens,
         layers: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
-        """Apply `attention` and `mlp` of each block in turn, with `x` as `into`. `layers`: keys and values per
-        block."""
+        """Apply `attention` and then `mlp` of each block in turn. Both add their results to `x`. `layers`: keys and
+        values of each block."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class HeadWeights:
-    """Weights of the draft head, ready to run. It guesses among T of the vocabulary's tokens, numbered by draft ids."""
+    """Weights of the draft head in the form that kernels use. The head guesses among T tokens of the vocabulary,
+    numbered by draft ids."""
 
     up: Packed
     down: Packed
-    """Multiplied by the scale a of `drafts.draft_head`."""
+    """The matrix W_down, multiplied by the scale a (see `drafts.draft_head`)."""
     out: Packed
     embedding: Float32[torch.Tensor, "T+1 C"]
-    """The last row stands for all other tokens."""
+    """Embedding of each draft id. The last row is the embedding of all other tokens."""
     words: Int32[torch.Tensor, "1 T"]
-    """Token words of the noise."""
+    """Word of each draft id's token from `sampling.token_words`, from which its noise is computed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,17 +251,18 @@ class Guessed:
 
     draft_ids: Int64[np.ndarray, "R depth G"]
     parents: Int64[np.ndarray, "R depth G"]
-    """Index of the guess that each one follows, among the guesses of the position before; 0 at the first position."""
+    """Index of each guess's parent among the guesses of the position before; 0 at the first position."""
     ranks: Int64[np.ndarray, "R depth G"]
-    """0: the best guess after its parent, 1: the second, ...; -1: there is no guess, and the other arrays mean
-    nothing."""
+    """Rank of each guess among the guesses after its parent, beginning with 0 for the best. -1 if there is no such
+    guess; the other arrays have no meaning then."""
     gaps: Float32[np.ndarray, "R depth G"]
-    """Distance to the best guess, in logits, noise included; for the best one, its lead over the second."""
+    """Distance of each guess from the best guess after the same parent, in logits with the noise included. For the best
+    guess itself, its lead over the second."""
 
 
 @runtime_checkable
 class DraftingKernels(Protocol):
-    """Kernels that make all positions of all drafts in one call."""
+    """Kernels that compute all positions of all drafts in one call."""
 
     def unroll(
         self,
@@ -262,7 +281,8 @@ class DraftingKernels(Protocol):
 
 @runtime_checkable
 class DeviceKernels(Protocol):
-    """Kernels with which a whole batch reads nothing from the host, so that it can be captured as a CUDA graph."""
+    """Kernels that can compute a whole batch without reading anything from the host. Such a batch can be captured as a
+    CUDA graph."""
 
     def choose_on_device(
         self,
@@ -271,8 +291,8 @@ class DeviceKernels(Protocol):
         keys: Int32[torch.Tensor, "N 2"],
         banned: Int32[torch.Tensor, "N B"],
     ) -> tuple[Int64[torch.Tensor, " N"], Float32[torch.Tensor, " N"]]:
-        """Do as `choose`, with all arguments as tensors. `keys`: the halves of each key, low first. `banned`: the
-        tokens that a draw cannot give, padded with negative numbers."""
+        """Draw tokens like `choose`, with all arguments as tensors on the device. `keys`: halves of each key, the low
+        one first. `banned`: tokens that each draw must not give, padded with negative numbers."""
         ...
 
 

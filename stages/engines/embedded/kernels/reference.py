@@ -1,7 +1,7 @@
 """The kernels in plain torch, for any device.
 
-On a CPU a token's numbers are the same bits in any batch: attention is a batched product with one query position per
-batch entry. This costs a copy of the keys and values that are read; the native kernels read them in place.
+On a CPU the results for a token have the same bits in any batch, because each query position is an entry of its own in
+a batched product. For this, keys and values must be copied before they are read. The native kernels read them in place.
 
 Shape letters: see `kernels.protocol`; T positions that are read.
 """
@@ -22,7 +22,7 @@ from stages.engines.embedded.kernels.protocol import Angles, Tokens, TreePaths
 from stages.engines.embedded.sampling import sample, sample_part
 
 _GATHERED_BYTES = 64 * 2**20
-"""Most bytes of keys and values that are copied at a time, if one token does not need more."""
+"""Maximum number of bytes of keys and values that are copied at a time, unless one token alone needs more."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ def _read(
 
 
 def _rotate(x: Float[torch.Tensor, "N heads D"], cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply the rotary embedding. The halves of a head are the pairs' coordinates (Hugging Face's order of rows): (a,
-    b) -> (a cos - b sin, b cos + a sin)."""
+    """Apply the rotary embedding. The pairs (a, b) to rotate consist of a number of the first half and the same number
+    of the second half of a head (Hugging Face's order): (a, b) -> (a cos - b sin, b cos + a sin)."""
     halves = x.view(x.shape[0], x.shape[1], 2, -1)
     signed = torch.stack([-sin, sin], dim=1)[:, None]
     return torch.addcmul(halves * cos[:, None, None], halves.flip(2), signed).view(x.shape)

@@ -1,8 +1,9 @@
 """The kernels in C (`kernels.c`, `gemm.c`, `drafts.c`), called through ctypes.
 
-They share torch's OpenMP threads if both use the GNU runtime, as torch's own packages for Linux do. The records mirror
-the structs in C, and `load_library` compares their layouts. The functions `check_...` raise ValueError if sizes of the
-arguments do not match. They do not check values (positions, blocks), for which the scheduler is responsible.
+If both use the GNU runtime of OpenMP, as torch's own packages for Linux do, the kernels share torch's threads. The
+records mirror the structs in C, and `load_library` compares their layouts. The functions `check_...` raise ValueError
+if the sizes of the arguments do not match. They do not check values (positions, blocks), for which the scheduler is
+responsible.
 
 Shape letters: see `kernels.protocol`.
 """
@@ -69,7 +70,8 @@ def load_native_kernels() -> NativeKernels:
 
 @dataclass(frozen=True)
 class NativeKernels:
-    """See `FusedKernels`. All tensors are contiguous and on the CPU."""
+    """The kernels in C. They implement `FusedKernels` and `DraftingKernels`. All tensors are contiguous and on the
+    CPU."""
 
     library: ctypes.CDLL
     name: str = "native"
@@ -78,8 +80,8 @@ class NativeKernels:
     _thread_state: _ThreadState = field(default_factory=_ThreadState)
 
     def use_matrix_registers(self, wanted: bool) -> bool:
-        """Choose whether bfloat16 products use the CPU's matrix registers (Intel's AMX), in the whole process; by
-        default they do. Return True if they are wanted and available."""
+        """Choose, for the whole process, whether bfloat16 products use the CPU's matrix registers (Intel's AMX). They
+        do by default. Return True if the registers are wanted and available."""
         return bool(self.library.use_matrix_registers(wanted))
 
     def pack(
@@ -174,16 +176,17 @@ class NativeKernels:
         _check_memory(failed, tokens)
 
     def _buffers(self, num: int, block: Block) -> BuffersRecord:
-        """Return buffers for batches of `num` tokens through blocks of this size. The same thread's next call reuses
-        them."""
+        """Return buffers for batches of `num` tokens through blocks of this size. The next call in the same thread
+        reuses their memory."""
         qkv, out, gate_up, down = map(_native, (block.qkv, block.out, block.gate_up, block.down))
         size, projected = qkv.dtype.itemsize, max(qkv.out_features, gate_up.out_features)
         widths = (qkv.in_features * size, projected * 4, out.in_features * 4, out.in_features * size)
         return BuffersRecord(*self._workspace(num, (*widths, down.in_features * size)))
 
     def _workspace(self, rows: int, row_bytes: tuple[int, ...]) -> list[int]:
-        """Return the addresses of buffers with the given bytes per row, each on a cache line, in memory that this
-        thread keeps. The system would have to clear new memory page by page."""
+        """Return the addresses of one buffer for each entry of `row_bytes`, its size in bytes per row. Each buffer
+        begins at a cache line. The memory belongs to this thread and is reused, since the system would have to clear
+        new memory page by page."""
         ends = list(itertools.accumulate(-(-rows * size // 64) * 64 for size in row_bytes))
         state = self._thread_state
         if state.workspace.numel() < ends[-1]:
@@ -335,7 +338,8 @@ class NativeKernels:
 def _context_of(
     block: Block, x: torch.Tensor, angles: Angles, tokens: Tokens, keys: torch.Tensor, values: torch.Tensor
 ) -> ContextRecord:
-    """Return the context of tokens `x` for a block. Raises ValueError if sizes do not match."""
+    """Return the C struct with the sizes and addresses that a block needs to process the tokens `x`. Raises ValueError
+    if sizes do not match."""
     qkv, dim = _native(block.qkv), keys.shape[2]
     heads = _native(block.out).in_features // dim
     expect("x", x, (len(x), qkv.in_features))
@@ -449,7 +453,7 @@ _INT32, _INT64 = (torch.int32,), (torch.int64,)
 def check_weights(
     block: Block, qkv: NativeWeight, out: NativeWeight, gate_up: NativeWeight, down: NativeWeight
 ) -> None:
-    """Check that the output of each product of a block is as wide as the input of the next one."""
+    """Check that the output of each matrix product of a block has the width that the next product expects."""
     width = qkv.in_features
     require(out.out_features == width, f"out gives {out.out_features} numbers, the block takes {width}")
     require(gate_up.in_features == width, f"gate_up takes {gate_up.in_features} numbers, the block {width}")
@@ -463,8 +467,8 @@ def check_weights(
 
 
 def check_heads(num_heads: int, width: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Check the sizes of the heads against `width`, the numbers of queries, keys and values together. The cache's shape
-    gives the number of key/value heads."""
+    """Check the shapes of the cache, and that a product `width` numbers wide holds all queries, keys and values. The
+    number of key/value heads comes from the shape of the cache."""
     require(keys.ndim == 4, f"keys have {keys.ndim} axes; wanted: 4")
     pool, kv_heads, dim, _ = keys.shape
     expect("keys", keys, (pool, kv_heads, dim, BLOCK_TOKENS), FLOATS)
@@ -477,7 +481,7 @@ def check_heads(num_heads: int, width: int, keys: torch.Tensor, values: torch.Te
 
 
 def check_head_vectors(block: Block, num_heads: int, kv_heads: int, dim: int) -> None:
-    """Check the biases, and the norms of queries and keys, if the model has them."""
+    """Check the shapes of the biases, and of the norms of queries and keys. A model may lack them."""
     require((block.q_norm is None) == (block.k_norm is None), "q_norm and k_norm must be given together")
     if block.qkv_bias is not None:
         expect("qkv_bias", block.qkv_bias, ((num_heads + 2 * kv_heads) * dim,))
@@ -487,7 +491,7 @@ def check_head_vectors(block: Block, num_heads: int, kv_heads: int, dim: int) ->
 
 
 def check_tokens(num: int, tokens: Tokens, angles: Angles, dim: int) -> None:
-    """Check a batch of `num` tokens with heads of `dim`."""
+    """Check the shapes of a batch of `num` tokens. `dim`: head dimension."""
     expect("positions", tokens.positions, (num,), _INT64)
     expect("rows", tokens.rows, (num,), _INT32)
     require(tokens.tables.ndim == 2, f"tables have {tokens.tables.ndim} axes; wanted: 2")
@@ -506,7 +510,7 @@ def check_tokens(num: int, tokens: Tokens, angles: Angles, dim: int) -> None:
 
 
 def check_draws(num: int, num_temperatures: int, keys: np.ndarray) -> None:
-    """Check the arguments of `num` draws."""
+    """Check the shapes of the arguments of `num` draws."""
     require(num_temperatures == num, f"{num_temperatures} temperatures for {num} draws")
     require(keys.dtype == np.uint64, f"keys of noise must be uint64, not {keys.dtype}")
     require(keys.size == num, f"{keys.size} keys of noise for {num} draws")

@@ -34,10 +34,10 @@ from stages.engines.embedded.kernels.blocks import BLOCK_TOKENS, NO_BLOCK, block
 from stages.engines.embedded.kernels.protocol import Tokens
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Numbers of tokens that a captured batch can have. The products read all weights at any size, so padding by half costs
-little."""
+"""Numbers of tokens that a captured batch can have. A product reads all weights at any number of tokens, so it costs
+little to pad a batch, even by half."""
 BANNED = 8
-"""Most banned tokens per draw of a captured batch; batches with longer lists run eagerly."""
+"""Maximum number of banned tokens per draw in a captured batch. Batches with more run eagerly."""
 _NO_TOKEN = -1
 """Placeholder: no banned token."""
 _ALIGNMENT = 16
@@ -91,14 +91,16 @@ def run_directly(run: Run) -> Run:
 
 
 class GraphCapture:
-    """Owns the stream for captures, and the memory that the graphs share (one runs at a time)."""
+    """Captures runs as CUDA graphs. Owns the stream for captures, and the memory that all graphs share, since only one
+    runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Run) -> Run:
-        """Run once, which compiles kernels and allocates workspaces, then capture. Return the replay."""
+        """Run once, so that kernels are compiled and workspaces allocated. Then capture `run`, and return a function
+        that replays the graph."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             run()
@@ -122,7 +124,7 @@ class CapturedBatches:
 
     @property
     def captured(self) -> list[tuple[int, bool]]:
-        """Captured batches, as (size, `Tokens.independent`)."""
+        """Keys of the graphs that exist: (size, `Tokens.independent`)."""
         return sorted(self._replays)
 
     def takes(self, batch: DecodeBatch) -> bool:
@@ -150,7 +152,7 @@ class CapturedBatches:
         return buffers.draws(len(batch.ids))
 
     def clear(self) -> None:
-        """Drop graphs and buffers; the next batches make them again."""
+        """Drop all graphs and buffers. Later batches make them anew."""
         self._replays.clear()
         self._buffers.clear()
 
@@ -177,9 +179,11 @@ def size_for(num_tokens: int) -> int:
 
 
 def reads_no_new_key(batch: DecodeBatch) -> bool:
-    """Return True if each row has one token and no token reads a key that another token of the batch writes. Then each
-    written block is in the tables once. (Rows share full blocks of their prompts. One row may feed the last token of
-    such a block in the same batch in which another row begins to read the block.)"""
+    """Return True if each row has one token, and no token reads a key that another token of the batch writes.
+
+    Then each block that is written occurs once in the tables. It can occur more often because rows share the full
+    blocks of their prompts: one row may feed the last token of such a block in the same batch in which another row
+    begins to read the block."""
     if len(batch.tables) != len(batch.ids):
         return False
     written = batch.tables[batch.rows, batch.positions // BLOCK_TOKENS]
@@ -220,7 +224,7 @@ class _StaticBuffers:
         self.logprobs = self._drawn[size * 8 :].view(torch.float32)
 
     def fill(self, batch: DecodeBatch) -> None:
-        """Copy a batch to the device in one copy, with a table of its own for each token."""
+        """Copy a batch to the device in one copy. Each token gets a copy of its row's table."""
         num = len(batch.ids)
         views = self._views
         views["ids"][:num], views["ids"][num:] = batch.ids, 0
@@ -235,7 +239,7 @@ class _StaticBuffers:
         self._device.copy_(self._host, non_blocking=True)
 
     def draws(self, num: int) -> tuple[Int64[np.ndarray, " num"], Float32[np.ndarray, " num"]]:
-        """Return tokens and log-probs. Waits for the device."""
+        """Return the first `num` drawn tokens and their log-probs. Waits for the device."""
         self._drawn_host.copy_(self._drawn, non_blocking=True)
         if self._drawn.is_cuda:
             torch.cuda.current_stream().synchronize()

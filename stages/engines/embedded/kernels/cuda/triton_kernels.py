@@ -59,8 +59,8 @@ _MINUS_UNIFORM = tl.constexpr(-(1.0 - 2.0**-24) * 2.0**-31)
 
 
 def load_triton_kernels(device: torch.device) -> TritonKernels:
-    """Return the kernels for a device. Raises NoTritonKernelsError if Triton cannot run: on a CPU without its
-    interpreter."""
+    """Return the kernels for a device. Raises NoTritonKernelsError if Triton cannot run on it. On a CPU it needs
+    Triton's interpreter."""
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         return TritonKernels(programs=_PROGRAMS_PER_PROCESSOR * processors)
@@ -71,14 +71,15 @@ def load_triton_kernels(device: torch.device) -> TritonKernels:
 
 @dataclass(frozen=True)
 class TritonKernels(TorchKernels):
-    """See `Kernels` and `DeviceKernels`. All tensors are contiguous and on one device. torch computes the products."""
+    """The kernels in Triton. They implement `Kernels` and `DeviceKernels`. All tensors are contiguous and on one
+    device. torch computes the matrix products."""
 
     name: str = "triton"
     supports_trees: bool = False
     programs: int = 1
     """Number of attention programs that keep the whole device busy."""
     words: dict[int, torch.Tensor] = field(default_factory=dict)
-    """`sampling.token_words` by vocabulary size; kept here, since captured batches go on reading them."""
+    """`sampling.token_words` by vocabulary size. They are stored here because captured graphs keep reading them."""
 
     def add_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, dtype: torch.dtype
@@ -204,7 +205,7 @@ def _add_norm(
     HAS_DELTA: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Add one row of delta to x [N, C], then compute x / rms(x) * weight."""
+    """Add a row of `delta` to the same row of x [N, C], and then write x / rms(x) * weight to `out`."""
     i = tl.arange(0, BLOCK)
     inside = i < width
     at = tl.program_id(0).to(tl.int64) * width + i
@@ -224,8 +225,9 @@ def _add_norm(
 def _rotated(
     at: tl.tensor, cos: tl.tensor, sin: tl.tensor, position: tl.tensor, DIM: tl.constexpr, PADDED_DIM: tl.constexpr
 ) -> tl.tensor:
-    """Return the heads that begin at the pointers `at` [heads], rotated by their position's angles: [heads,
-    PADDED_DIM]. The halves of a head are the pairs' coordinates (a, b): (a cos - b sin, b cos + a sin)."""
+    """Return some heads [heads, PADDED_DIM], rotated by the angles of a position. `at` [heads]: pointers to the first
+    number of each head. The pairs (a, b) to rotate consist of a number of the first half and the same number of the
+    second half of a head: (a cos - b sin, b cos + a sin)."""
     half: tl.constexpr = DIM // 2
     d = tl.arange(0, PADDED_DIM)
     inside = d < DIM
@@ -242,7 +244,7 @@ def _store_own(
     key: tl.tensor, value: tl.tensor, keys: tl.tensor, values: tl.tensor, block: tl.tensor, head: tl.tensor,
     kv_heads: tl.tensor, position: tl.tensor, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write a token's key and value [PADDED_DIM] to the cache; padding tokens are not written."""
+    """Write a token's key and value [PADDED_DIM] to the cache. Nothing is written for a padding token."""
     d = tl.arange(0, PADDED_DIM)
     wanted = d < tl.where(block != _NO_BLOCK, DIM, 0)
     base = (block.to(tl.int64) * kv_heads + head) * (_PAGE * DIM)
@@ -257,7 +259,8 @@ def _write(
     keys: tl.tensor, values: tl.tensor, heads: tl.tensor, kv_heads: tl.tensor, table_width: tl.tensor,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write one token's key and value of one head to the cache, before any token of the batch reads."""
+    """Write the key and value of one token and one head to the cache. This kernel ends before any token of the batch
+    reads the cache."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + token).to(tl.int32)
     block = tl.load(tables + tl.load(rows + token).to(tl.int64) * table_width + position // _PAGE)
@@ -277,9 +280,11 @@ def _attend(
     PADDED_DIM: tl.constexpr, GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, SPLIT_: tl.constexpr,
     TILE: tl.constexpr, WRITES: tl.constexpr, DIRECT: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute softmax(q K^T scale) V of one token, for the query heads of one key/value head, over every
-    num_programs(2)-th split. A token's own key and value come from `qkv`, rounded as in the cache, and are not read
-    back. They may therefore be written here (`WRITES`) if no other token reads them."""
+    """Compute softmax(q K^T scale) V of one token, for the query heads of one key/value head. Each program takes every
+    num_programs(2)-th split of the context.
+
+    The token's own key and value come from `qkv`, rounded as in the cache. They are not read back from the cache. If no
+    other token of the batch reads them, this kernel may therefore write them to the cache (`WRITES`)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heads = kv_heads * GROUP
     position = tl.load(positions + token).to(tl.int32)
@@ -398,8 +403,8 @@ def _gate(gate_up: tl.tensor, out: tl.tensor, width: tl.tensor, BLOCK: tl.conste
 
 @triton.jit
 def _log(x: tl.tensor) -> tl.tensor:
-    """Return the natural logarithm of positive normal numbers: Cephes' logf, about 1 ulp, as in numbers.h. Triton's own
-    logarithm is the device's fast one, whose absolute error is too large where the logarithm is near 0."""
+    """Return the natural logarithm of positive normal numbers, to about 1 ulp (Cephes' logf, as in numbers.h). Triton's
+    own logarithm is the fast one of the device. Its absolute error is too large where the logarithm is near 0."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = (bits - 0x3F3504F3) >> 23  # x / 2^exponent is in [sqrt(1/2), sqrt(2))
     f = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
@@ -418,7 +423,7 @@ def _log(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _gumbel(words: tl.tensor, low: tl.tensor, high: tl.tensor) -> tl.tensor:
-    """Return Gumbel noise; the same function as in sampling.py."""
+    """Return Gumbel noise. This is the function of sampling.py."""
     x = (words ^ low) * _ROUND_1
     x = ((x ^ (x >> 15)) + high) * _ROUND_2
     x = (x ^ (x >> 16)) & 0x7FFFFFFF
@@ -436,10 +441,12 @@ def _look(
     logits: tl.tensor, temperatures: tl.tensor, keys: tl.tensor, words: tl.tensor, banned: tl.tensor,
     found: tl.tensor, places: tl.tensor, vocab: tl.tensor, num_banned: tl.tensor, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Reduce one chunk of one row's logits [N, V] to `found` [4, N, E] and `places` [N, E]. `found`: the largest logit
-    / temperature, the sum of exponentials relative to it, the largest log p + noise up to a constant, and the logit /
-    temperature of the token with this maximum. `places`: that token. The logits of banned tokens [N, B] (negative:
-    none) count as minus infinity."""
+    """Reduce one chunk of a row's logits [N, V] to four numbers in `found` [4, N, E] and a token in `places` [N, E].
+
+    The four numbers are the largest logit / temperature, the sum of exponentials relative to it, the largest sum of
+    logit / temperature and noise, and the logit / temperature of the token with that largest sum. `places` gets this
+    token. The logits of banned tokens [N, B] count as minus infinity. Negative entries of `banned` stand for no
+    token."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = i < vocab
@@ -475,7 +482,7 @@ def _pick(
     num_chunks: tl.tensor,
     PADDED: tl.constexpr,
 ) -> None:
-    """Combine the chunks of one row into its token and log-prob."""
+    """Combine the chunks of one row, and write the drawn token and its log-prob."""
     row = tl.program_id(0).to(tl.int64)
     stride = tl.num_programs(0).to(tl.int64) * num_chunks
     e = tl.arange(0, PADDED)

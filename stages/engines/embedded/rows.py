@@ -4,10 +4,10 @@
                  │        └─ was            parents   -1    0  1   0    -1
                  └─ movie                   depths     0    1  2   1     0
 
-All guesses are fed in one batch. Each attends to the row and to its own path of ancestors. Among guesses with the same
-parent at most one is right. The key of guess j is written j places after the row's last key. The keys of the main chain
-(film is a) are thereby in place: they lie where the keys of the row's next tokens belong. A right guess outside the
-main chain is fed again in the next batch.
+All guesses of a row are fed in one batch. Each guess attends to the row and to its ancestors in the tree. Of several
+guesses with the same parent at most one is right. The key of guess j is written j places after the row's last key. So
+the keys of the main chain (film is a) are in place: if these guesses are right, their keys are where the keys of the
+row's next tokens belong. A right guess outside the main chain is fed again in the next batch.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class DraftTree:
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
-    """Index of the earlier guess that each guess follows; -1: it follows the row itself."""
+    """Index of each guess's parent, which is the guess before it. -1 if the guess follows the row itself."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @cached_property
     def depths(self) -> list[int]:
-        """Number of guesses before each one on its path."""
+        """Number of ancestors of each guess."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 0)
@@ -45,18 +45,19 @@ class DraftTree:
 
     @property
     def is_chain(self) -> bool:
-        """True if no guess branches off."""
+        """True if every guess follows the one before it, so that the tree does not branch."""
         return self.parents == tuple(range(-1, len(self.parents) - 1))
 
     def path_to(self, guess: int) -> list[int]:
-        """Return the guesses from the row to this one, inclusive."""
+        """Return the path from the row to this guess, which is its last element."""
         path = [guess]
         while (parent := self.parents[path[-1]]) >= 0:
             path.append(parent)
         return path[::-1]
 
     def after(self, guess: int, token: int) -> int | None:
-        """Return the index of the guess that follows `guess` (-1: the row) and is `token`, or None."""
+        """Return the index of the guess with this token whose parent is `guess` (-1: the row). Return None if there is
+        none."""
         for other, (each, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
             if parent == guess and each == token:
                 return other
@@ -67,7 +68,7 @@ class DraftTree:
         return DraftTree(self.tokens[:num], self.parents[:num])
 
     def only(self, chosen: Sequence[int]) -> DraftTree:
-        """Return the tree of some guesses, in the given order, parents before children."""
+        """Return the tree of the chosen guesses in the given order, which must put parents before children."""
         places = {guess: place for place, guess in enumerate(chosen)} | {-1: -1}
         return DraftTree(
             tuple(self.tokens[guess] for guess in chosen), tuple(places[self.parents[guess]] for guess in chosen)
@@ -87,13 +88,13 @@ NO_GUESSES = DraftTree()
 
 @dataclass(eq=False)
 class GenerateCall:
-    """One call of `generate`: the queue for its results, and a flag that its caller has gone."""
+    """One call of `generate`: the queue of its results, and an event that is set when the caller has gone."""
 
     results: queue.SimpleQueue[tuple[Row, Completion | Exception] | None]
-    """Each row with its completion or error. None instead: the engine has stopped."""
+    """Queue of rows, each with its completion or error. None in the queue means that the engine has stopped."""
     abandoned: threading.Event
     num_local_rows: int = 0
-    """Unfinished rows of the call in this engine (not in another one)."""
+    """Number of unfinished rows of the call that are in this engine. Rows may also be in another one."""
 
 
 @dataclass(eq=False)
@@ -110,15 +111,15 @@ class Row:
     blocks: list[int] = field(default_factory=list)
     """Blocks of the cache. The first ones may be shared with other rows."""
     num_cached: int = 0
-    """Number of positions whose keys are in the blocks, or are written by the batch under way. Between two batches the
-    last token is not among them, since it is fed to sample the next one."""
+    """Number of positions whose keys are in the blocks or are written by the batch under way. Between two batches the
+    last token is not counted, since it is fed only to sample the next one."""
     num_to_refeed: int = 0
-    """Number of tokens before the last one that were fed as guesses, but whose keys are not in place. They are fed
-    again."""
+    """Number of tokens just before the last one that were fed as guesses, but whose keys are not in place. These tokens
+    are fed again."""
     failure: FloatingPointError | None = None
     """The error that ends this row, if any."""
     dropped: bool = False
-    """True if this row is no longer wanted, though others of its call may be."""
+    """True if this row is no longer wanted. Other rows of its call may still be."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)
@@ -128,31 +129,33 @@ class Row:
 
     @property
     def num_new(self) -> int:
-        """Tokens sampled so far."""
+        """Number of tokens sampled so far."""
         return len(self.logprobs)
 
     @property
     def num_pending(self) -> int:
-        """Tokens to feed before the next can be sampled: few while decoding, more after admission or preemption."""
+        """Number of tokens to feed before the next one can be sampled. It is small while the row decodes, and larger
+        after admission or preemption."""
         return len(self.tokens) - self.num_cached
 
     @property
     def decodes(self) -> bool:
-        """True if only the last token and the `num_to_refeed` tokens before it are left to feed."""
+        """True if only the last token, and the `num_to_refeed` tokens before it, must be fed to sample the next one."""
         return self.num_pending == 1 + self.num_to_refeed
 
     @property
     def num_left(self) -> int:
-        """Tokens that the row may still get."""
+        """Maximum number of tokens that the row can still get."""
         return self.request.sampling.max_new_tokens - self.num_new
 
     def banned(self, ahead: int) -> tuple[int, ...]:
-        """Return the tokens that cannot be sampled `ahead` positions after the next one."""
+        """Return the tokens that must not be sampled at the position `ahead` positions after the next one."""
         early = self.num_new + ahead < self.request.sampling.min_new_tokens
         return self._suppressed_early if early else self._suppressed
 
     def forced(self, ahead: int) -> int | None:
-        """Return the token that the request prescribes `ahead` positions after the next one, if any."""
+        """Return the token that the request prescribes at the position `ahead` positions after the next one, or
+        None."""
         given = self.request.forced
         return given[self.num_new + ahead] if self.num_new + ahead < len(given) else None
 

@@ -1,7 +1,8 @@
-"""Runners compute batches. Here are their protocol, and the runner of a whole model on one device of this process.
+"""Runners compute batches. This module has their protocol, and the runner of a whole model on one device in this
+process.
 
-The engine decides which rows run (`scheduler`) and lays them out as numbers (`batch`). A runner holds weights and
-cache, and runs batches in the order in which they are submitted.
+The engine decides which rows run (`scheduler`) and turns them into arrays (`batch`). A runner holds the weights and the
+cache. It runs batches in the order in which they are submitted.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ from stages.native.compile import NoNativeKernelsError
 
 
 class Runner(Protocol):
-    """Owner of weights and cache. One thread submits batches and swaps; any other may call `prepare` meanwhile."""
+    """Owner of weights and cache, which computes batches. One thread submits batches and swaps weights. Meanwhile any
+    other thread may call `prepare`."""
 
     depth: int
-    """Most batches submitted before the first is collected."""
+    """Maximum number of batches that are submitted before the first of them is collected."""
     vocab: int
     num_blocks: int
-    """Cache blocks that rows can hold."""
+    """Number of cache blocks that rows can hold."""
     kernels: str
     """The kernels in use: `native`, `torch` or `triton`."""
     supports_trees: bool
@@ -52,7 +54,7 @@ class Runner(Protocol):
     """Layers, key/value heads and head dimension of the whole model."""
 
     def submit(self, batch: Batch) -> None:
-        """Start a batch. At most `depth` are under way."""
+        """Start a batch. At most `depth` batches may be under way."""
         ...
 
     def collect(self) -> Draws:
@@ -60,30 +62,31 @@ class Runner(Protocol):
         ...
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """Return new weights for `swap`, made while the old ones are in use. Raises WeightsError if they cannot be
-        made; the old weights stay."""
+        """Return new weights for `swap`. The old weights stay in use meanwhile, and also if this raises WeightsError
+        because the new ones cannot be made."""
         ...
 
     def swap(self, prepared: Any) -> None:
-        """Replace the old weights by the prepared ones. No batch is under way."""
+        """Replace the old weights by prepared ones. No batch may be under way."""
         ...
 
     def end_threads(self) -> None:
-        """End the helper threads of the calling thread, which will not compute for a while. See `Kernels`."""
+        """End the helper threads of the calling thread, because this thread will not compute for a while. See
+        `Kernels`."""
         ...
 
     def busy_s(self) -> tuple[float, ...]:
-        """Return for each rank the seconds that it has spent on batches since the start: wall-clock time of the host,
-        without the time in which the rank waited for other ranks."""
+        """Return, for each rank, the seconds of wall-clock time that it has spent on batches since the start. Time in
+        which a rank waited for others is not counted."""
         ...
 
     def read_cache(self, blocks: Sequence[int], num_positions: int) -> np.ndarray:
-        """Return a copy of the keys and values of a row's first positions in the whole model: float32 [layers, 2,
-        kv_heads, positions, dim]. No batch is under way."""
+        """Return a copy of the keys and values of a row's first positions, for the whole model: float32 [layers, 2,
+        kv_heads, positions, dim]. No batch may be under way."""
         ...
 
     def write_cache(self, blocks: Sequence[int], copied: np.ndarray) -> None:
-        """Write a copy made by `read_cache` into a row's blocks. No batch under way reads or writes these blocks."""
+        """Write a copy made by `read_cache` into a row's blocks. No batch under way may read or write these blocks."""
         ...
 
     @property
@@ -100,23 +103,28 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class Prepared:
-    """New weights for the runner that made them."""
+    """New weights that a runner has prepared for itself."""
 
     weights: LlamaWeights
 
 
 class LocalRunner:
-    """Owns a whole model and its cache; implements `Runner`.
+    """Owns a whole model and its cache, on one device. Implements `Runner`.
 
-    On a CUDA device new weights are made on a separate stream while batches run. A swap copies them into the memory of
-    the old ones, which captured batches go on reading. A swap cannot fail half-way, since `prepare` has made all
-    checks."""
+    On a CUDA device, new weights are made on a separate stream while batches run. A swap copies them into the memory of
+    the old ones, since captured batches keep reading that memory. A swap cannot fail half-way, because `prepare` has
+    made all checks."""
 
     depth = 1
 
     def __init__(self, path: str, engine: EngineConfig, *, max_seq: int, device: torch.device) -> None:
-        """Raise ValueError for sizes that cannot work, and WeightsError for weights that are not the model's. Raise
-        NoNativeKernelsError or NoTritonKernelsError if the config asks for kernels that are not available."""
+        """Load the model.
+
+        Raises:
+            ValueError: sizes cannot work.
+            WeightsError: the weights are not those of the model.
+            NoNativeKernelsError, NoTritonKernelsError: the config asks for kernels that are not available.
+        """
         self._spec = checked_spec(path, engine, max_seq)
         self._device = device
         self._kernels = choose_kernels(engine, device)
@@ -169,7 +177,7 @@ class LocalRunner:
         return replace(drawn, hidden=hidden[wanted].cpu().numpy()) if batch.wants_hidden else drawn
 
     def _whole_batch(self, tokens: Tokens, drawing: Drawing) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute a draw after each token, without a copy to the host."""
+        """Compute the draw after each token of a batch, without reading anything from the device."""
         assert isinstance(self._kernels, DeviceKernels)
         hidden = forward(self._weights, self._spec, self._kernels, tokens, self._cache)
         scores = logits(
@@ -235,7 +243,7 @@ class LocalRunner:
 
 
 def all_tensors(weights: LlamaWeights) -> list[torch.Tensor]:
-    """Return the tensors that a refit can change, always in the same order. The weights must be packed as torch
+    """Return all tensors that new weights can change, always in the same order. The weights must be packed as torch
     tensors, not as `NativeWeight`."""
     assert isinstance(weights.head, torch.Tensor)
     blocks = [getattr(block, field.name) for block in weights.blocks for field in fields(block)]
@@ -253,8 +261,8 @@ def checked_spec(path: str, engine: EngineConfig, max_seq: int) -> ModelSpec:
 
 
 def affordable_blocks(engine: EngineConfig, per_block: int, max_seq: int) -> int:
-    """Return the number of blocks that `max_rows` rows can use, or fewer if the budget allows fewer at `per_block`
-    bytes each. Raises ValueError if the budget is too small for one row."""
+    """Return the number of cache blocks: as many as `max_rows` rows of maximum length can use, or fewer if the memory
+    budget allows fewer. `per_block`: bytes per block. Raises ValueError if the budget is too small for one row."""
     per_row = blocks_for(max_seq)
     affordable = engine.kv_budget_mb * 2**20 // per_block
     if affordable < per_row:
@@ -266,8 +274,8 @@ def affordable_blocks(engine: EngineConfig, per_block: int, max_seq: int) -> int
 
 
 def choose_kernels(engine: EngineConfig, device: torch.device) -> Kernels:
-    """Return the kernels that `engine.embedded.kernels` asks for (auto: the best available ones for the device). Raises
-    NoNativeKernelsError or NoTritonKernelsError if they are not available."""
+    """Return the kernels that `engine.embedded.kernels` names. auto means the best ones that are available on the
+    device. Raises NoNativeKernelsError or NoTritonKernelsError if the named ones are not available."""
     wanted = engine.embedded.kernels
     has_triton = find_spec("triton") is not None
     if wanted == "triton" or (wanted == "auto" and device.type == "cuda" and has_triton):
@@ -292,7 +300,7 @@ def choose_kernels(engine: EngineConfig, device: torch.device) -> Kernels:
 
 
 def on_device(batch: Batch, device: torch.device) -> Tokens:
-    """Return a batch's tokens as tensors on the device."""
+    """Return the tokens of a batch as tensors on the device."""
     paths = batch.tree_paths
     return Tokens(
         ids=torch.from_numpy(batch.ids).to(device),
@@ -311,8 +319,8 @@ def on_device(batch: Batch, device: torch.device) -> Tokens:
 
 
 def draw(kernels: Kernels, scores: torch.Tensor, batch: Batch) -> Draws:
-    """Return the batch's draws from float32 logits `scores` [M, V], which may be overwritten. Prescribed tokens
-    (`Batch.forced`) replace drawn ones."""
+    """Return the draws of a batch. `scores`: float32 logits [M, V], which may be overwritten. Where a token is
+    prescribed (`Batch.forced`), it takes the place of the drawn one."""
     ban(scores, batch.banned)
     given = forced_logprobs(scores, batch.temperatures, batch.forced)  # before `choose` overwrites the logits
     chosen, logprobs_of_chosen = kernels.choose(scores, batch.temperatures, batch.keys)

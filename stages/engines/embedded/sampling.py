@@ -1,13 +1,13 @@
-"""Sampling: noise with keys, and the way from logits to tokens (suppression, temperature, the draw and its log-prob).
+"""Sampling: keyed noise, and the way from logits to tokens (suppression, temperature, the draw and its log-prob).
 
-The key of a token's noise is (seed, step, row, position), which is law 4 of the design. The generator is counter-based
-(Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): no state passes from draw to draw, so the noise of
-a token depends only on the key and on the token's id. splitmix64 (Steele et al. 2014) mixes the four numbers of a key
-into 64 bits. The two halves of the key steer two multiply-xorshift rounds (with the constants of Ettinger's
-`lowbias32`) over a word that stands for the token id.
+Each token's noise has a key: (seed, step, row, position). The generator is counter-based (Salmon et al. 2011, "Parallel
+random numbers: as easy as 1, 2, 3"). No state passes from draw to draw, so the noise depends only on the key and on the
+token's id. splitmix64 (Steele et al. 2014) mixes the four numbers of a key into 64 bits. A word that stands for the
+token id then goes through two multiply-xorshift rounds (with the constants of Ettinger's `lowbias32`), each of which
+takes in one half of the key.
 
-Everything up to the uniform variate is integer arithmetic or one rounding per operation, so its bits are the same on
-every device. The two logarithms are the device's own, and may differ in the last bit.
+Up to the uniform variate everything is integer arithmetic, or is rounded once per operation, so its bits are the same
+on every device. The two logarithms are the device's own. They may differ in the last bit.
 """
 
 from __future__ import annotations
@@ -24,20 +24,23 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _ROUND_1 = 0x7FEB352D
 _ROUND_2 = 0x846CA68B - (1 << 32)
-"""Stored as int32, since torch has no uint32 arithmetic. In two's complement both products have the same bits."""
+"""The constant as int32, since torch has no uint32 arithmetic. In two's complement both products have the same bits."""
 _UNIFORM_SCALE = (1.0 - 2.0**-24) * 2.0**-31
-"""The largest float32 below 2^-31: the largest 31-bit word, which rounds to 2^31, still gives a variate below 1."""
+"""The largest float32 below 2^-31. The largest 31-bit word is rounded to 2^31, and its product with this scale is still
+below 1."""
 _BLOCK_ELEMENTS = 1 << 16
-"""Elements per block on a CPU: a block's buffers (256 KB each) stay in the CPU's cache."""
+"""Number of elements that are processed at a time on a CPU, so that the buffers (256 KB each) stay in the CPU's
+cache."""
 _ALL_ROWS = 1 << 30
 
 
 def noise_keys(
     seed: int | np.ndarray, step: int | np.ndarray, row: int | np.ndarray, position: int | np.ndarray
 ) -> UInt64[np.ndarray, "*shape"]:
-    """Return 64-bit keys. The four arguments broadcast (to one key if all are plain numbers). `position` is the token's
-    index in its row, prompt included. Each number goes through a splitmix64 step of its own, so keys that differ in one
-    number are unrelated."""
+    """Return the 64-bit keys of noise. The four arguments broadcast, and four plain numbers give one key.
+
+    `position` is the token's index in its row, prompt included. Each number is mixed in by a splitmix64 step of its
+    own, so keys that differ in one number look independent."""
     parts = [np.asarray(part).astype(np.int64).view(np.uint64) for part in (seed, step, row, position)]
     key = np.zeros(np.broadcast_shapes((1,), *(part.shape for part in parts)), np.uint64)
     for part in parts:
@@ -67,7 +70,7 @@ def gumbel_of(
 
 
 def block_rows(vocab: int, device: torch.device) -> int:
-    """Return the number of rows to process at a time."""
+    """Return the number of rows to process at a time. On a CPU their buffers then fit into its cache."""
     return max(1, _BLOCK_ELEMENTS // vocab) if device.type == "cpu" else _ALL_ROWS
 
 
@@ -91,13 +94,14 @@ def _gumbel_block(
 
 
 def _shift_right(x: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
-    """Shift int32 right logically; torch's shift repeats the sign."""
+    """Shift int32 numbers to the right and fill with zeros. torch's own shift repeats the sign bit."""
     return torch.bitwise_right_shift(x, bits, out=out).bitwise_and_((1 << (32 - bits)) - 1)
 
 
 @functools.lru_cache(maxsize=4)
 def token_words(vocab: int, device: torch.device) -> Int32[torch.Tensor, "1 vocab"]:
-    """Return one well-mixed word per token id, all different. Cached, since it costs as much as a row of noise."""
+    """Return one word per token id. All words are different, and their bits are well mixed. The result is cached, since
+    computing it takes as long as a row of noise."""
     mixed = _splitmix(np.arange(vocab, dtype=np.uint64) << np.uint64(32))
     return torch.from_numpy((mixed >> np.uint64(32)).astype(np.uint32).view(np.int32)[None].copy()).to(device)
 
@@ -114,8 +118,8 @@ def _splitmix(x: np.ndarray) -> np.ndarray:
 
 
 def ban(logits: Float32[torch.Tensor, "rows vocab"], banned: Sequence[tuple[int, ...]]) -> None:
-    """Set each row's banned tokens to -inf, in place. Rows with the same banned tokens (usually all) share an
-    operation."""
+    """Set the logits of each row's banned tokens to -inf, in place. Rows with the same banned tokens, which is usual,
+    are set by one operation."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for row, tokens in enumerate(banned):
         if tokens:
@@ -131,10 +135,10 @@ def ban(logits: Float32[torch.Tensor, "rows vocab"], banned: Sequence[tuple[int,
 def sample(
     logits: Float32[torch.Tensor, "rows vocab"], temperatures: Sequence[float], keys: UInt64[np.ndarray, " rows"]
 ) -> tuple[Int64[torch.Tensor, " rows"], Float32[torch.Tensor, " rows"]]:
-    """Draw a token per row from softmax(logits / temperature), as the arg max of log p plus Gumbel noise of the row's
-    key. Overwrites `logits`.
+    """Draw a token for each row from softmax(logits / temperature): the arg max of log p plus the Gumbel noise of the
+    row's key. Return tokens and log-probs. Overwrites `logits`.
 
-    Temperature 0 takes the arg max itself; its log-prob is that of the distribution at temperature 1."""
+    At temperature 0 the token is the arg max of the logits, and its log-prob is that at temperature 1."""
     device = logits.device
     _apply_temperatures(logits, temperatures)
     drawn = torch.tensor([t > 0 for t in temperatures], device=device)[:, None]
@@ -161,8 +165,19 @@ def sample_part(
     first: int,
     vocab: int,
 ) -> Float64[torch.Tensor, "rows 5"]:
-    """Return the input of `join_parts` from one part of the vocabulary. Per row: the best token here, its logit +
-    noise, its logit, the largest logit, and the sum of e^(logit - largest). Overwrites `logits`."""
+    """Return the contribution of one part of the vocabulary to the draw, for `join_parts`. Overwrites `logits`, which
+    are first divided by the temperature.
+
+    The five numbers per row are the best token of the part, its logit plus noise, its logit, the largest logit, and the
+    sum of e^(logit - largest).
+
+    Args:
+        logits: logits of the tokens first, first + 1, ... of the vocabulary.
+        temperatures: temperature of each row.
+        keys: noise key of each row.
+        first: first token of the part.
+        vocab: size of the whole vocabulary.
+    """
     _apply_temperatures(logits, temperatures)
     noise = gumbel_of(keys, token_words(vocab, logits.device)[:, first : first + logits.shape[1]])
     noise.mul_(torch.tensor([t > 0 for t in temperatures], device=logits.device)[:, None])
@@ -177,8 +192,9 @@ def sample_part(
 def join_parts(
     parts: Float64[torch.Tensor, "parts rows 5"],
 ) -> tuple[Int64[torch.Tensor, " rows"], Float32[torch.Tensor, " rows"]]:
-    """Return the draw from the whole vocabulary and its log-prob, given all parts: the best of the best tokens, and the
-    log of the sum of all parts' sums."""
+    """Return the token drawn from the whole vocabulary and its log-prob, for each row. `parts`: results of
+    `sample_part` for all parts. The token is the best of the parts' best tokens. The normaliser is the sum over all
+    parts."""
     tokens, noisy, logits, largest, sums = parts.unbind(-1)
     best = noisy.argmax(0)[None]
     top = largest.amax(0)
@@ -201,15 +217,16 @@ def forced_logprobs(
 def forced_logits(
     logits: Float32[torch.Tensor, "rows part"], temperatures: Sequence[float], forced: Mapping[int, int], first: int
 ) -> dict[int, float]:
-    """Return logit / temperature, by row, of the prescribed tokens that lie in this part of the vocabulary. For
-    `put_forced`, since `sample_part` overwrites the logits."""
+    """Return logit / temperature of the prescribed tokens that are in this part of the vocabulary, by row. Call this
+    before `sample_part`, which overwrites the logits. `put_forced` takes the result."""
     inside = {row: token - first for row, token in forced.items() if 0 <= token - first < logits.shape[1]}
     return {row: float(logits[row, token]) / (temperatures[row] or 1.0) for row, token in inside.items()}
 
 
 def put_forced(part: Float64[torch.Tensor, "rows 5"], forced: Mapping[int, int], logits: Mapping[int, float]) -> None:
-    """Overwrite a part so that the prescribed tokens win in `join_parts`. In their rows the best score is +inf in the
-    part that holds the token's logit, and -inf in the other parts."""
+    """Change a result of `sample_part` so that `join_parts` chooses the prescribed tokens. In the rows with a
+    prescribed token, the score becomes +inf if this part holds the token, and -inf otherwise. `logits`: result of
+    `forced_logits`."""
     for row, token in forced.items():
         part[row, 0] = token
         part[row, 1] = float("inf") if row in logits else float("-inf")

@@ -1,4 +1,4 @@
-"""The scheduler chooses the rows of the next batch and the number of tokens that each feeds. It uses no tensors, clock
+"""The scheduler chooses the rows of the next batch, and how many tokens of each row it feeds. It uses no tensors, clock
 or threads.
 
     waiting ──admit──► running ──retire──► (finished)
@@ -6,13 +6,13 @@ or threads.
        └────preempt──────┘   when blocks run out: the youngest row, which is then admitted first and fed again
 
 Every running row that decodes feeds its last token in every batch, together with accepted guesses whose keys are not in
-place (see `rows`). Prompts and preempted rows are fed oldest first, with at most `BATCH_PROMPT_TOKENS` tokens in a
-batch, so a long one is fed in pieces. It therefore does not delay the rows that decode.
+place (see `rows`). Prompts and preempted rows are fed oldest first. A batch feeds at most `BATCH_PROMPT_TOKENS` of
+their tokens, so a long prompt is fed in pieces and does not delay the rows that decode.
 
-With `depth` > 1 (pipeline stages on several ranks) several batches are under way at once. A row is in at most one of
-them, and each batch takes an equal share of the rows. The shares together hold all rows, so rows that one batch leaves
-out fit into the next one. A row whose batch is under way keeps its blocks. Later batches may read what an earlier one
-writes, since every rank runs them in order.
+If `depth` > 1 (pipeline stages on several ranks), several batches are under way at the same time. A row is in at most
+one of them, and each batch takes an equal share of the rows. The shares together hold all rows, so rows that one batch
+leaves out fit into the next one. A row whose batch is under way keeps its blocks. A batch may read keys that an earlier
+one writes, since every rank runs the batches in order.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from stages.engines.embedded.kernels.blocks import BLOCK_TOKENS, blocks_for
 from stages.engines.embedded.rows import NO_GUESSES, DraftTree, Row
 
 BATCH_PROMPT_TOKENS = 512
-"""Most prompt tokens in a batch: bounds the delay of rows that decode, and the memory of activations."""
+"""Maximum number of prompt tokens in a batch. It bounds the delay of rows that decode, and the memory of
+activations."""
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """One row's part of a batch: `count` of the row's own tokens from position `start` on, then guesses of the tokens
-    that follow."""
+    """One row's part of a batch. It consists of `count` tokens of the row from position `start` on, and then guesses of
+    the tokens that follow them."""
 
     row: Row
     start: int
@@ -57,18 +58,20 @@ class Scheduler:
     """Owns the waiting and running rows and their blocks."""
 
     def __init__(self, max_rows: int, pool: BlockPool, depth: int = 1) -> None:
-        """`depth`: most batches that are planned before `returned` is called for the first of them."""
+        """`depth`: maximum number of batches under way. A batch is under way from `plan` until `returned` is called for
+        it."""
         self.max_rows = max_rows
         self._depth = depth
         self._rows_under_way: set[Row] = set()
-        """Rows of planned batches that have not returned; always empty at depth 1."""
+        """Rows of the batches under way. Always empty if the depth is 1."""
         self.pool = pool
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
-        """Oldest first."""
+        """Running rows, the oldest first."""
         self.num_preemptions = 0
         self.num_shared_tokens = 0
-        """Number of prompt positions whose keys were in the cache already. The engine resets it."""
+        """Number of prompt positions that were not fed because their keys were in the cache already. The engine resets
+        it."""
 
     @property
     def idle(self) -> bool:
@@ -81,9 +84,11 @@ class Scheduler:
         return [row for row in self.running if row not in self._rows_under_way][: self._max_batch_rows]
 
     def plan(self, drafts: Mapping[Row, DraftTree] | None = None) -> list[Chunk]:
-        """Return the chunks of the next batch. There are none if the scheduler is idle, or if every row is under way or
-        waits for the blocks of a row that is. A row may read blocks that an earlier row of the same batch writes.
-        `drafts`: guesses for rows that decode; some are cut when blocks run short."""
+        """Return the chunks of the next batch.
+
+        The result is empty if the scheduler is idle. It is also empty if every row is under way or waits for blocks of
+        a row that is under way. A row may read blocks that an earlier row of the same batch writes. `drafts`: guesses
+        for rows that decode. If blocks run short, some guesses are cut off."""
         chunks: list[Chunk] = []
         budget = BATCH_PROMPT_TOKENS
         for row in self.next_rows():
@@ -104,12 +109,12 @@ class Scheduler:
         return chunks
 
     def returned(self, chunks: Sequence[Chunk]) -> None:
-        """Mark the batch of these chunks as over."""
+        """Note that the batch of these chunks is no longer under way."""
         self._rows_under_way.difference_update(chunk.row for chunk in chunks)
 
     @property
     def _max_batch_rows(self) -> int:
-        """Most rows in a batch: an equal share of the rows that run or could run."""
+        """Maximum number of rows in a batch: an equal share of the rows that are running or may be admitted."""
         return -(-min(self.max_rows, len(self.running) + len(self.waiting)) // self._depth)
 
     def retire(self, row: Row) -> None:
@@ -125,15 +130,16 @@ class Scheduler:
             self.waiting.remove(row)
 
     def drop_abandoned(self) -> list[Row]:
-        """Remove and return the rows whose caller has gone. Rows in a batch under way stay until it ends."""
+        """Remove the rows that no caller waits for, and return them. A row in a batch under way stays until the batch
+        ends."""
         abandoned = [row for row in (*self.running, *self.waiting) if row.unwanted and row not in self._rows_under_way]
         for row in abandoned:
             self.remove(row)
         return abandoned
 
     def admit_with_blocks(self, row: Row, num_blocks: int) -> bool:
-        """Start a row at once, with blocks for the keys and values that it brings. Return False, changing nothing, if
-        no slot is free, or if there are too few blocks for them and one more for each running row."""
+        """Start a row at once, with blocks for the keys and values that it brings. Return False, without a change, if
+        no slot is free. Return False also if there are too few blocks for the row and one more for each running row."""
         if len(self.running) >= self.max_rows or num_blocks + len(self.running) + 1 > self.pool.num_free:
             return False
         row.blocks = [self.pool.take() for _ in range(num_blocks)]
@@ -148,9 +154,11 @@ class Scheduler:
             self._drop_blocks(row)
 
     def _admit(self) -> bool:
-        """Move the first waiting row to the running ones, and return True. Return False if no row waits or no slot is
-        free. Also return False if other rows run and there are too few blocks for the row's tokens and one more per
-        running row, since the row would soon be preempted."""
+        """Move the first waiting row to the running ones and return True. Return False if no row waits or no slot is
+        free.
+
+        If other rows run, return False also if there are too few blocks for the row's tokens and one more block for
+        each running row. Otherwise the row would soon be preempted."""
         if not self.waiting or len(self.running) >= self.max_rows:
             return False
         row = self.waiting[0]
@@ -160,8 +168,8 @@ class Scheduler:
         return True
 
     def _chunk(self, row: Row, budget: int, drafts: DraftTree) -> Chunk | None:
-        """Return a row's chunk, or None if the row is not in this batch: no budget is left, the row was preempted, or
-        it waits for blocks."""
+        """Return a row's chunk, or None if the row is not in this batch. That is the case if no budget is left, if the
+        row was preempted, or if it waits for blocks."""
         if not row.blocks:
             # without the prompt's last token, which must be fed so that the next one can be sampled
             row.blocks = self.pool.match(row.tokens[: len(row.request.tokens) - 1])
@@ -182,8 +190,8 @@ class Scheduler:
         return chunk
 
     def _reserve_blocks(self, row: Row, num_tokens: int) -> bool:
-        """Give a row blocks for `num_tokens` positions, preempting the youngest rows if none is free. Return False if
-        the row itself was preempted, or must wait because all younger rows are under way."""
+        """Give a row blocks for `num_tokens` positions. If no block is free, preempt the youngest rows. Return False if
+        the row itself was preempted. Return False also if it must wait because all younger rows are under way."""
         while len(row.blocks) < blocks_for(num_tokens):
             if self.pool.num_free:
                 row.blocks.append(self.pool.take())

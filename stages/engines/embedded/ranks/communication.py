@@ -28,18 +28,21 @@ from jaxtyping import Float32, Float64
 from stages.engines.embedded.batch import Batch
 
 _TIMEOUT = timedelta(minutes=30)
-"""Timeout for a rank that neither answers nor dies; callers that wait for the whole replica have a shorter one."""
+"""Time after which a call to a rank fails if the rank neither answers nor ends. Callers that wait for the whole replica
+use a shorter timeout."""
 
 
 class RankCommunicator:
-    """Owns this rank's connections to the others.
+    """Owns this rank's connections to the other ranks.
 
-    Between CPUs it uses gloo: ranks exchange their parts and add them in rank order. A sum then has the same bits on
-    every rank and in any batch (a ring adds each piece of a tensor in another order), and at the sizes of decoding it
-    takes a tenth of the time of gloo's all-reduce. Between GPUs it uses NCCL's all-reduce."""
+    On CPUs it uses gloo. Each rank sends its part to all others, and every rank adds the parts in the order of the
+    ranks. A sum then has the same bits on every rank and in any batch, which a ring all-reduce does not guarantee: it
+    adds each piece of a tensor in another order. For the small tensors of decoding this also takes only a tenth of the
+    time of gloo's all-reduce. On GPUs it uses NCCL's all-reduce."""
 
     def __init__(self, folder: Path, rank: int, tensor: int, pipeline: int, device: torch.device) -> None:
-        """Block until all ranks have connected. `folder`: a new folder that only the ranks of this engine share."""
+        """Connect to the other ranks, and wait until all have connected. `folder`: a new folder that only the ranks of
+        this engine share."""
         self._tensor, self._index, self._stage = tensor, rank % tensor, rank // tensor
         self._device = device
         store = dist.FileStore(str(folder / "store"), tensor * pipeline)
@@ -49,11 +52,12 @@ class RankCommunicator:
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._pipeline = pipeline
         self.waited_s = 0.0
-        """Seconds since the start that this rank has spent on waiting for others, transfers included."""
+        """Seconds since the start that this rank has waited for other ranks, including the time of transfers."""
 
     @property
     def total(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Function that returns the float32 sum over the ranks of this stage; None if there is one rank."""
+        """All-reduce over the ranks of this stage, as a function from this rank's part to the float32 sum of all parts.
+        None if the stage has one rank."""
         return None if self._peers is None else self._total
 
     def _total(self, part: torch.Tensor) -> Float32[torch.Tensor, "*shape"]:
@@ -76,7 +80,8 @@ class RankCommunicator:
         return total
 
     def gather(self, part: Float64[torch.Tensor, "rows 5"]) -> Float64[torch.Tensor, "ranks rows 5"] | None:
-        """Return all parts on the first rank of the stage, None on the others."""
+        """Collect the parts of all ranks of this stage. Return them on the stage's first rank, and None on the
+        others."""
         started = time.perf_counter()
         gathered = None
         if self._index:
@@ -128,9 +133,11 @@ def _group(store: Any, name: str, rank: int, size: int, device: torch.device) ->
 
 @dataclass(frozen=True)
 class Prepare:
-    """Announcement of new weights with their number, names, dtypes and shapes. The rank answers None, or why they do
-    not fit into its memory. Then rank 0 sends False if they do not fit into another rank's memory, or True and the
-    bytes, one tensor after the other. After the bytes the rank answers None, or why it cannot pack the weights."""
+    """Announcement of new weights: their number, and the names, dtypes and shapes of their tensors.
+
+    The rank answers None, or an error if they do not fit into its memory. Then rank 0 sends False if they do not fit
+    into the memory of another rank. Otherwise it sends True and the bytes of one tensor after the other. After the
+    bytes the rank answers None, or an error if it cannot pack the weights."""
 
     number: int
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
@@ -172,14 +179,15 @@ READY = "ready"
 
 
 def send_bytes(connection: Connection, tensor: torch.Tensor) -> None:
-    """Write the bytes of a contiguous CPU tensor, without the copies of pickling and framing."""
+    """Write the bytes of a contiguous CPU tensor to a connection, without pickling them and without a frame around
+    them."""
     view = tensor.view(-1).view(torch.uint8).numpy().data
     while view:
         view = view[os.write(connection.fileno(), view) :]
 
 
 def receive_bytes(connection: Connection, tensor: torch.Tensor) -> None:
-    """Fill a contiguous CPU tensor. Raises EOFError if the bytes end too early."""
+    """Fill a contiguous CPU tensor with bytes from a connection. Raises EOFError if the connection ends too early."""
     view = tensor.view(-1).view(torch.uint8).numpy().data
     while view:
         num = os.readv(connection.fileno(), [view])

@@ -1,9 +1,9 @@
 """A model that spans ranks. This process is rank 0; the other ranks are its child processes (`processes`).
 
-Each rank gets the input of every pass and computes its part (`rank_model`). Under tensor parallelism this is some heads
-and a part of the MLP, whose results are summed over the ranks of a stage. Under pipeline parallelism it is some blocks,
-which begin with the hidden states of the stage before. `submit` returns when stage 0 is done, so the next pass can
-begin while later stages compute.
+Each rank gets the input of every pass and computes its part (`rank_model`). Under tensor parallelism, this part is some
+of the heads and a part of the MLP, and the results are summed over the ranks of a stage. Under pipeline parallelism,
+this part is some of the blocks, and their input is the hidden states of the previous stage. `submit` returns when stage
+0 is done, so the next pass can begin while later stages compute.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ from stages.models.hf_weights import read_weights
 
 @dataclass(frozen=True)
 class PreparedOnRanks:
-    """New weights, which every rank holds under the same number; `weights` are those of rank 0."""
+    """New weights, which every rank has stored under the same number. `weights` is rank 0's part."""
 
     number: int
     weights: LlamaWeights
 
 
 class ParallelRunner:
-    """Owns the ranks of a model: rank 0, which computes here, and the processes of the others. Implements `Runner`."""
+    """Owns a model that spans ranks: rank 0, which computes in this process, and the processes of the other ranks.
+    Implements `Runner`."""
 
     def __init__(
         self,
@@ -64,8 +65,17 @@ class ParallelRunner:
         threads: int,
         on_lost: Callable[[str], None] | None = None,
     ) -> None:
-        """`device`: of rank 0; on a host with GPUs the other ranks use the next ones. `threads`: of each rank.
-        `on_lost`: see `RankProcesses`. Raises the errors of `LocalRunner`, and RankLost."""
+        """Start all ranks and load the model. Raises the errors of `LocalRunner`, and RankLost if a rank's process
+        ends.
+
+        Args:
+            path: a Hugging Face directory or `random:tiny`.
+            engine: the engine's settings.
+            max_seq: longest prompt plus response, in tokens.
+            device: device of rank 0. If it is a GPU, the other ranks use the GPUs after it.
+            threads: number of torch threads of each rank.
+            on_lost: see `RankProcesses`.
+        """
         spec = checked_spec(path, engine, max_seq)
         tensor, pipeline = engine.tensor_parallel, engine.pipeline_parallel
         self._shares = divide(spec, tensor, pipeline)
@@ -154,7 +164,8 @@ class ParallelRunner:
             self._processes.attempt(partial(rank.commands.send, WriteCache(tuple(blocks), part)))
 
     def _part(self, rank: int) -> tuple[slice, slice, slice]:
-        """Return the place of a rank's layers and heads in the keys and values of the whole model."""
+        """Return the part of the whole model's keys and values that a rank holds, as slices of the layers, of the pair
+        of keys and values, and of the key/value heads."""
         layers, heads = self._shares[rank].layers, self._shares[rank].kv_heads
         return slice(layers.start, layers.stop), slice(None), slice(heads.start, heads.stop)
 
@@ -186,9 +197,9 @@ class ParallelRunner:
             assert self._processes.attempt(rank.commands.recv) == READY
 
     def _prepare(self, tensors: Mapping[str, torch.Tensor]) -> PreparedOnRanks:
-        """Send new weights to the ranks over separate connections, while passes run. A rank packs its part while others
-        still receive theirs. Raises WeightsError, naming the rank, if one cannot take the weights; then all ranks drop
-        them."""
+        """Prepare new weights on all ranks. The tensors are sent over separate connections, so passes can run
+        meanwhile. A rank packs its part while others still receive theirs. Raises WeightsError, naming the rank, if a
+        rank cannot take the weights. Then all ranks drop them."""
         with self._preparing:
             self._number += 1
             number, ranks = self._number, self._processes.ranks
@@ -225,15 +236,15 @@ class ParallelRunner:
         self._processes.attempt(partial(rank.weights.send, message))
 
     def _answers(self, ranks: Sequence[RankProcess]) -> dict[str, str]:
-        """Return the ranks' problems, by name of the rank."""
+        """Receive an answer from each rank. Return the errors among them, by name of the rank."""
         answers = {rank.spec.name: self._processes.attempt(rank.weights.recv) for rank in ranks}
         return {name: problem for name, problem in answers.items() if problem is not None}
 
     def _kept(self, tensor: torch.Tensor) -> torch.dtype:
-        """Return the dtype in which ranks store a tensor, and in which it is sent."""
+        """Return the dtype in which a tensor is sent to the ranks and stored there."""
         return torch.float32 if tensor.ndim == 1 else self._dtype
 
 
 def rank_device(device: torch.device, rank: int) -> torch.device:
-    """Return a rank's device, given rank 0's: GPUs are consecutive, the CPU is shared."""
+    """Return the device of a rank, given that of rank 0. Ranks use consecutive GPUs, or share the CPU."""
     return device if device.type == "cpu" else torch.device(device.type, (device.index or 0) + rank)

@@ -46,7 +46,7 @@ from storage.host import end_with_parent
 Result = TypeVar("Result")
 _ROOT = Path(__file__).resolve().parents[4]
 _EXIT_NOTICE_S = 30.0
-"""Longest time until the end of a process is noticed after a connection to it has broken."""
+"""Maximum time from a broken connection until the end of the rank's process is noticed."""
 
 
 class RankLost(RuntimeError):
@@ -55,7 +55,7 @@ class RankLost(RuntimeError):
 
 @dataclass(frozen=True)
 class RankProcess:
-    """This process's ends of the connections to a rank."""
+    """A rank, and rank 0's ends of the two connections to it."""
 
     spec: RankSpec
     commands: Connection
@@ -66,9 +66,10 @@ class RankProcesses:
     """Owns the other ranks' processes. If one of them ends, it ends the others."""
 
     def __init__(self, specs: Sequence[RankSpec], on_lost: Callable[[str], None] | None = None) -> None:
-        """Start the rank processes; `meet` waits until they run. If a rank is lost, `on_lost` is called with a
-        description, in a thread of its own and before any `attempt` fails because of the loss. A process that exits in
-        `on_lost` therefore never reports the loss as an error."""
+        """Start the rank processes. `meet` waits until they run.
+
+        If a rank is lost, `on_lost` is called in a thread of its own, with a description of the loss. `attempt` raises
+        RankLost only after this call. So if `on_lost` ends the process, the loss is never reported as an error."""
         self._lost: str | None = None
         self._loss_handled = threading.Event()
         self._closing = False
@@ -96,7 +97,7 @@ class RankProcesses:
             assert answer == READY
 
     def attempt(self, act: Callable[[], Result]) -> Result:
-        """Return the result of `act`. Raises RankLost if `act` fails because a rank has ended."""
+        """Return the result of `act`. If `act` fails because a rank has ended, raise RankLost."""
         try:
             return act()
         except (RuntimeError, EOFError, OSError) as error:  # raised by gloo, NCCL and connections if a rank ends
@@ -205,7 +206,7 @@ def _received(commands: Connection) -> Iterator[Command]:
 
 
 def _receive_weights(weights: Connection, model: RankModel, prepared: dict[int, LlamaWeights]) -> None:
-    """Receive weights until the connection closes, then end the process, since the main thread may hang in a
+    """Receive weights until the connection closes. Then end the process, since the main thread may be stuck in a
     collective."""
     try:
         while True:
@@ -219,7 +220,8 @@ def _receive_weights(weights: Connection, model: RankModel, prepared: dict[int, 
 
 
 def _prepare(message: Prepare, weights: Connection, model: RankModel, prepared: dict[int, LlamaWeights]) -> None:
-    """Prepare weights. Answers twice, with None or a problem: before the tensors arrive, and after they are packed."""
+    """Receive and prepare the announced weights. Answer twice with None or an error: before the tensors are sent, and
+    after they are packed."""
     try:
         tensors = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in message.tensors}
     except (RuntimeError, MemoryError) as error:  # torch reports missing memory as RuntimeError

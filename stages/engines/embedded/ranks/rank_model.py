@@ -40,7 +40,7 @@ from stages.models.spec import (
 )
 
 BUSY_FILE = "busy"
-"""File in the ranks' folder: float64 seconds that each rank has computed, by rank."""
+"""Name of the file in the ranks' folder that holds the busy time of each rank, in seconds as float64."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RankSpec:
     device: str
     threads: int
     folder: str
-    """Folder shared by the ranks of one engine, absolute."""
+    """Absolute path of the folder that the ranks of an engine share."""
 
     @property
     def name(self) -> str:
@@ -70,7 +70,8 @@ class RankModel:
     """Owns one rank's weights, its part of the cache, and its connections to the other ranks."""
 
     def __init__(self, spec: RankSpec) -> None:
-        """Block until all ranks have connected. There are no weights until `set_weights(prepare(...))`."""
+        """Connect to the other ranks, and wait until all have connected. The caller must load the first weights by
+        `set_weights(prepare(...))`."""
         self._spec, self.name = spec, spec.name
         self._part = spec.share.spec(spec.model)
         """Sizes of the part that is computed here."""
@@ -91,9 +92,9 @@ class RankModel:
 
     @torch.inference_mode()
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> LlamaWeights:
-        """Make new weights from this rank's slices (`shard_tensors`) beside the ones in use. The first call needs all
-        slices, later ones only those that change. Any thread may call this. Raises WeightsError for the first slice
-        that is not finite."""
+        """Return new weights, made from this rank's slices (`shard_tensors`) while the old ones stay in use. The first
+        call needs all slices. Later calls need only those that change. Any thread may call this. Raises WeightsError,
+        naming the first slice that is not finite."""
         if self._weights is None:
             dtype = getattr(torch, self._spec.engine.dtype)
             return build_weights(self._part, tensors, dtype, self._device, self._spec.max_seq, self._kernels)
@@ -109,7 +110,7 @@ class RankModel:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Draws | None:
-        """Compute this rank's part of a pass. Return the draws on the first rank of the last stage, None on the
+        """Compute this rank's part of a pass. Return the draws on the first rank of the last stage, and None on the
         others."""
         assert self._weights is not None
         spec, others = self._spec, self._communicator
@@ -147,7 +148,7 @@ class RankModel:
 
     @torch.inference_mode()
     def read_cache(self, blocks: Sequence[int], num_positions: int) -> np.ndarray:
-        """Return this rank's layers and heads of a row's keys and values: see `KVCache.read`."""
+        """Return the keys and values of a row in this rank's layers and heads. See `KVCache.read`."""
         return self._cache.read(blocks, num_positions)
 
     @torch.inference_mode()
@@ -177,8 +178,9 @@ class RankModel:
 
 
 def shard_tensors(share: Share, spec: ModelSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return this rank's slices (views) of some of the model's checked tensors, under the names in the rank's own
-    model. An unused embedding or head is cut to one row, since a packed matrix has at least one."""
+    """Return this rank's slices of some of the model's tensors, whose names and shapes were checked. The slices are
+    views, under the names that they have in the rank's own model. If this rank does not use the embedding or the output
+    layer, its slice is one row, since a packed matrix has at least one."""
     own: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         of_layer = layer_and_part(name)
@@ -196,7 +198,7 @@ def shard_tensors(share: Share, spec: ModelSpec, tensors: Mapping[str, torch.Ten
 
 
 def _slice(share: Share, spec: ModelSpec, part: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's slice of a block's tensor. Norms are whole on every rank."""
+    """Return this rank's slice of a tensor of a block. Every rank holds whole norms."""
     dim = spec.head_dim
     queries = range(share.heads.start * dim, share.heads.stop * dim)
     keys = range(share.kv_heads.start * dim, share.kv_heads.stop * dim)

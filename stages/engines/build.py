@@ -1,4 +1,4 @@
-"""Build an engine from a config. The table of the builders of all kinds of engines is here."""
+"""Build an engine from a config. `_BUILDERS` names the builder of each kind of engine."""
 
 from __future__ import annotations
 
@@ -37,17 +37,28 @@ def build_engine(
 ) -> GenerationEngine:
     """Return a new engine of `config.kind`.
 
-    `path`: a Hugging Face directory or `random:tiny`, whose weights become `version`. `max_seq`: longest prompt plus
-    response, in tokens. `threads`: number of torch threads. `device`: device of the engine's first rank; None: the
-    engine chooses. `eos_token_ids`: empty means the model's own. `migratable`: rows may continue in other engines
-    (`MigratingEngine`). `in_flight`: new weights are loaded between two tokens while rows run; otherwise after the rows
-    in flight have finished. `device_sharing`: build the engine so that it can sleep and leave its devices to other
-    gangs. Without this vLLM and TensorRT-LLM cannot sleep. `on_lost`: called with the reason when a process of the
-    engine is lost. `log`: log file of an engine that runs in an environment of its own; None: no log. `start_s`:
-    seconds that such an engine has to start; None: 600.
+    Args:
+        path: a Hugging Face directory or `random:tiny`. Its weights become `version`.
+        config: section `engine` of the config.
+        max_seq: longest prompt plus response, in tokens.
+        threads: number of torch threads.
+        device: device of the engine's first rank; None: the engine chooses.
+        eos_token_ids: EOS tokens; empty: those of the model.
+        version: version of the weights in `path`.
+        migratable: True if rows must be able to continue in other engines (`MigratingEngine`).
+        in_flight: True to load new weights between two tokens, while rows run. By default they are loaded after the
+            rows in flight have finished.
+        device_sharing: True to build the engine so that it can sleep and leave its devices to other gangs. Without
+            this, vLLM and TensorRT-LLM cannot sleep.
+        on_lost: called with the reason if a process of the engine is lost.
+        log: log file, for an engine that runs in a Python environment of its own; None: no log.
+        start_s: seconds that such an engine has to start; None: 600.
 
-    Raises ValueError for settings that cannot work, and WeightsError for weights that are not the model's. Raises
-    EngineLost if an engine in an environment of its own does not start."""
+    Raises:
+        ValueError: the settings cannot work.
+        WeightsError: the weights are not those of the model.
+        EngineLost: an engine in a Python environment of its own did not start.
+    """
     module, _, name = _BUILDERS[config.kind].partition(":")
     build: Callable[..., GenerationEngine] = getattr(importlib.import_module(module), name)
     return build(

@@ -1,11 +1,11 @@
-"""State the abilities of each kind of engine. A run asks only for these before it relies on an engine.
+"""The capabilities of each kind of engine. Before a run relies on an ability of an engine, it looks only at them.
 
     config, device ──► Capabilities ──┬─► checks: refuse what a run asks for beyond them, before anything starts
                                       ├─► pipeline/config/preflight.py: say what the run cannot prove
                                       └─► workers, replay: how to read weights, and what a repetition must reproduce
 
-The capabilities of an engine are a function of its settings and of its device. A built engine has them as
-`GenerationEngine.capabilities`. If something was never measured, the weaker possibility is stated.
+The capabilities of an engine depend only on its settings and its device. An engine that was built has them as
+`GenerationEngine.capabilities`. If an ability was never measured, the weaker alternative is stated.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from stages.engines.config import EngineConfig
 
 Device = Literal["cpu", "cuda"]
 _SERVER_BYTES = 950 << 20
-"""Memory of vLLM's CPU build, mostly libraries: 660 MiB measured with a tiny model, 820 to 910 with SmolLM2. Other
-builds were never measured."""
+"""Memory of a process of vLLM, mostly for libraries. With vLLM's CPU build, 660 MiB were measured with a tiny model,
+and 820 to 910 MiB with SmolLM2. Other builds were never measured."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class EngineMemory:
     reserves_cache: bool = False
     """True if the engine allocates all of `engine.kv_budget_mb` at the start, even if its rows need less."""
     refit_bytes: int | None = None
-    """Bytes of new weights that a rank holds beside the old ones during a refit, or the bytes of the largest tensor if
-    these are more. None: all of the rank's weights."""
+    """Bytes of new weights that a rank holds beside the old ones during a refit. If the largest tensor is larger, its
+    bytes count instead. None: all weights of the rank."""
     process_bytes: int = 0
     """Bytes of each process in the engine's own environment, without weights and cache; 0: the engine has no processes
     of its own."""
@@ -38,41 +38,42 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The abilities of an engine. A run that asks for more is refused before it starts."""
+    """The abilities of an engine. A run that needs others is refused before it starts."""
 
     draws: Literal["keyed", "seeded", "free"]
-    """Repeatability of sampled tokens. `keyed`: law 4. `seeded`: the same request in the same engine gives the same
-    tokens; nothing else is guaranteed. `free`: tokens do not repeat."""
+    """Repeatability of sampled tokens. keyed: the noise of each token depends only on (seed, step, row, position), as
+    in every other engine with keyed draws. seeded: the same request in the same engine gives the same tokens, and
+    nothing more is guaranteed. free: tokens do not repeat."""
     invariance: Literal["bits", "tokens", "none"]
-    """Results of a row that do not depend on the other rows in its batch. bits: its tokens, and its log-probs to the
-    last bit. tokens: its tokens, unless two candidates are closer than rounding. none: no results."""
+    """Influence of the other rows of a batch on a row. bits: none; its tokens and the last bits of its log-probs stay
+    the same. tokens: its log-probs may change by rounding, and its tokens only if two candidates are closer than that.
+    none: its tokens and log-probs may change."""
     distributions: Literal["any", "plain"]
     """The distributions that rows can be drawn from. any: any temperature, suppressed tokens, and no EOS before
     `min_new_tokens`. plain: the softmax of the logits (temperature 1) or their arg max (0), with no token excluded."""
     scores: bool
     """True if the engine returns the log-probs of given tokens (`Request.forced`). Canaries need it."""
     updates: frozenset[Literal["drain", "inflight"]]
-    """The ways to load new weights (`inflight`: `rollout.versions`)."""
+    """Ways to load new weights (see `rollout.versions`)."""
     sources: frozenset[Literal["tensors", "mapped"]]
-    """The forms of weights that `load_weights` takes. tensors: tensors of this process, which the engine packs and
-    checks for numbers that are not finite in one pass. mapped: the places of their bytes (`MappedTensors.places`),
-    which the engine passes on without reading the bytes."""
+    """Forms of weights that `load_weights` can take. tensors: tensors in this process. The engine packs them and checks
+    in the same pass that their numbers are finite. mapped: places of tensors in files (`MappedTensors.places`). The
+    engine passes the places on without reading the bytes."""
     failed_refit: Literal["kept", "rebuild"]
-    """State after a refit that failed half-way. `kept`: the engine continues with the old weights. `rebuild`: it must
-    be built anew. (Every engine refuses weights that are not the model's before it changes anything.)"""
+    """State after a refit that failed half-way. kept: the engine continues with the old weights. rebuild: the engine
+    must be built anew. (Weights that are not the model's are refused by every engine before it changes anything.)"""
     migration: bool
     """True if rows can continue in another engine (`MigratingEngine`)."""
     sleeps: Literal["nothing", "cache", "weights"]
-    """The memory that `sleep` frees. cache: that of keys and values. weights: that of keys, values and weights, so the
-    weights must be loaded again after `wake`."""
+    """Memory that `sleep` frees. nothing: none. cache: the keys and values. weights: the keys, the values and the
+    weights, so that weights must be loaded again after `wake`."""
     speculation: bool
-    """True if log-probs are correct with speculative decoding."""
+    """True if log-probs are correct under speculative decoding."""
     devices: frozenset[Device]
     """Devices that the engine runs on."""
     memory: EngineMemory = EngineMemory()
     measured: bool = True
-    """True if these capabilities were observed on this device. Otherwise the engine was written for them and never run
-    there."""
+    """True if these capabilities were observed on this device. False if the engine's code was never run there."""
 
     def __str__(self) -> str:
         said = {
@@ -90,9 +91,10 @@ class Capabilities:
 
 
 def embedded_capabilities(config: EngineConfig, device: Device) -> Capabilities:
-    """Return the capabilities of the embedded engine. On a CPU a row's bits do not depend on the other rows (tested).
-    On CUDA cuBLAS chooses its algorithm by the number of rows, so tokens differ if two candidates lie within rounding.
-    """
+    """Return the capabilities of the embedded engine.
+
+    On a CPU a row's bits do not depend on the other rows of its batch (tested). On CUDA, cuBLAS chooses its algorithm
+    by the number of rows. So a token may differ there if two candidates are closer than rounding."""
     return Capabilities(
         draws="keyed",
         invariance="bits" if device == "cpu" else "tokens",
@@ -110,15 +112,17 @@ def embedded_capabilities(config: EngineConfig, device: Device) -> Capabilities:
 
 
 TENSORRT_LLM_BUCKET_MB = 1024
-"""MiB of new weights that are copied to every rank's device at a time, or more if a block or a tensor is larger. The
-embedding of a 70B model in bfloat16 (128256 x 8192) is twice as large, and smaller pieces would only take more
-calls."""
+"""Size of a bucket in MiB: new weights are copied to the device of every rank one bucket at a time. A larger block or
+tensor makes a larger bucket. The embedding of a 70B model in bfloat16 (128256 x 8192) is twice as large, so smaller
+buckets would not save memory and only take more calls."""
 
 
 def vllm_capabilities(config: EngineConfig, device: Device) -> Capabilities:
-    """Return the capabilities of vLLM. Our code makes the draws (`serving/vllm_adapter.py`), but a row's sums depend on
-    the other rows of its batch. vLLM refuses drafts together with a logits processor. With pipeline stages, batches are
-    in flight between vLLM's steps, so weights cannot change there."""
+    """Return the capabilities of vLLM.
+
+    Draws are keyed, since our code makes them (`serving/vllm_adapter.py`), but the sums of a row depend on the other
+    rows of its batch. There is no speculative decoding, since vLLM refuses it together with a logits processor. With
+    pipeline stages, batches are in flight between vLLM's steps, so weights cannot change while rows run."""
     return Capabilities(
         draws="keyed",
         invariance="tokens",
@@ -137,9 +141,11 @@ def vllm_capabilities(config: EngineConfig, device: Device) -> Capabilities:
 
 
 def tensorrt_llm_capabilities(config: EngineConfig, device: Device) -> Capabilities:
-    """Return the capabilities of TensorRT-LLM, taken from its recorded interface (`serving/trtllm_adapter.py`); it was
-    never run. It has a seed per request. Its log-probs are those of the raw logits, without the temperature and the
-    bans of the draw."""
+    """Return the capabilities of TensorRT-LLM. It was never run; they are taken from its recorded interface
+    (`serving/trtllm_adapter.py`).
+
+    Draws have a seed per request. Log-probs are those of the raw logits. They ignore the temperature and the banned
+    tokens of the draw."""
     return Capabilities(
         draws="seeded",
         invariance="none",
@@ -162,7 +168,7 @@ STATED: Mapping[str, Callable[[EngineConfig, Device], Capabilities]] = {
     "vllm": vllm_capabilities,
     "tensorrt_llm": tensorrt_llm_capabilities,
 }
-"""`engine.kind` -> function that returns the engine's capabilities."""
+"""`engine.kind` -> function from the config and the device to the engine's capabilities."""
 
 
 def capabilities_of(config: EngineConfig, device: Device) -> Capabilities:
@@ -171,6 +177,6 @@ def capabilities_of(config: EngineConfig, device: Device) -> Capabilities:
 
 
 def able(config: EngineConfig, device: Device, can: Callable[[Capabilities], bool]) -> list[str]:
-    """Return the values of `engine.kind` whose capabilities satisfy `can` under the config's other settings. Error
-    messages suggest them."""
+    """Return the kinds of engines whose capabilities satisfy `can` if the other settings of the config stay the same.
+    Error messages suggest them."""
     return [kind for kind, stated in STATED.items() if can(stated(config, device))]

@@ -12,23 +12,23 @@ from typing import Literal
 from storage.problems import Problem, at_least, setting, unread_problems
 
 OTHER_ENVIRONMENTS = {"vllm": "make engine-vllm", "tensorrt_llm": "make engine-trtllm"}
-"""Kinds of engines that need a Python environment of their own, and the command that makes it."""
+"""Kind of engine that needs a Python environment of its own -> the command that makes this environment."""
 _NO_DRAFTS = {
     "vllm": "vLLM refuses speculative decoding beside the logits processor that draws its tokens",
     "tensorrt_llm": "TensorRT-LLM refuses log-probs beside drafts, or reports wrong ones",
 }
 HIDDEN_STATES_BYTES = 64 << 20
-"""Memory of the hidden states that a learned draft head learns from: three quarters for finished rows (2 bytes a
-number), a quarter for rows in flight (4 bytes a number)."""
+"""Memory of the hidden states that a learned draft head is trained on. Finished rows take three quarters of it (2 bytes
+a number), and rows in flight a quarter (4 bytes a number)."""
 ENGINE_WORK_BYTES = 3 << 30
-"""Memory of a GPU for activations, CUDA graphs and buffers of an engine of another project, beside its weights and
-cache. vLLM: "CUDA graphs can take additional 1~3 GiB memory per GPU" (its log)."""
+"""Memory of a GPU that an engine of another project needs beside weights and cache, for activations, CUDA graphs and
+buffers. vLLM's log says: "CUDA graphs can take additional 1~3 GiB memory per GPU"."""
 
 
 @dataclass
 class SpeculationConfig:
-    """Speculative decoding: draft the next tokens of a row, and verify several in one pass. The tokens are the same as
-    without drafts."""
+    """Speculative decoding: the next tokens of a row are drafted, and several are verified in one pass. The tokens are
+    the same as without drafts."""
 
     drafter: Literal["none", "ngram", "learned", "both"] = "none"
     """Source of drafts. ngram: the tokens that followed the same two or three tokens earlier in the row or in rows of
@@ -120,7 +120,7 @@ def _other_kinds_problems(config: EngineConfig) -> Iterator[Problem]:
 
 
 def _embedded_problems(config: EmbeddedConfig) -> Iterator[Problem]:
-    """Yield a problem for each changed setting of the embedded engine that has no effect under its other settings."""
+    """Yield a problem for each changed setting of the embedded engine that other settings make useless."""
     key, drafts = "engine.embedded", config.speculation
     if drafts.drafter == "none":
         why = "there are no drafts under engine.embedded.speculation.drafter=none: choose a drafter"
@@ -128,7 +128,7 @@ def _embedded_problems(config: EmbeddedConfig) -> Iterator[Problem]:
 
 
 def _graphs_problems(config: EngineConfig) -> Iterator[Problem]:
-    """Yield a problem if CUDA graphs are switched off for an engine that this setting does not concern."""
+    """Yield a problem if CUDA graphs are switched off although this setting has no effect on the engine."""
     without: str | None = None
     if config.kind == "embedded" and config.embedded.kernels in ("native", "torch"):
         without = (
@@ -141,15 +141,16 @@ def _graphs_problems(config: EngineConfig) -> Iterator[Problem]:
 
 
 def made_interpreter(kind: str) -> str | None:
-    """Return the path of the Python that `make engine-...` has made for an engine of another project; None if it has
-    made none."""
+    """Return the path of the Python interpreter that `make engine-...` has installed for this kind of engine, or None
+    if there is none."""
     python = Path(".engines", kind, "bin", "python")
     return str(python) if kind in OTHER_ENVIRONMENTS and python.exists() else None
 
 
 def interpreter(python: str) -> str:
-    """Return `engine.python` as a path that works in any working directory; unchanged if it is not found. Links are not
-    followed, because an interpreter finds its environment by the path that it is started with."""
+    """Return `engine.python` as an absolute path, which works in any working directory. If it is not found, return it
+    as it is. Links are not followed, because an interpreter finds its environment by the path that it is started
+    with."""
     if os.path.dirname(python):
         return str(Path(python).absolute())
     found = shutil.which(python)

@@ -1,20 +1,22 @@
 """The protocol that every generation engine implements, and the records that it uses.
 
-How a run uses an engine: several shards call `generate` at the same time, from several threads. The engine batches the
-rows of all calls and yields each row as it finishes. Every request names the version of the weights that it must be
-sampled with (`Request.version`). A caller that sees another version resident calls `load_weights`, which waits until
-the rows of the older version have finished (drain). An engine that updates in flight does not wait: its accepted rows
-go on under the new weights. It also accepts rows that ask for an older version than the resident one.
-`Completion.versions` says which version sampled each token.
+A run uses an engine as follows. Several shards call `generate` at the same time, from several threads. The engine
+batches the rows of all calls, and yields each row as it finishes. Every request names the version of the weights that
+it must be sampled with (`Request.version`). If a caller sees another version resident, it calls `load_weights`. By
+default this waits until the rows of the older version have finished (drain). An engine that updates in flight does not
+wait: its accepted rows continue under the new weights. Such an engine also accepts rows that ask for an older version
+than the resident one. `Completion.versions` tells which version sampled each token.
 
-p is the softmax of logits / temperature, without the suppressed tokens, and without EOS before `min_new_tokens`. At
-temperature 0 the arg max is taken, and p is that of temperature 1. Law 4: the token at a position, counted from the
-prompt's first token, is argmax(log p + Gumbel noise keyed by (seed, step, row, position)). The noise is that of
-stages/engines/embedded/sampling.py. So a row's tokens depend neither on the other rows of its batch nor on the engine.
-An engine for which this does not hold says so in its `Capabilities` (capabilities.py). A run asks nothing else about an
+Let p be the softmax of logits / temperature, without the suppressed tokens, and without EOS before `min_new_tokens`. If
+draws are keyed, the token at a position is argmax(log p + Gumbel noise). Positions are counted from the prompt's first
+token. The noise comes from stages/engines/embedded/sampling.py, and its key is (seed, step, row, position). So a row's
+tokens depend neither on the other rows of its batch nor on the engine. At temperature 0 the token is the arg max of the
+logits, and p is that of temperature 1.
+
+If this does not hold for an engine, its `Capabilities` (capabilities.py) say so. A run asks nothing else about an
 engine. `build_engine` (build.py) builds an engine from a config.
 
-The functions at the end check requests and new weights, as every engine does before it accepts them.
+The functions at the end check requests and new weights. Every engine calls them before it accepts a request or weights.
 """
 
 from __future__ import annotations
@@ -37,27 +39,27 @@ NO_VERSION = -1
 
 
 class RequestError(ValueError):
-    """A request cannot be served (empty, too long, token ids outside the vocabulary, another version resident). The
-    message names the row."""
+    """A request cannot be served: it is empty or too long, has token ids outside the vocabulary, or needs other weights
+    than the resident ones. The message names the row."""
 
 
 class WeightsError(ValueError):
-    """Weights cannot be loaded (missing, extra, misshapen, NaN). The message names the tensor, or the rank that has no
-    memory for them. The old weights stay."""
+    """Weights cannot be loaded: tensors are missing, unknown, of the wrong shape or not finite, or a rank lacks memory.
+    The message names the tensor or the rank. The old weights stay."""
 
 
 class EngineLost(RuntimeError):
-    """The engine has stopped and lost its rows. It must be built anew."""
+    """The engine has stopped, and its rows are lost. The engine must be built anew."""
 
 
 class RowsLost(RuntimeError):
-    """Rows of a call came back unfinished from another engine, and the weights that they need are no longer resident.
-    Load these weights and make the call again. Raised only by engines whose rows can migrate."""
+    """Rows of a call came back unfinished from another engine, but the weights that they need are no longer resident.
+    The caller must load these weights and repeat the call. Only engines whose rows can migrate raise this."""
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Place of a tensor's bytes on this host, in C order."""
+    """Place of a tensor in a file of this host. Its bytes are in C order."""
 
     name: str
     file: str
@@ -69,8 +71,8 @@ class TensorPlace:
 
 
 class MappedTensors(dict[str, torch.Tensor]):
-    """Tensors by name, as views of mapped files, for `GenerationEngine.load_weights`. `places` holds the file and
-    offset of each, for an engine in another process that maps the files itself."""
+    """Tensors by name, as views of mapped files. `GenerationEngine.load_weights` takes them. `places` holds the file
+    and the offset of each tensor, so that an engine in another process can map the files itself."""
 
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], places: Mapping[str, TensorPlace], *, finite: bool = False
@@ -82,19 +84,19 @@ class MappedTensors(dict[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample."""
+    """A request to sample one response."""
 
     row: int
-    """Row number, which the result repeats. Together with `seed` and `step` it keys the noise."""
+    """Row number, which `Completion.row` repeats. With `seed` and `step` it is part of the key of the noise."""
     seed: int
     step: int
     tokens: tuple[int, ...]
     """The prompt, without padding."""
     version: int
-    """Version of the weights to sample with. If the engine updates in flight, a newer one may be used."""
+    """Version of the weights to sample with. An engine that updates in flight may use a newer one."""
     sampling: SamplingConfig
     forced: tuple[int, ...] = ()
-    """Tokens of the response that are given instead of drawn, `sampling.max_new_tokens` of them. Each is returned with
+    """Prescribed tokens of the response, `sampling.max_new_tokens` of them. They are not drawn. Each is returned with
     its log-prob under these weights, computed as for a drawn token. Empty: all tokens are drawn."""
 
 
@@ -106,7 +108,8 @@ class Completion:
     tokens: np.ndarray
     """int32 [new]: sampled tokens, the EOS included."""
     logprobs: np.ndarray
-    """float32 [new]: log of p (see the module) of each sampled token, given all tokens before it."""
+    """float32 [new]: log p of each sampled token, given all tokens before it. p is defined at the top of this
+    module."""
     versions: np.ndarray
     """int32 [new]: version of the weights that sampled each token."""
     finish_reason: FinishReason
@@ -123,28 +126,29 @@ class EngineStats:
     """Mean number of rows in flight per decode step, divided by `max_rows`."""
     kv_peak_fraction: float
     preemptions: int
-    """Number of times that a row was preempted for lack of cache memory, to be resumed later."""
+    """Number of times that a row was preempted for lack of cache memory. Such a row is resumed later."""
     refit_s: float
-    """Seconds in which new weights were checked and packed."""
+    """Seconds spent on checking and packing new weights."""
     busy_s: float
     prompt_tokens: int = 0
-    """Tokens fed before rows decode: their prompts and, if rows are fed again, also their responses so far."""
+    """Number of tokens that were fed before rows decode. These are prompts. If a row is fed again, the response so far
+    is counted as well."""
     shared_tokens: int = 0
-    """Prompt tokens not fed, because their keys and values were in the cache already."""
+    """Number of prompt tokens that were not fed, because their keys and values were in the cache already."""
     drafted_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Drafted tokens that were verified, by kind of draft."""
+    """Number of drafted tokens that were verified, by kind of draft."""
     accepted_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Accepted draft tokens, by kind of draft."""
+    """Number of drafted tokens that were accepted, by kind of draft."""
     draft_lengths: Mapping[int, int] = field(default_factory=dict)
-    """Number of draft tokens of a decoding row in a batch -> how many times that occurred."""
+    """Number of drafted tokens of a decoding row in a batch -> how often that number occurred."""
     rank_busy_s: tuple[float, ...] = ()
-    """Seconds that each rank of the model computed, within `busy_s`."""
+    """Seconds that each rank of the model has computed. They are part of `busy_s`."""
     rows_given: int = 0
-    """Rows that migrated to another engine."""
+    """Number of rows that migrated to another engine."""
     rows_taken: int = 0
-    """Rows that migrated here from another engine."""
+    """Number of rows that migrated here from another engine."""
     accepted_positions: Mapping[int, int] = field(default_factory=dict)
-    """Number of accepted draft tokens, by the number of tokens before them in the draft."""
+    """Number of tokens before an accepted token in its draft -> how many such tokens were accepted."""
 
 
 class GenerationEngine(Protocol):
@@ -152,28 +156,37 @@ class GenerationEngine(Protocol):
     """Version of the resident weights."""
     capabilities: Capabilities
     numerics: Mapping[str, str]
-    """Facts that the last bits of the engine's results depend on, by name: `kernels`, and `device` if the engine
-    computes in another process."""
+    """Facts that the last bits of the engine's results depend on, by name. `kernels` is always given, and `device` if
+    the engine computes in another process."""
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """Yield rows as they finish. Thread-safe. A response ends with EOS or after `max_new_tokens` tokens. If the
-        generator is closed early, even before its first row, its unfinished rows are dropped.
+        """Sample responses, and yield each row as it finishes. Thread-safe.
 
-        Before any row runs, raises RequestError (also if the resident weights are not of the requested version), and
-        RuntimeError if the engine is asleep or has stopped. The iterator raises EngineLost or another RuntimeError if
-        the engine stops. It raises RowsLost, and FloatingPointError for a row whose logits are not finite."""
+        A response ends with EOS or after `max_new_tokens` tokens. If the generator is closed early, even before its
+        first row, its unfinished rows are dropped.
+
+        Raises:
+            RequestError: raised before any row runs, if a request cannot be served or the resident weights have another
+                version.
+            RuntimeError: raised before any row runs, if the engine is asleep or has stopped. The iterator raises
+                EngineLost or another RuntimeError if the engine stops later.
+            RowsLost: raised by the iterator if rows that migrated come back too late (see `RowsLost`).
+            FloatingPointError: raised by the iterator, if the logits of a row are not finite.
+        """
         ...
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load new weights in place. `tensors` have Hugging Face's names; tensors that are not given keep their values.
-        The engine finishes its rows first while new rows wait, or loads between two batches. After WeightsError it
-        continues with all the old weights. After any other error its state is that of `Capabilities.failed_refit`.
-        Raises RuntimeError if the engine is asleep."""
+        """Load new weights in place. `tensors` have Hugging Face's names. Tensors that are not given keep their values.
+
+        By default the engine finishes its rows first, and new rows wait. An engine that updates in flight loads between
+        two batches. After WeightsError it continues with all the old weights. After any other error,
+        `Capabilities.failed_refit` gives its state. Raises RuntimeError if the engine is asleep."""
         ...
 
     def sleep(self) -> None:
-        """Free the memory that `Capabilities.sleeps` names, until `wake`. Raises RuntimeError if rows are in flight. If
-        the weights are freed too, no version is resident (`NO_VERSION`) until `load_weights` is called after `wake`."""
+        """Free the memory that `Capabilities.sleeps` names, until `wake` is called. If the weights are freed, no
+        version is resident (`NO_VERSION`) until `load_weights` is called after `wake`. Raises RuntimeError if rows are
+        in flight."""
         ...
 
     def wake(self) -> None:
@@ -181,11 +194,11 @@ class GenerationEngine(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """Return the counts since the last call, and reset them. Thread-safe, even while rows are in flight."""
+        """Return the counts since the last call, and reset them. Thread-safe. Rows may be in flight."""
         ...
 
     def close(self) -> None:
-        """End the engine with all its processes. Callers that wait get RuntimeError. A second call does nothing."""
+        """Stop the engine and end all its processes. Callers that wait get RuntimeError. A second call does nothing."""
         ...
 
 
@@ -224,8 +237,8 @@ def check_request(request: Request, max_seq: int, vocab: int, eos_ids: Set[int])
 
 
 def check_ability(request: Request, can: Capabilities) -> None:
-    """Check a request against an engine's capabilities. Raises RequestError, naming the row, if the engine cannot serve
-    it. A run that would make such requests is refused before it starts (`pipeline/config/rules.py`)."""
+    """Check that an engine with these capabilities can serve a request. Raises RequestError, naming the row, if it
+    cannot. A run that would make such requests is refused before it starts (`pipeline/config/rules.py`)."""
     sampling, problem = request.sampling, None
     if request.forced and not can.scores:
         problem = "is given its tokens, which this engine cannot score"
@@ -239,14 +252,14 @@ def check_ability(request: Request, can: Capabilities) -> None:
 
 
 def begun(results: Iterator[Completion | None]) -> Iterator[Completion]:
-    """Return the generator, started: its first item, None, has been taken. A generator that is closed before its start
-    would skip its `finally`, and the engine would keep its rows."""
+    """Start a generator by taking its first item, which is None, and return it. If a generator is closed before it was
+    started, its `finally` does not run, and the engine would keep its rows."""
     next(results)
     return cast(Iterator[Completion], results)
 
 
 def _forced_problem(request: Request, vocab: int, banned: Set[int], eos_ids: Set[int]) -> str | None:
-    """Return the problem of a request's `forced` tokens, or None."""
+    """Return a description of what is wrong with a request's `forced` tokens, or None."""
     forced, sampling = request.forced, request.sampling
     if len(forced) != sampling.max_new_tokens:
         return f"is given {len(forced)} tokens of its response, and max_new_tokens {sampling.max_new_tokens}"
@@ -261,10 +274,11 @@ def _forced_problem(request: Request, vocab: int, banned: Set[int], eos_ids: Set
 
 
 def check_tensors(spec: ModelSpec, tensors: Mapping[str, torch.Tensor], *, complete: bool) -> None:
-    """Check names and shapes of tensors. Raises WeightsError, naming the first tensor that is unknown, has another
-    shape, is not of floating point or, if `complete`, is missing. Whether the numbers are finite is checked when they
-    are packed, so that they are read only once. A tied `lm_head.weight` may be given if it equals the embedding given
-    with it."""
+    """Check the names and shapes of tensors. Raises WeightsError, naming the first tensor that is unknown, has another
+    shape or is not of floating point. If `complete`, also raises it for a missing tensor.
+
+    Numbers that are not finite are found later, when they are packed, so that they are read only once. If the model's
+    `lm_head.weight` is tied, it may be given, but must equal the embedding that is given with it."""
     expected = tensor_shapes(spec)
     for name, tensor in tensors.items():
         if name == LM_HEAD and spec.tied_embeddings:
@@ -282,7 +296,7 @@ def check_tensors(spec: ModelSpec, tensors: Mapping[str, torch.Tensor], *, compl
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check every number. Raises WeightsError, naming the first tensor with a number that is not finite."""
+    """Check that all numbers are finite. Raises WeightsError, naming the first tensor that has another one."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise WeightsError(f"{name} has numbers that are not finite")

@@ -28,15 +28,16 @@ from stages.native.compile import cache_folder
 
 _VLLM = "stages.engines.remote.serving.vllm_adapter:VllmAdapter"
 _START_S = 600.0
-"""Seconds that an engine has to start with its model, if the caller of `build_engine` sets none. A run sets fewer
-seconds than its worker has to start."""
+"""Default of `build_engine` for the seconds that an engine has to start. A run gives its engines less time than the
+start of a worker may take."""
 _MESSAGE_TIMEOUT_S = 60.0
-"""Most seconds without a message from an engine's process, which sends one every second. Then it counts as lost."""
+"""Maximum number of seconds without a message from an engine's process, which sends one every second. After that it
+counts as lost."""
 _TENSORRT_LLM = "stages.engines.remote.serving.trtllm_adapter:TrtllmAdapter"
 
 
 def build_vllm(path: str, config: EngineConfig, *, device_sharing: bool = False, **settings: Any) -> GenerationEngine:
-    """Build vLLM in the environment of `engine.python`. Takes the arguments of `build_engine`; raises the errors of
+    """Build vLLM in the environment of `engine.python`. Takes the arguments of `build_engine`, and raises the errors of
     `build_remote`."""
     # prefix_caching: rows of one prompt share its keys and values. It changes no number, and costs next to nothing.
     extra = {
@@ -69,7 +70,8 @@ def build_tensorrt_llm(
 def _stated(
     stated: Callable[[EngineConfig, Device], Capabilities], *, sleeps: bool
 ) -> Callable[[EngineConfig, Device], Capabilities]:
-    """Return `stated`, without sleep unless the engine is built for it."""
+    """Return `stated` if the engine is built so that it can sleep. Otherwise return a function with the same
+    capabilities except sleep."""
     return stated if sleeps else lambda config, device: dataclasses.replace(stated(config, device), sleeps="nothing")
 
 
@@ -93,12 +95,22 @@ def build_remote(
     start_s: float | None = None,
     message_timeout_s: float = _MESSAGE_TIMEOUT_S,
 ) -> GenerationEngine:
-    """Start an engine behind `adapter` (`module:Class`) in the environment of `engine.python`, with settings
-    `extra`. `stated`: returns its capabilities on the device that it reports.
+    """Start an engine of another project in the environment of `engine.python`. The arguments that are not listed here
+    are those of `build_engine`.
 
-    `log`: file for the server's output; None: the output is kept for errors only. `modules`: a folder that `adapter`
-    may be imported from. Raises ValueError for settings that cannot work, OSError for an interpreter that cannot be
-    run, and EngineLost with the last lines of the server's log."""
+    Args:
+        adapter: class that serves the engine, as `module:Class`.
+        stated: returns the engine's capabilities, given the device that the engine reports.
+        extra: settings for this kind of engine.
+        log: file for the server's output; None: the output is kept for errors only.
+        modules: a folder that `adapter` may be imported from.
+        message_timeout_s: seconds without a message after which the server counts as lost.
+
+    Raises:
+        ValueError: the settings cannot work.
+        OSError: the interpreter cannot be run.
+        EngineLost: the engine did not start. The message has the last lines of the server's log.
+    """
     assert config.python is not None, "checked with the config"
     if migratable:  # `pipeline/config/rules.py` refuses such a config before
         raise ValueError(
@@ -144,7 +156,7 @@ def _parameters(path: str) -> int:
 
 
 def _model_files(path: str, max_seq: int) -> ModelFiles:
-    """Return the model's files. Raises ValueError if the model has positions for fewer than `max_seq` tokens."""
+    """Return the files of a model. Raises ValueError if the model has fewer than `max_seq` positions."""
     files = ModelFiles(path)
     if not 0 < max_seq <= files.spec.max_positions:
         raise ValueError(f"max_seq is {max_seq}; {path!r} has positions for {files.spec.max_positions} tokens")

@@ -1,14 +1,15 @@
-"""`GenerationEngine` over a server process in another Python environment.
+"""A `GenerationEngine` whose engine runs in a server process, in another Python environment.
 
     callers' threads ──rows──► socket ──► server ──finished rows──► reader thread ──► each caller's queue
 
-Weights do not go through the socket: the server maps the file that holds them (`protocol.MappedTensors`), or a file
-that the client writes for tensors that are in no file. New weights are loaded when no row is in flight (drain), or
-between two steps of the engine (inflight).
+Weights do not go through the socket. The server maps the file that holds them (`protocol.MappedTensors`). If tensors
+are in no file, the client writes one. New weights are loaded when no row is in flight (drain), or between two steps of
+the engine (inflight).
 
 A server is lost for good if it ends, fails, sends nothing for `message_timeout_s`, or breaks the protocol. Then all
-waiting callers get EngineLost, and `on_lost` is called. A server whose loop hangs while its process still sends beats
-is not noticed here; the deadline of the node that waits for its rows (`cluster.deadline_s`) ends it.
+waiting callers get EngineLost, and `on_lost` is called. A server whose loop hangs, but whose process still sends a beat
+every second, is not noticed here. It is ended by the deadline of the node that waits for its rows
+(`cluster.deadline_s`).
 
 The functions at the end check a server's messages against the protocol (`wire`).
 """
@@ -46,16 +47,16 @@ from stages.engines.remote.wire import PROTOCOL, ProtocolError, frame, unpack_ar
 from storage.records import FinishReason
 
 _START_MESSAGE_TIMEOUT_S = 30.0
-"""Fewest seconds without a message after which a starting server counts as hung. Loading libraries from a cold disk may
-block its interpreter, so that it sends no beats."""
+"""Minimum time without a message after which a starting server counts as hung. Loading libraries from a cold disk may
+block its interpreter for that long, so that it sends no messages."""
 
 
 @dataclass(frozen=True)
 class RemoteSettings:
-    """The engine's adapter, sizes and time limits. `server`: the fields of `serving.adapter.Settings`."""
+    """The engine's adapter, sizes and time limits. `server` holds the fields of `serving.adapter.Settings`."""
 
     adapter: str
-    """`module:Class`, in the server's environment."""
+    """Class that serves the engine, as `module:Class` in the server's environment."""
     stated: Callable[[Device], Capabilities]
     """Function that returns the engine's capabilities on a device."""
     server: Mapping[str, Any]
@@ -63,23 +64,24 @@ class RemoteSettings:
     max_rows: int
     eos_ids: Set[int]
     start_s: float
-    """Most seconds until the engine has loaded its model."""
+    """Maximum number of seconds until the engine has loaded its model."""
     message_timeout_s: float
-    """Most seconds without a message from the server, which sends one every second; at least 30 s while it starts."""
+    """Maximum number of seconds without a message from the server, which sends one every second. While the server
+    starts, the maximum is at least 30 s."""
     in_flight: bool = False
     """True if rows in flight continue under new weights."""
 
 
 @dataclass(eq=False)
 class _Call:
-    """Rows that one caller waits for, by their ids on the wire."""
+    """One call of `generate`: its unfinished rows by their ids in messages, and the queue of its results."""
 
     requests: dict[int, Request]
     results: queue.SimpleQueue[Completion | Exception]
 
 
 class RemoteEngine:
-    """Owns the server, the thread that receives its messages, and the rows in flight; implements `GenerationEngine`."""
+    """Owns the server, the thread that receives its messages, and the rows in flight. Implements `GenerationEngine`."""
 
     def __init__(
         self,
@@ -90,18 +92,19 @@ class RemoteEngine:
         version: int = 0,
         on_lost: Callable[[str], None] | None = None,
     ) -> None:
-        """Wait until the server has loaded the model. If that fails, end the server and raise EngineLost with the last
-        lines of its log."""
+        """Start the engine, and wait until the server has loaded the model. If that fails, end the server and raise
+        EngineLost with the last lines of its log."""
         self.version, self.engine = version, ""
         self._server, self._files, self._settings, self._on_lost = server, files, settings, on_lost
         self._ids = itertools.count()
         self._given = 0
-        """Rows with lower ids have been sent to the server."""
+        """Upper bound: every row that was sent to the server has a smaller id."""
         self._calls: dict[int, _Call] = {}
-        """The call of each row in flight."""
+        """Id of each row in flight -> its call."""
         self._answers: dict[int, queue.SimpleQueue[dict[str, Any] | EngineLost]] = {}
         self._changed = threading.Condition()
-        """Held while rows, weights or the engine's state change; never while waiting for the server."""
+        """Lock for the rows, the weights and the state of the engine, notified when they change. It is not held while
+        waiting for the server."""
         self._loading = self._asleep = self._closing = False
         self._failure: EngineLost | None = None
         self._load_lock = threading.Lock()
@@ -118,10 +121,16 @@ class RemoteEngine:
     # ---- `GenerationEngine` ----
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """See `GenerationEngine`. Also raises RequestError if a row asks for a newer version than the resident one or,
-        unless `in_flight`, for an older one. Raises RuntimeError if the engine is asleep, and EngineLost if it has
-        stopped. The iterator raises EngineLost if the engine stops, and FloatingPointError, naming the row, if a row's
-        logits are not finite."""
+        """See `GenerationEngine`.
+
+        Raises:
+            RequestError: a request cannot be served. Versions newer than the resident one are refused, and without
+                `in_flight` older ones too.
+            RuntimeError: the engine is asleep.
+            EngineLost: the engine has stopped. The iterator raises this too, if the engine stops later.
+            FloatingPointError: raised by the iterator, if the logits of a row are not finite. The message names the
+                row.
+        """
         rows = list(requests)
         for request in rows:
             check_request(request, self._settings.max_seq, self._files.vocab, self._settings.eos_ids)
@@ -146,7 +155,7 @@ class RemoteEngine:
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """See `GenerationEngine`. Tensors that cannot be loaded are refused before anything is sent to the server. If
-        the server fails while it loads, it is lost."""
+        the server fails while it loads weights, it is lost."""
         with self._changed:
             self._check_running()
         with self._load_lock, self._files.complete(tensors) as places:
@@ -181,7 +190,7 @@ class RemoteEngine:
         return read_stats(self._ask("stats"), self._settings.max_rows)
 
     def close(self) -> None:
-        """End the server at once; callers that still wait get EngineLost. A second call does nothing."""
+        """End the server at once. Callers that still wait get EngineLost. A second call does nothing."""
         with self._changed:
             self._closing = True
         self._server.close()
@@ -190,8 +199,8 @@ class RemoteEngine:
     # ---- the connection ----
 
     def _start(self) -> ServerReady:
-        """Say hello to the server, and return its answer once the engine is up. Raises EngineLost if the engine does
-        not start."""
+        """Send `hello` to the server, and return its answer once the engine has started. Raises EngineLost if the
+        engine does not start."""
         settings = self._settings
         try:
             hello = {"version": self.version, "adapter": settings.adapter, "settings": dict(settings.server)}
@@ -212,9 +221,9 @@ class RemoteEngine:
             raise self._lost(f"cannot be talked to: {error}") from error
 
     def _first_answer(self) -> dict[str, Any] | None:
-        """Return the answer to hello: the first message that is not a beat, since a server that hangs in its start
-        sends beats too. Return None if the server has closed the connection. Raises TimeoutError, which says what took
-        too long."""
+        """Return the server's answer to `hello`: the first message that is not a beat. Return None if the server has
+        closed the connection. Beats do not extend the deadline, since a server that hangs in its start sends them too.
+        Raises TimeoutError, whose message tells which limit was exceeded."""
         settings, begun_at = self._settings, time.monotonic()
         timeout_s = max(settings.message_timeout_s, _START_MESSAGE_TIMEOUT_S)
         while (left_s := begun_at + settings.start_s - time.monotonic()) > 0:
@@ -254,8 +263,8 @@ class RemoteEngine:
                 self._changed.notify_all()
 
     def _take_messages(self) -> str:
-        """Take messages until the connection ends, and return the reason of its end. Raises ProtocolError for a message
-        that makes no sense here."""
+        """Handle messages until the connection ends, and return the reason of its end. Raises ProtocolError for a
+        message that is not allowed here."""
         while True:
             message = self._server.channel.receive(self._settings.message_timeout_s)
             if message is None:
@@ -316,7 +325,7 @@ class RemoteEngine:
             self._give_up(call)
 
     def _give_up(self, call: _Call) -> None:
-        """Abort the rows of a call that are not finished."""
+        """Abort the unfinished rows of a call."""
         with self._changed:
             left = [i for i in call.requests if self._calls.pop(i, None) is not None]
             if left and self._failure is None:
@@ -324,7 +333,7 @@ class RemoteEngine:
             self._changed.notify_all()
 
     def _ask(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """Send a call and return the server's answer."""
+        """Send a message that needs an answer, and return the answer. Raises EngineLost if the server is lost."""
         number, answer = next(self._ids), queue.SimpleQueue[dict[str, Any] | EngineLost]()
         message = frame(kind, call=number, **fields)
         with self._changed:
@@ -340,8 +349,8 @@ class RemoteEngine:
         return found
 
     def _send(self, message: bytes) -> None:
-        """Send a message. The caller holds `_changed`. If the server is lost, `_changed` is released until the reason
-        is known, and EngineLost is raised."""
+        """Send a message. The caller holds `_changed`. If the server is lost, wait until the reason is known, and raise
+        EngineLost. `_changed` is released while waiting."""
         try:
             self._server.channel.send_frame(message)
         except OSError as error:
@@ -355,7 +364,8 @@ class RemoteEngine:
             raise RuntimeError("the engine is asleep: wake() it first")
 
     def _stopped(self) -> EngineLost:
-        """Return a new exception for each caller: an exception that is raised twice collects both traces."""
+        """Return the error for a caller. Each caller gets an exception of its own, since one that is raised twice would
+        collect both tracebacks."""
         return EngineLost(f"the engine has stopped: {self._failure}" if not self._closing else "the engine has stopped")
 
     def _lost(self, event: str) -> EngineLost:
@@ -366,7 +376,7 @@ class RemoteEngine:
         return f"the server of {who} {event}"
 
     def _on_the_wire(self, number: int, request: Request) -> dict[str, Any]:
-        """Return the fields of `serving.adapter.ServedRow`."""
+        """Return a request as the fields of `serving.adapter.ServedRow`. `number`: id of the row."""
         sampling = request.sampling
         return {
             "id": number,
@@ -388,7 +398,7 @@ class RemoteEngine:
 
 @dataclass(frozen=True)
 class ServerReady:
-    """A server's description of its engine, sent when it is up."""
+    """A server's description of its engine, sent when the engine has started."""
 
     engine: str
     version: str
@@ -396,13 +406,13 @@ class ServerReady:
     facts: Mapping[str, str]
 
     def __str__(self) -> str:
-        """Return one line with everything that the engine's last bits depend on."""
+        """Return one line with the facts that the last bits of the engine's results depend on."""
         facts = {"version": self.version, **self.facts}
         return ", ".join([self.engine, *(f"{name} {value}" for name, value in sorted(facts.items()))])
 
 
 def read_ready(message: Mapping[str, Any]) -> ServerReady:
-    """Read a `ready` message. Raises ProtocolError for anything else."""
+    """Read a `ready` message. Raises ProtocolError if it is not valid."""
     device, facts = _text(message, "device"), message.get("facts")
     if device not in ("cpu", "cuda") or not isinstance(facts, dict):
         raise ProtocolError(f"it is ready on {device!r} with facts {facts!r:.80}")
@@ -411,8 +421,8 @@ def read_ready(message: Mapping[str, Any]) -> ServerReady:
 
 
 def read_id(message: Mapping[str, Any], name: str) -> int:
-    """Return the id under `name` in a message of the server. This side gave that number to a call or a row. Raises
-    ProtocolError if it is no integer."""
+    """Return the id of a call or row in a message from the server. Raises ProtocolError if field `name` is not an
+    integer."""
     value = message.get(name)
     if not isinstance(value, int):
         raise ProtocolError(f"a message {message['kind']!r} whose {name} is {value!r:.80}")
@@ -420,8 +430,8 @@ def read_id(message: Mapping[str, Any], name: str) -> int:
 
 
 def read_row(message: Mapping[str, Any], longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return tokens, log-probs and versions of a response of at most `longest` tokens: int32, float32 and int32
-    [new]. Raises ProtocolError for anything else."""
+    """Read a finished response of at most `longest` tokens. Return its tokens, log-probs and versions: int32, float32
+    and int32 [new]. Raises ProtocolError if the message is not valid."""
     names = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32}
     arrays = {name: unpack_array(message.get(name)) for name in names}
     tokens, logprobs, versions = arrays.values()
@@ -433,7 +443,7 @@ def read_row(message: Mapping[str, Any], longest: int) -> tuple[np.ndarray, np.n
 
 
 def read_stats(message: Mapping[str, Any], max_rows: int) -> EngineStats:
-    """Read the statistics of a `done` message. Raises ProtocolError for anything else."""
+    """Read the statistics of a `done` message. Raises ProtocolError if they are not valid."""
     names = ("tokens", "rows", "steps", "in_flight", "kv_peak", "preemptions", "refit_s", "busy_s", "prompt_tokens")
     counted: dict[str, Any] = {name: message.get(name) for name in names}
     if not all(isinstance(number, int | float) for number in counted.values()):

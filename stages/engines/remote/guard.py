@@ -1,10 +1,10 @@
-"""Kill an engine's server with all its children when the process that started it ends, however it ends.
+"""Kill an engine's server and all its children when the process that started the server ends, for whatever reason.
 
-    python guard.py GROUP FOLDER    GROUP: the server's process group; FOLDER: a folder to remove then
+    python guard.py GROUP FOLDER    GROUP: the server's process group; FOLDER: a folder to remove afterwards
 
 The server cannot do this itself: it may be stopped or stuck, and its children would outlive it. Standard input is a
-pipe from the watched process. Nobody writes to it, and it closes when that process ends. `process.py` runs this file by
-its path, in a session of its own.
+pipe from the watched process. That process writes nothing to it, and the pipe closes when the process ends.
+`process.py` runs this file by its path, in a session of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 _SHARED_MEMORY = Path("/dev/shm")
 _OWN_NAMES = ("psm_", "sem.mp-", "vllm_")
-"""Beginnings of the names that multiprocessing and vLLM give to the shared memory between an engine's ranks."""
+"""Prefixes of the names that multiprocessing and vLLM give to the shared memory between an engine's ranks."""
 
 
 def main(group: int, folder: str) -> None:
@@ -29,8 +29,8 @@ def main(group: int, folder: str) -> None:
 
 
 def end_group(group: int) -> None:
-    """Kill a process group, and remove the shared memory between its processes, since the tracker that would remove it
-    is killed too."""
+    """Kill a process group, and remove the shared memory between its processes. Usually a tracker process removes it,
+    but the tracker is in the group and is killed too."""
     left = set(_shared_memory(group))
     with suppress(ProcessLookupError, PermissionError):  # the group has ended
         os.killpg(group, signal.SIGKILL)
@@ -39,8 +39,8 @@ def end_group(group: int) -> None:
 
 
 def _shared_memory(group: int) -> Iterator[Path]:
-    """Yield the files of shared memory that the processes of a group have mapped. They are found by inode, since a
-    semaphore is mapped before it gets its name."""
+    """Yield the files of shared memory that the processes of a group have mapped. They are identified by their inode
+    and not by their name, since a semaphore is mapped before it gets its name."""
     mapped = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's

@@ -1,6 +1,7 @@
-"""Records for planning migrations: the rows in flight of an engine, and the rows that it is to give to another engine.
+"""Records for planning migrations: the rows that an engine has in flight, and the rows that it shall give to another
+engine.
 
-Standard library only: the driver, which plans migrations, does not load torch.
+Uses only the standard library, since the driver, which plans migrations, does not load torch.
 """
 
 from __future__ import annotations
@@ -8,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RowKey = tuple[int, int, int]
-"""(seed, step, row): identifies a row, and keys its noise."""
+"""(seed, step, row): the identity of a row, and a part of the key of its noise."""
 
 
 @dataclass(frozen=True)
 class RowLoad:
-    """A row in flight."""
+    """A row in flight, as planning needs it."""
 
     key: RowKey
     tokens: int
@@ -21,7 +22,7 @@ class RowLoad:
     cached: int
     """Number of positions whose keys and values are cached."""
     left: int
-    """Most tokens that the row may still get."""
+    """Maximum number of tokens that the row can still get."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,11 @@ class EngineLoad:
 
 @dataclass(frozen=True)
 class MigrationRequest:
-    """A row that an engine is to give to another engine."""
+    """A request to an engine to give a row to another engine."""
 
     key: RowKey
     with_cache: bool
-    """True: send its keys and values. False: the target computes them again."""
+    """True to send the row's keys and values. If False, the other engine computes them again."""
     min_left: int = 0
-    """The row stays if fewer tokens than this are left to sample, since it may have come close to its end meanwhile."""
+    """Minimum number of tokens left to sample. If fewer are left, the row stays, since it has come close to its end
+    after the request was made."""

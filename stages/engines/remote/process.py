@@ -28,15 +28,15 @@ from storage.host import loopback_only
 
 @dataclass(frozen=True)
 class Environment:
-    """Requirements of an engine's own Python environment."""
+    """Requirements on an engine's own Python environment."""
 
     module: str
     packages: tuple[str, ...]
-    """Names of the distributions that contain the module."""
+    """Names of the distributions that may contain the module."""
     versions: tuple[str, ...]
-    """First parts of the versions that the adapter was written for ("0.32")."""
+    """Beginnings of the version numbers that the adapter was written for, such as "0.32"."""
     beside: tuple[str, ...] = ()
-    """Further modules that the adapter needs; the packages do not install them."""
+    """Further modules that the adapter needs. The distributions do not install them."""
 
 
 ENVIRONMENTS: dict[str, Environment] = {
@@ -45,7 +45,7 @@ ENVIRONMENTS: dict[str, Environment] = {
 }
 """Environments by `engine.kind`."""
 _BOUNDARY = ("msgpack", "jaxtyping", "numpy", "torch")
-"""Modules that `serving` needs besides the engine."""
+"""Modules that the server code in `serving` needs, besides the engine itself."""
 _LOOK = """
 import importlib.metadata, importlib.util, json, sys
 def version(names):
@@ -62,7 +62,7 @@ _LOOK_S = 120.0
 
 
 def environment_problem(python: str, wanted: Environment) -> str | None:
-    """Return why an engine cannot run in the environment of the interpreter `python`, or None."""
+    """Return the reason why an engine cannot run in the environment of the interpreter `python`, or None if it can."""
     asked = json.dumps([[wanted.module, *wanted.beside, *_BOUNDARY], list(wanted.packages)])
     try:
         done = subprocess.run(
@@ -91,23 +91,28 @@ def environment_problem(python: str, wanted: Environment) -> str | None:
 
 
 LAST_LINES = 15
-"""Number of lines of the server's log in an error."""
+"""Number of last lines of the server's log that an error message shows."""
 _END_S = 10.0
-"""Longest wait for the end of a process that has closed its connection."""
+"""Maximum time to wait for the end of a process that has closed its connection."""
 SCRATCH = "stageline-engine-"
-"""Prefix of a server's directory in the temporary folder. The id of the process that started the server follows."""
+"""Beginning of the name of a server's folder in the temporary folder. The id of the process that started the server
+follows it."""
 _SERVER = "stages.engines.remote.serving.server"
 _NOT_PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD")
 
 
 class ServerProcess:
-    """Owns the server's process with all its children, our end of the connection, and the log. The server and its
-    children end when this process ends, however it ends."""
+    """Owns the server's process with all its children, this side of the connection, and the log. The server and its
+    children end when this process ends, for whatever reason."""
 
     def __init__(self, python: str, log: Path | None, modules: Path | None = None) -> None:
-        """`python`: absolute path of the other environment's interpreter. `log`: file to which its output is appended;
-        None: a temporary file. `modules`: a folder that a user's own adapters are imported from. Raises
-        OSError, naming `python`, if it cannot be run."""
+        """Start the server. Raises OSError, naming `python`, if the interpreter cannot be run.
+
+        Args:
+            python: absolute path of the interpreter of the server's environment.
+            log: file to which the server's output is appended; None: a temporary file.
+            modules: a folder from which a user's own adapters can be imported.
+        """
         with ExitStack() as stack:
             prefix = f"{SCRATCH}{os.getpid()}-"
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)))
@@ -146,7 +151,7 @@ class ServerProcess:
             self._stack = stack.pop_all()
 
     def last_lines(self) -> str:
-        """Return the last lines of the server's log, indented, for an error's text."""
+        """Return the last lines of the server's log, indented for an error message."""
         try:
             with self._log.open(encoding="utf8", errors="replace") as lines:
                 return "".join(f"\n    {line.rstrip()}" for line in deque(lines, LAST_LINES))
@@ -154,15 +159,16 @@ class ServerProcess:
             return ""
 
     def how_it_ended(self) -> str:
-        """Return the exit status of a server that has closed the connection, in words."""
+        """Return how a server ended that has closed the connection, as the end of a sentence: its exit status, or that
+        it still runs."""
         try:
             return f"with status {self.process.wait(_END_S)}"
         except subprocess.TimeoutExpired:
             return "its connection but still runs"
 
     def close(self) -> None:
-        """End the server at once, with everything that it started. Its memory is free when this returns. A second call
-        does nothing."""
+        """End the server and everything that it started, without waiting for its work. Its memory is free when this
+        returns. A second call does nothing."""
         with self._closing:
             self._stack.close()
 

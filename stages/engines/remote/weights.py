@@ -24,11 +24,11 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class ModelFiles:
-    """The places of a model's tensors."""
+    """The places of all tensors of a model in files of this host."""
 
     def __init__(self, path: str) -> None:
-        """`path`: a Hugging Face directory. Raises FileNotFoundError if it has no weights, and WeightsError if a tensor
-        is missing or has a dtype that cannot be mapped."""
+        """Find the tensors in a Hugging Face directory. Raises FileNotFoundError if it has no weights, and WeightsError
+        if a tensor is missing or has a dtype that cannot be mapped."""
         self.spec: ModelSpec = read_spec(path)
         self.vocab: int = self.spec.vocab_size
         self._own = {place.name: place for file in weight_files(path) for place in places_in(file)}
@@ -36,14 +36,16 @@ class ModelFiles:
         if missing:
             raise WeightsError(f"{missing[0]} (and {len(missing) - 1} more) is missing in {path}")
         self._refitted: frozenset[str] = frozenset()
-        """Names of tensors that a refit has replaced. Their values in the model's own files are out of date."""
+        """Names of the tensors that the last refit replaced. Their values in the model's own files are out of date."""
 
     @contextmanager
     def complete(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[list[TensorPlace]]:
-        """Yield the places of all tensors of the model, valid until the block ends. `tensors` replace the model's own.
+        """Yield the places of all tensors of the model. The places are valid until the block ends. `tensors` replace
+        those in the model's files.
 
-        Raises WeightsError, naming the tensor, if the model has no such tensor, or if a shape differs or a number is
-        not finite. Raises it also if a tensor is missing that an earlier call had, since its values are unknown."""
+        Raises WeightsError, naming the tensor, if the model has no such tensor, its shape differs, or a number is not
+        finite. Also raises it if a tensor is missing that the last call replaced, since its current values are
+        unknown."""
         check_tensors(self.spec, tensors, complete=False)
         if not (isinstance(tensors, MappedTensors) and tensors.finite):
             check_finite(tensors)
@@ -75,7 +77,7 @@ def places_in(file: Path) -> list[TensorPlace]:
 
 
 def _write(file: IO[bytes], name: str, tensor: torch.Tensor) -> TensorPlace:
-    """Append a tensor's bytes, aligned for its dtype."""
+    """Append a tensor's bytes to a file, aligned to 64 bytes, and return their place."""
     file.write(b"\0" * (-file.tell() % 64))
     offset = file.tell()
     flat = tensor.detach().to("cpu").contiguous()

@@ -33,13 +33,13 @@ import msgpack
 import numpy as np
 
 PROTOCOL = 3
-"""Version of this protocol; client and server must agree."""
+"""Version of this protocol. Client and server must have the same one."""
 BEAT_S = 1.0
 _LENGTH = struct.Struct(">I")
 _TIME = struct.Struct("ll")
-"""The system's `timeval`: seconds, microseconds."""
+"""Layout of the system's `timeval`: seconds, microseconds."""
 _LARGEST = 1 << 30
-"""Most bytes of a message; rows have kilobytes. A larger length comes from another protocol."""
+"""Maximum bytes of a message. Rows take kilobytes. A larger length can only come from another protocol."""
 
 
 class ProtocolError(RuntimeError):
@@ -47,7 +47,7 @@ class ProtocolError(RuntimeError):
 
 
 class Channel:
-    """Owns one end of the connection. Any thread may send; one receives."""
+    """Owns one end of the connection. Any thread may send, but only one may receive."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -64,8 +64,8 @@ class Channel:
             self._connection.sendall(message)
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any] | None:
-        """Return the next message; None if the other side has closed. Raises TimeoutError if nothing at all arrives
-        for `timeout_s`, ProtocolError for bytes that are not a message."""
+        """Return the next message, or None if the other side has closed. Raises TimeoutError if no byte arrives for
+        `timeout_s` seconds, and ProtocolError for bytes that are not a message."""
         self._limit(timeout_s)
         head = self._exactly(_LENGTH.size)
         if head is None:
@@ -90,8 +90,8 @@ class Channel:
         self._connection.close()
 
     def _limit(self, timeout_s: float | None) -> None:
-        """Set the kernel's time limit for receiving. Python's own would also end a `send` in the middle of a
-        message."""
+        """Set the system's time limit for receiving. Python's own timeout would apply to sending too, and could end a
+        `send` in the middle of a message."""
         if timeout_s != self._timeout_s:
             micros = 0 if timeout_s is None else max(1, int(timeout_s * 1e6))  # 0: none
             self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIME.pack(*divmod(micros, 10**6)))
@@ -112,8 +112,8 @@ class Channel:
 
 
 def frame(kind: str, **fields: Any) -> bytes:
-    """Return an encoded message; integers may have any type, numpy's too. Raises TypeError, ValueError or
-    OverflowError for values that MessagePack cannot encode."""
+    """Return an encoded message. Integers may be of any type, such as numpy's. Raises TypeError, ValueError or
+    OverflowError if MessagePack cannot encode a value."""
     body: bytes = msgpack.packb({"kind": kind, **fields}, default=operator.index)
     return _LENGTH.pack(len(body)) + body
 
@@ -124,7 +124,8 @@ def pack_array(array: np.ndarray) -> dict[str, Any]:
 
 
 def unpack_array(message: Any) -> np.ndarray:
-    """Return the array that `pack_array` encoded, read only. Raises ProtocolError for anything else."""
+    """Return the array that `pack_array` encoded. It is read-only. Raises ProtocolError if the message is not such an
+    array."""
     try:
         return np.frombuffer(message["data"], np.dtype(message["dtype"])).reshape(message["shape"])
     except (KeyError, TypeError, ValueError) as error:

@@ -1,6 +1,7 @@
-"""The interface between the server's loop and an engine of another project. Each engine implements it in one file. The
-functions at the end collect the facts about an environment that last bits depend on, and map weights of another
-process.
+"""The interface between the server's loop and an engine of another project. Each engine implements it in one file.
+
+The functions at the end collect the facts about an environment on which the last bits of results depend, and map
+weights that another process has written.
 
 Runs in the engine's own Python environment.
 """
@@ -21,7 +22,7 @@ import torch
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that the engine is started with. `extra`: settings for this kind of engine only."""
+    """Settings with which the engine is started. `extra` holds settings for this kind of engine only."""
 
     model: str
     """A Hugging Face directory."""
@@ -38,10 +39,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class ServedRow:
-    """One response to generate. The token at a position is drawn from p, the softmax of the logits without the
-    banned tokens, divided by the temperature (0: the arg max, with its log-prob at temperature 1). The draw is the
-    arg max of log p + noise keyed by (seed, step, row, position), unless the engine's `Capabilities.draws` say
-    otherwise. Rows that the engine's capabilities exclude (`distributions`, `scores`) are not sent."""
+    """A request to generate one response.
+
+    The token at a position is drawn from p, the softmax of logits / temperature without the banned tokens. At
+    temperature 0 it is the arg max, and its log-prob is that at temperature 1. The draw is the arg max of log p plus
+    noise whose key is (seed, step, row, position), unless `Capabilities.draws` of the engine says otherwise. Rows that
+    the engine's capabilities exclude (`distributions`, `scores`) are not sent."""
 
     id: int
     row: int
@@ -53,14 +56,14 @@ class ServedRow:
     temperature: float
     suppress: tuple[int, ...]
     stop: tuple[int, ...]
-    """Tokens that end the response; banned before `min_new_tokens`."""
+    """Tokens that end the response. They are banned before `min_new_tokens`."""
     forced: tuple[int, ...]
-    """Tokens that are given instead of drawn; empty: none are."""
+    """Prescribed tokens, which are not drawn; empty: all tokens are drawn."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A response; `logprobs` as in `ServedRow`."""
+    """A finished response. `logprobs` are log-probs under the p of `ServedRow`."""
 
     id: int
     tokens: np.ndarray
@@ -69,55 +72,57 @@ class Finished:
 
 @dataclass(frozen=True)
 class Ready:
-    """The engine's description of itself once it is up."""
+    """The engine's description of itself, once it has started."""
 
     engine: str
     version: str
     facts: Mapping[str, str]
-    """Facts that the last bits of the engine's results depend on, besides `machine_facts`."""
+    """Facts that the last bits of the engine's results depend on. Those in `machine_facts` are not repeated here."""
     device: str
-    """Device that it computes on: cpu or cuda."""
+    """Device that the engine computes on: cpu or cuda."""
 
 
 class EngineAdapter(Protocol):
-    """Owns an engine. One thread calls it. If a method raises, the server ends."""
+    """Owner of an engine. All calls come from one thread. If a method raises an exception, the server ends."""
 
     ready: Ready
 
     def add(self, row: ServedRow) -> None:
-        """Queue a row; it runs in the next `step`s."""
+        """Queue a row. It runs in the following calls of `step`."""
         ...
 
     def abort(self, ids: Sequence[int]) -> None:
-        """Forget rows, finished or not."""
+        """Drop rows, whether or not they are finished."""
         ...
 
     def step(self) -> list[Finished]:
-        """Generate a token of each running row. Return the rows that have finished. (An engine that steps by itself
-        only waits for a moment.)"""
+        """Generate a token of each running row, and return the rows that have finished. If the engine makes its steps
+        by itself, only wait for a moment."""
         ...
 
     def load(self, places: Sequence[Mapping[str, Any]]) -> None:
-        """Load the weights of the whole model from these places, which `map_tensors` maps. The files may be gone after
-        the call. Everything cached under the old weights is dropped. Rows in flight, which exist only if
-        `Capabilities.updates` has `inflight`, continue from their tokens."""
+        """Load the weights of the whole model. `places`: place of each tensor, for `map_tensors`. The files may be
+        deleted after the call.
+
+        Everything that was cached under the old weights is dropped. Rows in flight continue from the tokens that they
+        have. There can be such rows only if `Capabilities.updates` has `inflight`."""
         ...
 
     def made(self) -> Mapping[int, int]:
-        """Return the number of generated tokens of each row in flight, by id. Called for engines that update in
-        flight."""
+        """Return the number of generated tokens of each row in flight, by id. It is called only while rows are in
+        flight during a load."""
         ...
 
     def sleep(self) -> None:
-        """Free the memory that `Capabilities.sleeps` names, until `wake`. No row is in flight. If the weights are
-        freed too, `load` follows before the next row."""
+        """Free the memory that `Capabilities.sleeps` names, until `wake` is called. No row is in flight. If the weights
+        are freed, `load` is called before the next row."""
         ...
 
     def wake(self) -> None: ...
 
     def load_now(self) -> tuple[float, int]:
-        """Return the share of the cache's memory that is in use, and the number of rows that were preempted for lack of
-        it since the last call."""
+        """Return the share of the cache's memory that is in use now, and the number of preemptions since the last call.
+        A row is preempted when cache memory is short."""
         ...
 
     def close(self) -> None: ...
@@ -140,8 +145,8 @@ _ENVIRONMENT = (
 
 
 def machine_facts() -> dict[str, str]:
-    """Return facts by name: the builds of Python and torch, the processor as torch uses it, the GPU, and environment
-    variables that change sums."""
+    """Return facts that the last bits of results depend on, by name: the builds of Python and torch, the processor as
+    torch uses it, the GPU, and environment variables that change sums."""
     facts = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -161,10 +166,10 @@ def machine_facts() -> dict[str, str]:
 
 
 def map_tensors(tensors: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Return tensors by name, read only and without a copy.
+    """Return tensors by name, as read-only views of files, without a copy.
 
-    `tensors`: for each its name, file, offset in bytes, shape and dtype (numpy's name, or "bfloat16"). Raises
-    ValueError, naming the tensor, if its file does not hold it."""
+    `tensors`: for each tensor its name, file, offset in bytes, shape and dtype (numpy's name, or "bfloat16"). Raises
+    ValueError, naming the tensor, if the file is too short for it."""
     files: dict[str, np.ndarray] = {}
     found = {}
     for info in tensors:

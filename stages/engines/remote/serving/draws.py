@@ -1,4 +1,5 @@
-"""The draw by law 4, for engines whose own draws are not keyed: from a batch's logits to tokens and log-probs.
+"""Keyed draws for engines that have none of their own: from a batch's logits to tokens and log-probs. The noise of each
+token has the key (seed, step, row, position).
 
 Runs in the engine's own Python environment.
 """
@@ -17,13 +18,13 @@ from stages.engines.remote.serving.adapter import ServedRow
 from stages.native.compile import NoNativeKernelsError
 
 Choose = Callable[[torch.Tensor, list[float], np.ndarray], tuple[torch.Tensor, torch.Tensor]]
-"""A function from logits [rows, vocab], temperatures and keys [rows] to tokens and log-probs, as `sampling.sample`."""
+"""Function from logits [rows, vocab], temperatures and keys [rows] to tokens and log-probs, like `sampling.sample`."""
 
 
 @functools.cache
 def fastest_choice(device: str) -> tuple[str, Choose]:
-    """Return the name and the function of the fastest draw on a type of device: the embedded engine's C on a CPU
-    with a compiler, torch elsewhere."""
+    """Return the fastest function that draws on a type of device, and its name. On a CPU with a compiler this is the
+    embedded engine's C, otherwise torch."""
     if device == "cpu":
         try:
             return "native", load_native_kernels().choose
@@ -35,8 +36,8 @@ def fastest_choice(device: str) -> tuple[str, Choose]:
 def draw(
     logits: torch.Tensor, rows: Sequence[ServedRow], made: Sequence[int], choose: Choose = sample
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw tokens [rows] with their log-probs [rows] from float32 logits [rows, vocab], which are overwritten.
-    `made`: number of tokens that each row's response has already."""
+    """Draw a token for each row, and return tokens [rows] and log-probs [rows]. `logits` [rows, vocab] are float32 and
+    are overwritten. `made`: number of tokens that each row's response already has."""
     pairs = list(zip(rows, made, strict=True))
     ban(logits, [row.suppress + (row.stop if n < row.min_new_tokens else ()) for row, n in pairs])
     temperatures = [row.temperature for row in rows]

@@ -15,8 +15,8 @@ from stages.engines.remote.serving.adapter import EngineAdapter, ServedRow, Sett
 from stages.engines.remote.wire import PROTOCOL, Channel, ProtocolError, pack_array
 
 Messages = queue.SimpleQueue[dict[str, Any] | Exception | None]
-"""Messages from the reader thread. The last one is None if the other side has closed, or else the exception that ended
-the reading."""
+"""Queue of messages from the reader thread. The last item is None if the other side has closed. Otherwise it is the
+exception that ended the reading."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class _Counters:
     rows: int = 0
     steps: int = 0
     in_flight: int = 0
-    """Rows in flight, summed over steps."""
+    """Number of rows in flight, summed over steps."""
     kv_peak: float = 0.0
     preemptions: int = 0
     refit_s: float = 0.0
@@ -42,12 +42,12 @@ class Server:
         """`version`: the version of the adapter's weights."""
         self._channel, self._adapter, self._version = channel, adapter, version
         self._rows: dict[int, list[tuple[int, int]]] = {}
-        """Id of a row in flight -> the versions that were replaced while it ran, each with the row's number of tokens
-        at that moment."""
+        """Id of a row in flight -> list of (version that was replaced while the row ran, number of tokens that the row
+        had then)."""
         self._counters = _Counters()
 
     def run(self, messages: Messages) -> None:
-        """Serve until the other side closes. Raises ProtocolError for a message that makes no sense here."""
+        """Serve until the other side closes. Raises ProtocolError for a message that is not allowed here."""
         while True:
             waiting = not self._rows
             while waiting or not messages.empty():
@@ -115,7 +115,8 @@ class Server:
             )
 
     def _versions(self, num_tokens: int, replaced: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Return the version of the weights that generated each token of a row, int32 [num_tokens]."""
+        """Return the version of the weights that generated each token of a row, int32 [num_tokens]. `replaced`: the
+        row's entry in `_rows`."""
         versions = np.full(num_tokens, self._version, np.int32)
         for version, made in reversed(replaced):
             versions[:made] = version
@@ -145,7 +146,7 @@ class Server:
 
 
 def serve(channel: Channel, hello: Mapping[str, Any], messages: Messages) -> None:
-    """Build the engine that `hello` asks for, and serve until the other side closes."""
+    """Build the engine that `hello` names, and serve until the other side closes."""
     adapter = _build(hello)
     try:
         ready = adapter.ready
@@ -163,7 +164,7 @@ def serve(channel: Channel, hello: Mapping[str, Any], messages: Messages) -> Non
 
 
 def _build(hello: Mapping[str, Any]) -> EngineAdapter:
-    """Build the adapter that the client names, `module:Class`, with the client's settings."""
+    """Build the adapter that the client names as `module:Class`, with the client's settings."""
     if hello["protocol"] != PROTOCOL:
         raise RuntimeError(f"this server speaks protocol {PROTOCOL}, the client {hello['protocol']}")
     module, _, name = hello["adapter"].partition(":")

@@ -1,11 +1,11 @@
-"""The server: an engine of another project, in that project's Python environment.
+"""The server process: it runs an engine of another project, in that project's Python environment.
 
     beat thread   ──once a second, from the start───────────────────────────────────────► socket
     reader thread ──messages──► loop.py: rows in, a token for each, finished rows out ──► socket
 
-`process.py` starts it as `python -m stages.engines.remote.serving.server FD`, where FD is its end of a socket pair, so
-nobody else can connect. The server ends when the other end closes; if it cannot, `guard.py` ends it. Its output goes to
-its log.
+`process.py` starts it as `python -m stages.engines.remote.serving.server FD`. FD is its end of a socket pair, so nobody
+else can connect. The server ends when the other end closes. If it is stuck, `guard.py` ends it. Its output goes to its
+log.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def _read(channel: Channel, messages: queue.SimpleQueue[dict[str, Any] | Excepti
 
 
 def main(descriptor: int) -> int:
-    """Serve until the other end closes. Return the exit status: 1 if the engine could not start, or failed."""
+    """Serve until the other end closes. Return the exit status, which is 1 if the engine could not start or has
+    failed."""
     for of_terminal in (
         signal.SIGINT,
         signal.SIGHUP,

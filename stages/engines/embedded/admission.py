@@ -64,7 +64,7 @@ class Admission:
 
     @contextmanager
     def drained(self) -> Iterator[None]:
-        """Wait until all accepted rows are done, then hold the lock. New rows wait until the block ends. Raises
+        """Wait until all accepted rows are done, then hold the lock until the block ends. Meanwhile no new rows are accepted. Raises
         RuntimeError if the engine has stopped."""
         with self.changed:
             self._closed = True

@@ -39,7 +39,8 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`num_blocks`: blocks that rows can hold; the block `NO_BLOCK` is added."""
+        """Allocate the memory. `num_blocks`: number of blocks that rows can hold. One more block is allocated,
+        `NO_BLOCK`."""
         self._num_layers = num_layers
         self._heads = (num_blocks + 1, num_kv_heads)
         self._head_dim = head_dim
@@ -118,7 +119,7 @@ class BlockPool:
         self._by_content: dict[_Content, int] = {}
         self._content: dict[int, _Content] = {}
         self._serials: dict[int, int] = {}
-        """Serial numbers of known blocks."""
+        """Serial number of each known block."""
         self._next_serial = _NO_PARENT + 1
         self.peak_used = 0
         """Maximum number of blocks that were held at the same time since `reset_peak`."""
@@ -136,7 +137,7 @@ class BlockPool:
         self.peak_used = self.num_used
 
     def take(self) -> int:
-        """Return a free block, now held once. Raises IndexError if there is none."""
+        """Return a free block and make the caller its first holder. Raises IndexError if no block is free."""
         if self._free:
             block = self._free.pop()
         elif self._evictable:
@@ -168,7 +169,8 @@ class BlockPool:
         return own
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """Return the known blocks that hold the beginning of `tokens` (full blocks only), each with one more holder."""
+        """Find the known blocks that hold the beginning of `tokens`; only full blocks count. Return them, each with one
+        more holder."""
         blocks: list[int] = []
         serial = _NO_PARENT
         for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
@@ -182,8 +184,8 @@ class BlockPool:
         return blocks
 
     def publish(self, blocks: Sequence[int], tokens: Sequence[int]) -> None:
-        """Make the full blocks that hold the beginning of `tokens` known to `match`. Other rows may read them once the
-        batch that computes them has written its keys."""
+        """Let `match` find the full blocks that hold the beginning of `tokens`. Rows of later batches may read these
+        blocks, and rows of the same batch too, since a batch writes its keys before it reads."""
         serial = _NO_PARENT
         for i, block in enumerate(blocks[: len(tokens) // BLOCK_TOKENS]):
             if block not in self._content:

@@ -2,18 +2,18 @@
 
     admit    accept queued rows, and drop rows whose caller has gone          `admission`
     plan     choose the rows to feed, their tokens and their cache blocks     `scheduler`, `cache`
-    run      lay the batch out as numbers and run the model                   `batch`, `runner`, `model`
+    run      turn the batch into arrays and run the model                     `batch`, `runner`, `model`
     sample   append the drawn tokens to their rows                            `batch`, `sampling`
     finish   return complete rows to their callers
 
 The loop runs in the engine's own thread. Callers' threads queue rows, pack new weights and wait for results
-(`admission`). They change rows, cache and weights only while the engine's thread waits and no batch is under way. New
-weights are swapped in when no row is in flight (the default), or between two batches (`in_flight`). In the second case
-the rows in flight are fed again from their first token.
+(`admission`). They change rows, cache and weights only while the engine's thread waits and no batch is under way. By
+default, new weights are swapped in when no row is in flight. With `in_flight` they are swapped in between two batches,
+and the rows in flight are fed again from their first token.
 
-By default `generate` waits while `load_weights` waits for the rows in flight and swaps. It raises RequestError if a row
-asks for another version than the resident one. With `in_flight` it does not wait, and also accepts rows that ask for an
-older version.
+By default, a call of `generate` waits as long as `load_weights` waits for the rows in flight and swaps. A call raises
+RequestError if a row asks for another version than the resident one. With `in_flight` a call does not wait, and rows
+may also ask for an older version.
 
 Three parts are optional: speculative decoding (`drafts`, through `extensions.Drafts`), a model that spans processes
 (`ranks`, through `runner.Runner`), and rows that migrate to another engine (`migration`, a subclass that uses the last
@@ -102,7 +102,7 @@ class EmbeddedEngine:
     # ---- the loop, in the engine thread ----
 
     def _loop(self) -> None:
-        """Run until the engine stops. Train the drafts while there are no rows."""
+        """Run until the engine stops. While there are no rows, train the drafters."""
         until_training_s: float | None = None
         while True:
             with self.lock:
@@ -328,7 +328,7 @@ class EmbeddedEngine:
 
     def _report(self, rows: Collection[Row]) -> None:
         """Receive all rows of this engine. The engine thread calls this before each batch and whenever `_wants_report`
-        is True. It does not hold the lock."""
+        is True. The thread does not hold the lock then."""
 
     def _stopped(self) -> None:
         """Handle the stop of the engine. No row finishes afterwards. The caller holds the lock."""
@@ -356,8 +356,8 @@ class EmbeddedEngine:
         return (*self._scheduler.running, *self._scheduler.waiting, *self._admission.queued)
 
     def take_out(self, row: Row, with_cache: bool) -> np.ndarray | None:
-        """Remove an unfinished row from the queue or from the scheduler. If `with_cache` is set and the row has keys
-        and values, return a copy of them (see `Runner.read_cache`). Call this between batches."""
+        """Remove an unfinished row from the queue or from the scheduler. Return a copy of its keys and values (see
+        `Runner.read_cache`) if `with_cache` is set and the row has any. Call this between batches."""
         cache = self._runner.read_cache(row.blocks, row.num_cached) if with_cache and row.num_cached else None
         if not self._admission.withdraw(row):
             self._scheduler.remove(row)

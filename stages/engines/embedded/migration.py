@@ -197,7 +197,7 @@ class MigratingEngine(EmbeddedEngine):
 
 _LEARNING_RATE = 0.2
 _BULK_TOKENS = 8
-"""Minimum number of prompt tokens in a batch for measuring the time per prompt token."""
+"""Minimum number of prompt tokens in a batch that is used to measure the time per prompt token."""
 
 
 class OutgoingRows:

@@ -159,7 +159,7 @@ def forward(
 
     Args:
         weights: weights of the model, or of this rank's part of it.
-        spec: sizes of the same.
+        spec: sizes of the model, or of this rank's part of it.
         kernels: the kernels to compute with.
         tokens: the batch.
         cache: keys and values of the rows.

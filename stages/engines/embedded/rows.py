@@ -30,7 +30,7 @@ class DraftTree:
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
-    """Index of each guess's parent, which is the guess before it. -1 if the guess follows the row itself."""
+    """Index of each guess's parent: the guess that it continues. -1 if it continues the row itself."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -88,7 +88,7 @@ NO_GUESSES = DraftTree()
 
 @dataclass(eq=False)
 class GenerateCall:
-    """One call of `generate`: the queue of its results, and an event that is set when the caller has gone."""
+    """One call of `generate`: the queue of its results, and an event that is set when its caller has gone."""
 
     results: queue.SimpleQueue[tuple[Row, Completion | Exception] | None]
     """Queue of rows, each with its completion or error. None in the queue means that the engine has stopped."""

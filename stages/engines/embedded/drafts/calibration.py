@@ -63,7 +63,7 @@ class SpareCore:
         return self._found
 
     def _sample(self) -> tuple[float, float]:
-        """Return the time, and the core-seconds so far that no other process used."""
+        """Return the current time, and the core-seconds up to now that were idle or used by this process."""
         used = psutil.cpu_times()
         return time.perf_counter(), used.idle + getattr(used, "iowait", 0.0) + time.process_time()
 

@@ -36,7 +36,8 @@ class PassCosts:
     In addition, each position that a token attends to costs a constant time."""
 
     def __init__(self, seconds: Mapping[int, float], per_position: float = 0.0) -> None:
-        """`seconds`: measured for at least two sizes, at short context. Raises ValueError for fewer."""
+        """`seconds`: measured seconds of passes at short context, by number of tokens. `per_position`: further seconds
+        per position that a token attends to. Raises ValueError if `seconds` has fewer than two sizes."""
         if len(seconds) < 2:
             raise ValueError("a cost curve needs measurements of at least two sizes")
         self.per_position = max(per_position, 0.0)

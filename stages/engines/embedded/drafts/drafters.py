@@ -1,4 +1,5 @@
-"""Drafters guess a row's next tokens, which one pass verifies: the protocol, lookup of n-grams, and guesses with gains.
+"""Drafters guess a row's next tokens, which one pass verifies. This module has their protocol, the lookup of n-grams,
+and `Guesses`, which adds to each guess its probability of being accepted.
 
 A draft is accepted up to its first token that differs from the token that the row would get without drafts. So a
 drafter can make generation faster or slower, but never change its tokens.
@@ -73,7 +74,8 @@ class Drafter(Protocol):
 
 @dataclass(eq=False)
 class _Index:
-    """Latest position after each run of 2 or 3 tokens, in the row itself and in earlier rows of the same prompt."""
+    """Index of runs of 2 or 3 tokens in the row itself and in earlier rows of the same prompt. For each run it holds
+    the position after the latest occurrence."""
 
     sources: list[Sequence[int]]
     places: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)

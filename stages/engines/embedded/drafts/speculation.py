@@ -60,8 +60,12 @@ class Speculation:
         """Start without measurements.
 
         Args:
-            drafters: the ones that work position by position come last. They are asked only for rows for which the
-                others have no better draft.
+            drafters: sources of drafts. Those that work position by position must come last. They are asked only for
+                rows for which the others have no better draft.
+            costs: measured seconds of passes.
+            longest: maximum number of positions in a draft.
+            lengths: see `calibration.LENGTHS`.
+            clock: returns the time in seconds.
             train_share: returns the largest share of the engine's idle time in which drafters may learn now.
             branching: True if a pass may hold several guesses for one position.
         """

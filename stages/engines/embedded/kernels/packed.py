@@ -92,8 +92,8 @@ def linear(
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """Return True if all numbers are finite. A finite sum proves it at a tenth of the cost, since NaN and infinity
-    survive every sum."""
+    """Return True if all numbers are finite. First check only their sum, at a tenth of the cost: since NaN and infinity
+    survive every sum, a finite sum proves that all numbers are finite."""
     return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
 
 
@@ -119,7 +119,8 @@ class Slabs:
         self._regions: list[mmap.mmap] = []
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Return zeroed bytes [num_bytes] for the caller alone. Raises MemoryError."""
+        """Return zeroed bytes [num_bytes] that no other tensor uses. Raises MemoryError if the system has too little
+        memory."""
         with self._lock:
             start = -(-self._used // _CACHE_LINE) * _CACHE_LINE
             if start + num_bytes > len(self._slab):

@@ -47,7 +47,7 @@ class RankCommunicator:
         self._device = device
         store = dist.FileStore(str(folder / "store"), tensor * pipeline)
         self._peers: Any = _group(store, f"stage{self._stage}", self._index, tensor, device) if tensor > 1 else None
-        """Group of this stage; torch has no common type for its backends."""
+        """Process group of this stage's ranks; None if there is one rank. torch has no common type for the backends."""
         self._stages: Any = _group(store, f"i{self._index}", self._stage, pipeline, device) if pipeline > 1 else None
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._pipeline = pipeline

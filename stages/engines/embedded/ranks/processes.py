@@ -63,7 +63,7 @@ class RankProcess:
 
 
 class RankProcesses:
-    """Owns the other ranks' processes. If one of them ends, it ends the others."""
+    """Owns the processes of the other ranks. If one of them ends, the others are killed."""
 
     def __init__(self, specs: Sequence[RankSpec], on_lost: Callable[[str], None] | None = None) -> None:
         """Start the rank processes. `meet` waits until they run.

@@ -46,7 +46,8 @@ class _ThreadState(threading.local):
 
 
 def load_native_kernels() -> NativeKernels:
-    """Load the library, compiling it if necessary. Raises NoNativeKernelsError."""
+    """Load the library, and compile it first if necessary. Raises NoNativeKernelsError if it cannot be compiled or
+    loaded."""
     library = load_library("kernels", Path(__file__).parent, _SOURCES, _HEADERS, RECORDS)
     library.add_norm.argtypes = [_P, _P, _I, _P, _F, _P, _I, _I, _I]
     library.end_threads.argtypes = []

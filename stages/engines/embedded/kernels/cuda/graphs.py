@@ -181,9 +181,9 @@ def size_for(num_tokens: int) -> int:
 def reads_no_new_key(batch: DecodeBatch) -> bool:
     """Return True if each row has one token, and no token reads a key that another token of the batch writes.
 
-    Then each block that is written occurs once in the tables. It can occur more often because rows share the full
-    blocks of their prompts: one row may feed the last token of such a block in the same batch in which another row
-    begins to read the block."""
+    This is the case if each block that is written occurs once in the tables. Rows share the full blocks of their
+    prompts. So one row may feed the last token of such a block in the same batch in which another row begins to read
+    the block."""
     if len(batch.tables) != len(batch.ids):
         return False
     written = batch.tables[batch.rows, batch.positions // BLOCK_TOKENS]

@@ -40,7 +40,7 @@ from stages.engines.embedded.sampling import sample_part, token_words
 SPLIT = 256
 """Positions in a split of the context: a multiple of a block."""
 _TILE = 64
-"""Positions multiplied at a time; divides SPLIT."""
+"""Number of positions that are multiplied at a time. SPLIT is a multiple of it."""
 _DOT_ROWS = 16
 """Smallest number of rows of a matrix product; smaller groups of query heads are padded."""
 _PROGRAMS_PER_PROCESSOR = 8

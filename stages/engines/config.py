@@ -35,7 +35,7 @@ class SpeculationConfig:
     the same prompt. learned: a small head on the model's hidden state, trained on finished rows while the engine is
     idle. both: n-grams, and the head for rows where it is expected to gain more."""
     max_tokens: int = setting(6, at_least(1, ": a draft has at least 1 token"))
-    """Maximum number of tokens that are drafted after a row's last token in a pass."""
+    """Most positions ahead of a row's last token for which tokens are drafted in a pass."""
 
 
 @dataclass
@@ -68,12 +68,12 @@ class EngineConfig:
     """Python interpreter of the environment of vLLM or TensorRT-LLM. null: the one that `make engine-vllm` or `make
     engine-trtllm` made below the working directory. The saved config has its absolute path."""
     max_rows: int = setting(16, at_least(1))
-    """Maximum number of rows that are decoded together."""
+    """Most rows that are decoded together."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the engine's weights and activations."""
     kv_budget_mb: int = setting(512, at_least(1))
-    """Capture decode passes as CUDA graphs, once per size, and replay them. This has an effect only on CUDA. In the
-    embedded engine it needs Triton's kernels. TensorRT-LLM ignores this setting and decides itself."""
+    """Memory of all keys and values of a replica, in MB. If the rows need more, the youngest ones wait and are resumed
+    later. vLLM and TensorRT-LLM reserve all of it at their start."""
     cuda_graphs: bool = True
     """Capture decode passes once per size and replay them. Only on CUDA, and in the embedded engine only with Triton's
     kernels; no effect elsewhere. TensorRT-LLM decides itself."""

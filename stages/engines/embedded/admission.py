@@ -64,8 +64,8 @@ class Admission:
 
     @contextmanager
     def drained(self) -> Iterator[None]:
-        """Wait until all accepted rows are done, then hold the lock until the block ends. Meanwhile no new rows are accepted. Raises
-        RuntimeError if the engine has stopped."""
+        """Wait until all accepted rows are done, then hold the lock until the block ends. Meanwhile no new rows are
+        accepted. Raises RuntimeError if the engine has stopped."""
         with self.changed:
             self._closed = True
             try:

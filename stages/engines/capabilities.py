@@ -141,8 +141,8 @@ def vllm_capabilities(config: EngineConfig, device: Device) -> Capabilities:
 
 
 def tensorrt_llm_capabilities(config: EngineConfig, device: Device) -> Capabilities:
-    """Return the capabilities of TensorRT-LLM. It was never run; they are taken from its recorded interface
-    (`serving/trtllm_adapter.py`).
+    """Return the capabilities of TensorRT-LLM. The engine was never run, so its capabilities are taken from its
+    recorded interface (`serving/trtllm_adapter.py`).
 
     Draws have a seed per request. Log-probs are those of the raw logits. They ignore the temperature and the banned
     tokens of the draw."""

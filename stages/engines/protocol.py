@@ -296,7 +296,7 @@ def check_tensors(spec: ModelSpec, tensors: Mapping[str, torch.Tensor], *, compl
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check that all numbers are finite. Raises WeightsError, naming the first tensor that has another one."""
+    """Check that all numbers are finite. Raises WeightsError, naming the first tensor with a number that is not."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise WeightsError(f"{name} has numbers that are not finite")

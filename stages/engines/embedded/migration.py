@@ -142,16 +142,16 @@ class MigratingEngine(EmbeddedEngine):
         return AcceptedRows(call, {row: one.ticket for row, one in rows.items()})
 
     def deliver(self, ticket: int, completion: Completion) -> None:
-        """Give the completion of a row that was taken out to the row's caller. Does nothing if no row with this ticket
-        is out."""
+        """Return a completion to the caller of a row that was taken out. Does nothing if no row with this ticket is
+        out."""
         with self.lock:
             left = self._outgoing.pop(ticket)
             if left is not None:
                 left[0].call.results.put((left[0], completion))
 
     def give_back(self, tickets: Collection[int]) -> None:
-        """Continue rows in this engine that were taken out. If the engine's weights have changed since a row left, its
-        caller gets RowsLost instead."""
+        """Continue rows that were taken out, in this engine again. If the engine's weights have changed since a row
+        left, its caller gets RowsLost instead."""
         with self.lock:
             for left in map(self._outgoing.pop, self._outgoing.wanted(tickets)):
                 assert left is not None
@@ -188,7 +188,7 @@ class MigratingEngine(EmbeddedEngine):
             self._watch.notify(engine_load(rows, self.version, self.max_rows, self.cache_shape, self._times))
 
     def _stopped(self) -> None:
-        """Wake the callers of rows that have left, which will not be delivered any more."""
+        """Wake the callers of the rows that have left. These rows will not be delivered any more."""
         for row in self._outgoing.rows:
             row.call.results.put(None)
 

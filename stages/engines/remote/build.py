@@ -31,8 +31,8 @@ _START_S = 600.0
 """Default of `build_engine` for the seconds that an engine has to start. A run gives its engines less time than the
 start of a worker may take."""
 _MESSAGE_TIMEOUT_S = 60.0
-"""Maximum number of seconds without a message from an engine's process, which sends one every second. After that it
-counts as lost."""
+"""Maximum number of seconds without a message from an engine's process, which sends one every second. After that time
+the process counts as lost."""
 _TENSORRT_LLM = "stages.engines.remote.serving.trtllm_adapter:TrtllmAdapter"
 
 

@@ -195,7 +195,7 @@ class Student:
         return True
 
     def publish(self) -> Head:
-        """Return the current head. The caller must copy it, since training goes on to change it."""
+        """Return the current head. The caller must copy it, since further training changes it."""
         assert self._head is not None
         self.head_is_due = False
         return self._head

@@ -387,7 +387,7 @@ class Acceptance:
 
     def gains(self, kinds: Sequence[str], longest: int) -> list[float]:
         """Return, for each position, the probability that a guess is right there and at all positions before. It is an
-        average over the confidence classes. The kind with the highest sum is used."""
+        average over the confidence classes. Of the given kinds, the one with the highest sum is used."""
         each = [
             list(itertools.accumulate((self.rate(kind, depth, None) for depth in range(longest)), operator.mul))
             for kind in kinds

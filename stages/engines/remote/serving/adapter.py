@@ -109,8 +109,8 @@ class EngineAdapter(Protocol):
         ...
 
     def made(self) -> Mapping[int, int]:
-        """Return the number of generated tokens of each row in flight, by id. It is called only while rows are in
-        flight during a load."""
+        """Return the number of generated tokens of each row in flight, by id. It is called before `load`, if rows are
+        in flight."""
         ...
 
     def sleep(self) -> None:

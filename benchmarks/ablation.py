@@ -14,7 +14,7 @@ critic are trained whole. Every arm has both cores. Each is one idea added to an
     overlap      staleness 1; generation, scores and the reference in gangs of their own, beside the training
     drafts       looked-up and learned drafts, where they pay
     migration    two replicas with a core each, two shards; the last rows of a step move to one of them (not with reuse)
-    plan         gangs and threads as `stageline plan` chooses them, calibrated on two other arms
+    plan         gangs, threads and staleness as `stageline plan` chooses them, calibrated on two other arms
     TRL          TRL's PPOTrainer in an environment of its own (`--peer DIR`, `--no-peer`)
 
 Runs draw the same tokens in every arm. Naive, engine and TRL get the prompts of the first run; naive and engine end
@@ -34,7 +34,7 @@ import statistics
 import sys
 import tempfile
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -181,7 +181,9 @@ class Bench:
             changes = [*self.base, f"model.dtype={dtype}", f"engine.dtype={dtype}", placements[-1]]
             changes += [change.format(disk=self.scratch / "weights") for each in runs for change in each.changes]
         named = [f"name={dtype}-{arm.name}-{repeat}", f"runs_dir={self.scratch / 'runs'}"]
-        return load_config(sources, [*changes, *named])
+        config = load_config(sources, [*changes, *named])
+        # Beside the last steps of an asynchronous run no later step is generated, so they are not measured.
+        return replace(config, steps=WARM_UP + self.steps + config.staleness)
 
     def measure(self, arm: Arm, dtype: str, repeat: int) -> Measured:
         if arm.name in ("naive", "engine"):
@@ -193,11 +195,11 @@ class Bench:
         with measured_load() as load:
             result = run(config, Console(file=StringIO()))
         ledger = open_history(config).ledger
-        first, last = ledger.get(Address("publish", WARM_UP)), ledger.get(Address("publish", config.steps))
+        first, last = (ledger.get(Address("publish", version)) for version in (WARM_UP, WARM_UP + self.steps))
         stages = {stage: seconds / config.steps for stage, seconds in result.summary.stage_s.items()}
         if not self.job:
             self.job = self.job_of(config)
-        return Measured((last.finished - first.finished) / (config.steps - WARM_UP), stages, load().others)
+        return Measured((last.finished - first.finished) / self.steps, stages, load().others)
 
     def job_of(self, config: RunConfig) -> dict[str, Any]:
         """Return the work of a run, for trainers that are no runs of ours."""
@@ -284,7 +286,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=3, help=steps)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument(
-        "--arms", nargs="+", choices=names, default=names, help="these arms; plan needs refit and overlap"
+        "--arms", nargs="+", choices=names, default=names, help="these arms; naive is one; plan needs refit and overlap"
     )
 
 
@@ -353,6 +355,10 @@ def main() -> None:
     if options.draw is not None:
         draw(json.loads(options.json.read_text("utf8"))["figures"], options.dtypes[-1], options.draw)
         return
+    if "naive" not in options.arms or {"naive", "engine"}.issuperset(options.arms):
+        raise SystemExit(
+            "--arms: needs naive, which the factors refer to, and a run, which gives the prompts (refit, say)"
+        )
     figures: dict[str, float] = {}
     rows, notes = list[tuple[str, ...]](), list[str]()
     for dtype in ("bfloat16",) if options.quick else options.dtypes:

@@ -77,7 +77,8 @@ class Measured:
 
 
 def measure(config: RunConfig) -> Measured:
-    """Run a config. Its steps after the warm-up count, each from the end of the one before."""
+    """Run a config. Its steps after the warm-up count, each from the end of the one before. The last eta steps do not
+    count: no later step is generated beside them."""
     ends: list[tuple[float, float]] = []
 
     def step_over(step: int, metrics: Mapping[str, float]) -> None:
@@ -85,8 +86,8 @@ def measure(config: RunConfig) -> Measured:
 
     with measured_load() as load:
         run(config, Console(file=StringIO()), callbacks=[step_over])
-    (began_s, cpu_before), (ended_s, cpu_after) = ends[WARM_UP_STEPS - 1], ends[-1]
-    steps = len(ends) - WARM_UP_STEPS
+    steps = len(ends) - WARM_UP_STEPS - config.staleness
+    (began_s, cpu_before), (ended_s, cpu_after) = ends[WARM_UP_STEPS - 1], ends[WARM_UP_STEPS + steps - 1]
     return Measured((ended_s - began_s) / steps, (cpu_after - cpu_before) / steps, load().others)
 
 

@@ -24,12 +24,12 @@ from transformers import AutoModelForCausalLM
 from pipeline.cli.answers import DONE, config_of, output, print_line
 from pipeline.config.preflight import check_fields, checked_parts, evaluation_prompts, tokenizer_of
 from pipeline.config.run import RunConfig
-from pipeline.errors import ConfigError, StageFailed
+from pipeline.errors import ConfigError, StageFailed, together
 from pipeline.observe.evaluations import standard_error
 from stages.engines.embedded.sampling import ban, noise_keys, sample
 from stages.engines.protocol import Completion, Request
 from stages.generate import generate
-from stages.models.hf_files import has_tokenizer
+from stages.models.hf_files import has_tokenizer, read_vocabulary
 from stages.models.spec import cached_in_hub
 from stages.prompts import EVALUATION_STEP, held_out_prompts
 from stages.rewards.protocol import RewardFailed
@@ -61,6 +61,7 @@ def config_for(path: str, prompts: str | None, reward: str | None, sources: Sequ
     given = ["evaluate.every=1"]
     if prompts is not None:
         given += [f"evaluate.prompts.url={prompts}", "evaluate.prompts.max=null", "prompts.held_out=null"]
+        given += ["evaluate.shards=1"]  # all prompts are evaluated together, whatever number there is
     if reward is not None:
         given += [f"evaluate.reward.kind={reward}"]
     if not files:
@@ -80,6 +81,7 @@ def evaluate_model(path: str, config: RunConfig) -> EvaluatedModel:
         StageFailed: the reward failed.
     """
     tokenizer = tokenizer_of(config, path if has_tokenizer(path) else config.model.path)
+    _check_token_ids(config, path)
     table = evaluation_prompts(config, tokenizer)
     if not len(table.held_out):
         raise ConfigError("prompts.held_out", "given 0; there is no prompt to evaluate")
@@ -105,6 +107,19 @@ def evaluate_model(path: str, config: RunConfig) -> EvaluatedModel:
         raise StageFailed(str(error)) from error
     finally:
         close_parts(parts)
+
+
+def _check_token_ids(config: RunConfig, path: str) -> None:
+    """Raise ConfigError for token ids in the config if they name other tokens in the vocabulary of the model at `path`
+    than in that of `model.path`."""
+    given = {
+        "sampling.suppress_token_ids": config.sampling.suppress_token_ids,
+        "model.eos_token_ids": config.model.eos_token_ids,
+    }
+    if any(given.values()) and has_tokenizer(path):
+        if read_vocabulary(path) != read_vocabulary(cached_in_hub(config.model.path)):
+            need = f"{path} has other tokens than {config.model.path}: give its own ids, or []"
+            raise together([ConfigError(key, f"given {ids}; {need}") for key, ids in given.items() if ids])
 
 
 def _loaded(path: str, config: RunConfig) -> Any:

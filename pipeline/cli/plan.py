@@ -19,7 +19,7 @@ from pipeline.cli.answers import DONE, config_of, file_to_write, output, print_l
 from pipeline.cli.calibrate import observed_run
 from pipeline.cli.simulate import calibration_of, lengths_of
 from pipeline.config.hardware import HardwareCluster, load_hardware
-from pipeline.config.loading import load_yaml, to_yaml
+from pipeline.config.loading import load_yaml, to_yaml, write_config
 from pipeline.config.memory import planned_run
 from pipeline.config.preflight import check_shapes
 from pipeline.config.rules import validate
@@ -67,7 +67,7 @@ def command(options: argparse.Namespace) -> int:
     for line in _verdict(found, options.staleness_price):
         print_line(line)
     if file is not None:
-        file.write_text(to_yaml(_with_predictions(found.plans[0])), "utf8")
+        write_config(file, _with_predictions(found.plans[0]))
         print_line(f"the first plan: {file}, for `stageline run` or `stageline submit`")
     return DONE
 
@@ -90,13 +90,18 @@ def _given(
     config = load_yaml(to_yaml(saved), [f"name={saved.name}-planned", *options.sources])
     observed = observed_run(options.from_run, on_gpus=cluster.gpus > 0)
     if options.calibration is None:
-        calibration = calibrate([observed], cluster, hardware)
+        whole_nodes = replace(cluster, gpus_per_node=cluster.hardware.gpus_per_node)  # those that the run had
+        calibration = calibrate([observed], whole_nodes, hardware)
     else:
         calibration = calibration_of(options.calibration, hardware, cluster)
     if options.lengths is None and not observed.lengths:
         raise ConfigError("--from", f"{options.from_run} has no rows any more: give their lengths (--lengths)")
     if options.lengths is None:
-        return config, calibration, EmpiricalLengths(observed.lengths, options.seed)
+        if config.sampling.max_new_tokens > saved.sampling.max_new_tokens:
+            need = f"the run's responses end at {saved.sampling.max_new_tokens} tokens: give their lengths (--lengths)"
+            raise ConfigError("sampling.max_new_tokens", f"given {config.sampling.max_new_tokens}; {need}")
+        lengths = [min(length, config.sampling.max_new_tokens) for length in observed.lengths]
+        return config, calibration, EmpiricalLengths(lengths, options.seed)
     return config, calibration, lengths_of(options.lengths, config, options.seed)
 
 

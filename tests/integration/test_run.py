@@ -50,7 +50,7 @@ KEYS = {
 }  # fmt: skip
 EXTRA_KEYS = {
     "overlap_fraction", "busiest_gang", "idle", "alarms", "alarms_by_rule", "kl_final", "distinct_bigrams",
-    "trainer_losses", "trainer_lost_s", "evaluations", "best", "hints",
+    "trainer_losses", "trainer_lost_s", "evaluations", "best", "hints", "predictions",
 }  # fmt: skip
 
 

@@ -116,10 +116,11 @@ def _check_token_ids(config: RunConfig, path: str) -> None:
         "sampling.suppress_token_ids": config.sampling.suppress_token_ids,
         "model.eos_token_ids": config.model.eos_token_ids,
     }
-    if any(given.values()) and has_tokenizer(path):
-        if read_vocabulary(path) != read_vocabulary(cached_in_hub(config.model.path)):
-            need = f"{path} has other tokens than {config.model.path}: give its own ids, or []"
-            raise together([ConfigError(key, f"given {ids}; {need}") for key, ids in given.items() if ids])
+    if not any(given.values()) or not has_tokenizer(path):
+        return
+    if read_vocabulary(path) != read_vocabulary(cached_in_hub(config.model.path)):
+        need = f"{path} has other tokens than {config.model.path}: give its own ids, or []"
+        raise together([ConfigError(key, f"given {ids}; {need}") for key, ids in given.items() if ids])
 
 
 def _loaded(path: str, config: RunConfig) -> Any:

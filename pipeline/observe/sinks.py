@@ -151,7 +151,8 @@ class WandbSink:
             metric = find(name)
             self._axes[name] = STEP if metric is None else metric.axis
             self._run.define_metric(name, step_metric=self._axes[name])
-        self._run.log(item["values"] | {self._axes[name]: item["step"] for name in item["values"]})
+        steps = {self._axes[name]: item["step"] for name in item["values"]}
+        self._run.log(item["values"] | steps | {"_timestamp": item["t"]})  # the metric's time, not the delivery's
 
     def close(self) -> None:
         if self._run is not None:

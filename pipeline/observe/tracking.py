@@ -49,6 +49,7 @@ database."""
 WRITER_ENV = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
+    "WANDB_ERROR_REPORTING": "false",
     "GIT_PYTHON_REFRESH": "quiet",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the writer retries by itself; MLflow's own retries take minutes
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -524,9 +525,10 @@ def read_spool(path: Path, offset: int = 0) -> Iterator[tuple[int, dict[str, Any
     with path.open("rb") as lines:
         lines.seek(offset)
         for line in lines:
-            if line.endswith(b"\n"):
-                offset += len(line)
-                with contextlib.suppress(ValueError, TypeError):
-                    item = json.loads(line)
-                    if isinstance(item, dict) and _FIELDS.get(item.get("kind"), {"?"}) <= item.keys():
-                        yield offset, item
+            if not line.endswith(b"\n"):
+                return  # the rest of this line may be there at the next read, and would look like a line of its own
+            offset += len(line)
+            with contextlib.suppress(ValueError, TypeError):
+                item = json.loads(line)
+                if isinstance(item, dict) and _FIELDS.get(item.get("kind"), {"?"}) <= item.keys():
+                    yield offset, item

@@ -12,6 +12,7 @@ binding here (a line in `STAGES`, or a call of `register` from a module that the
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -292,8 +293,6 @@ def _sample(
 
 EXPORT = "export"
 """Name of the export's work in the background."""
-_TENSORS = "tensors"
-"""Subdirectory of an unfinished export, with the trained tensors of a version that is not published any more."""
 
 
 def update_policy_once(parts: WorkerParts, call: Call) -> Commit | None:
@@ -386,20 +385,28 @@ def _begin_export(parts: WorkerParts, version: int) -> bool:
     return bool(required(parts.updates).agree(begin))
 
 
-def _begun_exports(parts: WorkerParts, but: int) -> list[int]:
-    """Return the versions whose exports a dead process began and did not finish."""
+def _begun_exports(parts: WorkerParts, before: int) -> list[int]:
+    """Return the versions below `before` whose exports a dead process began and did not finish. Later versions are
+    exported when they are published again."""
     begun = parts.paths.weights(0).parent.glob(".v*")
     versions = {int(path.name[2:]): path for path in begun if path.name[2:].isdecimal()}
-    return sorted(v for v in versions if v != but and not parts.paths.weights(v).is_dir())
+    return sorted(v for v in versions if v < before and not parts.paths.weights(v).is_dir())
 
 
 def _export(parts: WorkerParts, version: int, board: WeightBoard | None = None) -> None:
     """Write the policy in Hugging Face layout, while the run continues. A half-written export never has the final name.
 
-    `board` has the version, or is None: then the version is published in the export's directory."""
+    `board` has the version. If it is None, the version is published anew, on a board of its own on this host."""
     updates, target = required(parts.updates), parts.paths.weights(version)
-    staged = _staged(target)
-    source = board or WeightBoard(staged / _TENSORS)
+    staged, own = _staged(target), parts.board.directory / f"export-{version}"
+
+    def begin() -> None:  # what a killed process left may be torn, or of a version that was computed again
+        for left in (staged, own):
+            shutil.rmtree(left, ignore_errors=True)
+        staged.mkdir(parents=True)
+
+    updates.agree(begin)
+    source = board or WeightBoard(own)
     write = updates.at(Role.POLICY, version).export(source, staged)
 
     def work() -> None:

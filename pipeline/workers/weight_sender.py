@@ -129,10 +129,13 @@ class WeightSender:
         self._starting = threading.Lock()
         self._listener: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
 
     def address(self) -> tuple[str, int]:
-        """Return the address of the sender, which runs then. Raises OSError if it cannot be started."""
+        """Return the address of the sender, which runs then. Raises OSError if it cannot be started, or is closed."""
         with self._starting:
+            if self._closed:
+                raise OSError("the sender of weights is closed")
             if self._listener is None:
                 self._listener = socket.create_server((self._host, 0), family=family_of(self._host))
             if self._process is None or self._process.poll() is not None:
@@ -160,9 +163,11 @@ class WeightSender:
                 self._process.kill()
 
     def close(self) -> None:
-        self._end()
-        if self._listener is not None:
-            self._listener.close()
+        with self._starting:
+            self._closed = True
+            self._end()
+            if self._listener is not None:
+                self._listener.close()
 
 
 def serve(listener: socket.socket, board: WeightBoard, context: ssl.SSLContext) -> None:
@@ -192,6 +197,7 @@ def serving_context(certificate: Mapping[str, str]) -> ssl.SSLContext:
     """Return the TLS settings of a sender. Like Dask's, they refuse everybody who has not the run's certificate."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cadata=certificate["ca_file"])
     context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # Dask's certificates lack extensions that Python 3.13 asks for
     with tempfile.TemporaryDirectory() as folder:  # Python reads a key only from a file; the folder is private
         cert, key = Path(folder) / "cert", Path(folder) / "key"
         cert.write_text(certificate["cert"])

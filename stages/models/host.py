@@ -226,7 +226,7 @@ class MegatronHost:
         policy, model = self._clean(Role.POLICY), self._blueprint.model
         if not gather.from_all_ranks(board.has(policy.version))[0]:
             self.publish(board, policy.version)
-        adapters = gather.trained_tensors(policy.model, self._blueprint) if model.lora.rank else {}
+        adapters = gather.trained_tensors(policy.model, self._blueprint, merged=False) if model.lora.rank else {}
         if dist.get_rank():
             return lambda: None
         lease = board.open(policy.version)

@@ -200,7 +200,7 @@ class RewardModel:
 
     def export(self, directory: Path) -> None:
         """Write the model on rank 0: see `write_reward_model`."""
-        tensors = gather.trained_tensors(self._model, self._blueprint)
+        tensors = gather.trained_tensors(self._model, self._blueprint, merged=True)
         if tensors is not None:
             write_reward_model(directory, self._path, tensors)
 

@@ -65,15 +65,18 @@ def merged_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str,
                     yield part, merge(weight, part, adapters, given)
 
 
-def trained_tensors(model: GPTModel, blueprint: Blueprint) -> dict[str, Tensor] | None:
+def trained_tensors(model: GPTModel, blueprint: Blueprint, *, merged: bool) -> dict[str, Tensor] | None:
     """Return copies of the trained tensors of all pipeline stages in the host's memory on rank 0, None on the others.
-    For adapters, which are small.
+    For adapters and for reward models; a policy's weights are published instead.
+
+    Args:
+        merged: with LoRA, True returns the adapted weights with the adapters merged in, False the adapters.
 
     The ranks of a stage gather one tensor at a time, and only one rank keeps it, in the host's memory. So a device
     needs memory for one or two whole tensors only, however large the model is."""
-    rank = blueprint.parallel_rank
+    of_stage, rank = merged_tensors if merged else stage_tensors, blueprint.parallel_rank
     sends = rank.tensor_rank == rank.data_rank == 0
-    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in stage_tensors(model, blueprint) if sends}
+    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in of_stage(model, blueprint) if sends}
     if rank.pipeline_size > 1:
         tensors = _from_all_stages(rank, tensors)
     return tensors if dist.get_rank() == 0 else None

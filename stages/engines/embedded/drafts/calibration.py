@@ -3,6 +3,7 @@ that are timed before the first row."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -47,34 +48,39 @@ _MEASURED_S = 0.25
 """Minimum length of an interval in which idle cores are measured. The system counts CPU time in steps of 10 ms."""
 
 
-class SpareCore:
-    """Finds out whether other processes leave at least one core of this host unused."""
+class TrainingShare:
+    """The share of the engine's idle time in which the draft head may be trained now: `TRAIN_SHARE` if one of the cores
+    that this process may use is idle while the engine waits between two lessons, otherwise `BUSY_TRAIN_SHARE`."""
 
     def __init__(self) -> None:
-        self._at, self._unused = self._sample()
-        self._found = False
+        self._wait_began: tuple[float, float] | None = None
+        self._waited = self._idle = 0.0
+        """Seconds of the waits since the last answer, and idle core-seconds in them."""
+        self._is_spare = False
 
-    def __call__(self) -> bool:
-        """Return True if, in the latest measured interval, one core on average was idle or used by this process."""
-        at, unused = self._sample()
-        if at - self._at >= _MEASURED_S:
-            self._found = unused - self._unused >= at - self._at
-            self._at, self._unused = at, unused
-        return self._found
+    def __call__(self, lesson_begins: bool) -> float:
+        """Return the share. Call it when a lesson begins, which ends a wait, and when it ends, which begins one."""
+        at, idle = self._sample()
+        if lesson_begins and self._wait_began is not None:
+            self._waited += at - self._wait_began[0]
+            self._idle += idle - self._wait_began[1]
+            if self._waited >= _MEASURED_S:
+                self._is_spare = self._idle >= self._waited
+                self._waited = self._idle = 0.0
+        self._wait_began = None if lesson_begins else (at, idle)
+        return TRAIN_SHARE if self._is_spare else BUSY_TRAIN_SHARE
 
     def _sample(self) -> tuple[float, float]:
-        """Return the current time, and the core-seconds up to now that were idle or used by this process."""
-        used = psutil.cpu_times()
-        return time.perf_counter(), used.idle + getattr(used, "iowait", 0.0) + time.process_time()
+        """Return the time, and the idle seconds so far of the cores that this process may use."""
+        cores = psutil.cpu_times(percpu=True)
+        own = [cores[number] for number in os.sched_getaffinity(0) if number < len(cores)]
+        return time.perf_counter(), sum(core.idle + core.iowait for core in own)
 
 
-def training_share(device: torch.device) -> Callable[[], float]:
-    """Return a function that returns the share of the engine's idle time in which the draft head may be trained now. A
-    GPU belongs to the engine alone, while an idle CPU engine may share its cores with a busy trainer."""
-    if device.type == "cuda":
-        return lambda: TRAIN_SHARE
-    spare = SpareCore()
-    return lambda: TRAIN_SHARE if spare() else BUSY_TRAIN_SHARE
+def training_share(device: torch.device) -> Callable[[bool], float]:
+    """Return the function that says how much the draft head may be trained now. A GPU belongs to the engine alone. An
+    engine on CPUs may share its cores with a busy trainer."""
+    return (lambda lesson_begins: TRAIN_SHARE) if device.type == "cuda" else TrainingShare()
 
 
 def build_speculation(

@@ -53,7 +53,7 @@ class Speculation:
         longest: int,
         lengths: Literal["measured", "longest"],
         clock: Callable[[], float],
-        train_share: Callable[[], float],
+        train_share: Callable[[bool], float],
         *,
         branching: bool = True,
     ) -> None:
@@ -167,6 +167,7 @@ class Speculation:
     def train(self) -> float | None:
         """Let the drafters train for some tens of milliseconds. Return the seconds to wait before the next call, so
         that training takes no more than its share of the time. Return None if there is nothing to learn."""
+        self._train_share(True)
         started = self._clock()
         learned = False
         for drafter in self._drafters:
@@ -176,7 +177,7 @@ class Speculation:
                 self._acceptance.forget(drafter.kinds)
         if not learned:
             return None
-        return (self._clock() - started) * (1 / self._train_share() - 1)
+        return (self._clock() - started) * (1 / self._train_share(False) - 1)
 
     # ---- reports ----
 

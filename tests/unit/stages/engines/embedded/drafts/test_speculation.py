@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.engines.embedded.drafts.calibration import SpareCore
+from stages.engines.embedded.drafts.calibration import TrainingShare
 from stages.engines.embedded.drafts.costs import (
     DraftingCosts,
     PassCosts,
@@ -81,7 +81,7 @@ def make_speculation(
     tick: float = 0.0,
 ) -> Speculation:
     clock = ticks(tick)
-    return Speculation(drafters, PassCosts(costs), longest, lengths, lambda: next(clock), train_share=lambda: 0.25)
+    return Speculation(drafters, PassCosts(costs), longest, lengths, lambda: next(clock), lambda begins: 0.25)
 
 
 def test_costs_between_and_beyond_the_sizes() -> None:
@@ -291,12 +291,13 @@ def test_training_keeps_to_its_share() -> None:
     assert speculation.train() is None
 
 
-def test_a_core_is_spare_if_others_leave_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples of (time, core-seconds that nobody else used). Within a quarter of a second the last answer stands."""
-    samples = iter([(0.0, 11.0), (0.1, 11.0), (1.0, 11.9), (2.0, 13.0), (2.1, 13.0)])
-    monkeypatch.setattr(SpareCore, "_sample", lambda self: next(samples))
-    spare = SpareCore()
-    assert [spare() for _ in range(4)] == [False, False, True, True]
+def test_the_head_learns_more_while_a_core_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits of 0.1, 0.2 and 0.4 s, of which a core is idle for 0.1, 0.1 and 0.4 s. Waits are measured together until
+    they last a quarter of a second. What happens in a lesson does not count."""
+    samples = iter([(0.0, 5.0), (0.1, 5.1), (1.1, 9.0), (1.3, 9.1), (2.0, 9.1), (2.4, 9.6)])
+    monkeypatch.setattr(TrainingShare, "_sample", lambda self: next(samples))
+    share = TrainingShare()
+    assert [share(begins) for begins in (False, True) * 3] == [0.02] * 5 + [0.5]
 
 
 def test_learning_takes_old_failures_back() -> None:

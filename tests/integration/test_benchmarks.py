@@ -40,7 +40,7 @@ CUTS = {
     "judge": Cut(lines="m.LATENCIES_S = (0.01,)"),
     "memory": Cut("--updates 1 --dtypes bfloat16 --threads 1", "m.SAMPLED = (64,)"),
     "migration": Cut(lines="m.LENGTHS, m.TAIL = (32,), ((2, 4), (2, 8))"),
-    "overlap": Cut(lines=f"m.STEPS, m.ARMS = ('steps=3',), m.ARMS[:2]; m.WORKLOADS = {FEWER_FROZEN}"),
+    "overlap": Cut(lines=f"m.STEPS, m.ARMS = ('steps=4',), m.ARMS[:2]; m.WORKLOADS = {FEWER_FROZEN}"),
     "pages": Cut("--steps 3"),
     "pipeline_decode": Cut(lines="m.NUM_ROWS = (2,)"),
     "planning": Cut("--runs", "m.VARIANTS = dict(list(m.VARIANTS.items())[:3])"),

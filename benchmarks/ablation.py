@@ -296,7 +296,7 @@ def measure_all(options: argparse.Namespace, dtype: str, scratch: Path) -> tuple
     steps, repeats = (1, 1) if options.quick else (options.steps, options.repeats)
     source = small_model(scratch / "small", ROOT / MODEL, blocks=2) if options.quick else ROOT / MODEL
     stop = sentence_model(scratch / "model", source)
-    base = [f"model.path={scratch / 'model'}", f"steps={steps + WARM_UP}"]
+    base = [f"model.path={scratch / 'model'}"]
     if options.quick:
         base += ["rollout.rows=4", "sampling.max_new_tokens=8", "engine.kv_budget_mb=64"]
     bench = Bench(scratch, steps, base, stop)

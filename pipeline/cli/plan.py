@@ -94,15 +94,15 @@ def _given(
         calibration = calibrate([observed], whole_nodes, hardware)
     else:
         calibration = calibration_of(options.calibration, hardware, cluster)
-    if options.lengths is None and not observed.lengths:
+    if options.lengths is not None:
+        return config, calibration, lengths_of(options.lengths, config, options.seed)
+    most, before = config.sampling.max_new_tokens, saved.sampling.max_new_tokens
+    if not observed.lengths:
         raise ConfigError("--from", f"{options.from_run} has no rows any more: give their lengths (--lengths)")
-    if options.lengths is None:
-        if config.sampling.max_new_tokens > saved.sampling.max_new_tokens:
-            need = f"the run's responses end at {saved.sampling.max_new_tokens} tokens: give their lengths (--lengths)"
-            raise ConfigError("sampling.max_new_tokens", f"given {config.sampling.max_new_tokens}; {need}")
-        lengths = [min(length, config.sampling.max_new_tokens) for length in observed.lengths]
-        return config, calibration, EmpiricalLengths(lengths, options.seed)
-    return config, calibration, lengths_of(options.lengths, config, options.seed)
+    if most > before:
+        need = f"the run's responses end at {before} tokens: give their lengths (--lengths)"
+        raise ConfigError("sampling.max_new_tokens", f"given {most}; {need}")
+    return config, calibration, EmpiricalLengths([min(length, most) for length in observed.lengths], options.seed)
 
 
 def _with_predictions(plan: Plan) -> RunConfig:

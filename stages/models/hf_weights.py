@@ -115,7 +115,11 @@ def write_model(
     if files.is_sharded:
         index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
         (directory / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    config = read_config(source) | {"dtype": dtype}
+    write_config_and_tokenizer(directory, source, read_config(source) | {"dtype": dtype})
+
+
+def write_config_and_tokenizer(directory: Path, source: str, config: Mapping[str, object]) -> None:
+    """Write `config` as config.json, and copy the tokenizer's files of `source`. A random model has none."""
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for name in COPIED_FILES if not is_random(source) else ():
         if (Path(source) / name).is_file():
@@ -165,7 +169,4 @@ def write_lowest_blocks(directory: Path, source: str, blocks: int) -> None:
     config = read_config(source) | {_LAYERS: blocks}
     if isinstance(config.get(_OF_LAYERS), list):
         config[_OF_LAYERS] = config[_OF_LAYERS][:blocks]
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for name in COPIED_FILES if not is_random(source) else ():
-        if (Path(source) / name).is_file():
-            shutil.copyfile(Path(source) / name, directory / name)
+    write_config_and_tokenizer(directory, source, config)

@@ -15,9 +15,7 @@ Shape suffixes: B rows of a micro-batch, N tokens of all of them, H hidden size.
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -37,8 +35,8 @@ from stages.models import weights as gather
 from stages.models.build import DTYPES, Blueprint, build_role, build_trunk, output_weight
 from stages.models.config import LayoutConfig, ModelConfig
 from stages.models.forward import MicroBatch, Trunk, cut_micro_batches, run_forward
-from stages.models.hf_files import COPIED_FILES, read_tokenizer
-from stages.models.hf_weights import read_weights, write_tensors
+from stages.models.hf_files import read_tokenizer
+from stages.models.hf_weights import read_weights, write_config_and_tokenizer, write_tensors
 from stages.models.kernels.blocks import choose_kernels
 from stages.models.kernels.fused import with_fusions
 from stages.models.layers import HiddenOutput
@@ -53,7 +51,6 @@ from stages.models.spec import (
     SCORE_WEIGHT,
     VALUE_HEAD_BIAS,
     VALUE_HEAD_WEIGHT,
-    is_random,
     read_config,
     read_spec,
 )
@@ -353,10 +350,7 @@ def write_reward_model(directory: Path, source: str, trained: Mapping[str, Tenso
     weights |= {name: tensor.float() for name, tensor in tensors.items()} | {SCORE_WEIGHT: head[SCORE_WEIGHT]}
     directory.mkdir(parents=True, exist_ok=True)
     write_tensors(directory / "model.safetensors", weights)
-    (directory / "config.json").write_text(json.dumps(_config(source, float(head[SCORE_BIAS])), indent=2) + "\n")
-    for name in COPIED_FILES if not is_random(source) else ():
-        if (Path(source) / name).is_file():
-            shutil.copyfile(Path(source) / name, directory / name)
+    write_config_and_tokenizer(directory, source, _config(source, float(head[SCORE_BIAS])))
     write_sums(directory)
 
 

@@ -21,7 +21,7 @@ from tests.support.run_results import outputs
 from tests.support.runs import QUIET, arguments, configure, finish, placement
 
 LONGEST_S = 900.0
-"""Of a run with seven processes that import torch, and three losses, on two slow cores."""
+"""Maximum duration of a run, in seconds. Seven processes import torch and three are lost, on two slow cores."""
 pytestmark = [pytest.mark.processes, pytest.mark.root, pytest.mark.timeout(2 * LONGEST_S)]
 
 STRUCK = "tests.support.faulty_runtimes:StruckStagesRuntime"

@@ -59,8 +59,8 @@ def points(spool: Path) -> dict[str, list[tuple[int, float, float]]]:
 
 
 def test_tensorboard_reads_each_point_once(spool: Path) -> None:
-    """Of three processes: the first writes more than it has noted and dies in the middle of a record; a power cut takes
-    the end of what the second wrote."""
+    """The first process writes more than it has noted, and dies in the middle of a record. The second one loses the end
+    of its file in a power cut. A third one continues."""
     pytest.importorskip("tensorboard")
     note = spool.with_suffix(".tensorboard.json")
     first = TensorBoardSink(spool)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.models import parallel
+from stages.models import numerics, parallel
 from stages.models.config import LayoutConfig, ModelConfig, SamplingConfig, model_problems
 from stages.models.host import MegatronHost
 from stages.models.layers import CpuColumnLinear, CpuRowLinear
@@ -51,6 +51,23 @@ def test_products_equal_those_in_float64(products: Products, rows: tuple[int, ..
     )
     for found, wanted in expected:
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_processor_without_16_bit_products_rounds_those_of_float32(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numerics, "cpu_multiplies", lambda _: False)
+    x, grad, weight = (torch.randn(*shape).to(dtype) for shape in ((5, 7, 24), (5, 7, 40), (40, 24)))
+    wide, wide_grad = x.double(), grad.double()
+    expected = (
+        (multiply(x, weight, Products.TORCH), wide @ weight.double().T),
+        (input_gradient(grad, weight, Products.TORCH), wide_grad @ weight.double()),
+        (weight_gradient(grad, x, Products.TORCH), wide_grad.reshape(-1, 40).T @ wide.reshape(-1, 24)),
+    )
+    for found, wanted in expected:
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), wanted, rtol=torch.finfo(dtype).eps / 2 * 1.01, atol=1e-5)
 
 
 def test_the_rule_is_the_processors_vendor_and_no_stopwatch() -> None:

@@ -281,14 +281,8 @@ def host_bytes(run: PlannedRun, workers: Sequence[WorkerMemory]) -> int:
 def board_bytes(run: PlannedRun) -> int:
     """Return the bytes of a directory of published weights. It holds the `staleness` + 2 versions that readers may
     still need, and one from which an export may be written during training."""
-    versions = run.config.staleness + 2 + _exports_in_training(run.config)
+    versions = run.config.staleness + 2 + run.config.exports_in_training
     return versions * DTYPE_BYTES[run.config.model.dtype] * _published_parameters(run)
-
-
-def _exports_in_training(config: RunConfig) -> bool:
-    """Return True if versions are exported before the last one: by `export.every`, or because rollouts are deleted and
-    an evaluated version could not be rebuilt later."""
-    return bool(config.export.every) or (config.storage.keep.rollouts is not None and config.evaluate.every != 0)
 
 
 def _boards(run: PlannedRun, here: Sequence[Worker]) -> set[str | None]:
@@ -360,7 +354,7 @@ def _model_items(run: PlannedRun, gang: Gang, stage: int, *, first: bool) -> dic
     if Role.POLICY in roles:
         found[PUBLICATION], found[ON_HOST] = publication_bytes(models, stage, on_gpu=run.on_gpus)
         of_export = _converted_bytes(run) + adapter_bytes(models) if first else 0
-        found[EXPORTS if _exports_in_training(config) else EXPORT] = of_export
+        found[EXPORTS if config.exports_in_training else EXPORT] = of_export
     return found
 
 

@@ -250,6 +250,23 @@ class RunConfig:
             latest=self.rollout.versions != "exact",
         )
 
+    def exports(self, version: int) -> bool:
+        """Return True if a version is exported when it is published: the last one and every n-th (`export.every`).
+        Under `storage.keep.rollouts` versions cannot be rebuilt later. Then every evaluated version is exported too,
+        because it may become the best."""
+        return version > 0 and any(version % period == 0 for period in self._export_periods)
+
+    @property
+    def exports_in_training(self) -> bool:
+        """True if a version before the last one is exported."""
+        return min(self._export_periods) < self.steps
+
+    @property
+    def _export_periods(self) -> list[int]:
+        """Numbers of versions of whose multiples each is exported."""
+        evaluated = self.graph().eval_every if self.storage.keep.rollouts is not None else 0
+        return [period for period in (self.steps, self.export.every, evaluated) if period]
+
     def layouts(self) -> Layouts:
         step = Layout(self.rollout.shards, self.rows_per_shard, self.seq)
         held_out, shards = self.held_out, self.evaluate.shards

@@ -23,9 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pipeline.config.run import RunConfig
 from pipeline.config.sections import differs
-from pipeline.graph.graph import evaluated
 from pipeline.observe.engine_metrics import counts
 from pipeline.workers.exports import describe_export
 from pipeline.workers.messages import Call
@@ -332,7 +330,7 @@ def publish_version(parts: WorkerParts, call: Call) -> Commit | None:
     started = time.time()
     host = required(parts.updates).at(Role.POLICY, version)
     found = parts.find(call.address)
-    exported = bool(version and _is_exported(config, version)) and _begin_export(parts, version)
+    exported = config.exports(version) and _begin_export(parts, version)
     with parts.clock.bookkeeping():
         manifest = publish(host, parts.board, version)
     if version == config.steps:  # a resume after this commit has no node left that could finish the exports
@@ -360,15 +358,6 @@ def _write_exports(parts: WorkerParts, version: int, exported: bool) -> None:
         # This process has no other export in progress, so a dead process began every other unfinished one.
         for unfinished in required(parts.updates).agree(lambda: _begun_exports(parts, version)):
             _export(parts, unfinished)
-
-
-def _is_exported(config: RunConfig, version: int) -> bool:
-    """Return True if a version is exported when it is published: the last version and every n-th (`export.every`).
-    Under `storage.keep.rollouts` versions cannot be rebuilt later. Then every evaluated version is exported too,
-    because it may become the best."""
-    if version == config.steps or (config.export.every and version % config.export.every == 0):
-        return True
-    return config.storage.keep.rollouts is not None and evaluated(config.graph(), version)
 
 
 def _begin_export(parts: WorkerParts, version: int) -> bool:

@@ -466,6 +466,29 @@ def test_logprob_nodes_are_left_out_where_they_add_nothing(base: Path, changes: 
     assert config.graph().recompute_logprobs == (expected == "recompute")
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ((), [6]),
+        (("export.every=2",), [2, 4, 6]),
+        (("export.every=4",), [4, 6]),
+        (("export.every=6",), [6]),
+        (("export.every=9",), [6]),
+        (("storage.keep.rollouts=1", "evaluate.every=null"), [6]),
+        (("storage.keep.rollouts=1", "evaluate.every=0"), [6]),
+        (("storage.keep.rollouts=1", "evaluate.every=4"), [4, 6]),
+        (("storage.keep.rollouts=1", "evaluate.every=3", "export.every=4"), [3, 4, 6]),
+        (("evaluate.every=3",), [6]),
+    ],
+)
+def test_exported_versions(base: Path, changes: tuple[str, ...], expected: list[int]) -> None:
+    """The last one, every n-th, and those that are evaluated if rollouts are deleted; memory is planned for exports
+    during training exactly if there are some."""
+    config = load(base, "steps=6", *changes)
+    assert [version for version in range(7) if config.exports(version)] == expected
+    assert config.exports_in_training == (len(expected) > 1)
+
+
 def test_a_saved_config_with_settings_of_another_version_is_refused(base: Path) -> None:
     text = to_yaml(load(base)).replace("  critic:\n", "  value:\n")
     with pytest.raises(ConfigError, match=r"^model\.value: no such key \(in the saved config\); .*model\.critic\?"):

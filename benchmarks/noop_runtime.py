@@ -29,7 +29,6 @@ import dask
 from distributed import Worker, get_worker
 
 from pipeline.config.loading import load_yaml
-from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.plan.decode import RowQueue
 from pipeline.workers import entry
@@ -65,7 +64,7 @@ class NoopRuntime(entry.Runtime):
     def __init__(self, spec: WorkerSpec) -> None:
         config: RunConfig = load_yaml(spec.config_yaml)
         self._spec = spec
-        self._ledger = Ledger(str(RunPaths(config.run_dir).ledger))
+        self._ledger = config.stored.ledger()
 
     def run(self, call: Call) -> Outcome:
         started = time.time()

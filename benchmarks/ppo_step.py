@@ -90,7 +90,7 @@ def ours(arm: Arm, threads: int, steps: int, name: str, scratch: Path) -> Measur
     changes = [*arm.changes(threads), f"steps={steps + WARM_UP}", f"name={name}", f"runs_dir={scratch}"]
     with measured_load() as load:
         paths = run(load_config([WORKLOAD], changes), Console(file=StringIO())).paths
-    commits = [json.loads(path.read_text("utf8")) for path in paths.ledger.rglob("*.json")]
+    commits = [json.loads(path.read_text("utf8")) for path in (paths.root / "ledger").rglob("*.json")]
     ends = sorted(commit["finished"] for commit in commits if commit["address"]["stage"] == "publish")
     seconds = [after - before for before, after in itertools.pairwise(ends[WARM_UP:])]
     stages: dict[str, float] = {}

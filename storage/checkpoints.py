@@ -7,14 +7,10 @@ the checkpoint is complete.
 The manifest has the size and CRC-32 of every file, a digest of itself, and what the writer states about the content
 (`meta`). A reader goes through `newest_first` and takes the first version in which `verify` finds no fault.
 
-Only local paths work (a node's disk, or a filesystem that all nodes mount): Megatron writes its checkpoints with its
-own file calls, from many ranks into one directory.
-
-An exported model has a similar record beside its files, written last:
-
-    export.json   {"format": 1, "files": {"model.safetensors": {"bytes": ..., "crc32": ...}, ...}, "checksum": "..."}
-
-A directory without this record is another program's model, or the export of an earlier Stageline. It cannot be checked.
+Megatron writes its checkpoints with its own file calls, from many ranks into one local directory (on a node's disk, or
+on a filesystem that all nodes mount). With an object store, `finish` then uploads the checkpoint, and `fetch` downloads
+it to a directory that lacks it (`storage/copies.py`). A checkpoint then counts as complete when it is complete in the
+store, since only that survives the loss of a host.
 """
 
 from __future__ import annotations
@@ -28,22 +24,22 @@ import socket
 import sys
 import uuid
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from storage import codec
-from storage.commits import checksum
+from storage import codec, files
 from storage.config import Durability
+from storage.copies import Copies
 from storage.errors import StoreError
 from storage.files import DEFAULT, retried, sync_directory
 from storage.host import process_alive
 
 FORMAT = 2
 
-_MANIFEST = "checkpoint.json"
+MANIFEST = "checkpoint.json"
 _VERSION = re.compile(r"v(\d{6,})")
 _BLOCK_BYTES = 1 << 20
 
@@ -65,8 +61,10 @@ class FileSum:
 class Checkpoints:
     """The checkpoints below `root`. Holds no handle; any number of processes may use the same root."""
 
-    def __init__(self, root: str | Path, durability: Durability = DEFAULT) -> None:
+    def __init__(self, root: str | Path, durability: Durability = DEFAULT, store: files.Root | None = None) -> None:
+        """`store`: the directory of an object store to which they are uploaded."""
         self.root = Path(root)
+        self._copies = None if store is None else Copies(store, MANIFEST)
         self._fsync, self._retry_s = durability.fsync, durability.retry_s
 
     def begin(self, role: str, version: int) -> Path:
@@ -87,10 +85,11 @@ class Checkpoints:
         """Turn `path` (from `begin`) into the checkpoint of a version, after all ranks have written, and return its
         path. If the version exists already, keep it and discard `path`. `meta` is JSON that `verify` returns later.
         `sums` has the sum of every file by its path below `path`, and the files must be on the disk (see `sum_file`);
-        with None all files are read here. Raises StoreError if the files are not those of `sums`."""
+        with None all files are read here. With an object store, the checkpoint is uploaded before this returns. Raises
+        StoreError if the files are not those of `sums`, or cannot be uploaded."""
         if sums is None:
-            files = sorted(p for p in path.rglob("*") if p.is_file())
-            sums = {file.relative_to(path).as_posix(): sum_file(file, fsync=self._fsync) for file in files}
+            there = sorted(p for p in path.rglob("*") if p.is_file())
+            sums = {file.relative_to(path).as_posix(): sum_file(file, fsync=self._fsync) for file in there}
         document = {
             "format": FORMAT,
             "role": role,
@@ -102,9 +101,9 @@ class Checkpoints:
         if fault is not None:
             raise StoreError(fault)
         document["digest"] = _digest(document)
-        (path / _MANIFEST).write_text(json.dumps(document, indent=1, allow_nan=False))
+        (path / MANIFEST).write_text(json.dumps(document, indent=1, allow_nan=False))
         if self._fsync:
-            sum_file(path / _MANIFEST, fsync=True)
+            sum_file(path / MANIFEST, fsync=True)
             for directory in [path, *(p for p in path.rglob("*") if p.is_dir())]:
                 sync_directory(str(directory))
         target = self.place(role, version)
@@ -119,22 +118,66 @@ class Checkpoints:
             if self._fsync:
                 sync_directory(str(target.parent))
         _discard(path)
+        if self._copies is not None:
+            self._copies.upload(target, _key(role, version))
         return target
+
+    def fetch(self, role: str, version: int) -> None:
+        """Download a checkpoint that is only in the object store. Do nothing without one. Raises StoreError if the
+        checkpoint is not complete there either."""
+        target = self.place(role, version)
+        if self._copies is None or _looks_whole(target):
+            return
+        fault = self._fault_there(role, version)
+        if fault is not None:
+            raise StoreError(fault)
+        path = self.begin(role, version)
+        try:
+            self._copies.download(_key(role, version), path)
+            _discard(target)
+            path.rename(target)
+        finally:
+            _discard(path)
+
+    def forget(self, role: str, version: int) -> None:
+        """Remove the local files of a checkpoint that is in the object store. Do nothing without one."""
+        if self._copies is not None:
+            _discard(self.place(role, version))
 
     def place(self, role: str, version: int) -> Path:
         """Return the path of a version's checkpoint, whether it exists or not."""
-        return self.root / role / f"v{version:06d}"
+        return self.root / _key(role, version)
 
     def newest_first(self, role: str, at_most: int) -> list[int]:
         """Return the saved versions up to `at_most`, newest first. Their files may have been damaged since."""
-        found = (version_of(path.parent) for path in (self.root / role).glob(f"v*/{_MANIFEST}"))
+        found = {version_of(path.parent) for path in (self.root / role).glob(f"v*/{MANIFEST}")} | self._uploaded(role)
         return sorted((version for version in found if version is not None and version <= at_most), reverse=True)
 
     def versions(self, role: str) -> list[int]:
         """Return the versions with a complete checkpoint, ascending: the manifest can be read and every file has its
-        size."""
+        size. With an object store only those that are complete there."""
+        if self._copies is not None:
+            return sorted(version for version in self._uploaded(role) if self._fault_there(role, version) is None)
         found = reversed(self.newest_first(role, at_most=sys.maxsize))
         return [version for version in found if _looks_whole(self.place(role, version))]
+
+    def _uploaded(self, role: str) -> set[int]:
+        """Return the versions that were uploaded. Their files may have been damaged since."""
+        keys = () if self._copies is None else self._copies.complete(role)
+        return {version for key in keys if (version := version_of(Path(key))) is not None}
+
+    def _fault_there(self, role: str, version: int) -> str | None:
+        """Return why a checkpoint is not complete in the object store, or None."""
+        assert self._copies is not None
+        key = _key(role, version)
+        where, manifest = self._copies.root.at(key), self._copies.manifest(key)
+        if manifest is None:
+            return f"{where}: no complete checkpoint"
+        try:
+            document = _decoded(manifest, f"{where}/{MANIFEST}")
+        except StoreError as error:
+            return str(error)
+        return self._copies.fault(key, {name: int(entry["bytes"]) for name, entry in document["files"].items()})
 
     def verify(
         self, role: str, version: int, share: tuple[int, int] = (0, 1), expected: Mapping[str, Any] | None = None
@@ -173,12 +216,22 @@ class Checkpoints:
             # Also remove older directories that an earlier prune left half removed.
             if version is not None and kept and version < kept[0] and not _is_multiple(version, every):
                 _discard(path)
+        if self._copies is not None and kept:
+            for name in self._copies.names(role):
+                version = version_of(Path(name))
+                if version is not None and version < kept[0] and not _is_multiple(version, every):
+                    self._copies.remove(f"{role}/{name}")
         own = re.compile(r"\.v\d{6,}-" + re.escape(socket.gethostname()) + r"-(\d+)-[0-9a-f]+")
         for path in (self.root / role).glob(".v*"):
             begun = own.fullmatch(path.name)
             if begun and not process_alive(int(begun[1])):
                 _discard(path)
         return removed
+
+
+def _key(role: str, version: int) -> str:
+    """Return a checkpoint's path below the root, there and in an object store."""
+    return f"{role}/v{version:06d}"
 
 
 def _is_multiple(version: int, every: int | None) -> bool:
@@ -217,15 +270,20 @@ def _faulty_size(path: Path, document: Mapping[str, Any]) -> str | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the manifest. Raises StoreError if it is missing, damaged or of another format."""
-    manifest = path / _MANIFEST
+    """Return the manifest of a directory. Raises StoreError if it is missing, damaged or of another format."""
+    manifest = path / MANIFEST
     try:
         data = manifest.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise StoreError(f"{path}: no complete checkpoint") from None
-    document = codec.document(data, FORMAT, str(manifest))
+    return _decoded(data, str(manifest))
+
+
+def _decoded(data: bytes, where: str) -> dict[str, Any]:
+    """Return a manifest's content. Raises StoreError, naming `where`, if it is damaged or of another format."""
+    document = codec.document(data, FORMAT, where)
     if document.pop("digest", None) != _digest({"format": FORMAT, **document}):
-        raise StoreError(f"{manifest}: is not what was saved")
+        raise StoreError(f"{where}: is not what was saved")
     return document
 
 
@@ -235,55 +293,5 @@ def _digest(document: Mapping[str, Any]) -> str:
 
 def _discard(path: Path) -> None:
     """Remove a checkpoint, manifest first, so that a half-removed directory is not taken for a checkpoint."""
-    (path / _MANIFEST).unlink(missing_ok=True)
+    (path / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
-
-
-# ---- exports ---------------------------------------------------------------------------------------------
-
-RECORD = "export.json"
-EXPORT_FORMAT = 1
-
-
-def write_sums(directory: Path) -> None:
-    """Write the record of all files below a directory. Call it after they are all written."""
-    files = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / RECORD)
-    sums = {file.relative_to(directory).as_posix(): asdict(sum_file(file)) for file in files}
-    document = {"format": EXPORT_FORMAT, "files": sums, "checksum": _checksum(sums)}
-    (directory / RECORD).write_text(json.dumps(document, indent=1) + "\n")
-
-
-def has_sums(directory: Path) -> bool:
-    """Return True if the directory has the record, damaged or not."""
-    return (directory / RECORD).exists()
-
-
-def export_faults(directory: Path) -> Iterator[str]:
-    """Yield the faults of an exported directory that has the record. Reads every byte. Additional files
-    are no fault."""
-    try:
-        document = codec.document((directory / RECORD).read_bytes(), EXPORT_FORMAT, str(directory / RECORD))
-        sums, stated = document["files"], document["checksum"]
-    except StoreError as error:
-        yield str(error)
-        return
-    except (OSError, KeyError) as error:
-        yield f"{directory / RECORD}: cannot be read ({type(error).__name__}: {error})"
-        return
-    if stated != _checksum(sums):
-        yield f"{directory / RECORD}: is not what was written (it does not have its checksum)"
-        return
-    for name, entry in sums.items():
-        try:
-            found = asdict(sum_file(directory / name))
-        except OSError as error:
-            yield f"{directory / name}: cannot be read ({error.strerror})"
-            continue
-        if found["bytes"] != entry["bytes"]:
-            yield f"{directory / name}: has {found['bytes']} bytes of {entry['bytes']}"
-        elif found != entry:
-            yield f"{directory / name}: is not what was exported"
-
-
-def _checksum(sums: object) -> str:
-    return checksum(json.dumps(sums, sort_keys=True).encode())

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from storage.problems import Problem, above, at_least, between, setting, unread_problems
+from storage.problems import Problem, above, at_least, between, bucket_url, setting, unread_problems
 
 
 @dataclass
@@ -75,6 +75,9 @@ def evaluation_prompts_problems(config: EvaluationPromptsConfig) -> Iterator[Pro
         yield from unread_problems("evaluate.prompts", config, why)
 
 
+BUCKETS = ("s3", "gs", "s3a", "gcs")
+"""Protocols of the object stores that create an object only if there is none, in one step."""
+
 RETRY_S = 60.0
 """Seconds for which transient errors of the filesystem (a stale handle, a time-out) are retried, and a commit that must
 exist is waited for. A full disk or a missing permission is an error at once."""
@@ -106,6 +109,9 @@ class KeepConfig:
 class StorageConfig:
     """Settings for writing and reading commits, rollouts and checkpoints."""
 
+    url: str | None = setting(None, bucket_url(*BUCKETS))
+    """Object store of this run's commits, arrays, checkpoints and exports: a URL with a prefix of its own, such as
+    `s3://bucket/runs/${name}`. null: they are in the run's directory."""
     fsync: bool = True
     """Sync files to the disk before they are committed. Without syncs a killed process still loses nothing, but a power
     cut may leave files that differ from what was committed (detected when they are read)."""

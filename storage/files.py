@@ -39,15 +39,15 @@ from typing import IO, Any, TypeVar
 
 import fsspec
 
-from storage.config import Durability
-from storage.errors import StoreRefused, StoreUnavailable
+from storage.config import BUCKETS, Durability
+from storage.errors import StoreError, StoreRefused, StoreUnavailable
 from storage.redaction import redacted_text
 
 DEFAULT = Durability()
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
-EXCLUSIVE = ("s3", "s3a", "gs", "gcs", "memory")
+EXCLUSIVE = (*BUCKETS, "memory")
 """Protocols of the fsspec filesystems whose `mode="create"` is one step of the store. For others fsspec looks whether
 the file exists and then writes it, so that two processes could both commit an output. (`memory` is for one process.)"""
 
@@ -75,7 +75,7 @@ class Root:
 
 def open_root(url: str, durability: Durability = DEFAULT) -> Root:
     """Return the root at `url`: a path, `file://...`, or a URL of `EXCLUSIVE`. Creates nothing yet. Raises StoreRefused
-    for another URL."""
+    for another URL, and if the package of an object store is missing."""
     protocol = fsspec.core.split_protocol(url)[0] or "file"
     if protocol not in ("file", "local", *EXCLUSIVE):
         raise StoreRefused(
@@ -85,7 +85,10 @@ def open_root(url: str, durability: Durability = DEFAULT) -> Root:
     # A cached listing would hide what other processes have written since. With a concurrency above 1 s3fs asks for the
     # size of a file before each read, to fetch a large one in pieces; ours are small.
     options = {"max_concurrency": 1} if protocol in ("s3", "s3a") else {}
-    fs, path = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
+    try:
+        fs, path = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
+    except ImportError as error:  # it names the package that this protocol needs
+        raise StoreRefused(f"{redacted_text(url)}: {error}") from error
     if protocol in ("file", "local"):
         return Root(None, str(Path(path).absolute()), durability)
     return Root(fs, path.rstrip("/"), durability)
@@ -253,6 +256,31 @@ def keys(root: Root) -> Iterator[str]:
     for path in sorted(paths):
         if not os.path.basename(path).startswith("."):
             yield path[len(root.path) + 1 :].replace(os.sep, "/")
+
+
+def sizes(root: Root) -> dict[str, int]:
+    """Return the size in bytes of every object below the root of an object store, by key."""
+    try:
+        found = retried(lambda: root.fs.find(root.path, detail=True), root.path, root.durability.retry_s)
+    except FileNotFoundError:
+        return {}
+    return {path[len(root.path) + 1 :]: int(found[path]["size"]) for path in sorted(found)}
+
+
+def upload(root: Root, key: str, file: Path) -> None:
+    """Create or replace an object by a local file, in pieces if it is large."""
+    path = root.at(key)
+    retried(lambda: root.fs.put_file(str(file), path), path, root.durability.retry_s)
+
+
+def download(root: Root, key: str, file: Path) -> None:
+    """Create or replace a local file, and its directory, by an object. Raises StoreError if there is no such object."""
+    path = root.at(key)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        retried(lambda: root.fs.get_file(path, str(file)), path, root.durability.retry_s)
+    except FileNotFoundError as error:
+        raise StoreError(f"{path}: is missing") from error
 
 
 def names(root: Root) -> list[str]:

@@ -95,6 +95,18 @@ def local_directory() -> Constraint:
     return Constraint(f"{need}: URLs are not supported", lambda path: not _URL_SCHEME.match(path))
 
 
+def bucket_url(*protocols: str) -> Constraint:
+    """Return the constraint on the URL of a bucket, or of a prefix in it, for one of these protocols. It may hold no
+    credentials: the clients of object stores read them from the environment."""
+    wanted = " or ".join(f"{protocol}://BUCKET/PREFIX" for protocol in protocols[:2])
+    url = re.compile(rf"({'|'.join(protocols)})://[A-Za-z0-9][A-Za-z0-9._-]+(/[^/?#@\s]+)*")
+    return Constraint(
+        f"{wanted}, without credentials (the environment has them); other protocols cannot create a file only if there "
+        "is none",
+        lambda given: url.fullmatch(given) is not None,
+    )
+
+
 def setting(default: Any, *constraints: Constraint) -> Any:
     """Declare a setting of a section with its default (a copy of it, if it can change) and its constraints."""
     metadata = {_CONSTRAINTS: constraints}

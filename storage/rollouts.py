@@ -73,8 +73,8 @@ from storage.shards import GROUP_METADATA, Template, encode_whole, group_metadat
 EVALUATE = "evaluate"
 """Stages whose names begin with this have their own groups and layout: one group per evaluated version."""
 
-_UNREADABLE = (OSError, ValueError, RuntimeError, KeyError)
-"""Errors that Zarr raises for a missing or damaged array."""
+_UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, StoreError)
+"""Errors that reading a missing or damaged array by Zarr raises."""
 _STEP_GROUP = re.compile(r"step_(\d{6,})")
 
 
@@ -310,9 +310,8 @@ class RolloutStore:
     def _plain(self, address: Address, name: str, num_rows: int) -> np.ndarray:
         """Return the rows of an output's array as any Zarr reader sees them. Raises what Zarr raises
         (`_UNREADABLE`)."""
-        options = {} if self._data.fs is None else {"storage_options": self._data.fs.storage_options}
-        array = zarr.open_array(f"{self.url}/{_group(address)}/{name}", mode="r", **options)
-        return np.asarray(array[_rows_of(self._layout(address), address, num_rows)])
+        rows = _rows_of(self._layout(address), address, num_rows)
+        return _plain_array(self._data, f"{_group(address)}/{name}", rows)
 
     def keys_of(self, commit: Commit) -> tuple[str, ...]:
         """Return the keys of a settled commit's files, below the run's directory; empty for a commit without arrays."""
@@ -527,11 +526,20 @@ def read_root_array(run: files.Root, name: str) -> np.ndarray | None:
     store = run.below(_STORE)
     if files.read(store, f"{name}/zarr.json") is None:
         return None
-    options = {} if store.fs is None else {"storage_options": store.fs.storage_options}
     try:
-        return np.asarray(zarr.open_array(f"{store.url}/{name}", mode="r", **options)[:])
+        return _plain_array(store, name, slice(None))
     except _UNREADABLE as error:
         raise StoreError(f"{store.at(name)}: is damaged ({type(error).__name__}: {error})") from error
+
+
+def _plain_array(store: files.Root, name: str, rows: slice) -> np.ndarray:
+    """Return rows of an array as any Zarr reader sees them. Raises what Zarr raises, and StoreError."""
+    options = {} if store.fs is None else {"storage_options": store.fs.storage_options}
+
+    def look() -> np.ndarray:
+        return np.asarray(zarr.open_array(f"{store.url}/{name}", mode="r", **options)[rows])
+
+    return files.retried(look, store.at(name), store.durability.retry_s)
 
 
 # ---- vocabulary ------------------------------------------------------------------------------------------

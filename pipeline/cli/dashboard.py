@@ -20,7 +20,6 @@ from pipeline.errors import ConfigError
 from pipeline.observe.graph_page import HEADERS, PATH, fragment, log_end, log_names, page
 from pipeline.observe.graph_view import Facts, GraphView, recorded_view
 from pipeline.observe.journal import journal_exists, read_events
-from storage.ledger import Ledger
 from storage.locks import holder
 
 HOST = "127.0.0.1"
@@ -80,7 +79,7 @@ def view_of(config: RunConfig) -> GraphView:
     paths = RunPaths(config.run_dir)
     links = watch_runs(config)
     facts = Facts(config.name, config.steps, config.staleness, tuple(links.items()), log_names(paths.logs))
-    return recorded_view(facts, config.graph(), config.gangs(), Ledger(str(paths.ledger)), read_events(paths.events))
+    return recorded_view(facts, config.graph(), config.gangs(), config.stored.ledger(), read_events(paths.events))
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -15,7 +15,6 @@ from typing import Literal
 from pipeline.cli.answers import DONE, file_to_write, print_line, saved_config, trusted_config
 from pipeline.cli.opened_run import opened, write_rows
 from pipeline.config.loading import config_hash
-from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.errors import ConfigError
@@ -25,8 +24,8 @@ from pipeline.workers.exports import describe_export
 from pipeline.workers.parts import required
 from pipeline.workers.runtime import alone, runtime_for
 from stages.models.protocol import Role
-from storage.checkpoints import export_faults, has_sums, version_of
 from storage.errors import MissingOutput, StoreError
+from storage.exports import Exports, export_faults, has_sums
 
 
 def command(options: argparse.Namespace) -> int:
@@ -71,32 +70,33 @@ def export_version(config: RunConfig, version: int | Literal["best"] | None, to:
     version = newest if version is None else _best_version(config, history) if version == "best" else version
     if not 0 <= version <= newest:
         raise ConfigError("--version", f"given {version}; the run has versions 0 to {newest}")
-    stored = RunPaths(config.run_dir).weights(version)
-    target = stored if to is None else to
-    if stored.is_dir() and has_sums(stored):
-        _check(stored, config.run_dir)
-    if stored.is_dir() and target == stored:
+    exports = config.stored.exports()
+    stored, target = exports.fetch(version), exports.place(version) if to is None else to
+    if stored is not None and has_sums(stored):
+        _check(exports, version, config)
+    if stored is not None and target == stored:
         return stored
     if target.exists():
         raise ConfigError("--to", f"given {str(target)!r}; it exists already")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as scratch:
         staged = Path(scratch) / "weights"
-        if stored.is_dir():
+        if stored is not None:
             shutil.copytree(stored, staged)
         else:
             staged.mkdir()
             with runtime_for(alone(config, Path(scratch)), Role.POLICY) as runtime:
                 required(runtime.parts.updates).at(Role.POLICY, version).export(runtime.parts.board, staged)()
             describe_export(staged, config, version, config_hash(config))
-        staged.rename(target)
-    return target
+        return exports.finish(version, staged) if to is None else staged.rename(target)
 
 
-def _check(stored: Path, run_dir: Path) -> None:
-    for fault in export_faults(stored):
-        again = f"`stageline export {run_dir} --version {version_of(stored)}`"
-        raise StoreError(f"{fault}. Remove the directory {stored}; {again} then writes it anew from checkpoints")
+def _check(exports: Exports, version: int, config: RunConfig) -> None:
+    place = exports.place(version)
+    for fault in export_faults(place):
+        again = f"`stageline export {config.run_dir} --version {version}`"
+        copy = "" if config.storage.url is None else f", and its copy {config.stored.place}/weights/{place.name}"
+        raise StoreError(f"{fault}. Remove the directory {place}{copy}; {again} then writes it anew from checkpoints")
 
 
 def _best_version(config: RunConfig, history: History) -> int:

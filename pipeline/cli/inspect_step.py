@@ -73,7 +73,7 @@ def inspect_step(config: RunConfig, step: int, rows: int) -> RenderableType:
 
 def step_rows(config: RunConfig, step: int) -> list[InspectRow]:
     """Return the rows of a step's generated shards. Results that do not exist yet are None."""
-    decode = text_of_tokens(str(config.run_dir), config.model.path)
+    decode = text_of_tokens(config.stored.root, config.model.path)
     tables = [row_columns(shard, decode) for shard in shards_of_step(open_history(config), step)]
     asked = last_questions(RunPaths(config.run_dir).prompts)
     lines = (dict(zip(table, line, strict=True)) for table in tables for line in zip(*table.values(), strict=True))

@@ -304,5 +304,5 @@ def open_run(path: str | os.PathLike[str]) -> OpenedRun:
 def opened(config: RunConfig) -> OpenedRun:
     """Return the run in the directory that a config names."""
     return OpenedRun(
-        config.run_dir, config, open_history(config), text_of_tokens(str(config.run_dir), config.model.path)
+        config.run_dir, config, open_history(config), text_of_tokens(config.stored.root, config.model.path)
     )

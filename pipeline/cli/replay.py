@@ -78,7 +78,6 @@ from stages.models.numerics import repeats_bits
 from stages.models.protocol import MODEL_ROLES, ModelHost, Role
 from stages.publish import publish
 from storage.address import Address
-from storage.checkpoints import Checkpoints
 from storage.commits import Commit
 from storage.errors import MissingOutput
 from storage.records import Record, Rollout
@@ -331,7 +330,7 @@ def update_range(config: RunConfig, text: str) -> range:
 
 def _start(config: RunConfig, role: Role, version: int) -> int:
     """Return the version of the newest checkpoint at or before a version; 0 if there is none."""
-    saved = Checkpoints(RunPaths(config.run_dir).checkpoints, config.storage.durability())
+    saved = config.stored.checkpoints()
     return next(iter(saved.newest_first(str(role), version)), 0)
 
 

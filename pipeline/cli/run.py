@@ -41,7 +41,6 @@ from pipeline.observe.journal import AppendFailed, journal_exists
 from pipeline.workers.worker_process import ending_signals
 from storage.errors import StoreRefused
 from storage.files import REFUSING, TRANSIENT, refusal
-from storage.ledger import Ledger
 
 
 def command(options: argparse.Namespace) -> int:
@@ -121,8 +120,13 @@ def _make_way(config: RunConfig, *, overwrite: bool, agreed: bool) -> None:
             need = f"{paths.root} is a link, or belongs to a Slurm job: choose another name=..., or remove it"
             raise ConfigError("--overwrite", f"given; {need}")
         return
+    if config.storage.url is not None:  # what is there cannot be moved aside; the start of the run refuses it
+        if overwrite:
+            need = f"the run's data at {config.storage.url} is not moved: choose another storage.url, and name"
+            raise ConfigError("--overwrite", f"given; {need}")
+        return
     refuse_foreign(paths.root)
-    stages = {address.stage for address in Ledger(str(paths.ledger)).addresses()} if paths.ledger.exists() else set()
+    stages = {address.stage for address in config.stored.ledger().addresses()}
     updated = bool(stages.intersection(UPDATE_STAGE.values()))
     if updated and not overwrite:
         return

@@ -26,7 +26,6 @@ from pipeline.launch.requeues import JobEnd, committed_so_far, note_end, refusal
 from pipeline.launch.submission import asked_for, run_script, submit_run
 from pipeline.observe.journal import is_finished, journal_exists, read_events
 from pipeline.workers.messages import worker_name
-from storage.ledger import Ledger
 
 
 def submit(options: argparse.Namespace) -> int:
@@ -50,7 +49,7 @@ def submit(options: argparse.Namespace) -> int:
 def finished(config: RunConfig) -> bool:
     """Return True if the run has done as many steps as the config has."""
     paths = RunPaths(config.run_dir)
-    if not (journal_exists(paths.events) and paths.ledger.exists()):
+    if not journal_exists(paths.events):
         return False
     return is_finished(read_events(paths.events)) and len(open_history(config).steps_done()) >= config.steps
 
@@ -88,7 +87,7 @@ def may_requeue(options: argparse.Namespace) -> int:
     """Return exit code 0 if the job may be requeued, else print the reason and return 75. A job's script asks this when
     a start has ended."""
     paths = RunPaths(Path(options.run_dir))
-    committed = committed_so_far(Ledger(str(paths.ledger)))
+    committed = committed_so_far(submitted_config(options.run_dir).stored.ledger())
     end = JobEnd(options.restart, committed, options.because, options.lost)
     ends = note_end(paths.job, options.job, end)
     why = refusal(ends, restarts=options.restarts, requeues_without_progress=options.without_progress)

@@ -20,9 +20,8 @@ from pipeline.errors import ConfigError, OtherProgramsConfig
 from pipeline.graph.graph import steps_done
 from pipeline.launch.commands import JobRecord, JobState, job_state, read_record
 from pipeline.observe.text import visible
-from storage import files
 from storage.errors import StoreError
-from storage.ledger import Ledger, read_dropped
+from storage.ledger import read_dropped
 from storage.locks import holder
 
 
@@ -83,7 +82,7 @@ def run_state(run_dir: str, ask: Callable[[str], JobState | None] = job_state) -
     """Return the state of the run in a directory; `ask` returns the state of its job. Raises ConfigError if there is no
     run."""
     config, paths = submitted_config(run_dir), RunPaths(Path(run_dir))
-    done = len(_steps_done(config, paths)) if paths.ledger.exists() else 0
+    done = len(_steps_done(config)) if begun(config) else 0
     record, job, unknown = read_record(paths.job), None, None
     if record is not None:
         try:
@@ -93,10 +92,10 @@ def run_state(run_dir: str, ask: Callable[[str], JobState | None] = job_state) -
     return RunState(config.name, done, config.steps, holder(paths.lock), begun(config), record, job, unknown)
 
 
-def _steps_done(config: RunConfig, paths: RunPaths) -> list[int]:
+def _steps_done(config: RunConfig) -> list[int]:
     """Return the steps that are done, read without the store: importing Zarr takes longer than the rest."""
-    ledger = Ledger(str(paths.ledger), config.storage.durability())
-    over = max(ledger.closed_until(), read_dropped(files.open_root(str(paths.root), config.storage.durability())))
+    ledger = config.stored.ledger()
+    over = max(ledger.closed_until(), read_dropped(config.stored.root))
     return steps_done(config.graph(), over, ledger.addresses(from_step=over))
 
 

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ from pipeline.config.preflight import devices_of, engine_line, unproven
 from pipeline.config.run import RunConfig
 from pipeline.driver.integrity import lineage_faults, unneeded_outputs
 from pipeline.driver.results import open_history
-from pipeline.driver.retention import exported
 from pipeline.graph.graph import GraphSpec, Node, generation_versions, made_from, run_nodes, update_stages
 from pipeline.observe.history import History
 from stages.models.checkpoint_metadata import pickle_fault
@@ -33,9 +31,10 @@ from stages.models.protocol import Role
 from stages.prompts import PromptTable, held_out_prompts, training_prompts
 from storage import files
 from storage.address import Address
-from storage.checkpoints import Checkpoints, export_faults, has_sums
+from storage.checkpoints import Checkpoints
 from storage.commits import Commit
 from storage.errors import StoreError
+from storage.exports import export_faults, has_sums
 from storage.records import PromptBatch, Rollout
 from storage.rollouts import KEEP, dropped
 
@@ -119,7 +118,8 @@ def commits_proof(run: Evidence) -> Answer:
     files."""
     strange = sorted(address for address in run.commits if address not in run.nodes)
     faults = [f"{address}: is committed, and no node of this run" for address in strange]
-    faults += [f"{run.paths.ledger}/{key}: is no commit record's place" for key in run.history.ledger.unknown_files()]
+    ledger = run.history.ledger
+    faults += [f"{ledger.url}/{key}: is no commit record's place" for key in ledger.unknown_files()]
     seeds = {commit.provenance.seed for commit in run.commits.values()} - {run.config.seed}
     faults += [f"commits were made with seed {seed}, the run has {run.config.seed}" for seed in sorted(seeds)]
     return f"{len(run.commits)} commits", faults
@@ -299,38 +299,55 @@ def _link_faults(run: Evidence, later: Address, earlier: Address) -> Iterator[st
 def checkpoints_proof(run: Evidence) -> Answer:
     """Check that all files of each checkpoint have their CRCs, that its pickles hold only data, and that it has the
     digest that the update of its version committed. A run resumes from the checkpoint before a damaged one."""
-    checkpoints, faults, counted = Checkpoints(Path(run.paths.checkpoints)), [], 0
-    for role, stage in run.updates.items():
-        for version in checkpoints.newest_first(role, at_most=sys.maxsize):
-            counted += 1
-            try:
-                meta = checkpoints.verify(role, version)
-                fault = pickle_fault(checkpoints.place(role, version))
-            except StoreError as error:
-                fault = str(error)
-            if fault is not None:
-                faults.append(f"checkpoint v{version} of the {role}: {fault}")
-                continue
-            made_by = Address(stage, version - 1)
-            commit = run.commits.get(made_by)
-            if commit is None and made_by in run.unneeded:
-                continue  # its digest cannot be compared, and no run loads it
-            if commit is None or commit.digest != meta.get("digest"):
-                committed = "nothing" if commit is None else commit.digest
-                faults.append(
-                    f"checkpoint v{version} of the {role}: has weights of digest {meta.get('digest')}, committed is "
-                    f"{committed}"
-                )
+    faults, counted = [], 0
+    with run.config.stored.downloaded() as stored:
+        checkpoints = stored.checkpoints()
+        for role, stage in run.updates.items():
+            for version in checkpoints.newest_first(role, at_most=sys.maxsize):
+                counted += 1
+                fault = _checkpoint_fault(run, checkpoints, role, Address(stage, version - 1))
+                if fault is not None:
+                    faults.append(stored.named(f"checkpoint v{version} of the {role}: {fault}"))
+                checkpoints.forget(role, version)
     return f"{counted} checkpoints", faults
+
+
+def _checkpoint_fault(run: Evidence, checkpoints: Checkpoints, role: Role, made_by: Address) -> str | None:
+    """Return the fault of the checkpoint of the version that an update made, or None."""
+    version = made_by.step + 1
+    try:
+        checkpoints.fetch(role, version)
+        meta = checkpoints.verify(role, version)
+        fault = pickle_fault(checkpoints.place(role, version))
+    except StoreError as error:
+        fault = str(error)
+    commit = run.commits.get(made_by)
+    if fault is not None or (commit is None and made_by in run.unneeded):
+        return fault  # without a commit its digest cannot be compared, and no run loads it
+    if commit is None or commit.digest != meta.get("digest"):
+        committed = "nothing" if commit is None else commit.digest
+        return f"has weights of digest {meta.get('digest')}, committed is {committed}"
+    return None
 
 
 def exports_proof(run: Evidence) -> Answer:
     """Check that every file of an export has its CRC. Exports by earlier versions of Stageline have no sums; they are
     only counted."""
-    exports = [run.paths.weights(version) for version in exported(run.paths.weights(0).parent)]
-    summed = [directory for directory in exports if has_sums(directory)]
-    without = f", {len(exports) - len(summed)} of them without sums" if len(exports) > len(summed) else ""
-    return f"{len(exports)} exports{without}", [fault for directory in summed for fault in export_faults(directory)]
+    faults, without = [], 0
+    with run.config.stored.downloaded() as stored:
+        exports = stored.exports()
+        versions = exports.versions()
+        for version in versions:
+            try:
+                directory = exports.fetch(version)
+            except StoreError as error:
+                faults.append(str(error))
+                continue
+            summed = directory is not None and has_sums(directory)
+            without += not summed
+            faults += map(stored.named, export_faults(exports.place(version)) if summed else ())
+            exports.forget(version)
+    return f"{len(versions)} exports" + (f", {without} of them without sums" if without else ""), faults
 
 
 # ---- verification ----------------------------------------------------------------------------------------
@@ -401,7 +418,8 @@ def verify_run(config: RunConfig) -> Verification:
             damaged[address] = str(error)
             continue
         commits += [commit] if commit is not None else []
-    before, lost, dropped_faults = _dropped_outputs(history, paths, {commit.address for commit in commits})
+    committed, saved = {commit.address for commit in commits}, config.stored.checkpoints()
+    before, lost, dropped_faults = _dropped_outputs(history, saved, committed)
     present = [commit for commit in commits if not dropped(commit.address, before)]
     arrays_faults, rows = _read_arrays(config, history, present)
     nodes = {node.address: node for node in run_nodes(config.graph())}
@@ -445,12 +463,12 @@ PROOFS: dict[str, Callable[[Evidence], tuple[str, list[str]]]] = {
 
 
 def _dropped_outputs(
-    history: History, paths: RunPaths, committed: set[Address]
+    history: History, checkpoints: Checkpoints, committed: set[Address]
 ) -> tuple[int, frozenset[Address], tuple[str, ...]]:
     """Return three results: the first step whose arrays were not deleted; the nodes whose records are lost or damaged,
     and not needed any more because arrays were deleted; and the faults of the record of deleted steps."""
     try:
-        return history.store.dropped_before(), unneeded_outputs(history, paths.checkpoints, committed), ()
+        return history.store.dropped_before(), unneeded_outputs(history, checkpoints, committed), ()
     except StoreError as error:
         return 0, frozenset(), (str(error),)
 
@@ -505,6 +523,6 @@ def _notes(evidence: Evidence, damaged: Mapping[Address, str]) -> Iterator[str]:
     if gone:
         arrays = sum(len(commit.arrays) for commit in gone)
         yield f"{arrays} arrays of the steps before {before} were dropped by {KEEP}: only their commits were checked"
-    aside = list(files.keys(files.open_root(str(evidence.paths.damaged))))
+    aside = list(files.keys(files.open_root(evidence.config.stored.damaged)))
     if aside:
-        yield f"{len(aside)} damaged commit records were set aside in {evidence.paths.damaged}"
+        yield f"{len(aside)} damaged commit records were set aside in {evidence.config.stored.damaged}"

@@ -163,11 +163,12 @@ def _from_last_version(change: Change, config: RunConfig) -> str:
     run, name, first = config.run_dir, f"{config.name}-{change.after}", config.model
     shared = first.frozen_blocks > 0  # shared with the reference: its files must then be the policy's
     reference = "null" if shared else first.reference_path or first.path
+    url = "" if config.storage.url is None else f" storage.url={config.storage.url}-{change.after}"
     towards = " (the KL is then to that version, since the reference shares model.frozen_blocks)" if shared else ""
     return (
         f". A new run, with schedules and a critic of its own, begins with its last version{towards}: `stageline run "
         f"{run}/config.yaml name={name} steps={change.after - change.before} "
-        f"model.path={run}/weights/v{change.before:06d} model.reference_path={reference}`"
+        f"model.path={run}/weights/v{change.before:06d} model.reference_path={reference}{url}`"
     )
 
 

@@ -14,7 +14,7 @@ from storage.host import who_else_can_change
 
 @dataclass(frozen=True)
 class RunPaths:
-    """The files of a run's directory."""
+    """The files of a run's directory. `RunConfig.stored` has the place of the ledger and the rollouts."""
 
     root: Path
 
@@ -31,26 +31,8 @@ class RunPaths:
         return self.root / "prompts.npz"
 
     @property
-    def ledger(self) -> Path:
-        return self.root / "ledger"
-
-    @property
-    def damaged(self) -> Path:
-        """Damaged commit records, moved here when the run was resumed."""
-        return self.root / "damaged"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.root / "rollouts.zarr"
-
-    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
-
-    @property
-    def archive(self) -> Path:
-        """Commits that were archived when the run went back to a checkpoint, sorted by the time when it did."""
-        return self.root / "archive"
 
     @property
     def events(self) -> Path:

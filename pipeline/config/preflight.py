@@ -38,6 +38,7 @@ from pipeline.config.role_models import (
 )
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import SQLITE, TrackingConfig
+from pipeline.config.stored import check_stored
 from pipeline.errors import ConfigError, all_of, refusal, refusals, together
 from stages.engines.capabilities import Capabilities, Device, able
 from stages.engines.config import OTHER_ENVIRONMENTS
@@ -295,9 +296,9 @@ def tokenizer_of(config: RunConfig, path: str) -> Tokenizer:
 
 
 def check_run_directory(config: RunConfig, *, resume: bool) -> None:
-    """Raise ConfigError if the run's directory cannot be written to, or holds another run, or holds this run and
-    `resume` is False. On resume also refuse an edited config file and changes that the run may not have. Sets the
-    number of evaluated prompts, if it is None, to that of the run in the directory. Creates nothing."""
+    """Raise ConfigError if the run's directory or its object store cannot be written to, or holds another run, or holds
+    this run and `resume` is False. On resume also refuse an edited config file and changes that the run may not have.
+    Sets the number of evaluated prompts, if it is None, to that of the run in the directory. Leaves no file."""
     for problem in plain_name().problems(
         {"name": config.name}
     ):  # a resumed run is named by its directory, which may have moved
@@ -311,19 +312,20 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
     _set_evaluated_as_before(config, paths, identity)
     if identity is not None:
         _check_same_run(config, paths, identity)
-        return
-    if paths.config.exists() and config_hash(read_saved(paths.config)) != config_hash(config):
+    elif paths.config.exists() and config_hash(read_saved(paths.config)) != config_hash(config):
         raise ConfigError(
             "name",
             f"given {config.name!r}; {paths.root} holds a run with another config ({paths.config}). Choose another "
             "name=..., or give --overwrite, which moves that directory aside",
         )
-    if not resume and holds_run(paths):
+    elif not resume and holds_run(paths):
         raise ConfigError(
             "name",
             f"given {config.name!r}; {paths.root} holds this run already: `stageline resume {paths.root}` continues "
             "it, another name=... starts a new one, --overwrite moves it aside",
         )
+    had_url = identity is not None and identity.latest.config["storage"].get("url") is not None
+    check_stored(config.stored, resume=resume, had_url=had_url)
 
 
 def _set_evaluated_as_before(config: RunConfig, paths: RunPaths, identity: Identity | None) -> None:
@@ -343,7 +345,7 @@ def _set_evaluated_as_before(config: RunConfig, paths: RunPaths, identity: Ident
 
 def holds_run(paths: RunPaths) -> bool:
     """Return True if a directory holds a run that has begun. (An empty ledger may be a disk mounted for a new run.)"""
-    return paths.events.exists() or paths.first_full_events.exists() or any(paths.ledger.glob("*"))
+    return paths.events.exists() or paths.first_full_events.exists() or any((paths.root / "ledger").glob("*"))
 
 
 def _check_same_run(config: RunConfig, paths: RunPaths, identity: Identity) -> None:

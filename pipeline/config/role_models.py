@@ -14,7 +14,7 @@ from stages.models.hf_files import head_problem, is_classifier, read_vocabulary
 from stages.models.layouts import blocks_problems, layout_problems
 from stages.models.protocol import MODEL_ROLES, Role
 from stages.models.spec import EMBEDDING, ModelSpec, is_random, layer_and_part, read_spec, tensor_shapes
-from storage.checkpoints import RECORD, export_faults, has_sums
+from storage.exports import RECORD, export_faults, has_sums
 
 
 def read_model(key: str, path: str, *, weights: bool = True) -> ModelSpec:

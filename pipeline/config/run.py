@@ -22,6 +22,7 @@ from pipeline.config.sections import (
     alarm_limit,
 )
 from pipeline.config.slurm import SlurmConfig
+from pipeline.config.stored import RunStorage
 from pipeline.graph.graph import STAGE_ROLES, Gang, GraphSpec
 from stages.engines.capabilities import Capabilities, Device, capabilities_of
 from stages.engines.config import EngineConfig
@@ -100,6 +101,11 @@ class RunConfig:
     @property
     def run_dir(self) -> Path:
         return Path(self.runs_dir) / self.name
+
+    @property
+    def stored(self) -> RunStorage:
+        """Return the place of the run's ledger and rollouts."""
+        return RunStorage(self.run_dir, self.storage.url, self.storage.durability())
 
     @property
     def seq(self) -> int:

@@ -170,7 +170,7 @@ class Attempts:
             worker=worker.name,
             incarnation=worker.incarnation,
             sequence=submit.sequence,
-            ledger=str(self._context.settings.paths.ledger),
+            ledger=self._context.settings.ledger_url,
             peers=tuple(self._supervision.address((submit.gang, rank)) for rank in range(1, num_ranks)),
         )
         pin = pin_resource if submit.mode is Mode.FREE else slot_resource

@@ -28,6 +28,7 @@ class ExecutorSettings:
     start_timeout_s: float
     """`cluster.start_timeout_s`, or the time that follows from the model if that is null."""
     paths: RunPaths
+    ledger_url: str
     config_yaml: str = field(repr=False)
     """The resolved config, for the workers."""
     boards: Mapping[str, str] = field(default_factory=dict)

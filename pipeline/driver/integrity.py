@@ -24,6 +24,7 @@ from types import MappingProxyType
 import numpy as np
 
 from pipeline.config.paths import RunPaths
+from pipeline.config.stored import RunStorage
 from pipeline.driver.retention import close_finished_segments, is_usable
 from pipeline.errors import StageFailed
 from pipeline.graph.graph import (
@@ -64,7 +65,7 @@ class Repairs:
 _NONE: Mapping[Address, str] = MappingProxyType({})
 
 
-def set_damaged_aside(ledger: Ledger, paths: RunPaths) -> dict[Address, str]:
+def set_damaged_aside(ledger: Ledger, stored: RunStorage) -> dict[Address, str]:
     """Move damaged commit records out of the ledger. Return, by address, what was wrong and where the record is now.
     Call it before workers start. Raises StoreError for a record of another format, and for a segment whose table of
     contents is damaged."""
@@ -74,12 +75,12 @@ def set_damaged_aside(ledger: Ledger, paths: RunPaths) -> dict[Address, str]:
         try:
             ledger.find(address)
         except DamagedCommit as error:
-            place = ledger.set_aside(address, str(paths.damaged))
+            place = ledger.set_aside(address, stored.damaged)
             aside[address] = f"{error}. It was moved to {place}"
     return aside
 
 
-def repair(history: History, paths: RunPaths, before: Mapping[Address, str] = _NONE) -> Repairs:
+def repair(history: History, stored: RunStorage, before: Mapping[Address, str] = _NONE) -> Repairs:
     """Set damaged commit records aside, move committed files into place, and restore damaged Zarr metadata. Call it
     before workers start. `before`: records that were set aside already.
 
@@ -89,9 +90,9 @@ def repair(history: History, paths: RunPaths, before: Mapping[Address, str] = _N
             only damaged records were set aside, and finished segments closed. Or a record has another format.
     """
     ledger = history.ledger
-    aside = {**before, **set_damaged_aside(ledger, paths)}
+    aside = {**before, **set_damaged_aside(ledger, stored)}
     closed = ledger.closed_until()
-    lost = unneeded_outputs(history, paths.checkpoints, set(ledger.addresses(from_step=closed)), closed)
+    lost = unneeded_outputs(history, stored.checkpoints(), set(ledger.addresses(from_step=closed)), closed)
     close_finished_segments(history.spec, ledger, lost)
     looked_at = ledger.addresses(from_step=ledger.closed_until())  # the inputs of closed records are closed too
     by_step = sorted(looked_at, key=lambda address: address.step)  # reads each segment once
@@ -103,11 +104,12 @@ def repair(history: History, paths: RunPaths, before: Mapping[Address, str] = _N
         found |= {} if earlier is None else {address: earlier}
     faults = list(lineage_faults(commits, found))
     if faults:
-        more = f" (and {len(faults) - 1} more: `stageline check {paths.root}` lists them)" if len(faults) > 1 else ""
-        raise StoreError(f"{paths.root} cannot go on: {faults[0]}{more}")
+        run_dir = stored.directory
+        more = f" (and {len(faults) - 1} more: `stageline check {run_dir}` lists them)" if len(faults) > 1 else ""
+        raise StoreError(f"{run_dir} cannot go on: {faults[0]}{more}")
     expected = {one.address: one.content for one in inputs if one.address not in {*found, *lost}}
     shards = [address for address in expected if address.stage == "generate"] if history.spec.latest else []
-    sampled_versions = {address: _sampled_with(history, address, paths) for address in shards}
+    sampled_versions = {address: _sampled_with(history, address, stored.directory) for address in shards}
     # A node that runs again may read a version whose publication belongs to a closed step.
     first_read = (max(0, address.step - history.spec.staleness - 1) for address in expected)
     history.ledger.reopen(Address("publish", step) for step in first_read)
@@ -124,7 +126,7 @@ def _what_follows(address: Address, lost: Collection[Address]) -> str:
     return f"{address} runs again"
 
 
-def _sampled_with(history: History, address: Address, paths: RunPaths) -> int:
+def _sampled_with(history: History, address: Address, run_dir: Path) -> int:
     """Return the version that sampled a shard whose commit is lost, read from its stored tokens. The shard is sampled
     again with it, and compared with what later outputs were made from. Raises StoreError unless there is exactly one
     such version."""
@@ -136,9 +138,9 @@ def _sampled_with(history: History, address: Address, paths: RunPaths) -> int:
     if len(found) != 1:
         several = f"versions {found}, as they came" if found else "a version that nobody knows any more"
         raise StoreError(
-            f"{paths.root} cannot go on: the commit of {address} is lost, other outputs were made from it, and it was "
+            f"{run_dir} cannot go on: the commit of {address} is lost, other outputs were made from it, and it was "
             f"sampled by {several}, so that it cannot be made again. `stageline resume "
-            f"{paths.root} --from-checkpoint` goes back to before it was trained on"
+            f"{run_dir} --from-checkpoint` goes back to before it was trained on"
         )
     return int(found[0])
 
@@ -219,11 +221,10 @@ _FROM_WEIGHTS = ("publish", "evaluate")
 
 
 def unneeded_outputs(
-    history: History, checkpoints: str | Path, committed: Collection[Address], from_step: int = 0
+    history: History, checkpoints: Checkpoints, committed: Collection[Address], from_step: int = 0
 ) -> frozenset[Address]:
     """Return the nodes of `from_step` and later that are not `committed`, cannot be made again, and are not needed.
-    `checkpoints`: the run's directory of checkpoints. Raises StoreError if it is not known which rollouts were
-    deleted."""
+    Raises StoreError if it is not known which rollouts were deleted."""
     before = history.store.dropped_before()
     if not before:
         return frozenset()
@@ -243,11 +244,11 @@ def unneeded_outputs(
     return frozenset(found)
 
 
-def _usable(history: History, checkpoints: str | Path, role: Role) -> list[int]:
+def _usable(history: History, checkpoints: Checkpoints, role: Role) -> list[int]:
     """Return the versions of a role with a checkpoint that looks complete and the commit of the update that made
     them."""
     stage = update_stages(history.spec)[role]
-    return [v for v in Checkpoints(checkpoints).versions(role) if _has_commit(history, Address(stage, v - 1))]
+    return [v for v in checkpoints.versions(role) if _has_commit(history, Address(stage, v - 1))]
 
 
 def _floor_of(address: Address, floors: dict[Role, int]) -> int:
@@ -283,17 +284,20 @@ class Rewind:
     """Commits to move, children before parents."""
     directories: tuple[Path, ...]
     """Checkpoints and exports of later versions."""
-    archive: Path
+    copies: tuple[str, ...]
+    """Keys of their files in the object store."""
+    archive: str
+    """Key of the archive, in the run's directory and in its object store."""
 
     def __str__(self) -> str:
         start = f"checkpoint v{self.version}" if self.version else "its start (no checkpoint can be used)"
-        return f"resumed from {start}: {len(self.commits)} commits after it are in {self.archive}"
+        return f"resumed from {start}: {len(self.commits)} commits after it are in {self.archive}/"
 
 
-def plan_rewind(history: History, paths: RunPaths) -> Rewind:
+def plan_rewind(history: History, stored: RunStorage) -> Rewind:
     """Return the rewind to the newest version from which the run can continue, and of which every trained model has a
     sound checkpoint. If there is no such version, return the rewind to the start. Moves nothing."""
-    checkpoints = Checkpoints(paths.checkpoints)
+    checkpoints, paths = stored.checkpoints(), RunPaths(stored.directory)
     committed = set(history.ledger.addresses())
     ledger = history.ledger
     saved = {v for v in checkpoints.versions(Role.POLICY) if is_usable(checkpoints, ledger, Role.POLICY, v)}
@@ -301,25 +305,26 @@ def plan_rewind(history: History, paths: RunPaths) -> Rewind:
     newest_first = sorted(saved, reverse=True)
     of_all = (v for v in newest_first if all(is_usable(checkpoints, ledger, role, v) for role in others))
     before = history.store.dropped_before()
-    lost = unneeded_outputs(history, paths.checkpoints, committed)
+    lost = unneeded_outputs(history, checkpoints, committed)
     sampled = newest_sampled(history, committed) if history.spec.latest else {}
     sampled = {address: newest for address, newest in sampled.items() if address not in lost}
     version = next((v for v in of_all if can_go_back(history.spec, committed | lost, v, saved, before, sampled)), 0)
     later = [*_later(paths.checkpoints.glob("*/v*"), version), *_later(paths.weights(0).parent.glob("v*"), version)]
     name = time.strftime("%Y%m%dT%H%M%S")
     commits = made_anew(history.spec, committed, version, before, sampled)
-    return Rewind(version, tuple(commits), tuple(sorted(later)), paths.archive / name)
+    copies = stored.copied_after(version)
+    return Rewind(version, tuple(commits), tuple(sorted(later)), tuple(copies), f"archive/{name}")
 
 
-def carry_out(rewind: Rewind, history: History, paths: RunPaths) -> None:
+def carry_out(rewind: Rewind, history: History, stored: RunStorage) -> None:
     """Move the rewind's files and commits into the archive. Raises OSError."""
     for directory in rewind.directories:
-        target = rewind.archive / directory.relative_to(paths.root)
+        target = stored.directory / rewind.archive / directory.relative_to(stored.directory)
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(directory, target)
+    for key in rewind.copies:
+        files.move(stored.root, key, f"{rewind.archive}/{key}")
     history.ledger.reopen(rewind.commits)
-    run = files.open_root(str(paths.root))
-    archive = rewind.archive.relative_to(paths.root).as_posix()
     for address in rewind.commits:
         try:
             commit = history.ledger.find(address)
@@ -327,8 +332,8 @@ def carry_out(rewind: Rewind, history: History, paths: RunPaths) -> None:
             continue
         if commit is None:
             continue
-        for key in (f"{paths.ledger.name}/{address}.json", *history.store.keys_of(commit)):
-            files.move(run, key, f"{archive}/{key}")
+        for key in (f"ledger/{address}.json", *history.store.keys_of(commit)):
+            files.move(stored.root, key, f"{rewind.archive}/{key}")
     history.store.make_anew(rewind.version)
 
 

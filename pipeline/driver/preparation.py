@@ -44,6 +44,7 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.placement import gang_of
 from pipeline.config.preflight import Preflight, device_notes, device_of, engine_line, unproven
 from pipeline.config.run import RunConfig
+from pipeline.config.stored import Claim, claim
 from pipeline.driver.context import WorkerKey
 from pipeline.driver.integrity import Repairs, carry_out, plan_rewind, repair, set_damaged_aside
 from pipeline.driver.results import open_history
@@ -58,7 +59,6 @@ from stages.models.hf_files import Tokenizer, file_digests
 from stages.models.protocol import Role
 from stages.native.software import software
 from stages.prompts import PromptTable
-from storage import files
 from storage.address import Address
 from storage.ledger import Ledger
 from storage.rollouts import BYTES, OFFSETS, Vocabulary, write_root
@@ -254,6 +254,7 @@ class PreparedRun:
     """A run whose workers can start."""
 
     history: History
+    claim: Claim
     identity: Identity
     repairs: Repairs
     changed: tuple[str, ...]
@@ -269,14 +270,14 @@ def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpo
         ConfigError: a resumed run has changed in a way that is not allowed.
         StoreError: the stored data is inconsistent.
     """
-    paths, history = RunPaths(config.run_dir), open_history(config)
+    paths, stored, history = RunPaths(config.run_dir), config.stored, open_history(config)
     rewind = None
     warnings = [*device_notes(config, gpus_here()), *config.judge_notes()]
     aside: dict[Address, str] = {}
     if from_checkpoint:
-        aside = set_damaged_aside(history.ledger, paths)
+        aside = set_damaged_aside(history.ledger, stored)
         history.store.recover()
-        rewind = plan_rewind(history, paths)
+        rewind = plan_rewind(history, stored)
     if resume:
         stated = check_identity(config, checked.prompts, history.ledger, None if rewind is None else str(rewind))
     else:
@@ -290,17 +291,17 @@ def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpo
         checked.prompts.save(paths.prompts)
     if checked.lost_prompts is not None:
         warnings.append(f"{checked.lost_prompts}: the prompts were read from {config.prompts.url} again")
+    claimed = claim(stored)
     write_identity(paths.root, stated.identity)
-    root = files.open_root(str(paths.root), config.storage.durability())
     write_config(paths.config, config, config.storage.durability())
     if rewind is not None:
-        carry_out(rewind, history, paths)
+        carry_out(rewind, history, stored)
         warnings.append(str(rewind))
     if re_evaluated:  # new evaluations open steps that were over
         history.ledger.reopen(history.ledger.addresses())
-    repairs = repair(history, paths, aside)
-    write_root(root, store_attributes(config, stated.identity), _vocabulary(checked.tokenizer))
-    return PreparedRun(history, stated.identity, repairs, stated.changed, (*warnings, *repairs.warnings))
+    repairs = repair(history, stored, aside)
+    write_root(stored.root, store_attributes(config, stated.identity), _vocabulary(checked.tokenizer))
+    return PreparedRun(history, claimed, stated.identity, repairs, stated.changed, (*warnings, *repairs.warnings))
 
 
 def store_attributes(config: RunConfig, identity: Identity) -> dict[str, Any]:

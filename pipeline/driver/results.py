@@ -66,7 +66,6 @@ from pipeline.observe.tracking import (
 from stages.models.hf_files import read_tokenizer
 from stages.prompts import last_questions
 from storage.errors import StoreError
-from storage.ledger import Ledger
 from storage.redaction import redacted, redacted_text
 from storage.rollouts import Decode, RolloutStore
 
@@ -76,11 +75,10 @@ _GONE = "killed, or left to go on: its driver ended without closing it"
 
 
 def open_history(config: RunConfig) -> History:
-    """Open the ledger and store of a run's directory."""
-    paths = RunPaths(config.run_dir)
-    durability = config.storage.durability()
-    ledger = Ledger(str(paths.ledger), durability)
-    store = RolloutStore(str(paths.root), ledger, config.layouts(), durability=durability)
+    """Open the ledger and store of a run."""
+    stored = config.stored
+    ledger = stored.ledger()
+    store = RolloutStore(stored.place, ledger, config.layouts(), durability=stored.durability)
     return History(config.graph(), ledger, store, config.rollout.rows)
 
 
@@ -205,7 +203,8 @@ def conclude(
     if status == "FINISHED":
         tracker.tags({"stageline.weights": str(paths.weights(config.steps).resolve())})
         if config.tracking.register is not None:
-            tracker.model(config.tracking.register, paths.weights(config.steps))
+            weights = config.stored.exports().fetch(config.steps)
+            tracker.model(config.tracking.register, weights or paths.weights(config.steps))
     tracker.close(status)
     return summary
 
@@ -291,7 +290,7 @@ def where_results_are(config: RunConfig, summary: Summary) -> dict[str, Path | s
         exported = paths.weights(summary.best.version)
         command = f"stageline export {paths.root} --version best"
         where["best weights"] = exported if exported.is_dir() else command
-    where["rollouts"] = paths.rollouts
+    where["rollouts"] = config.stored.rollouts
     if config.tracking.uri is not None:
         where["compare runs"] = watch_runs(config)["MLflow"]
     return where | how_to_open_sinks(config.tracking.also, paths.root)

@@ -19,15 +19,11 @@ Deletions run in a thread of `Retention`. Segments are closed in the driver's th
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
-from pathlib import Path
 
-from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.graph.graph import GraphSpec, evaluate_nodes, evaluated, step_nodes, update_stages, window
@@ -35,13 +31,10 @@ from pipeline.observe.evaluations import Evaluation, best_evaluation
 from pipeline.observe.history import History
 from stages.models.protocol import Role
 from storage.address import Address
-from storage.checkpoints import Checkpoints, version_of
+from storage.checkpoints import Checkpoints
 from storage.errors import StoreError
 from storage.ledger import SPAN, Ledger, first_step
 from storage.rollouts import KEEP
-
-_LEAVING = ".leaving-"
-"""Prefix of an export that is being removed, so that it no longer has a version's name."""
 
 
 def is_usable(checkpoints: Checkpoints, ledger: Ledger, role: Role, version: int) -> bool:
@@ -75,11 +68,10 @@ class Retention:
     def __init__(self, config: RunConfig, history: History, warn: Callable[[str], None]) -> None:
         """`warn`: called in the caller's thread with each new error. The run continues without the deletion."""
         keep = self._keep = config.storage.keep
-        self._paths = paths = RunPaths(config.run_dir)
         self._history = history
         self._warn = warn
         self._warned: set[str] = set()
-        self._checkpoints = Checkpoints(paths.checkpoints)
+        self._checkpoints, self._exports = config.stored.checkpoints(), config.stored.exports()
         self._config = config
         self._evaluations: dict[int, Evaluation] = {}
         """Complete evaluations, by version."""
@@ -126,13 +118,11 @@ class Retention:
         if self._keep.rollouts is not None:
             self._drop_rollouts(self._keep.rollouts, finished_until)
         last, every = self._history.spec.steps, self._config.export.every
-        directory = self._paths.weights(0).parent
         if self._keep.rollouts is not None:
             lost = self._evaluated().keys() - self._best()
-            drop_exports(directory, [v for v in lost if v != last and not (every and v % every == 0)])
+            self._exports.drop(v for v in lost if v != last and not (every and v % every == 0))
         if self._keep.exports is not None:
-            newest = exported(directory)[-self._keep.exports :]
-            drop_exports(directory, set(exported(directory)) - {*newest} - self._best())
+            self._exports.drop({*self._exports.versions()[: -self._keep.exports]} - self._best())
 
     def _evaluated(self) -> Mapping[int, Evaluation]:
         """Return the complete evaluations, by version."""
@@ -162,25 +152,9 @@ class Retention:
         return self._sound[version]
 
 
-def exported(directory: Path) -> list[int]:
-    """Return the versions that are exported in a directory, oldest first."""
-    found = directory.iterdir() if directory.is_dir() else ()
-    return sorted(version for path in found if (version := version_of(path)) is not None)
-
-
-def drop_exports(directory: Path, versions: Iterable[int]) -> None:
-    """Remove exported versions, and leftovers of an earlier, interrupted call."""
-    for left in directory.glob(f"{_LEAVING}*"):
-        shutil.rmtree(left, ignore_errors=True)
-    for version in {*versions}.intersection(exported(directory)):
-        leaving = directory / f"{_LEAVING}v{version:06d}"
-        os.replace(directory / f"v{version:06d}", leaving)
-        shutil.rmtree(leaving, ignore_errors=True)
-
-
 def check_evaluations(config: RunConfig, history: History) -> None:
     """Raise ConfigError if a resumed run asks to evaluate an earlier version that cannot be made again."""
-    before, saved = history.store.dropped_before(), Checkpoints(RunPaths(config.run_dir).checkpoints).versions("policy")
+    before, saved = history.store.dropped_before(), config.stored.checkpoints().versions("policy")
     made, spec = history.versions_made(), config.graph()
     asked = [version for version in range(1, made + 1) if evaluated(spec, version)]
     there = set(history.ledger.addresses())

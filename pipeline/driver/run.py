@@ -30,6 +30,7 @@ from pipeline.config.loading import to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_run, check_run_directory
 from pipeline.config.run import RunConfig
+from pipeline.config.stored import KEY
 from pipeline.driver.alarms import Alarms
 from pipeline.driver.cluster import Cluster, begin_forkserver
 from pipeline.driver.context import ExecutorEvents, ExecutorSettings, WorkerKey
@@ -57,7 +58,7 @@ from pipeline.driver.session import (
     writable,
 )
 from pipeline.driver.tracked import SystemMetrics, previews, step_spans
-from pipeline.errors import StoredWrongly, WorkersMissing
+from pipeline.errors import StageFailed, StoredWrongly, WorkersMissing
 from pipeline.graph.display import ObservedDispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, weight_readers
@@ -285,6 +286,7 @@ def _executor_settings(config: RunConfig) -> ExecutorSettings:
         cluster=config.cluster,
         start_timeout_s=config.start_timeout_s,
         paths=paths,
+        ledger_url=config.stored.ledger_url,
         config_yaml=to_yaml(config),
         boards={gang.name: str(paths.board(config.weights_dir(gang.name))) for gang in config.gangs()},
     )
@@ -340,6 +342,7 @@ class _Driver(ExecutorEvents):
         self._executor.start()
         self._flow.advance()
         self._executor.run(lambda: self._flow.finished)
+        self._refuse_to_share()
         self._retention.finish()
 
     def close(self) -> None:
@@ -435,6 +438,7 @@ class _Driver(ExecutorEvents):
 
     def _step_over(self, step: int, nodes: list[Node]) -> None:
         """Track the trace of a step whose nodes are all done, release its results, and compact its ledger records."""
+        self._refuse_to_share()
         self._compactor.finished(step, [node.address for node in nodes])
         self._retention.finished_until(self._compactor.finished_until)
         self._executor.release([node.address for node in nodes])
@@ -443,6 +447,12 @@ class _Driver(ExecutorEvents):
             gang_of = {role: gang.name for gang in self._config.gangs() for role in gang.roles}
             asked, answered = previews(self._config.name, step, ran, self._history)
             self._tracker.trace(step, step_spans(ran, gang_of), asked, answered)
+
+    def _refuse_to_share(self) -> None:
+        """Raise StageFailed if another driver has claimed the run's stored data."""
+        later = self._run.ready.claim.later()
+        if later is not None:
+            raise StageFailed(f"{later} continues this run ({KEY}={self._config.storage.url}): this one ends")
 
     def _version_unread(self, version: int) -> None:
         """Release a version of the weights, since all its readers are done."""

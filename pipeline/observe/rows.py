@@ -149,12 +149,11 @@ def _read(history: History, stage: str, step: int, shard: int = 0) -> Any:
     return None if history.ledger.find(address) is None else history.store.read(address)
 
 
-def text_of_tokens(run_dir: str, model: str) -> Decode:
+def text_of_tokens(root: files.Root, model: str) -> Decode:
     """Return a function from token ids to text without special tokens.
 
     It uses the vocabulary in the run's store. If the store has none, the tokenizer of the model is loaded, which takes
     seconds."""
-    root = files.open_root(run_dir)
     data, offsets = (read_root_array(root, name) for name in (BYTES, OFFSETS))
     if data is not None and offsets is not None:
         return Vocabulary.from_arrays(data, offsets).text

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipeline.config.run import RunConfig
 from stages.models.spec import is_random
-from storage.checkpoints import write_sums
+from storage.exports import write_sums
 from storage.redaction import redacted_text
 
 

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,7 +41,6 @@ from stages.publish import is_published
 from stages.rewards.learned import HERE
 from stages.rewards.protocol import Part
 from storage.address import Address
-from storage.checkpoints import Checkpoints
 from storage.commits import Commit, Provenance, provenance_here
 from storage.files import Writeback
 from storage.ledger import Ledger
@@ -191,10 +190,15 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
     bind_to_gpus(_gpu_addresses())
     torch.set_num_threads(config.placement.gangs[spec.gang].threads)
     paths = RunPaths(config.run_dir)
-    durability = config.storage.durability(unseen=True)
-    ledger, writeback = Ledger(str(paths.ledger), durability), Writeback()
+    stored = replace(config.stored, durability=config.storage.durability(unseen=True))
+    ledger, writeback = stored.ledger(), Writeback()
     store = RolloutStore(
-        str(paths.root), ledger, config.layouts(), recent_bytes=RECENT_BYTES, durability=durability, writeback=writeback
+        stored.place,
+        ledger,
+        config.layouts(),
+        recent_bytes=RECENT_BYTES,
+        durability=stored.durability,
+        writeback=writeback,
     )
     gang = next(g for g in config.gangs() if g.name == spec.gang)
     parts = WorkerParts(
@@ -312,7 +316,7 @@ def _build_updates(parts: WorkerParts, host: ModelHost, same_layout: bool) -> Ex
         ranks=parts.spec.size,
         store=parts.store,
         ledger=parts.ledger,
-        checkpoints=Checkpoints(parts.paths.checkpoints, config.storage.durability()),
+        checkpoints=config.stored.checkpoints(),
         shards=config.rollout.shards,
         recompute_logprobs=config.ppo.proximal == "recompute",
         checkpoint_every=config.checkpoint.every,

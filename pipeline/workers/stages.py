@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -363,12 +362,12 @@ def _write_exports(parts: WorkerParts, version: int, exported: bool) -> None:
 def _begin_export(parts: WorkerParts, version: int) -> bool:
     """Return True if a version still has to be exported. If so, record it by a directory under a temporary name. If
     this process dies, the export is finished together with the next exported version's."""
-    target = parts.paths.weights(version)
+    exports = parts.config.stored.exports()
 
     def begin() -> bool:
-        if target.is_dir():
+        if version in exports.versions():
             return False
-        _staged(target).mkdir(parents=True, exist_ok=True)
+        exports.staged(version).mkdir(parents=True, exist_ok=True)
         return True
 
     return bool(required(parts.updates).agree(begin))
@@ -377,17 +376,15 @@ def _begin_export(parts: WorkerParts, version: int) -> bool:
 def _begun_exports(parts: WorkerParts, before: int) -> list[int]:
     """Return the versions below `before` whose exports a dead process began and did not finish. Later versions are
     exported when they are published again."""
-    begun = parts.paths.weights(0).parent.glob(".v*")
-    versions = {int(path.name[2:]): path for path in begun if path.name[2:].isdecimal()}
-    return sorted(v for v in versions if v < before and not parts.paths.weights(v).is_dir())
+    return parts.config.stored.exports().begun(before)
 
 
 def _export(parts: WorkerParts, version: int, board: WeightBoard | None = None) -> None:
     """Write the policy in Hugging Face layout, while the run continues. A half-written export never has the final name.
 
     `board` has the version. If it is None, the version is published anew, on a board of its own on this host."""
-    updates, target = required(parts.updates), parts.paths.weights(version)
-    staged, own = _staged(target), parts.board.directory / f"export-{version}"
+    updates, exports = required(parts.updates), parts.config.stored.exports()
+    staged, own = exports.staged(version), parts.board.directory / f"export-{version}"
 
     def begin() -> None:  # what a killed process left may be torn, or of a version that was computed again
         for left in (staged, own):
@@ -404,13 +401,9 @@ def _export(parts: WorkerParts, version: int, board: WeightBoard | None = None) 
             if board is None:
                 source.close()
             describe_export(staged, parts.config, version, parts.config_hash)
-            staged.rename(target)
+            exports.finish(version, staged)
 
     updates.background.submit(EXPORT, work)
-
-
-def _staged(target: Path) -> Path:
-    return target.with_name(f".{target.name}")
 
 
 # ---- registry --------------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ def is_usable(checkpoints: Checkpoints, ledger: Ledger, role: Role, version: int
     if expected is None:
         return False
     try:
+        checkpoints.fetch(role, version)
         checkpoints.verify(role, version, expected=expected)
     except StoreError:
         return False
@@ -251,7 +252,18 @@ class ExactlyOnceUpdates:
     def _verified(self, role: Role, saved: int) -> tuple[str | None, dict[str, Any]]:
         """Return the fault of a checkpoint and its saved meta data. The fault is None if the bytes are undamaged and
         hold the weights that this run committed. Each rank reads a share."""
+
+        def fetched() -> str | None:
+            try:
+                self._checkpoints.fetch(str(role), saved)
+            except StoreError as error:
+                return str(error)
+            return None
+
         expected = self.agree(lambda: committed_meta(self._ledger, role, saved))
+        fault = self.agree(fetched)
+        if fault is not None:
+            return fault, {}
         try:
             meta = self._checkpoints.verify(str(role), saved, (self._rank, self._ranks), expected)
             fault = None

@@ -57,7 +57,7 @@ from stages.models.spec import (
 from stages.models.trainer import Minibatch, Trainer, learning_rate
 from stages.ppo.losses import LossStats
 from stages.ppo.micro_batches import balanced, micro_batches
-from storage.checkpoints import write_sums
+from storage.exports import write_sums
 
 ScoreLoss = Callable[[Tensor, np.ndarray], tuple[Tensor, LossStats]]
 """Computes (share of the minibatch's loss, its stats) from the scores [B] of some rows and their numbers [B]. The loss

@@ -1,21 +1,21 @@
 """The contracts of ledger and rollout store on S3, and the faults of its server: moto's server, over HTTP, by s3fs.
 
-What they rest on there is the conditional PUT (If-None-Match), which moto has since its pull request 8109 of 2024. A
-whole run keeps to a local directory (`runs_dir`): Megatron writes checkpoints with file calls of its own.
+What they rest on there is the conditional PUT (If-None-Match), which moto has since its pull request 8109 of 2024.
+`tests/integration/test_run_on_object_store.py` has whole runs.
 """
 
 from __future__ import annotations
 
-import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from pipeline.config.stored import RunStorage, check_stored, claim
+from pipeline.errors import ConfigError
 from storage import files
 from storage.address import Address
 from storage.commits import new_attempt
@@ -25,50 +25,7 @@ from storage.ledger import Ledger
 from storage.rollouts import RolloutStore
 from tests.contracts.test_ledger_contract import LedgerContract, commit_at
 from tests.contracts.test_rollout_store_contract import LAYOUTS, PROVENANCE, StoreContract, assert_same, rollout
-
-boto3 = pytest.importorskip("boto3")
-moto_server = pytest.importorskip("moto.moto_server.werkzeug_app")
-werkzeug = pytest.importorskip("werkzeug.serving")
-s3fs = pytest.importorskip("s3fs")
-
-
-class Faults:
-    """moto's server, which answers 500, 503 or 412 to the next request of a method when a test says so."""
-
-    def __init__(self) -> None:
-        self._server = moto_server.DomainDispatcherApplication(moto_server.create_backend_app)
-        self.left: list[tuple[str, int, bool]] = []
-        """(method, status, whether the request is done before it fails) of the request that will fail"""
-        self.lonely = 0
-        """Requests that waited in vain for a second one."""
-        self._awaited, self._arrived, self._changed = "", 0, threading.Condition()
-
-    def fail(self, method: str, status: int, *, after: bool = False) -> None:
-        """Fail the next request of a method, before or `after` the server has done what it asks for."""
-        self.left = [(method, status, after)]
-
-    def expect_two(self, method: str) -> None:
-        """Let requests of a method for an array's files wait until a second one is there."""
-        self._awaited, self._arrived, self.lonely = method, 0, 0
-
-    def _meet(self) -> None:
-        with self._changed:
-            self._arrived += 1
-            self._changed.notify_all()
-            self.lonely += not self._changed.wait_for(lambda: self._arrived >= 2, timeout=60)
-
-    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if environ["REQUEST_METHOD"] == self._awaited and "/c." in environ["PATH_INFO"]:
-            self._meet()
-        if not self.left or self.left[0][0] != environ["REQUEST_METHOD"]:
-            return self._server(environ, start_response)
-        _, status, after = self.left.pop(0)
-        if after:
-            for _ in self._server(environ, lambda *_: None):
-                pass
-        code = {500: "InternalError", 503: "ServiceUnavailable", 412: "PreconditionFailed"}[status]
-        start_response(f"{status} {code}", [("Content-Type", "application/xml")])
-        return [f"<Error><Code>{code}</Code><Message>not now</Message></Error>".encode()]
+from tests.support.s3_server import Faults, s3fs, serving
 
 
 @pytest.fixture(scope="module")
@@ -78,23 +35,8 @@ def faults() -> Faults:
 
 @pytest.fixture(scope="module")
 def bucket(faults: Faults) -> Iterator[str]:
-    server = werkzeug.make_server("127.0.0.1", 0, faults, threaded=True)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    endpoint = f"http://127.0.0.1:{server.port}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", endpoint)
-        patch.setenv("AWS_ACCESS_KEY_ID", "test")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setenv("AWS_MAX_ATTEMPTS", "1")  # the client's own retries would hide ours
-        boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="runs")
-        s3fs.S3FileSystem.clear_instance_cache()
-        yield "s3://runs"
-        s3fs.S3FileSystem.clear_instance_cache()
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(faults) as url:
+        yield url
 
 
 class TestS3Ledger(LedgerContract):
@@ -226,3 +168,49 @@ def test_the_files_of_a_record_are_moved_and_read_with_requests_at_the_same_time
     assert_same(RolloutStore(url, Ledger(f"{url}/ledger"), LAYOUTS).read(address), record)
     assert faults.lonely == 0
     faults.expect_two("")
+
+
+def stored(url: str, directory: Path) -> RunStorage:
+    return RunStorage(directory, f"{url}/{uuid.uuid4().hex}")
+
+
+def test_a_new_run_wants_a_place_of_its_own_and_a_resumed_one_its_data(bucket: str, tmp_path: Path) -> None:
+    place = stored(bucket, tmp_path)
+    check_stored(place, resume=False, had_url=False)
+    assert list(files.keys(place.root)) == [], "the probe is removed"
+    with pytest.raises(ConfigError, match=r"^storage.url: given 's3://.*there is no data of this run"):
+        check_stored(place, resume=True, had_url=True)
+    claim(place)
+    check_stored(place, resume=True, had_url=True)
+    with pytest.raises(ConfigError, match=r"^storage.url: given 's3://.*holds a run already"):
+        check_stored(place, resume=False, had_url=False)
+
+
+def test_of_two_directories_drivers_the_later_one_has_the_run(bucket: str, tmp_path: Path) -> None:
+    place = stored(bucket, tmp_path / "first")
+    first = claim(place)
+    assert first.later() is None
+    second = claim(replace(place, directory=tmp_path / "second"))
+    assert str(tmp_path / "second") in str(first.later())
+    assert second.later() is None
+
+
+def test_a_bucket_that_cannot_be_used_is_refused_with_the_key(
+    bucket: str, faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = stored(bucket, tmp_path)
+    with pytest.raises(ConfigError, match=r"^storage.url: given 's3://no-such-bucket/run'; cannot be used"):
+        check_stored(RunStorage(tmp_path, "s3://no-such-bucket/run"), resume=False, had_url=False)
+    monkeypatch.setattr(faults, "read_only", True)
+    with pytest.raises(ConfigError, match=r"^storage.url: .*cannot be used"):
+        check_stored(place, resume=False, had_url=False)
+    monkeypatch.setattr(faults, "read_only", False)
+    monkeypatch.setattr(faults, "unconditional", True)
+    with pytest.raises(ConfigError, match=r"^storage.url: .*If-None-Match"):
+        check_stored(place, resume=False, had_url=False)
+
+
+def test_a_run_whose_data_was_elsewhere_does_not_begin_anew_in_its_directory(tmp_path: Path) -> None:
+    check_stored(RunStorage(tmp_path), resume=True, had_url=False)
+    with pytest.raises(ConfigError, match=r"^storage.url: given null"):
+        check_stored(RunStorage(tmp_path), resume=True, had_url=True)

@@ -63,7 +63,7 @@ def begin(started: Commands, folder: Path, name: str) -> RunConfig:
 
 
 def committed(config: RunConfig, stage: str) -> int:
-    ledger = RunPaths(config.run_dir).ledger
+    ledger = config.run_dir / "ledger"
     return len(Ledger(str(ledger)).list(stage)) if ledger.exists() else 0
 
 

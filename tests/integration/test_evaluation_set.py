@@ -43,7 +43,7 @@ def repeated(config: RunConfig, version: int) -> list[float]:
 
 def test_a_run_is_evaluated_on_its_own_prompts(asked: RunConfig) -> None:
     history = open_history(asked)
-    decode = text_of_tokens(str(asked.run_dir), asked.model.path)
+    decode = text_of_tokens(asked.stored.root, asked.model.path)
     pairs = response_pairs(history, decode, last_questions(RunPaths(asked.run_dir).prompts))
     assert [pair.prompt for pair in pairs] == QUESTIONS
     rollout, _ = history.evaluated(4)

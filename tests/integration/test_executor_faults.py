@@ -82,6 +82,7 @@ class Run(ExecutorEvents):
             cluster=replace(config.cluster, deadline_s=deadline_s, attempts=attempts),
             start_timeout_s=60.0,
             paths=RunPaths(self.dir),
+            ledger_url=f"{self.dir}/ledger",
             config_yaml=to_yaml(config),
             runtime="tests.support.noop_runtime:NoopRuntime",
         )

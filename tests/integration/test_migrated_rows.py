@@ -15,7 +15,6 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.graph.graph import run_nodes
 from pipeline.observe.journal import Event, EventKind, read_events
-from storage.ledger import Ledger
 from tests.support.run_results import outputs, process_id
 from tests.support.runs import QUIET, configure, finish, held_until, placement, use_runtime
 from tests.support.waiting import until
@@ -46,7 +45,7 @@ def moves(config: RunConfig) -> list[Event]:
 
 
 def finished_elsewhere(config: RunConfig) -> float:
-    commits = Ledger(str(RunPaths(config.run_dir).ledger)).list("generate")
+    commits = config.stored.ledger().list("generate")
     return sum(commit.metrics["generate/rows_finished_elsewhere"] for commit in commits)
 
 
@@ -84,7 +83,7 @@ def test_no_row_is_lost_with_a_process(folder: Path, at_home: dict[str, Any], fa
     name = fault.replace(" ", "-")
     config = two_replicas(folder, name, "cluster.migrate_rows_below=16", "cluster.deadline_s=12", "cluster.attempts=9")
     control = config.run_dir / "control"
-    ledger = Ledger(str(RunPaths(config.run_dir).ledger))
+    ledger = config.stored.ledger()
 
     def generated(step: int) -> bool:
         return any(commit.address.step == step for commit in ledger.list("generate"))

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.paths import RunPaths
-from storage.ledger import Ledger
 from tests.support.faulty_runtimes import SIDE_BY_SIDE
 from tests.support.run_results import outputs
 from tests.support.runs import QUIET, configure, finish, placement, use_runtime
@@ -25,7 +23,7 @@ def test_reference_and_logprob_of_a_shard_run_side_by_side(tmp_path: Path, monke
     together = finish(configure(tmp_path, "together", TOGETHER, *changes))
     use_runtime(monkeypatch, "tests.support.faulty_runtimes:MeetingRuntime")
     apart = finish(configure(tmp_path, "apart", APART, *changes))
-    ledger = Ledger(str(RunPaths(apart.run_dir).ledger))
+    ledger = apart.stored.ledger()
     reference, logprob = (ledger.get(address) for address in SIDE_BY_SIDE)
     assert reference.provenance.started < logprob.finished
     assert logprob.provenance.started < reference.finished

@@ -183,7 +183,7 @@ def test_the_directory_is_sound(request: pytest.FixtureRequest, name: str) -> No
     nodes = [node.address for node in run_nodes(config.graph())]
     assert sum(report.commits.values()) == len(nodes)
     assert sorted(c.address for c in open_history(config).ledger.list()) == sorted(nodes)
-    assert not list(RunPaths(config.run_dir).root.glob("attempts/*"))
+    assert not list(config.run_dir.glob("attempts/*"))
     assert not RunPaths(config.run_dir).board(None).exists(), "published weights were left in memory"
 
 
@@ -261,7 +261,7 @@ def test_the_report_is_written_at_the_end(overlapped: RunConfig) -> None:
 
 
 def test_plain_zarr_opens_the_rollouts(overlapped: RunConfig) -> None:
-    group = zarr.open_group(str(RunPaths(overlapped.run_dir).rollouts), mode="r")
+    group = zarr.open_group(str(overlapped.run_dir / "rollouts.zarr"), mode="r")
     names = [f"step_{step:06d}" for step in range(STEPS)] + [f"evaluate_{version:06d}" for version in (0, 2, 4)]
     assert sorted(group.group_keys()) == sorted(names)
     assert sorted(group.array_keys()) == ["vocabulary_bytes", "vocabulary_offsets"]
@@ -368,7 +368,7 @@ def test_check_finds_a_flipped_bit(synchronous: RunConfig, capsys: pytest.Captur
     run_dir = str(synchronous.run_dir)
     assert main(["check", run_dir]) == 0
     assert "sound" in capsys.readouterr().out
-    victim = RunPaths(synchronous.run_dir).rollouts / "step_000001/scores/c.0"
+    victim = synchronous.run_dir / "rollouts.zarr" / "step_000001/scores/c.0"
     whole = victim.read_bytes()
     try:
         victim.write_bytes(whole[:8] + bytes([whole[8] ^ 1]) + whole[9:])

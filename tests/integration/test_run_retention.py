@@ -52,7 +52,9 @@ def test_a_run_lets_go_what_no_recovery_needs(lean: RunConfig, capsys: pytest.Ca
     """Nine steps: the last four are the margin; checkpoints of versions 6 and 8 are the newest, and that of 4 stays."""
     paths, history = RunPaths(lean.run_dir), open_history(lean)
     assert history.store.dropped_before() == 5
-    assert sorted(path.name for path in paths.rollouts.glob("step_*")) == [f"step_{s:06d}" for s in range(5, STEPS)]
+    assert sorted(path.name for path in (paths.root / "rollouts.zarr").glob("step_*")) == [
+        f"step_{s:06d}" for s in range(5, STEPS)
+    ]
     assert Checkpoints(paths.checkpoints).versions("policy") == [4, 6, 8]
     assert sorted(path.name for path in paths.weights(0).parent.iterdir()) == ["v000008", "v000009"]
     report = verify_run(lean)
@@ -71,7 +73,7 @@ def test_a_run_lets_go_what_no_recovery_needs(lean: RunConfig, capsys: pytest.Ca
 def test_a_file_that_is_missing_all_the_same_is_a_fault(folder: Path, lean: RunConfig) -> None:
     copy = configure(folder, "holed", *CHANGES, *KEEP, f"steps={STEPS}")
     shutil.copytree(lean.run_dir, copy.run_dir)
-    shutil.rmtree(RunPaths(copy.run_dir).rollouts / "step_000005" / "tokens")
+    shutil.rmtree(copy.run_dir / "rollouts.zarr" / "step_000005" / "tokens")
     assert any("committed but its file is missing" in fault for fault in verify_run(copy).faults)
 
 
@@ -107,7 +109,7 @@ def test_records_of_what_was_let_go_may_be_damaged(folder: Path, lean: RunConfig
     shutil.copytree(lean.run_dir, config.run_dir)
     lost = [Address("generate", 1), Address("advantage", 3), Address("update_policy", 2), Address("publish", 3)]
     for address in lost:
-        file = RunPaths(config.run_dir).ledger / f"{address}.json"
+        file = config.run_dir / "ledger" / f"{address}.json"
         file.write_bytes(file.read_bytes().replace(b'"rows": ', b'"rows":  '))
     for steps in (STEPS, STEPS + 1):
         report = verify_run(configure(folder, "scratched", *CHANGES, *KEEP, f"steps={steps}"))

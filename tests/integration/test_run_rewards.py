@@ -78,7 +78,7 @@ def test_each_part_is_stored_and_the_score_is_their_weighted_sum(rewarded: RunCo
 
 
 def test_a_plain_reader_sees_the_parts_by_name_and_check_finds_no_fault(rewarded: RunConfig) -> None:
-    group = zarr.open_group(str(RunPaths(rewarded.run_dir).rollouts), mode="r")["step_000001"]
+    group = zarr.open_group(str(rewarded.run_dir / "rollouts.zarr"), mode="r")["step_000001"]
     names = {"scores", "scores.vowels", "scores.own", "scores.measured.long", "scores.measured.done"}
     assert names <= set(group.keys())  # type: ignore[union-attr]
     whole = scores_of(rewarded, "score", 1, rewarded.rollout.shards)

@@ -77,7 +77,7 @@ def test_a_lost_commit_is_made_again_by_the_version_that_sampled_it(late: RunCon
     """Its record alone said which; its tokens, which nothing vouches for any more, still do, and what comes out is
     compared with what was made from it. All else stays as it is."""
     before = outputs(late)
-    (RunPaths(late.run_dir).ledger / f"{Address('generate', 2, 1)}.json").unlink()
+    (late.run_dir / "ledger" / f"{Address('generate', 2, 1)}.json").unlink()
     assert main(["resume", str(late.run_dir)]) == 0
     assert outputs(late) == before
     assert verify_run(late).faults == []
@@ -143,7 +143,7 @@ def test_rows_in_flight_take_weights_as_they_are_published(
     assert (report.faults, events_noted(report)) == ([], [])
     with pytest.raises(ConfigError, match=r"sampled by v0, v1 as they came in .* cannot be repeated"):
         replay_node(config, "generate", 1, 0)
-    (RunPaths(config.run_dir).ledger / f"{Address('generate', 1)}.json").unlink()
+    (config.run_dir / "ledger" / f"{Address('generate', 1)}.json").unlink()
     assert main(["resume", str(config.run_dir)]) == 2
     assert "versions [0, 1], as they came" in capsys.readouterr().err
     assert main(["resume", str(config.run_dir), "--from-checkpoint"]) == 0

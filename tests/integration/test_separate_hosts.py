@@ -14,7 +14,6 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.graph.graph import weight_readers
 from pipeline.observe.journal import EventKind, read_events
-from storage.ledger import Ledger
 from tests.support.attached import Commands, commands
 from tests.support.namespaces import Host, separate_hosts
 from tests.support.run_results import outputs
@@ -40,7 +39,7 @@ def started(tmp_path: Path) -> Iterator[Commands]:
 
 
 def fetched_bytes(config: RunConfig) -> float:
-    commits = Ledger(str(RunPaths(config.run_dir).ledger)).list()
+    commits = config.stored.ledger().list()
     return sum(commit.metrics.get("engine/fetched_bytes", 0.0) for commit in commits)
 
 
@@ -94,7 +93,5 @@ def test_hosts_that_share_nothing_but_a_directory(
         assert lost == [f"train-{ranks - 1}", "generate-0"], "a sender's death costs no worker"
         return
     versions = [version for version in range(config.steps + 1) if weight_readers(config.graph(), version)]
-    sizes = {
-        c.address.step: c.metrics["publish/bytes"] for c in Ledger(str(RunPaths(config.run_dir).ledger)).list("publish")
-    }
+    sizes = {c.address.step: c.metrics["publish/bytes"] for c in config.stored.ledger().list("publish")}
     assert fetched_bytes(config) == sum(sizes[version] for version in versions), "the weights did not cross"

@@ -52,7 +52,7 @@ def test_weights_with_a_flipped_bit_stay_unused(
 
 def edit(config: RunConfig, address: Address, pattern: str, replacement: str) -> Path:
     """Changes a commit record as a flipped bit may: it is JSON as before."""
-    file = RunPaths(config.run_dir).ledger / f"{address}.json"
+    file = config.run_dir / "ledger" / f"{address}.json"
     text, number = re.subn(pattern, replacement, file.read_text(), count=1)
     assert number == 1
     json.loads(text)
@@ -74,7 +74,7 @@ def test_damaged_and_deleted_commits_are_named_and_made_again(
         edit(config, Address("update_policy", 2), r'("digest": "[^"]*)[^"]"', r'\1z"'),
         edit(config, Address("generate", 0, 1), r'("crc32": )', r"\g<1>1"),
     ]
-    deleted = paths.ledger / f"{Address('evaluate', 2)}.json"
+    deleted = paths.root / "ledger" / f"{Address('evaluate', 2)}.json"
     deleted.unlink()
     faults = verify_run(config).faults
     for file in damaged:
@@ -86,10 +86,10 @@ def test_damaged_and_deleted_commits_are_named_and_made_again(
     assert main(["resume", str(config.run_dir)]) == 0
     warned = [str(e.detail) for e in read_events(paths.events) if e.kind is EventKind.WARNED]
     assert sorted(detail.split(":")[0] for detail in warned) == sorted(map(str, damaged))
-    assert len([path for path in paths.damaged.rglob("*") if path.is_file()]) == len(damaged)
+    assert len([path for path in (paths.root / "damaged").rglob("*") if path.is_file()]) == len(damaged)
     report = verify_run(config)
     assert report.faults == []
-    assert events_noted(report) == [f"{len(damaged)} damaged commit records were set aside in {paths.damaged}"]
+    assert events_noted(report) == [f"{len(damaged)} damaged commit records were set aside in {paths.root}/damaged"]
     assert outputs(config) == outputs(overlapped)
 
 

@@ -73,7 +73,7 @@ def test_a_lost_servers_shard_is_made_again(
     lost = [event for event in read_events(paths.events) if event.kind is EventKind.GANG_LOST]
     assert [event.gang for event in lost] == ["generate"]
     assert reason in (lost[0].detail or "")
-    ledger = Ledger(str(paths.ledger))
+    ledger = Ledger(str(paths.root / "ledger"))
     for step in range(config.steps):
         if not staleness:
             metrics = ledger.get(Address("advantage", step)).metrics

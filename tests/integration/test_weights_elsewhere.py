@@ -20,7 +20,6 @@ from pipeline.config.run import RunConfig
 from pipeline.graph.graph import run_nodes, weight_readers
 from pipeline.observe.journal import EventKind, read_events
 from pipeline.workers.weight_transfer import order_fetch, remove_boards
-from storage.ledger import Ledger
 from storage.weight_copies import IncomingVersion, OutgoingVersion
 from storage.weights import WeightBoard
 from tests.support.faulty_sender import HELD_BYTES
@@ -45,7 +44,7 @@ def read_versions(config: RunConfig) -> list[int]:
 
 
 def fetched_bytes(config: RunConfig) -> float:
-    commits = Ledger(str(RunPaths(config.run_dir).ledger)).list()
+    commits = config.stored.ledger().list()
     return sum(commit.metrics.get("engine/fetched_bytes", 0.0) for commit in commits)
 
 
@@ -96,7 +95,7 @@ def test_a_board_per_host_is_the_same_run(
     assert ordered == read_versions(config)
     assert outputs(config) == together
     assert len(together) == len(list(run_nodes(config.graph())))
-    published = Ledger(str(RunPaths(config.run_dir).ledger)).list("publish")
+    published = config.stored.ledger().list("publish")
     sizes = {c.address.step: c.metrics["publish/bytes"] for c in published}
     assert fetched_bytes(config) == sum(sizes[version] for version in read_versions(config))
     assert verify_run(config).faults == []

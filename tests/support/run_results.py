@@ -8,13 +8,12 @@ from pipeline.cli.verification import Verification
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
-from storage.ledger import Ledger
 from storage.records import Rollout
 
 
 def outputs(config: RunConfig) -> dict[str, Any]:
     """The CRCs of all arrays, and the digests of all weights."""
-    commits = Ledger(str(RunPaths(config.run_dir).ledger)).list()
+    commits = config.stored.ledger().list()
     return {str(c.address): (c.digest, {name: a.crc32 for name, a in c.arrays.items()}) for c in commits}
 
 

@@ -16,7 +16,6 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.launch.commands import read_record
 from storage.address import Address
-from storage.ledger import Ledger
 from tests.support.runs import arguments, placement
 from tests.support.slurm_cluster import SCHEDULES_S, SlurmCluster, processes_with
 from tests.support.waiting import until
@@ -69,7 +68,7 @@ def printed(config: RunConfig) -> str:
 
 def updated(config: RunConfig, step: int) -> bool:
     """Whether both updates of a step are committed."""
-    ledger = Ledger(str(RunPaths(config.run_dir).ledger))
+    ledger = config.stored.ledger()
     return all(ledger.find(Address(stage, step)) is not None for stage in ("update_policy", "update_critic"))
 
 

@@ -512,7 +512,7 @@ def test_a_directory_that_holds_this_run_is_for_resume(folder: Path) -> None:
 
 def test_a_run_that_has_lost_its_journal_is_not_begun_again(folder: Path) -> None:
     config = load(folder)
-    (RunPaths(config.run_dir).ledger / "publish").mkdir(parents=True)
+    (config.run_dir / "ledger" / "publish").mkdir(parents=True)
     with pytest.raises(ConfigError, match="`stageline resume "):
         check_run_directory(config, resume=False)
 

@@ -75,6 +75,7 @@ class Setting:
                 ),
                 start_timeout_s=START_S,
                 paths=RunPaths(run_dir),
+                ledger_url=f"{run_dir}/ledger",
                 config_yaml="",
             ),
             name="x",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.config.paths import RunPaths
+from pipeline.config.stored import RunStorage
 from pipeline.driver.integrity import (
     UnreadVersions,
     check_recomputed,
@@ -55,7 +56,7 @@ def scores(history: History, address: Address, value: float, *inputs: Commit) ->
 
 
 def damage(paths: RunPaths, address: Address) -> None:
-    file = paths.ledger / f"{address}.json"
+    file = paths.root / "ledger" / f"{address}.json"
     document = json.loads(file.read_text())
     document["arrays"]["scores"]["crc32"] ^= 1
     file.write_text(json.dumps(document))
@@ -63,9 +64,9 @@ def damage(paths: RunPaths, address: Address) -> None:
 
 def test_a_sound_run_needs_nothing(history: History, paths: RunPaths) -> None:
     scores(history, SECOND, 2, scores(history, FIRST, 1))
-    repairs = repair(history, paths)
+    repairs = repair(history, RunStorage(paths.root))
     assert (repairs.warnings, dict(repairs.expected)) == ((), {})
-    assert not paths.damaged.exists()
+    assert not (paths.root / "damaged").exists()
 
 
 def test_a_damaged_record_is_set_aside_and_made_again(history: History, paths: RunPaths) -> None:
@@ -73,26 +74,28 @@ def test_a_damaged_record_is_set_aside_and_made_again(history: History, paths: R
     otherwise the run ends."""
     scores(history, SECOND, 2, scores(history, FIRST, 1))
     damage(paths, FIRST)
-    repairs = repair(history, paths)
+    repairs = repair(history, RunStorage(paths.root))
     (warning,) = repairs.warnings
-    assert warning.startswith(f"{paths.ledger}/{FIRST}.json: is not what was written (its bytes ")
+    assert warning.startswith(f"{paths.root}/ledger/{FIRST}.json: is not what was written (its bytes ")
     assert warning.endswith(f"; {FIRST} runs again")
-    assert len([path for path in paths.damaged.rglob("*") if path.is_file()]) == 1, "it is moved, not removed"
+    assert len([path for path in (paths.root / "damaged").rglob("*") if path.is_file()]) == 1, (
+        "it is moved, not removed"
+    )
     assert list(repairs.expected) == [FIRST]
     scores(history, FIRST, 1)
     check_recomputed(history, repairs, FIRST)
     check_recomputed(history, repairs, SECOND)
-    assert repair(history, paths).warnings == ()
+    assert repair(history, RunStorage(paths.root)).warnings == ()
 
 
 @pytest.mark.parametrize("damaged", ["zarr.json", "step_000000/zarr.json", "step_000000/scores/zarr.json"])
 @pytest.mark.parametrize("missing", [True, False])
 def test_zarrs_own_metadata_is_written_again(history: History, paths: RunPaths, damaged: str, missing: bool) -> None:
-    commit, file = scores(history, FIRST, 1), paths.rollouts / damaged
+    commit, file = scores(history, FIRST, 1), paths.root / "rollouts.zarr" / damaged
     whole = file.read_bytes()
     file.unlink() if missing else file.write_bytes(whole[:20])
     assert list(history.store.plain_faults(commit)) != []
-    repair(history, paths)
+    repair(history, RunStorage(paths.root))
     assert list(history.store.plain_faults(commit)) == []
     assert file.read_bytes() == whole
     assert not history.store.attempts()
@@ -101,12 +104,12 @@ def test_zarrs_own_metadata_is_written_again(history: History, paths: RunPaths, 
 def test_one_that_comes_out_differently_is_named(history: History, paths: RunPaths) -> None:
     scores(history, SECOND, 2, scores(history, FIRST, 1))
     damage(paths, FIRST)
-    repairs = repair(history, paths)
+    repairs = repair(history, RunStorage(paths.root))
     scores(history, FIRST, 1.5)
     with pytest.raises(StageFailed, match=f"{FIRST} was made again, and is not what committed outputs were made from"):
         check_recomputed(history, repairs, FIRST)
     with pytest.raises(StoreError, match=f"cannot go on: {SECOND}: was made from {FIRST} of attempt "):
-        repair(history, paths)
+        repair(history, RunStorage(paths.root))
 
 
 def test_the_books_are_closed_however_a_run_ends(history: History, paths: RunPaths) -> None:
@@ -121,7 +124,7 @@ def test_the_books_are_closed_however_a_run_ends(history: History, paths: RunPat
     with pytest.raises(KeyboardInterrupt), finalised(history):
         raise KeyboardInterrupt
     assert history.store.attempts() == [(SECOND, "a0-2")]
-    (paths.ledger / "score/.shard_0000.json.0123456789ab").write_text("torn")
+    (paths.root / "ledger" / "score/.shard_0000.json.0123456789ab").write_text("torn")
     with finalised(history):
         history.ledger.commit(leave(SECOND, "a0-3"))
     assert not (paths.root / "attempts").exists()
@@ -149,10 +152,10 @@ def test_what_runs_again_at_the_edge_of_the_books_finds_its_weights(history: His
     for step in range(SPAN + 2):
         commits.append(scores(history, Address("score", step), 1, *commits[-1:]))
     history.ledger.close(0, [commit.address for commit in commits[:SPAN]])
-    assert repair(history, paths).expected == {}
+    assert repair(history, RunStorage(paths.root)).expected == {}
     assert history.ledger.closed_until() == SPAN
-    (paths.ledger / f"{Address('score', SPAN)}.json").unlink()
-    assert list(repair(history, paths).expected) == [Address("score", SPAN)]
+    (paths.root / "ledger" / f"{Address('score', SPAN)}.json").unlink()
+    assert list(repair(history, RunStorage(paths.root)).expected) == [Address("score", SPAN)]
     assert history.ledger.closed_until() == 0
 
 
@@ -178,17 +181,17 @@ def sampled(history: History, versions: list[int]) -> Commit:
 def test_a_lost_shard_says_which_version_sampled_it(latest: History, paths: RunPaths) -> None:
     """Under `latest` the graph does not; its tokens do, though nothing vouches for them any more."""
     scores(latest, Address("score", 2), 1, sampled(latest, [1, 1]))
-    (paths.ledger / f"{SHARD}.json").unlink()
-    repairs = repair(latest, paths)
+    (paths.root / "ledger" / f"{SHARD}.json").unlink()
+    repairs = repair(latest, RunStorage(paths.root))
     assert dict(repairs.sampled_versions) == {SHARD: 1}
     assert list(repairs.expected) == [SHARD]
 
 
 def test_a_lost_shard_of_several_versions_is_refused(latest: History, paths: RunPaths) -> None:
     scores(latest, Address("score", 2), 1, sampled(latest, [1, 2]))
-    (paths.ledger / f"{SHARD}.json").unlink()
+    (paths.root / "ledger" / f"{SHARD}.json").unlink()
     with pytest.raises(StoreError, match=rf"{SHARD} is lost, .* versions \[1, 2\], as they came, .* --from-checkpoint"):
-        repair(latest, paths)
+        repair(latest, RunStorage(paths.root))
     assert newest_sampled(latest, latest.ledger.addresses()) == {SHARD: None}
 
 
@@ -229,9 +232,9 @@ def lean(tmp_path: Path) -> History:
 
 def flip(paths: RunPaths, address: Address) -> None:
     """Damages a record where it is: in its segment, or its file."""
-    file = paths.ledger / f"{address}.json"
+    file = paths.root / "ledger" / f"{address}.json"
     if not file.exists():
-        file = paths.ledger / segment_key(first_step(address.step))
+        file = paths.root / "ledger" / segment_key(first_step(address.step))
     data = bytearray(file.read_bytes())
     data[data.rindex(f'"digest": "{address}"'.encode()) + 12] ^= 1
     file.write_bytes(bytes(data))
@@ -248,8 +251,8 @@ OUTLIVED = (
 def test_a_damaged_record_of_a_dropped_output_is_not_needed(lean: History, paths: RunPaths, lost: Address) -> None:
     """It cannot be made again, since its inputs were deleted: the run goes on without it."""
     flip(paths, lost)
-    history = replace(lean, ledger=Ledger(str(paths.ledger)))
-    repairs = repair(history, paths)
+    history = replace(lean, ledger=Ledger(str(paths.root / "ledger")))
+    repairs = repair(history, RunStorage(paths.root))
     warning, *more = repairs.warnings
     assert str(lost) in warning
     assert "is not what was written" in warning
@@ -260,7 +263,7 @@ def test_a_damaged_record_of_a_dropped_output_is_not_needed(lean: History, paths
     assert history.ledger.closed_until() == 2 * SPAN, "what was closed is closed again"
     assert all_committed(LONG, history.ledger, repairs.unneeded)
     assert LedgerCompactor(LONG, history.ledger, repairs.unneeded).first_step == 2 * SPAN
-    again = repair(replace(lean, ledger=Ledger(str(paths.ledger))), paths)
+    again = repair(replace(lean, ledger=Ledger(str(paths.root / "ledger"))), RunStorage(paths.root))
     assert len(again.warnings) == (lost.step >= 2 * SPAN), "of a closed step nobody asks any more"
     assert {*range(DROPPED)} <= {*history.steps_done()}
 
@@ -281,7 +284,7 @@ def test_what_a_recovery_may_need_runs_again(lean: History, paths: RunPaths, nee
     """Updates from the oldest checkpoint before the gap may run again. Evaluated rows are never deleted. If a
     version's weights exist, everything else can be made."""
     flip(paths, needed)
-    repairs = repair(replace(lean, ledger=Ledger(str(paths.ledger))), paths)
+    repairs = repair(replace(lean, ledger=Ledger(str(paths.root / "ledger"))), RunStorage(paths.root))
     assert not repairs.unneeded
     (warning,) = repairs.warnings
     assert warning.endswith(f"; {needed} runs again")
@@ -292,8 +295,8 @@ def test_a_run_closes_its_books_without_what_is_lost(lean: History, paths: RunPa
     lost = Address("advantage", 2 * SPAN)
     flip(paths, lost)
     longer = replace(LONG, steps=3 * SPAN + 12)
-    history = replace(lean, spec=longer, ledger=Ledger(str(paths.ledger)))
-    repairs = repair(history, paths)
+    history = replace(lean, spec=longer, ledger=Ledger(str(paths.root / "ledger")))
+    repairs = repair(history, RunStorage(paths.root))
     books = LedgerCompactor(longer, history.ledger, repairs.unneeded)
     for step in range(books.first_step, longer.steps):
         for node in step_nodes(longer, step):
@@ -308,15 +311,15 @@ def test_a_run_closes_its_books_without_what_is_lost(lean: History, paths: RunPa
 def test_a_run_goes_back_to_a_checkpoint_over_what_is_lost(lean: History, paths: RunPaths) -> None:
     """Without its record a generation looks like one that has yet to read its version."""
     flip(paths, Address("generate", 3))
-    history = replace(lean, ledger=Ledger(str(paths.ledger)))
-    assert set_damaged_aside(history.ledger, paths).keys() == {Address("generate", 3)}
-    assert plan_rewind(history, paths).version == SAVED[-1]
+    history = replace(lean, ledger=Ledger(str(paths.root / "ledger")))
+    assert set_damaged_aside(history.ledger, RunStorage(paths.root)).keys() == {Address("generate", 3)}
+    assert plan_rewind(history, RunStorage(paths.root)).version == SAVED[-1]
 
 
 def test_a_running_driver_passes_over_it(lean: History, paths: RunPaths) -> None:
     """Its summary reads every step; only data that may still be needed stops it."""
     flip(paths, Address("generate", 3))
-    history = replace(lean, ledger=Ledger(str(paths.ledger)))
+    history = replace(lean, ledger=Ledger(str(paths.root / "ledger")))
     assert history.step_numbers(3) is None, "no metrics here, and no error"
     flip(paths, Address("generate", DROPPED))
     with pytest.raises(DamagedCommit):

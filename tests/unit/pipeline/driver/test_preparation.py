@@ -12,6 +12,7 @@ from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import Preflight, preflight
 from pipeline.config.run import RunConfig
+from pipeline.config.stored import RunStorage
 from pipeline.driver.integrity import plan_rewind
 from pipeline.driver.preparation import prepare
 from pipeline.driver.results import open_history
@@ -80,13 +81,13 @@ def test_a_checkpoint_that_is_not_of_this_runs_weights_is_not_gone_back_to(confi
 def test_a_damaged_record_does_not_keep_a_run_from_going_back(config: RunConfig, begun: Preflight) -> None:
     """The record is set aside first, as in a plain resume."""
     paths = RunPaths(config.run_dir)
-    record = paths.ledger / f"{Address('update_critic', 3)}.json"
+    record = paths.root / "ledger" / f"{Address('update_critic', 3)}.json"
     record.write_text(record.read_text().replace("critic4", "critic5"))
     ready = prepare(config, begun, resume=True, from_checkpoint=True)
     assert [warning for warning in ready.warnings if warning.startswith(f"{record}: is not what was written")]
     assert any("resumed from checkpoint v2: " in warning for warning in ready.warnings)
     assert updates(config) == [0, 1]
-    assert len([path for path in paths.damaged.rglob("*") if path.is_file()]) == 1
+    assert len([path for path in (paths.root / "damaged").rglob("*") if path.is_file()]) == 1
 
 
 def test_a_file_where_a_directory_must_be_is_refused_by_its_path(config: RunConfig, begun: Preflight) -> None:
@@ -138,7 +139,7 @@ def test_the_newest_that_every_trained_model_has(
     tmp_path: Path, critic: bool, of_policy: list[int], of_critic: list[int], version: int
 ) -> None:
     paths, spec = RunPaths(tmp_path), GraphSpec(steps=4, shards=1, staleness=0, critic=critic)
-    ledger = Ledger(str(paths.ledger))
+    ledger = Ledger(str(paths.root / "ledger"))
     store = RolloutStore(str(paths.root), ledger, Layouts(Layout(1, 2, 3)))
     for node in run_nodes(spec):
         store.commit_only(node.address, provenance_here(seed=0, config_hash=""), digest="")
@@ -148,7 +149,7 @@ def test_the_newest_that_every_trained_model_has(
             directory = checkpoints.begin(role, number)
             (directory / "model.bin").write_text("weights")
             checkpoints.finish(role, number, directory, {"digest": ""})
-    found = plan_rewind(History(spec, ledger, store, rows=2), paths)
+    found = plan_rewind(History(spec, ledger, store, rows=2), RunStorage(paths.root))
     assert found.version == version
     updates = [address for address in found.commits if address.stage == "update_policy"]
     assert sorted(updates) == [Address("update_policy", step) for step in range(version, 4)]

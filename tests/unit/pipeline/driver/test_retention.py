@@ -13,7 +13,7 @@ from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
-from pipeline.driver.retention import Retention, check_evaluations, drop_exports, first_kept
+from pipeline.driver.retention import Retention, check_evaluations, first_kept
 from pipeline.errors import ConfigError
 from pipeline.graph.graph import GraphSpec
 from pipeline.observe.history import History
@@ -21,6 +21,7 @@ from storage.address import Address
 from storage.checkpoints import Checkpoints
 from storage.commits import provenance_here
 from storage.config import KeepConfig, Layout, Layouts, StorageConfig
+from storage.exports import Exports
 from storage.ledger import Ledger
 from storage.records import ReferenceLogprobs, Scores
 from storage.rollouts import RolloutStore
@@ -57,7 +58,7 @@ def paths(tmp_path: Path) -> RunPaths:
 @pytest.fixture
 def history(paths: RunPaths) -> History:
     """A history of 20 steps, with a checkpoint of both models every 5."""
-    ledger = Ledger(str(paths.ledger))
+    ledger = Ledger(str(paths.root / "ledger"))
     store = RolloutStore(str(paths.root), ledger, Layouts(Layout(1, 2, 3), Layout(1, 2, 3)))
     for step in range(STEPS):
         store.write(Address("score", step), Scores(np.full(2, step, np.float32)), WHERE)
@@ -89,7 +90,7 @@ def let_go(keep: KeepConfig, paths: RunPaths, history: History, max_kl: float | 
 
 
 def steps_there(paths: RunPaths) -> list[int]:
-    return sorted(int(path.name.removeprefix("step_")) for path in paths.rollouts.glob("step_*"))
+    return sorted(int(path.name.removeprefix("step_")) for path in (paths.root / "rollouts.zarr").glob("step_*"))
 
 
 def test_everything_stays_by_default(paths: RunPaths, history: History) -> None:
@@ -140,8 +141,8 @@ def test_the_newest_exports_stay(paths: RunPaths, history: History) -> None:
         (exports / name / "model.safetensors").touch()
     assert let_go(KeepConfig(exports=2), paths, history) == []
     assert sorted(path.name for path in exports.iterdir()) == ["notes", "v000003", "v000010"]
-    drop_exports(exports, [7])
-    drop_exports(paths.root / "none", [1])
+    Exports(exports).drop([7])
+    Exports(paths.root / "none").drop([1])
     assert len(list(exports.iterdir())) == 3
 
 

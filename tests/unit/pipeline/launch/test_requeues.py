@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.main import main
+from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.launch.requeues import JobEnd, committed_so_far, note_end, refusal
 from storage.errors import StoreError
 from storage.ledger import SPAN, Ledger
 from tests.support.commits import commit_nothing
+from tests.support.configs import arguments, write_config
 
 IDLE = "committed nothing new (at most 3)"
 LOST = "lost their driver, workers or batch node (at most 2)"
@@ -43,7 +45,7 @@ def test_a_job_ends_by_what_its_attempts_committed_and_how_they_ended(history: s
 
 
 def test_progress_is_a_new_commit_and_not_its_way_into_a_segment(tmp_path: Path) -> None:
-    seen = [committed_so_far(Ledger(str(RunPaths(tmp_path).ledger)))]
+    seen = [committed_so_far(Ledger(str(tmp_path / "ledger")))]
     for step in (0, SPAN):
         ledger = commit_nothing(tmp_path, step)
         seen.append(committed_so_far(ledger))
@@ -70,6 +72,9 @@ def test_the_end_that_was_noted_first_counts_and_another_job_begins_anew(tmp_pat
 
 def test_the_script_is_answered_before_any_driver_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     RunPaths(tmp_path).job.mkdir()
+    write_config(tmp_path)
+    file, *changes = arguments(tmp_path)
+    (RunPaths(tmp_path).job / "config.yaml").write_text(to_yaml(load_config([file], changes)))
     limits = ("--restarts", "20", "--without-progress", "1")
     codes = [
         main(["may-requeue", str(tmp_path), "--job", "7", "--restart", str(n), "--because", f"killed {n}", *limits])

@@ -1,0 +1,200 @@
+"""The place of a run's stored data: its directory, or an object store (`storage.url`). Every process of a run, and
+every command that reads one, gets it from `RunConfig.stored`.
+
+    in the run's directory          config.yaml, identity.json, prompts, journal, logs, results
+    there, or below `storage.url`   ledger/, rollouts.zarr/, attempts/, damaged/, archive/, dropped.json
+    in both                         checkpoints/, weights/ (exports): written locally, then uploaded
+
+Two directories can name the same object store: that of a driver that was killed, or seems to be, and that of the driver
+which continues the run elsewhere. So each driver writes a claim when it starts, and ends when it finds a later one.
+
+    drivers/000002.json   {"host": "node7", "directory": "/data/runs/demo", "time": 1767225600.0}
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipeline.errors import ConfigError
+from storage import files
+from storage.checkpoints import MANIFEST, Checkpoints, version_of
+from storage.config import Durability
+from storage.errors import StoreError
+from storage.exports import RECORD, Exports
+from storage.ledger import Ledger
+
+KEY = "storage.url"
+_CLAIMS = "drivers"
+_PROBE_S = 5.0
+"""Seconds for which `check_stored` retries. A wrong address should be refused soon."""
+
+
+@dataclass(frozen=True)
+class RunStorage:
+    """The place of what a run stores."""
+
+    directory: Path
+    """The run's directory."""
+    url: str | None = None
+    """`storage.url`; None: everything is in the directory."""
+    durability: Durability = files.DEFAULT
+
+    @property
+    def place(self) -> str:
+        """The path or URL below which ledger and rollouts are."""
+        return str(self.directory) if self.url is None else self.url
+
+    @property
+    def root(self) -> files.Root:
+        return files.open_root(self.place, self.durability)
+
+    @property
+    def ledger_url(self) -> str:
+        return f"{self.place}/ledger"
+
+    @property
+    def damaged(self) -> str:
+        """Damaged commit records, moved here when the run was resumed."""
+        return f"{self.place}/damaged"
+
+    @property
+    def rollouts(self) -> str:
+        """The Zarr hierarchy of all arrays."""
+        return f"{self.place}/rollouts.zarr"
+
+    def ledger(self) -> Ledger:
+        return Ledger(self.ledger_url, self.durability)
+
+    def checkpoints(self) -> Checkpoints:
+        """Return the checkpoints, which are also in the object store."""
+        store = None if self.url is None else self.root.below("checkpoints")
+        return Checkpoints(self.directory / "checkpoints", self.durability, store)
+
+    def exports(self) -> Exports:
+        """Return the exported versions, which are also in the object store."""
+        return Exports(self.directory / "weights", None if self.url is None else self.root.below("weights"))
+
+    def copied_after(self, version: int) -> list[str]:
+        """Return the keys of all files of uploaded checkpoints and exports of later versions, manifests first. Empty
+        without an object store."""
+        found = []
+        for kind in ("checkpoints", "weights") if self.url is not None else ():
+            for key in files.keys(self.root.below(kind)):
+                versions = (version_of(Path(part)) for part in key.split("/"))
+                if any(one is not None and one > version for one in versions):
+                    found.append(f"{kind}/{key}")
+        return sorted(found, key=lambda key: key.rpartition("/")[2] not in (MANIFEST, RECORD))
+
+    @contextmanager
+    def downloaded(self) -> Iterator[RunStorage]:
+        """Yield the same storage with an empty directory for the block, into which checkpoints and exports are
+        downloaded. Without an object store, yield this storage."""
+        if self.url is None:
+            yield self
+            return
+        with tempfile.TemporaryDirectory(prefix="stageline-") as folder:
+            yield replace(self, directory=Path(folder))
+
+    def named(self, text: str) -> str:
+        """Return a text in which files of the directory are named by their places in the object store."""
+        return text if self.url is None else text.replace(str(self.directory), self.url)
+
+
+# ---- Claims ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A driver's claim on the stored data of its run."""
+
+    stored: RunStorage
+    number: int | None
+    """None: the data is in the run's directory, whose lock keeps other drivers away."""
+
+    def later(self) -> str | None:
+        """Return the description of a driver that has claimed the data since, or None."""
+        data = None if self.number is None else files.read(self.stored.root, _claim_key(self.number + 1))
+        if data is None:
+            return None
+        found = json.loads(data)
+        return f"the driver in {found['directory']} on {found['host']}"
+
+
+def claim(stored: RunStorage) -> Claim:
+    """Claim the stored data for this process, so that the drivers of other directories end. Raises StoreError."""
+    if stored.url is None:
+        return Claim(stored, None)
+    said = {"host": socket.gethostname(), "directory": str(stored.directory.resolve()), "time": time.time()}
+    data = json.dumps(said | {"id": uuid.uuid4().hex}).encode()
+    number = len(_claims(stored)) + 1
+    # After a lost answer the repeated request finds this process's own file.
+    while not files.write_new(stored.root, _claim_key(number), data) and _read(stored, number) != data:
+        number += 1
+    return Claim(stored, number)
+
+
+def _claims(stored: RunStorage) -> list[str]:
+    return files.names(stored.root.below(_CLAIMS))
+
+
+def _read(stored: RunStorage, number: int) -> bytes | None:
+    return files.read(stored.root, _claim_key(number))
+
+
+def _claim_key(number: int) -> str:
+    return f"{_CLAIMS}/{number:06d}.json"
+
+
+# ---- Checks ----------------------------------------------------------------------------------------------
+
+
+def check_stored(stored: RunStorage, *, resume: bool, had_url: bool) -> None:
+    """Raise ConfigError if a run cannot store its data at its place, if another run has data there, or if it resumes
+    and its data is elsewhere. Leaves no file. `had_url`: the run's data was below a `storage.url` before."""
+    if stored.url is None:
+        if resume and had_url and not any(Path(stored.ledger_url).glob("*")):
+            raise _refused(
+                None, f"the run's data is not in {stored.directory}: copy it there, or give the URL that it has"
+            )
+        return
+    stored = replace(stored, durability=replace(stored.durability, retry_s=_PROBE_S))
+    try:
+        _probe(stored.root)
+        claimed = bool(_claims(stored))
+        taken = claimed or bool(files.names(stored.root.below("ledger")))
+    except (StoreError, OSError, ValueError) as error:
+        raise _refused(stored.url, f"cannot be used: {error}") from error
+    if resume and not claimed:
+        raise _refused(stored.url, "there is no data of this run: copy it there, or give the URL that has it")
+    if not resume and taken:
+        need = (
+            "holds a run already: `stageline resume` continues it, from its directory; for a new run choose another "
+            "URL (with ${name} in it each run has its own)"
+        )
+        raise _refused(stored.url, need)
+
+
+def _probe(root: files.Root) -> None:
+    """Write an object and remove it again. Raises StoreError if the store refuses that, or replaces an object that was
+    to be created only if there is none: then two workers could commit the same output."""
+    key = f"probe-{uuid.uuid4().hex}"
+    try:
+        files.write_new(root, key, b"1")
+        files.write_new(root, key, b"2")
+        if files.read(root, key) != b"1":
+            raise StoreError("it replaces an object that was to be created only if there is none (If-None-Match)")
+    finally:
+        with suppress(StoreError, OSError):
+            files.remove(root, key)
+
+
+def _refused(url: str | None, need: str) -> ConfigError:
+    return ConfigError(KEY, f"given {'null' if url is None else repr(url)}; {need}")

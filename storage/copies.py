@@ -1,0 +1,81 @@
+"""Copies of local directories in an object store, for files that other libraries write with their own file calls
+(checkpoints, exports).
+
+    local directory ──files, some at once──► object store ──their sizes, as listed there──► marker: the copy is complete
+    object store ──files, marker last──► local directory
+
+The marker is the directory's manifest, which has the size and CRC-32 of every file. After an upload the sizes are
+compared; after a download, the checksums too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from storage import files
+from storage.errors import StoreError
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The copies of directories below `root`. The key of a copy is its path below it."""
+
+    root: files.Root
+    marker: str
+    """Name of the file that is uploaded last."""
+
+    def upload(self, directory: Path, key: str) -> None:
+        """Make the copy of a directory complete. Raises StoreError if the store does not have all bytes."""
+        place, marker = self.root.below(key), (directory / self.marker).read_bytes()
+        there = files.sizes(place)
+        if there and files.read(place, self.marker) == marker:
+            return
+        if there:  # of an upload that was interrupted, or of a version that was computed again
+            self.remove(key)
+        paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
+        del paths[self.marker]
+        files.each(place, lambda name: files.upload(place, name, paths[name]), paths)
+        fault = self.fault(key, {name: path.stat().st_size for name, path in paths.items()})
+        if fault is not None:
+            raise StoreError(f"{fault}, after it was uploaded")
+        files.write(place, self.marker, marker)
+
+    def download(self, key: str, directory: Path) -> None:
+        """Copy a complete copy's files into a local directory, the marker last. Raises StoreError if there is none."""
+        place = self.root.below(key)
+        names = files.sizes(place).keys()
+        if self.marker not in names:
+            raise StoreError(f"{self.root.at(key)}: no complete copy")
+        files.each(place, lambda name: files.download(place, name, directory / name), names - {self.marker})
+        files.download(place, self.marker, directory / self.marker)
+
+    def complete(self, below: str = "") -> Iterator[str]:
+        """Yield the keys of all complete copies, or of those in one directory, sorted."""
+        for key in files.keys(self.root.below(below) if below else self.root):
+            directory, _, name = key.rpartition("/")
+            if name == self.marker:
+                yield f"{below}/{directory}" if below else directory
+
+    def names(self, below: str) -> list[str]:
+        """Return the names of all copies in a directory, of unfinished ones too."""
+        return files.names(self.root.below(below))
+
+    def manifest(self, key: str) -> bytes | None:
+        """Return the content of a copy's marker, or None if the copy is not complete."""
+        return files.read(self.root.below(key), self.marker)
+
+    def fault(self, key: str, sizes: Mapping[str, int]) -> str | None:
+        """Return which of these files, given by their sizes, a copy lacks or has in another size; None: none."""
+        place = self.root.below(key)
+        there = files.sizes(place)
+        for name, size in sizes.items():
+            if there.get(name) != size:
+                return f"{place.at(name)}: " + (f"has {there[name]} bytes of {size}" if name in there else "is missing")
+        return None
+
+    def remove(self, key: str) -> None:
+        """Remove a copy, the marker first, so that a half-removed copy is not taken for a complete one."""
+        files.remove(self.root.below(key), self.marker)
+        files.remove_tree(self.root, key)

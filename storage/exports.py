@@ -1,0 +1,152 @@
+"""Exported models. An export has a record of its files, which is written last:
+
+    export.json   {"format": 1, "files": {"model.safetensors": {"bytes": ..., "crc32": ...}, ...}, "checksum": "..."}
+
+A directory without this record is another program's model, or the export of an earlier Stageline. It cannot be checked.
+
+The exported versions of a run are directories `v000012`. With an object store an export is uploaded before it gets that
+name (`storage/copies.py`), so that a version's directory is complete in both places.
+
+    <root>/.v000012/   being written, or left by a process that died
+    <root>/v000012/    complete
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from storage import codec, files
+from storage.checkpoints import sum_file, version_of
+from storage.commits import checksum
+from storage.copies import Copies
+from storage.errors import StoreError
+
+RECORD = "export.json"
+EXPORT_FORMAT = 1
+
+
+def write_sums(directory: Path) -> None:
+    """Write the record of all files below a directory. Call it after they are all written."""
+    there = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / RECORD)
+    sums = {file.relative_to(directory).as_posix(): asdict(sum_file(file)) for file in there}
+    document = {"format": EXPORT_FORMAT, "files": sums, "checksum": _checksum(sums)}
+    (directory / RECORD).write_text(json.dumps(document, indent=1) + "\n")
+
+
+def has_sums(directory: Path) -> bool:
+    """Return True if the directory has the record, damaged or not."""
+    return (directory / RECORD).exists()
+
+
+def export_faults(directory: Path) -> Iterator[str]:
+    """Yield the faults of an exported directory that has the record. Reads every byte. Additional files
+    are no fault."""
+    try:
+        document = codec.document((directory / RECORD).read_bytes(), EXPORT_FORMAT, str(directory / RECORD))
+        sums, stated = document["files"], document["checksum"]
+    except StoreError as error:
+        yield str(error)
+        return
+    except (OSError, KeyError) as error:
+        yield f"{directory / RECORD}: cannot be read ({type(error).__name__}: {error})"
+        return
+    if stated != _checksum(sums):
+        yield f"{directory / RECORD}: is not what was written (it does not have its checksum)"
+        return
+    for name, entry in sums.items():
+        try:
+            found = asdict(sum_file(directory / name))
+        except OSError as error:
+            yield f"{directory / name}: cannot be read ({error.strerror})"
+            continue
+        if found["bytes"] != entry["bytes"]:
+            yield f"{directory / name}: has {found['bytes']} bytes of {entry['bytes']}"
+        elif found != entry:
+            yield f"{directory / name}: is not what was exported"
+
+
+def _checksum(sums: object) -> str:
+    return checksum(json.dumps(sums, sort_keys=True).encode())
+
+
+# ---- the exports of a run --------------------------------------------------------------------------------
+
+_LEAVING = ".leaving-"
+"""Prefix of an export that is being removed, so that it no longer has a version's name."""
+
+
+class Exports:
+    """The exported versions below `root`. Holds no handle."""
+
+    def __init__(self, root: Path, store: files.Root | None = None) -> None:
+        """`store`: the directory of an object store to which they are uploaded."""
+        self.root = root
+        self._copies = None if store is None else Copies(store, RECORD)
+
+    def place(self, version: int) -> Path:
+        """Return the local directory of a version, whether it exists or not."""
+        return self.root / f"v{version:06d}"
+
+    def staged(self, version: int) -> Path:
+        """Return the local directory in which a version is written, whether it exists or not."""
+        return self.root / f".v{version:06d}"
+
+    def finish(self, version: int, staged: Path) -> Path:
+        """Upload a directory with its record, give it its version's name, and return it. Raises StoreError."""
+        if self._copies is not None:
+            self._copies.upload(staged, self.place(version).name)
+        return staged.rename(self.place(version))
+
+    def versions(self) -> list[int]:
+        """Return the versions that are exported, here or in the object store, ascending."""
+        local = self.root.iterdir() if self.root.is_dir() else ()
+        uploaded = () if self._copies is None else map(Path, self._copies.complete())
+        return sorted({version for path in (*local, *uploaded) if (version := version_of(path)) is not None})
+
+    def begun(self, before: int) -> list[int]:
+        """Return the versions below `before` whose exports were begun and not finished, and remove what is left of
+        finished ones. No process may be writing any of them."""
+        staged = (int(path.name[2:]) for path in self.root.glob(".v*") if path.name[2:].isdecimal())
+        begun = {version for version in staged if version < before}
+        for version in begun.intersection(finished := self.versions()):
+            shutil.rmtree(self.staged(version), ignore_errors=True)
+        return sorted(begun.difference(finished))
+
+    def fetch(self, version: int) -> Path | None:
+        """Return the local directory of an export, after downloading it if it is only in the object store. None: there
+        is no such export. Its files may have been damaged since. Raises StoreError."""
+        place = self.place(version)
+        if place.is_dir():
+            return place
+        if self._copies is None or self._copies.manifest(place.name) is None:
+            return None
+        arriving = self.root / f".arriving-{place.name}-{os.getpid()}"
+        try:
+            self._copies.download(place.name, arriving)
+            arriving.rename(place)
+        finally:
+            shutil.rmtree(arriving, ignore_errors=True)
+        return place
+
+    def forget(self, version: int) -> None:
+        """Remove the local files of an export that is in the object store. Do nothing without one."""
+        if self._copies is not None:
+            shutil.rmtree(self.place(version), ignore_errors=True)
+
+    def drop(self, versions: Iterable[int]) -> None:
+        """Remove exports, and leftovers of an earlier, interrupted call."""
+        for left in self.root.glob(f"{_LEAVING}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        for version in {*versions}.intersection(self.versions()):
+            place = self.place(version)
+            if self._copies is not None:
+                self._copies.remove(place.name)
+            if place.is_dir():
+                leaving = place.with_name(f"{_LEAVING}{place.name}")
+                os.replace(place, leaving)
+                shutil.rmtree(leaving, ignore_errors=True)

@@ -25,7 +25,7 @@ import psutil
 
 from benchmarks.harness import arguments, measured_load, report, write_json
 from pipeline.observe.journal import Event, EventKind, read_events
-from pipeline.observe.timeline import boxes
+from pipeline.observe.timeline import read_boxes
 from storage.ledger import Ledger
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,7 +98,7 @@ def _step_s(events: Sequence[Event]) -> float:
 def _resident_by_work(
     events: Sequence[Event], looks: Sequence[tuple[float, dict[int, int]]], pids: Mapping[str, int]
 ) -> dict[str, dict[str, float]]:
-    work = {gang: [(b.start_s, b.end_s) for b in boxes(events) if b.gang == gang] for gang in GANGS}
+    work = {gang: [(b.start_s, b.end_s) for b in read_boxes(events) if b.gang == gang] for gang in GANGS}
     first = min(start for spans in work.values() for start, _ in spans[len(spans) // 4 :])  # when all has been touched
     found: dict[tuple[str, str], list[int]] = defaultdict(list)
     for at, resident in looks:

@@ -51,7 +51,7 @@ def computing_nothing(node_done: Callable[[Node], None], **replaced: object) -> 
         node_done: called after each node, in the driver's thread.
         replaced: replacements of further names of `pipeline.driver.run`.
     """
-    driver, over = vars(importlib.import_module("pipeline.driver.run")), Flow.done
+    driver, over = vars(importlib.import_module("pipeline.driver.run")), Flow.on_node_done
     settings = driver["_executor_settings"]
     run_dirs: list[Path] = []
 
@@ -67,11 +67,11 @@ def computing_nothing(node_done: Callable[[Node], None], **replaced: object) -> 
     before = {name: driver[name] for name in replaced}
     try:
         driver.update(replaced)
-        Flow.done = told  # type: ignore[method-assign]
+        Flow.on_node_done = told  # type: ignore[method-assign]
         yield run_dirs
     finally:
         driver.update(before)
-        Flow.done = over  # type: ignore[method-assign]
+        Flow.on_node_done = over  # type: ignore[method-assign]
 
 
 def command(arguments: list[str]) -> int:

@@ -33,7 +33,7 @@ from io import StringIO
 from rich.console import Console
 
 from benchmarks.harness import arguments, measured_load, report, write_json
-from pipeline.cli.calibrate import observed_run
+from pipeline.cli.calibrate import read_observed_run
 from pipeline.config.hardware import hardware_of, read_cluster
 from pipeline.config.loading import load_config
 from pipeline.config.memory import planned_run
@@ -195,7 +195,7 @@ def measure(name: str, changes: Sequence[str], folder: str, steps: int) -> Measu
     ledger = open_history(config).ledger
     first, last = (ledger.get(Address("publish", version)) for version in (WARM_UP_STEPS, steps))
     step_s = (last.finished - first.finished) / (steps - WARM_UP_STEPS)
-    return Measured(step_s, observed_run(str(config.run_dir), on_gpus=False), load().others)
+    return Measured(step_s, read_observed_run(str(config.run_dir), on_gpus=False), load().others)
 
 
 def simulated_step_s(one: ObservedRun, calibration: Calibration, hardware: str) -> float:

@@ -301,7 +301,7 @@ def engines_elsewhere(path: Path) -> dict[str, Callable[[], GenerationEngine]]:
 
 
 def enter_and_leave(engine: VersionedEngine, version: int) -> None:
-    with engine.at(version, Clock()):
+    with engine.engine_at(version, Clock()):
         pass
 
 

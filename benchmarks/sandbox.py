@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 from benchmarks.harness import arguments, measured_load, report, write_json
 from stages.rewards.protocol import Sample
-from stages.rewards.reasoning import ReasoningReward, problems
-from stages.rewards.reasoning_tasks import Answers
+from stages.rewards.reasoning import ReasoningReward, load_problems
+from stages.rewards.reasoning_tasks import TaskScorer
 from storage.config import PromptsConfig
 
 TASK = "reasoning-gym:countdown?size=64&seed=1&instruction=tags"
@@ -57,10 +57,10 @@ def fork_ms() -> float:
 def main() -> None:
     options = arguments(__doc__ or "")
     rows, repeats = (8, 3) if options.quick else (64, max(options.repeats, 9))
-    items = problems(PromptsConfig(url=TASK))[:rows]
+    items = load_problems(PromptsConfig(url=TASK))[:rows]
     figures: dict[str, float] = {}
     table: list[tuple[str, ...]] = []
-    direct, confined = Answers("tags"), ReasoningReward()
+    direct, confined = TaskScorer("tags"), ReasoningReward()
     try:
         with measured_load() as load:
             figures["fork_ms"] = fork_ms()

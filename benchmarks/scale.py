@@ -269,7 +269,7 @@ def run_on_devices(config: RunConfig, stages: TimedStages, simulated_s: float, c
     replaced = {
         "check_run": lambda config, *, resume: checked,
         "begin_forkserver": lambda config: None,
-        "worker_processes": lambda config: virtual_cluster(config, stages),
+        "start_cluster": lambda config: virtual_cluster(config, stages),
     }
     with measured_load() as load, computing_nothing(counted, **replaced):
         pipeline.driver.run.run(config, Console(file=StringIO()))

@@ -30,7 +30,7 @@ from benchmarks.harness import arguments, measured_load, report, write_json
 from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.launch.commands import cancel, job_state, require
+from pipeline.launch.commands import cancel, job_state, require_slurm
 from pipeline.launch.submission import submit_run
 from pipeline.observe.journal import EventKind, read_events
 
@@ -71,7 +71,7 @@ def run_on_slurm(config: RunConfig) -> float:
     """
     job = submit_run(config)
     try:
-        while (state := job_state(job.job_id)) is not None and not state.over:
+        while (state := job_state(job.job_id)) is not None and not state.is_over:
             time.sleep(_LOOK_S)
     except KeyboardInterrupt:
         cancel(job.job_id)
@@ -118,7 +118,7 @@ def figures_of(config: RunConfig, started: float, prefix: str) -> dict[str, floa
 
 def main() -> None:
     options = arguments(__doc__ or "", add_arguments)
-    require()
+    require_slurm()
     workers, nodes, steps = (4, 2, 4) if options.quick else (options.workers, options.nodes, options.steps)
     options.runs_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="slurm-scale-", dir=options.runs_dir.absolute()) as folder:

@@ -144,7 +144,7 @@ def _read_lines(path: Path) -> list[Any]:
 
 def read_source(config: PromptsConfig) -> list[PromptItem]:
     """Return all prompts of a source: a file, or problems generated from a seed. Raises PromptsError."""
-    return reasoning.problems(config) if config.url.startswith(REASONING_SCHEME) else load_texts(config)
+    return reasoning.load_problems(config) if config.url.startswith(REASONING_SCHEME) else load_texts(config)
 
 
 def tokenise(

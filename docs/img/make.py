@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from pipeline.cli.answers import saved_config
+from pipeline.cli.answers import read_saved_config
 from pipeline.cli.dashboard import open_server
 from pipeline.config.paths import RunPaths
 from pipeline.observe.graph_page import PATH
@@ -30,7 +30,7 @@ def main() -> None:
     with subprocess.Popen([*COMMAND, "run", "conf/run/demo.yaml", f"name={RUN.name}", *sys.argv[1:]]) as run:
         while not journal_exists(RunPaths(RUN).events) and run.poll() is None:
             time.sleep(0.5)
-        live_page(saved_config(str(RUN)).steps // 2)
+        live_page(read_saved_config(str(RUN)).steps // 2)
     if run.returncode:
         raise SystemExit(run.returncode)
     photograph((RUN / "report.html").resolve().as_uri(), "report.png")
@@ -40,7 +40,7 @@ def main() -> None:
 
 def live_page(step: int) -> None:
     """Photograph the page of the running run when `step` steps are done."""
-    with open_server(saved_config(str(RUN)), 0) as server:
+    with open_server(read_saved_config(str(RUN)), 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         photograph(f"http://127.0.0.1:{server.server_port}/{PATH}", "stageline_page.png", f"step {step} of")
         server.shutdown()

@@ -19,12 +19,12 @@ from rich.console import Console
 from rich.text import Text
 
 from pipeline.config.identity import FILE, read_identity
-from pipeline.config.loading import is_setting, load_config, load_yaml, read_saved, readable_config
+from pipeline.config.loading import is_setting, load_config, load_yaml, read_run_config, readable_config
 from pipeline.config.paths import RunPaths, refuse_foreign
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError, StageFailed, together
 from pipeline.observe.journal import journal_exists
-from pipeline.observe.text import print_plain, visible
+from pipeline.observe.text import escape_control_characters, print_plain
 from pipeline.workers.messages import ReplayMismatch
 from storage.errors import StoreError
 from storage.redaction import redacted_text
@@ -33,24 +33,24 @@ WORKING = frozenset({"run", "resume", "job", "worker", "sweep", "reward"})
 """Commands that continue normally if nobody reads their output any more. The others end."""
 
 
-def exit_code(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+def run_command(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     """Return the command's exit code. If it fails for a reason that a user can cause, print one message and return the
     code of that failure."""
     if options.command in WORKING:
-        with lasting_streams():
-            return _exit_code(command, options)
-    return _exit_code(command, options)
+        with ignore_closed_streams():
+            return _run_command(command, options)
+    return _run_command(command, options)
 
 
 @contextmanager
-def lasting_streams() -> Iterator[None]:
+def ignore_closed_streams() -> Iterator[None]:
     """Return a context in which printing does not fail if the terminal was closed or the reader of the output ended."""
-    out, err = (cast(TextIO, _LastingStream(stream)) for stream in (sys.stdout, sys.stderr))
+    out, err = (cast(TextIO, _ClosableStream(stream)) for stream in (sys.stdout, sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
         yield
 
 
-class _LastingStream:
+class _ClosableStream:
     """A stream that switches to the null device when its reader is gone."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -78,18 +78,18 @@ class _LastingStream:
             os.close(null)
 
 
-def _exit_code(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+def _run_command(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     try:
         return command(options)
     except (ConfigError, StoreError) as error:
-        return complain("refused", str(error), BAD_INPUT)
+        return print_error("refused", str(error), BAD_INPUT)
     except (StageFailed, ReplayMismatch) as error:
-        return complain("failed", str(error), STAGE_FAILED)
+        return print_error("failed", str(error), STAGE_FAILED)
     except KeyboardInterrupt:
-        return complain("interrupted", options.command, INTERRUPTED)
+        return print_error("interrupted", options.command, INTERRUPTED)
 
 
-def output() -> Console:
+def output_console() -> Console:
     """Return the console for a command's output."""
     return Console(file=sys.stdout)
 
@@ -97,21 +97,23 @@ def output() -> Console:
 def print_line(text: str) -> None:
     """Print one line of output as it is: without markup and without folding. Control characters are shown and have no
     effect."""
-    print_plain(output(), text)
+    print_plain(output_console(), text)
 
 
-def note(text: str) -> None:
+def print_note(text: str) -> None:
     """Print one line on stderr that is neither output nor an error."""
-    Console(stderr=True).print(Text(visible(redacted_text(text))), soft_wrap=True)
+    Console(stderr=True).print(Text(escape_control_characters(redacted_text(text))), soft_wrap=True)
 
 
-def complain(what: str, text: str, code: int) -> int:
+def print_error(label: str, text: str, code: int) -> int:
     """Print one message on stderr, without folding its lines, and return the exit code."""
-    Console(stderr=True).print(Text.assemble((what, "bold red"), " ", visible(redacted_text(text))), soft_wrap=True)
+    Console(stderr=True).print(
+        Text.assemble((label, "bold red"), " ", escape_control_characters(redacted_text(text))), soft_wrap=True
+    )
     return code
 
 
-def file_to_write(option: str, given: str, suffix: str, *, replaces: bool = False) -> Path:
+def checked_output_path(option: str, given: str, suffix: str, *, replaces: bool = False) -> Path:
     """Return the path of a file that an option names. Raises ConfigError if it has another ending, lies in no
     directory, is a directory, or exists and `replaces` is False."""
     file, said = Path(given), f"given {given!r}"
@@ -126,7 +128,7 @@ def file_to_write(option: str, given: str, suffix: str, *, replaces: bool = Fals
 
 # ---- exit codes ------------------------------------------------------------------------------------------
 
-DONE = 0
+SUCCESS = 0
 BAD_INPUT = 2
 """Refused before anything started: a config, an argument, a directory or its content cannot be used. Also if `check
 RUN` finds faults in the run, or `doctor` finds one in the machine."""
@@ -144,7 +146,7 @@ RESUMABLE = 75
 # ---- sources ---------------------------------------------------------------------------------------------
 
 
-def config_of(sources: Sequence[str], *, runs_here: bool = True) -> RunConfig:
+def config_from_sources(sources: Sequence[str], *, runs_here: bool = True) -> RunConfig:
     """Return the config of files and key=value overrides, each kind in the order given. Raises ConfigError with
     everything that is wrong. `runs_here`: if settings are wrong, also read the model, the prompts and the rewards, and
     include their errors."""
@@ -158,8 +160,8 @@ def config_of(sources: Sequence[str], *, runs_here: bool = True) -> RunConfig:
         config = readable_config(files, overrides, refused) if runs_here else None
         if config is None:
             raise
-        unreadable = import_module("pipeline.config.preflight").unreadable  # loads much, and rarely needed
-        raise together([error, *unreadable(config, refused)]) from error
+        read_errors = import_module("pipeline.config.preflight").read_errors  # loads much, and rarely needed
+        raise together([error, *read_errors(config, refused)]) from error
 
 
 def _refuse_settings_as_files(files: Sequence[str]) -> None:
@@ -170,23 +172,23 @@ def _refuse_settings_as_files(files: Sequence[str]) -> None:
             raise ConfigError(name, f"is a setting, and no file of that name is there; did you mean {name}={value}?")
 
 
-def submitted_config(run_dir: str) -> RunConfig:
+def read_submitted_config(run_dir: str) -> RunConfig:
     """Return the config of a run that has begun, or that was only submitted as a job. Raises the errors of
-    `saved_config`."""
+    `read_saved_config`."""
     paths = RunPaths(Path(run_dir))
     submitted = paths.job / "config.yaml"
     begun = paths.config.exists() or read_identity(paths.root) is not None
-    return load_config([submitted]) if submitted.exists() and not begun else saved_config(run_dir)
+    return load_config([submitted]) if submitted.exists() and not begun else read_saved_config(run_dir)
 
 
-def trusted_config(run_dir: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return `saved_config` of a run whose code or weights this process will use. Raises ConfigError also if another
-    account can change the run's directory."""
+def read_trusted_config(run_dir: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return `read_saved_config` of a run whose code or weights this process will use. Raises ConfigError also if
+    another account can change the run's directory."""
     refuse_foreign(Path(run_dir))
-    return saved_config(run_dir, overrides)
+    return read_saved_config(run_dir, overrides)
 
 
-def saved_config(run_dir: str, overrides: Sequence[str] = (), *, variants: bool = False) -> RunConfig:
+def read_saved_config(run_dir: str, overrides: Sequence[str] = (), *, variants: bool = False) -> RunConfig:
     """Return the config in a run's directory, with key=value changes. If config.yaml is lost or unreadable, take the
     settings from identity.json.
 
@@ -203,9 +205,9 @@ def saved_config(run_dir: str, overrides: Sequence[str] = (), *, variants: bool 
         )
     identity = None if os.access(paths.config, os.R_OK) else read_identity(paths.root)
     if identity is not None:  # it has all settings except secrets
-        config = load_yaml(json.dumps(identity.latest.config), overrides, where=f"{paths.root}/{FILE}")
+        config = load_yaml(json.dumps(identity.latest.config), overrides, source_name=f"{paths.root}/{FILE}")
     elif paths.config.is_file():
-        config = read_saved(paths.config, overrides)
+        config = read_run_config(paths.config, overrides)
     else:
         raise ConfigError(run_dir, "holds no run (no config.yaml in it); give a run's directory, for example runs/demo")
     config.runs_dir = str(paths.root.resolve().parent)  # the directory may have been moved or be seen from elsewhere
@@ -213,7 +215,7 @@ def saved_config(run_dir: str, overrides: Sequence[str] = (), *, variants: bool 
     return config
 
 
-def begun(config: RunConfig) -> bool:
+def has_begun(config: RunConfig) -> bool:
     """Return True if an earlier driver has begun the run, however far it came."""
     paths = RunPaths(config.run_dir)
     return (paths.root / FILE).exists() or paths.config.exists() or journal_exists(paths.events)

@@ -13,7 +13,14 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from pipeline.cli.answers import DONE, config_of, file_to_write, output, print_line, saved_config
+from pipeline.cli.answers import (
+    SUCCESS,
+    checked_output_path,
+    config_from_sources,
+    output_console,
+    print_line,
+    read_saved_config,
+)
 from pipeline.cli.simulate import lengths_of
 from pipeline.config.hardware import HardwareCluster, hardware_of, read_cluster
 from pipeline.config.identity import read_identity
@@ -23,9 +30,9 @@ from pipeline.config.role_models import read_model, role_models
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.errors import ConfigError
-from pipeline.launch.target_cluster import fitting_target
+from pipeline.launch.target_cluster import require_fitting_target
 from pipeline.observe.journal import journal_exists, read_events
-from pipeline.observe.text import three
+from pipeline.observe.text import format_number
 from pipeline.plan.calibrate import calibrate, compared
 from pipeline.plan.calibration import (
     KINDS,
@@ -47,19 +54,19 @@ _SIMULATED_STEPS = 6
 
 def command(options: argparse.Namespace) -> int:
     cluster, hardware = read_cluster(options.hardware, "--hardware"), hardware_of(options.hardware)
-    file = None if options.write is None else file_to_write("--write", options.write, ".yaml")
+    file = None if options.write is None else checked_output_path("--write", options.write, ".yaml")
     if options.step_seconds is None:
         if options.lengths is not None:
             raise ConfigError("--lengths", "a run's own lengths count: leave it out, or give --step-seconds")
-        runs = [observed_run(run_dir, on_gpus=cluster.gpus > 0) for run_dir in options.sources]
+        runs = [read_observed_run(run_dir, on_gpus=cluster.gpus > 0) for run_dir in options.sources]
         calibration = calibrate(runs, cluster, hardware)
-        output().print(speeds_table(calibration))
-        output().print(compared_table(runs, cluster, calibration))
+        output_console().print(speeds_table(calibration))
+        output_console().print(comparison_table(runs, cluster, calibration))
     else:
-        calibration = published_step(options, cluster, hardware)
-        output().print(speeds_table(calibration))
-    overhead = three(1000 * calibration.overhead_s)
-    turnaround = three(1000 * calibration.turnaround_s)
+        calibration = calibrate_to_step_time(options, cluster, hardware)
+        output_console().print(speeds_table(calibration))
+    overhead = format_number(1000 * calibration.overhead_s)
+    turnaround = format_number(1000 * calibration.turnaround_s)
     print_line(f"overhead of a node: {overhead} ms from its parents' commits to its start")
     print_line(f"turnaround of a worker: {turnaround} ms between two nodes, a part of the first")
     if calibration.extrapolated:
@@ -74,35 +81,35 @@ def command(options: argparse.Namespace) -> int:
         except OSError as error:
             raise ConfigError("--write", f"cannot write {file}: {error.strerror}") from error
         print_line(f"wrote {file}")
-    return DONE
+    return SUCCESS
 
 
-def published_step(options: argparse.Namespace, cluster: HardwareCluster, hardware: str) -> Calibration:
+def calibrate_to_step_time(options: argparse.Namespace, cluster: HardwareCluster, hardware: str) -> Calibration:
     """Return assumed speeds, scaled so that a simulated step takes `--step-seconds`. Raises ConfigError for a config
     that does not fit on the cluster, or a time that no efficiencies explain."""
     seconds: float = options.step_seconds
     if not (math.isfinite(seconds) and seconds > 0):
         raise ConfigError(STEP_SECONDS, f"given {seconds:g}; must be above 0")
-    config = config_of(options.sources, runs_here=False)
+    config = config_from_sources(options.sources, runs_here=False)
     config.steps = config.staleness + _SIMULATED_STEPS
     assumed = typical(hardware, on_gpus=cluster.gpus > 0)
     lengths = lengths_of(options.lengths, config, config.seed)
-    target = fitting_target(config, cluster, options.hardware)
+    target = require_fitting_target(config, cluster, options.hardware)
     played = play(scenario_of(costs_of(target.run, cluster, assumed), lengths))
     return scaled(assumed, played.steady_s, seconds, f"assumed speeds, scaled to a step of {seconds:g} s")
 
 
-def observed_run(run_dir: str, *, on_gpus: bool) -> ObservedRun:
+def read_observed_run(run_dir: str, *, on_gpus: bool) -> ObservedRun:
     """Return the executed nodes of the run in a directory. Raises ConfigError if there is no run, or it never began."""
-    config = saved_config(run_dir)
+    config = read_saved_config(run_dir)
     paths = RunPaths(config.run_dir)
     if not journal_exists(paths.events):
         raise ConfigError(run_dir, f"holds no journal ({paths.events.name}): this run never began")
-    run = planned(config, on_gpus=on_gpus)
+    run = read_planned_run(config, on_gpus=on_gpus)
     return observe(run_dir, run, open_history(config), read_events(paths.events), read_identity(paths.root))
 
 
-def planned(config: RunConfig, *, on_gpus: bool) -> PlannedRun:
+def read_planned_run(config: RunConfig, *, on_gpus: bool) -> PlannedRun:
     """Return a run with the architectures of its models, whose weights need not be there."""
     models = role_models(config, read_model("model.path", config.model.path, weights=False), weights=False)
     return planned_run(config, models, on_gpus=on_gpus)
@@ -117,17 +124,24 @@ def speeds_table(calibration: Calibration) -> Table:
     for kind in KINDS:
         speed: StageSpeed = getattr(calibration, kind)
         measured = ("-", "assumed") if speed.scatter is None else (f"{speed.scatter:.0%}", str(speed.nodes))
-        numbers = (f"{speed.efficiency:.1%}", three(1000 * speed.call_s), three(1000 * speed.node_s), *measured)
+        numbers = (
+            f"{speed.efficiency:.1%}",
+            format_number(1000 * speed.call_s),
+            format_number(1000 * speed.node_s),
+            *measured,
+        )
         table.add_row(kind, *numbers)
     return table
 
 
-def compared_table(runs: Sequence[ObservedRun], cluster: HardwareCluster, calibration: Calibration) -> Table:
+def comparison_table(runs: Sequence[ObservedRun], cluster: HardwareCluster, calibration: Calibration) -> Table:
     """Return the table of measured and predicted seconds, by stage."""
     table = Table(title="the runs themselves", title_justify="left", title_style="bold")
     table.add_column("stage")
     for heading in ("nodes", "measured s", "predicted s", "predicted / measured"):
         table.add_column(heading, justify="right")
     for stage, measured, predicted, number in compared(runs, cluster, calibration):
-        table.add_row(stage, str(number), three(measured), three(predicted), f"{predicted / measured:.2f}")
+        table.add_row(
+            stage, str(number), format_number(measured), format_number(predicted), f"{predicted / measured:.2f}"
+        )
     return table

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from pipeline.cli.answers import BAD_INPUT, DONE, config_of, output, print_line, saved_config
-from pipeline.config.devices import Worker, all_here
-from pipeline.config.fitting import describe_layout, devices_memory
+from pipeline.cli.answers import BAD_INPUT, SUCCESS, config_from_sources, output_console, print_line, read_saved_config
+from pipeline.config.devices import Worker, place_all_here
+from pipeline.config.fitting import devices_memory, layout_text
 from pipeline.config.hardware import AS, read_cluster
 from pipeline.config.memory import (
     HostMemory,
@@ -30,7 +30,7 @@ from pipeline.config.memory import (
     planned_run,
     workers_memory,
 )
-from pipeline.config.preflight import check_run, device_notes, engine_line, unproven
+from pipeline.config.preflight import check_run, device_notes, engine_line, unproven_guarantees
 from pipeline.config.reward_trial import try_rewards
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
@@ -47,10 +47,10 @@ def command(options: argparse.Namespace) -> int:
         if options.cluster is not None:
             raise ConfigError(AS, f"given {options.cluster!r}; {options.target} is a run's directory: give its config")
         verify_run = import_module("pipeline.cli.verification").verify_run  # loads torch and Zarr
-        report = verify_run(saved_config(options.target))
-        output().print(report.render(), crop=False)  # a problem is one line, however long
-        return DONE if report.sound else BAD_INPUT
-    config = config_of([options.target, *options.more], runs_here=options.cluster is None)
+        report = verify_run(read_saved_config(options.target))
+        output_console().print(report.render(), crop=False)  # a problem is one line, however long
+        return SUCCESS if report.is_sound else BAD_INPUT
+    config = config_from_sources([options.target, *options.more], runs_here=options.cluster is None)
     if options.trace:
         with warnings.catch_warnings(action="ignore"):  # Megatron warns about missing packages
             show_trace = import_module("pipeline.cli.trace").show_trace  # loads torch
@@ -79,7 +79,7 @@ def command(options: argparse.Namespace) -> int:
         print_line(f"note: {note}")
     evaluated = "held out" if config.evaluation_source is None else "to evaluate on"
     print_line(f"{options.target}: would run ({train} prompts to train on, {held_out} {evaluated})")
-    return DONE
+    return SUCCESS
 
 
 def _show_engine(config: RunConfig) -> None:
@@ -88,7 +88,7 @@ def _show_engine(config: RunConfig) -> None:
 
 
 def _show_guarantees(config: RunConfig, device: Device) -> None:
-    missing = unproven(config, device)
+    missing = unproven_guarantees(config, device)
     if not missing:
         print_line(f"engine {config.engine.kind} on {device}: a run repeats bit for bit, and leaves nothing unproven")
         return
@@ -99,7 +99,7 @@ def _show_guarantees(config: RunConfig, device: Device) -> None:
 
 def _show_network(config: RunConfig) -> None:
     """Print which connections of a run on several hosts are open without a certificate."""
-    spread = [gang.name for gang in config.gangs() if gang.ordered and gang.workers > 1]
+    spread = [gang.name for gang in config.gangs() if gang.is_ordered and gang.workers > 1]
     if config.cluster.kind == "attached" and spread:
         where = config.cluster.interface or "the interface by which each host reaches the driver"
         print_line(
@@ -120,7 +120,7 @@ def _show_memory(config: RunConfig) -> None:
     limits = memory_limits(config)
     models = role_models(config, read_spec(config.model.path))
     run = planned_run(config, models, on_gpus=limits.num_devices > 0)
-    _show_prediction(run, limits, all_here(config.gangs()))
+    _show_prediction(run, limits, place_all_here(config.gangs()))
 
 
 def _show_prediction(run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str]) -> None:
@@ -129,12 +129,15 @@ def _show_prediction(run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worke
     columns: list[MemoryColumn] = []
     for gang in run.config.gangs():
         columns += _worker_columns([worker for worker in workers if worker.worker[0] == gang.name])
-    output().print(memory_table("predicted memory of a worker", columns), crop=False)
+    output_console().print(memory_table("predicted memory of a worker", columns), crop=False)
     if limits.num_devices:
-        for device in fullest_gpus(run, workers, hosts, limits):
+        for device in fullest_gpu_lines(run, workers, hosts, limits):
             print_line(device)
-    of_hosts = [MemoryColumn(name, host.items, host.total) for name, host in _alike(hosts_memory(run, workers, hosts))]
-    output().print(memory_table("predicted memory of a host", of_hosts, limits.host), crop=False)
+    of_hosts = [
+        MemoryColumn(name, host.items, host.total)
+        for name, host in _group_equal_hosts(hosts_memory(run, workers, hosts))
+    ]
+    output_console().print(memory_table("predicted memory of a host", of_hosts, limits.host), crop=False)
 
 
 def _worker_columns(workers: Sequence[WorkerMemory]) -> Iterator[MemoryColumn]:
@@ -149,7 +152,7 @@ def _worker_columns(workers: Sequence[WorkerMemory]) -> Iterator[MemoryColumn]:
     yield MemoryColumn(f"{name} {largest.worker[1]}, largest of {len(others)} others", largest.items, largest.total)
 
 
-def fullest_gpus(
+def fullest_gpu_lines(
     run: PlannedRun, workers: Sequence[WorkerMemory], hosts: Mapping[Worker, str], limits: MemoryLimits
 ) -> Iterator[str]:
     """Yield a line about the fullest GPU of each gang."""
@@ -160,12 +163,12 @@ def fullest_gpus(
         yield f"the fullest GPU of {gang}: {most.num_bytes / 2**30:.1f}{there} GiB (GPU {most.number} of {most.host})"
 
 
-def _reserve(found: TargetCheck) -> str:
+def _reserve_text(target: TargetCheck) -> str:
     """Return a sentence about the memory that the prediction leaves free."""
-    run, limits, workers = found.run, found.limits, workers_memory(found.run)
-    rooms = [("host", limits.host, max(host.total for host in hosts_memory(run, workers, found.hosts)))]
+    run, limits, workers = target.run, target.limits, workers_memory(target.run)
+    rooms = [("host", limits.host, max(host.total for host in hosts_memory(run, workers, target.hosts)))]
     if limits.num_devices:
-        devices = devices_memory(run, workers, found.hosts, limits.num_devices)
+        devices = devices_memory(run, workers, target.hosts, limits.num_devices)
         rooms.append(("GPU", limits.device, max(device.num_bytes for device in devices)))
     left = (
         f"{(size - used) / 2**30:.1f} GiB ({1 - used / size:.0%}) of the fullest {what}" for what, size, used in rooms
@@ -176,7 +179,7 @@ def _reserve(found: TargetCheck) -> str:
     )
 
 
-def _alike(hosts: Sequence[HostMemory]) -> Iterator[tuple[str, HostMemory]]:
+def _group_equal_hosts(hosts: Sequence[HostMemory]) -> Iterator[tuple[str, HostMemory]]:
     """Yield (name, host). Of hosts with the same memory only the first is yielded; its name tells how many others there
     are."""
     found: list[list[HostMemory]] = []
@@ -194,34 +197,34 @@ def _check_on_target(config: RunConfig, target: str, text: str) -> int:
     whole = f"{cluster.nodes} nodes" if cluster.nodes > 1 else "a node"
     gpus = f" with {cluster.gpus_per_node} GPUs" if cluster.gpus_per_node else ""
     print_line(f"{text}: {whole}{gpus} ({cluster.hardware.description})")
-    output().print(placement_table([*_placement(config, found)]))
+    output_console().print(placement_table([*_placement_rows(config, found)]))
     _show_prediction(found.run, found.limits, found.hosts)
     if found.problems:
         raise together([refusal(problem) for problem in found.problems])
     _show_guarantees(config, "cuda" if found.run.on_gpus else "cpu")
     for note in found.notes:
         print_line(f"note: {note}")
-    print_line(f"note: {_reserve(found)}")
+    print_line(f"note: {_reserve_text(found)}")
     print_line(f"{target}: would fit")
-    return DONE
+    return SUCCESS
 
 
-def _placement(config: RunConfig, found: TargetCheck) -> Iterator[tuple[str, str, str, str]]:
+def _placement_rows(config: RunConfig, target: TargetCheck) -> Iterator[tuple[str, str, str, str]]:
     """Yield a row of the placement's table for each gang."""
     for gang in config.gangs():
         layout = config.placement.gangs[gang.name].layout
         by_node: dict[str, list[int]] = {}
         for index in range(gang.workers):
             worker = gang.name, index
-            by_node.setdefault(found.hosts[worker], []).extend(found.devices[worker])
-        where = [f"{node}: {_numbers(gpus)}" if gpus else node for node, gpus in by_node.items()]
+            by_node.setdefault(target.hosts[worker], []).extend(target.devices[worker])
+        where = [f"{node}: {_gpu_numbers_text(gpus)}" if gpus else node for node, gpus in by_node.items()]
         shown = "; ".join(where[:4]) + (f"; … {where[-1]}" if len(where) > 4 else "")
         engines = f"tensor: {config.engine.tensor_parallel}, pipeline: {config.engine.pipeline_parallel} a replica"
-        laid_out = describe_layout(layout) if gang.ordered else engines if Role.GENERATE in gang.roles else ""
+        laid_out = layout_text(layout) if gang.is_ordered else engines if Role.GENERATE in gang.roles else ""
         yield gang.name, str(gang.workers), laid_out, shown
 
 
-def _numbers(gpus: Sequence[int]) -> str:
+def _gpu_numbers_text(gpus: Sequence[int]) -> str:
     """Return numbers of GPUs in words: `0-7`, or `0, 2`."""
     known = sorted(set(gpus))
     whole = len(known) > 2 and known == [*range(known[0], known[-1] + 1)]

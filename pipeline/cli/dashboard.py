@@ -12,13 +12,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from pipeline.cli.answers import DONE, print_line, saved_config
+from pipeline.cli.answers import SUCCESS, print_line, read_saved_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.results import watch_runs
+from pipeline.driver.results import tracking_links
 from pipeline.errors import ConfigError
-from pipeline.observe.graph_page import HEADERS, PATH, fragment, log_end, log_names, page
-from pipeline.observe.graph_view import Facts, GraphView, recorded_view
+from pipeline.observe.graph_page import HEADERS, PATH, log_names, read_log_end, render_fragment, render_page
+from pipeline.observe.graph_view import GraphView, RunFacts, recorded_view
 from pipeline.observe.journal import journal_exists, read_events
 from storage.locks import holder
 
@@ -29,13 +29,13 @@ HTML, TEXT = "text/html; charset=utf-8", "text/plain; charset=utf-8"
 
 
 def command(options: argparse.Namespace) -> int:
-    with open_server(saved_config(options.run_dir), options.port) as server:
+    with open_server(read_saved_config(options.run_dir), options.port) as server:
         print_line(f"{options.run_dir}: http://{HOST}:{server.server_port}/{PATH} (Ctrl-C ends it)")
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            return DONE
-    return DONE
+            return SUCCESS
+    return SUCCESS
 
 
 def open_server(config: RunConfig, port: int | None) -> ThreadingHTTPServer:
@@ -49,7 +49,7 @@ def open_server(config: RunConfig, port: int | None) -> ThreadingHTTPServer:
         raise ConfigError(str(paths.root), f"holds no journal ({paths.events.name}): this run never began")
     if port is not None and not 0 <= port <= 65535:
         raise ConfigError("--port", f"given {port}; a port is 0 (any that is free) to 65535")
-    handler = partial(_Handler, Recorded(config), paths.logs)
+    handler = partial(_Handler, CachedRunView(config), paths.logs)
     try:
         return ThreadingHTTPServer((HOST, PORT if port is None else port), handler)
     except OSError as error:
@@ -58,7 +58,7 @@ def open_server(config: RunConfig, port: int | None) -> ThreadingHTTPServer:
         raise ConfigError("--port", f"given {port}; {error.strerror}: another, or 0 for any that is free") from error
 
 
-class Recorded:
+class CachedRunView:
     """The cached view of a run's directory. The directory is read again when the size of its journal has changed."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -70,15 +70,15 @@ class Recorded:
     def __call__(self) -> GraphView:
         size = self._paths.events.stat().st_size if self._paths.events.exists() else 0
         if self._view is None or size != self._size:
-            self._view, self._size = view_of(self._config), size
-        return replace(self._view, driven=holder(self._paths.lock) is not None)
+            self._view, self._size = read_run_view(self._config), size
+        return replace(self._view, is_driven=holder(self._paths.lock) is not None)
 
 
-def view_of(config: RunConfig) -> GraphView:
+def read_run_view(config: RunConfig) -> GraphView:
     """Read the record of a run's directory."""
     paths = RunPaths(config.run_dir)
-    links = watch_runs(config)
-    facts = Facts(config.name, config.steps, config.staleness, tuple(links.items()), log_names(paths.logs))
+    links = tracking_links(config)
+    facts = RunFacts(config.name, config.steps, config.staleness, tuple(links.items()), log_names(paths.logs))
     return recorded_view(facts, config.graph(), config.gangs(), config.stored.ledger(), read_events(paths.events))
 
 
@@ -92,11 +92,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path).removeprefix("/")
-        log = log_end(self._logs, path.removeprefix(f"{PATH}/logs/")) if path.startswith(f"{PATH}/logs/") else None
+        log = read_log_end(self._logs, path.removeprefix(f"{PATH}/logs/")) if path.startswith(f"{PATH}/logs/") else None
         if path == PATH:
-            self._answer(page(self._view()), HTML)
+            self._answer(render_page(self._view()), HTML)
         elif path == f"{PATH}/view":
-            self._answer(fragment(self._view()), HTML)
+            self._answer(render_fragment(self._view()), HTML)
         elif log is not None:
             self._answer(log, TEXT)
         elif not path:

@@ -18,44 +18,54 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
-from pipeline.cli.answers import BAD_INPUT, DONE, print_line
-from pipeline.doctor.ladder import DoctorSettings, Rung, RungResult, Status, climb, conclusion, lazily, line, machine
+from pipeline.cli.answers import BAD_INPUT, SUCCESS, print_line
+from pipeline.doctor.ladder import (
+    DoctorResult,
+    DoctorSettings,
+    DoctorTest,
+    Status,
+    conclusion_line,
+    load_lazily,
+    machine_facts,
+    result_text,
+    run_tests,
+)
 from pipeline.errors import ConfigError
 from stages.engines.config import OTHER_ENVIRONMENTS, interpreter, made_interpreter
 from stages.models.spec import read_spec
 
-RUNGS = (
-    Rung("packages", "versions of the installed packages", lazily("packages:packages")),
-    Rung("limits", "limits of this account", lazily("host:limits")),
-    Rung("disk", "the disk of the runs", lazily("host:disk")),
-    Rung("shared_memory", "the memory of published weights", lazily("host:shared_memory")),
-    Rung("clock", "this host's clock", lazily("host:clock")),
-    Rung("processors", "speed of the processors", lazily("host:processors")),
-    Rung("compiler", "compiled kernels", lazily("host:compiler")),
-    Rung("network", "connections to this host", lazily("host:network")),
-    Rung("driver", "the NVIDIA driver and torch's CUDA", lazily("gpus:driver")),
-    Rung("gpus", "the GPUs", lazily("gpus:gpus")),
-    Rung("gpu_links", "copies between the host and its GPUs", lazily("gpus:gpu_links")),
-    Rung("ranks", "sums over processes", lazily("exchange:ranks")),
-    Rung("nodes", "sums over nodes", lazily("exchange:nodes")),
-    Rung("float32", "an update in float32", lazily("training:float32")),
-    Rung("bfloat16", "an update in bfloat16", lazily("training:bfloat16")),
-    Rung("layouts", "tensor, pipeline and data parallelism", lazily("training:layouts")),
-    Rung("publication", "published weights", lazily("training:publication")),
-    Rung("memory", "measured and predicted memory", lazily("training:memory")),
-    Rung("embedded", "the embedded engine", lazily("engines:embedded")),
-    Rung("vllm", "vLLM", lazily("engines:vllm")),
-    Rung("tensorrt_llm", "TensorRT-LLM", lazily("engines:tensorrt_llm")),
+TESTS = (
+    DoctorTest("packages", "versions of the installed packages", load_lazily("packages:packages")),
+    DoctorTest("limits", "limits of this account", load_lazily("host:limits")),
+    DoctorTest("disk", "the disk of the runs", load_lazily("host:disk")),
+    DoctorTest("shared_memory", "the memory of published weights", load_lazily("host:shared_memory")),
+    DoctorTest("clock", "this host's clock", load_lazily("host:clock")),
+    DoctorTest("processors", "speed of the processors", load_lazily("host:processors")),
+    DoctorTest("compiler", "compiled kernels", load_lazily("host:compiler")),
+    DoctorTest("network", "connections to this host", load_lazily("host:network")),
+    DoctorTest("driver", "the NVIDIA driver and torch's CUDA", load_lazily("gpus:driver")),
+    DoctorTest("gpus", "the GPUs", load_lazily("gpus:gpus")),
+    DoctorTest("gpu_links", "copies between the host and its GPUs", load_lazily("gpus:gpu_links")),
+    DoctorTest("ranks", "sums over processes", load_lazily("exchange:ranks")),
+    DoctorTest("nodes", "sums over nodes", load_lazily("exchange:nodes")),
+    DoctorTest("float32", "an update in float32", load_lazily("training:float32")),
+    DoctorTest("bfloat16", "an update in bfloat16", load_lazily("training:bfloat16")),
+    DoctorTest("layouts", "tensor, pipeline and data parallelism", load_lazily("training:layouts")),
+    DoctorTest("publication", "published weights", load_lazily("training:publication")),
+    DoctorTest("memory", "measured and predicted memory", load_lazily("training:memory")),
+    DoctorTest("embedded", "the embedded engine", load_lazily("engines:embedded")),
+    DoctorTest("vllm", "vLLM", load_lazily("engines:vllm")),
+    DoctorTest("tensorrt_llm", "TensorRT-LLM", load_lazily("engines:tensorrt_llm")),
 )
 """All tests, in the order of the ladder."""
 
 
 def command(options: argparse.Namespace) -> int:
-    _refuse_odd(options)
+    _refuse_useless_options(options)
     if options.submit is not None:
         return _submit(options)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")  # it recommends other libraries
-    out, runs_dir = _writable("--out", options.out), _writable("--runs-dir", options.runs_dir)
+    out, runs_dir = _make_writable_folder("--out", options.out), _make_writable_folder("--runs-dir", options.runs_dir)
     scratch = Path(tempfile.mkdtemp(prefix=".doctor-", dir=runs_dir))
     print_line("tests of this machine, a minute or two; the first fault ends them")
     try:
@@ -65,17 +75,17 @@ def command(options: argparse.Namespace) -> int:
             model=options.model,
             threads=options.threads or max(1, len(os.sched_getaffinity(0)) // 2),
             deadline_s=options.deadline,
-            engines=_engines(options.engine),
+            engines=_engine_pythons(options.engine),
         )
-        results = climb(_rungs_until(options.until), settings, _show)
+        results = run_tests(_tests_until(options.until), settings, _print_result)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    print_line(conclusion(results))
+    print_line(conclusion_line(results))
     _write(out, results)
-    return BAD_INPUT if any(result.status is Status.FAULT for result in results) else DONE
+    return BAD_INPUT if any(result.status is Status.FAULT for result in results) else SUCCESS
 
 
-def _writable(key: str, given: str) -> Path:
+def _make_writable_folder(key: str, given: str) -> Path:
     """Create a folder, and return it. Raises ConfigError, naming the option, if nothing can be written there."""
     try:
         Path(given).mkdir(parents=True, exist_ok=True)
@@ -85,7 +95,7 @@ def _writable(key: str, given: str) -> Path:
         raise ConfigError(key, f"given {given!r}; cannot be written: {error.strerror}") from error
 
 
-def _refuse_odd(options: argparse.Namespace) -> None:
+def _refuse_useless_options(options: argparse.Namespace) -> None:
     """Raise ConfigError for options that cannot work or would have no effect."""
     if options.threads < 0:
         raise ConfigError("--threads", f"given {options.threads}; must be 1 or more (0: half of the cores)")
@@ -100,14 +110,14 @@ def _refuse_odd(options: argparse.Namespace) -> None:
         raise ConfigError("--submit", f"given {given!r} without it; only a job of Slurm has a config and a script")
 
 
-def _rungs_until(name: str | None) -> tuple[Rung, ...]:
-    """Return the rungs up to the one of that name, including it; None: all. Raises ConfigError for an unknown name."""
-    names = [rung.name for rung in RUNGS]
+def _tests_until(name: str | None) -> tuple[DoctorTest, ...]:
+    """Return the tests up to the one of that name, including it; None: all. Raises ConfigError for an unknown name."""
+    names = [test.name for test in TESTS]
     if name is None:
-        return RUNGS
+        return TESTS
     if name not in names:
         raise ConfigError("--until", f"given {name!r}; must be one of {', '.join(names)}")
-    return RUNGS[: names.index(name) + 1]
+    return TESTS[: names.index(name) + 1]
 
 
 def _submit(options: argparse.Namespace) -> int:
@@ -121,20 +131,20 @@ def _submit(options: argparse.Namespace) -> int:
     arguments += [f"--until={options.until}"] if options.until is not None else []
     if options.dry_run:
         print_line(submission.doctor_script(config, folder, arguments).rstrip("\n"))
-        return DONE
-    import_module("pipeline.launch.commands").require()
+        return SUCCESS
+    import_module("pipeline.launch.commands").require_slurm()
     submitted = submission.submit_doctor(config, folder, arguments)
-    print_line(f"submitted job {submitted.job_id}: {submission.asked_for(config)}")
+    print_line(f"submitted job {submitted.job_id}: {submission.requested_nodes_text(config)}")
     print_line(f"  reports of its nodes, and what it prints: {folder}")
-    return DONE
+    return SUCCESS
 
 
-def _show(result: RungResult) -> None:
+def _print_result(result: DoctorResult) -> None:
     if result.status is not Status.NOT_REACHED:
-        print_line(line(result))
+        print_line(result_text(result))
 
 
-def _engines(given: Sequence[str]) -> dict[str, str]:
+def _engine_pythons(given: Sequence[str]) -> dict[str, str]:
     """Return kind -> Python of the other engines: those given as KIND=PYTHON, and else those that `make` installed."""
     found = {kind: python for kind in OTHER_ENVIRONMENTS if (python := made_interpreter(kind)) is not None}
     for text in given:
@@ -146,11 +156,11 @@ def _engines(given: Sequence[str]) -> dict[str, str]:
     return {kind: interpreter(python) for kind, python in found.items()}
 
 
-def _write(folder: Path, results: Sequence[RungResult]) -> None:
-    about = machine()
+def _write(folder: Path, results: Sequence[DoctorResult]) -> None:
+    about = machine_facts()
     stem = folder / f"doctor-{os.environ.get('SLURMD_NODENAME') or socket.gethostname()}"
     lines = [f"{name}: {value}" for name, value in about.items()]
-    lines += ["", *(line(result) for result in results), "", conclusion(results)]
+    lines += ["", *(result_text(result) for result in results), "", conclusion_line(results)]
     stem.with_suffix(".txt").write_text("\n".join(lines) + "\n")
     document = {"format": 1, "machine": about, "results": [asdict(result) for result in results]}
     stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")

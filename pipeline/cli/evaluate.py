@@ -21,8 +21,8 @@ import torch
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from pipeline.cli.answers import DONE, config_of, output, print_line
-from pipeline.config.preflight import check_fields, checked_parts, evaluation_prompts, tokenizer_of
+from pipeline.cli.answers import SUCCESS, config_from_sources, output_console, print_line
+from pipeline.config.preflight import check_fields, check_parts, evaluation_prompts, open_tokenizer
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError, StageFailed, together
 from pipeline.observe.evaluations import standard_error
@@ -48,13 +48,13 @@ class EvaluatedModel:
 
 def command(options: argparse.Namespace) -> int:
     path = cached_in_hub(options.model)
-    found = evaluate_model(path, config_for(path, options.prompts, options.reward, options.sources))
+    found = evaluate_model(path, evaluation_config(path, options.prompts, options.reward, options.sources))
     print_line(f"held-out reward of {path}, {found.rollout.num_rows} prompts")
-    output().print(_table(found))
-    return DONE
+    output_console().print(_table(found))
+    return SUCCESS
 
 
-def config_for(path: str, prompts: str | None, reward: str | None, sources: Sequence[str]) -> RunConfig:
+def evaluation_config(path: str, prompts: str | None, reward: str | None, sources: Sequence[str]) -> RunConfig:
     """Return the config of an evaluation. Files and key=value changes in `sources` are merged as for a run; `prompts`
     and `reward` replace `evaluate.prompts.url` and `evaluate.reward.kind`. Raises ConfigError."""
     files, changes = [s for s in sources if "=" not in s], [s for s in sources if "=" in s]
@@ -69,7 +69,7 @@ def config_for(path: str, prompts: str | None, reward: str | None, sources: Sequ
             if value is None:
                 raise ConfigError(option, "must be given, unless a CONFIG is: a run's config.yaml, for example")
         given += ["name=evaluate", f"model.path={path}", f"prompts.url={prompts}", f"reward.kind={reward}"]
-    return config_of([*files, *given, *changes], runs_here=False)
+    return config_from_sources([*files, *given, *changes], runs_here=False)
 
 
 def evaluate_model(path: str, config: RunConfig) -> EvaluatedModel:
@@ -80,15 +80,15 @@ def evaluate_model(path: str, config: RunConfig) -> EvaluatedModel:
         ConfigError: the model, the prompts or the reward cannot be used.
         StageFailed: the reward failed.
     """
-    tokenizer = tokenizer_of(config, path if has_tokenizer(path) else config.model.path)
+    tokenizer = open_tokenizer(config, path if has_tokenizer(path) else config.model.path)
     _check_token_ids(config, path)
     table = evaluation_prompts(config, tokenizer)
     if not len(table.held_out):
         raise ConfigError("prompts.held_out", "given 0; there is no prompt to evaluate")
     key, section = config.held_out_reward
-    check_fields(config, checked_parts(section, key, config.reward.trust_answers), table)
+    check_fields(config, check_parts(section, key, config.reward.trust_answers), table)
     model = _Model(
-        _loaded(path, config), tuple(config.model.eos_token_ids) or tokenizer.eos_ids, config.engine.max_rows
+        _load_model(path, config), tuple(config.model.eos_token_ids) or tokenizer.eos_ids, config.engine.max_rows
     )
     parts = build_parts(section, key, trust_answers=config.reward.trust_answers)
     try:
@@ -123,7 +123,7 @@ def _check_token_ids(config: RunConfig, path: str) -> None:
         raise together([ConfigError(key, f"given {ids}; {need}") for key, ids in given.items() if ids])
 
 
-def _loaded(path: str, config: RunConfig) -> Any:
+def _load_model(path: str, config: RunConfig) -> Any:
     """Return transformers' model, on the GPU if there is one. Raises ConfigError if it cannot be loaded, or its context
     is too short."""
     try:
@@ -192,13 +192,13 @@ class _Model:
         return Completion(row.row, tokens[:num].astype(np.int32), logprobs[:num], versions, reason)
 
 
-def _table(found: EvaluatedModel) -> Table:
+def _table(evaluated: EvaluatedModel) -> Table:
     """Return the figures for the terminal."""
-    scores, rollout = found.scores.scores, found.rollout
+    scores, rollout = evaluated.scores.scores, evaluated.rollout
     table = Table(show_header=False)
     error = standard_error(scores.tolist())
     table.add_row("reward", f"{scores.mean():.4f}" + ("" if error is None else f" ± {error:.4f}"))
-    for name, numbers in found.scores.parts.items() if len(found.scores.parts) > 1 else ():
+    for name, numbers in evaluated.scores.parts.items() if len(evaluated.scores.parts) > 1 else ():
         table.add_row(f"part {name}", f"{numbers.mean():.4f}")
     table.add_row("response", f"{rollout.response_lengths.mean():.1f} tokens")
     table.add_row("cut", f"{(rollout.finish_reason == FinishReason.LENGTH).mean():.0%}")

@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
-from pipeline.cli.answers import DONE, file_to_write, print_line, saved_config, trusted_config
-from pipeline.cli.opened_run import opened, write_rows
+from pipeline.cli.answers import SUCCESS, checked_output_path, print_line, read_saved_config, read_trusted_config
+from pipeline.cli.opened_run import open_configured_run, write_rows
 from pipeline.config.loading import config_hash
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
@@ -21,8 +21,8 @@ from pipeline.errors import ConfigError
 from pipeline.observe.evaluations import best_evaluation
 from pipeline.observe.history import History
 from pipeline.workers.exports import describe_export
-from pipeline.workers.parts import required
-from pipeline.workers.runtime import alone, runtime_for
+from pipeline.workers.parts import require_part
+from pipeline.workers.runtime import local_config, runtime_for
 from stages.models.protocol import Role
 from storage.errors import MissingOutput, StoreError
 from storage.exports import Exports, export_faults, has_sums
@@ -32,12 +32,12 @@ def command(options: argparse.Namespace) -> int:
     if options.rollouts is not None:
         if options.version is not None or options.to is not None:
             raise ConfigError("--rollouts", "writes rows, and no version of the weights: leave --version and --to out")
-        written = export_rollouts(saved_config(options.run_dir), Path(options.rollouts))
+        written = export_rollouts(read_saved_config(options.run_dir), Path(options.rollouts))
         print_line(f"wrote {options.rollouts}: {written} rows")
-        return DONE
+        return SUCCESS
     to = None if options.to is None else Path(options.to)
-    print_line(f"wrote {export_version(trusted_config(options.run_dir), options.version, to)}")
-    return DONE
+    print_line(f"wrote {export_version(read_trusted_config(options.run_dir), options.version, to)}")
+    return SUCCESS
 
 
 def export_rollouts(config: RunConfig, path: Path) -> int:
@@ -47,8 +47,8 @@ def export_rollouts(config: RunConfig, path: Path) -> int:
         ConfigError: the file exists, has another ending, or its directory does not exist.
         MissingOutput: the run has no rows.
     """
-    file_to_write("--rollouts", str(path), ".parquet")
-    run = opened(config)
+    checked_output_path("--rollouts", str(path), ".parquet")
+    run = open_configured_run(config)
     if not run.steps:
         raise MissingOutput(f"{config.run_dir} has no rollouts yet, or none any more (storage.keep.rollouts)")
     return write_rows(path, run.history, run.steps, run.decode)
@@ -66,7 +66,7 @@ def export_version(config: RunConfig, version: int | Literal["best"] | None, to:
         StoreError: the run's directory has an export of that version, and it is damaged.
     """
     history = open_history(config)
-    newest = history.versions_made()
+    newest = history.newest_version()
     version = newest if version is None else _best_version(config, history) if version == "best" else version
     if not 0 <= version <= newest:
         raise ConfigError("--version", f"given {version}; the run has versions 0 to {newest}")
@@ -85,8 +85,8 @@ def export_version(config: RunConfig, version: int | Literal["best"] | None, to:
             shutil.copytree(stored, staged)
         else:
             staged.mkdir()
-            with runtime_for(alone(config, Path(scratch)), Role.POLICY) as runtime:
-                required(runtime.parts.updates).at(Role.POLICY, version).export(runtime.parts.board, staged)()
+            with runtime_for(local_config(config, Path(scratch)), Role.POLICY) as runtime:
+                require_part(runtime.parts.updates).model_at(Role.POLICY, version).export(runtime.parts.board, staged)()
             describe_export(staged, config, version, config_hash(config))
         return exports.finish(version, staged) if to is None else staged.rename(target)
 
@@ -101,7 +101,7 @@ def _check(exports: Exports, version: int, config: RunConfig) -> None:
 
 def _best_version(config: RunConfig, history: History) -> int:
     """Return the best version by the run's evaluations. Raises ConfigError if there is none."""
-    evaluations, budget = history.evaluations(), config.evaluate.select.max_kl
+    evaluations, budget = history.read_evaluations(), config.evaluate.select.max_kl
     best = best_evaluation(evaluations, budget)
     if best is not None:
         return best.version

@@ -11,26 +11,26 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.cli.answers import DONE, output, saved_config
+from pipeline.cli.answers import SUCCESS, output_console, read_saved_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.driver.tracked import span_name
 from pipeline.errors import ConfigError
 from pipeline.graph.graph import step_nodes
-from pipeline.observe.rows import PART_COLUMN, row_columns, shards_of_step, text_of_tokens
+from pipeline.observe.rows import PART_COLUMN, read_step_shards, row_columns, token_decoder
 from pipeline.observe.tables import InspectRow, inspect_table
 from stages.prompts import last_questions
 from storage.errors import DroppedOutput, MissingOutput
 
 
 def command(options: argparse.Namespace) -> int:
-    config = saved_config(options.run_dir)
+    config = read_saved_config(options.run_dir)
     if options.rows < 1:
         raise ConfigError("--rows", f"given {options.rows}; must be 1 or more")
     step = last_step(config) if options.step is None else options.step
-    output().print(inspect_step(config, step, options.rows))
-    return DONE
+    output_console().print(inspect_step(config, step, options.rows))
+    return SUCCESS
 
 
 def last_step(config: RunConfig) -> int:
@@ -73,14 +73,14 @@ def inspect_step(config: RunConfig, step: int, rows: int) -> RenderableType:
 
 def step_rows(config: RunConfig, step: int) -> list[InspectRow]:
     """Return the rows of a step's generated shards. Results that do not exist yet are None."""
-    decode = text_of_tokens(config.stored.root, config.model.path)
-    tables = [row_columns(shard, decode) for shard in shards_of_step(open_history(config), step)]
+    decode = token_decoder(config.stored.root, config.model.path)
+    tables = [row_columns(shard, decode) for shard in read_step_shards(open_history(config), step)]
     asked = last_questions(RunPaths(config.run_dir).prompts)
     lines = (dict(zip(table, line, strict=True)) for table in tables for line in zip(*table.values(), strict=True))
-    return [_inspected(line, asked) for line in lines]
+    return [_inspect_row(line, asked) for line in lines]
 
 
-def _inspected(line: Mapping[str, Any], asked: Sequence[str] | None) -> InspectRow:
+def _inspect_row(line: Mapping[str, Any], user_messages: Sequence[str] | None) -> InspectRow:
     """Return a row for the table. `line`: a line of `row_columns`."""
 
     def number(name: str) -> float | None:
@@ -90,7 +90,7 @@ def _inspected(line: Mapping[str, Any], asked: Sequence[str] | None) -> InspectR
     parts = {name.removeprefix(PART_COLUMN): float(v) for name, v in line.items() if name.startswith(PART_COLUMN)}
     return InspectRow(
         row=int(line["row"]),
-        prompt=("" if asked is None else asked[int(line["prompt_index"])]) or line["prompt"],
+        prompt=("" if user_messages is None else user_messages[int(line["prompt_index"])]) or line["prompt"],
         response=line["response"],
         score=number("score"),
         kl=number("kl"),

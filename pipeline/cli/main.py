@@ -36,8 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     module, _, function = COMMANDS[options.command].function.partition(":")
     command = getattr(importlib.import_module(module), function or "command")
-    exit_code = importlib.import_module("pipeline.cli.answers").exit_code
-    code: int = exit_code(command, options)
+    run_command = importlib.import_module("pipeline.cli.answers").run_command
+    code: int = run_command(command, options)
     return code
 
 

@@ -24,22 +24,22 @@ import pyarrow
 import pyarrow.parquet
 import xarray as xr
 
-from pipeline.cli.answers import saved_config
+from pipeline.cli.answers import read_saved_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.observe.history import History
-from pipeline.observe.journal import run_starts
+from pipeline.observe.journal import read_run_starts
 from pipeline.observe.rows import (
     StageRows,
     prompt_ids,
+    read_evaluation_shards,
+    read_step_shards,
     response_ids,
     row_columns,
     score_column,
-    shards_of_evaluation,
-    shards_of_step,
     stored_steps,
-    text_of_tokens,
+    token_decoder,
 )
 from storage.address import Address
 from storage.commits import Commit
@@ -57,7 +57,7 @@ TOKEN_COLUMNS = {
     "return": "returns",
 }
 """Column of `token_table` -> field of the records."""
-OF_STEP = ("generate", "score", "reference", "logprob", "value", "advantage")
+STEP_STAGES = ("generate", "score", "reference", "logprob", "value", "advantage")
 """Stages whose arrays are stored in a step's group."""
 
 
@@ -66,7 +66,7 @@ def row_table(rows: StageRows, decode: Decode) -> pd.DataFrame:
     return pd.DataFrame(row_columns(rows, decode))
 
 
-def no_rows() -> StageRows:
+def empty_rows() -> StageRows:
     """Return a shard with zero rows, for empty tables with the usual columns."""
     none, ints, floats = np.zeros((0, 1), bool), np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32)
     number, whole = np.zeros(0, np.int32), np.zeros(0, np.int64)
@@ -99,7 +99,7 @@ def token_table(rows: StageRows, decode: Decode) -> pd.DataFrame:
         "version": rollout.token_versions[where, at],
     }
     missing = np.full(len(where), np.nan, np.float32)
-    arrays = {column: rows.array(name) for column, name in TOKEN_COLUMNS.items()} | {"log_ratio": rows.log_ratio}
+    arrays = {column: rows.find_array(name) for column, name in TOKEN_COLUMNS.items()} | {"log_ratio": rows.log_ratio}
     return pd.DataFrame(table | {n: missing if a is None else a[where, at] for n, a in arrays.items()})
 
 
@@ -109,15 +109,15 @@ def step_arrays(history: History, steps: Iterable[int], decode: Decode) -> xr.Da
     Missing outputs are NaN, -1 or False. All arrays are in memory at once."""
     numbers = [*steps]
     arrays: dict[str, np.ndarray] = {}
-    texts = {name: np.full((len(numbers), history.rows), "", object) for name in ("prompt", "response")}
+    texts = {name: np.full((len(numbers), history.rows_per_step), "", object) for name in ("prompt", "response")}
     for position, step in enumerate(numbers):
-        for stage in OF_STEP:
+        for stage in STEP_STAGES:
             for commit in _commits(history, stage, step):
                 record = history.store.read(commit.address)
                 start = commit.address.shard * commit.rows  # a whole step is shard 0
                 of_shard = slice(start, start + commit.rows)
                 for name, array in record.arrays().items():
-                    whole = arrays.setdefault(name, _blank(array, len(numbers), history.rows))
+                    whole = arrays.setdefault(name, _missing_values(array, len(numbers), history.rows_per_step))
                     whole[position, of_shard] = array
                 if isinstance(record, Rollout):
                     texts["prompt"][position, of_shard] = [decode(ids.tolist()) for ids in prompt_ids(record)]
@@ -126,7 +126,7 @@ def step_arrays(history: History, steps: Iterable[int], decode: Decode) -> xr.Da
     variables = {name: (dimensions[: array.ndim], array, describe(name)) for name, array in arrays.items()}
     variables.pop("row", None)
     texted = {name: (dimensions[:2], array, {"long_name": f"text of the {name}"}) for name, array in texts.items()}
-    return xr.Dataset(variables | texted, {"step": numbers, "row": np.arange(history.rows)})
+    return xr.Dataset(variables | texted, {"step": numbers, "row": np.arange(history.rows_per_step)})
 
 
 def _commits(history: History, stage: str, step: int) -> Iterator[Commit]:
@@ -136,7 +136,7 @@ def _commits(history: History, stage: str, step: int) -> Iterator[Commit]:
             yield commit
 
 
-def _blank(array: np.ndarray, num_steps: int, num_rows: int) -> np.ndarray:
+def _missing_values(array: np.ndarray, num_steps: int, num_rows: int) -> np.ndarray:
     """Return an array for all rows of some steps, filled with the store's value for missing elements."""
     fill: Any = {"f": np.nan, "i": -1}.get(array.dtype.kind, False)
     return np.full((num_steps, num_rows, *array.shape[1:]), fill, array.dtype)
@@ -144,7 +144,7 @@ def _blank(array: np.ndarray, num_steps: int, num_rows: int) -> np.ndarray:
 
 # ---- Parquet file ----------------------------------------------------------------------------------------
 
-_LISTS: Mapping[str, pyarrow.DataType] = {
+_LIST_COLUMNS: Mapping[str, pyarrow.DataType] = {
     "prompt_ids": pyarrow.int32(),
     "response_ids": pyarrow.int32(),
     "versions": pyarrow.int32(),
@@ -160,20 +160,29 @@ _LISTS: Mapping[str, pyarrow.DataType] = {
 """Columns with a list per row. All but `prompt_ids` have one element per token of the response."""
 _FIELDS = {"versions": "token_versions", "entropies": "entropy"}
 """Column -> field of the records, for the columns with another name."""
-_TEXTS = ("prompt", "response", "finish_reason")
-_WHOLE = ("step", "shard", "row", "prompt_index", "version_first", "version_last", "prompt_length", "response_length")
+_TEXT_COLUMNS = ("prompt", "response", "finish_reason")
+_INTEGER_COLUMNS = (
+    "step",
+    "shard",
+    "row",
+    "prompt_index",
+    "version_first",
+    "version_last",
+    "prompt_length",
+    "response_length",
+)
 
 
 def write_rows(path: Path, history: History, steps: Iterable[int], decode: Decode) -> int:
     """Write the rows of these steps and return their number. The file appears only when it is complete. Raises
-    StoreError and DroppedOutput as `shards_of_step` does."""
+    StoreError and DroppedOutput as `read_step_shards` does."""
     numbers, written = [*steps], 0
     staged = path.with_name(f".{path.name}.part")
     schema = _schema(_score_columns(history, numbers))
     try:
         with pyarrow.parquet.ParquetWriter(staged, schema, compression="zstd") as file:
             for step in numbers:
-                tables = [_whole_table(shard, decode, schema) for shard in shards_of_step(history, step)]
+                tables = [_file_table(shard, decode, schema) for shard in read_step_shards(history, step)]
                 if tables:
                     table = pyarrow.concat_tables(tables)
                     file.write_table(table)
@@ -196,17 +205,17 @@ def _score_columns(history: History, steps: Iterable[int]) -> list[str]:
 
 
 def _schema(score_columns: Iterable[str]) -> pyarrow.Schema:
-    fields = [(name, pyarrow.int64()) for name in _WHOLE]
-    fields += [(name, pyarrow.string()) for name in _TEXTS]
+    fields = [(name, pyarrow.int64()) for name in _INTEGER_COLUMNS]
+    fields += [(name, pyarrow.string()) for name in _TEXT_COLUMNS]
     numbers = ("score", *score_columns, "kl", "entropy_mean", "value_mean", "reward_sum", "advantage_mean")
     fields += [(name, pyarrow.float64()) for name in numbers]
     fields += [("trained_on", pyarrow.bool_())]
-    return pyarrow.schema([*fields, *((name, pyarrow.list_(kind)) for name, kind in _LISTS.items())])
+    return pyarrow.schema([*fields, *((name, pyarrow.list_(kind)) for name, kind in _LIST_COLUMNS.items())])
 
 
-def _whole_table(rows: StageRows, decode: Decode, schema: pyarrow.Schema) -> pyarrow.Table:
+def _file_table(rows: StageRows, decode: Decode, schema: pyarrow.Schema) -> pyarrow.Table:
     frame = row_table(rows, decode)
-    columns: dict[str, Any] = {name: frame[name].to_numpy() for name in frame} | _lists(rows)
+    columns: dict[str, Any] = {name: frame[name].to_numpy() for name in frame} | _list_columns(rows)
     missing = [None] * len(frame)
     arrays = [
         pyarrow.array(columns.get(field.name, missing), field.type, from_pandas=True, safe=False) for field in schema
@@ -214,9 +223,9 @@ def _whole_table(rows: StageRows, decode: Decode, schema: pyarrow.Schema) -> pya
     return pyarrow.Table.from_arrays(arrays, schema=schema)
 
 
-def _lists(rows: StageRows) -> dict[str, list[Any]]:
+def _list_columns(rows: StageRows) -> dict[str, list[Any]]:
     """Return the list columns. Columns whose stage has no output yet are left out."""
-    arrays = {column: rows.array(_FIELDS.get(column, column)) for column in _LISTS}
+    arrays = {column: rows.find_array(_FIELDS.get(column, column)) for column in _LIST_COLUMNS}
     made = {
         column: [row[mask] for row, mask in zip(array, rows.rollout.response_mask, strict=True)]
         for column, array in arrays.items()
@@ -236,7 +245,7 @@ class OpenedRun:
     """A function from token ids to text, without special tokens."""
 
     def __repr__(self) -> str:
-        return f"<run {self.path}: {len(self.history.steps_done())} of {self.config.steps} steps done>"
+        return f"<run {self.path}: {len(self.history.finished_steps())} of {self.config.steps} steps done>"
 
     @property
     def steps(self) -> list[int]:
@@ -251,42 +260,44 @@ class OpenedRun:
         score.NAME, each part of the score before its weight; kl to the reference, nats per response; entropy_mean,
         value_mean, advantage_mean over the sampled tokens; reward_sum; trained_on. Raises StoreError for damaged data.
         """
-        shards = (shard for step in self._of(steps) for shard in shards_of_step(self.history, step))
-        return self._joined(row_table, shards)
+        shards = (shard for step in self._steps_or_all(steps) for shard in read_step_shards(self.history, step))
+        return self._join_tables(row_table, shards)
 
     def tokens(self, steps: Iterable[int] | None = None) -> pd.DataFrame:
         """Return one line per sampled token: step, row, position in the response, token, text, version,
         sampler_logprob, policy_logprob, ref_logprob, log_ratio to the reference, entropy, value, reward, advantage,
         return."""
-        shards = (shard for step in self._of(steps) for shard in shards_of_step(self.history, step))
-        return self._joined(token_table, shards)
+        shards = (shard for step in self._steps_or_all(steps) for shard in read_step_shards(self.history, step))
+        return self._join_tables(token_table, shards)
 
     def evaluations(self) -> pd.DataFrame:
         """Return one line per held-out response: version, then the columns of `rows` that apply."""
         versions = sorted({address.step for address in self.history.ledger.addresses("evaluate")})
-        shards = (shard for version in versions for shard in shards_of_evaluation(self.history, version))
-        table = self._joined(row_table, shards)
+        shards = (shard for version in versions for shard in read_evaluation_shards(self.history, version))
+        table = self._join_tables(row_table, shards)
         unasked = ["shard", "version_first", "version_last", "entropy_mean", "value_mean", "reward_sum"]
         unasked += ["advantage_mean", "trained_on"]
         return table.drop(columns=unasked, errors="ignore").rename(columns={"step": "version"})
 
     def metrics(self) -> pd.DataFrame:
         """Return one line per finished step with a column per metric. The index is the step."""
-        starts = run_starts(RunPaths(self.path).events)
-        lines = {step: self.history.step_metrics(step, starts) for step in self.history.steps_done()}
+        starts = read_run_starts(RunPaths(self.path).events)
+        lines = {step: self.history.read_step_metrics(step, starts) for step in self.history.finished_steps()}
         return pd.DataFrame.from_dict(lines, orient="index").rename_axis("step")
 
     def arrays(self, steps: Iterable[int] | None = None) -> xr.Dataset:
         """Return every stored array of these steps over (step, row, token), with the text of prompts and responses, in
         memory. (`xarray.open_datatree` of `rollouts.zarr` reads lazily, and sees only files in their final place.)"""
-        return step_arrays(self.history, self._of(steps), self.decode)
+        return step_arrays(self.history, self._steps_or_all(steps), self.decode)
 
-    def _joined(self, table: Callable[[StageRows, Decode], pd.DataFrame], shards: Iterable[StageRows]) -> pd.DataFrame:
+    def _join_tables(
+        self, table: Callable[[StageRows, Decode], pd.DataFrame], shards: Iterable[StageRows]
+    ) -> pd.DataFrame:
         """Return the tables of all shards as one; without shards, an empty table with its columns."""
         tables = [table(shard, self.decode) for shard in shards]
-        return pd.concat(tables or [table(no_rows(), self.decode)], ignore_index=True)
+        return pd.concat(tables or [table(empty_rows(), self.decode)], ignore_index=True)
 
-    def _of(self, steps: Iterable[int] | None) -> list[int]:
+    def _steps_or_all(self, steps: Iterable[int] | None) -> list[int]:
         there = self.steps
         asked = there if steps is None else [int(step) for step in steps]
         unknown = [step for step in asked if step not in there]
@@ -298,11 +309,9 @@ class OpenedRun:
 
 def open_run(path: str | os.PathLike[str]) -> OpenedRun:
     """Open a run's directory. Raises ConfigError if it holds no run."""
-    return opened(saved_config(os.fspath(path)))
+    return open_configured_run(read_saved_config(os.fspath(path)))
 
 
-def opened(config: RunConfig) -> OpenedRun:
+def open_configured_run(config: RunConfig) -> OpenedRun:
     """Return the run in the directory that a config names."""
-    return OpenedRun(
-        config.run_dir, config, open_history(config), text_of_tokens(config.stored.root, config.model.path)
-    )
+    return OpenedRun(config.run_dir, config, open_history(config), token_decoder(config.stored.root, config.model.path))

@@ -15,8 +15,15 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.cli.answers import DONE, config_of, file_to_write, output, print_line, saved_config
-from pipeline.cli.calibrate import observed_run
+from pipeline.cli.answers import (
+    SUCCESS,
+    checked_output_path,
+    config_from_sources,
+    output_console,
+    print_line,
+    read_saved_config,
+)
+from pipeline.cli.calibrate import read_observed_run
 from pipeline.cli.simulate import calibration_of, lengths_of
 from pipeline.config.hardware import HardwareCluster, load_hardware
 from pipeline.config.loading import load_yaml, to_yaml, write_config
@@ -26,7 +33,7 @@ from pipeline.config.rules import validate
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.launch.target_cluster import check_target
-from pipeline.observe.text import duration, plain
+from pipeline.observe.text import format_duration, plain_text
 from pipeline.plan.calibrate import calibrate
 from pipeline.plan.calibration import Calibration
 from pipeline.plan.lengths import EmpiricalLengths, Lengths
@@ -42,7 +49,7 @@ def command(options: argparse.Namespace) -> int:
     if (options.objective == "time_to_samples") != (options.samples is not None and options.samples > 0):
         need = "a number above 0 with --objective time_to_samples, and none otherwise"
         raise ConfigError("--samples", f"given {options.samples}; must be {need}")
-    file = None if options.write is None else file_to_write("--write", options.write, ".yaml", replaces=True)
+    file = None if options.write is None else checked_output_path("--write", options.write, ".yaml", replaces=True)
     hardware, cluster, devices = devices_of(options.devices, options.nodes_of)
     config, calibration, lengths = _given(options, hardware, cluster)
     on_gpus = cluster.gpus_per_node > 0
@@ -56,20 +63,20 @@ def command(options: argparse.Namespace) -> int:
     if options.lengths is None and options.from_run is None:
         most = config.sampling.max_new_tokens
         print_line(f"every response is taken to be of {most} tokens (--lengths says otherwise)")
-    output().print(_table(found, config))
+    output_console().print(_table(found, config))
     for number, plan in enumerate(found.plans, 1):
         print_line(f"{number}: {'; '.join(_placement(plan, on_gpus))}")
     print_line(f"s/step: wall time / steps of {STEPS} simulated steps, of which the first fill the pipeline")
     if options.samples is not None:
         steps = options.samples / config.rollout.rows
-        times = ", ".join(f"plan {n} {duration(steps * plan.value)}" for n, plan in enumerate(found.plans, 1))
+        times = ", ".join(f"plan {n} {format_duration(steps * plan.value)}" for n, plan in enumerate(found.plans, 1))
         print_line(f"time to {options.samples:,} samples, with the price of staleness: {times}")
     for line in _verdict(found, options.staleness_price):
         print_line(line)
     if file is not None:
         write_config(file, _with_predictions(found.plans[0]))
         print_line(f"the first plan: {file}, for `stageline run` or `stageline submit`")
-    return DONE
+    return SUCCESS
 
 
 def _given(
@@ -80,15 +87,15 @@ def _given(
     if options.from_run is None:
         if not options.sources:
             raise ConfigError("CONFIG", "none given; a plan needs a config file, or a run (--from RUN)")
-        config = config_of(options.sources, runs_here=False)
+        config = config_from_sources(options.sources, runs_here=False)
         calibration = calibration_of(options.calibration, hardware, cluster)
         return config, calibration, lengths_of(options.lengths, config, options.seed)
     if files := [source for source in options.sources if "=" not in source]:
         raise ConfigError("--from", f"given with {', '.join(files)}; the run's own config counts: give key=value only")
-    saved = saved_config(options.from_run)
+    saved = read_saved_config(options.from_run)
     # a new run cannot have the old one's directory
     config = load_yaml(to_yaml(saved), [f"name={saved.name}-planned", *options.sources])
-    observed = observed_run(options.from_run, on_gpus=cluster.gpus > 0)
+    observed = read_observed_run(options.from_run, on_gpus=cluster.gpus > 0)
     if options.calibration is None:
         whole_nodes = replace(cluster, gpus_per_node=cluster.hardware.gpus_per_node)  # those that the run had
         calibration = calibrate([observed], whole_nodes, hardware)
@@ -173,7 +180,7 @@ def _table(found: Found, config: RunConfig) -> Table:
             f"{per_hour:,.0f}",
             plan.limit,
         )
-        table.add_row(*map(plain, row))
+        table.add_row(*map(plain_text, row))
     return table
 
 

@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 
 from rich.console import Console
 
-from pipeline.cli.answers import begun, config_of
+from pipeline.cli.answers import config_from_sources, has_begun
 from pipeline.cli.opened_run import OpenedRun, open_run
 from pipeline.config.loading import load_yaml, to_yaml
 from pipeline.config.paths import refuse_foreign
@@ -22,7 +22,7 @@ from pipeline.config.run import RunConfig
 def load_config(*sources: str | os.PathLike[str]) -> RunConfig:
     """Return the config of YAML files and `key=value` changes, merged as on the command line. Raises ConfigError with
     everything that is wrong."""
-    return config_of([os.fspath(source) for source in sources])
+    return config_from_sources([os.fspath(source) for source in sources])
 
 
 def run(
@@ -47,18 +47,18 @@ def run(
         StageFailed: a stage raised, workers were lost too often, or stored data was found damaged.
         KeyboardInterrupt: Ctrl-C, or the notebook's stop button.
     """
-    checked = load_yaml(to_yaml(config), where="the given config")
-    goes_on = resume and begun(checked)
+    checked = load_yaml(to_yaml(config), source_name="the given config")
+    goes_on = resume and has_begun(checked)
     if goes_on:
         refuse_foreign(checked.run_dir)
     driver = import_module("pipeline.driver.run")  # loads Dask, which is not needed to read a run
-    with _main_not_imported():
+    with _hide_main_module():
         driver.run(checked, Console(quiet=quiet), resume=goes_on, callbacks=callbacks)
     return open_run(checked.run_dir)
 
 
 @contextmanager
-def _main_not_imported() -> Iterator[None]:
+def _hide_main_module() -> Iterator[None]:
     """Return a context in which worker processes do not import the calling script, which would start the run again in
     each of them. multiprocessing does not import a main module whose spec has the name `__main__`."""
     main = sys.modules["__main__"]

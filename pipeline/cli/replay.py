@@ -43,15 +43,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.cli.answers import DONE, STAGE_FAILED, output, print_line, trusted_config
+from pipeline.cli.answers import STAGE_FAILED, SUCCESS, output_console, print_line, read_trusted_config
 from pipeline.config.identity import fingerprint, read_identity
-from pipeline.config.loading import config_hash, variant_of, write_config
+from pipeline.config.loading import config_hash, variant_config, write_config
 from pipeline.config.paths import RunPaths
-from pipeline.config.placement import gang_of
-from pipeline.config.preflight import devices_of, replay_problem
+from pipeline.config.placement import gang_of_role
+from pipeline.config.preflight import recorded_devices, replay_problem
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history, open_tracker
-from pipeline.driver.session import writable
+from pipeline.driver.session import refuse_unwritable_directory
 from pipeline.errors import ConfigError
 from pipeline.graph.graph import (
     STAGE_ROLES,
@@ -60,7 +60,7 @@ from pipeline.graph.graph import (
     Node,
     canary_node,
     evaluate_nodes,
-    evaluated,
+    is_evaluated,
     step_nodes,
     update_stages,
 )
@@ -70,10 +70,10 @@ from pipeline.observe.provenance import software_versions
 from pipeline.observe.tracking import RunStatus, Tracker, delivered_run_id
 from pipeline.workers.exports import describe_export
 from pipeline.workers.messages import Call
-from pipeline.workers.parts import required
+from pipeline.workers.parts import require_part
 from pipeline.workers.recorded import RecordedStep, train_recorded
-from pipeline.workers.runtime import alone, held_in_one_process, runtime_for
-from pipeline.workers.stages import scores_of
+from pipeline.workers.runtime import local_config, runtime_for, was_held_in_one_process
+from pipeline.workers.stages import score_rollout
 from stages.models.numerics import repeats_bits
 from stages.models.protocol import MODEL_ROLES, ModelHost, Role
 from stages.publish import publish
@@ -90,21 +90,21 @@ its batch."""
 DRAWING = ("generate", "evaluate")
 """Stages in which the engine draws tokens."""
 SCORING = ("score", "evaluate_score")
-CLOSE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
 """Largest allowed difference of a log-prob, value or score if last bits may differ, by the models' dtype."""
 
 
 @dataclass(frozen=True)
 class ArrayDifference:
     name: str
-    elements: int
-    differing: int
-    largest: float
+    num_elements: int
+    num_different: int
+    max_difference: float
     is_float: bool
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayResult:
     """A node's stored output beside its replayed output."""
 
     address: Address
@@ -113,26 +113,28 @@ class Replayed:
     """Largest allowed difference of a float. Whole numbers (tokens, versions) must always be equal."""
     digests: tuple[str, str] | None = None
     """For an update: digests of the committed weights and of the replayed ones."""
-    committed: bool = True
+    was_committed: bool = True
     """False if the node has no commit, for example because it failed, and succeeded now."""
     unproven: tuple[str, ...] = ()
     """Properties that the replay cannot prove because of the engine."""
 
     @property
-    def identical(self) -> bool:
+    def is_identical(self) -> bool:
         """Return True if both outputs are the same bit for bit."""
         if self.digests is not None:
             return self.digests[0] == self.digests[1]
-        return all(d.differing == 0 for d in self.differences)
+        return all(d.num_different == 0 for d in self.differences)
 
     @property
-    def as_expected(self) -> bool:
+    def is_as_expected(self) -> bool:
         if self.digests is not None:
             return self.digests[0] == self.digests[1] or self.tolerance > 0
-        return all(d.differing == 0 or (d.is_float and d.largest <= self.tolerance) for d in self.differences)
+        return all(
+            d.num_different == 0 or (d.is_float and d.max_difference <= self.tolerance) for d in self.differences
+        )
 
     def render(self) -> RenderableType:
-        if not self.committed:
+        if not self.was_committed:
             return Text(f"{self.address} ran to its end here. It has no commit: there is nothing to compare with")
         table = Table(title=f"replay of {self.address}", title_justify="left")
         if self.digests is not None:
@@ -144,27 +146,27 @@ class Replayed:
             for heading in ("array", "elements", "differing", "largest difference"):
                 table.add_column(heading, justify="left" if heading == "array" else "right")
             for d in self.differences:
-                table.add_row(d.name, str(d.elements), str(d.differing), f"{d.largest:g}")
+                table.add_row(d.name, str(d.num_elements), str(d.num_different), f"{d.max_difference:g}")
         expected = "difference must be 0"
         if self.tolerance:
             expected = f"another batch, layout or reward: floats may differ by {self.tolerance:g}, integers may not"
-        verdict = "identical" if self.identical else "as expected" if self.as_expected else "NOT as expected"
+        verdict = "identical" if self.is_identical else "as expected" if self.is_as_expected else "NOT as expected"
         return Group(table, Text("\n".join([f"{verdict}: {expected}", *(f"not proven: {u}" for u in self.unproven)])))
 
 
 def command(options: argparse.Namespace) -> int:
-    config = trusted_config(options.run_dir)
+    config = read_trusted_config(options.run_dir)
     if options.updates is not None and options.stage is None and options.step is None:
         steps = update_range(config, options.updates)
         return train_variant(config, steps, options.changes) if options.changes else replay_updates(config, steps)
     if options.updates is not None or options.changes or None in (options.stage, options.step):
         raise ConfigError("replay", "give --step and --stage for one node, or --updates A:B [changes] for updates")
     result = replay_node(config, options.stage, options.step, options.shard)
-    output().print(result.render())
-    return DONE if result.as_expected else STAGE_FAILED
+    output_console().print(result.render())
+    return SUCCESS if result.is_as_expected else STAGE_FAILED
 
 
-def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replayed:
+def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> ReplayResult:
     """Run a committed node again, and compare its output; or run a node that has no commit, for example to see the
     error with which it failed.
 
@@ -175,44 +177,44 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replaye
     node = _find_node(config, stage, step, shard)
     history = open_history(config)
     commit = history.ledger.find(node.address)
-    if commit is None and stage.startswith("evaluate") and not evaluated(config.graph(), step):
+    if commit is None and stage.startswith("evaluate") and not is_evaluated(config.graph(), step):
         every = f"evaluate.every = {'null' if config.evaluate.every is None else config.evaluate.every}"
         raise MissingOutput(f"{node.address} has no commit, and the run does not evaluate version {step} ({every})")
     unproven_here = _check_draws(config, stage, commit)
-    version = _version_of(config, node, commit)
-    holder = gang_of(config.placement, Role.POLICY if stage in SAMPLING else node.role)
+    version = _used_version(config, node, commit)
+    holder = gang_of_role(config.placement, Role.POLICY if stage in SAMPLING else node.role)
     scored_apart = stage not in SCORING or next(g for g in config.gangs() if g.name == holder).ranks_of(node.role) == 1
     in_replicas = node.role not in {*MODEL_ROLES, Role.GENERATE} and scored_apart
     one_rank = config.placement.gangs[holder].workers == 1 or in_replicas
     one_rank = one_rank and repeats_bits(config.model)
-    close = CLOSE[config.model.dtype]
+    close = TOLERANCES[config.model.dtype]
     with tempfile.TemporaryDirectory(prefix="stageline-replay-") as name:
         scratch = Path(name)
-        single = alone(config, scratch)
+        single = local_config(config, scratch)
         if stage in UPDATE_STAGE.values():
             with runtime_for(single, node.role) as runtime:
-                updates = required(runtime.parts.updates)
+                updates = require_part(runtime.parts.updates)
                 if commit is None:
-                    updates.train_alone(node.role, step)
-                    return Replayed(node.address, [], 0.0, committed=False)
+                    updates.train_without_commit(node.role, step)
+                    return ReplayResult(node.address, [], 0.0, was_committed=False)
                 digests = updates.replay(node.role, step)
-            return Replayed(node.address, [], 0.0 if one_rank else close, digests)
+            return ReplayResult(node.address, [], 0.0 if one_rank else close, digests)
         if stage in SAMPLING:
             with runtime_for(single, Role.POLICY) as runtime:
                 board = WeightBoard(RunPaths(single.run_dir).board(single.cluster.weights_dir))
-                publish(required(runtime.parts.updates).at(Role.POLICY, version), board, version)
-        gang = gang_of(config.placement, node.role)
+                publish(require_part(runtime.parts.updates).model_at(Role.POLICY, version), board, version)
+        gang = gang_of_role(config.placement, node.role)
         with runtime_for(single, node.role) as runtime:
             record = runtime.compute(Call(node.address, "replay", version, node.inputs, gang, "replay", 0)).record
             same_machine = commit is not None and commit.provenance.numerics == fingerprint(runtime.parts.numerics)
-            repeats = stage not in SCORING or required(runtime.parts.scorer).deterministic
+            repeats = stage not in SCORING or require_part(runtime.parts.scorer).is_deterministic
     assert record is not None
     if commit is None:
-        return Replayed(node.address, [], 0.0, committed=False)
+        return ReplayResult(node.address, [], 0.0, was_committed=False)
     bits = stage not in SAMPLING or (same_machine and _invariance(config) == {"bits"})
     exact = one_rank and repeats and bits
     differences = compare_outputs(history.store.read(node.address), record)
-    return Replayed(node.address, differences, 0.0 if exact else close, unproven=unproven_here)
+    return ReplayResult(node.address, differences, 0.0 if exact else close, unproven=unproven_here)
 
 
 def _check_draws(config: RunConfig, stage: str, commit: Commit | None) -> tuple[str, ...]:
@@ -232,7 +234,7 @@ def _check_draws(config: RunConfig, stage: str, commit: Commit | None) -> tuple[
 
 def _invariance(config: RunConfig) -> set[str]:
     """Return the engine's `Capabilities.invariance` on each kind of device that the run's engines computed on."""
-    return {config.capabilities(d).invariance for d in devices_of(config, read_identity(config.run_dir))}
+    return {config.capabilities(d).invariance for d in recorded_devices(config, read_identity(config.run_dir))}
 
 
 def _find_node(config: RunConfig, stage: str, step: int, shard: int) -> Node:
@@ -246,7 +248,7 @@ def _find_node(config: RunConfig, stage: str, step: int, shard: int) -> Node:
     if not 0 <= step <= last:
         raise ConfigError("--step", f"given {step}; the run has {'versions' if of_version else 'steps'} 0 to {last}")
     nodes = evaluate_nodes(spec, step) if of_version else step_nodes(spec, step)
-    if stage == "canary" and spec.canaries:  # `step_nodes` may have it under a later step
+    if stage == "canary" and spec.has_canaries:  # `step_nodes` may have it under a later step
         nodes = [canary_node(spec, step)]
     node = next((n for n in nodes if n.address == Address(stage, step, shard)), None)
     if node is None:
@@ -256,13 +258,13 @@ def _find_node(config: RunConfig, stage: str, step: int, shard: int) -> Node:
     return node
 
 
-def _version_of(config: RunConfig, node: Node, commit: Commit | None) -> int:
+def _used_version(config: RunConfig, node: Node, commit: Commit | None) -> int:
     """Return the version of the weights that a node used. For a sampled shard its commit tells; if there is no commit
     and the version depends on timing, the last submission in the journal does. Raises ConfigError if several versions
     sampled the shard."""
     if commit is not None and node.stage in SAMPLING:
         return _sampled_version(commit, node.address.shard)
-    if commit is not None or node.newest is None:
+    if commit is not None or node.newest_version is None:
         return node.version
     where = (node.address.stage, node.address.step, node.address.shard)
     events = read_events(RunPaths(config.run_dir).events)
@@ -283,11 +285,11 @@ def _sampled_version(commit: Commit, shard: int) -> int:
     return versions[0]
 
 
-def compare_outputs(stored: Record, made: Record) -> list[ArrayDifference]:
+def compare_outputs(stored: Record, replayed: Record) -> list[ArrayDifference]:
     """Compare array by array: number of different elements, and the largest difference."""
     differences = []
     for name, array in stored.arrays().items():
-        other = made.arrays()[name]
+        other = replayed.arrays()[name]
         delta = np.abs(array.astype(np.float64) - other.astype(np.float64))
         differing, largest = int((array != other).sum()), float(delta.max(initial=0.0))
         differences.append(ArrayDifference(name, array.size, differing, largest, array.dtype.kind == "f"))
@@ -311,14 +313,14 @@ def update_range(config: RunConfig, text: str) -> range:
     history = open_history(config)
     there = set(history.ledger.addresses())
     spec = config.graph()
-    whole = next((step for step in range(spec.steps) if _missing(spec, step, there)), spec.steps)
+    whole = next((step for step in range(spec.steps) if _missing_inputs(spec, step, there)), spec.steps)
     if steps.stop > spec.steps:
         raise ConfigError("--updates", f"given {text!r}; the run has updates 0:{whole}")
     for step in steps:
-        missing = _missing(spec, step, there)
+        missing = _missing_inputs(spec, step, there)
         if missing:
             raise ConfigError("--updates", f"given {text!r}; {missing[0]} is not there (from 0 on it has 0:{whole})")
-    first = min(_start(config, role, steps.start) for role in update_stages(spec))
+    first = min(_newest_checkpoint(config, role, steps.start) for role in update_stages(spec))
     before = history.store.dropped_before()
     if first < before:
         need = (
@@ -328,15 +330,15 @@ def update_range(config: RunConfig, text: str) -> range:
     return steps
 
 
-def _start(config: RunConfig, role: Role, version: int) -> int:
+def _newest_checkpoint(config: RunConfig, role: Role, version: int) -> int:
     """Return the version of the newest checkpoint at or before a version; 0 if there is none."""
     saved = config.stored.checkpoints()
     return next(iter(saved.newest_first(str(role), version)), 0)
 
 
-def _missing(spec: GraphSpec, step: int, there: set[Address]) -> list[Address]:
+def _missing_inputs(spec: GraphSpec, step: int, committed: set[Address]) -> list[Address]:
     nodes = (node for node in step_nodes(spec, step) if node.stage in _TRAINING)
-    return [node.address for node in nodes if node.address not in there]
+    return [node.address for node in nodes if node.address not in committed]
 
 
 def replay_updates(config: RunConfig, steps: range) -> int:
@@ -350,32 +352,32 @@ def replay_updates(config: RunConfig, steps: range) -> int:
     differing: list[Address] = []
     trained = update_stages(config.graph())
     for role, stage in trained.items():
-        for step, committed, made in _replayed(config, role, steps):
+        for step, committed, made in _replay_role(config, role, steps):
             same = "same" if committed == made else "DIFFERS"
             print_line(f"{Address(stage, step)}  committed {committed}  replayed {made}  {same}")
             if committed != made:
                 differing.append(Address(stage, step))
     if not differing:
         print_line(f"identical: updates {steps.start}:{steps.stop} of {' and '.join(trained)}, in this process")
-        return DONE
+        return SUCCESS
     first = min(differing, key=lambda address: address.step)
-    if held_in_one_process(config, [*trained]) and repeats_bits(config.model):
+    if was_held_in_one_process(config, [*trained]) and repeats_bits(config.model):
         print_line(f"first difference: {first}")
         return STAGE_FAILED
     print_line(
         f"first difference: {first}; another layout, or a device that does not repeat its bits: digests may differ"
     )
-    return DONE
+    return SUCCESS
 
 
-def _replayed(config: RunConfig, role: Role, steps: range) -> Iterator[tuple[int, str, str]]:
+def _replay_role(config: RunConfig, role: Role, steps: range) -> Iterator[tuple[int, str, str]]:
     """Yield (step, committed digest, digest now) of each update of a role, as `ExactlyOnceUpdates.replay_all` does."""
-    start = _start(config, role, steps.start)
+    start = _newest_checkpoint(config, role, steps.start)
     print_line(f"{role}: from {f'the checkpoint of version {start}' if start else 'the start weights'}")
     with tempfile.TemporaryDirectory(prefix="stageline-replay-") as name:
         scratch = Path(name)
-        with runtime_for(alone(config, scratch), role) as runtime:
-            yield from required(runtime.parts.updates).replay_all(role, steps)
+        with runtime_for(local_config(config, scratch), role) as runtime:
+            yield from require_part(runtime.parts.updates).replay_all(role, steps)
 
 
 # ---- replay variant --------------------------------------------------------------------------------------
@@ -384,7 +386,7 @@ _SHOWN = ("reward/mean", "kl/ref", "policy/approx_kl", "critic/explained_varianc
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _VariantPlan:
     """A variant that can begin. `scratch` holds the files that one runtime leaves for the next."""
 
     parent: RunConfig
@@ -394,19 +396,19 @@ class _Plan:
     changed: Sequence[str]
 
     @property
-    def trained(self) -> tuple[Role, ...]:
+    def trained_roles(self) -> tuple[Role, ...]:
         """Return the roles that the variant trains."""
         return tuple(update_stages(self.variant.graph()))
 
     @property
-    def compared(self) -> bool:
+    def is_compared(self) -> bool:
         """Return True if there are prompts to compare the policies on."""
         return self.parent.held_out >= 2
 
-    def board_of(self, whose: str) -> RunConfig:
+    def config_with_own_board(self, whose: str) -> RunConfig:
         """Return the parent's or the variant's config for this process alone. It reads the parent's prompts and
         rollouts, and has its own published weights."""
-        config = alone(self.variant if whose == "variant" else self.parent, self.scratch / whose)
+        config = local_config(self.variant if whose == "variant" else self.parent, self.scratch / whose)
         config.runs_dir, config.name = self.parent.runs_dir, self.parent.name
         config.evaluate.shards = 1
         return config
@@ -424,7 +426,7 @@ def train_variant(parent: RunConfig, steps: range, overrides: Sequence[str]) -> 
         MissingOutput, StoreError: a recorded output is missing or damaged.
         ReplayMismatch: this machine does not reproduce the parent's weights.
     """
-    variant, changes = variant_of(parent, overrides)
+    variant, changes = variant_config(parent, overrides)
     if steps.start and variant.has_critic and not parent.has_critic:
         need = f"the run trained no critic that ppo.advantage={variant.ppo.advantage} could start from: begin at 0"
         raise ConfigError("--updates", f"given '{steps.start}:{steps.stop}'; {need}")
@@ -432,17 +434,17 @@ def train_variant(parent: RunConfig, steps: range, overrides: Sequence[str]) -> 
     if paths.root.exists():
         raise ConfigError("name", f"given {variant.name!r}; {paths.root} exists already: choose another name=...")
     changed = [str(change) for change in changes]
-    with writable(variant):
+    with refuse_unwritable_directory(variant):
         paths.root.mkdir(parents=True)
         born = {"parent": str(parent.run_dir.resolve()), "updates": [steps.start, steps.stop], "changed": changed}
         paths.variant.write_text(json.dumps(born, indent=2) + "\n", "utf8")
         write_config(paths.config, variant)
     tracker = open_tracker(variant)
-    tracker.tags(_tags(parent, variant, steps))
+    tracker.set_tags(_tags(parent, variant, steps))
     status: RunStatus = "KILLED"
     try:
         with tempfile.TemporaryDirectory(prefix="stageline-variant-") as scratch:
-            comparison = _train(_Plan(parent, variant, steps, Path(scratch), changed), tracker)
+            comparison = _train(_VariantPlan(parent, variant, steps, Path(scratch), changed), tracker)
         status = "FINISHED"
     except Exception:
         status = "FAILED"
@@ -452,9 +454,9 @@ def train_variant(parent: RunConfig, steps: range, overrides: Sequence[str]) -> 
     if comparison is None:
         print_line("not compared: the run has fewer than two held-out prompts (prompts.held_out)")
     else:
-        output().print(comparison_table(comparison, parent.name, variant.name))
+        output_console().print(comparison_table(comparison, parent.name, variant.name))
     print_line(f"weights {paths.weights(steps.stop)}, summary {paths.summary}")
-    return DONE
+    return SUCCESS
 
 
 def _tags(parent: RunConfig, variant: RunConfig, steps: range) -> dict[str, str]:
@@ -465,17 +467,17 @@ def _tags(parent: RunConfig, variant: RunConfig, steps: range) -> dict[str, str]
     return tags if run_id is None else {**tags, "mlflow.parentRunId": run_id, "stageline.parent_run_id": run_id}
 
 
-def _train(plan: _Plan, tracker: Tracker) -> Comparison | None:
+def _train(plan: _VariantPlan, tracker: Tracker) -> Comparison | None:
     """Train, export and compare the variant, and write its summary. Return the comparison, or None if there are fewer
     than two held-out prompts."""
     paths = RunPaths(plan.variant.run_dir)
-    _take_parents_weights(plan)
+    _publish_parent_weights(plan)
     done = _train_and_export(plan, tracker)
     comparison = None
-    if plan.compared:
+    if plan.is_compared:
         comparison = compare(*(_held_out_scores(plan, whose) for whose in ("parent", "variant")))
         named = {"parent": comparison.parent, "variant": comparison.variant, "difference": comparison.difference}
-        tracker.metrics(plan.steps.stop, {f"held_out/{name}": number for name, number in named.items()})
+        tracker.log_metrics(plan.steps.stop, {f"held_out/{name}": number for name, number in named.items()})
     summary = VariantSummary(
         parent=str(plan.parent.run_dir.resolve()),
         updates=(plan.steps.start, plan.steps.stop),
@@ -486,45 +488,45 @@ def _train(plan: _Plan, tracker: Tracker) -> Comparison | None:
         versions=software_versions(),
     )
     paths.summary.write_text(summary.to_json(), "utf8")
-    tracker.artifact(paths.summary, "")
+    tracker.log_artifact(paths.summary, "")
     return comparison
 
 
-def _take_parents_weights(plan: _Plan) -> None:
+def _publish_parent_weights(plan: _VariantPlan) -> None:
     """Rebuild the parent's weights that the variant starts from, unless that is version 0, and publish the parent's
     policy that the variant is compared with, if it is compared."""
-    config = plan.board_of("parent")
-    for role in plan.trained if plan.steps.start else (Role.POLICY,) if plan.compared else ():
+    config = plan.config_with_own_board("parent")
+    for role in plan.trained_roles if plan.steps.start else (Role.POLICY,) if plan.is_compared else ():
         with runtime_for(config, role) as runtime:
-            updates = required(runtime.parts.updates)
+            updates = require_part(runtime.parts.updates)
             if plan.steps.start:
                 plan.checkpoint(role).mkdir()
-                updates.at(role, plan.steps.start).save(role, plan.checkpoint(role))()
-            if role is Role.POLICY and plan.compared:
-                _publish(updates.at(role, plan.steps.stop), config, plan.steps.stop)
+                updates.model_at(role, plan.steps.start).save(role, plan.checkpoint(role))()
+            if role is Role.POLICY and plan.is_compared:
+                _publish(updates.model_at(role, plan.steps.stop), config, plan.steps.stop)
 
 
-def _train_and_export(plan: _Plan, tracker: Tracker) -> list[RecordedStep]:
-    config, target = plan.board_of("variant"), RunPaths(plan.variant.run_dir).weights(plan.steps.stop)
+def _train_and_export(plan: _VariantPlan, tracker: Tracker) -> list[RecordedStep]:
+    config, target = plan.config_with_own_board("variant"), RunPaths(plan.variant.run_dir).weights(plan.steps.stop)
     done = []
-    with runtime_for(config, plan.trained) as runtime:
-        host = required(runtime.parts.updates).host
-        for role in plan.trained if plan.steps.start else ():
+    with runtime_for(config, plan.trained_roles) as runtime:
+        host = require_part(runtime.parts.updates).host
+        for role in plan.trained_roles if plan.steps.start else ():
             host.load(role, plan.checkpoint(role))
-        for step in train_recorded(host, runtime.parts.store, config, plan.steps, _state(plan)):
+        for step in train_recorded(host, runtime.parts.store, config, plan.steps, _parent_state(plan)):
             done.append(step)
-            tracker.metrics(step.step, step.metrics)
+            tracker.log_metrics(step.step, step.metrics)
             numbers = (f"{name} {step.metrics[name]:.4g}" for name in _SHOWN if name in step.metrics)
             print_line(f"update {step.step + 1 - plan.steps.start}/{len(plan.steps)}  {'  '.join(numbers)}")
         target.mkdir(parents=True)
         host.export(runtime.parts.board, target)()
         describe_export(target, plan.variant, plan.steps.stop, config_hash(plan.variant))
-        if plan.compared:
+        if plan.is_compared:
             _publish(host, config, plan.steps.stop)
     return done
 
 
-def _state(plan: _Plan) -> Mapping[str, Any]:
+def _parent_state(plan: _VariantPlan) -> Mapping[str, Any]:
     """Return the state after the parent's step before the variant's first one; empty if the variant starts at 0. The
     parent's KL coefficient is left out if the variant has other settings `ppo.kl`."""
     if not plan.steps.start:
@@ -539,13 +541,13 @@ def _publish(host: ModelHost, config: RunConfig, version: int) -> None:
     publish(host, WeightBoard(RunPaths(config.run_dir).board(config.cluster.weights_dir)), version)
 
 
-def _held_out_scores(plan: _Plan, whose: str) -> dict[int, float]:
+def _held_out_scores(plan: _VariantPlan, whose: str) -> dict[int, float]:
     """Return scores by the number of the prompt. Noise is keyed by prompt, so the scores of two policies are paired."""
-    config, version = plan.board_of(whose), plan.steps.stop
+    config, version = plan.config_with_own_board(whose), plan.steps.stop
     gang = config.placement.roles[Role.GENERATE.value]
     with runtime_for(config, (Role.GENERATE, Role.SCORE)) as runtime:
         call = Call(Address("evaluate", version), "variant", version, (), gang, "variant", 0)
         rollout = runtime.compute(call).record
         assert isinstance(rollout, Rollout)
-        scores = scores_of(runtime.parts, rollout, held_out=True).scores
+        scores = score_rollout(runtime.parts, rollout, held_out=True).scores
     return {int(prompt): float(score) for prompt, score in zip(rollout.prompt_index, scores, strict=True)}

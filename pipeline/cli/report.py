@@ -8,36 +8,36 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.cli.answers import DONE, print_line, saved_config
+from pipeline.cli.answers import SUCCESS, print_line, read_saved_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history, report_source, summarise_run, variant_source, write_report
 from pipeline.errors import ConfigError
 from pipeline.observe.journal import journal_exists
-from pipeline.observe.report.page import MOST_RUNS, is_report
+from pipeline.observe.report.page import MAX_RUNS, is_report
 from pipeline.observe.report.source import Source
 
-_OF_SEVERAL = Path("report.html")
+_COMPARISON_FILE = Path("report.html")
 """Default file for several runs, in the working directory."""
 
 
 def command(options: argparse.Namespace) -> int:
-    configs = _runs(options.run_dirs)
-    file = _out(options.out, configs)
-    sources = _labelled([_source(config) for config in configs])
+    configs = _read_configs(options.run_dirs)
+    file = _output_path(options.out, configs)
+    sources = _label_by_directory([_read_source(config) for config in configs])
     try:
         print_line(f"report: {write_report(sources, file)}")
     except OSError as error:
         raise ConfigError("--out", f"cannot write {file}: {error.strerror}; give another file") from error
-    return DONE
+    return SUCCESS
 
 
-def _runs(run_dirs: Sequence[str]) -> list[RunConfig]:
+def _read_configs(run_dirs: Sequence[str]) -> list[RunConfig]:
     """Return the configs of the runs. Raises ConfigError for a directory without a run, a run that never began, a run
     given twice, and too many runs."""
-    if len(run_dirs) > MOST_RUNS:
-        raise ConfigError("RUN", f"given {len(run_dirs)} runs; a report has 1 to {MOST_RUNS}")
-    configs = [saved_config(run_dir, variants=True) for run_dir in run_dirs]
+    if len(run_dirs) > MAX_RUNS:
+        raise ConfigError("RUN", f"given {len(run_dirs)} runs; a report has 1 to {MAX_RUNS}")
+    configs = [read_saved_config(run_dir, variants=True) for run_dir in run_dirs]
     seen: dict[Path, str] = {}
     for run_dir, config in zip(run_dirs, configs, strict=True):
         paths = RunPaths(config.run_dir)
@@ -51,12 +51,12 @@ def _runs(run_dirs: Sequence[str]) -> list[RunConfig]:
     return configs
 
 
-def _out(given: str | None, configs: Sequence[RunConfig]) -> Path:
+def _output_path(given: str | None, configs: Sequence[RunConfig]) -> Path:
     """Return the path of the file. Raises ConfigError if a given path is a directory, lies in no directory, does not
     end in .html, or is a file that is no report."""
     if given is None and len(configs) == 1:
         return RunPaths(configs[0].run_dir).report
-    file = _OF_SEVERAL if given is None else Path(given)
+    file = _COMPARISON_FILE if given is None else Path(given)
     if file.is_dir():
         raise ConfigError("--out", f"given {str(file)!r}, a directory; give a file, for example {file / 'report.html'}")
     if not file.parent.is_dir():
@@ -76,14 +76,14 @@ def _is_report(file: Path) -> bool:
         return False
 
 
-def _source(config: RunConfig) -> Source:
+def _read_source(config: RunConfig) -> Source:
     if RunPaths(config.run_dir).variant.exists():
         return variant_source(config)
     history = open_history(config)
     return report_source(config, history, summarise_run(config, history))
 
 
-def _labelled(sources: Sequence[Source]) -> list[Source]:
+def _label_by_directory(sources: Sequence[Source]) -> list[Source]:
     """Label runs of the same name by their directories."""
     names = [source.name for source in sources]
     return [

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.cli.answers import DONE, STAGE_FAILED, complain, output, saved_config
+from pipeline.cli.answers import STAGE_FAILED, SUCCESS, output_console, print_error, read_saved_config
 from pipeline.config.loading import load_label_config, load_reward_model_config
 from pipeline.observe.journal import AppendFailed
 from storage.files import REFUSING, TRANSIENT
@@ -23,9 +23,9 @@ def command(options: argparse.Namespace) -> int:
     if options.action == "label":
         return _label(files, changes, options.source)
     config = load_reward_model_config(files, changes)
-    train = importlib.import_module("pipeline.driver.reward_training").train
-    return _done(
-        lambda: train(config, output()),
+    train = importlib.import_module("pipeline.driver.reward_training").train_and_export
+    return _run_reporting_full_disk(
+        lambda: train(config, output_console()),
         config.run_dir,
         "Put this right; the training begins anew",
     )
@@ -33,19 +33,21 @@ def command(options: argparse.Namespace) -> int:
 
 def _label(files: list[str], changes: list[str], source: str | None) -> int:
     config = load_label_config(files, [*changes, *([] if source is None else [f"responses.run={source}"])])
-    run = None if config.responses.run is None else saved_config(config.responses.run)
+    run = None if config.responses.run is None else read_saved_config(config.responses.run)
     label = importlib.import_module("pipeline.driver.labelling").label_responses
-    return _done(lambda: label(config, run, output()), config.run_dir, "Put this right, and start it again to go on")
+    return _run_reporting_full_disk(
+        lambda: label(config, run, output_console()), config.run_dir, "Put this right, and start it again to go on"
+    )
 
 
-def _done(act: Callable[[], object], run_dir: Path, way_on: str) -> int:
+def _run_reporting_full_disk(act: Callable[[], object], run_dir: Path, way_on: str) -> int:
     """Run `act` and return the exit code. If the disk refuses a write, print the error with `way_on`, the advice."""
     try:
         act()
     except AppendFailed as error:
-        return complain("failed", f"{error}. {way_on}", STAGE_FAILED)
+        return print_error("failed", f"{error}. {way_on}", STAGE_FAILED)
     except OSError as error:
         if error.errno not in REFUSING | TRANSIENT:
             raise
-        return complain("failed", f"{error.filename or run_dir}: {error.strerror}. {way_on}", STAGE_FAILED)
-    return DONE
+        return print_error("failed", f"{error.filename or run_dir}: {error.strerror}. {way_on}", STAGE_FAILED)
+    return SUCCESS

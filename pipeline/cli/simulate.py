@@ -15,14 +15,14 @@ from typing import Any
 
 from rich.table import Table
 
-from pipeline.cli.answers import DONE, config_of, file_to_write, output, print_line
-from pipeline.cli.check import fullest_gpus
+from pipeline.cli.answers import SUCCESS, checked_output_path, config_from_sources, output_console, print_line
+from pipeline.cli.check import fullest_gpu_lines
 from pipeline.config.hardware import HardwareCluster, hardware_of, read_cluster
 from pipeline.config.memory import workers_memory
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
-from pipeline.launch.target_cluster import fitting_target
-from pipeline.observe.text import duration, plain
+from pipeline.launch.target_cluster import require_fitting_target
+from pipeline.observe.text import format_duration, plain_text
 from pipeline.observe.timeline import run_timeline
 from pipeline.plan.calibration import Calibration, check_hardware, load_calibration, typical
 from pipeline.plan.cost import costs_of
@@ -35,15 +35,15 @@ _MOST_DRAWN = 20_000
 
 
 def command(options: argparse.Namespace) -> int:
-    config = config_of(options.sources, runs_here=False)
+    config = config_from_sources(options.sources, runs_here=False)
     stragglers, failures = _stragglers(options.stragglers), _failures(options, config)
     for key, file, suffix in (("--timeline", options.timeline, ".png"), ("--trace-file", options.trace_file, ".json")):
         if file is not None:
-            file_to_write(key, file, suffix, replaces=True)
+            checked_output_path(key, file, suffix, replaces=True)
     cluster = read_cluster(options.hardware, "--hardware")
     calibration = calibration_of(options.calibration, hardware_of(options.hardware), cluster)
     lengths = lengths_of(options.lengths, config, options.seed)
-    found = fitting_target(config, cluster, options.hardware)
+    found = require_fitting_target(config, cluster, options.hardware)
     costs = costs_of(found.run, cluster, calibration)
     drawn: list[Execution] = []
     keeps = options.timeline is not None or options.trace_file is not None
@@ -54,11 +54,11 @@ def command(options: argparse.Namespace) -> int:
         print_line(
             f"every response is taken to be of {config.sampling.max_new_tokens} tokens (--lengths says otherwise)"
         )
-    output().print(_table(played, config))
-    for line in fullest_gpus(found.run, workers_memory(found.run), found.hosts, found.limits):
+    output_console().print(_table(played, config))
+    for line in fullest_gpu_lines(found.run, workers_memory(found.run), found.hosts, found.limits):
         print_line(line)
     _write(options, config, played, drawn)
-    return DONE
+    return SUCCESS
 
 
 def calibration_of(file: str | None, hardware: str, cluster: HardwareCluster) -> Calibration:
@@ -125,7 +125,7 @@ def _table(played: Played, config: RunConfig) -> Table:
     table.add_column(style="dim")
     table.add_column()
     for label, value in _rows(played, config):
-        table.add_row(plain(label), plain(value))
+        table.add_row(plain_text(label), plain_text(value))
     return table
 
 
@@ -152,7 +152,7 @@ def _rows(played: Played, config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _seconds(seconds: float) -> str:
     """Return a time with three significant digits, or in minutes or hours if it is long."""
-    return duration(seconds) if seconds >= 120 else f"{seconds:.3g} s"
+    return format_duration(seconds) if seconds >= 120 else f"{seconds:.3g} s"
 
 
 def _shares(seconds: Mapping[str, float], whole: float) -> str:

@@ -14,16 +14,24 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipeline.cli.answers import DONE, RESUMABLE, begun, config_of, note, print_line, submitted_config
+from pipeline.cli.answers import (
+    RESUMABLE,
+    SUCCESS,
+    config_from_sources,
+    has_begun,
+    print_line,
+    print_note,
+    read_submitted_config,
+)
 from pipeline.config.paths import RunPaths, refuse_foreign
 from pipeline.config.preflight import check_run
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.errors import ConfigError
 from pipeline.launch import commands
-from pipeline.launch.commands import read_record, require
-from pipeline.launch.requeues import JobEnd, committed_so_far, note_end, refusal
-from pipeline.launch.submission import asked_for, run_script, submit_run
+from pipeline.launch.commands import read_record, require_slurm
+from pipeline.launch.requeues import JobEnd, count_committed, record_end, requeue_refusal
+from pipeline.launch.submission import requested_nodes_text, run_script, submit_run
 from pipeline.observe.journal import is_finished, journal_exists, read_events
 from pipeline.workers.messages import worker_name
 
@@ -32,32 +40,32 @@ def submit(options: argparse.Namespace) -> int:
     config = cluster_config(options.sources)
     if options.dry_run:
         print_line(run_script(config).rstrip("\n"))
-        return DONE
-    if finished(config):
+        return SUCCESS
+    if has_all_steps(config):
         print_line(f"nothing to submit: {config.run_dir} is done, {config.steps} of {config.steps} steps")
-        return DONE
-    require()
+        return SUCCESS
+    require_slurm()
     check_for_cluster(config)
     submitted = submit_run(config)
-    print_line(f"submitted job {submitted.job_id}: {asked_for(config)}")
+    print_line(f"submitted job {submitted.job_id}: {requested_nodes_text(config)}")
     print_line(f"  stageline status {config.run_dir}    its state and progress")
     print_line(f"  stageline logs {config.run_dir} --follow    its output ({submitted.output})")
     print_line(f"  stageline cancel {config.run_dir}    ends it; a new submission continues the run")
-    return DONE
+    return SUCCESS
 
 
-def finished(config: RunConfig) -> bool:
+def has_all_steps(config: RunConfig) -> bool:
     """Return True if the run has done as many steps as the config has."""
     paths = RunPaths(config.run_dir)
     if not journal_exists(paths.events):
         return False
-    return is_finished(read_events(paths.events)) and len(open_history(config).steps_done()) >= config.steps
+    return is_finished(read_events(paths.events)) and len(open_history(config).finished_steps()) >= config.steps
 
 
 def cluster_config(sources: Sequence[str]) -> RunConfig:
     """Return the config as a job runs it: with attached workers, and a directory that does not depend on the working
     directory. Raises ConfigError."""
-    config = config_of([*sources, "cluster.kind=attached"])
+    config = config_from_sources([*sources, "cluster.kind=attached"])
     config.runs_dir = str(config.run_dir.absolute().parent)
     return config
 
@@ -65,34 +73,34 @@ def cluster_config(sources: Sequence[str]) -> RunConfig:
 def check_for_cluster(config: RunConfig) -> None:
     """Raise ConfigError for everything for which the job would be refused, as far as this host can tell."""
     refuse_foreign(config.run_dir)  # a job may continue a run that is there
-    check_run(config, resume=begun(config))
+    check_run(config, resume=has_begun(config))
 
 
 def cancel(options: argparse.Namespace) -> int:
     """End the run's job, or remove it from the queue. Committed outputs stay."""
-    submitted_config(options.run_dir)
+    read_submitted_config(options.run_dir)
     record = commands.read_record(RunPaths(Path(options.run_dir)).job)
     if record is None:
         raise ConfigError(options.run_dir, "was not submitted as a job; a run on this host is ended by Ctrl-C")
     state = commands.job_state(record.job_id)
-    if state is not None and state.over:
+    if state is not None and state.is_over:
         print_line(f"job {record.job_id} has ended already: {state.state}")
-        return DONE
+        return SUCCESS
     commands.cancel(record.job_id)
     print_line(f"cancelled job {record.job_id}; `stageline submit {options.run_dir}/job/config.yaml` continues the run")
-    return DONE
+    return SUCCESS
 
 
 def may_requeue(options: argparse.Namespace) -> int:
     """Return exit code 0 if the job may be requeued, else print the reason and return 75. A job's script asks this when
     a start has ended."""
     paths = RunPaths(Path(options.run_dir))
-    committed = committed_so_far(submitted_config(options.run_dir).stored.ledger())
+    committed = count_committed(read_submitted_config(options.run_dir).stored.ledger())
     end = JobEnd(options.restart, committed, options.because, options.lost)
-    ends = note_end(paths.job, options.job, end)
-    why = refusal(ends, restarts=options.restarts, requeues_without_progress=options.without_progress)
+    ends = record_end(paths.job, options.job, end)
+    why = requeue_refusal(ends, restarts=options.restarts, requeues_without_progress=options.without_progress)
     if why is None:
-        return DONE
+        return SUCCESS
     here = f", or `stageline resume {paths.root} cluster.kind=local` on one machine" * paths.config.exists()
     print_line(
         f"not requeued: {why}. The last start (restart {ends[-1].restart}) ended: {ends[-1].because}. What the "
@@ -105,31 +113,31 @@ def may_requeue(options: argparse.Namespace) -> int:
 # ---- logs ------------------------------------------------------------------------------------------------
 
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
 def logs(options: argparse.Namespace) -> int:
     if options.lines < 0:
         raise ConfigError("--lines", f"given {options.lines}; must be 0 or more")
-    files = _files(options.run_dir, options.gang, options.index)
+    files = _log_files(options.run_dir, options.gang, options.index)
     for name, file in files.items():
         if not file.exists() or file.stat().st_size == 0:
             say_so = "waiting for it" if options.follow else "--follow waits for it"
-            note(f"{name} has printed nothing yet ({file}); {say_so}")
+            print_note(f"{name} has printed nothing yet ({file}); {say_so}")
     offsets = {name: _print_end(name, file, options.lines, len(files) > 1) for name, file in files.items()}
     try:
         while options.follow:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             for name, file in files.items():
                 offsets[name] = _print_from(name, file, offsets[name], len(files) > 1)
     except KeyboardInterrupt:
-        return DONE
-    return DONE
+        return SUCCESS
+    return SUCCESS
 
 
-def _files(run_dir: str, gang: str | None, index: int | None) -> Mapping[str, Path]:
+def _log_files(run_dir: str, gang: str | None, index: int | None) -> Mapping[str, Path]:
     """Return the log files, each with a label. Raises ConfigError if the run has no such gang or worker."""
-    config, paths = submitted_config(run_dir), RunPaths(Path(run_dir))
+    config, paths = read_submitted_config(run_dir), RunPaths(Path(run_dir))
     if gang is None:
         if index is not None:
             raise ConfigError("--index", f"given {index}; needs --gang NAME: a job's output is one")

@@ -13,13 +13,13 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from pipeline.cli.answers import DONE, begun, output, print_line, submitted_config
+from pipeline.cli.answers import SUCCESS, has_begun, output_console, print_line, read_submitted_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError, OtherProgramsConfig
-from pipeline.graph.graph import steps_done
+from pipeline.graph.graph import finished_steps
 from pipeline.launch.commands import JobRecord, JobState, job_state, read_record
-from pipeline.observe.text import visible
+from pipeline.observe.text import escape_control_characters
 from storage.errors import StoreError
 from storage.ledger import read_dropped
 from storage.locks import holder
@@ -30,17 +30,17 @@ class RunState:
     """The state of a run as seen from outside."""
 
     name: str
-    done: int
+    finished_steps: int
     """Finished steps."""
     steps: int
     driver: str | None
     """Description of the process that drives it now; None: there is none."""
-    begun: bool
+    has_begun: bool
     record: JobRecord | None
     job: JobState | None
-    """State of its job. None if Slurm is absent or has forgotten the job, or if Slurm could not be asked: `unknown`
-    then says why."""
-    unknown: str | None
+    """State of its job. None if Slurm is absent or has forgotten the job, or if Slurm could not be asked:
+    `unknown_reason` then says why."""
+    unknown_reason: str | None
     """Reason why the job's state is unknown."""
 
 
@@ -49,7 +49,7 @@ def command(options: argparse.Namespace) -> int:
         state, paths = run_state(options.run_dir), RunPaths(Path(options.run_dir))
         for label, text in _lines(state, paths):
             print_line(f"{label:<8}{text}")
-        return DONE
+        return SUCCESS
     folder = Path(options.runs_dir)
     slurm = _Slurm()
     rows = [_row(path, slurm) for path in sorted(folder.iterdir()) if _is_run(path)] if folder.is_dir() else []
@@ -58,8 +58,8 @@ def command(options: argparse.Namespace) -> int:
         table.add_row(*row)
     if not table.rows:
         raise ConfigError("--runs-dir", f"given {options.runs_dir!r}; there is no run in it")
-    output().print(table)
-    return DONE
+    output_console().print(table)
+    return SUCCESS
 
 
 class _Slurm:
@@ -81,22 +81,22 @@ class _Slurm:
 def run_state(run_dir: str, ask: Callable[[str], JobState | None] = job_state) -> RunState:
     """Return the state of the run in a directory; `ask` returns the state of its job. Raises ConfigError if there is no
     run."""
-    config, paths = submitted_config(run_dir), RunPaths(Path(run_dir))
-    done = len(_steps_done(config)) if begun(config) else 0
+    config, paths = read_submitted_config(run_dir), RunPaths(Path(run_dir))
+    done = len(_read_finished_steps(config)) if has_begun(config) else 0
     record, job, unknown = read_record(paths.job), None, None
     if record is not None:
         try:
             job = ask(record.job_id)
         except ConfigError as error:
             unknown = error.message
-    return RunState(config.name, done, config.steps, holder(paths.lock), begun(config), record, job, unknown)
+    return RunState(config.name, done, config.steps, holder(paths.lock), has_begun(config), record, job, unknown)
 
 
-def _steps_done(config: RunConfig) -> list[int]:
+def _read_finished_steps(config: RunConfig) -> list[int]:
     """Return the steps that are done, read without the store: importing Zarr takes longer than the rest."""
     ledger = config.stored.ledger()
     over = max(ledger.closed_until(), read_dropped(config.stored.root))
-    return steps_done(config.graph(), over, ledger.addresses(from_step=over))
+    return finished_steps(config.graph(), over, ledger.addresses(from_step=over))
 
 
 def _is_run(path: Path) -> bool:
@@ -105,13 +105,16 @@ def _is_run(path: Path) -> bool:
 
 
 def _lines(state: RunState, paths: RunPaths) -> list[tuple[str, str]]:
-    lines = [("run", f"{paths.root}: {state.done} of {state.steps} steps"), ("driver", state.driver or "none")]
+    lines = [
+        ("run", f"{paths.root}: {state.finished_steps} of {state.steps} steps"),
+        ("driver", state.driver or "none"),
+    ]
     if state.record is not None:
-        job = state.unknown or _job_text(state.job)
+        job = state.unknown_reason or _job_text(state.job)
         lines += [("job", f"{state.record.job_id} {job}"), ("output", state.record.output)]
-    may_run = state.driver or state.unknown or (state.job is not None and not state.job.over)
-    if not may_run and state.done < state.steps:
-        resumes = state.begun and state.record is None
+    may_run = state.driver or state.unknown_reason or (state.job is not None and not state.job.is_over)
+    if not may_run and state.finished_steps < state.steps:
+        resumes = state.has_begun and state.record is None
         how = f"stageline resume {paths.root}" if resumes else f"stageline submit {paths.job}/config.yaml"
         lines.append(("goes on", f"with `{how}`"))
     return lines
@@ -140,8 +143,8 @@ def _row(path: Path, slurm: _Slurm) -> tuple[str, str, str, str] | None:
     except OtherProgramsConfig:
         return None
     except (ConfigError, StoreError) as error:
-        return path.name, "", "", f"damaged: {escape(visible(str(error)))}"
+        return path.name, "", "", f"damaged: {escape(escape_control_characters(str(error)))}"
     number = "" if state.record is None else state.record.job_id
-    here = "running" if state.driver else "done" if state.done == state.steps else "stopped"
+    here = "running" if state.driver else "done" if state.finished_steps == state.steps else "stopped"
     job = None if state.job is None else _job_text(state.job)
-    return state.name, f"{state.done}/{state.steps}", number, state.unknown or job or here
+    return state.name, f"{state.finished_steps}/{state.steps}", number, state.unknown_reason or job or here

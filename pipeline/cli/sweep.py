@@ -17,23 +17,32 @@ from dataclasses import dataclass
 from omegaconf import OmegaConf
 from rich.table import Table
 
-from pipeline.cli.answers import BAD_INPUT, DONE, INTERRUPTED, begun, complain, config_of, output, print_line
+from pipeline.cli.answers import (
+    BAD_INPUT,
+    INTERRUPTED,
+    SUCCESS,
+    config_from_sources,
+    has_begun,
+    output_console,
+    print_error,
+    print_line,
+)
 from pipeline.cli.run import execute
-from pipeline.cli.slurm_jobs import check_for_cluster, cluster_config, finished
+from pipeline.cli.slurm_jobs import check_for_cluster, cluster_config, has_all_steps
 from pipeline.config.loading import load_yaml, to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import SQLITE
 from pipeline.driver.results import open_history
 from pipeline.errors import ConfigError
-from pipeline.launch.commands import there
-from pipeline.launch.submission import array_script, asked_for, submit_array, submit_run, under_way
+from pipeline.launch.commands import has_slurm
+from pipeline.launch.submission import array_script, requested_nodes_text, submit_array, submit_run, unfinished_job_text
 from pipeline.observe.tracking import MlflowTracker, delivered_run_id
 from storage.problems import LONGEST_NAME
 from storage.redaction import redacted
 
 _OPEN, _CLOSE = "[{(", "]})"
-_IN_COMMON = ("name", "runs_dir")
+_COMMON_KEYS = ("name", "runs_dir")
 """Settings that must be the same for all runs of a sweep. All of section `tracking` must be, too."""
 
 
@@ -51,7 +60,7 @@ class SweepPoint:
         return [f"{key}={value}" for key, value in self.settings.items()]
 
 
-def axes_of(changes: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+def parse_axes(changes: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     """Return the changes that hold for every run, and the values of each setting that varies. `seed=0,1` has two
     values, `betas=[0.8, 0.9]` has one.
 
@@ -65,15 +74,15 @@ def axes_of(changes: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
         if key in keys:
             raise ConfigError(key, "is given twice")
         keys.add(key)
-        values = list(_split(text))
+        values = list(_split_at_commas(text))
         if len(values) == 1:
             fixed.append(change)
-        elif key in _IN_COMMON or key.startswith("tracking."):
+        elif key in _COMMON_KEYS or key.startswith("tracking."):
             need = "the runs of a sweep are in one directory and one experiment, and named after what they differ in"
             raise ConfigError(key, f"given {text!r}; {need}: one value")
         elif redacted({key: text}) != {key: text}:
             raise ConfigError(key, "a run of a sweep is named after what it differs in, and no name may hold a secret")
-        elif "" in values or len({_meaning(value) for value in values}) < len(values):
+        elif "" in values or len({_parsed_value(value) for value in values}) < len(values):
             raise ConfigError(key, f"given {text!r}; the values of a sweep differ, and none is empty: seed=0,1")
         else:
             axes[key] = values
@@ -82,13 +91,13 @@ def axes_of(changes: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     return fixed, axes
 
 
-def points(axes: Mapping[str, Sequence[str]], name: str) -> list[SweepPoint]:
+def sweep_points(axes: Mapping[str, Sequence[str]], name: str) -> list[SweepPoint]:
     """Return every combination; the last setting's values change fastest. `name`: start of the name of each run.
 
     Raises:
         ConfigError: two runs would have the same name, or a name would be too long.
     """
-    labels = {key: _label(key, [other for other in axes if other != key]) for key in axes}
+    labels = {key: _short_key(key, [other for other in axes if other != key]) for key in axes}
     found = []
     for values in itertools.product(*axes.values()):
         settings = dict(zip(axes, values, strict=True))
@@ -104,7 +113,7 @@ def points(axes: Mapping[str, Sequence[str]], name: str) -> list[SweepPoint]:
     return found
 
 
-def _meaning(value: str) -> str:
+def _parsed_value(value: str) -> str:
     """Return a value as the config reads it, so that 0 and 00 count as the same. Invalid YAML is refused later."""
     try:
         return repr(OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False))
@@ -112,14 +121,14 @@ def _meaning(value: str) -> str:
         return value
 
 
-def _label(key: str, others: Sequence[str]) -> str:
+def _short_key(key: str, other_keys: Sequence[str]) -> str:
     """Return the shortest end of a key, in whole parts, with which no other key of the sweep ends."""
     parts = key.split(".")
     ends = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
-    return next((end for end in ends if not any(f".{other}".endswith(f".{end}") for other in others)), key)
+    return next((end for end in ends if not any(f".{other}".endswith(f".{end}") for other in other_keys)), key)
 
 
-def _split(text: str) -> Iterator[str]:
+def _split_at_commas(text: str) -> Iterator[str]:
     """Split at commas that are outside of brackets and quotes."""
     depth, quote, start = 0, "", 0
     for place, mark in enumerate(text):
@@ -142,46 +151,50 @@ def command(options: argparse.Namespace) -> int:
         raise ConfigError("--at-once", f"given {options.at_once}; must be 1 or more")
     changes = [source for source in options.sources if "=" in source]
     files = [source for source in options.sources if "=" not in source]
-    fixed, axes = axes_of(changes)
-    name = config_of([*files, *fixed, *(f"{key}={values[0]}" for key, values in axes.items())]).name
-    found, submits = points(axes, name), there() and not options.here
-    read = cluster_config if submits else config_of
+    fixed, axes = parse_axes(changes)
+    name = config_from_sources([*files, *fixed, *(f"{key}={values[0]}" for key, values in axes.items())]).name
+    found, submits = sweep_points(axes, name), has_slurm() and not options.here
+    read = cluster_config if submits else config_from_sources
     configs = [read([*files, *fixed, *point.changes(), f"name={name}-{point.suffix}"]) for point in found]
     if options.dry_run:
         for config, point in zip(configs, found, strict=True):
             print_line(f"{config.run_dir}: {' '.join(point.changes())}")
-        return DONE
+        return SUCCESS
     folder = RunPaths(configs[0].run_dir.with_name(f"{name}-sweep"))
     if submits:
         return _submit(configs, found, folder, options.at_once)
     for config in configs:
         check_for_cluster(config)
-    return _run_in_turn(_under_parent(configs, found, folder), found)
+    return _run_one_by_one(_with_parent_run(configs, found, folder), found)
 
 
-def _submit(configs: Sequence[RunConfig], found: Sequence[SweepPoint], folder: RunPaths, at_once: int | None) -> int:
+def _submit(
+    configs: Sequence[RunConfig], points: Sequence[SweepPoint], folder: RunPaths, max_running: int | None
+) -> int:
     """Submit the runs that are neither done nor have a job. If each run is a job of its own and one is refused, the
     others are still submitted."""
-    done = {config.name: f"done, {config.steps} of {config.steps} steps" for config in configs if finished(config)}
-    jobs = {config.name: under_way(config) for config in configs if config.name not in done}
+    done = {config.name: f"done, {config.steps} of {config.steps} steps" for config in configs if has_all_steps(config)}
+    jobs = {config.name: unfinished_job_text(config) for config in configs if config.name not in done}
     for config in configs:
         why = done.get(config.name) or jobs[config.name]
         if why is not None:
             print_line(f"left out {config.run_dir}: {why}")
     configs = [config for config in configs if config.name in jobs and jobs[config.name] is None]
     if not configs:
-        return DONE
-    text = array_script(configs, folder.job, at_once)
-    _refuse_several_at_once(configs[0], at_once, array=text is not None, others=any(jobs.values()))
+        return SUCCESS
+    text = array_script(configs, folder.job, max_running)
+    _check_concurrent_runs(configs[0], max_running, is_array=text is not None, has_other_jobs=any(jobs.values()))
     for config in configs:
         check_for_cluster(config)
-    configs = _under_parent(configs, found, folder)
-    codes = [DONE]
+    configs = _with_parent_run(configs, points, folder)
+    codes = [SUCCESS]
     if text is None:
         codes = [_submit_one(config) for config in configs]
     else:
         array = submit_array(configs, folder.job, text)
-        print_line(f"submitted job {array.job_id}, an array of {len(configs)} with {asked_for(configs[0])} each")
+        print_line(
+            f"submitted job {array.job_id}, an array of {len(configs)} with {requested_nodes_text(configs[0])} each"
+        )
     print_line(f"  stageline status --runs-dir {configs[0].runs_dir}    what becomes of them")
     return max(codes)
 
@@ -191,49 +204,49 @@ def _submit_one(config: RunConfig) -> int:
     try:
         print_line(f"submitted job {submit_run(config).job_id}: {config.run_dir}")
     except ConfigError as error:
-        return complain("refused", f"{config.run_dir}: {error}", BAD_INPUT)
-    return DONE
+        return print_error("refused", f"{config.run_dir}: {error}", BAD_INPUT)
+    return SUCCESS
 
 
-def _run_in_turn(configs: Sequence[RunConfig], found: Sequence[SweepPoint]) -> int:
+def _run_one_by_one(configs: Sequence[RunConfig], points: Sequence[SweepPoint]) -> int:
     """Run the configs one after the other, and return the highest exit code. A failed run does not stop the others; an
     interrupted one does."""
     codes = {}
     for config in configs:
         print_line(f"---- {config.name}")
-        codes[config.name] = execute(config, resume=begun(config))
+        codes[config.name] = execute(config, resume=has_begun(config))
         if codes[config.name] == INTERRUPTED:
             return INTERRUPTED
-    output().print(_comparison(configs, found, codes))
+    output_console().print(_comparison(configs, points, codes))
     return max(codes.values())
 
 
-def _comparison(configs: Sequence[RunConfig], found: Sequence[SweepPoint], codes: dict[str, int]) -> Table:
+def _comparison(configs: Sequence[RunConfig], points: Sequence[SweepPoint], codes: dict[str, int]) -> Table:
     """Return a table of the runs' results beside the settings in which they differ."""
-    table = Table(*found[0].settings, "reward", "held-out", "", box=None, pad_edge=False)
-    for config, point in zip(configs, found, strict=True):
+    table = Table(*points[0].settings, "reward", "held-out", "", box=None, pad_edge=False)
+    for config, point in zip(configs, points, strict=True):
         history = open_history(config)
-        steps, evaluations = history.steps_done(), history.evaluations()
-        reward = f"{history.step_metrics(steps[-1])['reward/mean']:.4g}" if steps else "-"
+        steps, evaluations = history.finished_steps(), history.read_evaluations()
+        reward = f"{history.read_step_metrics(steps[-1])['reward/mean']:.4g}" if steps else "-"
         held_out = f"{evaluations[-1].mean:.4g}" if evaluations else "-"
-        ended = "" if codes[config.name] == DONE else f"exit code {codes[config.name]}"
+        ended = "" if codes[config.name] == SUCCESS else f"exit code {codes[config.name]}"
         table.add_row(*point.settings.values(), reward, held_out, ended)
     return table
 
 
-def _refuse_several_at_once(config: RunConfig, at_once: int | None, *, array: bool, others: bool) -> None:
-    """Refuse settings that cannot work if the runs of a sweep run at the same time. `array`: they are tasks of one job
-    array; `others`: a job of another run of the sweep exists.
+def _check_concurrent_runs(config: RunConfig, max_running: int | None, *, is_array: bool, has_other_jobs: bool) -> None:
+    """Refuse settings that cannot work if the runs of a sweep run at the same time. `is_array`: they are tasks of one
+    job array; `has_other_jobs`: a job of another run of the sweep exists.
 
     Raises:
-        ConfigError: `at_once` is given and the runs are separate jobs, whose number Slurm cannot limit; or several runs
-            may write to MLflow's sqlite file, which allows one writer at a time, and on a network filesystem none.
+        ConfigError: `max_running` is given and the runs are separate jobs, whose number Slurm cannot limit; or several
+            runs may write to MLflow's sqlite file, which allows one writer at a time, and on a network filesystem none.
     """
     uri = config.tracking.uri
-    if at_once is not None and not array:
+    if max_running is not None and not is_array:
         need = "the runs are a job each, since they are heterogeneous or ask for different nodes, and Slurm starts all"
-        raise ConfigError("--at-once", f"given {at_once}; {need} for which there is room: leave it out")
-    if (at_once != 1 or others) and uri is not None and uri.startswith(SQLITE):
+        raise ConfigError("--at-once", f"given {max_running}; {need} for which there is room: leave it out")
+    if (max_running != 1 or has_other_jobs) and uri is not None and uri.startswith(SQLITE):
         raise ConfigError(
             "tracking.uri",
             f"given {uri!r}; the runs of a sweep write at the same time, from several nodes: a server (http://...), "
@@ -241,7 +254,7 @@ def _refuse_several_at_once(config: RunConfig, at_once: int | None, *, array: bo
         )
 
 
-def _under_parent(configs: Sequence[RunConfig], found: Sequence[SweepPoint], folder: RunPaths) -> list[RunConfig]:
+def _with_parent_run(configs: Sequence[RunConfig], points: Sequence[SweepPoint], folder: RunPaths) -> list[RunConfig]:
     """Create the parent run in MLflow, and return the configs with its id. Without tracking, return them unchanged.
 
     Raises:
@@ -251,13 +264,13 @@ def _under_parent(configs: Sequence[RunConfig], found: Sequence[SweepPoint], fol
     if config.tracking.uri is None:
         return list(configs)
     folder.root.mkdir(parents=True, exist_ok=True)
-    values = {key: ", ".join(dict.fromkeys(point.settings[key] for point in found)) for key in found[0].settings}
+    values = {key: ", ".join(dict.fromkeys(point.settings[key] for point in points)) for key in points[0].settings}
     tracker = MlflowTracker(
         uri=config.tracking.uri,
         experiment=config.tracking.experiment,
         run_name=folder.root.name,
         params=values,
-        tags={"stageline.sweep": f"{len(found)} runs"},
+        tags={"stageline.sweep": f"{len(points)} runs"},
         spool_path=folder.mlflow_spool,
     )
     tracker.close("FINISHED")

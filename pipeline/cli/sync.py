@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.cli.answers import DONE, STAGE_FAILED, complain, print_line, trusted_config
+from pipeline.cli.answers import STAGE_FAILED, SUCCESS, print_error, print_line, read_trusted_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import SQLITE
-from pipeline.driver.session import only_driver
+from pipeline.driver.session import hold_driver_lock
 from pipeline.errors import ConfigError
-from pipeline.observe.tracking import deliver, experiment_id, how_to_open
+from pipeline.observe.tracking import deliver, experiment_id, opening_hint
 
-DELIVER_S = 600.0
+DELIVERY_TIMEOUT_S = 600.0
 
 
 def command(options: argparse.Namespace) -> int:
-    return sync(trusted_config(options.run_dir), options.to)
+    return sync(read_trusted_config(options.run_dir), options.to)
 
 
 def sync(config: RunConfig, to: str | None) -> int:
@@ -40,10 +40,10 @@ def sync(config: RunConfig, to: str | None) -> int:
     if uri.startswith(SQLITE) and not folder.is_dir():
         key, need = "--to" if to else "tracking.uri", "; --to sqlite:///... names another file" if not to else ""
         raise ConfigError(key, f"given {uri!r}; there is no directory {folder} (from {Path.cwd()}){need}")
-    with only_driver(paths):
+    with hold_driver_lock(paths):
         targets = [uri] if to else [uri, *config.tracking.also]
-        left = {target: deliver(paths.mlflow_spool, target, DELIVER_S).left for target in targets}
+        left = {target: deliver(paths.mlflow_spool, target, DELIVERY_TIMEOUT_S).num_undelivered for target in targets}
     if failed := [f"{target}: {number} items not delivered" for target, number in left.items() if number]:
-        return complain("failed", f"{', '.join(failed)}; they stay in the spool", STAGE_FAILED)
-    print_line(f"{paths.root}: all delivered; {how_to_open(uri, experiment_id(paths.mlflow_spool, uri))}")
-    return DONE
+        return print_error("failed", f"{', '.join(failed)}; they stay in the spool", STAGE_FAILED)
+    print_line(f"{paths.root}: all delivered; {opening_hint(uri, experiment_id(paths.mlflow_spool, uri))}")
+    return SUCCESS

@@ -14,7 +14,7 @@ from itertools import groupby
 
 from rich.table import Table
 
-from pipeline.cli.answers import output, print_line
+from pipeline.cli.answers import output_console, print_line
 from pipeline.config.run import RunConfig
 from pipeline.graph.graph import Gang
 from stages.models.fake_gpu import DEVICE, FILES, HOST, PINNED, Collective
@@ -55,8 +55,8 @@ def show_trace(config: RunConfig) -> None:
                 of_formula = DTYPE_BYTES[config.model.dtype] * sum(
                     published_tensors(read_spec(config.model.path), config.model).values()
                 )
-                print_line(f"{name}: a published version: {_compared(published, of_formula)}")
-                shared = _compared(versions * published, versions * of_formula)
+                print_line(f"{name}: a published version: {_comparison_text(published, of_formula)}")
+                shared = _comparison_text(versions * published, versions * of_formula)
                 print_line(f"{name}: {versions} versions in shared memory: {shared}")
 
 
@@ -75,7 +75,7 @@ def traced_gang(config: RunConfig, gang: Gang) -> TracedGang:
     )
 
 
-def predicted(gang: TracedGang, stage: int) -> dict[str, int]:
+def predicted_bytes(gang: TracedGang, stage: int) -> dict[str, int]:
     """Return the predicted bytes of the first rank of a stage, by place, for the rows that the trace runs: on its GPU,
     in the host's memory for a publication, and pinned there for checkpoints and for what is offloaded."""
     model = gang.model
@@ -105,7 +105,7 @@ def predicted(gang: TracedGang, stage: int) -> dict[str, int]:
     }
 
 
-def _compared(traced: int, of_formula: int) -> str:
+def _comparison_text(traced: int, of_formula: int) -> str:
     """Return a text with a traced and a predicted number of bytes, and their difference."""
     difference = f" ({of_formula / traced - 1:+.1%})" if traced else ""
     return f"traced {_mebibytes(traced) or 0} MiB, predicted {_mebibytes(of_formula) or 0} MiB{difference}"
@@ -122,16 +122,16 @@ def _show_rank(name: str, gang: TracedGang, rank: TracedRank) -> None:
         places = (_mebibytes(phase.peak.get(place, 0)) for place in (DEVICE, HOST, PINNED, FILES))
         moved = sum(collective.num_bytes for collective in phase.collectives)
         table.add_row(phase.name, *places, str(len(phase.collectives)), _mebibytes(moved))
-    output().print(table)
-    for place, of_formula in predicted(gang, rank.stage).items():
-        print_line(f"{_NAMES[place]} at most: {_compared(rank.peak(place), of_formula)}")
+    output_console().print(table)
+    for place, of_formula in predicted_bytes(gang, rank.stage).items():
+        print_line(f"{_NAMES[place]} at most: {_comparison_text(rank.peak(place), of_formula)}")
     for phase in rank.phases:
-        for times, collectives in repeats(phase.collectives):
+        for times, collectives in group_repeats(phase.collectives):
             again = f"{times} x " if times > 1 else ""
             print_line(f"  {phase.name}: {again}{'; '.join(map(_collective, collectives))}")
 
 
-def repeats(collectives: Sequence[Collective], longest: int = 16) -> Iterator[tuple[int, Sequence[Collective]]]:
+def group_repeats(collectives: Sequence[Collective], longest: int = 16) -> Iterator[tuple[int, Sequence[Collective]]]:
     """Yield the collectives in order as (number of times, sequence): a sequence that is repeated directly is yielded
     once. Repeats are long, because the blocks of a model all make the same few calls."""
     start = 0

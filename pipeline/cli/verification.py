@@ -18,13 +18,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.config.identity import identity_faults, read_identity, sections
+from pipeline.config.identity import config_sections, identity_faults, read_identity
 from pipeline.config.paths import RunPaths
-from pipeline.config.preflight import devices_of, engine_line, unproven
+from pipeline.config.preflight import engine_line, recorded_devices, unproven_guarantees
 from pipeline.config.run import RunConfig
 from pipeline.driver.integrity import lineage_faults, unneeded_outputs
 from pipeline.driver.results import open_history
-from pipeline.graph.graph import GraphSpec, Node, generation_versions, made_from, run_nodes, update_stages
+from pipeline.graph.graph import GraphSpec, Node, generation_versions, lineage_of, run_nodes, update_stages
 from pipeline.observe.history import History
 from stages.models.checkpoint_metadata import pickle_fault
 from stages.models.protocol import Role
@@ -43,7 +43,7 @@ Answer = tuple[str, list[str]]
 
 
 @dataclass(frozen=True)
-class RowsFound:
+class CheckedRows:
     """Facts about a rollout, kept after its arrays were read. The rollouts of a long run do not fit into memory."""
 
     numbers: tuple[int, ...]
@@ -54,7 +54,7 @@ class RowsFound:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class RunContent:
     """Everything that was read of a run."""
 
     config: RunConfig
@@ -64,7 +64,7 @@ class Evidence:
     """Nodes of the run's graph and of its earlier graphs (`earlier_graphs`)."""
     commits: Mapping[Address, Commit]
     """Sound commits."""
-    rows: Mapping[Address, RowsFound]
+    rows: Mapping[Address, CheckedRows]
     """Rows of `generate` and `evaluate`."""
     dropped_before: int = 0
     """Step before which arrays were deleted; they are not checked."""
@@ -72,22 +72,22 @@ class Evidence:
     """Nodes whose records are lost and that nothing needs any more. They are no faults."""
 
     @property
-    def updates(self) -> Mapping[Role, str]:
+    def update_stages(self) -> Mapping[Role, str]:
         """Return the update stage of each trained role."""
         return update_stages(self.config.graph())
 
-    def steps_of(self, stage: str) -> list[int]:
+    def committed_steps(self, stage: str) -> list[int]:
         return sorted({address.step for address in self.commits if address.stage == stage})
 
 
-def rows_found(config: RunConfig, table: PromptTable | None, commit: Commit, rollout: Rollout) -> RowsFound:
+def check_rows(config: RunConfig, table: PromptTable | None, commit: Commit, rollout: Rollout) -> CheckedRows:
     """Check a rollout's rows. `table`: the run's prompts; None if they cannot be read."""
     sampled = rollout.token_versions[rollout.response_mask]
     prompts: tuple[str, ...] = (f"{commit.address}: the run's prompts cannot be read",)
     if table is not None:
         prompts = tuple(_prompt_faults(commit.address, rollout, _prompts_of(config, table, commit.address)))
     versions = tuple(_version_faults(config, commit, sampled))
-    return RowsFound(tuple(rollout.row.tolist()), sampled.size, prompts, versions)
+    return CheckedRows(tuple(rollout.row.tolist()), sampled.size, prompts, versions)
 
 
 def _version_faults(config: RunConfig, commit: Commit, sampled: np.ndarray) -> Iterator[str]:
@@ -106,14 +106,14 @@ def _version_faults(config: RunConfig, commit: Commit, sampled: np.ndarray) -> I
         yield f"{address}: its commit names versions {named}, its tokens others"
 
 
-def plain_readers_proof(run: Evidence) -> Answer:
+def check_plain_readers(run: RunContent) -> Answer:
     """Check that any Zarr reader sees what was committed: every file is in its place, and no metadata is missing."""
     stored = [c for c in run.commits.values() if c.kind is not None and not dropped(c.address, run.dropped_before)]
     faults = dict.fromkeys(fault for commit in stored for fault in run.history.store.plain_faults(commit))
     return f"{sum(len(commit.arrays) for commit in stored)} arrays", list(faults)
 
 
-def commits_proof(run: Evidence) -> Answer:
+def check_commits(run: RunContent) -> Answer:
     """Check that each commit belongs to a node of the graph and has the run's seed, and that the ledger has no other
     files."""
     strange = sorted(address for address in run.commits if address not in run.nodes)
@@ -125,13 +125,13 @@ def commits_proof(run: Evidence) -> Answer:
     return f"{len(run.commits)} commits", faults
 
 
-def identity_proof(evidence: Evidence) -> Answer:
+def check_identity(evidence: RunContent) -> Answer:
     """Check that configs, prompts and numerics are those that identity.json lists."""
     try:
         identity = read_identity(evidence.paths.root)
     except StoreError as error:
         return "0 statements", [str(error)]
-    faults = list(identity_faults(identity, sections(evidence.config), evidence.commits.values()))
+    faults = list(identity_faults(identity, config_sections(evidence.config), evidence.commits.values()))
     number = 0 if identity is None else len(identity.statements)
     with suppress(StoreError):  # `_read_arrays` reports prompts that cannot be read
         if identity is not None and PromptTable.load(evidence.paths.prompts).digest() != identity.prompts:
@@ -145,25 +145,25 @@ def earlier_graphs(config: RunConfig) -> list[GraphSpec]:
     try:
         identity = read_identity(config.run_dir)
     except StoreError:
-        return []  # `identity_proof` reports it
+        return []  # `check_identity` reports it
     stated = [] if identity is None else [statement.config for statement in identity.statements]
-    shapes = {(int(one["steps"]), _every(one)) for one in stated}
+    shapes = {(int(one["steps"]), _eval_every(one)) for one in stated}
     spec = config.graph()
     return [replace(spec, steps=s, eval_every=every) for s, every in sorted(shapes - {(spec.steps, spec.eval_every)})]
 
 
-def _every(stated: Mapping[str, Any]) -> int:
+def _eval_every(stated: Mapping[str, Any]) -> int:
     """Return `GraphSpec.eval_every` of a stated config."""
     every = stated["evaluate"]["every"]
     return int(stated["steps"]) if every is None else int(every)
 
 
-def updates_proof(run: Evidence) -> Answer:
+def check_updates(run: RunContent) -> Answer:
     """Check that the steps of each model's updates are 0, 1, 2, ..., and that each update has its weights' digest."""
     counted: list[str] = []
     faults: list[str] = []
-    for role, stage in run.updates.items():
-        steps = run.steps_of(stage)
+    for role, stage in run.update_stages.items():
+        steps = run.committed_steps(stage)
         counted.append(f"{len(steps)} of the {role}")
         if steps != list(range(len(steps))):
             missing = [s for s in range(steps[-1]) if s not in steps and Address(stage, s) not in run.unneeded]
@@ -174,7 +174,7 @@ def updates_proof(run: Evidence) -> Answer:
     return ", ".join(counted), faults
 
 
-def rows_proof(run: Evidence) -> Answer:
+def check_row_numbers(run: RunContent) -> Answer:
     """Check that the rows of each step and each evaluation are numbered without repetitions, and without gaps if all
     shards exist; that each row has the prompt that the schedule gives it; and that the rows of each trained step are
     there, unless they were deleted."""
@@ -193,12 +193,12 @@ def rows_proof(run: Evidence) -> Answer:
         skipped = sorted(set(range(whole[stage])) - set(rows)) if complete else []
         if skipped:
             faults.append(f"{stage} of step {step}: rows {skipped} are left out")
-    trained = {step for stage in run.updates.values() for step in run.steps_of(stage)}
+    trained = {step for stage in run.update_stages.values() for step in run.committed_steps(stage)}
     for address in (Address("generate", step, s) for step in sorted(trained) for s in range(shards["generate"])):
         if address not in run.rows and not dropped(address, run.dropped_before):
             faults.append(f"{address}: was trained on, and is not there (or not sound)")
     num = sum(len(rows) for rows in seen.values())
-    steps, evaluations = len(run.steps_of("generate")), len(run.steps_of("evaluate"))
+    steps, evaluations = len(run.committed_steps("generate")), len(run.committed_steps("evaluate"))
     return f"{num} rows of {steps} steps and {evaluations} evaluations", faults
 
 
@@ -233,7 +233,7 @@ def _prompt_faults(address: Address, rollout: Rollout, prompts: PromptBatch) -> 
         yield f"{address}: the prompt of row {int(np.argmax(other.any(axis=1)))} has other tokens than the schedule's"
 
 
-def staleness_proof(run: Evidence) -> Answer:
+def check_staleness(run: RunContent) -> Answer:
     """Check that every sampled token of step i is of version max(0, i - eta), or under `latest` and `inflight` of a
     newer one up to i. All tokens of an evaluation must be of the evaluated version."""
     tokens = sum(found.tokens for found in run.rows.values())
@@ -242,7 +242,7 @@ def staleness_proof(run: Evidence) -> Answer:
     return f"{tokens} tokens, {mode} versions, staleness bound {run.config.staleness}", faults
 
 
-def lineage_proof(run: Evidence) -> Answer:
+def check_lineage(run: RunContent) -> Answer:
     """Check that each commit names the inputs that its node has in the graph, with the content that is committed at
     their addresses now."""
     faults, num = list(lineage_faults(run.commits.values(), run.commits)), 0
@@ -256,7 +256,7 @@ def lineage_proof(run: Evidence) -> Answer:
         node = run.nodes.get(address)
         if node is None:
             continue
-        expected = set(made_from(address, node.inputs, commit.provenance.weight_versions))
+        expected = set(lineage_of(address, node.inputs, commit.provenance.weight_versions))
         faults += [f"{address}: does not name {a}, which the graph has it read" for a in sorted(expected - named)]
         odd = sorted(named - expected)
         faults += [f"{address}: was made from {a}, which the graph does not have it read" for a in odd]
@@ -266,17 +266,17 @@ def lineage_proof(run: Evidence) -> Answer:
     return f"{num} inputs of {len(run.commits)} commits", faults
 
 
-def weights_proof(run: Evidence) -> Answer:
+def check_weights(run: RunContent) -> Answer:
     """Check that the publication of version v names the update that made v, by its digest, that each update names the
     one before in the same way, back to the start weights, and that each publication has a digest."""
     faults: list[str] = []
     chains: list[str] = []
-    for role, stage in run.updates.items():
-        steps = run.steps_of(stage)
+    for role, stage in run.update_stages.items():
+        steps = run.committed_steps(stage)
         for step in steps[1:]:
             faults += _link_faults(run, Address(stage, step), Address(stage, step - 1))
         chains.append(f"{role} v{steps[-1] + 1 if steps else 0} to v0")
-    published = run.steps_of("publish")
+    published = run.committed_steps("publish")
     for version in published:
         if version:
             faults += _link_faults(run, Address("publish", version), Address("update_policy", version - 1))
@@ -285,7 +285,7 @@ def weights_proof(run: Evidence) -> Answer:
     return f"{', '.join(chains)}; {len(published)} publications", faults
 
 
-def _link_faults(run: Evidence, later: Address, earlier: Address) -> Iterator[str]:
+def _link_faults(run: RunContent, later: Address, earlier: Address) -> Iterator[str]:
     there = run.commits.get(earlier)
     named = [one.content for one in run.commits[later].provenance.inputs if one.address == earlier]
     if there is None and earlier in run.unneeded:
@@ -296,13 +296,13 @@ def _link_faults(run: Evidence, later: Address, earlier: Address) -> Iterator[st
         yield f"{later}: does not go back to {earlier} as it is committed (digest {there.digest})"
 
 
-def checkpoints_proof(run: Evidence) -> Answer:
+def check_checkpoints(run: RunContent) -> Answer:
     """Check that all files of each checkpoint have their CRCs, that its pickles hold only data, and that it has the
     digest that the update of its version committed. A run resumes from the checkpoint before a damaged one."""
     faults, counted = [], 0
     with run.config.stored.downloaded() as stored:
         checkpoints = stored.checkpoints()
-        for role, stage in run.updates.items():
+        for role, stage in run.update_stages.items():
             for version in checkpoints.newest_first(role, at_most=sys.maxsize):
                 counted += 1
                 fault = _checkpoint_fault(run, checkpoints, role, Address(stage, version - 1))
@@ -312,7 +312,7 @@ def checkpoints_proof(run: Evidence) -> Answer:
     return f"{counted} checkpoints", faults
 
 
-def _checkpoint_fault(run: Evidence, checkpoints: Checkpoints, role: Role, made_by: Address) -> str | None:
+def _checkpoint_fault(run: RunContent, checkpoints: Checkpoints, role: Role, made_by: Address) -> str | None:
     """Return the fault of the checkpoint of the version that an update made, or None."""
     version = made_by.step + 1
     try:
@@ -330,7 +330,7 @@ def _checkpoint_fault(run: Evidence, checkpoints: Checkpoints, role: Role, made_
     return None
 
 
-def exports_proof(run: Evidence) -> Answer:
+def check_exports(run: RunContent) -> Answer:
     """Check that every file of an export has its CRC. Exports by earlier versions of Stageline have no sums; they are
     only counted."""
     faults, without = [], 0
@@ -354,11 +354,11 @@ def exports_proof(run: Evidence) -> Answer:
 
 
 @dataclass(frozen=True)
-class Proof:
+class CheckResult:
     """A claim that was checked, how much was checked, and the faults."""
 
     claim: str
-    counted: str
+    checked_count: str
     faults: tuple[str, ...]
 
 
@@ -366,42 +366,42 @@ class Proof:
 class Verification:
     """All proofs of a run, and notes that are no faults."""
 
-    commits: Counter[str]
+    num_commits: Counter[str]
     """Commits by stage."""
-    proofs: tuple[Proof, ...]
+    checks: tuple[CheckResult, ...]
     notes: tuple[str, ...]
-    nodes: int
+    num_nodes: int
     """Nodes of the whole run."""
-    unneeded: int = 0
+    num_unneeded: int = 0
     """Nodes whose records are lost and that nothing needs any more."""
 
     @property
     def faults(self) -> list[str]:
-        return [fault for proof in self.proofs for fault in proof.faults]
+        return [fault for proof in self.checks for fault in proof.faults]
 
     @property
-    def sound(self) -> bool:
+    def is_sound(self) -> bool:
         return not self.faults
 
     def render(self) -> RenderableType:
         stages = Table(title="commits by stage", title_justify="left")
         stages.add_column("stage")
         stages.add_column("commits", justify="right")
-        for stage, number in self.commits.items():
+        for stage, number in self.num_commits.items():
             stages.add_row(stage, str(number))
         proofs = Table(title="claims", title_justify="left")
         proofs.add_column("true")
         proofs.add_column("claim")
         proofs.add_column("checked")
-        for proof in self.proofs:
-            proofs.add_row("NO" if proof.faults else "yes", proof.claim, proof.counted)
-        done = sum(self.commits.values())
-        came = "all of them" if done >= self.nodes else "the run is not finished"
-        if self.unneeded and done + self.unneeded >= self.nodes:
-            came = f"all but {self.unneeded} that are not needed any more"
-        lines = [f"{done} of {self.nodes} nodes have their commit: {came}", *self.notes]
+        for proof in self.checks:
+            proofs.add_row("NO" if proof.faults else "yes", proof.claim, proof.checked_count)
+        done = sum(self.num_commits.values())
+        came = "all of them" if done >= self.num_nodes else "the run is not finished"
+        if self.num_unneeded and done + self.num_unneeded >= self.num_nodes:
+            came = f"all but {self.num_unneeded} that are not needed any more"
+        lines = [f"{done} of {self.num_nodes} nodes have their commit: {came}", *self.notes]
         lines += [f"PROBLEM {fault}" for fault in self.faults]
-        lines.append("sound" if self.sound else f"NOT sound: {len(self.faults)} problems")
+        lines.append("sound" if self.is_sound else f"NOT sound: {len(self.faults)} problems")
         return Group(stages, proofs, Text("\n".join(lines), no_wrap=True, overflow="ignore"))
 
 
@@ -424,40 +424,40 @@ def verify_run(config: RunConfig) -> Verification:
     arrays_faults, rows = _read_arrays(config, history, present)
     nodes = {node.address: node for node in run_nodes(config.graph())}
     once = {node.address: node for graph in earlier_graphs(config) for node in run_nodes(graph)}
-    evidence = Evidence(config, paths, history, once | nodes, {c.address: c for c in commits}, rows, before, lost)
+    evidence = RunContent(config, paths, history, once | nodes, {c.address: c for c in commits}, rows, before, lost)
     num_arrays = sum(len(commit.arrays) for commit in present)
     num_files = len(commits) + len(damaged)
     proofs = [
-        Proof(
+        CheckResult(
             "every commit record is what was written, by its checksum",
             f"{num_files} records"
             + (f", less {len(lost & damaged.keys())} that nobody needs" if lost & damaged.keys() else ""),
             tuple(what for address, what in damaged.items() if address not in lost),
         ),
-        Proof(
+        CheckResult(
             "every array is what was committed, by its CRC-32",
             f"{num_arrays} arrays",
             (*dropped_faults, *arrays_faults),
         ),
     ]
-    for claim, proof in PROOFS.items():
+    for claim, proof in CHECKS.items():
         counted, faults = proof(evidence)
-        proofs.append(Proof(claim, counted, tuple(faults)))
+        proofs.append(CheckResult(claim, counted, tuple(faults)))
     notes = tuple(_notes(evidence, damaged))
     return Verification(Counter(sorted(c.address.stage for c in commits)), tuple(proofs), notes, len(nodes), len(lost))
 
 
-PROOFS: dict[str, Callable[[Evidence], tuple[str, list[str]]]] = {
-    "plain Zarr sees every committed array": plain_readers_proof,
-    "every commit is of the run's graph, and none is there twice": commits_proof,
-    "every commit was made by the run that was stated: its config, on its machines": identity_proof,
-    "every update is committed once, none is left out": updates_proof,
-    "every row of every step is the prompt that the schedule says, once": rows_proof,
-    "every sampled token is within the staleness bound": staleness_proof,
-    "every output was made from the committed inputs that the graph says": lineage_proof,
-    "every version of the weights goes back to version 0, update by update": weights_proof,
-    "every checkpoint is what was saved, of the version that was committed": checkpoints_proof,
-    "every export is what was written, by its CRC-32": exports_proof,
+CHECKS: dict[str, Callable[[RunContent], tuple[str, list[str]]]] = {
+    "plain Zarr sees every committed array": check_plain_readers,
+    "every commit is of the run's graph, and none is there twice": check_commits,
+    "every commit was made by the run that was stated: its config, on its machines": check_identity,
+    "every update is committed once, none is left out": check_updates,
+    "every row of every step is the prompt that the schedule says, once": check_row_numbers,
+    "every sampled token is within the staleness bound": check_staleness,
+    "every output was made from the committed inputs that the graph says": check_lineage,
+    "every version of the weights goes back to version 0, update by update": check_weights,
+    "every checkpoint is what was saved, of the version that was committed": check_checkpoints,
+    "every export is what was written, by its CRC-32": check_exports,
 }
 """Claim -> function that returns counts and problems."""
 
@@ -475,10 +475,10 @@ def _dropped_outputs(
 
 def _read_arrays(
     config: RunConfig, history: History, commits: list[Commit]
-) -> tuple[list[str], dict[Address, RowsFound]]:
+) -> tuple[list[str], dict[Address, CheckedRows]]:
     """Read everything that has arrays as stages read it. Return the faults and a summary of the rollouts' rows."""
     faults: list[str] = []
-    rows: dict[Address, RowsFound] = {}
+    rows: dict[Address, CheckedRows] = {}
     table: PromptTable | None = None
     try:
         table = PromptTable.load(RunPaths(config.run_dir).prompts)
@@ -493,24 +493,24 @@ def _read_arrays(
             faults.append(str(error))
             continue
         if isinstance(record, Rollout):
-            rows[commit.address] = rows_found(config, table, commit, record)
+            rows[commit.address] = check_rows(config, table, commit, record)
     return faults, rows
 
 
-def _unproven(evidence: Evidence) -> Iterator[str]:
+def _unproven_lines(evidence: RunContent) -> Iterator[str]:
     """Yield lines about what these proofs cannot show because of the run's engines."""
     try:
         identity = read_identity(evidence.paths.root)
     except StoreError:
-        return  # `identity_proof` reports it
-    for device in devices_of(evidence.config, identity):
+        return  # `check_identity` reports it
+    for device in recorded_devices(evidence.config, identity):
         yield engine_line(evidence.config, device)
-        yield from (f"not proven: {missing}" for missing in unproven(evidence.config, device))
+        yield from (f"not proven: {missing}" for missing in unproven_guarantees(evidence.config, device))
 
 
-def _notes(evidence: Evidence, damaged: Mapping[Address, str]) -> Iterator[str]:
+def _notes(evidence: RunContent, damaged: Mapping[Address, str]) -> Iterator[str]:
     """Yield notes for a person that are no faults. `damaged`: address of a damaged record -> its fault."""
-    yield from _unproven(evidence)
+    yield from _unproven_lines(evidence)
     for address in sorted(evidence.unneeded):
         what = damaged.get(address, f"{address} has no commit record")
         yield f"{what}; nobody needs it any more, since {KEEP} has deleted its inputs"

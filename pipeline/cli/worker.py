@@ -6,14 +6,14 @@ import argparse
 import math
 from pathlib import Path
 
-from pipeline.cli.answers import BAD_INPUT, DONE, DRIVER_LOST, INTERRUPTED, STAGE_FAILED, complain, print_line
-from pipeline.workers.attached import Ending, WantedWorker, WorkerRefused, run_worker
+from pipeline.cli.answers import BAD_INPUT, DRIVER_LOST, INTERRUPTED, STAGE_FAILED, SUCCESS, print_error, print_line
+from pipeline.workers.attached import EndReason, WorkerOptions, WorkerRefused, run_worker
 
 EXIT_CODES = {
-    Ending.RUN_OVER: DONE,
-    Ending.DRIVER_LOST: DRIVER_LOST,
-    Ending.TERMINATED: INTERRUPTED,
-    Ending.PROCESS_GONE: STAGE_FAILED,
+    EndReason.RUN_OVER: SUCCESS,
+    EndReason.DRIVER_LOST: DRIVER_LOST,
+    EndReason.TERMINATED: INTERRUPTED,
+    EndReason.PROCESS_GONE: STAGE_FAILED,
 }
 
 
@@ -21,10 +21,12 @@ def command(options: argparse.Namespace) -> int:
     """Join the run, and work until the run or the worker ends. Return the exit code."""
     run_dir, file = options.run_dir, options.scheduler_file
     if (run_dir is None) == (file is None):
-        return complain("refused", "worker: give a run's directory or --scheduler-file, one of the two", BAD_INPUT)
+        return print_error("refused", "worker: give a run's directory or --scheduler-file, one of the two", BAD_INPUT)
     if not (math.isfinite(options.wait) and options.wait >= 0):
-        return complain("refused", f"--wait: given {options.wait}; must be a number of seconds, 0 or more", BAD_INPUT)
-    wanted = WantedWorker(
+        return print_error(
+            "refused", f"--wait: given {options.wait}; must be a number of seconds, 0 or more", BAD_INPUT
+        )
+    wanted = WorkerOptions(
         gang=options.gang,
         index=options.index,
         run_dir=None if run_dir is None else Path(run_dir).absolute(),
@@ -35,6 +37,6 @@ def command(options: argparse.Namespace) -> int:
     try:
         ending = run_worker(wanted, print_line)
     except WorkerRefused as error:
-        return complain("refused", f"{wanted.name}: {error}", BAD_INPUT)
+        return print_error("refused", f"{wanted.name}: {error}", BAD_INPUT)
     print_line(f"{wanted.name}: {ending.value}")
     return EXIT_CODES[ending]

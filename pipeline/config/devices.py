@@ -39,15 +39,15 @@ class _Unit:
 
     gang: Gang
     indices: tuple[int, ...]
-    each: int
+    gpus_per_worker: int
     """GPUs per worker."""
 
     @property
     def size(self) -> int:
-        return len(self.indices) * self.each
+        return len(self.indices) * self.gpus_per_worker
 
 
-def all_here(gangs: Sequence[Gang]) -> dict[Worker, str]:
+def place_all_here(gangs: Sequence[Gang]) -> dict[Worker, str]:
     """Return a mapping that places every worker on this host."""
     return {(gang.name, index): THIS_HOST for gang in gangs for index in range(gang.workers)}
 
@@ -69,15 +69,15 @@ def device_problems(
         device_sharing: `placement.device_sharing`.
     """
     for host, available in num_gpus.items():
-        units, _ = _divided(_units(gangs, hosts, host) if available else [], device_sharing)
+        units, _ = _divide_units(_units(gangs, hosts, host) if available else [], device_sharing)
         for unit in units:
             if unit.size > available:
-                yield _too_large(unit, host, available, "" if share else _together(units))
+                yield _too_large_problem(unit, host, available, "" if share else _total_gpus_text(units))
                 return
         needed = sum(unit.size for unit in units)
         if needed > available and not share:
-            yield _too_many(units, host, available)
-        assigned = _assigned(units, available) if share else {}
+            yield _too_many_problem(units, host, available)
+        assigned = _assign_gpus(units, available) if share else {}
         if isinstance(assigned, _Unit):
             yield Problem(
                 f"placement.gangs.{assigned.gang.name}.workers",
@@ -98,12 +98,12 @@ def plan_devices(
     plan: dict[Worker, tuple[int, ...]] = dict.fromkeys(hosts, ())
     for host, available in num_gpus.items():
         if available:
-            units, followers = _divided(_units(gangs, hosts, host), device_sharing)
-            assigned = _assigned(units, available)
+            units, followers = _divide_units(_units(gangs, hosts, host), device_sharing)
+            assigned = _assign_gpus(units, available)
             assert not isinstance(assigned, _Unit), f"{assigned} was not refused"
             plan |= assigned
             for leader, following in followers:
-                plan |= _after(leader, following, assigned)
+                plan |= _follow_leader(leader, following, assigned)
     return plan
 
 
@@ -114,43 +114,48 @@ def visible_devices(indices: Sequence[int], inherited: str | None) -> str:
     return ",".join(str(index) if names is None else names[index].strip() for index in indices)
 
 
-def devices_of_joining(
+def devices_of_joining_worker(
     gang: Gang,
-    seen: Sequence[str],
-    taken: Mapping[str, Collection[Worker]],
+    visible_gpus: Sequence[str],
+    workers_by_gpu: Mapping[str, Collection[Worker]],
     *,
     share: bool,
     device_sharing: DeviceSharing = (),
 ) -> tuple[int, ...] | str:
-    """Return the GPUs of a worker that joins a running cluster, as indices into `seen`, or the reason why it cannot get
-    GPUs. The result is empty if the worker needs no GPUs or sees none.
+    """Return the GPUs of a worker that joins a running cluster, as indices into `visible_gpus`, or the reason why it
+    cannot get GPUs. The result is empty if the worker needs no GPUs or sees none.
 
     Args:
-        seen: identities of the GPUs that the worker sees. Two workers may see the same GPU.
-        taken: identity of a GPU -> the workers that joined earlier and use it. A GPU counts as free if all its
+        visible_gpus: identities of the GPUs that the worker sees. Two workers may see the same GPU.
+        workers_by_gpu: identity of a GPU -> the workers that joined earlier and use it. A GPU counts as free if all its
             users are of gangs that share devices with this worker's gang.
         share: `placement.oversubscribe`. The worker may then use GPUs of other gangs if too few are free.
     """
     alternating = {name for group in device_sharing if gang.name in group for name in group} - {gang.name}
-    taken = {device: [one for one in holders if one[0] not in alternating] for device, holders in taken.items()}
+    workers_by_gpu = {
+        device: [one for one in holders if one[0] not in alternating] for device, holders in workers_by_gpu.items()
+    }
     each = gang.gpus
-    if not each or not seen:
+    if not each or not visible_gpus:
         return ()
-    if len(seen) < each:
-        return f"it needs {each} GPUs and sees {len(seen)}"
-    free = [index for index, device in enumerate(seen) if not taken.get(device)]
+    if len(visible_gpus) < each:
+        return f"it needs {each} GPUs and sees {len(visible_gpus)}"
+    free = [index for index, device in enumerate(visible_gpus) if not workers_by_gpu.get(device)]
     if len(free) >= each:
         return tuple(free[:each])
-    others = [i for i, device in enumerate(seen) if all(name != gang.name for name, _ in taken.get(device, ()))]
+    others = [
+        i
+        for i, device in enumerate(visible_gpus)
+        if all(name != gang.name for name, _ in workers_by_gpu.get(device, ()))
+    ]
     if share and len(others) >= each:
-        return tuple(sorted(others, key=lambda index: (len(taken.get(seen[index], ())), index))[:each])
-    holders = sorted({f"{name}-{index}" for device in seen for name, index in taken.get(device, ())})
-    return (
-        f"it needs {each} GPUs; of the {len(seen)} that it sees {len(free)} are free, others are {', '.join(holders)}'s"
-    )
+        return tuple(sorted(others, key=lambda index: (len(workers_by_gpu.get(visible_gpus[index], ())), index))[:each])
+    holders = sorted({f"{name}-{index}" for device in visible_gpus for name, index in workers_by_gpu.get(device, ())})
+    seen = f"of the {len(visible_gpus)} that it sees {len(free)} are free"
+    return f"it needs {each} GPUs; {seen}, others are {', '.join(holders)}'s"
 
 
-def _divided(
+def _divide_units(
     units: Sequence[_Unit], device_sharing: DeviceSharing
 ) -> tuple[list[_Unit], list[tuple[str, list[_Unit]]]]:
     """Divide a host's units. Return those that get GPUs of their own, and a list with an entry for each other gang:
@@ -165,7 +170,7 @@ def _divided(
     return own, followers
 
 
-def _after(
+def _follow_leader(
     leader: str, following: Sequence[_Unit], assigned: Mapping[Worker, tuple[int, ...]]
 ) -> dict[Worker, tuple[int, ...]]:
     """Return the GPUs of the workers of a gang that shares a leader's GPUs."""
@@ -173,8 +178,8 @@ def _after(
     found, first = {}, 0
     for unit in following:
         for index in unit.indices:
-            found[unit.gang.name, index] = tuple(gpus[(first + n) % len(gpus)] for n in range(unit.each))
-            first += unit.each
+            found[unit.gang.name, index] = tuple(gpus[(first + n) % len(gpus)] for n in range(unit.gpus_per_worker))
+            first += unit.gpus_per_worker
     return found
 
 
@@ -182,14 +187,14 @@ def _units(gangs: Sequence[Gang], hosts: Mapping[Worker, str], host: str) -> lis
     units = []
     for gang in gangs:
         here = tuple(index for index in range(gang.workers) if hosts[gang.name, index] == host)
-        if gang.ordered and here:
+        if gang.is_ordered and here:
             units.append(_Unit(gang, here, gang.gpus))
         elif gang.gpus:
             units += [_Unit(gang, (index,), gang.gpus) for index in here]
     return units
 
 
-def _assigned(units: Sequence[_Unit], available: int) -> dict[Worker, tuple[int, ...]] | _Unit:
+def _assign_gpus(units: Sequence[_Unit], available: int) -> dict[Worker, tuple[int, ...]] | _Unit:
     """Return the GPUs of each worker, or the first unit that cannot be placed."""
     load = [0] * available
     found: dict[Worker, tuple[int, ...]] = {}
@@ -209,19 +214,19 @@ def _assigned(units: Sequence[_Unit], available: int) -> dict[Worker, tuple[int,
         for gpu in gpus:
             load[gpu] += 1
         for number, index in enumerate(unit.indices):
-            found[unit.gang.name, index] = gpus[number * unit.each : (number + 1) * unit.each]
+            found[unit.gang.name, index] = gpus[number * unit.gpus_per_worker : (number + 1) * unit.gpus_per_worker]
     return found
 
 
-def _too_large(unit: _Unit, host: str, available: int, together: str) -> Problem:
-    """Return the problem of a unit that needs more GPUs than its host has. `together`: a text with the GPUs that all
+def _too_large_problem(unit: _Unit, host: str, available: int, total_text: str) -> Problem:
+    """Return the problem of a unit that needs more GPUs than its host has. `total_text`: a text with the GPUs that all
     units need, or ""."""
     name = unit.gang.name
-    also = f"; {together}" if together else ""
+    also = f"; {total_text}" if total_text else ""
     if Role.GENERATE in unit.gang.roles:
         return Problem(
             "engine.tensor_parallel",
-            unit.each,
+            unit.gpus_per_worker,
             f"(with engine.pipeline_parallel) ranks of a replica need {unit.size} GPUs, {host} has {available}: at "
             f"most {available} ranks{also}",
         )
@@ -229,7 +234,7 @@ def _too_large(unit: _Unit, host: str, available: int, together: str) -> Problem
     return Problem(f"placement.gangs.{name}.workers", unit.gang.workers, need)
 
 
-def _too_many(units: Sequence[_Unit], host: str, available: int) -> Problem:
+def _too_many_problem(units: Sequence[_Unit], host: str, available: int) -> Problem:
     """Return the problem of too many workers. It names the gang that needs the most GPUs."""
     by_gang = _gpus_of_gangs(units)
     most = max(by_gang, key=by_gang.__getitem__)
@@ -237,12 +242,12 @@ def _too_many(units: Sequence[_Unit], host: str, available: int) -> Problem:
     return Problem(
         f"placement.gangs.{most}.workers",
         workers,
-        f"{_together(units)}, {host} has {available}: fewer workers or engine ranks, roles on one gang, or "
+        f"{_total_gpus_text(units)}, {host} has {available}: fewer workers or engine ranks, roles on one gang, or "
         "placement.oversubscribe=true for gangs that share GPUs and their memory",
     )
 
 
-def _together(units: Sequence[_Unit]) -> str:
+def _total_gpus_text(units: Sequence[_Unit]) -> str:
     """Return the GPUs that units need together, in words."""
     by_gang = _gpus_of_gangs(units)
     listed = ", ".join(f"{name} {number}" for name, number in by_gang.items())

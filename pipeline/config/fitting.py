@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.config.devices import THIS_HOST, Worker, all_here, plan_devices
+from pipeline.config.devices import THIS_HOST, Worker, place_all_here, plan_devices
 from pipeline.config.hardware import GIB
 from pipeline.config.memory import (
     HostMemory,
@@ -53,7 +53,7 @@ def memory_problems(
 ) -> Iterator[Problem]:
     """Yield a problem for the memory of a host, for /dev/shm and for GPUs, if predicted to be too small. Each problem
     names changes that may help. `hosts`: the host of each worker; None: all on this host."""
-    hosts = hosts or all_here(run.config.gangs())
+    hosts = hosts or place_all_here(run.config.gangs())
     workers = workers_memory(run)
     of_hosts = hosts_memory(run, workers, hosts)
     worst = max(of_hosts, key=lambda host: host.total)
@@ -80,7 +80,8 @@ def memory_problems(
 def devices_memory(
     run: PlannedRun, workers: Sequence[WorkerMemory], hosts: Mapping[Worker, str], num_devices: int
 ) -> list[DeviceMemory]:
-    """Return the most bytes on each GPU that is used. Gangs that share devices are counted as `_at_once` says."""
+    """Return the most bytes on each GPU that is used. Gangs that share devices are counted as `_max_bytes_at_once`
+    says."""
     config = run.config
     sharing = config.placement.device_sharing
     available = dict.fromkeys(hosts.values(), num_devices)
@@ -92,7 +93,10 @@ def devices_memory(
     shares = {worker.worker: max(1, len(plan[worker.worker])) for worker in workers}
     return [
         DeviceMemory(
-            host, number, _at_once(load, shares, sharing), max(load, key=lambda w: w.on_device // shares[w.worker])
+            host,
+            number,
+            _max_bytes_at_once(load, shares, sharing),
+            max(load, key=lambda w: w.on_device // shares[w.worker]),
         )
         for (host, number), load in sorted(loads.items(), key=lambda one: one[0][1])
     ]
@@ -125,7 +129,7 @@ def fitting_cache_mb(run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worke
 
 
 def _fits(run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str] | None) -> bool:
-    hosts = hosts or all_here(run.config.gangs())
+    hosts = hosts or place_all_here(run.config.gangs())
     workers = workers_memory(run)
     of_hosts = hosts_memory(run, workers, hosts)
     return (
@@ -172,19 +176,21 @@ def _with_advice(
     changes. `gang`: the one that takes the most memory."""
     key, given, engine = f"placement.gangs.{gang.name}", run.config.placement.gangs[gang.name], run.config.engine
     trained = bool(gang.roles & MODEL_ROLES)
-    fitting = [describe_layout(one) for one in fitting_layouts(run, limits, gang, hosts)] if trained else []
+    fitting = [layout_text(one) for one in fitting_layouts(run, limits, gang, hosts)] if trained else []
     cache_mb = fitting_cache_mb(run, limits, hosts) if engine_memory(run).reserves_cache else 0
     if cache_mb and (Role.GENERATE in gang.roles or not fitting):
         what = f"{predicted}; {engine.kind} takes all of its cache at its start: at most {cache_mb} fits"
         return Problem("engine.kv_budget_mb", engine.kv_budget_mb, what)
     if fitting:
         what = f"{predicted}; it fits with {' or '.join(fitting[:3])}"
-        return Problem(f"{key}.layout", describe_layout(given.layout), what)
+        return Problem(f"{key}.layout", layout_text(given.layout), what)
     what = f"no layout of its ranks ({gang.workers}) fits" if trained else "its workers take the most"
-    return Problem(f"{key}.workers", given.workers, f"{predicted}; {what}: {', '.join(_ways(run, gang))}")
+    return Problem(
+        f"{key}.workers", given.workers, f"{predicted}; {what}: {', '.join(_memory_saving_changes(run, gang))}"
+    )
 
 
-def _ways(run: PlannedRun, gang: Gang) -> Iterator[str]:
+def _memory_saving_changes(run: PlannedRun, gang: Gang) -> Iterator[str]:
     """Yield the changes with which a gang would take less memory."""
     model, engine = run.config.model, run.config.engine
     if Role.GENERATE in gang.roles:
@@ -204,7 +210,7 @@ def _ways(run: PlannedRun, gang: Gang) -> Iterator[str]:
         yield "more model.frozen_blocks" + ("" if model.lora.rank else " or LoRA")
 
 
-def describe_layout(layout: LayoutConfig) -> str:
+def layout_text(layout: LayoutConfig) -> str:
     """Return a layout as a config writes it. All its settings are written, so that it can replace any other layout."""
     return (
         f"{{tensor: {layout.tensor}, pipeline: {layout.pipeline}, "
@@ -214,7 +220,7 @@ def describe_layout(layout: LayoutConfig) -> str:
     )
 
 
-def _at_once(
+def _max_bytes_at_once(
     load: Sequence[WorkerMemory], shares: Mapping[Worker, int], device_sharing: Sequence[Sequence[str]]
 ) -> int:
     """Return the most bytes that these workers hold on a GPU at one time. Of gangs that share devices one is active at
@@ -290,18 +296,18 @@ def descriptors_needed(config: RunConfig) -> int:
 
 def descriptors_of_worker(gang: Gang) -> int:
     """Return the number of open files that a worker of this gang needs."""
-    return _OWN_DESCRIPTORS + (_DESCRIPTORS_PER_RANK * gang.workers if gang.ordered else 0)
+    return _OWN_DESCRIPTORS + (_DESCRIPTORS_PER_RANK * gang.workers if gang.is_ordered else 0)
 
 
-def most_descriptors() -> int:
+def max_descriptors() -> int:
     """Return how many open files a process may ask for: its hard limit, or `sys.maxsize` if there is no limit."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
-def allow_descriptors(needed: int) -> None:
+def raise_descriptor_limit(needed: int) -> None:
     """Raise this process's soft limit of open files, which its children inherit, to `needed`, or to the hard limit if
     that is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(needed, most_descriptors())), hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(needed, max_descriptors())), hard))

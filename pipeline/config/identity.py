@@ -1,8 +1,8 @@
 """A run's identity: written to `identity.json` when the run starts, and compared whenever it is resumed.
 
     recorded      content                                                   required on resume
-    config        every setting, and the digest that its commits carry      only the changes that `changes` allows
-    model files   digests of weights, config and tokenizer, by role         the same files, in any place
+    config        every setting, and the digest that its commits carry      only the changes that `config_changes`
+    allows model files   digests of weights, config and tokenizer, by role         the same files, in any place
     reward models their files' digests, by the key of their arguments       the same files, in the same place
     prompts       digest of tokens and rewards' fields, evaluated ones too  the same
     software      versions of the software that decides bits                the same, or `cluster.same_numerics: warn`
@@ -42,7 +42,7 @@ from storage.errors import StoreError
 from storage.problems import Problem
 from storage.redaction import redacted
 
-DECIDES_NOTHING = (
+KEYS_WITHOUT_EFFECT = (
     "name",
     "runs_dir",
     "tracking.*",
@@ -69,7 +69,7 @@ DECIDES_NOTHING = (
 )
 """Settings that do not change what is computed: names, directories, tracking, predictions, alarms, processes, timeouts,
 exports, the choice of the best version. (Judges' budgets belong here too; their keys depend on the parts.)"""
-MAY_CHANGE = {
+CHANGEABLE_KEYS = {
     "model.path": "where the model is: its files must be the same",
     "model.reference_path": "likewise",
     "model.critic_path": "likewise",
@@ -79,9 +79,9 @@ MAY_CHANGE = {
     "mismatch.alarm_nats": "when somebody is told",
 }
 """Settings in the digest that may change -> the reason."""
-OF_POOLS = ("placement.gangs.*.workers", "placement.gangs.*.concurrent_shards")
+POOL_KEYS = ("placement.gangs.*.workers", "placement.gangs.*.concurrent_shards")
 """Settings that may change if the gang is a pool: a row's result does not depend on its replica or on other rows."""
-_WHERE = frozenset({"name", "runs_dir"})
+_LOCATION_KEYS = frozenset({"name", "runs_dir"})
 """Settings that are the path of the run's directory. Their values in its files may be old, and are not compared."""
 
 
@@ -94,66 +94,66 @@ class Change:
     after: Any
 
     def __str__(self) -> str:
-        return f"{self.key}={_written(self.after)} (was {_written(self.before)})"
+        return f"{self.key}={_value_text(self.after)} (was {_value_text(self.before)})"
 
 
-def sections(config: RunConfig | RewardModelConfig | LabelConfig) -> dict[str, Any]:
+def config_sections(config: RunConfig | RewardModelConfig | LabelConfig) -> dict[str, Any]:
     """Return a config as nested sections and keys, with values as JSON reads them back."""
     content = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     return dict(json.loads(json.dumps(content)))
 
 
-def settings(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_sections(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the key paths and values of nested sections. An empty section counts as a value."""
     flat: dict[str, Any] = {}
     for key, value in content.items():
         if isinstance(value, Mapping) and value:
-            flat |= settings(value, f"{prefix}{key}.")
+            flat |= flatten_sections(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat
 
 
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """Return the changes between two configs in the form of `sections`, sorted by key. `name`, `runs_dir` and secrets
-    are ignored: secrets do not change what is computed, and recorded configs lack them."""
-    old, new = settings(redacted(before)), settings(redacted(after))
-    keys = sorted((old.keys() | new.keys()) - _WHERE)
+def config_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+    """Return the changes between two configs in the form of `config_sections`, sorted by key. `name`, `runs_dir` and
+    secrets are ignored: secrets do not change what is computed, and recorded configs lack them."""
+    old, new = flatten_sections(redacted(before)), flatten_sections(redacted(after))
+    keys = sorted((old.keys() | new.keys()) - _LOCATION_KEYS)
     return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
 
 
-def decides_nothing(key: str, config: RunConfig) -> bool:
+def has_no_effect(key: str, config: RunConfig) -> bool:
     """Return True if a setting is left out of the digest of this config. `steps` is left out if no learning rate
     depends on it."""
     if key == "steps":
         trained = [config.model.policy, *([config.model.critic] if config.has_critic else [])]
         return all(optimizer.decay == "constant" for optimizer in trained)
-    return any(fnmatchcase(key, pattern) for pattern in DECIDES_NOTHING) or key in config.judge_budgets()
+    return any(fnmatchcase(key, pattern) for pattern in KEYS_WITHOUT_EFFECT) or key in config.judge_budgets()
 
 
 def change_problems(before: Mapping[str, Any], config: RunConfig) -> Iterator[Problem]:
     """Yield a problem for each change that keeps a run recorded as `before` from being resumed as `config`."""
-    pools = {gang.name for gang in config.gangs() if not gang.ordered}
-    for change in changes(before, sections(config)):
+    pools = {gang.name for gang in config.gangs() if not gang.is_ordered}
+    for change in config_changes(before, config_sections(config)):
         key = change.key
         if key == "steps":
             yield from _steps_problems(change, config)
-        elif any(fnmatchcase(key, pattern) for pattern in OF_POOLS):
+        elif any(fnmatchcase(key, pattern) for pattern in POOL_KEYS):
             if key.split(".")[2] not in pools:
-                yield _refused(change, "its ranks act together, and sums depend on how many they are")
-        elif not (decides_nothing(key, config) or key in MAY_CHANGE):
-            yield _refused(change, "it decides what is computed")
+                yield _change_problem(change, "its ranks act together, and sums depend on how many they are")
+        elif not (has_no_effect(key, config) or key in CHANGEABLE_KEYS):
+            yield _change_problem(change, "it decides what is computed")
 
 
 def _steps_problems(change: Change, config: RunConfig) -> Iterator[Problem]:
-    if not decides_nothing("steps", config):
+    if not has_no_effect("steps", config):
         why = "the learning rates depend on it, unless model.policy.decay and model.critic.decay are constant"
-        yield _refused(change, f"{why}{_from_last_version(change, config)}")
+        yield _change_problem(change, f"{why}{_continue_hint(change, config)}")
     elif change.after < change.before:
-        yield _refused(change, "a run may become longer, not shorter")
+        yield _change_problem(change, "a run may become longer, not shorter")
 
 
-def _from_last_version(change: Change, config: RunConfig) -> str:
+def _continue_hint(change: Change, config: RunConfig) -> str:
     """Return a sentence with the command of a new run that continues from this run's last version, for a user who wants
     more steps. Return "" if fewer steps are wanted, or the model has LoRA or random weights."""
     if (
@@ -172,12 +172,12 @@ def _from_last_version(change: Change, config: RunConfig) -> str:
     )
 
 
-def _refused(change: Change, why: str) -> Problem:
-    need = f"the run has {_written(change.before)}: {why}"
+def _change_problem(change: Change, reason: str) -> Problem:
+    need = f"the run has {_value_text(change.before)}: {reason}"
     return Problem(change.key, change.after, need)
 
 
-def _written(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
 
 
@@ -242,7 +242,7 @@ class Identity:
         """Digests of all configs that the run has had."""
         return frozenset(statement.config_hash for statement in self.statements)
 
-    def stated(self, statement: Statement) -> Identity:
+    def with_statement(self, statement: Statement) -> Identity:
         """Return the identity with one more statement."""
         return replace(self, statements=(*self.statements, statement))
 
@@ -275,10 +275,10 @@ def write_identity(run_dir: Path, identity: Identity) -> None:
     files.write(files.open_root(str(run_dir)), FILE, (json.dumps(document, indent=1) + "\n").encode())
 
 
-def edited(identity: Identity, saved: Mapping[str, Any]) -> list[Change]:
+def edited_settings(identity: Identity, saved: Mapping[str, Any]) -> list[Change]:
     """Return the differences of the saved config from the last statement. The list is also empty if the saved config is
     that of the statement before, because a driver may die between writing the statement and the config."""
-    found = [changes(statement.config, saved) for statement in identity.statements[-2:]]
+    found = [config_changes(statement.config, saved) for statement in identity.statements[-2:]]
     return [] if [] in found else found[-1]
 
 
@@ -302,7 +302,7 @@ def identity_faults(identity: Identity | None, saved: Mapping[str, Any], commits
     if identity is None:
         yield f"{FILE} is missing: nothing says which config, models and prompts the commits were made with"
         return
-    for change in edited(identity, saved):
+    for change in edited_settings(identity, saved):
         yield f"config.yaml is not what was stated: {change}"
     fingerprints = {known.fingerprint for known in identity.numerics}
     for commit in commits:

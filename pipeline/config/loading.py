@@ -30,7 +30,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipeline.config.identity import Change, changes, decides_nothing, sections, settings
+from pipeline.config.identity import Change, config_changes, config_sections, flatten_sections, has_no_effect
 from pipeline.config.placement import DEFAULT_PLACEMENT
 from pipeline.config.reward_model import (
     LabelConfig,
@@ -120,13 +120,13 @@ _TRUNCATES = (
     "sampling.suppress_token_ids, which both compute alike"
 )
 _STOPS = "is not there: a response ends at a token. model.eos_token_ids names further tokens that end it"
-ABSENT = {
+UNSUPPORTED = {
     **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"), _TRUNCATES),
     **dict.fromkeys(("stop", "stop_strings", "stop_token_ids"), _STOPS),
 }
 """Name of a sampling setting that other systems have -> why Stageline has none, and what to use."""
-_MOST_SUGGESTIONS = 3
-_SIMILAR = 0.8
+_MAX_SUGGESTIONS = 3
+_MIN_SIMILARITY = 0.8
 """Least similarity (of difflib) of a key that is suggested from another section."""
 _HINTS: dict[Any, dict[str, Any]] = {}
 _GIVEN = {int: 1, float: 1.0}
@@ -134,7 +134,7 @@ _GIVEN = {int: 1, float: 1.0}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
-def _hints(section: Any) -> dict[str, Any]:
+def _setting_types(section: Any) -> dict[str, Any]:
     """Return the type of each setting of a section. Cached, because it is looked up for every key."""
     if section not in _HINTS:
         _HINTS[section] = get_type_hints(section)
@@ -155,7 +155,7 @@ def source_errors(source: Any, name: str, schema: type) -> list[ConfigError]:
 def is_setting(word: str, schema: type) -> bool:
     """Return True if this is the key path of a setting or a section. A key below a mapping of names always counts,
     because the names are only known from a config."""
-    hints = _hints(schema)
+    hints = _setting_types(schema)
     head, _, rest = word.partition(".")
     if head not in hints or head.startswith("_"):
         return False
@@ -165,7 +165,7 @@ def is_setting(word: str, schema: type) -> bool:
     return not rest or get_origin(kind) is dict
 
 
-def _unknown_keys(source: Any, schema: Any, name: str, whole: type, prefix: str = "") -> Iterator[ConfigError]:
+def _unknown_keys(source: Any, schema: Any, name: str, root_schema: type, prefix: str = "") -> Iterator[ConfigError]:
     """Yield an error for each unknown key, with its whole path and what to use, or why there is no such setting. Yield
     one also for a plain value given to a section, and for a mapping given to a setting with a single value."""
     if not isinstance(schema, DictConfig):
@@ -173,7 +173,7 @@ def _unknown_keys(source: Any, schema: Any, name: str, whole: type, prefix: str 
     if OmegaConf.get_type(schema) is dict:  # a mapping of names to sections, or to plain values
         section = schema._metadata.element_type
         for key in map(str, source) if isinstance(source, DictConfig) and is_dataclass(section) else ():
-            yield from _unknown_keys(source[key], OmegaConf.structured(section), name, whole, f"{prefix}{key}.")
+            yield from _unknown_keys(source[key], OmegaConf.structured(section), name, root_schema, f"{prefix}{key}.")
         return
     if not isinstance(source, DictConfig):
         settings = ", ".join(map(str, schema))
@@ -182,48 +182,50 @@ def _unknown_keys(source: Any, schema: Any, name: str, whole: type, prefix: str 
     for key in map(str, source):
         path = f"{prefix}{key}"
         if key not in schema.keys():  # noqa: SIM118  (`in` denies keys without a value)
-            meant = MOVED.get(path) or _meant(key, prefix, [*map(str, schema)], whole)
-            if not meant and key in ABSENT:
-                yield ConfigError(path, f"no such key (in {name}): it {ABSENT[key]}")
+            meant = MOVED.get(path) or _suggestions(key, prefix, [*map(str, schema)], root_schema)
+            if not meant and key in UNSUPPORTED:
+                yield ConfigError(path, f"no such key (in {name}): it {UNSUPPORTED[key]}")
                 continue
             meant = meant or [f"{prefix}{k}" for k in map(str, schema)]
             yield ConfigError(path, f"no such key (in {name}); did you mean {', '.join(meant)}?")
         elif not OmegaConf.is_missing(source, key) and not OmegaConf.is_interpolation(source, key):
-            kind = _type_of(path, whole)
+            kind = _type_of(path, root_schema)
             if _is_single(kind) and isinstance(source[key], DictConfig):
                 given: Any = OmegaConf.to_container(source[key])
                 hint = "; YAML takes a text that ends in : for a mapping" if [*given.values()] == [None] else ""
-                yield ConfigError(path, f"given {given!r} (in {name}); must be {_need(kind)}{hint}")
+                yield ConfigError(path, f"given {given!r} (in {name}); must be {_expected_text(kind)}{hint}")
                 continue
-            yield from _unknown_keys(source[key], schema._get_node(key), name, whole, f"{path}.")
+            yield from _unknown_keys(source[key], schema._get_node(key), name, root_schema, f"{path}.")
 
 
-def _meant(key: str, prefix: str, known: Sequence[str], whole: type) -> list[str]:
+def _suggestions(key: str, prefix: str, siblings: Sequence[str], root_schema: type) -> list[str]:
     """Return the paths of at most three settings that a user may have meant by an unknown key of the section `prefix`,
-    which has the settings `known`. These are tried in order, until one finds a setting:
+    which has the settings `siblings`. These are tried in order, until one finds a setting:
 
-    1. settings of this name in the sections below (for a key of `ABSENT` nothing else is tried)
+    1. settings of this name in the sections below (for a key of `UNSUPPORTED` nothing else is tried)
     2. settings that have this name in any section or, by `SYNONYMS`, in another system
     3. settings of this section with similar names
     4. settings of any section with very similar names
     """
-    paths = [*_paths(whole)]
+    paths = [*_paths(root_schema)]
     below = [path for path in paths if path.startswith(prefix) and path.rpartition(".")[2] == key]
     named: dict[str, list[str]] = {}
     for path in paths:
         for called in (path.rpartition(".")[2], *SYNONYMS.get(path, ())):
             named.setdefault(called, []).append(path)
-    if below or key in ABSENT:
-        return below[:_MOST_SUGGESTIONS]
-    meant = named.get(key) or [f"{prefix}{name}" for name in difflib.get_close_matches(key, known)]
+    if below or key in UNSUPPORTED:
+        return below[:_MAX_SUGGESTIONS]
+    meant = named.get(key) or [f"{prefix}{name}" for name in difflib.get_close_matches(key, siblings)]
     if not meant:
-        meant = [path for called in difflib.get_close_matches(key, named, cutoff=_SIMILAR) for path in named[called]]
-    return [*dict.fromkeys(meant)][:_MOST_SUGGESTIONS]
+        meant = [
+            path for called in difflib.get_close_matches(key, named, cutoff=_MIN_SIMILARITY) for path in named[called]
+        ]
+    return [*dict.fromkeys(meant)][:_MAX_SUGGESTIONS]
 
 
 def _paths(section: Any, prefix: str = "") -> Iterator[str]:
     """Yield every key of a section and of its nested sections, except keys below mappings of names."""
-    for name, kind in _hints(section).items():
+    for name, kind in _setting_types(section).items():
         if not name.startswith("_"):
             yield f"{prefix}{name}"
             if is_dataclass(kind):
@@ -248,7 +250,7 @@ def _type_errors(key: str, value: Any, name: str, schema: type) -> Iterator[Conf
     nested: Any = value
     for part in reversed(inside):
         nested = {part: nested}
-    alone = make_dataclass("Setting", [(inside[0], _hints(section)[inside[0]], field(default=MISSING))])
+    alone = make_dataclass("Setting", [(inside[0], _setting_types(section)[inside[0]], field(default=MISSING))])
     kind, container = _type_of(key, schema), isinstance(value, DictConfig | ListConfig)
     refused = "of another type" if kind in _WORDS and container else None  # omegaconf lets it pass in a new mapping
     try:
@@ -258,7 +260,7 @@ def _type_errors(key: str, value: Any, name: str, schema: type) -> Iterator[Conf
     if refused is not None:
         given = OmegaConf.to_container(value) if container else value
         what = "no value given" if given is None else f"given {given!r}"
-        yield ConfigError(key, f"{what} (in {name}); must be {_need(kind) or refused}")
+        yield ConfigError(key, f"{what} (in {name}); must be {_expected_text(kind) or refused}")
 
 
 def _innermost(key: str, schema: Any) -> tuple[Any, list[str]]:
@@ -269,7 +271,7 @@ def _innermost(key: str, schema: Any) -> tuple[Any, list[str]]:
     for number, part in enumerate(parts):
         if is_dataclass(kind):
             section, inside = kind, parts[number:]
-            kind = _hints(kind).get(part)
+            kind = _setting_types(kind).get(part)
         else:
             kind = get_args(kind)[1] if get_origin(kind) is dict else None
     return section, inside
@@ -280,7 +282,7 @@ def _type_of(key: str, schema: Any) -> Any:
     kind = schema
     for part in key.split("."):
         if is_dataclass(kind):
-            kind = _hints(kind).get(part)
+            kind = _setting_types(kind).get(part)
         elif get_origin(kind) is dict:
             kind = get_args(kind)[1]
         else:
@@ -295,13 +297,13 @@ def _is_single(kind: Any) -> bool:
     return kind in _WORDS or kind is type(None) or get_origin(kind) is Literal
 
 
-def _need(kind: Any) -> str:
+def _expected_text(kind: Any) -> str:
     """Return the values that a setting of this type takes, in words; "" if there are no words for the type."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
         return f"one of {', '.join(map(str, arguments))}"
     if origin in (Union, types.UnionType):
-        return ", or ".join("null" if a is type(None) else _need(a) for a in arguments)
+        return ", or ".join("null" if a is type(None) else _expected_text(a) for a in arguments)
     if origin in (list, tuple):
         one = _WORDS.get(arguments[0], "") if arguments else ""
         return f"a list, each element {one}" if one else "a list"
@@ -314,7 +316,7 @@ def first_line(error: Exception) -> str:
 
 # ---- Loading and writing ---------------------------------------------------------------------------------
 
-_WAY_ON = "Restore it, or remove the file: it is then written again from identity.json"
+_REPAIR_HINT = "Restore it, or remove the file: it is then written again from identity.json"
 _OTHER_PROGRAMS = {
     "a reward model's training": {"data", "train", "optimizer"},
     "a labelling": {"judge", "responses"},
@@ -343,7 +345,7 @@ def load_config(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str
         ConfigError: a file is unreadable, or settings are wrong. The error lists every unknown key, wrong type, missing
             value, impossible value and contradiction between settings.
     """
-    return _finish(_loaded(RunConfig, _sources(files, overrides)))
+    return _to_run_config(_load(RunConfig, _sources(files, overrides)))
 
 
 def readable_config(
@@ -367,7 +369,7 @@ def load_reward_model_config(
     files: Iterable[str | os.PathLike[str]], overrides: Iterable[str] = ()
 ) -> RewardModelConfig:
     """Return the config of a reward model's training. Arguments and errors are those of `load_config`."""
-    config = _loaded(RewardModelConfig, _sources(files, overrides))
+    config = _load(RewardModelConfig, _sources(files, overrides))
     assert isinstance(config, RewardModelConfig)
     config.model.path = cached_in_hub(config.model.path)
     config.teacher.paths = [cached_in_hub(path) for path in config.teacher.paths]
@@ -377,7 +379,7 @@ def load_reward_model_config(
 
 def load_label_config(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str] = ()) -> LabelConfig:
     """Return the config of a labelling. Arguments and errors are those of `load_config`."""
-    config = _loaded(LabelConfig, _sources(files, overrides))
+    config = _load(LabelConfig, _sources(files, overrides))
     assert isinstance(config, LabelConfig)
     config.responses.model = config.responses.model and cached_in_hub(config.responses.model)
     validate_labelling(config)
@@ -387,7 +389,7 @@ def load_label_config(files: Iterable[str | os.PathLike[str]], overrides: Iterab
 def load_file(schema: type, file: str | os.PathLike[str]) -> Any:
     """Return the content of one file as the dataclass `schema`. Keys and types are checked, and no other rules. Raises
     ConfigError."""
-    return _loaded(schema, _sources([file], []))
+    return _load(schema, _sources([file], []))
 
 
 def _sources(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str]) -> list[Source]:
@@ -395,13 +397,13 @@ def _sources(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str]) 
     return all_of(*reading)
 
 
-def load_yaml(text: str, overrides: Iterable[str] = (), *, where: str = "the saved config") -> RunConfig:
-    """Return the config that `to_yaml` wrote, with `key=value` overrides. Raises ConfigError, naming `where`, if the
-    text is damaged or was written by a version with other settings."""
-    return _finish(_loaded(RunConfig, [(where, _parse(text, where)), *_sources([], overrides)]))
+def load_yaml(text: str, overrides: Iterable[str] = (), *, source_name: str = "the saved config") -> RunConfig:
+    """Return the config that `to_yaml` wrote, with `key=value` overrides. Raises ConfigError, naming `source_name`, if
+    the text is damaged or was written by a version with other settings."""
+    return _to_run_config(_load(RunConfig, [(source_name, _parse(text, source_name)), *_sources([], overrides)]))
 
 
-def read_saved(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
+def read_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Return the config in a run's directory, with `key=value` overrides.
 
     Raises:
@@ -413,26 +415,30 @@ def read_saved(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     try:
         text = path.read_text("utf8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(where, f"cannot be read: {_one_line(error)}. {_WAY_ON}") from error
-    saved = _parse(text, where, f". {_WAY_ON}")
+        raise ConfigError(where, f"cannot be read: {_one_line(error)}. {_REPAIR_HINT}") from error
+    saved = _parse(text, where, f". {_REPAIR_HINT}")
     content: Any = OmegaConf.to_container(saved) if isinstance(saved, DictConfig) else {}
     for program, own in _OTHER_PROGRAMS.items():
         if own <= content.keys():
             need = f"{path.parent} is the directory of {program}: for a run choose another name=..., or runs_dir=..."
             raise OtherProgramsConfig(where, f"is not the config of a run; {need}")
-    there = [f"{key}." for key in settings(content)]
-    lost = [key for key in settings(sections(RunConfig())) if not any(had.startswith(f"{key}.") for had in there)]
+    there = [f"{key}." for key in flatten_sections(content)]
+    lost = [
+        key
+        for key in flatten_sections(config_sections(RunConfig()))
+        if not any(had.startswith(f"{key}.") for had in there)
+    ]
     if lost:
         named = ", ".join(lost[:5]) + (f" and {len(lost) - 5} others" if len(lost) > 5 else "")
-        raise ConfigError(where, f"is damaged, or of another version of Stageline: it has no {named}. {_WAY_ON}")
-    return load_yaml(text, overrides, where=where)
+        raise ConfigError(where, f"is damaged, or of another version of Stageline: it has no {named}. {_REPAIR_HINT}")
+    return load_yaml(text, overrides, source_name=where)
 
 
-def _parse(text: str, where: str, way_on: str = "") -> Any:
+def _parse(text: str, source_name: str, repair_hint: str = "") -> Any:
     try:
         return OmegaConf.create(text)
     except Exception as error:  # as in `_read_file`
-        raise ConfigError(where, f"not readable as YAML: {_one_line(error)}{way_on}") from error
+        raise ConfigError(source_name, f"not readable as YAML: {_one_line(error)}{repair_hint}") from error
 
 
 def _read_file(file: str | os.PathLike[str]) -> tuple[str, Any]:
@@ -454,9 +460,9 @@ def _read_override(override: str) -> tuple[str, Any]:
         raise ConfigError(override, f"not an override that YAML can read: {error}") from error
 
 
-def _loaded(schema: type, sources: Sequence[Source]) -> Any:
+def _load(schema: type, sources: Sequence[Source]) -> Any:
     """Return the config merged from defaults and sources. Raises ConfigError if the merge has errors or values are
-    missing; the error also lists the problems of the other settings (`_wrong_beside`)."""
+    missing; the error also lists the problems of the other settings (`_other_problems`)."""
     merged, errors = _merge(schema, sources)
     try:
         missing = sorted(OmegaConf.missing_keys(merged))
@@ -466,7 +472,7 @@ def _loaded(schema: type, sources: Sequence[Source]) -> Any:
         if not any(key in str(error) for error in errors):  # an error about it was found already, or suggests it
             errors.append(ConfigError(key, f"has no value; set it in the config file or as {key}=..."))
     if errors:
-        raise together([*errors, *_wrong_beside(schema, merged, missing, [error.key for error in errors])])
+        raise together([*errors, *_other_problems(schema, merged, missing, [error.key for error in errors])])
     return _to_object(merged)
 
 
@@ -474,10 +480,10 @@ def _merge(schema: type, sources: Sequence[Source]) -> tuple[Any, list[ConfigErr
     """Merge defaults and sources, and leave out the keys that cannot be merged. Return the merged config and the errors
     of those keys. Raises ConfigError if a file is another command's config, or leaving out keys does not help."""
     try:
-        return _in_turn(schema, sources), []
+        return _merge_one_by_one(schema, sources), []
     except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list in place of a mapping
         failed = first_line(error)
-    meant = [error for name, source in sources for error in _of_another_command(source, name, schema)]
+    meant = [error for name, source in sources for error in _other_command_error(source, name, schema)]
     found = [source_errors(source, name, schema) for name, source in sources]
     errors = [error for of_source in found for error in of_source]
     if meant or not errors:
@@ -488,15 +494,15 @@ def _merge(schema: type, sources: Sequence[Source]) -> tuple[Any, list[ConfigErr
         if isinstance(source, DictConfig)
     ]
     try:
-        return _in_turn(schema, sound), errors
+        return _merge_one_by_one(schema, sound), errors
     except (OmegaConfBaseException, TypeError):
         raise together(errors) from None
 
 
-def _in_turn(schema: type, sources: Sequence[Source]) -> Any:
+def _merge_one_by_one(schema: type, sources: Sequence[Source]) -> Any:
     """Merge the sources one after the other. Raises OmegaConfBaseException or TypeError."""
     merged: Any = OmegaConf.structured(schema)
-    for _, source in [*([("", _placed(sources))] if schema is RunConfig else []), *sources]:
+    for _, source in [*([("", _default_placement(sources))] if schema is RunConfig else []), *sources]:
         if not isinstance(source, DictConfig):
             raise TypeError("not a mapping")
         merged = OmegaConf.merge(merged, source)  # one call for all would not check types in mappings
@@ -512,7 +518,7 @@ def _without(content: Any, keys: Collection[str], prefix: str = "") -> Any:
     }
 
 
-def _wrong_beside(schema: type, merged: Any, missing: Sequence[str], refused: Sequence[str]) -> Iterator[ConfigError]:
+def _other_problems(schema: type, merged: Any, missing: Sequence[str], refused: Sequence[str]) -> Iterator[ConfigError]:
     """Yield the problems of the other settings, so that a user sees them together with those of the `refused` ones.
     Problems that name a refused or missing key are left out: the value checked is only a default or an earlier
     source's."""
@@ -528,7 +534,7 @@ def _wrong_beside(schema: type, merged: Any, missing: Sequence[str], refused: Se
             yield refusal(problem)
 
 
-def _of_another_command(source: Any, name: str, schema: type) -> Iterator[ConfigError]:
+def _other_command_error(source: Any, name: str, schema: type) -> Iterator[ConfigError]:
     """Yield an error if a file is the config of another command: if that command's config has all top-level keys of the
     file, and `schema` does not."""
     if not isinstance(source, DictConfig) or "=" in name:
@@ -540,7 +546,7 @@ def _of_another_command(source: Any, name: str, schema: type) -> Iterator[Config
             yield ConfigError(name, f"is the config of {what}: `{command} {name}`")
 
 
-def _placed(sources: Sequence[Source]) -> DictConfig:
+def _default_placement(sources: Sequence[Source]) -> DictConfig:
     """Return the default placement to merge the sources into. It is empty if a source has `placement.roles` of its own,
     which must then name all roles except `advantage`. A single role's override (`placement.roles.critic=other`) changes
     the default."""
@@ -553,7 +559,7 @@ def _placed(sources: Sequence[Source]) -> DictConfig:
     return OmegaConf.create({} if named - {"advantage"} else {"placement": DEFAULT_PLACEMENT})
 
 
-def _finish(config: Any) -> RunConfig:
+def _to_run_config(config: Any) -> RunConfig:
     assert isinstance(config, RunConfig)
     if config.engine.python is None:
         config.engine.python = made_interpreter(config.engine.kind)
@@ -595,15 +601,17 @@ def write_config(
 
 def flatten(config: RunConfig | RewardModelConfig | LabelConfig) -> dict[str, str]:
     """Return key paths and values as strings, without secrets, for MLflow's parameters."""
-    return {key: str(value) for key, value in settings(redacted(sections(config))).items() if value != {}}
+    return {
+        key: str(value) for key, value in flatten_sections(redacted(config_sections(config))).items() if value != {}
+    }
 
 
 def config_hash(config: RunConfig) -> str:
     """Return a digest of all settings that decide what is computed. Two runs with the same digest may share a
     directory. `identity.py` lists the settings that are left out. Secrets are left out too: they may be replaced,
     and a public digest could help to guess them."""
-    stated = settings(redacted(sections(config)))
-    content = {key: value for key, value in stated.items() if not decides_nothing(key, config)}
+    stated = flatten_sections(redacted(config_sections(config)))
+    content = {key: value for key, value in stated.items() if not has_no_effect(key, config)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -630,11 +638,11 @@ MAY_DIFFER = {
 """Pattern of keys in which a variant may differ from its parent -> what these keys decide."""
 
 
-def variant_of(parent: RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, list[Change]]:
+def variant_config(parent: RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, list[Change]]:
     """Return the parent's config with `key=value` overrides, and the list of changes except those of `name` and
     `runs_dir`. Raises ConfigError if a variant cannot change one of the keys, or would have its parent's directory."""
     variant = load_yaml(to_yaml(parent), overrides)
-    changed = changes(sections(parent), sections(variant))
+    changed = config_changes(config_sections(parent), config_sections(variant))
     for problem in variant_problems(changed):
         raise refusal(problem)
     if variant.run_dir.resolve() == parent.run_dir.resolve():

@@ -24,7 +24,7 @@ from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
 
-from pipeline.config.devices import Worker, all_here
+from pipeline.config.devices import Worker, place_all_here
 from pipeline.config.hardware import GIB
 from pipeline.config.role_models import read_model, role_models
 from pipeline.config.run import RunConfig
@@ -246,7 +246,7 @@ def worker_memory(run: PlannedRun, gang: Gang, index: int) -> WorkerMemory:
 
 def _stage(run: PlannedRun, gang: Gang, index: int) -> int:
     """Return a worker's pipeline stage. Megatron orders ranks by tensor, data, then pipeline."""
-    if not gang.ordered:
+    if not gang.is_ordered:
         return 0
     return index // (gang.workers // run.config.placement.gangs[gang.name].layout.pipeline)
 
@@ -274,7 +274,7 @@ def hosts_memory(run: PlannedRun, workers: Sequence[WorkerMemory], hosts: Mappin
 
 def host_bytes(run: PlannedRun, workers: Sequence[WorkerMemory]) -> int:
     """Return the bytes of the whole run on a single host."""
-    (host,) = hosts_memory(run, workers, all_here(run.config.gangs()))
+    (host,) = hosts_memory(run, workers, place_all_here(run.config.gangs()))
     return host.total
 
 

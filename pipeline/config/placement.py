@@ -86,7 +86,7 @@ def default_placement() -> PlacementConfig:
     return PlacementConfig(gangs=gangs, roles=dict(DEFAULT_PLACEMENT["roles"]))
 
 
-def gang_of(placement: PlacementConfig, role: Role) -> str:
+def gang_of_role(placement: PlacementConfig, role: Role) -> str:
     """Return the name of the gang that serves a role."""
     roles = placement.roles
     return roles.get(Role.ADVANTAGE, roles[Role.SCORE]) if role is Role.ADVANTAGE else roles[role]
@@ -103,7 +103,7 @@ def placed_gangs(
         scoring_models: True if rewards have models.
     """
     gangs = placement.gangs
-    roles = {role: gang_of(placement, role) for role in Role if critic or role is not Role.CRITIC}
+    roles = {role: gang_of_role(placement, role) for role in Role if critic or role is not Role.CRITIC}
     dividing = [name for name, gang in gangs.items() if gang.layout.tensor > 1 or gang.layout.pipeline > 1]
     workers = {name: gang.workers for name, gang in gangs.items()}
     placed = gangs_of(roles, workers, {name: gang.concurrent_shards for name, gang in gangs.items()}, dividing)
@@ -126,9 +126,9 @@ def placement_problems(placement: PlacementConfig, *, critic: bool) -> Iterator[
         return
     for name in placement.gangs:
         yield from _gang_problems(placement, name)
-    yield from _turn_problems(placement)
+    yield from _device_sharing_problems(placement)
     for gang in placed_gangs(placement, critic=critic):
-        if gang.ordered:
+        if gang.is_ordered:
             yield from _ordered_gang_problems(gang, placement.gangs[gang.name])
 
 
@@ -163,7 +163,7 @@ def _gang_problems(placement: PlacementConfig, name: str) -> Iterator[Problem]:
         yield from _unused_layout_problems(f"{key}.layout", settings.layout, roles)
 
 
-def _turn_problems(placement: PlacementConfig) -> Iterator[Problem]:
+def _device_sharing_problems(placement: PlacementConfig) -> Iterator[Problem]:
     """Yield the problems of `device_sharing`."""
     seen: set[str] = set()
     for number, group in enumerate(placement.device_sharing):

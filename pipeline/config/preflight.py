@@ -20,13 +20,21 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.config.devices import THIS_HOST, all_here, device_problems
-from pipeline.config.fitting import descriptors_needed, memory_problems, most_descriptors
-from pipeline.config.identity import FILE, Identity, change_problems, edited, read_identity, sections, settings
-from pipeline.config.loading import config_hash, read_saved
+from pipeline.config.devices import THIS_HOST, device_problems, place_all_here
+from pipeline.config.fitting import descriptors_needed, max_descriptors, memory_problems
+from pipeline.config.identity import (
+    FILE,
+    Identity,
+    change_problems,
+    config_sections,
+    edited_settings,
+    flatten_sections,
+    read_identity,
+)
+from pipeline.config.loading import config_hash, read_run_config
 from pipeline.config.memory import gpus_here, memory_limits, planned_run, row_cache_bytes
 from pipeline.config.paths import RunPaths, network_filesystem
-from pipeline.config.placement import gang_of
+from pipeline.config.placement import gang_of_role
 from pipeline.config.role_models import (
     check_exported,
     check_output_layer,
@@ -62,16 +70,16 @@ DEVICE_ITEM, ENGINE_DEVICE_ITEM = "device", "engine.device"
 is reported by an engine in an environment of its own."""
 
 
-def device_of(numerics: Mapping[str, str]) -> Device:
+def engine_device(numerics: Mapping[str, str]) -> Device:
     """Return the device that the engine of a worker with these numerics computes on."""
     return "cuda" if numerics.get(ENGINE_DEVICE_ITEM) == "cuda" or DEVICE_ITEM in numerics else "cpu"
 
 
-def devices_of(config: RunConfig, identity: Identity | None) -> list[Device]:
+def recorded_devices(config: RunConfig, identity: Identity | None) -> list[Device]:
     """Return the devices that a run's engines have computed on, as its identity records; CPU if it records none."""
-    gang = gang_of(config.placement, Role.GENERATE)
+    gang = gang_of_role(config.placement, Role.GENERATE)
     known = [] if identity is None else identity.numerics_of(gang)
-    found: list[Device] = sorted({device_of(one.items) for one in known})
+    found: list[Device] = sorted({engine_device(one.items) for one in known})
     return found or ["cpu"]
 
 
@@ -81,10 +89,15 @@ def engine_line(config: RunConfig, device: Device) -> str:
     return f"engine {config.engine.kind} on {device}: {config.capabilities(device)}{elsewhere}"
 
 
-def unproven(config: RunConfig, device: Device) -> list[str]:
+def unproven_guarantees(config: RunConfig, device: Device) -> list[str]:
     """Return a sentence, with its reason, for each guarantee that a run of this config lacks."""
     can = config.capabilities(device)
-    return [*_of_draws(can), *_of_weights(config), *_of_canaries(config, can), *_of_corrections(config, can)]
+    return [
+        *_unproven_draws(can),
+        *_unproven_weights(config),
+        *_unproven_canaries(config, can),
+        *_unproven_corrections(config, can),
+    ]
 
 
 def replay_problem(can: Capabilities) -> str | None:
@@ -95,7 +108,7 @@ def replay_problem(can: Capabilities) -> str | None:
     return f"its draws are {can.draws}, not keyed by the row: they {how}"
 
 
-def _of_draws(can: Capabilities) -> Iterator[str]:
+def _unproven_draws(can: Capabilities) -> Iterator[str]:
     problem = replay_problem(can)
     if problem is not None:
         yield f"generate and evaluate cannot be replayed, and shards that are made anew have other tokens: {problem}"
@@ -107,14 +120,14 @@ def _of_draws(can: Capabilities) -> Iterator[str]:
         )
 
 
-def _of_weights(config: RunConfig) -> Iterator[str]:
+def _unproven_weights(config: RunConfig) -> Iterator[str]:
     if config.in_flight:
         yield "shards of several versions cannot be replayed: weights came in as they were published (inflight)"
     elif config.rollout.versions == "latest" and config.staleness:
         yield "which version sampled a shard depends on when nodes ended (rollout.versions=latest)"
 
 
-def _of_canaries(config: RunConfig, can: Capabilities) -> Iterator[str]:
+def _unproven_canaries(config: RunConfig, can: Capabilities) -> Iterator[str]:
     if config.mismatch.rows and not config.has_canaries:
         yield (
             "that the engine has taken its weights is not proven: it cannot score tokens that it is given, and under "
@@ -122,7 +135,7 @@ def _of_canaries(config: RunConfig, can: Capabilities) -> Iterator[str]:
         )
 
 
-def _of_corrections(config: RunConfig, can: Capabilities) -> Iterator[str]:
+def _unproven_corrections(config: RunConfig, can: Capabilities) -> Iterator[str]:
     """Yield a sentence if the difference of engine and trainer is not corrected. Law 5: mu is the engine's policy,
     pi_prox the trainer's, and the weight w = pi_prox / mu corrects their difference."""
     if config.ppo.anchor == "proximal" and config.ppo.correction == "none":
@@ -157,7 +170,7 @@ def check_run(config: RunConfig, *, resume: bool) -> Preflight:
 
 def check_secrets(config: RunConfig) -> None:
     """Raise ConfigError if the config lacks secrets because it was read from identity.json, which has none."""
-    if lost := marked(settings(sections(config))):
+    if lost := marked(flatten_sections(config_sections(config))):
         need = "it is a secret, and config.yaml, which had it, is gone or another user's: give it again, as key=value"
         raise ConfigError(lost[0], f"given {MARK}; {need}")
 
@@ -236,7 +249,7 @@ def _check_scorer(config: RunConfig, key: str, path: str) -> None:
     check_scorer_layout(config, path, read_model(key, path, weights=False))
 
 
-def unreadable(config: RunConfig, refused: Collection[str]) -> list[ConfigError]:
+def read_errors(config: RunConfig, refused: Collection[str]) -> list[ConfigError]:
     """Read the model, the prompts and the rewards of a config with refused settings, and return the errors. Errors that
     name a setting in `refused` are left out."""
     reading = (partial(_check_model, config), partial(_read_items, config), partial(_check_rewards, config, None))
@@ -252,7 +265,7 @@ def _checks_of_this_host(config: RunConfig) -> Iterator[Callable[[], None]]:
 
 def _check_descriptors(config: RunConfig) -> None:
     """Raise ConfigError if the workers need more open files than this account may have."""
-    needed, allowed = descriptors_needed(config), most_descriptors()
+    needed, allowed = descriptors_needed(config), max_descriptors()
     if needed > allowed:
         workers = sum(gang.workers for gang in config.gangs())
         raise ConfigError(
@@ -274,7 +287,7 @@ def _check_roles(config: RunConfig, model: ModelSpec, *, weights: bool = True) -
 
 def _check_prompts(config: RunConfig, saved: Path | None) -> Preflight:
     """Read the tokenizer and the prompts, and choose how many prompts to evaluate if the config does not say."""
-    tokenizer = tokenizer_of(config, config.model.path)
+    tokenizer = open_tokenizer(config, config.model.path)
     prompts, lost = _prompts_of(config, tokenizer, saved)
     if config.evaluation_source is None:
         config.prompts.held_out = len(prompts.held_out)
@@ -283,7 +296,7 @@ def _check_prompts(config: RunConfig, saved: Path | None) -> Preflight:
     return Preflight(tokenizer, prompts, lost)
 
 
-def tokenizer_of(config: RunConfig, path: str) -> Tokenizer:
+def open_tokenizer(config: RunConfig, path: str) -> Tokenizer:
     """Return the tokenizer in a model's directory, with the pad token of the config. Raises ConfigError."""
     try:
         tokenizer = read_tokenizer(path, config.model.pad_token)
@@ -309,10 +322,10 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
         if gang.weights_dir is not None:
             check_writable(f"placement.gangs.{name}.weights_dir", gang.weights_dir, Path(gang.weights_dir))
     identity = read_identity(paths.root) if resume else None
-    _set_evaluated_as_before(config, paths, identity)
+    _keep_number_of_evaluated(config, paths, identity)
     if identity is not None:
         _check_same_run(config, paths, identity)
-    elif paths.config.exists() and config_hash(read_saved(paths.config)) != config_hash(config):
+    elif paths.config.exists() and config_hash(read_run_config(paths.config)) != config_hash(config):
         raise ConfigError(
             "name",
             f"given {config.name!r}; {paths.root} holds a run with another config ({paths.config}). Choose another "
@@ -328,12 +341,12 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
     check_stored(config.stored, resume=resume, had_url=had_url)
 
 
-def _set_evaluated_as_before(config: RunConfig, paths: RunPaths, identity: Identity | None) -> None:
+def _keep_number_of_evaluated(config: RunConfig, paths: RunPaths, identity: Identity | None) -> None:
     """Set the number of evaluated prompts, if it is None, to that of the run in a directory. Do nothing if there is no
     run, or its evaluations have another source."""
     if identity is None and not paths.config.exists():
         return
-    before = sections(read_saved(paths.config)) if identity is None else identity.latest.config
+    before = config_sections(read_run_config(paths.config)) if identity is None else identity.latest.config
     own, then = config.evaluate.prompts, before["evaluate"]["prompts"]
     if own.url != then["url"]:
         return
@@ -351,7 +364,7 @@ def holds_run(paths: RunPaths) -> bool:
 def _check_same_run(config: RunConfig, paths: RunPaths, identity: Identity) -> None:
     """Raise ConfigError if config.yaml was edited, or if this config changes a setting that a resumed run must keep."""
     if paths.config.exists():
-        found = edited(identity, sections(read_saved(paths.config)))
+        found = edited_settings(identity, config_sections(read_run_config(paths.config)))
         if found:
             raise ConfigError(
                 str(paths.config),
@@ -504,7 +517,7 @@ def _check_rewards(config: RunConfig, policy: ModelSpec | None) -> list[_BuiltPa
     could not be read; reward models are then not compared with it."""
     sections = {"reward": config.reward, "evaluate.reward": config.evaluate.reward}
     of_sections = all_of(
-        *(partial(checked_parts, section, key, config.reward.trust_answers) for key, section in sections.items())
+        *(partial(check_parts, section, key, config.reward.trust_answers) for key, section in sections.items())
     )
     if policy is not None:
         check_reward_models(config, policy)
@@ -513,14 +526,14 @@ def _check_rewards(config: RunConfig, policy: ModelSpec | None) -> list[_BuiltPa
     return [part for found in of_sections for part in found]
 
 
-def checked_parts(section: RewardPartsConfig, key: str, trust_answers: bool) -> list[_BuiltPart]:
+def check_parts(section: RewardPartsConfig, key: str, trust_answers: bool) -> list[_BuiltPart]:
     """Build the parts of a section, close them, and return what was seen. Raises ConfigError if that fails."""
     try:
         parts = build_parts(section, key, trust_answers=trust_answers)
     except UnfitReward as error:
         raise refusal(error.problem) from error
     close_parts(parts)
-    keys = {name: where for name, (where, _) in section.named(key).items()}
+    keys = {name: where for name, (where, _) in section.parts_by_name(key).items()}
     return [
         _BuiltPart(
             keys[part.name],
@@ -531,7 +544,7 @@ def checked_parts(section: RewardPartsConfig, key: str, trust_answers: bool) -> 
     ]
 
 
-def scored_by(config: RunConfig, prompts: PromptTable, section: str) -> list[np.ndarray]:
+def prompts_scored_by(config: RunConfig, prompts: PromptTable, section: str) -> list[np.ndarray]:
     """Return the numbers of the prompts whose responses a section scores: training prompts, evaluated prompts, or
     both. `section`: reward or evaluate.reward."""
     if section != "reward":
@@ -544,7 +557,7 @@ def check_fields(config: RunConfig, rewards: Sequence[_BuiltPart], prompts: Prom
     source = config.evaluation_source
     for part in rewards:
         section = "evaluate.reward" if part.key.startswith("evaluate.") else "reward"
-        for number in np.sort(np.concatenate(scored_by(config, prompts, section))).tolist():
+        for number in np.sort(np.concatenate(prompts_scored_by(config, prompts, section))).tolist():
             extra = prompts.extra[number]
             missing = sorted(part.fields - extra.keys())
             if missing:
@@ -560,12 +573,12 @@ def _check_devices(config: RunConfig) -> None:
     """Raise ConfigError if this host has too few GPUs for the workers."""
     gangs = config.gangs()
     placement, gpus = config.placement, {THIS_HOST: gpus_here()}
-    share, device_sharing = may_share(config, gpus_here()), placement.device_sharing
-    for problem in device_problems(gangs, all_here(gangs), gpus, share=share, device_sharing=device_sharing):
+    share, device_sharing = may_share_gpus(config, gpus_here()), placement.device_sharing
+    for problem in device_problems(gangs, place_all_here(gangs), gpus, share=share, device_sharing=device_sharing):
         raise refusal(problem)
 
 
-def may_share(config: RunConfig, num_gpus: int) -> bool:
+def may_share_gpus(config: RunConfig, num_gpus: int) -> bool:
     """Return True if gangs of a local run may share a GPU. `placement.oversubscribe` decides; if it is None, they may
     on a host with exactly one GPU."""
     share = config.placement.oversubscribe

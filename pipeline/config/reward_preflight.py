@@ -35,7 +35,7 @@ def check_training(config: RewardModelConfig) -> TrainingParts:
     for number, path in enumerate(config.teacher.paths):
         _check_teacher(config, f"teacher.paths[{number}]", path, spec)
     if (config.run_dir / EXPORT).exists():
-        raise trained_already(config)
+        raise already_trained_error(config)
     if holds_run(RunPaths(config.run_dir)):
         need = f"{config.run_dir} holds a run: choose another name=..., or another runs_dir=..."
         raise ConfigError("name", f"given {config.name!r}; {need}")
@@ -50,7 +50,7 @@ def check_training(config: RewardModelConfig) -> TrainingParts:
         raise ConfigError(error.key, error.message) from error
 
 
-def trained_already(config: RewardModelConfig) -> ConfigError:
+def already_trained_error(config: RewardModelConfig) -> ConfigError:
     """Return the error for a directory whose reward model is already trained."""
     return ConfigError(
         "name",

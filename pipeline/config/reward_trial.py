@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from pipeline.config.preflight import Preflight, scored_by
+from pipeline.config.preflight import Preflight, prompts_scored_by
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError, all_of
 from stages.rewards.config import RewardPartsConfig
@@ -26,7 +26,7 @@ NUM_PROMPTS = 4
 
 
 @dataclass(frozen=True)
-class Tried:
+class TrialResult:
     """The result of a reward part's trial."""
 
     key: str
@@ -36,7 +36,7 @@ class Tried:
     num_rows: int
 
 
-def try_rewards(config: RunConfig, checked: Preflight) -> list[Tried]:
+def try_rewards(config: RunConfig, checked: Preflight) -> list[TrialResult]:
     """Try the parts of `reward`, and of the reward of held-out prompts if that is another. Raises ConfigError with the
     key path of every part that fails."""
     sections = {"reward": config.reward} | dict([config.held_out_reward])
@@ -44,10 +44,10 @@ def try_rewards(config: RunConfig, checked: Preflight) -> list[Tried]:
     return [tried for of_section in found for tried in of_section]
 
 
-def _try_section(config: RunConfig, checked: Preflight, key: str, section: RewardPartsConfig) -> list[Tried]:
-    rows = _rows(config, checked, key)
+def _try_section(config: RunConfig, checked: Preflight, key: str, section: RewardPartsConfig) -> list[TrialResult]:
+    rows = _trial_rows(config, checked, key)
     parts = build_parts(section, key, trust_answers=config.reward.trust_answers)
-    named = section.named(key)
+    named = section.parts_by_name(key)
     try:
         cheap = [part for part in parts if named[part.name][1].kind not in COSTLY]
         where = [(part, *named[part.name]) for part in cheap]
@@ -56,19 +56,19 @@ def _try_section(config: RunConfig, checked: Preflight, key: str, section: Rewar
         close_parts(parts)
 
 
-def _try_part(checked: Preflight, rows: Rollout, part: Part, key: str, kind: str) -> Tried:
+def _try_part(checked: Preflight, rows: Rollout, part: Part, key: str, kind: str) -> TrialResult:
     try:
         scores = score([part], checked.tokenizer, rows, *checked.prompts.for_reward(rows.prompt_index)).scores
     except RewardFailed as error:
         need = f"given {kind!r}; it failed on {rows.num_rows} made-up responses to prompts of this run: {error}"
         raise ConfigError(f"{key}.kind", need) from error
-    return Tried(key, kind, float(scores.min()), float(scores.max()), rows.num_rows)
+    return TrialResult(key, kind, float(scores.min()), float(scores.max()), rows.num_rows)
 
 
-def _rows(config: RunConfig, checked: Preflight, section: str) -> Rollout:
+def _trial_rows(config: RunConfig, checked: Preflight, section: str) -> Rollout:
     """Return every made-up response to each of the first prompts of a section, as the engine would have sampled it."""
     prompts = checked.prompts
-    numbers = [int(number) for part in scored_by(config, prompts, section) for number in part[:NUM_PROMPTS]]
+    numbers = [int(number) for part in prompts_scored_by(config, prompts, section) for number in part[:NUM_PROMPTS]]
     responses = [*_responses(config, checked)]
     rows = [(number, ids, reason) for number in numbers for ids, reason in responses]
     seq = max(int(prompts.lengths[number]) + len(ids) for number, ids, _ in rows)

@@ -63,7 +63,7 @@ def run_problems(config: RunConfig) -> Iterator[Problem]:
 def _without_problems(config: RunConfig, wrong: Sequence[str]) -> tuple[RunConfig, list[str]]:
     """Return the config with the wrong settings at their defaults, so that the others can be checked across sections.
     Also return the sections that were replaced as a whole, since they would still have had problems."""
-    sound, usual = deepcopy(config), _sound()
+    sound, usual = deepcopy(config), _valid_config()
     replaced = {key.partition(".")[0] for key in wrong if not set_default(sound, key)}
     for section in replaced:
         setattr(sound, section, getattr(usual, section))
@@ -73,7 +73,7 @@ def _without_problems(config: RunConfig, wrong: Sequence[str]) -> tuple[RunConfi
     return sound, sorted(replaced)
 
 
-def _sound() -> RunConfig:
+def _valid_config() -> RunConfig:
     """Return a config without problems."""
     reward, placement = RewardConfig(kind="characters"), default_placement()
     return RunConfig(name="run", reward=reward, placement=placement)
@@ -160,7 +160,7 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
             )
             yield Problem("evaluate.temperature", heat, need)
     for gang in config.gangs():
-        if gang.ordered:
+        if gang.is_ordered:
             yield from _gang_problems(config, gang)
     yield from _engine_problems(config)
     if config.alarms.staleness_steps is not None and config.rollout.versions == "exact":
@@ -283,45 +283,45 @@ def _engine_problems(config: RunConfig) -> Iterator[Problem]:
     depend on the device. (`preflight.py` tells which guarantees an accepted run lacks.)"""
     can, below = config.capabilities(), config.cluster.migrate_rows_below
     if config.in_flight and "inflight" not in can.updates:
-        others = _or(config, lambda c: "inflight" in c.updates)
+        others = _other_engines_text(config, lambda c: "inflight" in c.updates)
         need = f"it cannot load new weights under rows in flight: must be exact or latest{others}"
-        yield _of_engine(config, "rollout.versions", config.rollout.versions, need)
+        yield _engine_problem(config, "rollout.versions", config.rollout.versions, need)
     if below and not can.migration:
-        need = f"its rows cannot move between replicas: must be 0{_or(config, lambda c: c.migration)}"
-        yield _of_engine(config, "cluster.migrate_rows_below", below, need)
+        need = f"its rows cannot move between replicas: must be 0{_other_engines_text(config, lambda c: c.migration)}"
+        yield _engine_problem(config, "cluster.migrate_rows_below", below, need)
     if is_random(config.model.path) and "tensors" not in can.sources:
         need = "it reads the model from files: needs a Hugging Face directory"
-        yield _of_engine(config, "model.path", config.model.path, need)
+        yield _engine_problem(config, "model.path", config.model.path, need)
     if can.distributions == "plain":
         yield from _plain_problems(config)
     if "mismatch" in config.alarms.stop and config.staleness > 0 and not can.scores:
         need = "it cannot score given tokens, so stale rows have no canaries to stop at: leave it out, or staleness=0"
-        yield _of_engine(config, "alarms.stop", "mismatch", need)
+        yield _engine_problem(config, "alarms.stop", "mismatch", need)
 
 
 def _plain_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield the problems of an engine whose log-probs ignore changes of the logits before the draw."""
-    sampling, other = config.sampling, _or(config, lambda c: c.distributions == "any")
+    sampling, other = config.sampling, _other_engines_text(config, lambda c: c.distributions == "any")
     if sampling.temperature != 1:
         need = f"its log-probs are for temperature 1 even if it draws at another: must be 1{other}"
-        yield _of_engine(config, "sampling.temperature", sampling.temperature, need)
+        yield _engine_problem(config, "sampling.temperature", sampling.temperature, need)
     if sampling.suppress_token_ids:
         need = f"its log-probs do not exclude suppressed tokens: must be []{other}"
-        yield _of_engine(config, "sampling.suppress_token_ids", sampling.suppress_token_ids, need)
+        yield _engine_problem(config, "sampling.suppress_token_ids", sampling.suppress_token_ids, need)
     if sampling.min_new_tokens:
         need = f"its log-probs do not exclude an EOS that comes too early: must be 0{other}"
-        yield _of_engine(config, "sampling.min_new_tokens", sampling.min_new_tokens, need)
+        yield _engine_problem(config, "sampling.min_new_tokens", sampling.min_new_tokens, need)
     heat = config.evaluate.temperature
     if config.evaluate.every != 0 and heat not in (None, *PLAIN_TEMPERATURES):
         need = f"its log-probs are for temperature 1: must be 0, 1 or null{other}"
-        yield _of_engine(config, "evaluate.temperature", heat, need)
+        yield _engine_problem(config, "evaluate.temperature", heat, need)
 
 
-def _of_engine(config: RunConfig, key: str, given: object, need: str) -> Problem:
+def _engine_problem(config: RunConfig, key: str, given: object, need: str) -> Problem:
     return Problem(key, given, f"engine.kind={config.engine.kind}: {need}")
 
 
-def _or(config: RunConfig, can: Callable[[Capabilities], bool]) -> str:
+def _other_engines_text(config: RunConfig, can: Callable[[Capabilities], bool]) -> str:
     """Return the part of a message that suggests other engines, or ""."""
     others = able(config.engine, "cpu", can)
     return f" (or engine.kind={' or '.join(others)})" if others else ""

@@ -251,9 +251,9 @@ class RunConfig:
             recompute_logprobs=self.proximal == "recompute",
             eval_every=self.steps if self.evaluate.every is None else self.evaluate.every,
             eval_shards=self.evaluate.shards,
-            canaries=self.has_canaries,
-            critic=self.has_critic,
-            latest=self.rollout.versions != "exact",
+            has_canaries=self.has_canaries,
+            has_critic=self.has_critic,
+            uses_latest=self.rollout.versions != "exact",
         )
 
     def exports(self, version: int) -> bool:

@@ -117,7 +117,7 @@ class SlurmConfig:
 
 def gpus_of_worker(config: SlurmConfig, gang: Gang) -> int:
     """Return the number of GPUs that the job requests for each worker of a gang."""
-    given = _of(config, gang.name).gpus_per_worker
+    given = _gang_settings(config, gang.name).gpus_per_worker
     if config.gres is None:
         return 0
     return gang.gpus if given is None else given
@@ -125,20 +125,20 @@ def gpus_of_worker(config: SlurmConfig, gang: Gang) -> int:
 
 def host_gang(config: SlurmConfig, gang: str) -> str | None:
     """Return the gang whose nodes a gang runs on; None: the batch node."""
-    own = _of(config, gang)
+    own = _gang_settings(config, gang)
     return gang if own.nodes is not None else own.beside
 
 
 def cpus_per_worker(config: SlurmConfig, placement: PlacementConfig, gang: str, replica_ranks: int) -> int:
     """Return the number of CPUs that the job requests for each worker of a gang."""
-    given = _of(config, gang).cpus_per_worker
+    given = _gang_settings(config, gang).cpus_per_worker
     if given is not None:
         return given
     generates = placement.roles[Role.GENERATE] == gang
     return placement.gangs[gang].threads * (replica_ranks if generates else 1)
 
 
-def seconds(limit: str) -> float:
+def parse_time_limit(limit: str) -> float:
     """Return the seconds of a time limit in Slurm's notation: M:S, H:M:S, D-H, D-H:M, D-H:M:S. Raises ValueError for
     anything else and for a bare number: YAML turns an unquoted 1:30:00 into seconds, which Slurm would read as
     minutes."""
@@ -182,11 +182,11 @@ def slurm_placement_problems(
             yield Problem(key, name, f"no such gang; placement.gangs has {choice}")
             continue
         host = name if gang.beside is None else gang.beside
-        if gang.beside is not None and (gang.beside == name or _of(config, gang.beside).nodes is None):
+        if gang.beside is not None and (gang.beside == name or _gang_settings(config, gang.beside).nodes is None):
             with_nodes = ", ".join(other for other, one in config.gangs.items() if one.nodes) or "none"
             yield Problem(f"{key}.beside", gang.beside, f"must be a gang with nodes of its own ({with_nodes})")
             continue
-        nodes, workers = _of(config, host).nodes, placement.gangs[name].workers
+        nodes, workers = _gang_settings(config, host).nodes, placement.gangs[name].workers
         if nodes is not None and workers % nodes:
             where = f"slurm.gangs.{host}.nodes"
             yield Problem(where, nodes, f"must divide the workers of {name}, which are {workers}")
@@ -199,7 +199,7 @@ def slurm_placement_problems(
             yield Problem(f"placement.device_sharing.{number}", list(group), need)
 
 
-def _of(config: SlurmConfig, gang: str) -> SlurmGangConfig:
+def _gang_settings(config: SlurmConfig, gang: str) -> SlurmGangConfig:
     return config.gangs.get(gang) or SlurmGangConfig()
 
 
@@ -228,7 +228,7 @@ def _time_problems(config: SlurmConfig) -> Iterator[Problem]:
     if config.time_limit is None:
         return
     try:
-        limit_s = seconds(config.time_limit)
+        limit_s = parse_time_limit(config.time_limit)
     except ValueError:
         need = "must be days-hours:minutes:seconds (0-12:00:00), or hours:minutes:seconds in quotes, or null"
         yield Problem("slurm.time_limit", config.time_limit, need)

@@ -27,7 +27,7 @@ PIECE_FACTOR = 6364136223846793005
 
 
 @dataclass(frozen=True)
-class Copies:
+class CopyResult:
     """The measured copies, by name: "0->1" is the copy from GPU 0 to GPU 1, "host->0" from the host to GPU 0, "0->host"
     back."""
 
@@ -36,7 +36,7 @@ class Copies:
     """Names of the copies whose checksum differs from that of the source."""
 
 
-def measure(devices: list[str], num_bytes: int) -> Copies:
+def measure_copies(devices: list[str], num_bytes: int) -> CopyResult:
     """Copy between the host and each of these torch devices, and between the devices. Return the rates, and the copies
     that arrived wrong."""
     rates, wrong = dict[str, float](), list[str]()
@@ -59,7 +59,7 @@ def measure(devices: list[str], num_bytes: int) -> Copies:
         copy(f"{index}->host", there[index], torch.empty_like(host, pin_memory=host.is_pinned()))
     for source, target in permutations(range(len(devices)), 2):
         copy(f"{source}->{target}", there[source], torch.empty_like(there[target]))
-    return Copies(rates, wrong)
+    return CopyResult(rates, wrong)
 
 
 def copy_rate(source: Tensor, target: Tensor) -> float:
@@ -93,7 +93,7 @@ def _wait(*tensors: Tensor) -> None:
 def main() -> int:
     end_with_parent()
     result, *devices = sys.argv[1:]
-    Path(result).write_text(encode(measure(devices, COPY_BYTES)))
+    Path(result).write_text(encode(measure_copies(devices, COPY_BYTES)))
     return 0
 
 

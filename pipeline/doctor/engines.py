@@ -16,11 +16,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from pipeline.doctor.jobs import Drawn, Dtype, EngineJob, EngineResult
+from pipeline.doctor.jobs import Dtype, EngineJob, EngineResult, GeneratedRow
 from pipeline.doctor.ladder import Absent, DoctorSettings, Fault, Finding
 from pipeline.doctor.processes import Program, run_together
 from pipeline.doctor.training import ADVICE as TRAINING_ADVICE
-from pipeline.doctor.training import devices
+from pipeline.doctor.training import device_indices
 from stages.engines.remote.process import ENVIRONMENTS, environment_problem
 from stages.models.hf_weights import write_model
 from stages.models.spec import is_random, read_config, read_spec
@@ -29,13 +29,13 @@ from storage.codec import decode, encode
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.3}
 """Largest accepted difference between a log-prob and the reference's, in nats. Rounding alone causes differences of
 1e-6 in float32 and 0.06 in bfloat16."""
-SAME_TOKENS: dict[Dtype, float] = {"float32": 1.0, "bfloat16": 0.5}
+MIN_EQUAL_FRACTION: dict[Dtype, float] = {"float32": 1.0, "bfloat16": 0.5}
 """Smallest accepted fraction of equal tokens. The tokens of a row count up to the first one that differs from the
 reference's row.
 
 Rounding to 16 bits sometimes changes a token, and the rest of the row then differs (measured fraction: 0.8). The
 fraction is about 0 for unrelated draws."""
-LONGEST_CONTEXT = 1024
+CONTEXT_TOKENS = 1024
 """Context length of the random model that is written to files for the engines."""
 PROGRAM = ("-m", "pipeline.doctor.generate")
 ADVICE = "the engine's kernels compute wrong numbers here: try engine.embedded.kernels=torch, send the JSON report"
@@ -45,13 +45,13 @@ def embedded(settings: DoctorSettings) -> Finding:
     """Test the embedded engine with the kernels that a run would choose, on every GPU, or on the CPU if there is no
     GPU."""
     on_gpu = torch.cuda.is_available()
-    model = _model(settings)
+    model = _test_model(settings)
     groups = [
         tuple(
             EngineJob(model, "embedded", dtype, threads=settings.threads, device=f"cuda:{index}" if on_gpu else "cpu")
             for dtype in TOLERANCE
         )
-        for index in devices()
+        for index in device_indices()
     ]
     return _test(settings, model, groups)
 
@@ -75,7 +75,7 @@ def _remote(settings: DoctorSettings, kind: Literal["vllm", "tensorrt_llm"]) -> 
     problem = environment_problem(python, ENVIRONMENTS[kind])
     if problem is not None:
         raise Fault(f"{python}: {problem}", f"make the environment of {kind} again (docs/engine.md)")
-    model = _model(settings)
+    model = _test_model(settings)
     dtypes: list[Dtype] = ["float32", "bfloat16"] if torch.cuda.is_available() else ["float32"]
     log = str(settings.scratch / f"{kind}.log")
     jobs = (EngineJob(model, kind, dtype, python=python, threads=settings.threads, log=log) for dtype in dtypes)
@@ -92,7 +92,7 @@ def _test(settings: DoctorSettings, model: str, groups: Sequence[tuple[EngineJob
     results = _run(tuple(programs), settings.deadline_s)
     facts = {f"{job.device or job.kind} {job.dtype}": dict(_facts(results[job])) for job in jobs}
     for job in jobs:
-        _judge(job, results[job], results[reference], facts)
+        _check_result(job, results[job], results[reference], facts)
     found = results[jobs[0]]
     refit = f"new weights at {_refit_rate(found) / 1e9:.2f} GB/s"
     rates = f"start {found.start_s:.1f} s, {found.tokens_per_s:.0f} tokens/s, {refit}"
@@ -104,25 +104,25 @@ def _test(settings: DoctorSettings, model: str, groups: Sequence[tuple[EngineJob
     return Finding(f"{said} in {kinds}{on}; {rates}", facts)
 
 
-def _judge(job: EngineJob, found: EngineResult, reference: EngineResult, facts: dict[str, Any]) -> None:
+def _check_result(job: EngineJob, result: EngineResult, reference: EngineResult, facts: dict[str, Any]) -> None:
     """Raise Fault if an engine kept its old weights after a refit, or if its rows differ from those of the
     reference."""
     who = f"{job.kind} in {job.dtype} on {job.device or 'its own device'}"
-    if all(changed.logprobs == first.logprobs for changed, first in zip(found.changed, found.first, strict=True)):
+    if all(changed.logprobs == first.logprobs for changed, first in zip(result.changed, result.first, strict=True)):
         raise Fault(f"{who}: new weights change nothing", "it keeps its old weights: send the JSON report", **facts)
-    if found.draws != "keyed":
+    if result.draws != "keyed":
         return
     pairs = (
-        (found.first, reference.first, "the reference's rows"),
-        (found.alone, found.first[: len(found.alone)], "its own rows beside others"),
-        (found.again, found.first, "its own rows before new weights came and went"),
+        (result.first, reference.first, "the reference's rows"),
+        (result.alone, result.first[: len(result.alone)], "its own rows beside others"),
+        (result.again, result.first, "its own rows before new weights came and went"),
     )
     for rows, expected, whose in pairs:
         if (problem := row_problem(rows, expected, job.dtype)) is not None:
             raise Fault(f"{who}: {problem}, compared with {whose}", ADVICE, **facts)
 
 
-def row_problem(rows: Sequence[Drawn], expected: Sequence[Drawn], dtype: Dtype) -> str | None:
+def row_problem(rows: Sequence[GeneratedRow], expected: Sequence[GeneratedRow], dtype: Dtype) -> str | None:
     """Return a description of a difference between rows that is larger than rounding explains, or None if there is no
     such difference.
 
@@ -136,31 +136,35 @@ def row_problem(rows: Sequence[Drawn], expected: Sequence[Drawn], dtype: Dtype) 
         if not largest <= TOLERANCE[dtype]:
             return f"log-probs of row {index} differ by {largest:.2g} nats"
     share = same / sum(len(row.tokens) for row in expected)
-    return None if share >= SAME_TOKENS[dtype] else f"only {share:.0%} of the tokens come before the first that differs"
+    return (
+        None
+        if share >= MIN_EQUAL_FRACTION[dtype]
+        else f"only {share:.0%} of the tokens come before the first that differs"
+    )
 
 
-def _facts(found: EngineResult) -> Iterator[tuple[str, Any]]:
+def _facts(result: EngineResult) -> Iterator[tuple[str, Any]]:
     for name in ("draws", "start_s", "tokens_per_s", "refit_s", "slept"):
-        yield name, getattr(found, name)
-    yield "refit_bytes_per_s", _refit_rate(found)
+        yield name, getattr(result, name)
+    yield "refit_bytes_per_s", _refit_rate(result)
 
 
-def _refit_rate(found: EngineResult) -> float:
-    return found.refit_bytes / max(found.refit_s, 1e-9)
+def _refit_rate(result: EngineResult) -> float:
+    return result.refit_bytes / max(result.refit_s, 1e-9)
 
 
-def _model(settings: DoctorSettings) -> str:
+def _test_model(settings: DoctorSettings) -> str:
     """Return the path of the model that engines are tested with.
 
-    A random model is written to files if its context is shorter than `LONGEST_CONTEXT`, or if engines in other
+    A random model is written to files if its context is shorter than `CONTEXT_TOKENS`, or if engines in other
     environments need files. The files have this context length, which adds no weights."""
     model = settings.model
-    if not is_random(model) or (read_spec(model).max_positions >= LONGEST_CONTEXT and not settings.engines):
+    if not is_random(model) or (read_spec(model).max_positions >= CONTEXT_TOKENS and not settings.engines):
         return model
     folder = settings.scratch / "model"
     if not folder.exists():
         write_model(folder, model, {}, "float32")
-        config = read_config(str(folder)) | {"max_position_embeddings": LONGEST_CONTEXT}
+        config = read_config(str(folder)) | {"max_position_embeddings": CONTEXT_TOKENS}
         (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 

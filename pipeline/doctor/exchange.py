@@ -32,10 +32,10 @@ from storage.host import end_with_parent, route_address
 NUM_BYTES = {"gloo": 64 << 20, "nccl": 256 << 20}
 RENDEZVOUS_S = 300.0
 """Longest time that a rank waits for the others, in seconds. Their nodes may take longer for the preceding tests."""
-SLOWEST = {"gloo": 20e6, "nccl": 1e9}
+MIN_BYTES_PER_S = {"gloo": 20e6, "nccl": 1e9}
 """Slowest accepted all-reduce in bytes per second if the rate of the links is not known: a fifth of 1 Gbit/s Ethernet
 for gloo, and 10 Gbit/s for NCCL."""
-LINK_SHARE = 0.25
+MIN_LINK_FRACTION = 0.25
 """Fraction of the links' rate in `conf/hardware` that an all-reduce by NCCL must reach.
 
 With NUM_BYTES over good links it reaches more than half. Over PCIe in place of NVLink, or over TCP in place of
@@ -49,7 +49,7 @@ Place = Literal["here", "nodes"]
 
 
 @dataclass(frozen=True)
-class Exchanged:
+class AllReduceResult:
     """Result of the test of all-reduce bandwidth."""
 
     backend: str
@@ -68,7 +68,7 @@ def ranks(settings: DoctorSettings) -> Finding:
         rendezvous, result = Path(folder, "rendezvous"), Path(folder, "result")
         programs = [_program(index, count, rendezvous, result, "here") for index in range(count)]
         run_together(programs, settings.deadline_s, ADVICE)
-        return judge(decode(Exchanged, result.read_bytes()), count, "here")
+        return judge_rate(decode(AllReduceResult, result.read_bytes()), count, "here")
 
 
 def nodes(settings: DoctorSettings) -> Finding:
@@ -84,7 +84,7 @@ def nodes(settings: DoctorSettings) -> Finding:
         run_together([_program(index, size, rendezvous, result, "nodes")], settings.deadline_s, ADVICE)
         if index:
             return Finding(f"{size} nodes added up a tensor, correctly")
-        return judge(decode(Exchanged, result.read_bytes()), size, "nodes")
+        return judge_rate(decode(AllReduceResult, result.read_bytes()), size, "nodes")
     finally:
         if not index:
             rendezvous.unlink(missing_ok=True)
@@ -95,41 +95,48 @@ def _program(index: int, size: int, rendezvous: Path, result: Path, place: Place
     return Program(f"rank {index} of {size}", [*arguments, place], LOG)
 
 
-def judge(found: Exchanged, size: int, place: Place) -> Finding:
+def judge_rate(measured: AllReduceResult, size: int, place: Place) -> Finding:
     """Return the finding of an all-reduce over `size` ranks.
 
     Raises:
         Fault: the rate is too slow for the links between the ranks."""
     who = f"{size} processes on this host" if place == "here" else f"{size} nodes"
-    least, because = _least_rate(found, size, place)
-    said = f"{who} add up {found.bytes_per_s / 1e9:.2f} GB/s by {found.backend}"
+    least, because = _min_rate(measured, size, place)
+    said = f"{who} add up {measured.bytes_per_s / 1e9:.2f} GB/s by {measured.backend}"
     compared = f"{least / 1e9:.2f} or more expected ({because})"
-    facts = {"backend": found.backend, "gpu": found.gpu, "bytes_per_s": found.bytes_per_s, "least_bytes_per_s": least}
-    if found.bytes_per_s < least:
+    facts = {
+        "backend": measured.backend,
+        "gpu": measured.gpu,
+        "bytes_per_s": measured.bytes_per_s,
+        "least_bytes_per_s": least,
+    }
+    if measured.bytes_per_s < least:
         advice = "NCCL may have fallen back to TCP or PCIe (run again with NCCL_DEBUG=INFO). On CPUs: a faster network"
         raise Fault(f"{said}; {compared}", advice, **facts)
     return Finding(f"{said}; {compared}", facts)
 
 
-def _least_rate(found: Exchanged, size: int, place: Place) -> tuple[float, str]:
+def _min_rate(measured: AllReduceResult, size: int, place: Place) -> tuple[float, str]:
     """Return the slowest accepted rate in bytes per second, and the reason for it. In a ring of n ranks, an all-reduce
     sends a rank's bytes 2 (n - 1) / n times over each link."""
-    known = hardware_with(found.gpu) if found.backend == "nccl" else None
+    known = hardware_with(measured.gpu) if measured.backend == "nccl" else None
     if known is None:
         slow = "a fifth of 1 Gbit/s Ethernet"
-        unknown = f"10 Gbit/s: no file in conf/hardware is for {found.gpu!r}" if found.gpu else slow
-        return SLOWEST[found.backend], unknown
+        unknown = f"10 Gbit/s: no file in conf/hardware is for {measured.gpu!r}" if measured.gpu else slow
+        return MIN_BYTES_PER_S[measured.backend], unknown
     name, hardware = known
     if place == "nodes":
         link, of = hardware.link_bytes_per_s, "a network link"
     else:
         over = hardware.nvlink_bytes_per_s
         link, of = (over, "NVLink") if over else (hardware.pcie_bytes_per_s, "PCIe")
-    rate = LINK_SHARE * link * size / (2 * (size - 1))
+    rate = MIN_LINK_FRACTION * link * size / (2 * (size - 1))
     return rate, f"a quarter of what {of} of {name} allows, {link / 1e9:.0f} GB/s"
 
 
-def exchange(index: int, size: int, rendezvous: Path, timeout_s: float, *, alone: bool) -> Exchanged:
+def measure_all_reduce(
+    index: int, size: int, rendezvous: Path, timeout_s: float, *, on_one_host: bool
+) -> AllReduceResult:
     """Join the group as rank `index`, run an all-reduce, check every number of the result, and return the rate.
 
     Args:
@@ -137,13 +144,13 @@ def exchange(index: int, size: int, rendezvous: Path, timeout_s: float, *, alone
         size: number of ranks.
         rendezvous: file in which rank 0 announces its address.
         timeout_s: longest time to wait for the other ranks.
-        alone: True if all ranks are on this host, each with a GPU of its own. Otherwise each rank has the first GPU of
-            its node.
+        on_one_host: True if all ranks are on this host, each with a GPU of its own. Otherwise each rank has the first
+            GPU of its node.
 
     Raises:
         RuntimeError: the other ranks do not connect, or the result is wrong."""
     timeout = timedelta(seconds=timeout_s)
-    host, port = (own_address(alone), 0) if not index else _address(rendezvous, timeout_s)
+    host, port = (reachable_address(on_one_host), 0) if not index else _address(rendezvous, timeout_s)
     store = dist.TCPStore(host, port, None, is_master=not index, timeout=timeout, wait_for_workers=False)
     if not index:
         staged = rendezvous.with_name(f"{rendezvous.name}.new")
@@ -151,7 +158,7 @@ def exchange(index: int, size: int, rendezvous: Path, timeout_s: float, *, alone
         staged.replace(rendezvous)
     cuda = torch.cuda.is_available()
     backend = "nccl" if cuda else "gloo"
-    device = torch.device("cuda", index if alone else 0) if cuda else torch.device("cpu")
+    device = torch.device("cuda", index if on_one_host else 0) if cuda else torch.device("cpu")
     dist.init_process_group(backend, store=store, rank=index, world_size=size, timeout=timeout)
     best, num_bytes = 0.0, NUM_BYTES[backend]
     try:
@@ -169,15 +176,15 @@ def exchange(index: int, size: int, rendezvous: Path, timeout_s: float, *, alone
                 raise RuntimeError(f"{wrong} of {len(tensor)} numbers of the sum over {size} ranks are wrong")
     finally:
         dist.destroy_process_group()
-    return Exchanged(backend, torch.cuda.get_device_name(device) if cuda else "", best)
+    return AllReduceResult(backend, torch.cuda.get_device_name(device) if cuda else "", best)
 
 
-def own_address(alone: bool) -> str:
+def reachable_address(on_one_host: bool) -> str:
     """Return the address at which the other ranks reach this host.
 
-    If `alone` is true, it is 127.0.0.1. Otherwise it is the address of the host's name. If that is a loopback address,
-    as in Debian's /etc/hosts, it is the address of the interface that has the default route."""
-    if alone:
+    If `on_one_host` is true, it is 127.0.0.1. Otherwise it is the address of the host's name. If that is a loopback
+    address, as in Debian's /etc/hosts, it is the address of the interface that has the default route."""
+    if on_one_host:
         return "127.0.0.1"
     named = socket.gethostbyname(socket.gethostname())
     if not ip_address(named).is_loopback:
@@ -201,7 +208,7 @@ def _address(rendezvous: Path, timeout_s: float) -> tuple[str, int]:
 def main() -> int:
     end_with_parent()
     index, size, rendezvous, result, timeout_s, place = sys.argv[1:]
-    found = exchange(int(index), int(size), Path(rendezvous), float(timeout_s), alone=place == "here")
+    found = measure_all_reduce(int(index), int(size), Path(rendezvous), float(timeout_s), on_one_host=place == "here")
     if index == "0":
         Path(result).write_text(encode(found))
     return 0

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipeline.doctor.jobs import Drawn, EngineJob, EngineResult
-from pipeline.doctor.processes import OUTPUT
+from pipeline.doctor.jobs import EngineJob, EngineResult, GeneratedRow
+from pipeline.doctor.processes import MAX_OUTPUT_CHARS
 from stages.engines.build import build_engine
 from stages.engines.config import EmbeddedConfig, EngineConfig
 from stages.engines.protocol import EngineLost, GenerationEngine, Request
@@ -34,26 +34,26 @@ NEW_TOKENS = 24
 MAX_SEQ = max(PROMPTS) + NEW_TOKENS
 
 
-def measure(job: EngineJob) -> EngineResult:
+def measure_engine(job: EngineJob) -> EngineResult:
     """Test the engine of a job. Return its rows and its speed. Errors of the engine are passed on."""
     spec = read_spec(job.model)
-    requests = [*_requests(spec.vocab_size, min(MAX_SEQ, spec.max_positions))]
+    requests = [*_random_requests(spec.vocab_size, min(MAX_SEQ, spec.max_positions))]
     config = EngineConfig(
         kind=job.kind, python=job.python, dtype=job.dtype, embedded=EmbeddedConfig(kernels=job.kernels)
     )
     began = time.perf_counter()
     device = None if job.device is None else torch.device(job.device)
-    with closing(_built(job, config, device)) as engine:
+    with closing(_build_engine(job, config, device)) as engine:
         started = time.perf_counter() - began
         began = time.perf_counter()
-        first = _drawn(engine, requests, 0)
+        first = _generate_rows(engine, requests, 0)
         rate = sum(len(row.tokens) for row in first) / (time.perf_counter() - began)
-        alone = [row for request in requests[:2] for row in _drawn(engine, [request], 0)]
+        alone = [row for request in requests[:2] for row in _generate_rows(engine, [request], 0)]
         weights = read_weights(job.model)
         began = time.perf_counter()
         engine.load_weights(1, {name: tensor * 1.5 for name, tensor in weights.items()})
         refit_s = time.perf_counter() - began
-        changed = _drawn(engine, requests, 1)
+        changed = _generate_rows(engine, requests, 1)
         engine.load_weights(2, weights)
         sleeps = engine.capabilities.sleeps != "nothing"
         if sleeps:
@@ -72,11 +72,11 @@ def measure(job: EngineJob) -> EngineResult:
             first=first,
             alone=alone,
             changed=changed,
-            again=_drawn(engine, requests, 2),
+            again=_generate_rows(engine, requests, 2),
         )
 
 
-def _built(job: EngineJob, config: EngineConfig, device: torch.device | None) -> GenerationEngine:
+def _build_engine(job: EngineJob, config: EngineConfig, device: torch.device | None) -> GenerationEngine:
     """Build the engine of a job. If it runs in an environment of its own and does not start, print the end of its
     output."""
     log = None if job.log is None else Path(job.log)
@@ -85,11 +85,11 @@ def _built(job: EngineJob, config: EngineConfig, device: torch.device | None) ->
         return build_engine(job.model, config, max_seq=max_seq, threads=job.threads, device=device, log=log)
     except (EngineLost, OSError):
         if log is not None and log.exists():
-            print(log.read_text(errors="replace")[-OUTPUT:], flush=True)
+            print(log.read_text(errors="replace")[-MAX_OUTPUT_CHARS:], flush=True)
         raise
 
 
-def _requests(vocabulary: int, longest: int) -> Iterator[Request]:
+def _random_requests(vocabulary: int, longest: int) -> Iterator[Request]:
     """Yield requests with random prompts of different lengths. They are the same on every machine."""
     rng = np.random.default_rng(0)
     sampling = SamplingConfig(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
@@ -98,12 +98,12 @@ def _requests(vocabulary: int, longest: int) -> Iterator[Request]:
         yield Request(row, 0, 0, tuple(map(int, tokens)), 0, sampling)
 
 
-def _drawn(engine: GenerationEngine, requests: Sequence[Request], version: int) -> list[Drawn]:
+def _generate_rows(engine: GenerationEngine, requests: Sequence[Request], version: int) -> list[GeneratedRow]:
     """Generate a row for each request with this version of the weights. Return the rows in the order of the
     requests."""
     found = {row.row: row for row in engine.generate([replace(request, version=version) for request in requests])}
     rows = (found[request.row] for request in requests)
-    return [Drawn(row.tokens.tolist(), row.logprobs.tolist()) for row in rows]
+    return [GeneratedRow(row.tokens.tolist(), row.logprobs.tolist()) for row in rows]
 
 
 def main() -> int:
@@ -112,7 +112,7 @@ def main() -> int:
     jobs, found = decode(list[EngineJob], text), []
     for number, job in enumerate(jobs):
         print(f"engine {number + 1} of {len(jobs)}: {job}", flush=True)
-        found.append(measure(job))
+        found.append(measure_engine(job))
     Path(result).write_text(encode(found))
     return 0
 

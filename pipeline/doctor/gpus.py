@@ -19,15 +19,15 @@ from pathlib import Path
 
 import torch
 
-from pipeline.doctor.copies import Copies
+from pipeline.doctor.copies import CopyResult
 from pipeline.doctor.ladder import Absent, DoctorSettings, Fault, Finding
 from pipeline.doctor.processes import Program, run_together
 from storage.codec import decode
 
-SMI_S = 60.0
-OLDEST_CAPABILITY = (8, 0)
+SMI_TIMEOUT_S = 60.0
+MIN_CAPABILITY = (8, 0)
 """Oldest accepted compute capability: Ampere, the first generation with bfloat16."""
-USED_BYTES = 1 << 30
+MAX_USED_BYTES = 1 << 30
 """Maximum memory that other processes may use on a GPU."""
 LINK_BYTES_PER_S = 25e9
 """Rate of one NVLink in one direction, for generations 2 to 4. Generation 5 has twice this rate.
@@ -36,7 +36,7 @@ NVIDIA's data sheets state the rate of all links in both directions together: 60
 GB/s with 18 links for the H100."""
 NEWER_LINKS = ("B100", "B200", "B300")
 """Parts of the names of GPUs that have NVLink of generation 5."""
-LINK_SHARE = 0.5
+MIN_LINK_FRACTION = 0.5
 """Fraction of the links' rate that a copy must reach."""
 PCIE_BYTES_PER_S = 5e9
 """Slowest accepted copy without NVLink, between GPUs or between a GPU and the host: a third of PCIe 3.0 x16."""
@@ -111,14 +111,14 @@ def gpus(settings: DoctorSettings) -> Finding:
     found = visible_gpus()
     facts = {"gpus": [vars(gpu) for gpu in found]}
     for index in range(torch.cuda.device_count()):
-        if torch.cuda.get_device_capability(index) < OLDEST_CAPABILITY:
+        if torch.cuda.get_device_capability(index) < MIN_CAPABILITY:
             name = torch.cuda.get_device_name(index)
             raise Fault(f"GPU {index} ({name}) has no bfloat16", "use an A100 or newer, or float16", **facts)
     for gpu in found:
         if gpu.uncorrected_errors:
             advice = f"drain the node and reset {gpu.uuid}; replace it if they come back"
             raise Fault(f"GPU {gpu.index} has {gpu.uncorrected_errors} uncorrected memory errors", advice, **facts)
-        if gpu.used_bytes > USED_BYTES:
+        if gpu.used_bytes > MAX_USED_BYTES:
             advice = "end the processes that `nvidia-smi` lists, or leave this GPU out (CUDA_VISIBLE_DEVICES)"
             raise Fault(f"others use {gpu.used_bytes >> 20} MB of GPU {gpu.index}", advice, **facts)
     names = sorted({gpu.name for gpu in found})
@@ -140,7 +140,7 @@ def gpu_links(settings: DoctorSettings) -> Finding:
         arguments = [*PROGRAM, str(result), *(f"cuda:{index}" for index in range(count))]
         advice = "look at `dmesg` for errors of the GPUs, and send the JSON report"
         run_together([Program("copies between GPUs", arguments)], settings.deadline_s, advice)
-        found = decode(Copies, result.read_bytes())
+        found = decode(CopyResult, result.read_bytes())
     link = LINK_BYTES_PER_S * (2 if any(new in torch.cuda.get_device_name(0) for new in NEWER_LINKS) else 1)
     facts = {"bytes_per_s": found.bytes_per_s, "wrong": found.wrong}
     if found.wrong:
@@ -167,7 +167,7 @@ def slow_copies(rates: Mapping[str, float], links: Mapping[str, int], link: floa
         link: bytes per second of one NVLink."""
     for name, rate in rates.items():
         number = links.get(name, 0)
-        least = LINK_SHARE * number * link if number else PCIE_BYTES_PER_S
+        least = MIN_LINK_FRACTION * number * link if number else PCIE_BYTES_PER_S
         if rate < least:
             over = f"{number} NVLinks" if number else "PCIe"
             yield f"GPU {name}: {rate / 1e9:.1f} GB/s over {over}, expected {least / 1e9:.0f} or more"
@@ -221,9 +221,13 @@ def _cuda_of_driver() -> str | None:
 
 def _smi(*arguments: str) -> str:
     try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SMI_S, check=False)
+        done = subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired as error:
-        raise Fault(f"nvidia-smi does not answer in {SMI_S:g} s", "a GPU hangs: look at `dmesg`, reset it") from error
+        raise Fault(
+            f"nvidia-smi does not answer in {SMI_TIMEOUT_S:g} s", "a GPU hangs: look at `dmesg`, reset it"
+        ) from error
     if done.returncode:
         said = (done.stdout + done.stderr).strip().splitlines()
         if "No devices were found" in "".join(said):

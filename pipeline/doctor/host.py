@@ -14,37 +14,39 @@ from pathlib import Path
 
 import torch
 
-from pipeline.config.fitting import most_descriptors
+from pipeline.config.fitting import max_descriptors
 from pipeline.doctor.ladder import DoctorSettings, Fault, Finding
 from stages.models.kernels.blocks import load_block_kernels
 from stages.native.compile import NoNativeKernelsError, compiler_version
 
 SHARED_MEMORY = Path("/dev/shm")
 """Directory in which weights are published."""
-OPEN_FILES = 1024
+MIN_OPEN_FILES = 1024
 """Number of open files that a run of some twenty workers needs. `stageline check` computes the number for a config."""
-FREE_DISK_BYTES = 2 << 30
-FREE_SHARED_BYTES = 1 << 30
+MIN_FREE_DISK_BYTES = 2 << 30
+MIN_FREE_SHARED_BYTES = 1 << 30
 """Free shared memory that the test requires, in bytes: two published versions of SmolLM2-135M. `stageline check`
 computes the number for a config."""
 PIECE_BYTES = 64 << 20
 """Number of bytes that a test writes to measure a rate."""
-CLOCK_SKEW_S = 5.0
+MAX_CLOCK_SKEW_S = 5.0
 """Largest accepted difference between this host's clock and its file server's clock. Logs and reports order events by
 both."""
-LOOPBACK_S = 10.0
-SLOWER_TOGETHER = 0.25
+LOOPBACK_TIMEOUT_S = 10.0
+MIN_SPEEDUP = 0.25
 """Smallest accepted rate of all threads together, as a fraction of the rate of a single thread. If other programs use
 the cores too, the rate seldom falls below this."""
-ROUNDS = 10
+MAX_REPEATS = 10
 """Maximum number of times that a slow measurement is repeated."""
 
 
 def limits(settings: DoctorSettings) -> Finding:
     """Test that a process may open as many files as a run needs."""
-    files, locked = most_descriptors(), resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
-    if files < OPEN_FILES:
-        advice = f"raise the hard limit to {OPEN_FILES} or more: `ulimit -Hn`, or nofile in /etc/security/limits.conf"
+    files, locked = max_descriptors(), resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    if files < MIN_OPEN_FILES:
+        advice = (
+            f"raise the hard limit to {MIN_OPEN_FILES} or more: `ulimit -Hn`, or nofile in /etc/security/limits.conf"
+        )
         raise Fault(f"a process may have {files} open files", advice, open_files=files)
     return Finding(f"a process may open {files} files", {"open_files": files, "locked_memory_bytes": locked})
 
@@ -53,8 +55,8 @@ def disk(settings: DoctorSettings) -> Finding:
     """Test writing and syncing files in the directory for runs, and its free space."""
     try:
         free = shutil.disk_usage(settings.scratch).free
-        if free < FREE_DISK_BYTES:
-            advice = f"free {FREE_DISK_BYTES >> 30} GB or more, or choose another place: --runs-dir DIR"
+        if free < MIN_FREE_DISK_BYTES:
+            advice = f"free {MIN_FREE_DISK_BYTES >> 30} GB or more, or choose another place: --runs-dir DIR"
             raise Fault(f"{settings.runs_dir} has {free >> 20} MB free", advice, free_bytes=free)
         rate, synced = _write_rate(settings.scratch, sync=True), _sync_seconds(settings.scratch)
     except OSError as error:
@@ -71,7 +73,7 @@ def shared_memory(settings: DoctorSettings) -> Finding:
     """Test writing a file to shared memory, where weights are published, and the free space there."""
     try:
         free = shutil.disk_usage(SHARED_MEMORY).free
-        if free < FREE_SHARED_BYTES:
+        if free < MIN_FREE_SHARED_BYTES:
             advice = "remove what is left there (`ls -l /dev/shm`), or mount it larger (a container: --shm-size=16g)"
             raise Fault(f"{SHARED_MEMORY} has {free >> 20} MB free", advice, free_bytes=free)
         rate = _write_rate(SHARED_MEMORY, sync=False)
@@ -92,7 +94,7 @@ def clock(settings: DoctorSettings) -> Finding:
         os.fsync(file.fileno())
         written, after = os.stat(file.name).st_mtime, time.time()
     skew = max(before - written, written - after, 0.0)
-    if skew > CLOCK_SKEW_S:
+    if skew > MAX_CLOCK_SKEW_S:
         raise Fault(
             f"this host's clock and that of {settings.runs_dir} differ by {skew:.0f} s",
             "synchronise the clocks (chrony, systemd-timesyncd)",
@@ -103,15 +105,15 @@ def clock(settings: DoctorSettings) -> Finding:
 
 def processors(settings: DoctorSettings) -> Finding:
     """Test the rate of a float32 matrix product, with one thread and with all cores that this process may use."""
-    quota = _quota()
+    quota = _core_quota()
     cores = max(1, min(len(os.sched_getaffinity(0)), int(quota or 1 << 20)))
     one, many = _product_rate(1), _product_rate(cores)
-    for _ in range(ROUNDS if cores > 1 else 0):  # another program may have had a core for that moment
-        if many >= SLOWER_TOGETHER * one:
+    for _ in range(MAX_REPEATS if cores > 1 else 0):  # another program may have had a core for that moment
+        if many >= MIN_SPEEDUP * one:
             break
         many = max(many, _product_rate(cores))
     facts = {"cores": cores, "flops_one_thread": one, "flops_all_threads": many, "quota": quota}
-    if cores > 1 and many < SLOWER_TOGETHER * one:
+    if cores > 1 and many < MIN_SPEEDUP * one:
         advice = "other programs use these cores, or a quota holds this one back: look at `top` and the container"
         raise Fault(
             f"{cores} threads multiply at {many / 1e9:.0f} GFLOP/s, one alone at {one / 1e9:.0f}", advice, **facts
@@ -136,7 +138,7 @@ def network(settings: DoctorSettings) -> Finding:
         try:
             with socket.create_server((name, 0)) as server:
                 address = server.getsockname()
-                with socket.create_connection(address[:2], timeout=LOOPBACK_S):
+                with socket.create_connection(address[:2], timeout=LOOPBACK_TIMEOUT_S):
                     reached.append(str(address[0]))
         except OSError as error:
             advice = "let the host's name resolve to one of its addresses (/etc/hosts), and allow connections to itself"
@@ -178,19 +180,19 @@ def _product_rate(threads: int) -> float:
         size = 1024
         left, right = torch.ones(size, size), torch.ones(size, size)
         torch.mm(left, right)
-        best = min(_seconds_of(lambda: torch.mm(left, right)) for _ in range(5))
+        best = min(_time_call(lambda: torch.mm(left, right)) for _ in range(5))
     finally:
         torch.set_num_threads(before)
     return 2 * size**3 / best
 
 
-def _seconds_of(act: Callable[[], object]) -> float:
+def _time_call(act: Callable[[], object]) -> float:
     began = time.perf_counter()
     act()
     return time.perf_counter() - began
 
 
-def _quota() -> float | None:
+def _core_quota() -> float | None:
     """Return the number of cores that the control group allows. None if it sets no limit."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()

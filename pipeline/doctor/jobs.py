@@ -95,7 +95,7 @@ class EngineJob:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class GeneratedRow:
     """A generated row."""
 
     tokens: list[int]
@@ -114,16 +114,16 @@ class EngineResult:
     refit_s: float
     refit_bytes: int
     slept: bool
-    first: list[Drawn]
-    alone: list[Drawn]
+    first: list[GeneratedRow]
+    alone: list[GeneratedRow]
     """The first two rows again. Each was generated without other rows beside it."""
-    changed: list[Drawn]
+    changed: list[GeneratedRow]
     """The rows under changed weights."""
-    again: list[Drawn]
+    again: list[GeneratedRow]
     """The rows under the original weights, which were loaded again after the changed ones."""
 
 
-def batch(vocabulary: int, num_long: int, num_short: int) -> tuple[Rollout, Advantages]:
+def random_batch(vocabulary: int, num_long: int, num_short: int) -> tuple[Rollout, Advantages]:
     """Return rows of random tokens and random advantages. They are the same on every machine."""
     rng = np.random.default_rng(SEED)
     rows = num_long + num_short
@@ -149,15 +149,15 @@ def batch(vocabulary: int, num_long: int, num_short: int) -> tuple[Rollout, Adva
     return rollout, Advantages(noise[0], noise[1], noise[2], mask)
 
 
-def predicted_state(job: RankJob) -> int:
+def predicted_state_bytes(job: RankJob) -> int:
     """Return the predicted memory of the first rank for parameters, gradients, master weights and optimizer moments, in
     bytes."""
     return sum(state_bytes(_models(job), 0).values())
 
 
-def predicted_peak(job: RankJob) -> int:
+def predicted_peak_bytes(job: RankJob) -> int:
     """Return the predicted peak memory of the first rank in bytes, while it computes the batch in one micro-batch."""
-    rollout, _ = batch(read_spec(job.model).vocab_size, NUM_LONG, NUM_SHORT)
+    rollout, _ = random_batch(read_spec(job.model).vocab_size, NUM_LONG, NUM_SHORT)
     sampled = int(rollout.response_lengths.sum())
     size = MicroBatchSize(int(rollout.prompt_lengths.sum()) + sampled, sampled, rollout.tokens.shape[1])
     rows = RowsSize(rollout.tokens.shape[1], rollout.num_rows, rollout.num_rows)

@@ -1,7 +1,7 @@
-"""The ladder of tests of a machine. Each test is a rung. The order is the one in which a run would meet the faults.
+"""Tests of a machine, run in the order in which a run would meet the faults.
 
-    rung ──► Finding (measured)         ──► the next rung
-         ├─► Absent  (not on this machine) ──► the next rung
+    test ──► Finding (measured)         ──► the next test
+         ├─► Absent  (not on this machine) ──► the next test
          └─► Fault   (cause, what to do)   ──► stop
 
 Later tests rely on what earlier tests have proven, so only the first fault is meaningful.
@@ -73,7 +73,7 @@ class DoctorSettings:
 
 
 @dataclass(frozen=True)
-class Rung:
+class DoctorTest:
     """One test of the ladder."""
 
     name: str
@@ -84,7 +84,7 @@ class Rung:
 
 
 @dataclass(frozen=True)
-class RungResult:
+class DoctorResult:
     """The outcome of a test."""
 
     name: str
@@ -97,12 +97,12 @@ class RungResult:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-def lazily(where: str) -> Callable[[DoctorSettings], Finding]:
+def load_lazily(test_path: str) -> Callable[[DoctorSettings], Finding]:
     """Return a function that runs the test `module:function` of this package.
 
     The module is imported when the test runs. A broken library is therefore reported by the first test that needs
     it."""
-    module, _, name = where.partition(":")
+    module, _, name = test_path.partition(":")
 
     def test(settings: DoctorSettings) -> Finding:
         found: Callable[[DoctorSettings], Finding] = getattr(importlib.import_module(f"pipeline.doctor.{module}"), name)
@@ -111,26 +111,26 @@ def lazily(where: str) -> Callable[[DoctorSettings], Finding]:
     return test
 
 
-def climb(
-    rungs: Sequence[Rung], settings: DoctorSettings, show: Callable[[RungResult], None] = lambda result: None
-) -> list[RungResult]:
+def run_tests(
+    tests: Sequence[DoctorTest], settings: DoctorSettings, show: Callable[[DoctorResult], None] = lambda result: None
+) -> list[DoctorResult]:
     """Run the tests in order until one finds a fault. Return all results. Tests after a fault are not run, and their
     status is NOT_REACHED. `show` is called with each result."""
-    results: list[RungResult] = []
-    for rung in rungs:
+    results: list[DoctorResult] = []
+    for test in tests:
         if results and results[-1].status in (Status.FAULT, Status.NOT_REACHED):
-            result = RungResult(rung.name, rung.title, Status.NOT_REACHED, "")
+            result = DoctorResult(test.name, test.title, Status.NOT_REACHED, "")
         else:
-            result = _test(rung, settings)
+            result = _run_test(test, settings)
         results.append(result)
         show(result)
     return results
 
 
-def _test(rung: Rung, settings: DoctorSettings) -> RungResult:
+def _run_test(test: DoctorTest, settings: DoctorSettings) -> DoctorResult:
     began = time.monotonic()
     try:
-        found = rung.test(settings)
+        found = test.test(settings)
         outcome: tuple[Status, str, str, Mapping[str, Any]] = (Status.OK, found.text, "", found.facts)
     except Absent as error:
         outcome = Status.ABSENT, str(error), "", {}
@@ -141,13 +141,13 @@ def _test(rung: Rung, settings: DoctorSettings) -> RungResult:
         advice = "Stageline does not know this fault. Send the JSON report, which has the whole traceback"
         outcome = Status.FAULT, cause, advice, {"traceback": traceback.format_exc()}
     status, text, advice, facts = outcome
-    return RungResult(rung.name, rung.title, status, text, advice, time.monotonic() - began, facts)
+    return DoctorResult(test.name, test.title, status, text, advice, time.monotonic() - began, facts)
 
 
 # ---- report ----------------------------------------------------------------------------------------------
 
 
-def machine() -> dict[str, Any]:
+def machine_facts() -> dict[str, Any]:
     """Return the facts about the machine that begin a bug report."""
     return {
         "host": socket.gethostname(),
@@ -159,7 +159,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def line(result: RungResult) -> str:
+def result_text(result: DoctorResult) -> str:
     """Return a result as text for the report. It is one line, and a second line with the advice if the test found a
     fault."""
     mark = {Status.OK: "ok", Status.ABSENT: "--", Status.FAULT: "FAULT", Status.NOT_REACHED: "  "}[result.status]
@@ -169,7 +169,7 @@ def line(result: RungResult) -> str:
     return f"{shown}\n      what to do: {result.advice}" if result.advice else shown
 
 
-def conclusion(results: Sequence[RungResult]) -> str:
+def conclusion_line(results: Sequence[DoctorResult]) -> str:
     """Return the last line of the report: the fault, or the number of tests without a fault."""
     seconds = sum(result.seconds for result in results)
     fault = next((result for result in results if result.status is Status.FAULT), None)

@@ -21,11 +21,11 @@ from pathlib import Path
 
 from pipeline.doctor.ladder import Fault
 
-OUTPUT = 4000
+MAX_OUTPUT_CHARS = 4000
 """Number of characters of a program's output that the report contains, counted from its end."""
 _FRAME = re.compile(r'\s*File ".*", line \d+')
 """Pattern of a line of a traceback. The last such line shows which library is broken."""
-_LAST_WORDS_S = 5.0
+_STACK_DUMP_S = 5.0
 """Seconds in which a program that hangs can print the stacks of its threads."""
 
 
@@ -33,7 +33,7 @@ _LAST_WORDS_S = 5.0
 class Program:
     """A Python program that a test runs."""
 
-    who: str
+    label: str
     """Name of the program in the report, such as "rank 1 of 2"."""
     arguments: Sequence[str]
     """Arguments of the Python interpreter."""
@@ -58,14 +58,14 @@ def run_together(programs: Sequence[Program], deadline_s: float, advice: str) ->
         until = time.monotonic() + deadline_s
         while any(process.poll() is None for process in running) and not any(process.poll() for process in running):
             if time.monotonic() > until:
-                raise _hang(programs, running, logs, deadline_s)
+                raise _deadline_fault(programs, running, logs, deadline_s)
             time.sleep(0.05)
         for program, process, log in zip(programs, running, logs, strict=True):
             if process.poll():
                 lines = _lines(log) or ["it printed nothing"]
                 frames = [line.strip() for line in lines if _FRAME.match(line)]
                 where = f" ({frames[-1]})" if frames else ""
-                cause = f"{program.who} ended with {process.returncode}: {lines[-1]}{where}"
+                cause = f"{program.label} ended with {process.returncode}: {lines[-1]}{where}"
                 raise Fault(cause, advice, outputs=_outputs(programs, logs))
 
 
@@ -82,7 +82,7 @@ def _start(program: Program, log: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def _hang(
+def _deadline_fault(
     programs: Sequence[Program], running: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], deadline_s: float
 ) -> Fault:
     """Return the fault about programs that are still running. Before that, make each of them print the stacks of its
@@ -93,8 +93,8 @@ def _hang(
         running[index].send_signal(signal.SIGABRT)
     for index in hanging:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            running[index].wait(timeout=_LAST_WORDS_S)
-    who = "; ".join(" at ".join([programs[index].who, *said[index]]) for index in hanging)
+            running[index].wait(timeout=_STACK_DUMP_S)
+    who = "; ".join(" at ".join([programs[index].label, *said[index]]) for index in hanging)
     advice = "the JSON report has the place where each of its threads waits. A slow machine: --deadline SECONDS"
     return Fault(f"no end after {deadline_s:g} s: {who}", advice, outputs=_outputs(programs, logs))
 
@@ -112,4 +112,4 @@ def _lines(log: Path) -> list[str]:
 
 def _outputs(programs: Sequence[Program], logs: Sequence[Path]) -> dict[str, str]:
     found = zip(programs, logs, strict=True)
-    return {program.who: log.read_text(errors="replace")[-OUTPUT:] for program, log in found}
+    return {program.label: log.read_text(errors="replace")[-MAX_OUTPUT_CHARS:] for program, log in found}

@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 import torch
 
-from pipeline.doctor.jobs import NUM_LONG, NUM_SHORT, SEED, Published, RankJob, RankResult, batch
+from pipeline.doctor.jobs import NUM_LONG, NUM_SHORT, SEED, Published, RankJob, RankResult, random_batch
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig, SamplingConfig
 from stages.models.host import MegatronHost
 from stages.models.numerics import peak_bytes
@@ -43,16 +43,18 @@ errors small under Adam."""
 
 def run(job: RankJob, index: int, rendezvous: str) -> RankResult | None:
     """Run a job as rank `index`. Return the results on rank 0, and None on the other ranks."""
-    with opened(job, index, rendezvous) as host:
+    with open_models(job, index, rendezvous) as host:
         vocabulary = read_spec(job.model).vocab_size
-        _step(host, *batch(vocabulary, 0, NUM_SHORT))  # warm-up: libraries load kernels, Adam creates its moments
-        _go_back(host)
-        rollout, advantages = batch(vocabulary, NUM_LONG, NUM_SHORT)
-        before, of_process = sum(host.state_bytes().values()), _forget_peak()
+        _step(
+            host, *random_batch(vocabulary, 0, NUM_SHORT)
+        )  # warm-up: libraries load kernels, Adam creates its moments
+        _reload_start_weights(host)
+        rollout, advantages = random_batch(vocabulary, NUM_LONG, NUM_SHORT)
+        before, of_process = sum(host.state_bytes().values()), _reset_peak()
         first, digest, losses = _step(host, rollout, advantages)
         state, peak = sum(host.state_bytes().values()), _peak_since(before, of_process)
         logprobs = host.policy_logprobs(rollout)
-        _go_back(host)
+        _reload_start_weights(host)
         began = time.perf_counter()
         _, again, _ = _step(host, rollout, advantages)
         seconds = time.perf_counter() - began
@@ -74,7 +76,7 @@ def run(job: RankJob, index: int, rendezvous: str) -> RankResult | None:
 
 
 @contextmanager
-def opened(job: RankJob, index: int, rendezvous: str) -> Iterator[MegatronHost]:
+def open_models(job: RankJob, index: int, rendezvous: str) -> Iterator[MegatronHost]:
     """Build the models of one rank of a job. They are closed at the end of the `with` block."""
     optimizer = OptimizerConfig(lr=LEARNING_RATE)
     host = MegatronHost(
@@ -94,7 +96,7 @@ def opened(job: RankJob, index: int, rendezvous: str) -> Iterator[MegatronHost]:
         host.close()
 
 
-def _go_back(host: MegatronHost) -> None:
+def _reload_start_weights(host: MegatronHost) -> None:
     for role in (Role.POLICY, Role.CRITIC):
         host.load(role, None)
 
@@ -103,7 +105,7 @@ def _step(host: MegatronHost, rollout: Rollout, advantages: Advantages) -> tuple
     """Run the forward passes and the updates of one step. Return the log-probs before the updates, the policy's digest
     after them, and the losses."""
     policy, reference, values = host.policy_logprobs(rollout), host.ref_logprobs(rollout), host.values(rollout)
-    policy, reference, values = _from_rank_0(policy, reference, values)
+    policy, reference, values = _broadcast_from_rank_0(policy, reference, values)
     rollout = replace(rollout, sampler_logprobs=policy.policy_logprobs)
     metrics = host.update_policy(0, PolicyBatch(rollout, advantages, policy, reference, 0.1))
     metrics |= host.update_critic(0, CriticBatch(rollout, advantages, values))
@@ -114,7 +116,7 @@ def _step(host: MegatronHost, rollout: Rollout, advantages: Advantages) -> tuple
     return policy.policy_logprobs, digest, losses
 
 
-def _from_rank_0(*items: Any) -> tuple[Any, ...]:
+def _broadcast_from_rank_0(*items: Any) -> tuple[Any, ...]:
     """Broadcast objects from rank 0. Return rank 0's objects on every rank."""
     box = [items]
     if torch.distributed.get_world_size() > 1:
@@ -141,7 +143,7 @@ def _publish(host: MegatronHost) -> Published | None:
         return Published(manifest.num_bytes, seconds, sound)
 
 
-def _forget_peak() -> int:
+def _reset_peak() -> int:
     """Start a measurement of peak memory. Return the memory of this process in bytes, after glibc has returned free
     memory to the system."""
     if torch.cuda.is_available():
@@ -152,14 +154,14 @@ def _forget_peak() -> int:
 
 
 def _peak_since(state: int, of_process: int) -> int:
-    """Return the peak memory since `_forget_peak` was called, in bytes.
+    """Return the peak memory since `_reset_peak` was called, in bytes.
 
     On a GPU torch's allocator counts it. On a CPU it is estimated as `state` plus the growth of the process, because
     most of the process's memory is used by libraries.
 
     Args:
         state: bytes of the models when the measurement began.
-        of_process: bytes of the process at that time, as `_forget_peak` returned them."""
+        of_process: bytes of the process at that time, as `_reset_peak` returned them."""
     return peak_bytes() if torch.cuda.is_available() else state + max(0, peak_bytes() - of_process)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import torch
 
-from pipeline.doctor.jobs import Dtype, RankJob, RankResult, predicted_peak, predicted_state
+from pipeline.doctor.jobs import Dtype, RankJob, RankResult, predicted_peak_bytes, predicted_state_bytes
 from pipeline.doctor.ladder import Absent, DoctorSettings, Fault, Finding
 from pipeline.doctor.processes import Program, run_together
 from storage.codec import decode, encode
@@ -75,7 +75,7 @@ def layouts(settings: DoctorSettings) -> Finding:
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         raise Absent("fewer than two GPUs")
     alone = _float32(settings)[_job(settings, publish=True)]
-    firsts = pairs()
+    firsts = first_gpus_of_pairs()
     gangs = tuple(
         tuple(_job(settings, first, size=2, tensor=tensor, pipeline=pipeline) for tensor, pipeline in LAYOUTS.values())
         for first in firsts
@@ -84,8 +84,10 @@ def layouts(settings: DoctorSettings) -> Finding:
     for first, gang in zip(firsts, gangs, strict=True):
         for name, job in zip(LAYOUTS, gang, strict=True):
             where = f"{name} on GPUs {first} and {first + 1}" if job.on_gpu else name
-            facts[where] = difference(alone, results[job])
-            if not (facts[where] <= LAYOUT_TOLERANCE and agreement(alone, results[job]) >= AGREEMENT["float32"]):
+            facts[where] = max_difference(alone, results[job])
+            if not (
+                facts[where] <= LAYOUT_TOLERANCE and cosine_of_changes(alone, results[job]) >= AGREEMENT["float32"]
+            ):
                 advice = "the ranks' communication gives wrong numbers: look at the tests before. Send the JSON report"
                 raise Fault(f"{where} differs from one rank by {facts[where]:.2g} nats", advice, **facts)
     largest = {name: max(value for at, value in facts.items() if at.startswith(name)) for name in LAYOUTS}
@@ -111,7 +113,7 @@ def memory(settings: DoctorSettings) -> Finding:
     results = _float32(settings)
     facts, texts = dict[str, float](), list[str]()
     for job in _device_jobs(settings, "float32"):
-        found, state, peak = results[job], predicted_state(job), predicted_peak(job)
+        found, state, peak = results[job], predicted_state_bytes(job), predicted_peak_bytes(job)
         where = f"GPU {job.device}: " if job.on_gpu else ""
         named = {
             "state_bytes": found.state_bytes,
@@ -141,7 +143,7 @@ def _update(settings: DoctorSettings, dtype: Dtype) -> Finding:
     facts: dict[str, Mapping[str, object]] = {}
     for job in jobs:
         found, where = results[job], f"GPU {job.device}" if job.on_gpu else "CPU"
-        differs, agrees = difference(reference, found), agreement(reference, found)
+        differs, agrees = max_difference(reference, found), cosine_of_changes(reference, found)
         facts[where] = {
             "difference_nats": differs,
             "agreement": agrees,
@@ -156,7 +158,7 @@ def _update(settings: DoctorSettings, dtype: Dtype) -> Finding:
             advice = "replay and recovery compare bits: set model.deterministic=true, and look for faulty memory"
             raise Fault(f"an update in {dtype} on {where}, repeated, gives other bits", advice, **facts)
     largest, seconds = (
-        max(difference(reference, results[job]) for job in jobs),
+        max(max_difference(reference, results[job]) for job in jobs),
         max(results[job].seconds for job in jobs),
     )
     on = f"{len(jobs)} GPUs" if len(jobs) > 1 else results[jobs[0]].device
@@ -166,21 +168,21 @@ def _update(settings: DoctorSettings, dtype: Dtype) -> Finding:
     )
 
 
-def difference(one: RankResult, other: RankResult) -> float:
+def max_difference(first: RankResult, second: RankResult) -> float:
     """Return the largest difference between two results in nats, over the losses and the log-probs before the update.
     It is infinite if a loss is missing or a number is not finite."""
-    if one.losses.keys() != other.losses.keys():
+    if first.losses.keys() != second.losses.keys():
         return math.inf
-    ones = [*one.logprobs, *one.losses.values()]
-    others = [*other.logprobs, *(other.losses[name] for name in one.losses)]
+    ones = [*first.logprobs, *first.losses.values()]
+    others = [*second.logprobs, *(second.losses[name] for name in first.losses)]
     differences = [abs(a - b) for a, b in zip(ones, others, strict=True)]
     return max(differences) if all(map(math.isfinite, differences)) else math.inf
 
 
-def agreement(one: RankResult, other: RankResult) -> float:
+def cosine_of_changes(first: RankResult, second: RankResult) -> float:
     """Return the cosine between the changes of the log-probs by two updates: 1 for the same direction. NaN if nothing
     changed or a number is not finite."""
-    changes = [np.subtract(result.after, result.logprobs) for result in (one, other)]
+    changes = [np.subtract(result.after, result.logprobs) for result in (first, second)]
     with np.errstate(invalid="ignore"):
         return float(np.dot(*changes) / np.sqrt(np.prod([change @ change for change in changes])))
 
@@ -188,16 +190,16 @@ def agreement(one: RankResult, other: RankResult) -> float:
 # ---- jobs ------------------------------------------------------------------------------------------------
 
 
-def devices() -> range:
+def device_indices() -> range:
     """Return the indices of all GPUs that this process sees. Without GPUs, return only index 0, which stands for the
     CPU."""
     return range(torch.cuda.device_count() if torch.cuda.is_available() else 1)
 
 
-def pairs() -> list[int]:
+def first_gpus_of_pairs() -> list[int]:
     """Return the first GPU of each pair of neighbouring GPUs. The pairs cover all GPUs."""
-    last = max(len(devices()) - 2, 0)
-    return sorted({min(first, last) for first in devices()[::2]})
+    last = max(len(device_indices()) - 2, 0)
+    return sorted({min(first, last) for first in device_indices()[::2]})
 
 
 def _job(settings: DoctorSettings, device: int = 0, **of_job: Any) -> RankJob:
@@ -211,7 +213,7 @@ def _reference(settings: DoctorSettings) -> RankJob:
 
 def _device_jobs(settings: DoctorSettings, dtype: Dtype) -> list[RankJob]:
     """Return one job for each device. In float32, the first job also publishes its trained weights."""
-    return [_job(settings, index, dtype=dtype, publish=dtype == "float32" and not index) for index in devices()]
+    return [_job(settings, index, dtype=dtype, publish=dtype == "float32" and not index) for index in device_indices()]
 
 
 def _float32(settings: DoctorSettings) -> Mapping[RankJob, RankResult]:
@@ -255,7 +257,7 @@ def _ranks(gang: Gang, folder: Path) -> Iterator[Program]:
 
 def _refuse_too_large(job: RankJob) -> None:
     """Raise Absent if the model's state does not fit into the memory of the device."""
-    needed = predicted_state(job)
+    needed = predicted_state_bytes(job)
     there = (
         torch.cuda.get_device_properties(job.device).total_memory if job.on_gpu else psutil.virtual_memory().available
     )

@@ -17,7 +17,7 @@ from pipeline.config.sections import AlarmsConfig
 from pipeline.errors import StageFailed
 from pipeline.graph.display import ObservedDispatch
 from pipeline.observe.journal import EventKind, Journal
-from pipeline.observe.learning import STEPS, learning_signs
+from pipeline.observe.learning import ALARM_STEPS, check_learning
 from pipeline.observe.live import Progress
 from pipeline.observe.tracking import Tracker
 from pipeline.workers.messages import worker_name
@@ -25,7 +25,7 @@ from stages.models.protocol import Role
 
 FIRST_STEPS = 3
 """Number of steps at the start of a run that the rule first_updates looks at."""
-FIRST_APPROX_KL, FIRST_RATIO = 0.2, 20.0
+FIRST_STEPS_MAX_APPROX_KL, FIRST_STEPS_MAX_RATIO = 0.2, 20.0
 """Limits of rule first_updates on `policy/approx_kl` (nats per token) and `policy/ratio_max` of one update."""
 
 
@@ -40,52 +40,60 @@ class Alarms:
         self, config: RunConfig, dispatch: ObservedDispatch, journal: Journal, progress: Progress, tracker: Tracker
     ) -> None:
         self._limits = config.alarms
-        self._bound = config.staleness
+        self._staleness_bound = config.staleness
         self._fixed_length = config.sampling.min_new_tokens == config.sampling.max_new_tokens
-        self._critic_alone = config.ppo.critic_warmup_steps
-        self._trainer = config.placement.roles[Role.POLICY.value]
-        self._engines = config.placement.roles[Role.GENERATE.value]
+        self._critic_warmup_steps = config.ppo.critic_warmup_steps
+        self._trainer_gang = config.placement.roles[Role.POLICY.value]
+        self._engine_gang = config.placement.roles[Role.GENERATE.value]
         self._dispatch = dispatch
         self._journal = journal
         self._progress = progress
         self._tracker = tracker
-        self._in_a_row: dict[str, int] = {}
-        self._idle = self._silent = Quiet()
+        self._steps_in_a_row: dict[str, int] = {}
+        self._idle_gangs = self._silent_engines = WithoutProgress()
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+    def check_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Check the rules about a step that is over. Raises AlarmStop."""
-        signs = learning_signs(metrics, self._fixed_length, warming_up=step < self._critic_alone)
-        rules = step_rules(step, metrics, self._limits, self._bound)
-        rules += [Rule(sign.rule, sign.holds, sign.steps, sign.text) for sign in signs]
-        self._in_a_row, alarms = count(self._in_a_row, step, rules)
+        results = check_learning(metrics, self._fixed_length, trains_only_critic=step < self._critic_warmup_steps)
+        rules = evaluate_step_rules(step, metrics, self._limits, self._staleness_bound)
+        rules += [Rule(one.rule, one.is_violated, one.alarm_steps, one.text) for one in results]
+        self._steps_in_a_row, alarms = count_violations(self._steps_in_a_row, step, rules)
         for alarm in alarms:
-            self._raise(alarm)
+            self._raise_alarm(alarm)
 
-    def finished(self, worker: str) -> None:
+    def on_worker_finished(self, worker: str) -> None:
         """Record that a worker finished a node."""
-        self._silent = heard(self._silent, worker)
+        self._silent_engines = remove_name(self._silent_engines, worker)
 
-    def look(self, now: float) -> None:
+    def check_time(self, now: float) -> None:
         """Check the rules about time. `now`: seconds, of a clock that stops with the driver. Raises AlarmStop."""
         if self._limits.trainer_idle_s is not None:
-            idle = [self._trainer] if self._dispatch.idle(self._trainer) else []
-            self._idle, overdue = look(self._idle, now, idle, self._limits.trainer_idle_s)
-            wait = self._dispatch.waits().get(self._trainer) if overdue else None
+            idle = [self._trainer_gang] if self._dispatch.is_idle(self._trainer_gang) else []
+            self._idle_gangs, overdue = update_without_progress(
+                self._idle_gangs, now, idle, self._limits.trainer_idle_s
+            )
+            wait = self._dispatch.find_waits().get(self._trainer_gang) if overdue else None
             if wait is not None:  # None at a run's end, when the gang has no node left
                 limit = f"{self._limits.trainer_idle_s:g} s (alarms.trainer_idle_s)"
-                self._raise(Alarm("trainer_idle", f"gang {self._trainer} has had nothing to do for {limit}: {wait}"))
+                self._raise_alarm(
+                    Alarm("trainer_idle", f"gang {self._trainer_gang} has had nothing to do for {limit}: {wait}")
+                )
         if self._limits.engine_silent_s is not None:
-            busy = {worker_name(self._engines, replica) for replica in self._dispatch.busy_replicas(self._engines)}
-            self._silent, overdue = look(self._silent, now, busy, self._limits.engine_silent_s)
+            busy = {
+                worker_name(self._engine_gang, replica) for replica in self._dispatch.busy_replicas(self._engine_gang)
+            }
+            self._silent_engines, overdue = update_without_progress(
+                self._silent_engines, now, busy, self._limits.engine_silent_s
+            )
             for worker in overdue:
                 limit = f"{self._limits.engine_silent_s:g} s (alarms.engine_silent_s)"
-                self._raise(Alarm("engine_silent", f"{worker} has work, and has finished none of it for {limit}"))
+                self._raise_alarm(Alarm("engine_silent", f"{worker} has work, and has finished none of it for {limit}"))
 
-    def _raise(self, alarm: Alarm) -> None:
+    def _raise_alarm(self, alarm: Alarm) -> None:
         text = f"{alarm.rule}: {alarm.text}"
-        self._journal.now(EventKind.ALARM, step=alarm.step, rule=alarm.rule, detail=alarm.text)
-        self._progress.alarm(text)
-        self._tracker.tags({f"alarm.{alarm.rule}": alarm.text})
+        self._journal.append_now(EventKind.ALARM, step=alarm.step, rule=alarm.rule, detail=alarm.text)
+        self._progress.print_alarm(text)
+        self._tracker.set_tags({f"alarm.{alarm.rule}": alarm.text})
         if alarm.rule in self._limits.stop:
             raise AlarmStop(f"{text}. That ends the run (alarms.stop)")
 
@@ -105,22 +113,23 @@ class Rule:
     """A rule about steps, evaluated for one step."""
 
     name: str
-    holds: bool
-    steps: int
+    is_violated: bool
+    alarm_steps: int
     """Number of steps in a row in which the rule must hold to raise an alarm."""
     text: str
 
 
 @dataclass(frozen=True)
-class Quiet:
-    """The names without progress. `since`: when each was first seen so, in seconds of one clock. `reported`: those that
-    already raised an alarm."""
+class WithoutProgress:
+    """The gangs or workers that make no progress now."""
 
     since: Mapping[str, float] = field(default_factory=dict)
+    """Time at which each was first seen without progress, by name, in seconds of the caller's clock."""
     reported: frozenset[str] = frozenset()
+    """Names that have raised an alarm since they last made progress."""
 
 
-def step_rules(step: int, metrics: Mapping[str, float], limits: AlarmsConfig, staleness: int) -> list[Rule]:
+def evaluate_step_rules(step: int, metrics: Mapping[str, float], limits: AlarmsConfig, staleness: int) -> list[Rule]:
     """Return the rules whose metrics the step has. `staleness`: the bound, in versions."""
     rules = []
     stale = metrics.get("staleness/mean")
@@ -130,45 +139,50 @@ def step_rules(step: int, metrics: Mapping[str, float], limits: AlarmsConfig, st
     entropy = metrics.get("policy/entropy")
     if limits.entropy_below is not None and entropy is not None:
         text = f"policy/entropy is {entropy:.3g} nats a token, below {limits.entropy_below:g} (alarms.entropy_below)"
-        rules.append(Rule("entropy", not entropy >= limits.entropy_below, STEPS, text))
+        rules.append(Rule("entropy", not entropy >= limits.entropy_below, ALARM_STEPS, text))
     kl = metrics.get("kl/ref_per_token")
     if limits.kl_above is not None and kl is not None:
         text = f"kl/ref_per_token is {kl:.3g} nats, above {limits.kl_above:g} (alarms.kl_above)"
-        rules.append(Rule("kl", not kl <= limits.kl_above, STEPS, text))
+        rules.append(Rule("kl", not kl <= limits.kl_above, ALARM_STEPS, text))
     explained = metrics.get("critic/explained_variance")
     if limits.critic_steps is not None and explained is not None:
         text = f"critic/explained_variance is {explained:.3g}: the critic is worse than a constant"
         rules.append(Rule("critic", not explained >= 0, limits.critic_steps, text))
     moved, ratio = metrics.get("policy/approx_kl"), metrics.get("policy/ratio_max")
     if step < FIRST_STEPS and moved is not None and ratio is not None:
-        far = not (moved <= FIRST_APPROX_KL and ratio <= FIRST_RATIO)
+        far = not (moved <= FIRST_STEPS_MAX_APPROX_KL and ratio <= FIRST_STEPS_MAX_RATIO)
         text = (
-            f"update {step} moved the policy by {moved:.3g} nats a token (policy/approx_kl; {FIRST_APPROX_KL} is much) "
-            f"with a largest ratio of {ratio:.3g} ({FIRST_RATIO:g} is much): is the learning rate too high?"
+            f"update {step} moved the policy by {moved:.3g} nats a token "
+            f"(policy/approx_kl; {FIRST_STEPS_MAX_APPROX_KL} is much) "
+            f"with a largest ratio of {ratio:.3g} ({FIRST_STEPS_MAX_RATIO:g} is much): is the learning rate too high?"
         )
         rules.append(Rule("first_updates", far, 1, text))
     return rules
 
 
-def count(before: Mapping[str, int], step: int, rules: Collection[Rule]) -> tuple[dict[str, int], list[Alarm]]:
+def count_violations(
+    before: Mapping[str, int], step: int, rules: Collection[Rule]
+) -> tuple[dict[str, int], list[Alarm]]:
     """Return how many steps in a row, up to this one, each rule held, and the alarms of this step."""
-    after = {**before, **{rule.name: before.get(rule.name, 0) + 1 if rule.holds else 0 for rule in rules}}
+    after = {**before, **{rule.name: before.get(rule.name, 0) + 1 if rule.is_violated else 0 for rule in rules}}
     alarms = []
     for rule in rules:
-        if after[rule.name] == rule.steps:
-            times = f", {rule.steps} steps in a row" if rule.steps > 1 else ""
+        if after[rule.name] == rule.alarm_steps:
+            times = f", {rule.alarm_steps} steps in a row" if rule.alarm_steps > 1 else ""
             alarms.append(Alarm(rule.name, f"{rule.text}{times}", step))
     return after, alarms
 
 
-def look(before: Quiet, now: float, quiet: Collection[str], limit_s: float) -> tuple[Quiet, list[str]]:
+def update_without_progress(
+    before: WithoutProgress, now: float, quiet: Collection[str], limit_s: float
+) -> tuple[WithoutProgress, list[str]]:
     """Return the state after this check, and the names that have now been quiet for `limit_s` seconds."""
     since = {name: before.since.get(name, now) for name in quiet}
     overdue = [name for name in sorted(since) if now - since[name] >= limit_s and name not in before.reported]
-    return Quiet(since, (before.reported & since.keys()) | set(overdue)), overdue
+    return WithoutProgress(since, (before.reported & since.keys()) | set(overdue)), overdue
 
 
-def heard(before: Quiet, name: str) -> Quiet:
+def remove_name(before: WithoutProgress, name: str) -> WithoutProgress:
     """Return the state after `name` made progress."""
     since = {other: t for other, t in before.since.items() if other != name}
-    return Quiet(since, before.reported - {name})
+    return WithoutProgress(since, before.reported - {name})

@@ -25,7 +25,7 @@ from distributed import Status
 from distributed.security import Security
 from distributed.utils import get_ip
 
-from pipeline.config.devices import Worker, devices_of_joining
+from pipeline.config.devices import Worker, devices_of_joining_worker
 from pipeline.config.loading import to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
@@ -39,7 +39,7 @@ from pipeline.workers.attached import (
     JoinRequest,
     interface_address,
     interfaces,
-    versions_here,
+    local_versions,
 )
 from pipeline.workers.messages import worker_name
 from pipeline.workers.scheduler_file import (
@@ -73,11 +73,11 @@ class AttachedWorkers(Cluster):
         given, port = listening(config.cluster)
         host = listening_address(config.cluster.interface, given)
         _check_port(host, port)
-        driver = number_of_new_driver(config.run_dir)
+        driver = next_driver_number(config.run_dir)
         security = Security.temporary()
         super().__init__(config, security, host, port)
         with self._stack.pop_all() as stack:  # closes the cluster if a later part fails
-            self.file = _new_file(config, driver, self._cluster.scheduler_address, security)
+            self.file = _new_scheduler_file(config, driver, self._cluster.scheduler_address, security)
             self._registry = WorkerRegistry(config, self.file, board_bytes, self._report)
             stack.callback(lambda: self.client.sync(self._registry.end, "the run has ended"))
             self._cluster.scheduler.handlers[JOIN] = self._join
@@ -135,13 +135,13 @@ def _check_port(host: str, port: int) -> None:
             raise ConfigError("cluster.address", f"given port {port}; {need}") from error
 
 
-def number_of_new_driver(run_dir: Path) -> int:
+def next_driver_number(run_dir: Path) -> int:
     """Return the number of a new driver of a run, from 1. Remove the files that earlier drivers left. Call this before
     the scheduler listens, so that no worker joins this driver with the certificate of an earlier one. Raises OSError
     and StoreError."""
     folder = RunPaths(run_dir.resolve()).attached
     private_directory(folder)
-    driver = 1 + max(newest_driver(run_dir), _counted(folder / _COUNT))
+    driver = 1 + max(newest_driver(run_dir), _read_number(folder / _COUNT))
     files.write(files.open_root(str(folder)), _COUNT, str(driver).encode())
     for left in folder.iterdir():
         if left.name != _COUNT:
@@ -149,7 +149,7 @@ def number_of_new_driver(run_dir: Path) -> int:
     return driver
 
 
-def _counted(count: Path) -> int:
+def _read_number(count: Path) -> int:
     """Return the number in the file, or 0 if the file is missing or was cut off on a full disk. Returning 0 is safe:
     the newest scheduler file counts too, and a repeated number only repeats a file name."""
     try:
@@ -158,7 +158,7 @@ def _counted(count: Path) -> int:
         return 0
 
 
-def _new_file(config: RunConfig, driver: int, address: str, security: Security) -> SchedulerFile:
+def _new_scheduler_file(config: RunConfig, driver: int, address: str, security: Security) -> SchedulerFile:
     """Return the scheduler file of this driver."""
     run_dir = config.run_dir.resolve()
     certificate = security.get_tls_config_for_role("scheduler")
@@ -180,7 +180,7 @@ def _new_file(config: RunConfig, driver: int, address: str, security: Security) 
 
 _SEEN_WITHIN_S = 10.0
 """Seconds within which a file that a worker's host wrote must appear on this host."""
-_LOOK_S = 0.1
+_POLL_S = 0.1
 GIB = 1 << 30
 
 
@@ -223,18 +223,18 @@ class WorkerRegistry:
         """Answer a join request. If the worker joins, return when its connection ends."""
         now = time.time()
         try:
-            request = JoinRequest.of(message)
+            request = JoinRequest.from_message(message)
         except TypeError as error:
-            await self._refuse(connection, self._of_other_version(message, error))
+            await self._refuse(connection, self._refuse_other_version(message, error))
             return
-        refused = self._stranger(request.gang, request.index, request.host)
+        refused = self._refuse_unwanted(request.gang, request.index, request.host)
         if refused is None:
             worker = request.gang, request.index
-            unfit = [*host_problems(request, self._config, now, versions_here(), self._board_bytes_of(request))]
+            unfit = [*host_problems(request, self._config, now, local_versions(), self._board_bytes_of(request))]
             unfit += [] if unfit else await self._directory_problems(request)
             gpus = self._gpus_for(request)
             unfit += [gpus] if isinstance(gpus, str) else []
-            refused = self._stranger(*worker, request.host)  # another worker may have joined meanwhile
+            refused = self._refuse_unwanted(*worker, request.host)  # another worker may have joined meanwhile
             if refused is None and unfit:
                 refused = JoinRefused(*worker, f"host {request.host}: {unfit[0]}", fatal=True)
         if refused is not None:
@@ -252,27 +252,27 @@ class WorkerRegistry:
             if self._joined[worker].connection is connection:
                 del self._joined[worker]
 
-    async def end(self, why: str) -> None:
+    async def end(self, reason: str) -> None:
         """Tell every worker to end, with all processes that it started."""
         for joined in list(self._joined.values()):
             with suppress(OSError):
-                await joined.connection.write({"over": why})
+                await joined.connection.write({"over": reason})
 
     async def _refuse(self, connection: Connection, refused: JoinRefused) -> None:
         self._report(asdict(refused))
         with suppress(OSError):
             await connection.write({"refused": refused.text})
 
-    def _of_other_version(self, message: Mapping[str, Any], error: TypeError) -> JoinRefused:
+    def _refuse_other_version(self, message: Mapping[str, Any], error: TypeError) -> JoinRefused:
         """Return the refusal of a worker whose request does not have this version's format."""
         gang, index, host = str(message.get("gang")), message.get("index"), message.get("host")
         index, versions = index if isinstance(index, int) else -1, message.get("versions")
-        differ = version_problems(versions if isinstance(versions, dict) else {}, versions_here())
+        differ = version_problems(versions if isinstance(versions, dict) else {}, local_versions())
         why = next(differ, f"its request is none of this version of Stageline: {error}")
-        stranger = self._stranger(gang, index, str(host))
+        stranger = self._refuse_unwanted(gang, index, str(host))
         return stranger or JoinRefused(gang, index, f"host {host}: {why}", fatal=True)
 
-    def _stranger(self, name: str, index: int, host: str) -> JoinRefused | None:
+    def _refuse_unwanted(self, name: str, index: int, host: str) -> JoinRefused | None:
         """Return a refusal if the run does not wait for this worker of this gang, else None."""
         gang, text = self._gangs.get(name), None
         if gang is None:
@@ -297,9 +297,11 @@ class WorkerRegistry:
             some = "sees GPUs" if request.gpus else "sees no GPU"
             return f"it {some}, unlike {worker_name(alike.gang, alike.index)} on host {alike.host}"
         share, device_sharing = bool(placement.oversubscribe), placement.device_sharing
-        return devices_of_joining(gang, request.gpus, self._taken(), share=share, device_sharing=device_sharing)
+        return devices_of_joining_worker(
+            gang, request.gpus, self._gpus_in_use(), share=share, device_sharing=device_sharing
+        )
 
-    def _taken(self) -> Mapping[str, list[Worker]]:
+    def _gpus_in_use(self) -> Mapping[str, list[Worker]]:
         taken: dict[str, list[Worker]] = {}
         for worker, joined in self._joined.items():
             for gpu in joined.gpus:
@@ -324,7 +326,7 @@ class WorkerRegistry:
                     f"what it wrote to {self._file.run_dir} was not seen by the driver's host within "
                     f"{_SEEN_WITHIN_S:g} s: both must mount the same filesystem"
                 ]
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
 
 def host_problems(
@@ -346,10 +348,12 @@ def host_problems(
         )
 
 
-def version_problems(theirs: Mapping[str, object], ours: Mapping[str, str]) -> Iterator[str]:
+def version_problems(worker_versions: Mapping[str, object], driver_versions: Mapping[str, str]) -> Iterator[str]:
     """Yield a text that names the packages whose versions differ from the driver's, if there are any."""
     differ = [
-        f"{name} {theirs.get(name)} (the driver: {ours[name]})" for name in ours if theirs.get(name) != ours[name]
+        f"{name} {worker_versions.get(name)} (the driver: {driver_versions[name]})"
+        for name in driver_versions
+        if worker_versions.get(name) != driver_versions[name]
     ]
     if differ:
         yield f"it has other versions than the driver: {'; '.join(differ)}. Use one environment on all hosts"

@@ -15,9 +15,9 @@ A parent's future becomes a Dask dependency in two cases: the parent is still ru
 its parents are done), or its result lies in the process that runs the child. In all other cases Dask would fetch the
 result, and wait for ever for a process that is stopped or does not release its interpreter lock. It would also compute
 lost results again with all their ancestors. Neither is needed: Dispatch keeps the order, and the output is in the
-store. In every `LINEAGE`-th step, results of other steps are not passed: Dask remembers all ancestors of a task that it
-remembers, and would hold the whole run. If a parent raises, Dask raises the same error in a dependent child, before
-the child begins.
+store. In every `MAX_LINEAGE`-th step, results of other steps are not passed: Dask remembers all ancestors of a task
+that it remembers, and would hold the whole run. If a parent raises, Dask raises the same error in a dependent child,
+before the child begins.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from distributed import Future
 from pipeline.driver.context import Context, WorkerKey
 from pipeline.driver.graph_markers import task_key
 from pipeline.driver.supervision import (
-    LOST,
+    LOSS_ERRORS,
     PEER_GRACE_S,
     AttemptState,
     Supervision,
     attempt_state,
     back_off_s,
-    describe,
-    error_of,
-    error_of_rank,
-    how_to_repeat,
-    may_succeed_later,
+    error_text,
+    future_error,
+    is_retryable,
+    rank_error,
+    repeat_hints,
     restart_unit,
 )
 from pipeline.errors import StageFailed
@@ -55,7 +55,7 @@ from stages.models.protocol import RanksMissing
 from stages.rewards.protocol import BudgetSpent
 from storage.address import Address
 
-LINEAGE = 8
+MAX_LINEAGE = 8
 """Lineage is cut at every step that is a multiple of this: no result of another step becomes a dependency there."""
 _WITHOUT_RESULT = ("error", "cancelled", "lost")
 
@@ -67,15 +67,15 @@ class Attempt:
     submit: Submit
     name: str
     future: Future
-    ran_ahead: bool
+    is_submitted_early: bool
     """True if it was submitted before its parents were done, and depends on their futures."""
-    ready: float | None
+    ready_at: float | None
     """Time at which all its parents were done; None before."""
     num_ranks: int = 1
     """Number of ranks that run it together. Rank 0 has the future and reports for all of them."""
     fails_at: float = math.inf
     """Time from which its errors count as its own. Before that they may be signs of a peer's death."""
-    again_at: float = math.inf
+    retry_at: float = math.inf
     """Time at which its node is submitted again, after a transient error. Until then the attempt holds its slot."""
     outcome: Outcome | None = None
     errors: dict[int, BaseException] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Result:
     scheduled_step: int
 
 
-def edges(
+def parent_futures(
     child: Node, worker: WorkerKey, attempts: Mapping[Address, Attempt], results: Mapping[Address, Result]
 ) -> list[Future]:
     """Return the parents' futures that a child on this worker depends on (see the module docstring)."""
@@ -108,16 +108,16 @@ def edges(
         elif (
             result is not None
             and result.worker == worker
-            and (child.scheduled_step % LINEAGE or result.scheduled_step == child.scheduled_step)
+            and (child.scheduled_step % MAX_LINEAGE or result.scheduled_step == child.scheduled_step)
         ):
             found += [result.future] if result.future.status not in _WITHOUT_RESULT else []
     return found
 
 
-def fell_with_a_parent(attempt: Attempt, attempts: Mapping[Address, Attempt]) -> bool:
+def failed_with_parent(attempt: Attempt, attempts: Mapping[Address, Attempt]) -> bool:
     """Return True if an attempt that ran ahead has the error of a parent, and the parent is not judged yet. Then the
     node never began, and runs again together with the parent."""
-    parents = (attempts.get(parent) for parent in attempt.submit.node.parents) if attempt.ran_ahead else ()
+    parents = (attempts.get(parent) for parent in attempt.submit.node.parents) if attempt.is_submitted_early else ()
     return any(p is not None and p.outcome is None and p.future.status == "error" for p in parents)
 
 
@@ -154,8 +154,8 @@ class Attempts:
         self._attempts[address] = Attempt(submit, name, future, ahead, None if ahead else context.now(), num_ranks)
         at = worker_name(submit.gang, index)
         what = {"gang": submit.gang, "worker": at, "attempt": name, "version": node.chosen_version}
-        context.journal.now(EventKind.SUBMITTED, **_event_fields(address), **what)
-        context.watch(future, (submit.gang, index), address)
+        context.journal.append_now(EventKind.SUBMITTED, **_event_fields(address), **what)
+        context.watch_future(future, (submit.gang, index), address)
 
     def _submit_to(self, index: int, submit: Submit, name: str, num_ranks: int) -> Future:
         """Submit an attempt to one rank or replica."""
@@ -177,7 +177,7 @@ class Attempts:
         return self._context.client.submit(
             run_node_task,
             call,
-            *edges(node, (submit.gang, index), self._attempts, self._results),
+            *parent_futures(node, (submit.gang, index), self._attempts, self._results),
             key=task_key(node.address, name if submit.attempt else None),
             resources={pin(submit.gang, index): 1},
             # Dask runs the last of equal priority first; Dispatch expects shards in order (`graph.display`)
@@ -191,20 +191,20 @@ class Attempts:
 
     # ---- Events ----------------------------------------------------------------------------------------------------
 
-    def reported(self, outcome: Outcome) -> None:
+    def on_report(self, outcome: Outcome) -> None:
         """Handle a worker's report that it finished an attempt."""
         attempt = self._attempts.get(outcome.address)
         if attempt is not None and attempt.name == outcome.attempt:
             attempt.outcome = outcome
-            self._judge(attempt)
+            self._settle_attempt(attempt)
             return
         for worker, abandoned in self._abandoned.items():
             attempt = abandoned.get(outcome.address)
             if attempt is not None and attempt.name == outcome.attempt:
-                self._came_back(worker, attempt, outcome)
+                self._on_abandoned_end(worker, attempt, outcome)
                 return
 
-    def future_ended(self, worker: WorkerKey, address: Address, future: Future) -> None:
+    def on_future_end(self, worker: WorkerKey, address: Address, future: Future) -> None:
         """Handle the end of a node's future. Without an error do nothing, since the outcome is reported separately.
 
         Raises:
@@ -212,18 +212,18 @@ class Attempts:
         """
         if future.status == "finished":
             return
-        error = error_of(future)
+        error = future_error(future)
         attempt = self._attempts.get(address)
         if attempt is not None and attempt.future is future:
-            if attempt.outcome is None and not fell_with_a_parent(attempt, self._attempts):
+            if attempt.outcome is None and not failed_with_parent(attempt, self._attempts):
                 attempt.errors[worker[1]] = error
-                self._judge(attempt)
+                self._settle_attempt(attempt)
             return
         abandoned = self._abandoned.get(worker, {}).get(address)
-        if abandoned is not None and abandoned.future is future and not isinstance(error, LOST):
-            self._came_back(worker, abandoned, None)
+        if abandoned is not None and abandoned.future is future and not isinstance(error, LOSS_ERRORS):
+            self._on_abandoned_end(worker, abandoned, None)
 
-    def rank_failed(self, failure: RankFailure) -> None:
+    def on_rank_failure(self, failure: RankFailure) -> None:
         """Handle the error or loss of a rank other than 0.
 
         Raises:
@@ -231,17 +231,17 @@ class Attempts:
         """
         attempt = self._attempts.get(failure.address)
         if attempt is not None and attempt.name == failure.attempt:
-            attempt.errors[failure.index] = error_of_rank(failure)
-            self._judge(attempt)
+            attempt.errors[failure.index] = rank_error(failure)
+            self._settle_attempt(attempt)
 
-    def worker_down(self, worker: WorkerKey, suspect: bool) -> None:
+    def on_worker_down(self, worker: WorkerKey, suspect: bool) -> None:
         """Make the nodes of a worker that gets no more work run again. A suspect's attempts are abandoned, but their
         outcomes still count. With a lost worker, all attempts and results of its restart unit are lost."""
-        reset = self._context.dispatch.worker_down(*worker)
+        reset = self._context.dispatch.on_worker_down(*worker)
         if suspect:
-            self._reset(reset, abandon_on=worker)
+            self._reset_nodes(reset, abandon_on=worker)
             return
-        self._reset(reset)
+        self._reset_nodes(reset)
         unit = restart_unit(self._context.gangs[worker[0]], worker[1])
         for one in unit:
             for attempt in self._abandoned.pop(one, {}).values():
@@ -264,12 +264,12 @@ class Attempts:
         for address, attempt in list(self._attempts.items()):
             if self._attempts.get(address) is not attempt:
                 continue
-            if attempt.again_at <= self._context.now():
-                self._reset(self._context.dispatch.lost([address]))
+            if attempt.retry_at <= self._context.now():
+                self._reset_nodes(self._context.dispatch.reset_lost([address]))
             elif attempt.fails_at <= self._context.now():
-                self._failed(attempt)
-            elif self._due(attempt) <= self._context.now():
-                self._overdue(address, attempt)
+                self._handle_failure(attempt)
+            elif self._deadline_of(attempt) <= self._context.now():
+                self._on_overdue(address, attempt)
 
     def release(self, addresses: Iterable[Address]) -> None:
         """Release the results of nodes that no later node depends on."""
@@ -286,26 +286,26 @@ class Attempts:
         self._abandoned.clear()
         self.release(list(self._results))
 
-    def _judge(self, attempt: Attempt) -> None:
+    def _settle_attempt(self, attempt: Attempt) -> None:
         match attempt_state(attempt.num_ranks, attempt.outcome is not None, attempt.errors.values()):
             case AttemptState.DONE:
-                self._done(attempt)
+                self._finish_attempt(attempt)
             case AttemptState.FAILED:
-                self._failed(attempt)
+                self._handle_failure(attempt)
             case AttemptState.UNCLEAR:
                 attempt.fails_at = min(attempt.fails_at, self._context.now() + PEER_GRACE_S)
 
-    def _done(self, attempt: Attempt) -> None:
+    def _finish_attempt(self, attempt: Attempt) -> None:
         node, gang, journal = attempt.submit.node, attempt.submit.gang, self._context.journal
         other = self._attempts.pop(node.address, attempt)
         if other is not attempt:  # `attempt` was abandoned, but finished first
             other.future.release()
         self._results[node.address] = Result(attempt.future, attempt.worker, node.scheduled_step)
-        self._context.dispatch.done(node.address)
+        self._context.dispatch.mark_done(node.address)
         first, index = attempt.outcome, attempt.submit.replica
         assert first is not None, f"{node.address} is done, and nobody reported it"
         for rank in range(index, index + attempt.num_ranks):
-            self._supervision.made_progress((gang, rank))
+            self._supervision.record_progress((gang, rank))
         for outcome in (first, *first.peers):
             where = {**_event_fields(node.address), "rank": outcome.index, "gang": gang, "worker": outcome.worker}
             seconds = outcome.finished - outcome.started
@@ -316,31 +316,33 @@ class Attempts:
             for warning in outcome.warnings:
                 journal.append(Event(outcome.finished, EventKind.WARNED, **where, detail=warning))
         if node.stage == "publish":
-            journal.now(EventKind.PUBLISHED, **_event_fields(node.address))
+            journal.append_now(EventKind.PUBLISHED, **_event_fields(node.address))
         self._on_done(node, first)
 
-    def _failed(self, attempt: Attempt) -> None:
+    def _handle_failure(self, attempt: Attempt) -> None:
         """Run a node again that was lost or raised a transient error. Raise StageFailed for any other error."""
         address, gang = attempt.submit.node.address, attempt.submit.gang
         for index, error in attempt.errors.items():
-            detail = describe(error)[:500]
-            self._context.journal.now(EventKind.FAILED, **_event_fields(address), rank=index, gang=gang, detail=detail)
-        lost = [error for error in attempt.errors.values() if isinstance(error, LOST)]
+            detail = error_text(error)[:500]
+            self._context.journal.append_now(
+                EventKind.FAILED, **_event_fields(address), rank=index, gang=gang, detail=detail
+            )
+        lost = [error for error in attempt.errors.values() if isinstance(error, LOSS_ERRORS)]
         if not lost:
-            return self._raised(attempt)
+            return self._handle_stage_error(attempt)
         for dead in filter(None, map(self._supervision.worker_of, lost)):
-            self._supervision.lost(dead, f"{address}: {type(lost[0]).__name__}")
+            self._supervision.restart_lost(dead, f"{address}: {type(lost[0]).__name__}")
         if self._attempts.get(address) is not attempt:
             return  # reset together with its worker
         missing = next((error for error in lost if isinstance(error, RanksMissing)), None)
         if missing is not None:
-            self._supervision.lost((gang, missing.ranks[0]), str(missing))
+            self._supervision.restart_lost((gang, missing.ranks[0]), str(missing))
         elif attempt.num_ranks > 1:  # live ranks may have begun, and wait for the others
-            self._supervision.lost((gang, 0), f"{address}: {type(lost[0]).__name__} on a part of its ranks")
+            self._supervision.restart_lost((gang, 0), f"{address}: {type(lost[0]).__name__} on a part of its ranks")
         else:
-            self._reset(self._context.dispatch.lost([address]))
+            self._reset_nodes(self._context.dispatch.reset_lost([address]))
 
-    def _raised(self, attempt: Attempt) -> None:
+    def _handle_stage_error(self, attempt: Attempt) -> None:
         """Try again after a transient error of a stage: on a replica or a single rank after a back-off, on a gang after
         it was built again, since its other ranks may be in a collective. Raise StageFailed for any other error, for a
         spent budget, and after `cluster.attempts` attempts."""
@@ -349,17 +351,17 @@ class Attempts:
         if spent is not None:
             raise StageFailed(f"{node.address}: {spent}. That ends the run; a larger budget lets it go on") from spent
         times = dispatch.times_lost(node.address) + 1
-        if times >= self._context.cluster.attempts or not all(map(may_succeed_later, attempt.errors.values())):
-            repeat = how_to_repeat(node, self._context.settings.paths.root)
+        if times >= self._context.cluster.attempts or not all(map(is_retryable, attempt.errors.values())):
+            repeat = repeat_hints(node, self._context.settings.paths.root)
             raise self._supervision.failure(f"{node.address} raised", gang, attempt.errors, repeat)
-        what = f"{node.address}: {describe(next(iter(attempt.errors.values())))[:500]}"
+        what = f"{node.address}: {error_text(next(iter(attempt.errors.values())))[:500]}"
         if attempt.num_ranks > 1:
-            return self._supervision.lost((gang, 0), what)
-        attempt.again_at = self._context.now() + back_off_s(times)
+            return self._supervision.restart_lost((gang, 0), what)
+        attempt.retry_at = self._context.now() + back_off_s(times)
         detail = f"{what}; tried again in {back_off_s(times):g} s"
-        self._context.journal.now(EventKind.WARNED, **_event_fields(node.address), gang=gang, detail=detail)
+        self._context.journal.append_now(EventKind.WARNED, **_event_fields(node.address), gang=gang, detail=detail)
 
-    def _came_back(self, worker: WorkerKey, attempt: Attempt, outcome: Outcome | None) -> None:
+    def _on_abandoned_end(self, worker: WorkerKey, attempt: Attempt, outcome: Outcome | None) -> None:
         """Handle the end of an abandoned attempt. With an outcome the node is done, whichever attempt committed first.
         Its worker is alive, and gets work again once it has no abandoned attempts left."""
         node, abandoned = attempt.submit.node, self._abandoned[worker]
@@ -369,11 +371,11 @@ class Attempts:
             self._supervision.trust(worker)
         if outcome is not None and not self._context.dispatch.is_done(node.address):
             attempt.outcome = outcome
-            self._done(attempt)
+            self._finish_attempt(attempt)
         else:
             attempt.future.release()
 
-    def _reset(self, addresses: Iterable[Address], abandon_on: WorkerKey | None = None) -> None:
+    def _reset_nodes(self, addresses: Iterable[Address], abandon_on: WorkerKey | None = None) -> None:
         """Give up the attempts at these nodes and release their futures. Keep the futures of attempts on `abandon_on`,
         since their outcomes still count."""
         for address in addresses:
@@ -383,31 +385,31 @@ class Attempts:
             else:
                 attempt.future.release()
 
-    def _due(self, attempt: Attempt) -> float:
+    def _deadline_of(self, attempt: Attempt) -> float:
         """Return the time at which an attempt is overdue. A node in a slot begins when it is submitted. Other nodes
         queue behind earlier ones on the same worker, so their time counts from the worker's last progress. No time
         counts before all parents are done."""
-        if attempt.again_at < math.inf or (attempt.ready is None and not self._parents_done(attempt.submit.node)):
+        if attempt.retry_at < math.inf or (attempt.ready_at is None and not self._parents_done(attempt.submit.node)):
             return math.inf
-        if attempt.ready is None:
-            attempt.ready = self._context.now()
-        since = attempt.ready
+        if attempt.ready_at is None:
+            attempt.ready_at = self._context.now()
+        since = attempt.ready_at
         if attempt.submit.mode is not Mode.SLOT:
             since = max(since, self._supervision.last_progress(attempt.worker))
         return since + self._context.cluster.deadline_s
 
-    def _overdue(self, address: Address, attempt: Attempt) -> None:
+    def _on_overdue(self, address: Address, attempt: Attempt) -> None:
         dispatch, worker = self._context.dispatch, attempt.worker
         detail = f"overdue: cluster.deadline_s = {self._context.cluster.deadline_s:g}"
-        self._context.journal.now(
+        self._context.journal.append_now(
             EventKind.FAILED, **_event_fields(address), gang=worker[0], attempt=attempt.name, detail=detail
         )
-        if attempt.ran_ahead:  # it may wait for a result in a hung process; the store has it too
-            self._reset(dispatch.lost([address]))
-        elif attempt.submit.mode is not Mode.ORDERED and dispatch.can_spare(*worker):
+        if attempt.is_submitted_early:  # it may wait for a result in a hung process; the store has it too
+            self._reset_nodes(dispatch.reset_lost([address]))
+        elif attempt.submit.mode is not Mode.ORDERED and dispatch.can_run_without(*worker):
             self._supervision.suspect(worker)
         else:
-            self._supervision.lost(worker, detail)
+            self._supervision.restart_lost(worker, detail)
 
 
 def _event_fields(address: Address) -> dict[str, Any]:

@@ -31,8 +31,8 @@ from distributed import Client, Nanny, Scheduler, SpecCluster, scheduler
 from distributed.protocol.pickle import dumps
 from distributed.security import Security
 
-from pipeline.config.devices import THIS_HOST, Worker, all_here, plan_devices, visible_devices
-from pipeline.config.fitting import allow_descriptors, descriptors_needed
+from pipeline.config.devices import THIS_HOST, Worker, place_all_here, plan_devices, visible_devices
+from pipeline.config.fitting import descriptors_needed, raise_descriptor_limit
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.workers.messages import worker_name
@@ -59,32 +59,32 @@ def scheduler_spec(config: RunConfig, security: Security, host: str, port: int) 
             "port": port,
             "protocol": "tls://",
             "security": security,
-            "dashboard_address": free_address(config.cluster.dashboard),
+            "dashboard_address": dashboard_address(config.cluster.dashboard),
             "dashboard": config.cluster.dashboard is not None,
             "extensions": scheduler_extensions(),
         },
     }
 
 
-def free_address(wanted: str | None) -> str:
+def dashboard_address(address: str | None) -> str:
     """Return the dashboard's address, with port 0 (any) if its port is taken (Dask would warn) or reserved for the
     system. Raises ConfigError if the address is not one of this host."""
-    host, _, port = (wanted or "127.0.0.1:0").rpartition(":")
+    host, _, port = (address or "127.0.0.1:0").rpartition(":")
     with socket.socket() as probe:
         try:
             probe.bind((host, int(port)))
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 need = f"{host} is no address of this host ({error}): 127.0.0.1, or 0.0.0.0 for all that it has"
-                raise ConfigError("cluster.dashboard", f"given {wanted!r}; {need}") from error
+                raise ConfigError("cluster.dashboard", f"given {address!r}; {need}") from error
             return f"{host}:0"
     return f"{host}:{port}"
 
 
-def dashboard_link(link: str, wanted: str) -> str:
-    """Return the dashboard's URL. `link`: Dask's URL, which always names the scheduler's host. `wanted`: the address
+def dashboard_link(link: str, address: str) -> str:
+    """Return the dashboard's URL. `link`: Dask's URL, which always names the scheduler's host. `address`: the address
     that the dashboard listens on."""
-    host, parts = wanted.rpartition(":")[0], urlsplit(link)
+    host, parts = address.rpartition(":")[0], urlsplit(link)
     return link if host in ("", "0.0.0.0", "[::]") else parts._replace(netloc=f"{host}:{parts.port}").geturl()
 
 
@@ -119,7 +119,7 @@ def workers_by_address(client: Client) -> dict[str, str]:
     return {address: str(info["name"]) for address, info in workers.items()}
 
 
-def heartbeats(client: Client) -> dict[str, float]:
+def last_heartbeats(client: Client) -> dict[str, float]:
     """Return the last heartbeat of each worker process, by name, in seconds of the scheduler's clock."""
     workers = client.scheduler_info(n_workers=-1)["workers"]
     return {str(info["name"]): float(info["last_seen"]) for info in workers.values()}
@@ -133,7 +133,7 @@ def _kill_process(dask_worker: Any) -> None:
 def begin_forkserver(config: RunConfig) -> None:
     """Start the process that local workers are forked from, unless there is one. They inherit this process's limit of
     open files, so it is raised first."""
-    allow_descriptors(descriptors_needed(config))
+    raise_descriptor_limit(descriptors_needed(config))
     start_forkserver(shared=shares_cores(config))
 
 
@@ -153,7 +153,7 @@ class Cluster:
             if workers:
                 begin_forkserver(config)
             else:
-                allow_descriptors(descriptors_needed(config))
+                raise_descriptor_limit(descriptors_needed(config))
             self._cluster = SpecCluster(
                 workers=workers or {}, scheduler=of_scheduler, security=security, silence_logs=logging.CRITICAL
             )
@@ -191,11 +191,11 @@ class Cluster:
         self.close()
 
 
-def shown_gpus(config: RunConfig, num_gpus: int, inherited: str | None) -> dict[Worker, str]:
+def visible_gpus_of_workers(config: RunConfig, num_gpus: int, inherited: str | None) -> dict[Worker, str]:
     """Return `CUDA_VISIBLE_DEVICES` for each worker of a run whose workers are all on this host. `inherited`: this
     process's own."""
     gangs, sharing = config.gangs(), config.placement.device_sharing
-    plan = plan_devices(gangs, all_here(gangs), {THIS_HOST: num_gpus}, sharing)
+    plan = plan_devices(gangs, place_all_here(gangs), {THIS_HOST: num_gpus}, sharing)
     return {worker: visible_devices(gpus, inherited) for worker, gpus in plan.items()}
 
 
@@ -211,7 +211,7 @@ class LocalWorkers(Cluster):
 
     def __init__(self, config: RunConfig, num_gpus: int = 0) -> None:
         """`num_gpus`: number of this host's GPUs to divide among the workers."""
-        shown = shown_gpus(config, num_gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        shown = visible_gpus_of_workers(config, num_gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
         security = Security.temporary()
         specs: dict[str, Any] = {}
         for gang in config.gangs():

@@ -37,7 +37,7 @@ class ExecutorSettings:
     """module:class of the runtime that every worker builds."""
 
     @property
-    def attached(self) -> bool:
+    def has_attached_workers(self) -> bool:
         """True if `stageline worker` starts the worker processes, and not the driver. Then the driver sees no board of
         published weights."""
         return self.cluster.kind == "attached"
@@ -46,17 +46,17 @@ class ExecutorSettings:
 class ExecutorEvents:
     """The receiver of an executor's events. An exception that a method raises ends the run."""
 
-    def node_done(self, node: Node, outcome: Outcome) -> None:
+    def on_node_done(self, node: Node, outcome: Outcome) -> None:
         """Called with a node that has its commit, and rank 0's outcome."""
 
-    def worker_built(self, worker: WorkerKey, numerics: Mapping[str, str]) -> None:
+    def on_worker_built(self, worker: WorkerKey, numerics: Mapping[str, str]) -> None:
         """Called when a worker is built, before it gets work. `numerics`: facts, by name, on which the last bits of
         the worker's results depend. If it raises ConfigError, the worker counts as one that cannot be built."""
 
-    def worker_replaced(self) -> None:
+    def on_worker_replaced(self) -> None:
         """Called when the successor of a lost worker process is built."""
 
-    def look(self, now: float) -> None:
+    def on_tick(self, now: float) -> None:
         """Called about once a second with the executor's time."""
 
 
@@ -74,7 +74,7 @@ class Context:
     """Random name of this executor, part of attempt names and keys. Another executor on the cluster has another."""
     now: Callable[[], float]
     """Returns the seconds of the driver's clock, which stops while the driver is suspended."""
-    watch: Callable[[Future, WorkerKey, Address | None], None]
+    watch_future: Callable[[Future, WorkerKey, Address | None], None]
     """Called with a future, its worker, and the node's address (None: the worker's build). When the future ends, the
     executor's loop is notified."""
 
@@ -82,6 +82,6 @@ class Context:
     def cluster(self) -> ClusterConfig:
         return self.settings.cluster
 
-    def gang_with(self, role: Role) -> str:
+    def gang_of_role(self, role: Role) -> str:
         """Return the name of the gang that has a role, or an empty string."""
         return next((gang.name for gang in self.gangs.values() if role in gang.roles), "")

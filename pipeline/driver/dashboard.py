@@ -32,10 +32,10 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.graph_markers import GraphMarkers, marker_stage
 from pipeline.driver.run_view import RunView
-from pipeline.graph.display import ROWS, ObservedDispatch
+from pipeline.graph.display import STAGE_ORDER, ObservedDispatch
 from pipeline.graph.flow import Flow
-from pipeline.observe.graph_page import HEADERS, PATH, fragment, log_end, page
-from pipeline.observe.graph_view import Facts
+from pipeline.observe.graph_page import HEADERS, PATH, read_log_end, render_fragment, render_page
+from pipeline.observe.graph_view import RunFacts
 from pipeline.observe.node_events import NodeEvents
 from storage.ledger import Ledger
 from storage.weights import WeightBoard
@@ -55,19 +55,19 @@ class _Handler(web.RequestHandler):
 class _Page(_Handler):
     async def get(self) -> None:
         """Send the whole page."""
-        view = await self._view.fresh()
+        view = await self._view.request_view()
         if view is None:
             raise web.HTTPError(503, reason="The workers are being started")
-        self.finish(page(view))
+        self.finish(render_page(view))
 
 
 class _Fragment(_Handler):
     async def get(self) -> None:
         """Send the changing part of the page."""
-        view = await self._view.fresh()
+        view = await self._view.request_view()
         if view is None:
             raise web.HTTPError(503, reason="The workers are being started")
-        self.finish(fragment(view))
+        self.finish(render_fragment(view))
 
 
 class _Log(web.RequestHandler):
@@ -83,7 +83,7 @@ class _Log(web.RequestHandler):
 
     def get(self, name: str) -> None:
         """Send a log's end as plain text, or 404 if it is not one of the run's logs."""
-        text = log_end(self._directory, name)
+        text = read_log_end(self._directory, name)
         if text is None:
             raise web.HTTPError(404)
         self.finish(text)
@@ -102,7 +102,7 @@ def open_page(
     """Add a run to the dashboard of a scheduler in this process: its markers, its page, and a tab for the page.
     `events` receives the journal's events as they are written. The page shows `links`."""
     logs = RunPaths(config.run_dir).logs
-    facts = Facts(config.name, config.steps, config.staleness, tuple(links.items()))
+    facts = RunFacts(config.name, config.steps, config.staleness, tuple(links.items()))
     markers = GraphMarkers(scheduler)
     view = RunView(facts, config.graph(), config.gangs(), dispatch, flow, ledger, board, events, markers, logs)
     scheduler.loop.add_callback(_add_page, scheduler, view, logs)
@@ -141,7 +141,7 @@ class StepLayout(GraphLayout):
                 continue
             scheduled_step, order = task.priority
             self.x[key] = scheduled_step + order / _ORDERS + _SHIFT * (order % 2)
-            self.y[key] = -ROWS.index(stage) - _SPREAD * (1 - 1 / (1 + key[1]))
+            self.y[key] = -STAGE_ORDER.index(stage) - _SPREAD * (1 - 1 / (1 + key[1]))
             self.index[key] = self.next_index
             self.next_index += 1
             self.new.append(key)
@@ -168,8 +168,8 @@ class StepGraph(TaskGraph):
         scheduler.add_plugin(self.layout)
         self.root.xaxis.visible = self.root.yaxis.visible = True
         self.root.xaxis.axis_label = "step"
-        self.root.yaxis.ticker = FixedTicker(ticks=[-row for row in range(len(ROWS))])
-        self.root.yaxis.major_label_overrides = {-row: stage for row, stage in enumerate(ROWS)}
+        self.root.yaxis.ticker = FixedTicker(ticks=[-row for row in range(len(STAGE_ORDER))])
+        self.root.yaxis.major_label_overrides = {-row: stage for row, stage in enumerate(STAGE_ORDER)}
 
 
 class OrderedGroups(TaskGroupGraph):

@@ -55,7 +55,7 @@ from pipeline.workers.messages import (
 from storage import codec
 from storage.address import Address
 
-_LONGEST_LOOK_S = 5.0
+_MAX_CHECK_INTERVAL_S = 5.0
 """Most seconds by which the driver's clock advances between two notices. So time in which the driver was suspended does
 not count against deadlines."""
 _PROCESSES = "all"
@@ -63,7 +63,7 @@ _PROCESSES = "all"
 
 
 @dataclass(frozen=True)
-class _Ended:
+class _FutureEnded:
     """The end of a future. `address` is None for a worker's build."""
 
     future: Future
@@ -72,13 +72,13 @@ class _Ended:
 
 
 @dataclass(frozen=True)
-class _Removed:
+class _ProcessEnded:
     """The end of a worker process, by its Dask address."""
 
     process: str
 
 
-_Notice = _Ended | _Removed | JoinRefused | Report
+_Notice = _FutureEnded | _ProcessEnded | JoinRefused | Report
 
 
 class Executor:
@@ -96,9 +96,9 @@ class Executor:
         self._dispatch = dispatch
         self._events = events
         self._notices: queue.SimpleQueue[_Notice] = queue.SimpleQueue()
-        self._longest_wait_s = min(1.0, settings.cluster.deadline_s / 4)
-        self._looked = time.monotonic()
-        self._now = self._look_again = 0.0
+        self._max_wait_s = min(1.0, settings.cluster.deadline_s / 4)
+        self._last_check_at = time.monotonic()
+        self._now = self._checks_again = 0.0
         self._started = False
         context = Context(
             client=client,
@@ -108,10 +108,12 @@ class Executor:
             settings=settings,
             name=uuid.uuid4().hex[:8],
             now=lambda: self._now,
-            watch=self._watch,
+            watch_future=self._watch,
         )
-        self._supervision = Supervision(context, partial(mirror_spec, context), self._worker_down, events.worker_built)
-        self._attempts = Attempts(context, self._supervision, events.node_done)
+        self._supervision = Supervision(
+            context, partial(mirror_spec, context), self._worker_down, events.on_worker_built
+        )
+        self._attempts = Attempts(context, self._supervision, events.on_node_done)
         self._weights = WeightOrders(context, self._supervision)
         self._migration = MigrationOrders(context, self._supervision)
         self._device_sharing = DeviceOrders(context, self._supervision)
@@ -124,44 +126,44 @@ class Executor:
         self._started = True
         self._supervision.start()
 
-    def run(self, finished: Callable[[], bool]) -> None:
-        """Hand out nodes until `finished()` is true.
+    def run(self, is_finished: Callable[[], bool]) -> None:
+        """Hand out nodes until `is_finished()` is true.
 
         Raises:
             StageFailed: a stage raised, or a node or worker was lost too often.
         """
-        while not finished():
+        while not is_finished():
             for submit in self._dispatch.next_submits():
                 self._attempts.submit(submit)
-            if self._device_sharing.pass_on():
+            if self._device_sharing.start_handovers():
                 continue
             self._migration.order_migrations()
             match self._next_notice():
                 case Outcome() as outcome:
-                    self._attempts.reported(outcome)
-                case _Ended(future, worker, address) if address is not None:
-                    self._attempts.future_ended(worker, address, future)
-                case _Ended(future, worker):
-                    if self._supervision.build_ended(worker, future):
-                        self._weights.worker_built(worker)
+                    self._attempts.on_report(outcome)
+                case _FutureEnded(future, worker, address) if address is not None:
+                    self._attempts.on_future_end(worker, address, future)
+                case _FutureEnded(future, worker):
+                    if self._supervision.on_build_end(worker, future):
+                        self._weights.on_worker_built(worker)
                         if self._supervision.spec(worker).incarnation:
-                            self._events.worker_replaced()
-                case _Removed(process):
-                    self._supervision.process_ended(process)
+                            self._events.on_worker_replaced()
+                case _ProcessEnded(process):
+                    self._supervision.on_process_end(process)
                 case JoinRefused() as refusal:
-                    self._supervision.refused(refusal)
+                    self._supervision.on_join_refused(refusal)
                 case RankFailure() as failure:
-                    self._attempts.rank_failed(failure)
+                    self._attempts.on_rank_failure(failure)
                 case RowsReport() | MigrationDone() as report:
-                    self._attempts.release_slots((report.gang, report.index), self._migration.reported(report))
+                    self._attempts.release_slots((report.gang, report.index), self._migration.on_report(report))
                 case SleepReport() as report:
-                    self._device_sharing.reported(report)
-            if self._now >= self._look_again:
-                self._look_again = self._now + self._longest_wait_s
+                    self._device_sharing.on_report(report)
+            if self._now >= self._checks_again:
+                self._checks_again = self._now + self._max_wait_s
                 self._supervision.check_deadlines()
                 self._attempts.check_deadlines()
                 self._device_sharing.check_deadlines()
-                self._events.look(self._now)
+                self._events.on_tick(self._now)
 
     def release(self, addresses: Iterable[Address]) -> None:
         """Release the results of nodes that no later node depends on."""
@@ -169,22 +171,22 @@ class Executor:
 
     def fetch_weights(self, version: int) -> None:
         """Order the hosts that will read a version of the weights to copy it, before they need it. Does not wait."""
-        self._weights.fetch(version)
+        self._weights.order_fetch(version)
 
-    def take_weights(self, version: int) -> None:
+    def order_load(self, version: int) -> None:
         """Make replicas load a version now, for the rows that they have in flight. Does not wait."""
-        self._weights.take(version)
+        self._weights.order_load(version)
 
     def release_weights(self, version: int) -> None:
         """Remove the copies of a version that other hosts have. Does not wait."""
-        self._weights.release(version)
+        self._weights.order_release(version)
 
     def close(self) -> None:
         """Release all futures, and make other hosts remove their copies of weights. A running stage ends with its
         process."""
         if not self._started:
             return
-        self._weights.remove()
+        self._weights.remove_boards()
         self._attempts.close()
         self._supervision.close()
         for topic in (_PROCESSES, REPORTS, REFUSALS):
@@ -192,25 +194,25 @@ class Executor:
         self._started = False
 
     def _worker_down(self, worker: WorkerKey, suspect: bool) -> None:
-        self._attempts.worker_down(worker, suspect)
-        self._migration.worker_down(worker)
-        self._device_sharing.worker_down(worker)
+        self._attempts.on_worker_down(worker, suspect)
+        self._migration.on_worker_down(worker)
+        self._device_sharing.on_worker_down(worker)
 
     # ---- Notices ---------------------------------------------------------------------------------------------------
 
     def _next_notice(self) -> _Notice | None:
         """Return the next notice, or None if there is none before the next deadline check. Advance the clock."""
         try:
-            notice = self._notices.get(timeout=self._longest_wait_s)
+            notice = self._notices.get(timeout=self._max_wait_s)
         except queue.Empty:
             notice = None
         now = time.monotonic()
-        self._now += min(now - self._looked, _LONGEST_LOOK_S)
-        self._looked = now
+        self._now += min(now - self._last_check_at, _MAX_CHECK_INTERVAL_S)
+        self._last_check_at = now
         return notice
 
     def _watch(self, future: Future, worker: WorkerKey, address: Address | None) -> None:
-        notice = _Ended(future, worker, address)
+        notice = _FutureEnded(future, worker, address)
         future.add_done_callback(lambda _: self._notices.put(notice))
 
     def _on_report(self, event: tuple[float, str]) -> None:
@@ -225,4 +227,4 @@ class Executor:
         """Queue the scheduler's report of a process that ended (called in the client's thread)."""
         message = event[1]
         if isinstance(message, dict) and message.get("action") == "remove-worker":
-            self._notices.put(_Removed(str(message["worker"])))
+            self._notices.put(_ProcessEnded(str(message["worker"])))

@@ -20,11 +20,11 @@ from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.scheduler import TaskGroup, TaskState
 
-from pipeline.graph.display import NodeState, NodeStatus, with_steps_over
+from pipeline.graph.display import NodeState, NodeStatus, add_finished_steps
 from pipeline.graph.graph import GraphSpec
 from storage.address import Address
 
-MOST_MARKERS = 2000
+MAX_MARKERS = 2000
 """Largest window that gets markers. More markers make Dask's page slow."""
 _DASK_STATE = {
     NodeState.WAITING: "waiting",
@@ -49,10 +49,10 @@ class Marker:
 def marker_states(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int) -> dict[Address, Marker]:
     """Return the wanted markers, parents before children: those of the window, and of the eta + 1 steps before it,
     since the window's generation depends on their publications. `admitted`: the first step after the window. Empty if
-    the window alone has more than `MOST_MARKERS` nodes."""
-    if not statuses or len(statuses) > MOST_MARKERS:
+    the window alone has more than `MAX_MARKERS` nodes."""
+    if not statuses or len(statuses) > MAX_MARKERS:
         return {}
-    shown = with_steps_over(spec, statuses, admitted, spec.staleness + 1, MOST_MARKERS)
+    shown = add_finished_steps(spec, statuses, admitted, spec.staleness + 1, MAX_MARKERS)
     last = spec.steps - 1  # evaluations of the last versions serve no step of the run: show them in this column
     return {
         status.node.address: Marker(
@@ -81,11 +81,11 @@ class GraphMarkers(SchedulerPlugin):
         """The markers that exist. Used by the scheduler's loop."""
         scheduler.loop.add_callback(scheduler.add_plugin, self, name=self.name)
 
-    def show(self, wanted: Mapping[Address, Marker]) -> None:
+    def replace_markers(self, markers: Mapping[Address, Marker]) -> None:
         """Replace the scheduler's markers, parents first. Does not wait."""
-        if wanted != self._wanted:
-            self._wanted = wanted
-            self._scheduler.loop.add_callback(self._apply, wanted)
+        if markers != self._wanted:
+            self._wanted = markers
+            self._scheduler.loop.add_callback(self._apply_markers, markers)
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Drop the other groups' dependency on a group when its last task is forgotten."""
@@ -93,24 +93,24 @@ class GraphMarkers(SchedulerPlugin):
         if finish != "forgotten":
             return
         group = self._scheduler.tasks[key].group
-        if _all_forgotten(group):
+        if _is_group_forgotten(group):
             for other in self._scheduler.task_groups.values():
                 other.dependencies.discard(group)
 
     # ---- In the scheduler's loop -----------------------------------------------------------------------------------
 
-    def _apply(self, wanted: Mapping[Address, Marker]) -> None:
-        """Make the markers match `wanted`. `_shown` is correct at every moment, so if one of Dask's pages raises, the
+    def _apply_markers(self, markers: Mapping[Address, Marker]) -> None:
+        """Make the markers match `markers`. `_shown` is correct at every moment, so if one of Dask's pages raises, the
         next call continues."""
-        new = [address for address in wanted if address not in self._shown]
+        new = [address for address in markers if address not in self._shown]
         for address in new:
-            self._add(address, wanted[address])
+            self._add(address, markers[address])
         if new:
             self._announce(new)
-        for address, marker in wanted.items():
-            self._move(address, marker.state)
-        for address in [address for address in self._shown if address not in wanted]:
-            self._forget(address)
+        for address, marker in markers.items():
+            self._set_state(address, marker.state)
+        for address in [address for address in self._shown if address not in markers]:
+            self._remove(address)
 
     def _add(self, address: Address, marker: Marker) -> None:
         task = self._scheduler.new_task(marker_key(address), None, "released")
@@ -135,41 +135,41 @@ class GraphMarkers(SchedulerPlugin):
                 stimulus_id=_STIMULUS,
             )
 
-    def _move(self, address: Address, state: str) -> None:
+    def _set_state(self, address: Address, state: str) -> None:
         task = self._shown[address]
         if state == task.state:
             return
         # Pages that draw durations would take a change from processing to memory for a computation, and look for its
         # times. So the marker is released in between.
         if task.state == "processing" and state == "memory":
-            self._move(address, "released")
+            self._set_state(address, "released")
         before, task.state = task.state, state
         task.waiting_on = {p for p in task.dependencies if p.state != "memory"} if state == "waiting" else None
-        self._tell(task, before)
+        self._announce_change(task, before)
 
-    def _forget(self, address: Address) -> None:
+    def _remove(self, address: Address) -> None:
         scheduler, task = self._scheduler, self._shown.pop(address)
         before, task.state = task.state, "forgotten"
         try:
-            self._tell(task, before)  # before its edges are removed, as Dask does
+            self._announce_change(task, before)  # before its edges are removed, as Dask does
         finally:
             for child in task.dependents:
                 child.dependencies.discard(task)
             for parent in task.dependencies:
                 parent.dependents.discard(task)
             del scheduler.tasks[task.key]
-            if _all_forgotten(task.group):
+            if _is_group_forgotten(task.group):
                 task.group.prefix.remove_group(task.group)
                 del scheduler.task_groups[task.group.name]
 
-    def _tell(self, task: TaskState, before: str) -> None:
+    def _announce_change(self, task: TaskState, before: str) -> None:
         """Announce a change to Dask's pages, which update when the counter has changed."""
         self._scheduler.transition_counter += 1
         for plugin in list(self._scheduler.plugins.values()):
             plugin.transition(task.key, before, task.state, stimulus_id=_STIMULUS)
 
 
-def _all_forgotten(group: TaskGroup) -> bool:
+def _is_group_forgotten(group: TaskGroup) -> bool:
     """Return True if the scheduler drops the group now."""
     return all(number == 0 or state == "forgotten" for state, number in group.states.items())
 
@@ -214,6 +214,6 @@ def marker_stage(key: object) -> str | None:
     return None
 
 
-def build_key(worker: str, incarnation: int, executor: str, what: str = "build") -> tuple[object, ...]:
-    """Return the key of a worker's build, or of another task (`what`) that precedes it."""
-    return f"{what}-process", worker, incarnation, executor
+def build_key(worker: str, incarnation: int, executor: str, task: str = "build") -> tuple[object, ...]:
+    """Return the key of a worker's build, or of another task (`task`) that precedes it."""
+    return f"{task}-process", worker, incarnation, executor

@@ -6,8 +6,8 @@
     a worker process was replaced ──► what the old one had committed is moved into place
     the end ──► the same, and all leftovers of attempts are removed
 
-Three parts follow: `repair` and its checks, `unneeded_outputs` (lost outputs that the run no longer needs), and the
-rewind to the newest checkpoint (`stageline resume RUN --from-checkpoint`).
+Three parts follow: `repair_store` and its checks, `unneeded_outputs` (lost outputs that the run no longer needs), and
+the rewind to the newest checkpoint (`stageline resume RUN --from-checkpoint`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from pipeline.errors import StageFailed
 from pipeline.graph.graph import (
     SHARDED,
     STAGE_ROLES,
-    can_go_back,
+    can_rewind,
+    commits_to_recompute,
     generation_versions,
-    made_anew,
     step_nodes,
     update_stages,
 )
@@ -54,18 +54,19 @@ class Repairs:
 
     warnings: tuple[str, ...] = ()
     """Texts about records that were set aside, and about lost outputs."""
-    expected: Mapping[Address, str] = field(default_factory=dict)
+    expected_digests: Mapping[Address, str] = field(default_factory=dict)
     """Content, by address, of outputs that lost their commit although committed outputs were made from them."""
     sampled_versions: Mapping[Address, int] = field(default_factory=dict)
-    """Under `latest`: the version that sampled each generated shard among `expected`. The graph does not say it."""
-    unneeded: frozenset[Address] = frozenset()
+    """Under `latest`: the version that sampled each generated shard among `expected_digests`. The graph does not say
+    it."""
+    unneeded_outputs: frozenset[Address] = frozenset()
     """Lost outputs that no node needs any more. They count as done."""
 
 
 _NONE: Mapping[Address, str] = MappingProxyType({})
 
 
-def set_damaged_aside(ledger: Ledger, stored: RunStorage) -> dict[Address, str]:
+def quarantine_damaged_commits(ledger: Ledger, stored: RunStorage) -> dict[Address, str]:
     """Move damaged commit records out of the ledger. Return, by address, what was wrong and where the record is now.
     Call it before workers start. Raises StoreError for a record of another format, and for a segment whose table of
     contents is damaged."""
@@ -80,9 +81,9 @@ def set_damaged_aside(ledger: Ledger, stored: RunStorage) -> dict[Address, str]:
     return aside
 
 
-def repair(history: History, stored: RunStorage, before: Mapping[Address, str] = _NONE) -> Repairs:
+def repair_store(history: History, stored: RunStorage, damaged: Mapping[Address, str] = _NONE) -> Repairs:
     """Set damaged commit records aside, move committed files into place, and restore damaged Zarr metadata. Call it
-    before workers start. `before`: records that were set aside already.
+    before workers start. `damaged`: records that were set aside already.
 
     Raises:
         StoreError: a committed output was made from another input than the one that is committed now. Or it was made
@@ -90,7 +91,7 @@ def repair(history: History, stored: RunStorage, before: Mapping[Address, str] =
             only damaged records were set aside, and finished segments closed. Or a record has another format.
     """
     ledger = history.ledger
-    aside = {**before, **set_damaged_aside(ledger, stored)}
+    aside = {**damaged, **quarantine_damaged_commits(ledger, stored)}
     closed = ledger.closed_until()
     lost = unneeded_outputs(history, stored.checkpoints(), set(ledger.addresses(from_step=closed)), closed)
     close_finished_segments(history.spec, ledger, lost)
@@ -108,25 +109,27 @@ def repair(history: History, stored: RunStorage, before: Mapping[Address, str] =
         more = f" (and {len(faults) - 1} more: `stageline check {run_dir}` lists them)" if len(faults) > 1 else ""
         raise StoreError(f"{run_dir} cannot go on: {faults[0]}{more}")
     expected = {one.address: one.content for one in inputs if one.address not in {*found, *lost}}
-    shards = [address for address in expected if address.stage == "generate"] if history.spec.latest else []
-    sampled_versions = {address: _sampled_with(history, address, stored.directory) for address in shards}
+    shards = [address for address in expected if address.stage == "generate"] if history.spec.uses_latest else []
+    sampled_versions = {address: _sampling_version(history, address, stored.directory) for address in shards}
     # A node that runs again may read a version whose publication belongs to a closed step.
     first_read = (max(0, address.step - history.spec.staleness - 1) for address in expected)
     history.ledger.reopen(Address("publish", step) for step in first_read)
     history.store.recover()
     history.store.restore_metadata(commits)
-    warnings = [f"{what}; {_what_follows(address, lost)}" for address, what in aside.items()]
-    warnings += [f"{address} has no commit; {_what_follows(address, lost)}" for address in sorted(lost - aside.keys())]
+    warnings = [f"{what}; {_consequence_text(address, lost)}" for address, what in aside.items()]
+    warnings += [
+        f"{address} has no commit; {_consequence_text(address, lost)}" for address in sorted(lost - aside.keys())
+    ]
     return Repairs(tuple(warnings), expected, sampled_versions, lost)
 
 
-def _what_follows(address: Address, lost: Collection[Address]) -> str:
+def _consequence_text(address: Address, lost: Collection[Address]) -> str:
     if address in lost:
         return f"{address} is lost, and nobody needs it any more ({KEEP} has let go what it was made from)"
     return f"{address} runs again"
 
 
-def _sampled_with(history: History, address: Address, run_dir: Path) -> int:
+def _sampling_version(history: History, address: Address, run_dir: Path) -> int:
     """Return the version that sampled a shard whose commit is lost, read from its stored tokens. The shard is sampled
     again with it, and compared with what later outputs were made from. Raises StoreError unless there is exactly one
     such version."""
@@ -145,12 +148,12 @@ def _sampled_with(history: History, address: Address, run_dir: Path) -> int:
     return int(found[0])
 
 
-def lineage_faults(commits: Iterable[Commit], found: Mapping[Address, Commit]) -> Iterator[str]:
+def lineage_faults(commits: Iterable[Commit], committed: Mapping[Address, Commit]) -> Iterator[str]:
     """Yield a text for each output that was made from another input than the one that is committed now. Inputs without
     a commit are ignored."""
     for commit in commits:
         for one in commit.provenance.inputs:
-            there = found.get(one.address)
+            there = committed.get(one.address)
             if there is not None and there.content != one.content:
                 yield (
                     f"{commit.address}: was made from {one.address} of attempt {one.attempt} with content "
@@ -160,9 +163,9 @@ def lineage_faults(commits: Iterable[Commit], found: Mapping[Address, Commit]) -
 
 def check_recomputed(history: History, repairs: Repairs, address: Address) -> None:
     """Raise StageFailed if later outputs were made from another content than this node's new commit has."""
-    if address not in repairs.expected:
+    if address not in repairs.expected_digests:
         return
-    content, expected = history.ledger.get(address).content, repairs.expected[address]
+    content, expected = history.ledger.get(address).content, repairs.expected_digests[address]
     if content != expected:
         raise StageFailed(
             f"{address} was made again, and is not what committed outputs were made from: content {content}, theirs is "
@@ -171,7 +174,7 @@ def check_recomputed(history: History, repairs: Repairs, address: Address) -> No
 
 
 @contextmanager
-def finalised(history: History) -> Iterator[None]:
+def clean_up_after(history: History) -> Iterator[None]:
     """Clean up the store after the workers of a run, which all end with this block. Move what they committed into
     place. If the block ended without an error, also remove all leftovers of attempts."""
     try:
@@ -191,16 +194,18 @@ class UnreadVersions:
 
     def __init__(self, board: WeightBoard) -> None:
         self._board = board
-        self._held: set[int] = set()
+        self._leased_versions: set[int] = set()
 
     def release(self, version: int) -> None:
         """Release a version now, or when its last lease is gone. Also release earlier ones whose leases are gone."""
-        self._held.add(version)
-        self.retry()
+        self._leased_versions.add(version)
+        self.release_unleased()
 
-    def retry(self) -> None:
+    def release_unleased(self) -> None:
         """Release what can be released. Call it when leases may be gone: after a release or a process's death."""
-        self._held = {version for version in sorted(self._held) if not self._board.release(version)}
+        self._leased_versions = {
+            version for version in sorted(self._leased_versions) if not self._board.release(version)
+        }
 
 
 # ---- Lost outputs that the run no longer needs -----------------------------------------------------------
@@ -228,7 +233,7 @@ def unneeded_outputs(
     before = history.store.dropped_before()
     if not before:
         return frozenset()
-    saved = {role: _usable(history, checkpoints, role) for role in update_stages(history.spec)}
+    saved = {role: _usable_checkpoints(history, checkpoints, role) for role in update_stages(history.spec)}
     floors = {role: min((v for v in versions if v >= before), default=before) for role, versions in saved.items()}
     there = {0, *saved[Role.POLICY]}  # versions that exist without running an update again
     found: set[Address] = set()
@@ -244,7 +249,7 @@ def unneeded_outputs(
     return frozenset(found)
 
 
-def _usable(history: History, checkpoints: Checkpoints, role: Role) -> list[int]:
+def _usable_checkpoints(history: History, checkpoints: Checkpoints, role: Role) -> list[int]:
     """Return the versions of a role with a checkpoint that looks complete and the commit of the update that made
     them."""
     stage = update_stages(history.spec)[role]
@@ -306,17 +311,20 @@ def plan_rewind(history: History, stored: RunStorage) -> Rewind:
     of_all = (v for v in newest_first if all(is_usable(checkpoints, ledger, role, v) for role in others))
     before = history.store.dropped_before()
     lost = unneeded_outputs(history, checkpoints, committed)
-    sampled = newest_sampled(history, committed) if history.spec.latest else {}
+    sampled = newest_sampled(history, committed) if history.spec.uses_latest else {}
     sampled = {address: newest for address, newest in sampled.items() if address not in lost}
-    version = next((v for v in of_all if can_go_back(history.spec, committed | lost, v, saved, before, sampled)), 0)
-    later = [*_later(paths.checkpoints.glob("*/v*"), version), *_later(paths.weights(0).parent.glob("v*"), version)]
+    version = next((v for v in of_all if can_rewind(history.spec, committed | lost, v, saved, before, sampled)), 0)
+    later = [
+        *_later_versions(paths.checkpoints.glob("*/v*"), version),
+        *_later_versions(paths.weights(0).parent.glob("v*"), version),
+    ]
     name = time.strftime("%Y%m%dT%H%M%S")
-    commits = made_anew(history.spec, committed, version, before, sampled)
+    commits = commits_to_recompute(history.spec, committed, version, before, sampled)
     copies = stored.copied_after(version)
     return Rewind(version, tuple(commits), tuple(sorted(later)), tuple(copies), f"archive/{name}")
 
 
-def carry_out(rewind: Rewind, history: History, stored: RunStorage) -> None:
+def execute_rewind(rewind: Rewind, history: History, stored: RunStorage) -> None:
     """Move the rewind's files and commits into the archive. Raises OSError."""
     for directory in rewind.directories:
         target = stored.directory / rewind.archive / directory.relative_to(stored.directory)
@@ -328,7 +336,7 @@ def carry_out(rewind: Rewind, history: History, stored: RunStorage) -> None:
     for address in rewind.commits:
         try:
             commit = history.ledger.find(address)
-        except DamagedCommit:  # `repair` sets it aside, and its node runs again
+        except DamagedCommit:  # `repair_store` sets it aside, and its node runs again
             continue
         if commit is None:
             continue
@@ -350,7 +358,7 @@ def newest_sampled(history: History, committed: Collection[Address]) -> dict[Add
     return found
 
 
-def _later(directories: Iterator[Path], version: int) -> Iterator[Path]:
+def _later_versions(directories: Iterator[Path], version: int) -> Iterator[Path]:
     for directory in directories:
         found = version_of(directory)
         if found is not None and found > version:

@@ -34,15 +34,15 @@ from pipeline.config.reward_preflight import EXPORT
 from pipeline.config.role_models import check_output_layer, read_model
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
-from pipeline.driver.session import interruptible, only_driver
+from pipeline.driver.session import handle_signals, hold_driver_lock
 from pipeline.errors import ConfigError, StageFailed, refusal
 from pipeline.observe.journal import LineFile
 from pipeline.observe.text import print_plain
 from stages.generate import generate
 from stages.models.hf_files import Tokenizer, read_tokenizer
 from stages.prompts import PromptTable, read_source, tokenise
-from stages.rewards.config import JUDGE_BUDGET, undelimited
-from stages.rewards.judges.labels import TIE, Candidates, label, pairs_of
+from stages.rewards.config import JUDGE_BUDGET, undelimited_note
+from stages.rewards.judges.labels import TIE, Candidates, comparable_pairs, label_pairs
 from stages.rewards.judges.rubric import Ask, Rubric
 from stages.rewards.protocol import BudgetSpent, RewardFailed
 from stages.rewards.registry import UnfitReward, build_reward
@@ -81,13 +81,13 @@ def label_responses(config: LabelConfig, source: RunConfig | None, console: Cons
     torch.set_num_threads(config.threads)
     root.mkdir(parents=True, exist_ok=True)
     try:
-        with only_driver(RunPaths(root)), interruptible():
-            _keep_rubric(config)
+        with hold_driver_lock(RunPaths(root)), handle_signals():
+            _store_rubric(config)
             write_config(root / "config.yaml", config)
             candidates = _candidates(config, source)
             _check_fields(cast(_Judge, reward).rubric, candidates)
             if config.judge.args.get("delimit") is False:
-                print_plain(console, f"WARNING: {undelimited('judge.args')}")
+                print_plain(console, f"WARNING: {undelimited_note('judge.args')}")
             return _label_all(config, cast(_Judge, reward), candidates, console)
     except BudgetSpent as error:
         raise StageFailed(f"{error}. Start it again with a larger budget to go on") from error
@@ -108,13 +108,15 @@ def _check_directory(config: LabelConfig) -> None:
     check_writable("runs_dir", config.runs_dir, root)
     if (root / RESPONSES).exists():
         before, now = flatten(load_label_config([root / "config.yaml"])), flatten(config)
-        other = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and key not in _MAY)
+        other = sorted(
+            key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and key not in _CHANGEABLE_KEYS
+        )
         if other:
             need = f"{root} was begun with {before.get(other[0])}: put it back, or choose another name=..."
             raise ConfigError(other[0], f"given {now.get(other[0])}; {need}")
 
 
-def _keep_rubric(config: LabelConfig) -> None:
+def _store_rubric(config: LabelConfig) -> None:
     """Copy a rubric file into the directory. Raise ConfigError if its text has changed since labelling began, because
     some pairs would then be labelled by another rubric."""
     file = config.judge.args.get("rubric_file")
@@ -124,10 +126,10 @@ def _keep_rubric(config: LabelConfig) -> None:
     if (config.run_dir / RESPONSES).exists() and kept.exists() and kept.read_text("utf8") != text:
         need = f"its text is not the one that it was begun with ({kept}): put it back, or choose another name=..."
         raise ConfigError("judge.args.rubric_file", f"given {str(file)!r}; {need}")
-    _replace(kept, text)
+    _write_atomically(kept, text)
 
 
-_MAY = frozenset(
+_CHANGEABLE_KEYS = frozenset(
     {"runs_dir", "threads", "prompts_at_once"}
     | {
         f"judge.args.{name}"
@@ -142,11 +144,11 @@ def _candidates(config: LabelConfig, source: RunConfig | None) -> list[Candidate
     file = config.run_dir / RESPONSES
     if not file.exists():
         if source is not None:
-            made = of_run(source, config.responses.last_steps)
+            made = candidates_of_run(source, config.responses.last_steps)
         else:
-            made = of_file(config) if config.responses.url else sampled(config)
-        _replace(file, _lines(written(made)))
-    return read_back(_read(file))
+            made = candidates_of_file(config) if config.responses.url else sample_candidates(config)
+        _write_atomically(file, _lines(candidates_to_rows(made)))
+    return candidates_from_rows(_read_rows(file))
 
 
 def _check_fields(rubric: Rubric, candidates: Sequence[Candidates]) -> None:
@@ -170,25 +172,25 @@ def _label_all(
         LineFile(root / VERDICTS) as file,
         ProgressBar(*columns, console=console, disable=not console.is_terminal) as bar,
     ):
-        done = {row["number"] for row in _read(root / VERDICTS)}
+        done = {row["number"] for row in _read_rows(root / VERDICTS)}
         task = bar.add_task("prompts", total=len(candidates), completed=len(done))
         left = [number for number in range(len(candidates)) if number not in done]
         for start in range(0, len(left), config.prompts_at_once):
             numbers = left[start : start + config.prompts_at_once]
-            drawn = [pairs_of(candidates[n], n, config.seed, config.pairs_per_prompt) for n in numbers]
+            drawn = [comparable_pairs(candidates[n], n, config.seed, config.pairs_per_prompt) for n in numbers]
             asked = [(candidates[n], pairs) for n, (pairs, _) in zip(numbers, drawn, strict=True)]
-            found = label(judge.rubric, judge.ask, asked, config.min_margin, name)
+            found = label_pairs(judge.rubric, judge.ask, asked, config.min_margin, name)
             for number, (rows, dropped), (_, before) in zip(numbers, found, drawn, strict=True):
                 line = {"number": number, "rows": rows, "dropped": dict(dropped + before)}
                 file.append(json.dumps(line, ensure_ascii=False))
             bar.update(task, advance=len(numbers))
-    verdicts = sorted(_read(root / VERDICTS), key=lambda row: row["number"])
+    verdicts = sorted(_read_rows(root / VERDICTS), key=lambda row: row["number"])
     rows = [row for of_prompt in verdicts for row in of_prompt["rows"]]
     summary = _summary(config, candidates, rows, sum((Counter(v["dropped"]) for v in verdicts), Counter()))
     summary["judge"] = dict(judge.counts())
-    _replace(root / "summary.json", json.dumps(summary, indent=2) + "\n")
-    _replace(root / PAIRS, _lines(rows))
-    _say(console, summary)
+    _write_atomically(root / "summary.json", json.dumps(summary, indent=2) + "\n")
+    _write_atomically(root / PAIRS, _lines(rows))
+    _print_summary(console, summary)
     return summary
 
 
@@ -209,7 +211,7 @@ def _summary(
     }
 
 
-def _say(console: Console, summary: dict[str, Any]) -> None:
+def _print_summary(console: Console, summary: dict[str, Any]) -> None:
     dropped = ", ".join(f"{number} {why}" for why, number in summary["dropped"].items()) or "none"
     lines = [
         f"{summary['pairs']} pairs of {summary['prompts']} prompts with {summary['responses']} responses; left out: "
@@ -226,7 +228,7 @@ def _say(console: Console, summary: dict[str, Any]) -> None:
         print_plain(console, line)
 
 
-def _read(file: Path) -> list[dict[str, Any]]:
+def _read_rows(file: Path) -> list[dict[str, Any]]:
     """Read the rows of a file. Only a newline ends a line: texts may contain other separators (U+0085, U+2028)."""
     if not file.exists():
         return []
@@ -238,7 +240,7 @@ def _lines(rows: Iterable[dict[str, Any]]) -> str:
     return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
 
 
-def _replace(file: Path, text: str) -> None:
+def _write_atomically(file: Path, text: str) -> None:
     """Write the file whole or not at all."""
     staged = file.with_name(f".{file.name}")
     staged.write_text(text, "utf8")
@@ -251,7 +253,7 @@ _ROWS_AT_ONCE = 1024
 """Most rows that one call of the engine samples."""
 
 
-def of_run(source: RunConfig, last_steps: int | None) -> list[Candidates]:
+def candidates_of_run(source: RunConfig, last_steps: int | None) -> list[Candidates]:
     """Return the responses of a run's rollouts by prompt, without duplicates. Raises ConfigError if there are none."""
     history, tokenizer = open_history(source), read_tokenizer(source.model.path)
     table = PromptTable.load(RunPaths(source.run_dir).prompts)
@@ -278,15 +280,15 @@ def of_run(source: RunConfig, last_steps: int | None) -> list[Candidates]:
             f"it has no rollouts ({dropped} steps were not kept: storage.keep.rollouts)" if dropped else "it has none"
         )
         raise ConfigError("responses.run", f"given {str(source.run_dir)!r}; {need}")
-    return [_of_table(table, tokenizer, index, list(texts[index])) for index in sorted(texts)]
+    return [_candidates_of_prompt(table, tokenizer, index, list(texts[index])) for index in sorted(texts)]
 
 
-def of_file(config: LabelConfig) -> list[Candidates]:
+def candidates_of_file(config: LabelConfig) -> list[Candidates]:
     """Read rows with a prompt and a list of responses. Raises ConfigError that names file, line and field."""
     given = config.responses
     assert given.url is not None
     try:
-        found = [_of_row(config, row) for row in read_rows(given.url)]
+        found = [_candidates_of_row(config, row) for row in read_rows(given.url)]
     except RowsError as error:
         raise ConfigError("responses.url", str(error)) from error
     if not found:
@@ -294,7 +296,7 @@ def of_file(config: LabelConfig) -> list[Candidates]:
     return found
 
 
-def sampled(config: LabelConfig) -> list[Candidates]:
+def sample_candidates(config: LabelConfig) -> list[Candidates]:
     """Sample `per_prompt` responses to each prompt with the embedded engine. A pure function of config and model."""
     path, per_prompt = config.responses.model, config.responses.per_prompt
     assert path is not None
@@ -337,16 +339,16 @@ def sampled(config: LabelConfig) -> list[Candidates]:
                 found.setdefault(index, []).append(tokenizer.decode(ids))
     finally:
         engine.close()
-    return [_of_table(table, tokenizer, index, responses) for index, responses in found.items()]
+    return [_candidates_of_prompt(table, tokenizer, index, responses) for index, responses in found.items()]
 
 
-def _of_table(table: PromptTable, tokenizer: Tokenizer, index: int, responses: list[str]) -> Candidates:
+def _candidates_of_prompt(table: PromptTable, tokenizer: Tokenizer, index: int, responses: list[str]) -> Candidates:
     text = tokenizer.decode(table.tokens[index, : int(table.lengths[index])].tolist())
     prompt: str | list[dict[str, str]] = (table.messages[index] if table.messages is not None else []) or text
     return Candidates(prompt, text, responses, table.extra[index])
 
 
-def _of_row(config: LabelConfig, row: Row) -> Candidates:
+def _candidates_of_row(config: LabelConfig, row: Row) -> Candidates:
     where, fields = row
     given = config.responses
     for key, name in (("prompt", given.prompt), ("responses", given.responses)):
@@ -364,11 +366,11 @@ def _of_row(config: LabelConfig, row: Row) -> Candidates:
     return Candidates(prompt, text, list(responses), dict(extra))
 
 
-def written(candidates: list[Candidates]) -> Iterator[dict[str, Any]]:
-    """Yield candidates as rows of a file that `read_back` reads."""
+def candidates_to_rows(candidates: list[Candidates]) -> Iterator[dict[str, Any]]:
+    """Yield candidates as rows of a file that `candidates_from_rows` reads."""
     for one in candidates:
         yield {"prompt": one.prompt, "text": one.text, "responses": one.responses, "extra": one.extra}
 
 
-def read_back(rows: list[dict[str, Any]]) -> list[Candidates]:
+def candidates_from_rows(rows: list[dict[str, Any]]) -> list[Candidates]:
     return [Candidates(row["prompt"], row["text"], row["responses"], row["extra"]) for row in rows]

@@ -49,7 +49,7 @@ def mirror_spec(context: Context, gang: str) -> MirrorSpec | None:
         return None
     return MirrorSpec(
         board=boards[gang],
-        publisher=worker_name(context.gang_with(Role.POLICY), 0),
+        publisher=worker_name(context.gang_of_role(Role.POLICY), 0),
         timeout_s=min(settings.start_timeout_s, cluster.deadline_s / 3),  # well before the node is overdue
         message_timeout_s=min(MESSAGE_TIMEOUT_S, cluster.deadline_s / 4),
     )
@@ -62,50 +62,50 @@ class WeightOrders:
         self._client = context.client
         self._gangs = context.gangs
         self._boards = context.settings.boards
-        self._all_unseen = bool(self._boards) and context.settings.attached
+        self._all_unseen = bool(self._boards) and context.settings.has_attached_workers
         self._supervision = supervision
-        self._pool = context.gang_with(Role.GENERATE)
-        self._publisher = context.gang_with(Role.POLICY)
+        self._pool = context.gang_of_role(Role.GENERATE)
+        self._publisher = context.gang_of_role(Role.POLICY)
         self._home: str | None = None
         """Host of the publisher; None until it is known."""
         self._unread: set[int] = set()
 
-    def fetch(self, version: int) -> None:
+    def order_fetch(self, version: int) -> None:
         """Order other hosts that will read a version to copy it, before they need it."""
-        order_fetch(self._client, self._elsewhere(self._supervision.addresses()), version)
+        order_fetch(self._client, self._with_other_boards(self._supervision.addresses()), version)
 
-    def take(self, version: int) -> None:
+    def order_load(self, version: int) -> None:
         """Order all replicas to load a version for the rows that they have in flight. The version is too new for none
         of these rows: while a row of step i is unfinished, nothing trains version i into i+1."""
         addresses = self._supervision.addresses()
         names = [worker_name(self._pool, index) for index in range(self._gangs[self._pool].workers)]
         order_take(self._client, [addresses[name] for name in names if name in addresses], version)
 
-    def release(self, version: int) -> None:
+    def order_release(self, version: int) -> None:
         """Order that a version is removed from the boards that the driver does not see."""
         self._unread.add(version)
-        order_release(self._client, self._unseen(self._supervision.addresses()), [version])
+        order_release(self._client, self._with_unseen_boards(self._supervision.addresses()), [version])
 
-    def worker_built(self, worker: WorkerKey) -> None:
+    def on_worker_built(self, worker: WorkerKey) -> None:
         """Send the list of released versions again, since a newly built process does not know it."""
         if worker[0] in (self._pool, self._publisher) and self._unread:
-            order_release(self._client, self._unseen(self._supervision.addresses()), self._unread)
+            order_release(self._client, self._with_unseen_boards(self._supervision.addresses()), self._unread)
 
-    def remove(self) -> None:
+    def remove_boards(self) -> None:
         """Remove the boards that the driver does not see, also those of workers that are still being built."""
         if self._boards:
             there = {name: address for address, name in workers_by_address(self._client).items()}
-            remove_boards(self._client, self._unseen(there))
+            remove_boards(self._client, self._with_unseen_boards(there))
 
-    def _unseen(self, addresses: Mapping[str, str]) -> list[str]:
+    def _with_unseen_boards(self, addresses: Mapping[str, str]) -> list[str]:
         """Return the addresses of the workers whose boards the driver does not see. `addresses`: by worker name."""
-        elsewhere = self._elsewhere(addresses)
+        elsewhere = self._with_other_boards(addresses)
         if not self._all_unseen:
             return elsewhere
         publisher, readers = addresses.get(worker_name(self._publisher, 0)), self._readers(addresses)
         return list(dict.fromkeys([*readers, *([] if publisher is None else [publisher])]))
 
-    def _elsewhere(self, addresses: Mapping[str, str]) -> list[str]:
+    def _with_other_boards(self, addresses: Mapping[str, str]) -> list[str]:
         """Return the addresses of the workers that read weights from another board than the publisher's: on another
         host or in another directory. `addresses`: by worker name."""
         if not self._boards:
@@ -127,7 +127,7 @@ class MigrationOrders:
     def __init__(self, context: Context, supervision: Supervision) -> None:
         self._context = context
         self._supervision = supervision
-        self._pool = context.gang_with(Role.GENERATE)
+        self._pool = context.gang_of_role(Role.GENERATE)
         self._migration_planner = MigrationPlanner(context.cluster.migrate_rows_below)
 
     def order_migrations(self) -> None:
@@ -136,14 +136,14 @@ class MigrationOrders:
         if not self._migration_planner.below:
             return
         for number, move in self._migration_planner.next_migrations(
-            dispatch.replicas_up(pool), dispatch.waiting_versions(pool)
+            dispatch.replicas_up(pool), dispatch.versions_waiting_for_slot(pool)
         ):
             incarnation = self._supervision.spec((pool, move.source)).incarnation
             target = self._supervision.address((pool, move.target))
             order = MigrationOrder(number, pool, move.source, incarnation, target, move.rows)
             order_migration(self._context.client, self._supervision.address((pool, move.source)), order)
 
-    def reported(self, report: RowsReport | MigrationDone) -> tuple[Address, ...]:
+    def on_report(self, report: RowsReport | MigrationDone) -> tuple[Address, ...]:
         """Take a replica's report of its rows, or of a finished migration. Return the replica's nodes that only wait
         for rows on other replicas. Reports of earlier incarnations are ignored."""
         worker = report.gang, report.index
@@ -156,23 +156,23 @@ class MigrationOrders:
             detail = f"{report.num_rows} rows, {report.num_bytes} bytes of keys and values, {report.seconds:.3f} s"
             detail += f"; refused: {report.refusal}" if report.refusal is not None else ""
             name = self._supervision.spec(worker).name
-            self._context.journal.now(EventKind.ROWS_MIGRATED, gang=report.gang, worker=name, detail=detail)
+            self._context.journal.append_now(EventKind.ROWS_MIGRATED, gang=report.gang, worker=name, detail=detail)
         return report.waiting
 
-    def worker_down(self, worker: WorkerKey) -> None:
+    def on_worker_down(self, worker: WorkerKey) -> None:
         """Forget the rows of a worker that is lost or a suspect."""
         if worker[0] == self._pool:
             self._migration_planner.replica_lost(worker[1])
 
 
 @dataclass(eq=False)
-class _Leaving:
+class _PendingHandover:
     """A gang that is freeing its devices."""
 
-    to: Handover
+    handover: Handover
     number: int
-    since: float
-    workers: set[WorkerKey]
+    started_at: float
+    pending_workers: set[WorkerKey]
     """Workers that have not freed them yet."""
 
 
@@ -182,22 +182,22 @@ class DeviceOrders:
     def __init__(self, context: Context, supervision: Supervision) -> None:
         self._context = context
         self._supervision = supervision
-        self._leaving: list[_Leaving] = []
+        self._leaving: list[_PendingHandover] = []
         self._ordered = 0
 
-    def pass_on(self) -> bool:
+    def start_handovers(self) -> bool:
         """Begin the hand-overs that are due: order the workers of each giving gang to free their devices. Return True
         if another gang already holds devices, so that there may be nodes to hand out."""
         began = False
         for one in self._context.dispatch.next_handovers():
             there = [key for key in self._workers_of(one.giver) if worker_name(*key) in self._supervision.addresses()]
-            self._leaving.append(_Leaving(one, self._ordered, self._context.now(), set(there)))
+            self._leaving.append(_PendingHandover(one, self._ordered, self._context.now(), set(there)))
             self._ordered += 1
-            self._order(self._leaving[-1])
-            began |= self._settle()  # a gang without workers has freed its devices
+            self._send_order(self._leaving[-1])
+            began |= self._finish_handovers()  # a gang without workers has freed its devices
         return began
 
-    def reported(self, report: SleepReport) -> None:
+    def on_report(self, report: SleepReport) -> None:
         """Take a worker's report that it freed its devices, or failed to.
 
         Raises:
@@ -206,19 +206,21 @@ class DeviceOrders:
         worker = report.gang, report.index
         if not self._supervision.is_present(worker, report.incarnation):
             return
-        found = next((one for one in self._leaving if one.number == report.number and worker in one.workers), None)
+        found = next(
+            (one for one in self._leaving if one.number == report.number and worker in one.pending_workers), None
+        )
         if found is not None and report.error is not None:
-            self._supervision.lost(worker, f"did not leave its devices: {report.error}")
+            self._supervision.restart_lost(worker, f"did not leave its devices: {report.error}")
         elif found is not None:
-            found.workers.discard(worker)
-            self._settle()
+            found.pending_workers.discard(worker)
+            self._finish_handovers()
 
-    def worker_down(self, worker: WorkerKey) -> None:
+    def on_worker_down(self, worker: WorkerKey) -> None:
         """Count the devices of a lost worker's restart unit as freed: its next process starts with nothing on them."""
         gang = self._context.gangs[worker[0]]
         for one in self._leaving:
-            one.workers -= set(restart_unit(gang, worker[1]))
-        self._settle()
+            one.pending_workers -= set(restart_unit(gang, worker[1]))
+        self._finish_handovers()
 
     def check_deadlines(self) -> None:
         """Send pending orders again, since they may be lost. Treat overdue workers as lost.
@@ -227,26 +229,26 @@ class DeviceOrders:
             StageFailed: a worker was lost too often.
         """
         for one in list(self._leaving):
-            if self._context.now() - one.since < self._context.cluster.deadline_s:
-                self._order(one)
+            if self._context.now() - one.started_at < self._context.cluster.deadline_s:
+                self._send_order(one)
                 continue
-            for worker in sorted(one.workers):
-                if worker in one.workers:  # losing one rank of a gang removes the others too
-                    self._supervision.lost(worker, "did not leave its devices in time (cluster.deadline_s)")
+            for worker in sorted(one.pending_workers):
+                if worker in one.pending_workers:  # losing one rank of a gang removes the others too
+                    self._supervision.restart_lost(worker, "did not leave its devices in time (cluster.deadline_s)")
 
-    def _order(self, leaving: _Leaving) -> None:
+    def _send_order(self, leaving: _PendingHandover) -> None:
         addresses = self._supervision.addresses()
-        names = [worker_name(*worker) for worker in sorted(leaving.workers)]
+        names = [worker_name(*worker) for worker in sorted(leaving.pending_workers)]
         order_sleep(self._context.client, [addresses[name] for name in names if name in addresses], leaving.number)
 
-    def _settle(self) -> bool:
+    def _finish_handovers(self) -> bool:
         """Finish the hand-overs whose workers have all freed their devices. Return True if there were any."""
-        over = [one for one in self._leaving if not one.workers]
-        self._leaving = [one for one in self._leaving if one.workers]
+        over = [one for one in self._leaving if not one.pending_workers]
+        self._leaving = [one for one in self._leaving if one.pending_workers]
         for one in over:
-            self._context.dispatch.handed_over(one.to.giver)
-            detail = f"to {one.to.taker} after {self._context.now() - one.since:.3f} s"
-            self._context.journal.now(EventKind.DEVICES_HANDED_OVER, gang=one.to.giver, detail=detail)
+            self._context.dispatch.on_handed_over(one.handover.giver)
+            detail = f"to {one.handover.taker} after {self._context.now() - one.started_at:.3f} s"
+            self._context.journal.append_now(EventKind.DEVICES_HANDED_OVER, gang=one.handover.giver, detail=detail)
         return bool(over)
 
     def _workers_of(self, gang: str) -> list[WorkerKey]:

@@ -31,28 +31,28 @@ from pipeline.config.identity import (
     GangNumerics,
     Identity,
     Statement,
-    changes,
+    config_changes,
+    config_sections,
     differences,
     fingerprint,
     read_identity,
-    sections,
     write_identity,
 )
 from pipeline.config.loading import config_hash, write_config
 from pipeline.config.memory import gpus_here
 from pipeline.config.paths import RunPaths
-from pipeline.config.placement import gang_of
-from pipeline.config.preflight import Preflight, device_notes, device_of, engine_line, unproven
+from pipeline.config.placement import gang_of_role
+from pipeline.config.preflight import Preflight, device_notes, engine_device, engine_line, unproven_guarantees
 from pipeline.config.run import RunConfig
 from pipeline.config.stored import Claim, claim
 from pipeline.driver.context import WorkerKey
-from pipeline.driver.integrity import Repairs, carry_out, plan_rewind, repair, set_damaged_aside
+from pipeline.driver.integrity import Repairs, execute_rewind, plan_rewind, quarantine_damaged_commits, repair_store
 from pipeline.driver.results import open_history
 from pipeline.driver.retention import check_evaluations
 from pipeline.errors import ConfigError
 from pipeline.observe.history import History
 from pipeline.observe.journal import EventKind, Journal
-from pipeline.observe.live import NOT_PROVEN, NOTHING
+from pipeline.observe.live import NO_CAPABILITIES, UNPROVEN_PREFIX
 from pipeline.workers.messages import worker_name
 from stages.engines.capabilities import Device
 from stages.models.hf_files import Tokenizer, file_digests
@@ -79,7 +79,7 @@ class IdentityCheck:
 
 def new_identity(config: RunConfig, prompts: PromptTable) -> IdentityCheck:
     """Return the identity of a run that starts. Writes nothing."""
-    first = Statement(time.time(), "started", sections(config), config_hash(config), software())
+    first = Statement(time.time(), "started", config_sections(config), config_hash(config), software())
     return IdentityCheck(Identity(_model_files(config), prompts.digest(), (first,)))
 
 
@@ -102,34 +102,38 @@ def check_identity(
     for name, stated in identity.models.items():
         other = differences(stated, found[name])
         if other:
-            key, path = _paths(config)[name]
-            raise ConfigError(key, f"given {path!r}; its files are not those that the run began with: {_listed(other)}")
+            key, path = _model_paths(config)[name]
+            raise ConfigError(
+                key, f"given {path!r}; its files are not those that the run began with: {_join_texts(other)}"
+            )
     if identity.prompts != prompts.digest():
         own = config.evaluate.prompts.url
         also = "" if own is None else f" and at evaluate.prompts.url={own}"
         need = f"what is read there{also} is not what {config.run_dir} began with, whose own copy (prompts.npz) is lost"
         raise ConfigError("prompts.url", f"given {config.prompts.url!r}; {need}")
     latest, here = identity.latest, software()
-    changed = [str(change) for change in changes(latest.config, sections(config))]
+    changed = [str(change) for change in config_changes(latest.config, config_sections(config))]
     other = differences(latest.software, here)
     warnings: tuple[str, ...] = ()
     if other and archived is None:
         if config.cluster.same_numerics == "refuse":
-            raise ConfigError(KEY, f"given 'refuse'; the software is not what the run was computed with: {_way(other)}")
-        warnings = (f"other software: {_listed(other)}. Updates that run again may differ ({KEY}=warn)",)
+            raise ConfigError(
+                KEY, f"given 'refuse'; the software is not what the run was computed with: {_refusal_text(other)}"
+            )
+        warnings = (f"other software: {_join_texts(other)}. Updates that run again may differ ({KEY}=warn)",)
     same_digest = latest.config_hash == config_hash(config)  # differs if an earlier version hashed secrets too
     if not changed and not other and archived is None and same_digest:
         return IdentityCheck(identity)
     statement = Statement(
         time=time.time(),
         why=archived or "resumed",
-        config=sections(config),
+        config=config_sections(config),
         config_hash=config_hash(config),
         software=here,
         changed=(*changed, *other),
         anew=archived is not None,
     )
-    return IdentityCheck(identity.stated(statement), tuple(changed), warnings)
+    return IdentityCheck(identity.with_statement(statement), tuple(changed), warnings)
 
 
 def _replaced_identity(config: RunConfig, prompts: PromptTable, ledger: Ledger) -> IdentityCheck:
@@ -157,11 +161,11 @@ class NumericsWatch:
         config: RunConfig,
         identity: Identity,
         journal: Journal,
-        tags: Callable[[Mapping[str, str]], None] = lambda values: None,
+        set_tags: Callable[[Mapping[str, str]], None] = lambda values: None,
     ) -> None:
-        """`tags`: sets tags in tracking, where users compare the engines' capabilities."""
-        self._config, self._tags = config, tags
-        self._engine_gang = gang_of(config.placement, Role.GENERATE)
+        """`set_tags`: sets tags in tracking, where users compare the engines' capabilities."""
+        self._config, self._tags = config, set_tags
+        self._engine_gang = gang_of_role(config.placement, Role.GENERATE)
         self._engines: set[str] = set()
         """Lines of capabilities that were already reported."""
         self._run_dir = Path(config.run_dir)
@@ -169,7 +173,7 @@ class NumericsWatch:
         self._identity = identity
         self._journal = journal
 
-    def built(self, worker: WorkerKey, numerics: Mapping[str, str]) -> None:
+    def on_worker_built(self, worker: WorkerKey, numerics: Mapping[str, str]) -> None:
         """Compare a new worker's numerics with its gang's. Under `cluster.same_numerics: warn` record and report a
         difference.
 
@@ -180,7 +184,7 @@ class NumericsWatch:
             return
         gang, name = worker[0], worker_name(*worker)
         if gang == self._engine_gang:
-            self._say_engine(device_of(numerics))
+            self._report_engine(engine_device(numerics))
         versions = {item: numerics[item] for item in self._identity.latest.software if item in numerics}
         known = self._identity.numerics_of(gang)
         short = fingerprint(numerics)
@@ -191,26 +195,28 @@ class NumericsWatch:
         if other:
             than = f"{known[0].worker} had when the gang was built first" if known else "the driver has"
             if self._mode == "refuse":
-                raise ConfigError(KEY, f"given 'refuse'; worker {name} computes with others than {than}: {_way(other)}")
-            detail = f"worker {name} computes with others than {than}: {_listed(other)}. Its last bits may differ"
-            self._journal.now(EventKind.WARNED, detail=detail)
+                raise ConfigError(
+                    KEY, f"given 'refuse'; worker {name} computes with others than {than}: {_refusal_text(other)}"
+                )
+            detail = f"worker {name} computes with others than {than}: {_join_texts(other)}. Its last bits may differ"
+            self._journal.append_now(EventKind.WARNED, detail=detail)
         seen = GangNumerics(gang, short, dict(numerics), name, time.time(), len(self._identity.statements) - 1)
         self._identity = replace(self._identity, numerics=(*self._identity.numerics, seen))
         write_identity(self._run_dir, self._identity)
 
-    def _say_engine(self, device: Device) -> None:
+    def _report_engine(self, device: Device) -> None:
         """Report the engine's capabilities on a device, and the properties of the run that they leave unproven. Each
         such text is reported once."""
-        line, missing = engine_line(self._config, device), unproven(self._config, device)
+        line, missing = engine_line(self._config, device), unproven_guarantees(self._config, device)
         if line in self._engines:
             return
         self._engines.add(line)
-        said = "; ".join(missing) or NOTHING
-        self._journal.now(EventKind.ENGINE, gang=self._engine_gang, detail=f"{line}{NOT_PROVEN}{said}")
+        said = "; ".join(missing) or NO_CAPABILITIES
+        self._journal.append_now(EventKind.ENGINE, gang=self._engine_gang, detail=f"{line}{UNPROVEN_PREFIX}{said}")
         self._tags({"engine": line, "not_proven": said})
 
 
-def _paths(config: RunConfig) -> dict[str, tuple[str, str]]:
+def _model_paths(config: RunConfig) -> dict[str, tuple[str, str]]:
     """Return (config key of the path, path) of each model and rubric file. The name of an
     entry is the model's role, the config key of a reward model's arguments, or the config key of a rubric file."""
     model = config.model
@@ -227,25 +233,26 @@ def _paths(config: RunConfig) -> dict[str, tuple[str, str]]:
 
 
 def _model_files(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Return the digests of the files of each model and rubric, under the names of `_paths`. Read shared files once."""
+    """Return the digests of the files of each model and rubric, under the names of `_model_paths`. Read shared files
+    once."""
     by_path: dict[str, dict[str, str]] = {
         file: {"rubric": hashlib.sha256(Path(file).read_bytes()).hexdigest()} for file in config.rubric_files().values()
     }
     return {
         name: by_path[path] if path in by_path else by_path.setdefault(path, file_digests(path))
-        for name, (_, path) in _paths(config).items()
+        for name, (_, path) in _model_paths(config).items()
     }
 
 
-def _way(other: list[str]) -> str:
+def _refusal_text(differences: list[str]) -> str:
     """Return a text with the differences, and the ways to continue."""
     return (
-        f"{_listed(other)}. Go back to that; or set {KEY}=warn, with which updates that run again may differ; or have "
-        f"what came after the newest checkpoint computed anew, here: {FROM_CHECKPOINT}"
+        f"{_join_texts(differences)}. Go back to that; or set {KEY}=warn, with which updates that run again may "
+        f"differ; or have what came after the newest checkpoint computed anew, here: {FROM_CHECKPOINT}"
     )
 
 
-def _listed(items: list[str]) -> str:
+def _join_texts(items: list[str]) -> str:
     return "; ".join(items)
 
 
@@ -275,7 +282,7 @@ def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpo
     warnings = [*device_notes(config, gpus_here()), *config.judge_notes()]
     aside: dict[Address, str] = {}
     if from_checkpoint:
-        aside = set_damaged_aside(history.ledger, stored)
+        aside = quarantine_damaged_commits(history.ledger, stored)
         history.store.recover()
         rewind = plan_rewind(history, stored)
     if resume:
@@ -295,11 +302,11 @@ def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpo
     write_identity(paths.root, stated.identity)
     write_config(paths.config, config, config.storage.durability())
     if rewind is not None:
-        carry_out(rewind, history, stored)
+        execute_rewind(rewind, history, stored)
         warnings.append(str(rewind))
     if re_evaluated:  # new evaluations open steps that were over
         history.ledger.reopen(history.ledger.addresses())
-    repairs = repair(history, stored, aside)
+    repairs = repair_store(history, stored, aside)
     write_root(stored.root, store_attributes(config, stated.identity), _vocabulary(checked.tokenizer))
     return PreparedRun(history, claimed, stated.identity, repairs, stated.changed, (*warnings, *repairs.warnings))
 

@@ -25,30 +25,30 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from pipeline.config.identity import Identity, read_identity, sections, settings
+from pipeline.config.identity import Identity, config_sections, flatten_sections, read_identity
 from pipeline.config.loading import config_hash
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.tracked import off_metrics, tracked_params
+from pipeline.driver.tracked import meaningless_metrics, tracked_params
 from pipeline.graph.graph import run_nodes
 from pipeline.observe.curves import read_curves
 from pipeline.observe.evaluations import VariantSummary, best_evaluation
-from pipeline.observe.graph_view import ordered
+from pipeline.observe.graph_view import ordered_gang_names
 from pipeline.observe.history import EVALUATION_METRIC, STEP_METRIC, History, evaluation_metrics
-from pipeline.observe.incidents import worker_losses
-from pipeline.observe.journal import journal_exists, read_events, run_starts
+from pipeline.observe.incidents import find_worker_losses
+from pipeline.observe.journal import journal_exists, read_events, read_run_starts
 from pipeline.observe.live import Screen
 from pipeline.observe.provenance import (
-    code,
+    driver_origin,
     git_commit,
+    markdown_code,
     result_text,
-    run_note,
+    run_description,
     short_command,
     slurm_job,
     software_versions,
-    started_by,
 )
-from pipeline.observe.report.page import report
+from pipeline.observe.report.page import build_report
 from pipeline.observe.report.source import RunSource, Sameness, Source, VariantSource
 from pipeline.observe.rows import response_pairs, samples_table
 from pipeline.observe.summary import Summary, summarise
@@ -60,8 +60,8 @@ from pipeline.observe.tracking import (
     RunStatus,
     Tracker,
     experiment_id,
-    how_to_open,
-    how_to_open_sinks,
+    opening_hint,
+    sink_hints,
 )
 from stages.models.hf_files import read_tokenizer
 from stages.prompts import last_questions
@@ -71,7 +71,7 @@ from storage.rollouts import Decode, RolloutStore
 
 _CHANGED = "+changes"
 _NOTE, _ENDED = "mlflow.note.content", "stageline.ended"
-_GONE = "killed, or left to go on: its driver ended without closing it"
+_LOST_DRIVER_TEXT = "killed, or left to go on: its driver ended without closing it"
 
 
 def open_history(config: RunConfig) -> History:
@@ -83,14 +83,14 @@ def open_history(config: RunConfig) -> History:
 
 
 def open_tracker(config: RunConfig) -> Tracker:
-    """Open tracking for a run that starts or resumes. `conclude` closes it."""
+    """Open tracking for a run that starts or resumes. `conclude_run` closes it."""
     if config.tracking.uri is None:
         return NullTracker()
     paths = RunPaths(config.run_dir)
     commit = git_commit()
-    resumes = len(run_starts(paths.events))
+    resumes = len(read_run_starts(paths.events))
     running = f"running, resumed for the {resumes}. time" if resumes else "running"
-    gone = f"{_GONE}; {code(f'stageline resume {paths.root}')} goes on with it"
+    gone = f"{_LOST_DRIVER_TEXT}; {markdown_code(f'stageline resume {paths.root}')} goes on with it"
     tags = {
         "host": platform.node(),
         "config_hash": config_hash(config),
@@ -112,11 +112,11 @@ def open_tracker(config: RunConfig) -> Tracker:
         params=tracked_params(config),
         tags={name: value for name, value in tags.items() if value},
         spool_path=paths.mlflow_spool,
-        off=off_metrics(config),
-        if_abandoned={_ENDED: _GONE, _NOTE: _note(config, commit, gone)},
-        also=config.tracking.also,
+        meaningless_metrics=meaningless_metrics(config),
+        tags_if_abandoned={_ENDED: _LOST_DRIVER_TEXT, _NOTE: _note(config, commit, gone)},
+        further_trackers=config.tracking.also,
     )
-    tracker.artifact(_config_to_show(config, paths), "")
+    tracker.log_artifact(_config_to_show(config, paths), "")
     return tracker
 
 
@@ -124,11 +124,11 @@ def track_prompts(config: RunConfig, tracker: Tracker, digest: str, num_train: i
     """Track the training and held-out prompts as datasets of the run. `digest`: of all prompts together."""
     source, own = redacted_text(config.prompts.url), config.evaluate.prompts.url
     name = Path(source).name
-    tracker.dataset(Dataset(name, digest[:36], source, "training", num_train))
+    tracker.log_dataset(Dataset(name, digest[:36], source, "training", num_train))
     if num_held_out:
         evaluated = source if own is None else redacted_text(own)
         label = f"{name} held out" if own is None else Path(evaluated).name
-        tracker.dataset(Dataset(label, digest[:36], evaluated, "evaluation", num_held_out))
+        tracker.log_dataset(Dataset(label, digest[:36], evaluated, "evaluation", num_held_out))
 
 
 def _user() -> str | None:
@@ -142,7 +142,7 @@ def _config_to_show(config: RunConfig, paths: RunPaths) -> Path:
     """Write the config without secrets, as a file that others may read, and return it."""
     copy = paths.root / "without_secrets" / paths.config.name
     copy.parent.mkdir(exist_ok=True)
-    copy.write_text(OmegaConf.to_yaml(redacted(sections(config)), sort_keys=False), "utf8")
+    copy.write_text(OmegaConf.to_yaml(redacted(config_sections(config)), sort_keys=False), "utf8")
     return copy
 
 
@@ -152,32 +152,32 @@ def _note(config: RunConfig, commit: str, result: str) -> str:
     facts = {
         "model": config.model.path,
         "prompts": config.prompts.url,
-        "command": started_by()["command"],
+        "command": driver_origin()["command"],
         "host": platform.node(),
         "commit": commit,
         "directory": str(RunPaths(config.run_dir).root.resolve()),
         "weights": str(weights.resolve()) if weights.is_dir() else "",
     }
-    return run_note(what, facts, result)
+    return run_description(what, facts, result)
 
 
-def catch_up(history: History, tracker: Tracker, starts: Sequence[float]) -> list[int]:
+def report_missed_metrics(history: History, tracker: Tracker, driver_starts: Sequence[float]) -> list[int]:
     """Track metrics that earlier drivers did not report before they ended. Return the steps that are done."""
-    steps = history.steps_done()
+    steps = history.finished_steps()
     for step in steps:
-        if not tracker.has(step, STEP_METRIC):
-            tracker.metrics(step, history.step_metrics(step, starts))
+        if not tracker.has_metric(step, STEP_METRIC):
+            tracker.log_metrics(step, history.read_step_metrics(step, driver_starts))
     first = None
     for version in history.evaluated_versions():
-        needed = first is None or not tracker.has(version, EVALUATION_METRIC)
-        evaluation = history.evaluation(version) if needed else None
+        needed = first is None or not tracker.has_metric(version, EVALUATION_METRIC)
+        evaluation = history.read_evaluation(version) if needed else None
         if evaluation is not None:
             first = first or evaluation
-            tracker.metrics(version, evaluation_metrics(evaluation, first))
+            tracker.log_metrics(version, evaluation_metrics(evaluation, first))
     return steps
 
 
-def conclude(
+def conclude_run(
     config: RunConfig, history: History, tracker: Tracker, status: RunStatus, decode: Decode, ended: str = ""
 ) -> Summary:
     """Write the run's results so far, draw the plots, and close tracking. `ended`: the reason if it ended before its
@@ -187,24 +187,24 @@ def conclude(
     paths.summary.write_text(summary.to_json(), "utf8")
     if config.tracking.uri is not None and journal_exists(paths.events):
         for step, fraction in overlap_by_step(read_events(paths.events)).items():
-            tracker.metrics(step, {"overlap": fraction})
-    tracker.artifact(paths.summary, "")
+            tracker.log_metrics(step, {"overlap": fraction})
+    tracker.log_artifact(paths.summary, "")
     pairs = response_pairs(history, decode, last_questions(paths.prompts))
     if pairs:
         paths.samples.write_text(samples_table(pairs), "utf8")
-        tracker.table(paths.samples)
+        tracker.log_table(paths.samples)
     if config.tracking.report:
-        for plot in draw(config, history) if history.steps_done() else ():
-            tracker.artifact(plot, "plots")
+        for plot in draw_plots(config, history) if history.finished_steps() else ():
+            tracker.log_artifact(plot, "plots")
         written = write_report([report_source(config, history, summary)], paths.report)
-        tracker.artifact(written, "plots")
+        tracker.log_artifact(written, "plots")
     note = _note(config, git_commit(), result_text(status, summary, ended))
-    tracker.tags({_ENDED: ended[:400] or status.lower(), _NOTE: note})
+    tracker.set_tags({_ENDED: ended[:400] or status.lower(), _NOTE: note})
     if status == "FINISHED":
-        tracker.tags({"stageline.weights": str(paths.weights(config.steps).resolve())})
+        tracker.set_tags({"stageline.weights": str(paths.weights(config.steps).resolve())})
         if config.tracking.register is not None:
             weights = config.stored.exports().fetch(config.steps)
-            tracker.model(config.tracking.register, weights or paths.weights(config.steps))
+            tracker.log_model(config.tracking.register, weights or paths.weights(config.steps))
     tracker.close(status)
     return summary
 
@@ -217,68 +217,70 @@ def conclude_despite_error(
     screen: Screen,
     error: BaseException,
 ) -> None:
-    """Call `conclude` while `error` is being raised. A second error (from the same full disk, say) becomes a note of
-    `error`, and does not replace it."""
+    """Call `conclude_run` while `error` is being raised. A second error (from the same full disk, say) becomes a note
+    of `error`, and does not replace it."""
     status: RunStatus = "FAILED" if isinstance(error, Exception) else "KILLED"
     ended = f"{type(error).__name__}: {error}".removesuffix(": ")
-    with noting(error, screen, "no summary could be made of what there is"):
-        conclude(config, history, tracker, status, decode, ended)
-    with noting(error, screen, "the tracking could not be closed"):
+    with report_second_error(error, screen, "no summary could be made of what there is"):
+        conclude_run(config, history, tracker, status, decode, ended)
+    with report_second_error(error, screen, "the tracking could not be closed"):
         tracker.close(status)
 
 
 @contextmanager
-def noting(error: BaseException, screen: Screen, what: str) -> Iterator[None]:
+def report_second_error(error: BaseException, screen: Screen, action: str) -> Iterator[None]:
     """Turn an exception of the block into a warning and a note of `error`, which is being raised."""
     try:
         yield
     except Exception as again:
-        text = f"{what}: {type(again).__name__}: {again}"
+        text = f"{action}: {type(again).__name__}: {again}"
         error.add_note(text)
-        screen.say("warning", text, text=text)
+        screen.print_event("warning", text, text=text)
 
 
 def experiment_page(config: RunConfig) -> str | None:
     """Return how to open the run's experiment in MLflow, or None if the run has none, or none yet."""
     uri = config.tracking.uri
     number = None if uri is None else experiment_id(RunPaths(config.run_dir).mlflow_spool, uri)
-    return None if uri is None or number is None else how_to_open(uri, number)
+    return None if uri is None or number is None else opening_hint(uri, number)
 
 
-def watch_runs(config: RunConfig) -> Mapping[str, str]:
+def tracking_links(config: RunConfig) -> Mapping[str, str]:
     """Return how to open the run in MLflow, under the label to show. Empty if it is not tracked."""
     uri = config.tracking.uri
-    return {} if uri is None else {"MLflow": experiment_page(config) or how_to_open(uri)}
+    return {} if uri is None else {"MLflow": experiment_page(config) or opening_hint(uri)}
 
 
 def summarise_run(config: RunConfig, history: History) -> Summary:
     """Return the content of `summary.json`, computed from a run's directory."""
     paths = RunPaths(config.run_dir)
     parents = {node.address: node.parents for node in run_nodes(config.graph())}
-    steps = [one for one in map(history.step_numbers, history.steps_done()) if one is not None]
-    evaluations = history.evaluations()
+    steps = [one for one in map(history.read_step_numbers, history.finished_steps()) if one is not None]
+    evaluations = history.read_evaluations()
     best = best_evaluation(evaluations, config.evaluate.select.max_kl)
     events = read_events(paths.events) if journal_exists(paths.events) else ()
-    together = ordered(config.gangs())
+    together = ordered_gang_names(config.gangs())
     return summarise(events, steps, evaluations, parents, software_versions(), best, together, config.predicted_s)
 
 
-def draw(config: RunConfig, history: History) -> list[Path]:
+def draw_plots(config: RunConfig, history: History) -> list[Path]:
     """Draw the learning curves and the stage timeline as PNG files in the run's directory, and return their paths."""
     paths = RunPaths(config.run_dir)
     # imported late, since matplotlib takes a second
     plots: Any = importlib.import_module("pipeline.observe.plots")
     curves, timeline = paths.plots / "curves.png", paths.plots / "timeline.png"
     events = list(read_events(paths.events))
-    plots.plot_curves(read_curves(history, run_starts(paths.events), history.evaluations()), curves, config.name)
-    losses = [(loss.at, loss.worker) for loss in worker_losses(events).found]
+    plots.plot_curves(
+        read_curves(history, read_run_starts(paths.events), history.read_evaluations()), curves, config.name
+    )
+    losses = [(loss.lost_at, loss.worker) for loss in find_worker_losses(events).losses]
     drawn = run_timeline(events)
     if drawn is not None:
         plots.plot_timeline(drawn, losses, timeline, config.name)
     return [curves, timeline]
 
 
-def where_results_are(config: RunConfig, summary: Summary) -> dict[str, Path | str]:
+def result_paths(config: RunConfig, summary: Summary) -> dict[str, Path | str]:
     """Return the paths of a finished run's results, or commands that show them, by the label to show."""
     paths = RunPaths(config.run_dir)
     where: dict[str, Path | str] = {"summary": paths.summary}
@@ -292,8 +294,8 @@ def where_results_are(config: RunConfig, summary: Summary) -> dict[str, Path | s
         where["best weights"] = exported if exported.is_dir() else command
     where["rollouts"] = config.stored.rollouts
     if config.tracking.uri is not None:
-        where["compare runs"] = watch_runs(config)["MLflow"]
-    return where | how_to_open_sinks(config.tracking.also, paths.root)
+        where["compare runs"] = tracking_links(config)["MLflow"]
+    return where | sink_hints(config.tracking.also, paths.root)
 
 
 # ---- Report ----------------------------------------------------------------------------------------------
@@ -306,7 +308,7 @@ def write_report(sources: Sequence[Source], file: Path) -> Path:
     """Write one HTML report of one or several runs, replacing the file, and return its path. Raises OSError."""
     staged = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        staged.write_bytes(report(sources))
+        staged.write_bytes(build_report(sources))
         staged.replace(file)
     except BaseException:
         staged.unlink(missing_ok=True)
@@ -320,7 +322,7 @@ def report_source(config: RunConfig, history: History, summary: Summary) -> RunS
     try:
         decode: Decode = partial(read_tokenizer(config.model.path).decode, skip_special=False)
     except (OSError, ValueError) as error:
-        decode = _as_numbers
+        decode = _token_numbers_text
         reason = str(error).splitlines()[0]
         remarks.append(f"the tokenizer of {config.model.path} cannot be read ({reason}): tokens are shown as numbers")
     try:
@@ -331,15 +333,15 @@ def report_source(config: RunConfig, history: History, summary: Summary) -> RunS
     return RunSource(
         name=config.name,
         directory=str(paths.root.resolve()),
-        settings=settings(redacted(sections(config))),
+        settings=flatten_sections(redacted(config_sections(config))),
         history=history,
         summary=summary,
         events=list(read_events(paths.events)) if journal_exists(paths.events) else [],
         decode=decode,
-        sameness=_sameness(config, identity),
+        sameness=_comparable_facts(config, identity),
         software=identity.latest.software if identity is not None else {},
-        together=ordered(config.gangs()),
-        asked=last_questions(paths.prompts),
+        rebuilt_together=ordered_gang_names(config.gangs()),
+        user_messages=last_questions(paths.prompts),
         remarks=tuple(remarks),
     )
 
@@ -350,16 +352,16 @@ def variant_source(config: RunConfig) -> VariantSource:
     return VariantSource(
         name=config.name,
         directory=str(config.run_dir.resolve()),
-        settings=settings(redacted(sections(config))),
+        settings=flatten_sections(redacted(config_sections(config))),
         summary=summary,
-        sameness=_sameness(config, read_identity(Path(summary.parent))),
+        sameness=_comparable_facts(config, read_identity(Path(summary.parent))),
     )
 
 
-def _sameness(config: RunConfig, identity: Identity | None) -> Sameness:
+def _comparable_facts(config: RunConfig, identity: Identity | None) -> Sameness:
     """Return the keys that tell if runs can be compared: digests of the run's identity, or model paths without one."""
     models: Mapping[str, Mapping[str, str]] = identity.models if identity is not None else {}
-    flat, whole = settings(sections(config)), sections(config)
+    flat, whole = flatten_sections(config_sections(config)), config_sections(config)
     policy = models.get("policy", {"path": config.model.path})
     reference = models.get("reference", {"path": config.model.reference_path or config.model.path})
     tokenizer = {name: digest for name, digest in policy.items() if any(part in name for part in _TOKENIZER)}
@@ -370,15 +372,15 @@ def _sameness(config: RunConfig, identity: Identity | None) -> Sameness:
         model=_text(policy),
         tokenizer=_text(tokenizer or policy),
         reference=_text(reference),
-        reward=_text([_scored_by(whole["reward"]), learned]),
+        reward=_text([_scoring_settings(whole["reward"]), learned]),
         held_out_reward=_text(
-            [_scored_by(whole["evaluate"]["reward"] if key != "reward" else whole["reward"]), learned]
+            [_scoring_settings(whole["evaluate"]["reward"] if key != "reward" else whole["reward"]), learned]
         ),
         held_out_sampling=_text(sampling),
     )
 
 
-def _scored_by(section: Mapping[str, Any]) -> dict[str, Any]:
+def _scoring_settings(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a reward that decide its scores, without those of later processing."""
     return {key: section.get(key) for key in ("kind", "args", "parts")}
 
@@ -387,5 +389,5 @@ def _text(value: object) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _as_numbers(tokens: Sequence[int]) -> str:
+def _token_numbers_text(tokens: Sequence[int]) -> str:
     return " ".join(map(str, tokens)) + " " if tokens else ""

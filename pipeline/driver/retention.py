@@ -3,7 +3,8 @@
     rollouts: 0 ········ 29 │ 30 ·············· 44 │ 45 46 47
               arrays gone   │ kept: a recovery may │ in the window
                             │ train on them again  └─ finished_until
-                            └─ `first_kept`: the older of two sound checkpoints of each trained model, both no newer
+                            └─ `first_step_to_keep`: the older of two sound checkpoints of each trained model, both no
+                            newer
                                than the oldest version of the weights that an open node may read
 
     ledger:   0 ···· 15 │ 16 ···· 31 │ 32 ··· 44 45 46 47
@@ -26,7 +27,7 @@ from importlib import import_module
 
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
-from pipeline.graph.graph import GraphSpec, evaluate_nodes, evaluated, step_nodes, update_stages, window
+from pipeline.graph.graph import GraphSpec, evaluate_nodes, is_evaluated, step_nodes, update_stages, window_size
 from pipeline.observe.evaluations import Evaluation, best_evaluation
 from pipeline.observe.history import History
 from stages.models.protocol import Role
@@ -43,13 +44,13 @@ def is_usable(checkpoints: Checkpoints, ledger: Ledger, role: Role, version: int
     return bool(import_module("pipeline.workers.updates").is_usable(checkpoints, ledger, role, version))
 
 
-def first_kept(spec: GraphSpec, keep: int, finished_until: int, saved: Collection[int]) -> int:
+def first_step_to_keep(spec: GraphSpec, keep: int, finished_until: int, saved: Collection[int]) -> int:
     """Return the first step whose rollouts must stay, so that a lost trainer, a version that must be published again, a
     damaged checkpoint and `resume --from-checkpoint` all find the data that they need.
 
-    Nodes from step `finished_until` on read versions from `finished_until` - eta on. To make the oldest of them again,
-    a recovery begins at a checkpoint that is no newer. That checkpoint may be damaged, so the one before it is the
-    floor. The margin is the same as for closing the ledger: an outdated attempt may still be reading.
+    Nodes from step `finished_until` on read versions from `finished_until` - eta on. To make the oldest of them
+    again, a recovery begins at a checkpoint that is no newer. That checkpoint may be damaged, so the one before it is
+    the floor. The margin is the same as for closing the ledger: an outdated attempt may still be reading.
 
     Args:
         keep: `storage.keep.rollouts`: fewest finished steps to keep.
@@ -59,7 +60,7 @@ def first_kept(spec: GraphSpec, keep: int, finished_until: int, saved: Collectio
     usable = sorted(version for version in saved if version <= finished_until - spec.staleness)
     if not usable:
         return 0
-    return max(0, min(finished_until - max(keep, 2 * window(spec)), usable[-2:][0]))
+    return max(0, min(finished_until - max(keep, 2 * window_size(spec)), usable[-2:][0]))
 
 
 class Retention:
@@ -82,28 +83,28 @@ class Retention:
         asked = keep.rollouts is not None or keep.exports is not None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="retention") if asked else None
 
-    def finished_until(self, step: int) -> None:
+    def on_steps_finished(self, step: int) -> None:
         """Record that all nodes of the steps before this one are done. Begin to delete, unless a deletion is in
         progress. Does not wait."""
         self._over_until = step
         if self._thread is None or (self._pass is not None and not self._pass.done()):
             return
-        self._settle()
-        self._pass = self._thread.submit(self._let_go, step)
+        self._collect_result()
+        self._pass = self._thread.submit(self._delete, step)
 
-    def finish(self) -> None:
+    def delete_at_end(self) -> None:
         """Delete at the end of a run what `storage.keep` does not keep, and wait for that."""
         if self._thread is not None:
-            self._settle()
-            self._pass = self._thread.submit(self._let_go, self._over_until)
-            self._settle()
+            self._collect_result()
+            self._pass = self._thread.submit(self._delete, self._over_until)
+            self._collect_result()
 
     def close(self) -> None:
         """Wait for deletions in progress."""
         if self._thread is not None:
             self._thread.shutdown()
 
-    def _settle(self) -> None:
+    def _collect_result(self) -> None:
         if self._pass is None:
             return
         try:
@@ -114,34 +115,36 @@ class Retention:
                 self._warn(f"storage.keep: what may go could not be removed: {error}")
         self._pass = None
 
-    def _let_go(self, finished_until: int) -> None:
+    def _delete(self, finished_until: int) -> None:
         if self._keep.rollouts is not None:
-            self._drop_rollouts(self._keep.rollouts, finished_until)
+            self._delete_rollouts(self._keep.rollouts, finished_until)
         last, every = self._history.spec.steps, self._config.export.every
         if self._keep.rollouts is not None:
-            lost = self._evaluated().keys() - self._best()
+            lost = self._read_evaluations().keys() - self._best_version()
             self._exports.drop(v for v in lost if v != last and not (every and v % every == 0))
         if self._keep.exports is not None:
-            self._exports.drop({*self._exports.versions()[: -self._keep.exports]} - self._best())
+            self._exports.drop({*self._exports.versions()[: -self._keep.exports]} - self._best_version())
 
-    def _evaluated(self) -> Mapping[int, Evaluation]:
+    def _read_evaluations(self) -> Mapping[int, Evaluation]:
         """Return the complete evaluations, by version."""
         for version in self._history.evaluated_versions():
-            evaluation = None if version in self._evaluations else self._history.evaluation(version)
+            evaluation = None if version in self._evaluations else self._history.read_evaluation(version)
             if evaluation is not None and evaluation.kl is not None:
                 self._evaluations[version] = evaluation
         return self._evaluations
 
-    def _best(self) -> set[int]:
+    def _best_version(self) -> set[int]:
         """Return the best version so far, or an empty set."""
-        best = best_evaluation(self._evaluated().values(), self._config.evaluate.select.max_kl)
+        best = best_evaluation(self._read_evaluations().values(), self._config.evaluate.select.max_kl)
         return set() if best is None else {best.version}
 
-    def _drop_rollouts(self, keep: int, finished_until: int) -> None:
+    def _delete_rollouts(self, keep: int, finished_until: int) -> None:
         spec, before = self._history.spec, self._history.store.dropped_before()
         saved = sorted(set.intersection(*(set(self._checkpoints.versions(role)) for role in update_stages(spec))))
-        if first_kept(spec, keep, finished_until, saved) > before:  # avoids reading checkpoints for nothing
-            until = first_kept(spec, keep, finished_until, [version for version in saved if self._is_sound(version)])
+        if first_step_to_keep(spec, keep, finished_until, saved) > before:  # avoids reading checkpoints for nothing
+            until = first_step_to_keep(
+                spec, keep, finished_until, [version for version in saved if self._is_sound(version)]
+            )
             if until > before:
                 self._history.store.drop(until)
 
@@ -155,8 +158,8 @@ class Retention:
 def check_evaluations(config: RunConfig, history: History) -> None:
     """Raise ConfigError if a resumed run asks to evaluate an earlier version that cannot be made again."""
     before, saved = history.store.dropped_before(), config.stored.checkpoints().versions("policy")
-    made, spec = history.versions_made(), config.graph()
-    asked = [version for version in range(1, made + 1) if evaluated(spec, version)]
+    made, spec = history.newest_version(), config.graph()
+    asked = [version for version in range(1, made + 1) if is_evaluated(spec, version)]
     there = set(history.ledger.addresses())
     missing = [v for v in asked if not there.issuperset(node.address for node in evaluate_nodes(spec, v))]
     lost = [v for v in missing if before and not any(c == v or before <= c <= v for c in saved)]
@@ -189,7 +192,7 @@ def close_finished_segments(spec: GraphSpec, ledger: Ledger, unneeded: Collectio
     while True:
         first = ledger.closed_until()
         there = {*ledger.addresses(from_step=first), *unneeded}
-        over = range(max(0, first - 1), first + SPAN + _margin(spec))
+        over = range(max(0, first - 1), first + SPAN + _steps_before_closing(spec))
         nodes = [node.address for step in over if step < spec.steps for node in step_nodes(spec, step)]
         if over.stop > spec.steps or any(first <= address.step and address not in there for address in nodes):
             return
@@ -197,12 +200,12 @@ def close_finished_segments(spec: GraphSpec, ledger: Ledger, unneeded: Collectio
         ledger.close(first, [address for address in closed if address not in unneeded])
 
 
-def _margin(spec: GraphSpec) -> int:
+def _steps_before_closing(spec: GraphSpec) -> int:
     """Return the number of steps that must be over after a segment before it is closed.
 
     By then, late attempts at the segment's nodes are long outdated, and their results do not count. A resumed run finds
     all versions of the weights that it may still need among the open steps."""
-    return 2 * window(spec)
+    return 2 * window_size(spec)
 
 
 class LedgerCompactor:
@@ -212,7 +215,7 @@ class LedgerCompactor:
         """`unneeded`: nodes that count as done, and have no record."""
         self._ledger = ledger
         self._unneeded = unneeded
-        self._margin = _margin(spec)
+        self._steps_before_closing = _steps_before_closing(spec)
         self.first_step = ledger.closed_until()
         """First open step. All earlier steps are over and closed."""
         self._over: set[int] = set()
@@ -220,11 +223,11 @@ class LedgerCompactor:
         self._addresses: defaultdict[int, list[Address]] = defaultdict(list)
 
     @property
-    def finished_until(self) -> int:
+    def first_open_step(self) -> int:
         """First step that is not over."""
         return self._next_over
 
-    def finished(self, step: int, addresses: Iterable[Address]) -> None:
+    def on_step_finished(self, step: int, addresses: Iterable[Address]) -> None:
         """Record that all nodes of a step are done, and close the segments that can be closed. `addresses`: the step's
         nodes, some of which (a publication, an evaluation) are numbered as a later step's."""
         for address in addresses:
@@ -234,6 +237,6 @@ class LedgerCompactor:
         while self._next_over in self._over:
             self._over.remove(self._next_over)
             self._next_over += 1
-        while self.first_step + SPAN + self._margin <= self._next_over:
+        while self.first_step + SPAN + self._steps_before_closing <= self._next_over:
             self._ledger.close(self.first_step, self._addresses.pop(self.first_step))
             self.first_step += SPAN

@@ -35,11 +35,11 @@ from rich.progress import Progress as ProgressBar
 from pipeline.config.loading import flatten, write_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.reward_model import RewardModelConfig
-from pipeline.config.reward_preflight import EXPORT, check_training, read_parts, trained_already
-from pipeline.driver.session import interruptible, only_driver
+from pipeline.config.reward_preflight import EXPORT, already_trained_error, check_training, read_parts
+from pipeline.driver.session import handle_signals, hold_driver_lock
 from pipeline.errors import StageFailed
 from pipeline.observe.text import print_plain
-from pipeline.observe.tracking import MlflowTracker, NullTracker, Tracker, how_to_open, how_to_open_sinks
+from pipeline.observe.tracking import MlflowTracker, NullTracker, Tracker, opening_hint, sink_hints
 from stages.models.config import LoraConfig
 from stages.models.hf_weights import write_lowest_blocks
 from stages.models.parallel import ParallelRank, join, leave
@@ -56,7 +56,7 @@ from stages.preferences.training import (
     train_reward_model,
     training_steps,
 )
-from stages.rewards.learned import HERE, Holds, Loading
+from stages.rewards.learned import PROCESS_MODELS, LoadSettings, ModelKind
 
 PLOT = "plots/reward_model.png"
 _TIMED_ROWS, _TIMED_TOKENS = 1024, 4096
@@ -64,13 +64,13 @@ _TIMED_ROWS, _TIMED_TOKENS = 1024, 4096
 
 
 @dataclass
-class _Shown:
+class _Display:
     """Owns the display of a training: the terminal's progress bar, lines of text, metrics, and the curves."""
 
     console: Console
     tracker: Tracker
     bar: ProgressBar
-    started: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=time.monotonic)
     curves: dict[int, dict[str, float]] = field(default_factory=dict)
     """Metrics by step."""
     task: Any = None
@@ -78,17 +78,17 @@ class _Shown:
     def report(self, progress: TrainingProgress) -> None:
         step, metrics = progress.step, progress.metrics
         self.curves.setdefault(step, {}).update(metrics)
-        self.tracker.metrics(step, metrics)
+        self.tracker.log_metrics(step, metrics)
         if self.task is None:
             self.task = self.bar.add_task("optimizer steps", total=progress.total_steps)
         self.bar.update(self.task, completed=step)
         if "validation/accuracy" in metrics:
             text = " ".join(f"{name.partition('/')[2]} {value:.4f}" for name, value in metrics.items())
-            elapsed = time.monotonic() - self.started
+            elapsed = time.monotonic() - self.started_at
             print_plain(self.console, f"step {step}/{progress.total_steps} ({elapsed:.0f} s): validation {text}")
 
 
-def train(config: RewardModelConfig, console: Console) -> dict[str, Any]:
+def train_and_export(config: RewardModelConfig, console: Console) -> dict[str, Any]:
     """Train, export and measure a reward model. Return the summary.
 
     Raises:
@@ -97,23 +97,23 @@ def train(config: RewardModelConfig, console: Console) -> dict[str, Any]:
     """
     parts = check_training(config)
     config.run_dir.mkdir(parents=True, exist_ok=True)
-    with only_driver(RunPaths(config.run_dir)), interruptible():
-        return _train_alone(config, parts, console)
+    with hold_driver_lock(RunPaths(config.run_dir)), handle_signals():
+        return _train_with_lock(config, parts, console)
 
 
-def _train_alone(config: RewardModelConfig, parts: TrainingParts, console: Console) -> dict[str, Any]:
+def _train_with_lock(config: RewardModelConfig, parts: TrainingParts, console: Console) -> dict[str, Any]:
     """Train while holding the directory's lock."""
     root = config.run_dir
     if (root / EXPORT).exists():  # may have appeared since the check
-        raise trained_already(config)
+        raise already_trained_error(config)
     (root / "plots").mkdir(parents=True, exist_ok=True)
     for left in root.glob("mlflow_spool*"):  # an interrupted training leaves spools and a partial export
         left.unlink()
     shutil.rmtree(root / f".{EXPORT}", ignore_errors=True)
     write_config(root / "config.yaml", config)
     started, cpu = time.monotonic(), time.process_time()
-    with _tracker(config, root) as tracker, _bar(console) as bar:
-        shown = _Shown(console, tracker, bar)
+    with _open_tracker(config, root) as tracker, _progress_bar(console) as bar:
+        shown = _Display(console, tracker, bar)
         outcome = _train_here(config, parts, shown)
         summary = summary_of(outcome, parts) | {
             "seconds": round(time.monotonic() - started, 1),
@@ -122,18 +122,20 @@ def _train_alone(config: RewardModelConfig, parts: TrainingParts, console: Conso
         }
         if config.teacher.paths:
             summary["speed"] = speeds = _speeds(config, parts.held_out.rows)
-            tracker.metrics(outcome.steps, speeds)
+            tracker.log_metrics(outcome.steps, speeds)
         _write_results(config, parts, outcome, shown, summary)
-        tracker.metrics(outcome.steps, {f"held_out/{name}": value for name, value in outcome.held_out.metrics.items()})
+        tracker.log_metrics(
+            outcome.steps, {f"held_out/{name}": value for name, value in outcome.held_out.metrics.items()}
+        )
         for name in ("summary.json", *([PLOT] if config.tracking.report else [])):
-            tracker.artifact(root / name, "")
+            tracker.log_artifact(root / name, "")
         if config.tracking.register is not None:
-            tracker.model(config.tracking.register, root / EXPORT)
-    _say(console, config, summary)
+            tracker.log_model(config.tracking.register, root / EXPORT)
+    _print_summary(console, config, summary)
     return summary
 
 
-def _train_here(config: RewardModelConfig, parts: TrainingParts, shown: _Shown) -> TrainingOutcome:
+def _train_here(config: RewardModelConfig, parts: TrainingParts, shown: _Display) -> TrainingOutcome:
     """Run rank 0, with the other ranks as processes."""
     if config.model.blocks is not None:
         shutil.rmtree(config.start_path, ignore_errors=True)
@@ -151,7 +153,7 @@ def _train_here(config: RewardModelConfig, parts: TrainingParts, shown: _Shown) 
 
 
 def _train_rank(
-    config: RewardModelConfig, parts: TrainingParts, index: int, rendezvous: str, shown: _Shown | None
+    config: RewardModelConfig, parts: TrainingParts, index: int, rendezvous: str, shown: _Display | None
 ) -> TrainingOutcome:
     epochs = training_steps(parts.train, config.data, config.train, config.seed)
     rank = Rank(index, config.workers, rendezvous, config.threads, index, config.collective_timeout_s)
@@ -159,7 +161,7 @@ def _train_rank(
     try:
         with joined.missing_ranks.collectives_of("the training of the reward model"):
             if config.teacher.paths:
-                parts = taught(parts, [_teacher(config, path, rank, joined) for path in config.teacher.paths])
+                parts = taught(parts, [_open_teacher(config, path, rank, joined) for path in config.teacher.paths])
             model = RewardModel(
                 config.trained_model(config.start_path),
                 config.layout,
@@ -168,7 +170,7 @@ def _train_rank(
                 total_steps=sum(map(len, epochs)),
                 joined=joined,
             )
-            report = _silent if shown is None else shown.report
+            report = _report_nothing if shown is None else shown.report
             outcome = train_reward_model(model, parts, epochs, config.train, report)
             staged = config.run_dir / f".{EXPORT}"
             model.export(staged)
@@ -180,7 +182,7 @@ def _train_rank(
         leave()
 
 
-def _teacher(config: RewardModelConfig, path: str, rank: Rank, joined: ParallelRank) -> RewardModel:
+def _open_teacher(config: RewardModelConfig, path: str, rank: Rank, joined: ParallelRank) -> RewardModel:
     """Return a teacher: a reward model that is not trained, in the student's layout."""
     model = dataclasses.replace(config.trained_model(path), dtype=config.teacher.dtype or config.model.dtype)
     plain = dataclasses.replace(model, frozen_blocks=0, lora=LoraConfig())
@@ -190,12 +192,12 @@ def _teacher(config: RewardModelConfig, path: str, rank: Rank, joined: ParallelR
 def _speeds(config: RewardModelConfig, rows: TokenRows) -> dict[str, float]:
     """Return the CPU seconds per row of the exported student and of its teacher (the sum if there are several), and how
     many times as fast the student is. Time the models alternately, with the same packing, in this process alone."""
-    student = Loading(Holds.REWARD, str(config.run_dir / EXPORT), config.model.dtype, _TIMED_TOKENS)
+    student = LoadSettings(ModelKind.REWARD, str(config.run_dir / EXPORT), config.model.dtype, _TIMED_TOKENS)
     dtype = config.teacher.dtype or config.model.dtype
-    teachers = [Loading(Holds.REWARD, path, dtype, _TIMED_TOKENS) for path in config.teacher.paths]
+    teachers = [LoadSettings(ModelKind.REWARD, path, dtype, _TIMED_TOKENS) for path in config.teacher.paths]
     number = min(len(rows.lengths), _TIMED_ROWS)
     spent = {loading: 0.0 for loading in (student, *teachers)}
-    models = {loading: HERE.take(loading) for loading in spent}
+    models = {loading: PROCESS_MODELS.acquire(loading) for loading in spent}
     try:
         chunks = [TokenRows(rows.tokens[part], rows.lengths[part]) for part in np.array_split(np.arange(number), 4)]
         for timed in (False, True):  # the first pass touches weights and buffers, and is not timed
@@ -206,12 +208,12 @@ def _speeds(config: RewardModelConfig, rows: TokenRows) -> dict[str, float]:
                     spent[loading] += (time.process_time() - before) * timed
     finally:
         for loading in models:
-            HERE.give_back(loading)
+            PROCESS_MODELS.release(loading)
     per_row = {"student_cpu_s": spent[student] / number, "teacher_cpu_s": sum(spent[t] for t in teachers) / number}
     return per_row | {"speed_up": per_row["teacher_cpu_s"] / per_row["student_cpu_s"]}
 
 
-def _silent(_: TrainingProgress) -> None:
+def _report_nothing(_: TrainingProgress) -> None:
     """Report nothing. Used on ranks other than 0."""
 
 
@@ -251,7 +253,7 @@ def _other_ranks(config: RewardModelConfig, rendezvous: str) -> Iterator[None]:
 
 
 @contextmanager
-def _tracker(config: RewardModelConfig, root: Path) -> Iterator[Tracker]:
+def _open_tracker(config: RewardModelConfig, root: Path) -> Iterator[Tracker]:
     if config.tracking.uri is None:
         yield NullTracker()
         return
@@ -261,13 +263,13 @@ def _tracker(config: RewardModelConfig, root: Path) -> Iterator[Tracker]:
         tags["mlflow.parentRunId"] = settings.parent
     with MlflowTracker(
         config.tracking.uri, settings.experiment, config.name, flatten(config), tags, root / "mlflow_spool.jsonl",
-        also=settings.also,
+        further_trackers=settings.also,
     ) as tracker:  # fmt: skip
         yield tracker
 
 
 @contextmanager
-def _bar(console: Console) -> Iterator[ProgressBar]:
+def _progress_bar(console: Console) -> Iterator[ProgressBar]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with ProgressBar(*columns, console=console, disable=not console.is_terminal) as bar:
         yield bar
@@ -277,7 +279,7 @@ def _write_results(
     config: RewardModelConfig,
     parts: TrainingParts,
     outcome: TrainingOutcome,
-    shown: _Shown,
+    shown: _Display,
     summary: Mapping[str, Any],
 ) -> None:
     root = config.run_dir
@@ -295,7 +297,7 @@ def _write_results(
         plots.plot_reward_model(shown.curves, found.margins, found.reliability, root / PLOT, config.name)
 
 
-def _beside_teacher(summary: Mapping[str, Any]) -> list[str]:
+def _teacher_lines(summary: Mapping[str, Any]) -> list[str]:
     """Return a line that compares a student with its teacher, if there is one."""
     if "speed" not in summary:
         return []
@@ -307,7 +309,7 @@ def _beside_teacher(summary: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _say(console: Console, config: RewardModelConfig, summary: Mapping[str, Any]) -> None:
+def _print_summary(console: Console, config: RewardModelConfig, summary: Mapping[str, Any]) -> None:
     found, size = summary["held_out"], summary["sizes"]["held_out"]
     lines = [
         f"held out: accuracy {found['accuracy']:.4f} ± {found['accuracy_se']:.4f} on {size['pairs']} pairs of "
@@ -315,12 +317,12 @@ def _say(console: Console, config: RewardModelConfig, summary: Mapping[str, Any]
         "".join(
             f"{name} {found[name]:.4f}  " for name in ("ece", "margin", "correlation", "best_accuracy") if name in found
         ),
-        *_beside_teacher(summary),
+        *_teacher_lines(summary),
         f"the model is in {summary['model']}; {summary['seconds']:.0f} s",
     ]
     if config.tracking.uri is not None:
-        where = {"MLflow": how_to_open(config.tracking.uri)}
-        where |= how_to_open_sinks(config.tracking.also, config.run_dir)
+        where = {"MLflow": opening_hint(config.tracking.uri)}
+        where |= sink_hints(config.tracking.also, config.run_dir)
         lines += [f"{label}: {command}" for label, command in where.items()]
     for line in lines:
         print_plain(console, line)

@@ -35,44 +35,51 @@ from pipeline.driver.alarms import Alarms
 from pipeline.driver.cluster import Cluster, begin_forkserver
 from pipeline.driver.context import ExecutorEvents, ExecutorSettings, WorkerKey
 from pipeline.driver.executor import Executor
-from pipeline.driver.integrity import UnreadVersions, check_recomputed, finalised
+from pipeline.driver.integrity import UnreadVersions, check_recomputed, clean_up_after
 from pipeline.driver.preparation import NumericsWatch, PreparedRun, prepare
 from pipeline.driver.results import (
-    catch_up,
-    conclude,
     conclude_despite_error,
+    conclude_run,
     experiment_page,
-    noting,
     open_tracker,
+    report_missed_metrics,
+    report_second_error,
+    result_paths,
     track_prompts,
-    where_results_are,
 )
 from pipeline.driver.retention import LedgerCompactor, Retention, all_committed
-from pipeline.driver.run_view import at_work, baseline, first_start, links, open_progress, page
-from pipeline.driver.session import (
-    EndedEarly,
-    interruptible,
-    only_driver,
-    published_weights,
-    worker_processes,
-    writable,
+from pipeline.driver.run_view import (
+    current_gang_views,
+    first_and_latest_means,
+    first_driver_start_s,
+    open_progress,
+    open_run_page,
+    watch_links,
 )
-from pipeline.driver.tracked import SystemMetrics, previews, step_spans
+from pipeline.driver.session import (
+    TerminatedEarly,
+    handle_signals,
+    hold_driver_lock,
+    published_weights,
+    refuse_unwritable_directory,
+    start_cluster,
+)
+from pipeline.driver.tracked import SystemMetrics, step_spans, trace_previews
 from pipeline.errors import StageFailed, StoredWrongly, WorkersMissing
 from pipeline.graph.display import ObservedDispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, weight_readers
 from pipeline.observe.evaluations import Evaluation
-from pipeline.observe.graph_view import ordered
-from pipeline.observe.history import History, alarm_text, evaluation_metrics
+from pipeline.observe.graph_view import ordered_gang_names
+from pipeline.observe.history import History, canary_alarm_text, evaluation_metrics
 from pipeline.observe.incidents import WorkerLosses
-from pipeline.observe.journal import Event, EventKind, Journal, run_starts
+from pipeline.observe.journal import Event, EventKind, Journal, read_run_starts
 from pipeline.observe.live import Progress, Screen
 from pipeline.observe.node_events import NodeEvents
-from pipeline.observe.provenance import dashboard_tags, started_by
+from pipeline.observe.provenance import dashboard_tags, driver_origin
 from pipeline.observe.rows import chosen, response_pairs
 from pipeline.observe.summary import Summary
-from pipeline.observe.tables import end_of_run
+from pipeline.observe.tables import end_of_run_text
 from pipeline.observe.tracking import Tracker
 from pipeline.workers.messages import Outcome
 from stages.prompts import last_questions
@@ -96,7 +103,7 @@ def run(
     *,
     resume: bool = False,
     from_checkpoint: bool = False,
-    at_once: Collection[signal.Signals] = (),
+    immediate_signals: Collection[signal.Signals] = (),
     json_lines: bool = False,
     callbacks: Collection[Callable[[int, Mapping[str, float]], None]] = (),
 ) -> RunResult:
@@ -105,8 +112,8 @@ def run(
     Args:
         from_checkpoint: with `resume`, first archive what was committed after the newest checkpoint, and compute it
             again.
-        at_once: signals that end the run with EndedEarly, for a job that is started again. With them, no summary is
-            made after such a signal or if workers are missing.
+        immediate_signals: signals that end the run with EndedEarly, for a job that is started again. With them, no
+            summary is made after such a signal or if workers are missing.
         json_lines: show progress for a program.
         callbacks: called with (step, metrics) when a step is over, and with (version, metrics) when an evaluation is.
 
@@ -121,34 +128,34 @@ def run(
     paths, screen = RunPaths(config.run_dir), Screen(console, json_lines)
     checked = check_run(config, resume=resume)
     num_prompts = len(checked.prompts.train), len(checked.prompts.held_out)
-    with writable(config):
+    with refuse_unwritable_directory(config):
         paths.root.mkdir(parents=True, exist_ok=True)
-    with only_driver(paths), interruptible(at_once), _not_collected():
+    with hold_driver_lock(paths), handle_signals(immediate_signals), _freeze_garbage_collection():
         check_run_directory(config, resume=resume)  # another driver may have run since the first check
         if config.cluster.kind == "local" and not resume:  # a resumed run may have nothing left to compute
             begin_forkserver(config)  # the forkserver imports torch while this process prepares the run
-        with writable(config):
+        with refuse_unwritable_directory(config):
             ready = prepare(config, checked, resume=resume, from_checkpoint=from_checkpoint)
         this = Run(
             config=config,
-            ready=ready,
+            prepared=ready,
             screen=screen,
             tracker=open_tracker(config),
             decode=checked.tokenizer.decode,
-            resumed=resume,
-            continued_after=(EndedEarly, WorkersMissing) if at_once else (EndedEarly,),
+            is_resumed=resume,
+            continuing_errors=(TerminatedEarly, WorkersMissing) if immediate_signals else (TerminatedEarly,),
             callbacks=callbacks,
         )
         for change in ready.changed:
             kept = "; the learning rates stay constant, as they were" if change.startswith("steps=") else ""
-            screen.say("changed", text := f"resumed with {change}{kept}", text=text)
-        with _tracking_left(this):
+            screen.print_event("changed", text := f"resumed with {change}{kept}", text=text)
+        with _detach_if_continued(this):
             track_prompts(config, this.tracker, ready.identity.prompts, *num_prompts)
-            with _concluded_despite_errors(this), _started(this) as started:
+            with _conclude_on_error(this), _start_run(this) as started:
                 if started is not None:
-                    _drive(started)
-            summary = conclude(config, this.history, this.tracker, "FINISHED", this.decode)
-    _say_done(this, summary)
+                    _run_graph(started)
+            summary = conclude_run(config, this.history, this.tracker, "FINISHED", this.decode)
+    _print_results(this, summary)
     return RunResult(summary, paths)
 
 
@@ -157,18 +164,18 @@ class Run:
     """The parts of a prepared run. They exist before its workers start and after they end."""
 
     config: RunConfig
-    ready: PreparedRun
+    prepared: PreparedRun
     screen: Screen
     tracker: Tracker
     decode: Decode
-    resumed: bool
-    continued_after: tuple[type[BaseException], ...]
+    is_resumed: bool
+    continuing_errors: tuple[type[BaseException], ...]
     """Exceptions after which another job continues the run. Then it writes no summary."""
     callbacks: Collection[Callable[[int, Mapping[str, float]], None]] = ()
 
     @property
     def history(self) -> History:
-        return self.ready.history
+        return self.prepared.history
 
 
 @dataclass(frozen=True)
@@ -178,18 +185,18 @@ class StartedRun:
     run: Run
     board: WeightBoard | None
     """Board of published weights. None if workers are attached, because all boards are then on their hosts."""
-    workers: Cluster
+    cluster: Cluster
     journal: Journal
     progress: Progress
     numerics: NumericsWatch
-    seen: NodeEvents
+    node_events: NodeEvents
     """Receives every event of the journal."""
-    tracked: frozenset[int]
+    tracked_steps: frozenset[int]
     """Steps whose metrics the tracker already has."""
 
 
 @contextmanager
-def _not_collected() -> Iterator[None]:
+def _freeze_garbage_collection() -> Iterator[None]:
     """Exclude the objects that exist now from garbage collection: tokenizer and prompts live to the end of the run, and
     each pass over them stalls the loop by 0.2 s."""
     gc.freeze()
@@ -200,14 +207,14 @@ def _not_collected() -> Iterator[None]:
 
 
 @contextmanager
-def _tracking_left(run: Run) -> Iterator[None]:
+def _detach_if_continued(run: Run) -> Iterator[None]:
     """Leave tracking open if another job continues the run. Turn a StoreError, which says that stored data is damaged,
     into StoredWrongly."""
     try:
         yield
-    except run.continued_after as error:
-        with noting(error, run.screen, "the tracking could not be left"):
-            run.tracker.leave()
+    except run.continuing_errors as error:
+        with report_second_error(error, run.screen, "the tracking could not be left"):
+            run.tracker.detach()
         raise
     except StoreRefused:  # its text already says what to do
         raise
@@ -216,12 +223,12 @@ def _tracking_left(run: Run) -> Iterator[None]:
 
 
 @contextmanager
-def _concluded_despite_errors(run: Run) -> Iterator[None]:
+def _conclude_on_error(run: Run) -> Iterator[None]:
     """Write the summary and close tracking if the run fails or is interrupted, unless another job continues it."""
     try:
-        with finalised(run.history):
+        with clean_up_after(run.history):
             yield
-    except run.continued_after:
+    except run.continuing_errors:
         raise
     except BaseException as error:
         conclude_despite_error(run.config, run.history, run.tracker, run.decode, run.screen, error)
@@ -229,55 +236,57 @@ def _concluded_despite_errors(run: Run) -> Iterator[None]:
 
 
 @contextmanager
-def _started(run: Run) -> Iterator[StartedRun | None]:
+def _start_run(run: Run) -> Iterator[StartedRun | None]:
     """Start the workers, the journal and the displays, and end them after the block. Yield None if nothing is left to
     compute."""
-    config, ready, history = run.config, run.ready, run.history
+    config, ready, history = run.config, run.prepared, run.history
     paths = RunPaths(config.run_dir)
-    tracked = catch_up(history, run.tracker, run_starts(paths.events))
-    if all_committed(config.graph(), history.ledger, ready.repairs.unneeded):
+    tracked = report_missed_metrics(history, run.tracker, read_run_starts(paths.events))
+    if all_committed(config.graph(), history.ledger, ready.repairs.unneeded_outputs):
         for warning in ready.warnings:
-            run.screen.say("warning", f"WARNING: {warning}", text=warning)
+            run.screen.print_event("warning", f"WARNING: {warning}", text=warning)
         with published_weights(config, history.ledger):
             pass  # removes weights that a driver left in memory when it died at the run's end
         yield None
         return
-    with published_weights(config, history.ledger) as board, worker_processes(config) as workers:
+    with published_weights(config, history.ledger) as board, start_cluster(config) as workers:
         if workers.dashboard is not None:
-            run.tracker.tags(dashboard_tags(workers.dashboard, os.environ))
-        progress = open_progress(config, run.screen, links(config, workers), len(tracked))
-        seen = NodeEvents(WorkerLosses(ordered(config.gangs())))
+            run.tracker.set_tags(dashboard_tags(workers.dashboard, os.environ))
+        progress = open_progress(config, run.screen, watch_links(config, workers), len(tracked))
+        seen = NodeEvents(WorkerLosses(ordered_gang_names(config.gangs())))
 
         def heard(event: Event) -> None:
-            progress.event(event)
-            seen.take(event)
+            progress.on_event(event)
+            seen.apply_event(event)
 
         with progress, Journal(paths.events, heard) as journal:
-            for version, mean in baseline(history):
-                progress.evaluation(version, mean)
-            begun = ["resume" if run.resumed else "start", f"ppo.proximal={config.ppo.proximal}"]
-            begun += [*_without_critic(config), *ready.changed]
-            journal.now(EventKind.RUN_STARTED, detail=", ".join(begun), **started_by())
+            for version, mean in first_and_latest_means(history):
+                progress.on_evaluation(version, mean)
+            begun = ["resume" if run.is_resumed else "start", f"ppo.proximal={config.ppo.proximal}"]
+            begun += [*_critic_notes(config), *ready.changed]
+            journal.append_now(EventKind.RUN_STARTED, detail=", ".join(begun), **driver_origin())
             for warning in ready.warnings:
-                journal.now(EventKind.WARNED, detail=warning)
-            numerics = NumericsWatch(config, ready.identity, journal, run.tracker.tags)
+                journal.append_now(EventKind.WARNED, detail=warning)
+            numerics = NumericsWatch(config, ready.identity, journal, run.tracker.set_tags)
             yield StartedRun(run, board, workers, journal, progress, numerics, seen, frozenset(tracked))
-            journal.now(EventKind.RUN_FINISHED)
+            journal.append_now(EventKind.RUN_FINISHED)
 
 
-def _drive(started: StartedRun) -> None:
+def _run_graph(started: StartedRun) -> None:
     """Run the graph to its end."""
     with closing(_Driver(started)) as driver:
         driver.run()
 
 
-def _say_done(run: Run, summary: Summary) -> None:
-    where = where_results_are(run.config, summary)
+def _print_results(run: Run, summary: Summary) -> None:
+    where = result_paths(run.config, summary)
     if run.screen.json_lines:
-        run.screen.say("done", "", summary=asdict(summary), paths={label: str(path) for label, path in where.items()})
+        run.screen.print_event(
+            "done", "", summary=asdict(summary), paths={label: str(path) for label, path in where.items()}
+        )
     else:
         pairs = chosen(response_pairs(run.history, run.decode, last_questions(RunPaths(run.config.run_dir).prompts)))
-        run.screen.console.print(end_of_run(summary, pairs, where))
+        run.screen.console.print(end_of_run_text(summary, pairs, where))
 
 
 def _executor_settings(config: RunConfig) -> ExecutorSettings:
@@ -292,7 +301,7 @@ def _executor_settings(config: RunConfig) -> ExecutorSettings:
     )
 
 
-def _without_critic(config: RunConfig) -> Iterator[str]:
+def _critic_notes(config: RunConfig) -> Iterator[str]:
     """Yield notes for the journal if the run has no critic."""
     if not config.has_critic:
         yield f"ppo.advantage={config.ppo.advantage} (no critic)"
@@ -307,14 +316,14 @@ class _Driver(ExecutorEvents):
         self._run, self._started = started.run, started
         config = self._config = started.run.config
         history = self._history = started.run.history
-        self._linked = config.tracking.uri is None or experiment_page(config) is not None
+        self._has_shown_link = config.tracking.uri is None or experiment_page(config) is not None
         """True if no address is left to show."""
-        repairs = self._repairs = started.run.ready.repairs
+        repairs = self._repairs = started.run.prepared.repairs
         board = started.board
-        self._unread = None if board is None else UnreadVersions(board)
+        self._unread_versions = None if board is None else UnreadVersions(board)
         self._journal, self._progress, self._tracker = started.journal, started.progress, started.run.tracker
-        self._began = time.time()
-        self._tracked = set(started.tracked)
+        self._start_s = time.time()
+        self._tracked_steps = set(started.tracked_steps)
         self._evaluated: set[int] = set()  # versions whose evaluation was reported
         self._first_evaluation: Evaluation | None = None
         self._outcomes: dict[Address, Outcome] = {}
@@ -322,28 +331,30 @@ class _Driver(ExecutorEvents):
         self._graph = config.graph()
         dispatch = self._dispatch = ObservedDispatch(config.gangs(), config.placement.device_sharing)
         self._alarms = Alarms(config, dispatch, self._journal, self._progress, self._tracker)
-        self._executor = Executor(started.workers.client, dispatch, self._journal, _executor_settings(config), self)
-        self._compactor = LedgerCompactor(self._graph, history.ledger, repairs.unneeded)
+        self._executor = Executor(started.cluster.client, dispatch, self._journal, _executor_settings(config), self)
+        self._compactor = LedgerCompactor(self._graph, history.ledger, repairs.unneeded_outputs)
         self._retention = Retention(config, history, self._warn)
         self._flow = Flow(
             self._graph,
             dispatch,
             first_step=self._compactor.first_step,
-            committed={*history.ledger.addresses(from_step=self._compactor.first_step), *repairs.unneeded},
+            committed={*history.ledger.addresses(from_step=self._compactor.first_step), *repairs.unneeded_outputs},
             published=[] if board is None else board.available(),
             sampled_versions=repairs.sampled_versions,
-            on_step=self._step_over,
-            on_unread=self._version_unread,
+            on_step=self._on_step_over,
+            on_unread=self._on_version_unread,
         )
-        self._view = page(config, started.workers, dispatch, self._flow, history, board, started.seen)
-        self._system = SystemMetrics(started.workers.scheduler, self._tracker, first_start(config, self._began))
+        self._view = open_run_page(config, started.cluster, dispatch, self._flow, history, board, started.node_events)
+        self._system = SystemMetrics(
+            started.cluster.scheduler, self._tracker, first_driver_start_s(config, self._start_s)
+        )
 
     def run(self) -> None:
         self._executor.start()
         self._flow.advance()
-        self._executor.run(lambda: self._flow.finished)
+        self._executor.run(lambda: self._flow.is_finished)
         self._refuse_to_share()
-        self._retention.finish()
+        self._retention.delete_at_end()
 
     def close(self) -> None:
         self._executor.close()
@@ -351,77 +362,79 @@ class _Driver(ExecutorEvents):
 
     # ---- Events of the executor ------------------------------------------------------------------------------------
 
-    def worker_built(self, worker: WorkerKey, numerics: Mapping[str, str]) -> None:
-        self._started.numerics.built(worker, numerics)
+    def on_worker_built(self, worker: WorkerKey, numerics: Mapping[str, str]) -> None:
+        self._started.numerics.on_worker_built(worker, numerics)
 
-    def look(self, now: float) -> None:
+    def on_tick(self, now: float) -> None:
         """Check the alarms and update the displays, about once a second."""
-        self._alarms.look(now)
-        self._system.look()
-        if not self._linked and (address := experiment_page(self._config)) is not None:
-            self._linked = True
-            self._progress.link("MLflow", address)
-        if self._progress.live:
-            self._progress.gangs(at_work(self._config, self._dispatch, self._flow, self._started.seen))
+        self._alarms.check_time(now)
+        self._system.sample_if_due()
+        if not self._has_shown_link and (address := experiment_page(self._config)) is not None:
+            self._has_shown_link = True
+            self._progress.show_link("MLflow", address)
+        if self._progress.has_live_panel:
+            self._progress.show_gangs(
+                current_gang_views(self._config, self._dispatch, self._flow, self._started.node_events)
+            )
         if self._view is not None:
-            self._view.look()
+            self._view.update()
 
-    def node_done(self, node: Node, outcome: Outcome) -> None:
+    def on_node_done(self, node: Node, outcome: Outcome) -> None:
         """Report the step, canary or evaluation that a committed node completes, and advance the window."""
         address = node.address
         check_recomputed(self._history, self._repairs, address)
         self._outcomes[address] = outcome
-        self._alarms.finished(outcome.worker)
+        self._alarms.on_worker_finished(outcome.worker)
         if address.stage in ("update_policy", "update_critic", "publish"):
             self._report_step(address.step - (address.stage == "publish"))
         if address.stage == "publish" and weight_readers(self._graph, node.version):
             self._executor.fetch_weights(node.version)
             if self._config.in_flight:
-                self._executor.take_weights(node.version)
+                self._executor.order_load(node.version)
         elif address.stage == "canary" and outcome.ref is not None:
             self._report_canary(address.step, outcome.ref.metrics)
         elif address.stage in ("evaluate_score", "evaluate_reference"):
             self._report_evaluation(address.step)
-        self._flow.done(node)
+        self._flow.on_node_done(node)
 
-    def worker_replaced(self) -> None:
+    def on_worker_replaced(self) -> None:
         """Clean up after a dead worker, whose replacement is up: release the versions that it still held, and move what
         it had committed into place."""
-        if self._unread is not None:
-            self._unread.retry()
+        if self._unread_versions is not None:
+            self._unread_versions.release_unleased()
         self._history.store.recover(discard=False)
 
     # ---- Reports and releases ------------------------------------------------------------------------------------
 
     def _report_step(self, step: int) -> None:
         """Report a step's metrics, once, when its updates and its publication are committed."""
-        if step in self._tracked:
+        if step in self._tracked_steps:
             return
         known = {address: o.ref for address, o in self._outcomes.items() if o.ref is not None}
-        if not self._history.step_over(step, known):
+        if not self._history.is_step_finished(step, known):
             return
-        self._tracked.add(step)
-        metrics = self._history.step_metrics(step, [self._began], known)
-        lines, lost = self._started.seen.losses.step_finished(step, metrics)
-        self._tracker.metrics(step, metrics | lost)
-        self._progress.step(step, metrics)
+        self._tracked_steps.add(step)
+        metrics = self._history.read_step_metrics(step, [self._start_s], known)
+        lines, lost = self._started.node_events.losses.step_finished(step, metrics)
+        self._tracker.log_metrics(step, metrics | lost)
+        self._progress.on_step(step, metrics)
         for line in lines:
-            self._progress.recovered(line)
-        self._alarms.step(step, metrics)
-        self._call_back(step, metrics | lost)
+            self._progress.on_recovery(line)
+        self._alarms.check_step(step, metrics)
+        self._run_callbacks(step, metrics | lost)
 
     def _report_evaluation(self, version: int) -> None:
         """Report a version's evaluation, once, when all its shards have scores and reference log-probs."""
-        evaluation = None if version in self._evaluated else self._history.evaluation(version)
+        evaluation = None if version in self._evaluated else self._history.read_evaluation(version)
         if evaluation is not None and evaluation.kl is not None:
             self._evaluated.add(version)
-            self._first_evaluation = self._first_evaluation or self._history.evaluation(0) or evaluation
+            self._first_evaluation = self._first_evaluation or self._history.read_evaluation(0) or evaluation
             metrics = evaluation_metrics(evaluation, self._first_evaluation)
-            self._tracker.metrics(version, metrics)
-            self._progress.evaluation(version, evaluation.mean)
-            self._call_back(version, metrics)
+            self._tracker.log_metrics(version, metrics)
+            self._progress.on_evaluation(version, evaluation.mean)
+            self._run_callbacks(version, metrics)
 
-    def _call_back(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _run_callbacks(self, step: int, metrics: Mapping[str, float]) -> None:
         for callback in self._run.callbacks:
             callback(step, dict(metrics))
 
@@ -429,36 +442,36 @@ class _Driver(ExecutorEvents):
         """Report how far engine and trainer differ at a version, with an alarm if they differ too much. Without an
         alarm, metrics of a step that is not reported yet are left to `_report_step`, because MLflow's pages list first
         the metric that was logged first."""
-        text = alarm_text(version, metrics)
-        if text is not None or version in self._tracked or version == self._config.steps:
-            self._tracker.metrics(version, metrics)
+        text = canary_alarm_text(version, metrics)
+        if text is not None or version in self._tracked_steps or version == self._config.steps:
+            self._tracker.log_metrics(version, metrics)
         if text is not None:
-            self._journal.now(EventKind.ALARM, stage="canary", step=version, detail=text)
-            self._progress.alarm(text)
+            self._journal.append_now(EventKind.ALARM, stage="canary", step=version, detail=text)
+            self._progress.print_alarm(text)
 
-    def _step_over(self, step: int, nodes: list[Node]) -> None:
+    def _on_step_over(self, step: int, nodes: list[Node]) -> None:
         """Track the trace of a step whose nodes are all done, release its results, and compact its ledger records."""
         self._refuse_to_share()
-        self._compactor.finished(step, [node.address for node in nodes])
-        self._retention.finished_until(self._compactor.finished_until)
+        self._compactor.on_step_finished(step, [node.address for node in nodes])
+        self._retention.on_steps_finished(self._compactor.first_open_step)
         self._executor.release([node.address for node in nodes])
         ran = [(node, self._outcomes.pop(node.address)) for node in nodes if node.address in self._outcomes]
         if ran:  # empty if an earlier driver ran them all
             gang_of = {role: gang.name for gang in self._config.gangs() for role in gang.roles}
-            asked, answered = previews(self._config.name, step, ran, self._history)
-            self._tracker.trace(step, step_spans(ran, gang_of), asked, answered)
+            asked, answered = trace_previews(self._config.name, step, ran, self._history)
+            self._tracker.log_trace(step, step_spans(ran, gang_of), asked, answered)
 
     def _refuse_to_share(self) -> None:
         """Raise StageFailed if another driver has claimed the run's stored data."""
-        later = self._run.ready.claim.later()
+        later = self._run.prepared.claim.later()
         if later is not None:
             raise StageFailed(f"{later} continues this run ({KEY}={self._config.storage.url}): this one ends")
 
-    def _version_unread(self, version: int) -> None:
+    def _on_version_unread(self, version: int) -> None:
         """Release a version of the weights, since all its readers are done."""
-        if self._unread is not None:
-            self._unread.release(version)
+        if self._unread_versions is not None:
+            self._unread_versions.release(version)
         self._executor.release_weights(version)
 
     def _warn(self, text: str) -> None:
-        self._journal.now(EventKind.WARNED, detail=text)
+        self._journal.append_now(EventKind.WARNED, detail=text)

@@ -21,39 +21,39 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.cluster import Cluster
 from pipeline.driver.graph_markers import GraphMarkers, marker_states
-from pipeline.driver.results import watch_runs
+from pipeline.driver.results import tracking_links
 from pipeline.graph.display import NodeState, ObservedDispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Gang, GraphSpec
 from pipeline.observe.graph_page import log_names
 from pipeline.observe.graph_view import (
     CurveCache,
-    Facts,
     GangView,
     GraphView,
+    RunFacts,
     VersionView,
     gang_views,
+    gangs_by_role,
     node_views,
-    ordered,
-    role_gangs,
-    shown_steps,
+    nodes_to_show,
+    ordered_gang_names,
 )
 from pipeline.observe.history import History
-from pipeline.observe.journal import run_starts
+from pipeline.observe.journal import read_run_starts
 from pipeline.observe.live import Progress, Screen
 from pipeline.observe.node_events import NodeEvents
-from pipeline.observe.provenance import slurm_job, tunnel
+from pipeline.observe.provenance import slurm_job, tunnel_command
 from pipeline.workers.messages import worker_name
 from storage.address import Address
 from storage.ledger import Ledger
 from storage.weights import WeightBoard
 
-_ASKED_S = 5.0
-"""Seconds after a request during which each `look` makes a new view."""
+_REQUEST_AGE_S = 5.0
+"""Seconds after a request during which each `update` makes a new view."""
 _TIMEOUT_S = 3.0
-"""Longest time that a request waits for the driver's next `look`."""
-_READS = 64
-"""Most commits that one `look` reads for the curves, since a long run that is resumed has many."""
+"""Longest time that a request waits for the driver's next `update`."""
+_MAX_READS = 64
+"""Most commits that one `update` reads for the curves, since a long run that is resumed has many."""
 
 
 class RunView:
@@ -61,7 +61,7 @@ class RunView:
 
     def __init__(
         self,
-        facts: Facts,
+        facts: RunFacts,
         spec: GraphSpec,
         gangs: Collection[Gang],
         dispatch: ObservedDispatch,
@@ -82,41 +82,41 @@ class RunView:
         self._events = events
         self._markers = markers
         self._curves = CurveCache(spec, ledger)
-        self._sizes: dict[int, int] = {}
-        self._asked = float("-inf")
-        self._made = float("-inf")
+        self._version_bytes: dict[int, int] = {}
+        self._last_request_s = float("-inf")
+        self._last_view_s = float("-inf")
         self._latest: GraphView | None = None
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Update the markers, and make a new view if one was requested. The driver's thread calls it once a second."""
-        statuses, admitted = self._dispatch.statuses(), self._flow.admitted
-        self._markers.show(marker_states(self._spec, statuses, admitted))
-        if time.monotonic() - self._asked > _ASKED_S:
+        statuses, admitted = self._dispatch.statuses(), self._flow.num_admitted_steps
+        self._markers.replace_markers(marker_states(self._spec, statuses, admitted))
+        if time.monotonic() - self._last_request_s > _REQUEST_AGE_S:
             return
-        shown = shown_steps(self._spec, statuses, admitted)
-        nodes = node_views(shown, role_gangs(self._gangs), self._events, admitted)
-        done = self._flow.steps_done
+        shown = nodes_to_show(self._spec, statuses, admitted)
+        nodes = node_views(shown, gangs_by_role(self._gangs), self._events, admitted)
+        done = self._flow.num_trained_steps
         self._latest = GraphView(
             facts=replace(self._facts, logs=log_names(self._logs)),
-            live=True,
-            driven=True,
-            finished=self._flow.finished,
-            at=time.time(),
+            is_live=True,
+            is_driven=True,
+            is_finished=self._flow.is_finished,
+            time_s=time.time(),
             steps_done=done,
             nodes=nodes,
-            gangs=gang_views(self._gangs, nodes, self._dispatch.waits(), self._dispatch.is_up),
+            gangs=gang_views(self._gangs, nodes, self._dispatch.find_waits(), self._dispatch.is_up),
             versions=self._versions(),
-            curves=self._curves.curves(done, _READS),
+            curves=self._curves.read_curves(done, _MAX_READS),
             incidents=tuple(self._events.incidents),
         )
-        self._made = time.monotonic()
+        self._last_view_s = time.monotonic()
 
-    async def fresh(self) -> GraphView | None:
-        """Return a view that is at most a second older than this call. If needed, wait for the driver's next `look`. If
-        that does not come soon, return the last view, whose `at` tells its age. None while the workers are being
+    async def request_view(self) -> GraphView | None:
+        """Return a view that is at most a second older than this call. If needed, wait for the driver's next `update`.
+        If that does not come soon, return the last view, whose `time_s` tells its age. None while the workers are being
         started."""
-        self._asked = asked = time.monotonic()
-        while self._made < asked - 1.0 and time.monotonic() < asked + _TIMEOUT_S:
+        self._last_request_s = asked = time.monotonic()
+        while self._last_view_s < asked - 1.0 and time.monotonic() < asked + _TIMEOUT_S:
             await asyncio.sleep(0.05)
         return self._latest
 
@@ -124,24 +124,26 @@ class RunView:
         """Return the published versions. Empty if weights are on other hosts only."""
         if self._board is None:
             return ()
-        readers, there = self._flow.readers, self._board.available()
-        self._sizes = {version: self._size(self._board, version) for version in there}
-        return tuple(VersionView(version, self._sizes[version], readers.get(version, _NOBODY)) for version in there)
+        readers, there = self._flow.readers_by_version, self._board.available()
+        self._version_bytes = {version: self._bytes_of_version(self._board, version) for version in there}
+        return tuple(
+            VersionView(version, self._version_bytes[version], readers.get(version, _NO_READERS)) for version in there
+        )
 
-    def _size(self, board: WeightBoard, version: int) -> int:
-        if version in self._sizes:
-            return self._sizes[version]
+    def _bytes_of_version(self, board: WeightBoard, version: int) -> int:
+        if version in self._version_bytes:
+            return self._version_bytes[version]
         manifest = board.manifest(version)
         return 0 if manifest is None else manifest.num_bytes
 
 
-_NOBODY: tuple[Address, ...] = ()
+_NO_READERS: tuple[Address, ...] = ()
 
 
 # ---- Links and display -----------------------------------------------------------------------------------
 
 
-def links(config: RunConfig, workers: Cluster) -> dict[str, str]:
+def watch_links(config: RunConfig, workers: Cluster) -> dict[str, str]:
     """Return the addresses at which the run can be watched, by the label to show."""
     found = {}
     if workers.dashboard is not None:
@@ -149,8 +151,8 @@ def links(config: RunConfig, workers: Cluster) -> dict[str, str]:
         found["Dask dashboard"] = workers.dashboard
         job = slurm_job(os.environ)
         if job is not None:
-            found["to see it from elsewhere"] = tunnel(workers.dashboard, job.submitted_from)
-    return found | dict(watch_runs(config))
+            found["to see it from elsewhere"] = tunnel_command(workers.dashboard, job.submitted_from)
+    return found | dict(tracking_links(config))
 
 
 def open_progress(config: RunConfig, screen: Screen, links: Mapping[str, str], first_step: int) -> Progress:
@@ -163,39 +165,41 @@ def open_progress(config: RunConfig, screen: Screen, links: Mapping[str, str], f
         console=screen.console,
         first_step=first_step,
         workers={worker_name(gang.name, index): gang.name for gang in gangs for index in range(gang.workers)},
-        together=ordered(gangs),
+        rebuilt_together=ordered_gang_names(gangs),
         json_lines=screen.json_lines,
     )
 
 
-def first_start(config: RunConfig, now: float) -> float:
+def first_driver_start_s(config: RunConfig, now: float) -> float:
     """Return the start of the run's first driver, in seconds since the epoch. `now` if this is the first."""
-    return min(run_starts(RunPaths(config.run_dir).events), default=now)
+    return min(read_run_starts(RunPaths(config.run_dir).events), default=now)
 
 
-def baseline(history: History) -> list[tuple[int, float]]:
+def first_and_latest_means(history: History) -> list[tuple[int, float]]:
     """Return (version, mean score) of the first and the latest evaluated version of a resumed run."""
     versions = history.evaluated_versions()
-    found = (history.evaluation(version) for version in dict.fromkeys((*versions[:1], *versions[-1:])))
+    found = (history.read_evaluation(version) for version in dict.fromkeys((*versions[:1], *versions[-1:])))
     return [(evaluation.version, evaluation.mean) for evaluation in found if evaluation is not None]
 
 
-def at_work(config: RunConfig, dispatch: ObservedDispatch, flow: Flow, seen: NodeEvents) -> tuple[GangView, ...]:
+def current_gang_views(
+    config: RunConfig, dispatch: ObservedDispatch, flow: Flow, node_events: NodeEvents
+) -> tuple[GangView, ...]:
     """Return what each gang is doing or waiting for."""
     gangs = config.gangs()
     busy = [status for status in dispatch.statuses() if status.state in (NodeState.RUNNING, NodeState.QUEUED)]
-    nodes = node_views(busy, role_gangs(gangs), seen, flow.admitted)
-    return gang_views(gangs, nodes, dispatch.waits(), dispatch.is_up)
+    nodes = node_views(busy, gangs_by_role(gangs), node_events, flow.num_admitted_steps)
+    return gang_views(gangs, nodes, dispatch.find_waits(), dispatch.is_up)
 
 
-def page(
+def open_run_page(
     config: RunConfig,
     workers: Cluster,
     dispatch: ObservedDispatch,
     flow: Flow,
     history: History,
     board: WeightBoard | None,
-    seen: NodeEvents,
+    node_events: NodeEvents,
 ) -> RunView | None:
     """Add the run's page to Dask's dashboard. Return None if there is no dashboard."""
     if workers.dashboard is None:
@@ -204,6 +208,13 @@ def page(
     others = {"Task stream": workers.dashboard, "Dask's graph": f"{root}/graph", "Groups": f"{root}/groups"}
     open_page = importlib.import_module("pipeline.driver.dashboard").open_page  # loads Bokeh
     view: RunView = open_page(
-        config, workers.scheduler, dispatch, flow, history.ledger, board, seen, others | dict(watch_runs(config))
+        config,
+        workers.scheduler,
+        dispatch,
+        flow,
+        history.ledger,
+        board,
+        node_events,
+        others | dict(tracking_links(config)),
     )
     return view

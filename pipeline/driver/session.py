@@ -21,7 +21,7 @@ from pipeline.driver.attached_workers import AttachedWorkers
 from pipeline.driver.cluster import Cluster, LocalWorkers
 from pipeline.errors import ConfigError
 from pipeline.workers.attached import board_of_host
-from pipeline.workers.worker_process import OF_TERMINAL, ending_signals
+from pipeline.workers.worker_process import TERMINAL_SIGNALS, ending_signals
 from stages.models.protocol import Role
 from stages.publish import is_published
 from storage.errors import StoreError, StoreRefused
@@ -31,35 +31,35 @@ from storage.weights import WeightBoard
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 """Error numbers: the disk is full, the user's quota is used up, or the file system is read-only."""
-_IN_THE_WAY = frozenset({errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
+_BLOCKING_ERRORS = frozenset({errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
 """Error numbers: no permission to write, or a file in place of a directory (or the reverse)."""
 
 
 @contextmanager
-def writable(config: RunConfig) -> Iterator[None]:
+def refuse_unwritable_directory(config: RunConfig) -> Iterator[None]:
     """Raise ConfigError if the first writes into a run's directory, made in this block, fail."""
     try:
         yield
     except StoreRefused as error:
         raise ConfigError("runs_dir", f"given {config.runs_dir!r}; {error}") from error
     except OSError as error:
-        if error.errno not in DISK_FULL | _IN_THE_WAY:
+        if error.errno not in DISK_FULL | _BLOCKING_ERRORS:
             raise
         where = f"cannot write {error.filename or 'there'}: {error.strerror}"
         need = f"{where}. Make room (or way), or give the right to write; what is committed stays"
         raise ConfigError("runs_dir", f"given {config.runs_dir!r}; {need}") from error
 
 
-class EndedEarly(KeyboardInterrupt):
+class TerminatedEarly(KeyboardInterrupt):
     """Interrupt of a job that must free its nodes at once. Commits stay; no summary is made."""
 
 
 @contextmanager
-def interruptible(at_once: Collection[signal.Signals] = ()) -> Iterator[None]:
+def handle_signals(immediate_signals: Collection[signal.Signals] = ()) -> Iterator[None]:
     """Make SIGTERM and SIGHUP interrupt like Ctrl-C. Ctrl-C also works if a shell started this process in the
     background with SIGINT ignored. Only the first SIGHUP counts: a closed terminal sends one, and its shell another.
-    The signals in `at_once` raise EndedEarly instead. Only the first of them counts: a cluster's manager may send
-    several, to every process."""
+    The signals in `immediate_signals` raise EndedEarly instead. Only the first of them counts: a cluster's manager may
+    send several, to every process."""
 
     def interrupt(number: int, frame: object) -> None:
         if number == signal.SIGHUP:
@@ -67,11 +67,11 @@ def interruptible(at_once: Collection[signal.Signals] = ()) -> Iterator[None]:
         raise KeyboardInterrupt
 
     def end(number: int, frame: object) -> None:
-        for other in at_once:
+        for other in immediate_signals:
             signal.signal(other, signal.SIG_IGN)
-        raise EndedEarly
+        raise TerminatedEarly
 
-    handlers = dict.fromkeys(ending_signals(), interrupt) | dict.fromkeys(at_once, end)
+    handlers = dict.fromkeys(ending_signals(), interrupt) | dict.fromkeys(immediate_signals, end)
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
@@ -103,7 +103,7 @@ def published_weights(config: RunConfig, ledger: Ledger) -> Iterator[WeightBoard
 
 
 @contextmanager
-def worker_processes(config: RunConfig) -> Iterator[Cluster]:
+def start_cluster(config: RunConfig) -> Iterator[Cluster]:
     """Yield the run's cluster. Local workers are started while the terminal's signals are blocked, and inherit that
     signal mask. The terminal signals the whole process group, but only the driver must react, and end the workers."""
     logging.getLogger("distributed").setLevel(logging.ERROR)  # the executor reports losses itself
@@ -111,7 +111,7 @@ def worker_processes(config: RunConfig) -> Iterator[Cluster]:
         with AttachedWorkers(config, weights_bytes(config)) as attached:
             yield attached
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_TERMINAL)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
     try:
         with LocalWorkers(config, gpus_here()) as workers:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -121,7 +121,7 @@ def worker_processes(config: RunConfig) -> Iterator[Cluster]:
 
 
 @contextmanager
-def only_driver(paths: RunPaths) -> Iterator[None]:
+def hold_driver_lock(paths: RunPaths) -> Iterator[None]:
     """Keep a second driver, on this host or another, out of the run's directory (`storage/locks.py`).
 
     Raises:

@@ -32,7 +32,7 @@ from distributed.comm import CommClosedError
 from distributed.scheduler import KilledWorker, NoValidWorkerError, NoWorkerError
 
 from pipeline.config.identity import fingerprint
-from pipeline.driver.cluster import heartbeats, kill_workers, workers_by_address
+from pipeline.driver.cluster import kill_workers, last_heartbeats, workers_by_address
 from pipeline.driver.context import Context, WorkerKey
 from pipeline.driver.graph_markers import build_key
 from pipeline.errors import ConfigError, StageFailed, WorkersMissing
@@ -54,9 +54,17 @@ from pipeline.workers.messages import (
 from stages.models.protocol import RanksMissing
 from storage.files import is_transient
 
-LOST = (KilledWorker, WorkerLost, RanksMissing, CancelledError, CommClosedError, NoWorkerError, NoValidWorkerError)
+LOSS_ERRORS = (
+    KilledWorker,
+    WorkerLost,
+    RanksMissing,
+    CancelledError,
+    CommClosedError,
+    NoWorkerError,
+    NoValidWorkerError,
+)
 """Errors of a future whose own process, or a peer's process, was lost. The stage is not to blame."""
-_LONGEST_BACK_OFF_S = 60.0
+_MAX_BACK_OFF_S = 60.0
 PEER_GRACE_S = 5.0
 """Seconds to wait for news of a peer's death, before one of `PEER_ERRORS` counts as the process's own error."""
 
@@ -94,18 +102,18 @@ def attempt_state(num_ranks: int, reported: bool, errors: Collection[BaseExcepti
         return AttemptState.DONE
     if not errors:
         return AttemptState.OPEN
-    own = any(isinstance(error, LOST) or not isinstance(error, PEER_ERRORS) for error in errors)
+    own = any(isinstance(error, LOSS_ERRORS) or not isinstance(error, PEER_ERRORS) for error in errors)
     return AttemptState.FAILED if own or len(errors) == num_ranks else AttemptState.UNCLEAR
 
 
-def error_of(future: Future) -> BaseException:
+def future_error(future: Future) -> BaseException:
     """Return the error of a future that ended without a result."""
     if future.status == "error":
         return future.exception()
     return CancelledError(f"{future.key} was {future.status}")
 
 
-def error_of_rank(failure: RankFailure) -> BaseException:
+def rank_error(failure: RankFailure) -> BaseException:
     """Return a rank's reported error, as a class that `attempt_state` knows."""
     match failure.kind:
         case FailureKind.LOST:
@@ -118,24 +126,24 @@ def error_of_rank(failure: RankFailure) -> BaseException:
             return RankError(failure.error, failure.text, failure.transient)
 
 
-def may_succeed_later(error: BaseException) -> bool:
+def is_retryable(error: BaseException) -> bool:
     """Return True if a later attempt may succeed, since the stage is not to blame."""
     return error.transient if isinstance(error, RankError) else is_transient(error)
 
 
 def back_off_s(times: int) -> float:
     """Return the seconds to wait after the `times`-th transient error of a node."""
-    return min(_LONGEST_BACK_OFF_S, 2.0**times)
+    return min(_MAX_BACK_OFF_S, 2.0**times)
 
 
-def describe(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return the error's class and text, whichever rank raised it."""
     if isinstance(error, RankError):
         return f"{error.name}: {error.text}"
     return f"{type(error).__name__}: {error}"
 
 
-def how_to_repeat(node: Node, run_dir: Path) -> dict[str, str]:
+def repeat_hints(node: Node, run_dir: Path) -> dict[str, str]:
     """Return the inputs of a failed node, and the command that runs it alone, by the label to show."""
     address, inputs = node.address, ", ".join(map(str, node.inputs)) or "none but the prompts"
     made_from = {"inputs": f"{inputs}; weights v{node.version}"}
@@ -148,7 +156,7 @@ def how_to_repeat(node: Node, run_dir: Path) -> dict[str, str]:
 
 # ---- Heartbeats ------------------------------------------------------------------------------------------
 
-_SHORTEST_S = 20.0
+_MIN_SILENCE_S = 20.0
 """Shortest time without heartbeats after which a process counts as stopped. Imports and other native code that holds
 Python's lock can delay heartbeats."""
 
@@ -158,22 +166,22 @@ class HeartbeatWatch:
     only compared with each other; `now` is the driver's clock."""
 
     def __init__(self) -> None:
-        self._heard: dict[str, tuple[float, float]] = {}
+        self._last_heartbeats: dict[str, tuple[float, float]] = {}
 
-    def look(self, heartbeats: Mapping[str, float], now: float) -> dict[str, float]:
+    def silent_seconds(self, heartbeats: Mapping[str, float], now: float) -> dict[str, float]:
         """Return the seconds since each process's last new heartbeat, by name. `heartbeats`: the latest of each."""
-        before = self._heard
-        self._heard = {
+        before = self._last_heartbeats
+        self._last_heartbeats = {
             name: before[name] if name in before and before[name][0] == heartbeat else (heartbeat, now)
             for name, heartbeat in heartbeats.items()
         }
-        return {name: now - since for name, (_, since) in self._heard.items()}
+        return {name: now - since for name, (_, since) in self._last_heartbeats.items()}
 
 
-def stopped(silent_s: float, start_timeout_s: float) -> bool:
+def counts_as_stopped(silent_s: float, start_timeout_s: float) -> bool:
     """Return True if a process that is being built counts as stopped, well before its start timeout is over. A slow
     process still sends heartbeats."""
-    return silent_s > max(start_timeout_s / 3, _SHORTEST_S)
+    return silent_s > max(start_timeout_s / 3, _MIN_SILENCE_S)
 
 
 # ---- Supervision -----------------------------------------------------------------------------------------
@@ -188,22 +196,22 @@ class _Worker:
     """One incarnation of a worker process, as the driver sees it."""
 
     spec: WorkerSpec
-    building: Future | None
+    build: Future | None
     """None while it is left out and waits to be tried again."""
     deadline: float
     """Time of the next action. Before its process has joined: the process is overdue. While it is built: the build is
     overdue, or its `error` counts. While it is left out: it is built again. While it is a suspect: it counts as
     lost."""
-    here: bool = False
+    has_joined: bool = False
     """True if the scheduler knows its process."""
-    left_out: bool = False
+    is_left_out: bool = False
     """True while its pool goes on without it."""
-    up: bool = False
+    is_up: bool = False
     address: str | None = None
     """Dask address, known once it is built."""
     host: str = ""
     """Its host, known once it is built."""
-    progress: float = 0.0
+    last_progress_s: float = 0.0
     """Time at which its process last finished a node; 0: it has not."""
     error: BaseException | None = None
     """Error of a build that may have failed because a peer died."""
@@ -212,7 +220,7 @@ class _Worker:
 def restart_unit(gang: Gang, index: int) -> list[WorkerKey]:
     """Return the workers that are lost and built again together with this one: all ranks of an ordered gang, or one
     replica."""
-    return [(gang.name, i) for i in (range(gang.workers) if gang.ordered else (index,))]
+    return [(gang.name, i) for i in (range(gang.workers) if gang.is_ordered else (index,))]
 
 
 class Supervision:
@@ -266,12 +274,12 @@ class Supervision:
 
     def last_progress(self, worker: WorkerKey) -> float:
         """Return the time at which the worker's process last finished a node, or 0 if it has not."""
-        return self._workers[worker].progress
+        return self._workers[worker].last_progress_s
 
     def worker_of(self, error: BaseException) -> WorkerKey | None:
-        """Return the worker that an error of `LOST` names. None if it names no present incarnation."""
+        """Return the worker that an error of `LOSS_ERRORS` names. None if it names no present incarnation."""
         for key, worker in self._workers.items():
-            if worker.building is None:
+            if worker.build is None:
                 continue
             if isinstance(error, KilledWorker) and worker.address == error.last_worker.address:
                 return key
@@ -281,7 +289,7 @@ class Supervision:
 
     def failure(
         self,
-        what: str,
+        subject: str,
         gang: str,
         errors: Mapping[int, BaseException],
         further: Mapping[str, str] = MappingProxyType({}),
@@ -290,7 +298,9 @@ class Supervision:
         error that is not in `PEER_ERRORS`."""
         index = next((i for i, e in errors.items() if not isinstance(e, PEER_ERRORS)), min(errors))
         error = errors[index]
-        failed = StageFailed(f"{what} {describe(error)}", {**_log_of(self._workers[gang, index]), **further})
+        failed = StageFailed(
+            f"{subject} {error_text(error)}", {**_log_of_worker(self._workers[gang, index]), **further}
+        )
         failed.__cause__ = error
         return failed
 
@@ -302,7 +312,7 @@ class Supervision:
             for unit in dict.fromkeys(tuple(restart_unit(gang, index)) for index in range(gang.workers)):
                 self._build(unit, incarnation=0)
 
-    def build_ended(self, key: WorkerKey, future: Future) -> bool:
+    def on_build_end(self, key: WorkerKey, future: Future) -> bool:
         """Handle the end of a build. Return True if the worker is built.
 
         Raises:
@@ -310,42 +320,44 @@ class Supervision:
             ConfigError: `on_built` refused the worker, and no other can do its work.
         """
         worker = self._workers[key]
-        if worker.building is None or worker.building is not future:
+        if worker.build is None or worker.build is not future:
             return False
         built = _build_result(future)
         future.release()  # otherwise Dask would compute it again in a process that comes back
-        if isinstance(built, LOST):
-            self.lost(key, f"while it was built: {type(built).__name__}")
+        if isinstance(built, LOSS_ERRORS):
+            self.restart_lost(key, f"while it was built: {type(built).__name__}")
         elif isinstance(built, BaseException):
             if worker.spec.size == 1 or not isinstance(built, PEER_ERRORS):
-                self._give_up(key, self._not_built(key, built))
+                self._leave_out(key, self._build_failure(key, built))
             else:
                 worker.error, worker.deadline = built, self._context.now() + PEER_GRACE_S
         else:
             try:
                 self._on_built(key, built.numerics)
             except ConfigError as refused:
-                self._give_up(key, ConfigError(refused.key, f"{refused.message} (host {built.host})"))
+                self._leave_out(key, ConfigError(refused.key, f"{refused.message} (host {built.host})"))
                 return False
-            worker.here = True
-            worker.left_out, worker.up, worker.address, worker.deadline = False, True, built.address, math.inf
+            worker.has_joined = True
+            worker.is_left_out, worker.is_up, worker.address, worker.deadline = False, True, built.address, math.inf
             worker.host = built.host
             unit = restart_unit(self._context.gangs[key[0]], key[1])
-            if all(self._workers[one].up for one in unit):
-                self._context.dispatch.worker_up(*unit[0])
+            if all(self._workers[one].is_up for one in unit):
+                self._context.dispatch.on_worker_up(*unit[0])
                 hosts = sorted({self._workers[one].host for one in unit})
                 detail = f"numerics {fingerprint(built.numerics)} on host {', '.join(hosts)}"
-                self._context.journal.now(EventKind.GANG_BUILT, gang=key[0], worker=worker.spec.name, detail=detail)
+                self._context.journal.append_now(
+                    EventKind.GANG_BUILT, gang=key[0], worker=worker.spec.name, detail=detail
+                )
             return True
         return False
 
-    def process_ended(self, address: str) -> None:
+    def on_process_end(self, address: str) -> None:
         """Handle the end of a process, by its Dask address."""
         key = next((key for key, worker in self._workers.items() if worker.address == address), None)
         if key is not None:
-            self.lost(key, "its process ended")
+            self.restart_lost(key, "its process ended")
 
-    def refused(self, refusal: JoinRefused) -> None:
+    def on_join_refused(self, refusal: JoinRefused) -> None:
         """Handle the refusal of a worker that asked to join an attached run.
 
         Raises:
@@ -354,16 +366,16 @@ class Supervision:
         key = refusal.gang, refusal.index
         worker = self._workers.get(key)
         name = worker_name(*key)
-        if refusal.fatal and worker is not None and not worker.here and worker.building is not None:
-            self._give_up(key, ConfigError("cluster.kind", f"given 'attached'; worker {name}: {refusal.text}"))
+        if refusal.fatal and worker is not None and not worker.has_joined and worker.build is not None:
+            self._leave_out(key, ConfigError("cluster.kind", f"given 'attached'; worker {name}: {refusal.text}"))
             return
         detail = f"a worker {name} was refused: {refusal.text}"
-        self._context.journal.now(EventKind.WARNED, gang=refusal.gang, worker=name, detail=detail)
+        self._context.journal.append_now(EventKind.WARNED, gang=refusal.gang, worker=name, detail=detail)
 
-    def made_progress(self, key: WorkerKey) -> None:
+    def record_progress(self, key: WorkerKey) -> None:
         """Record that a worker finished a node."""
-        self._workers[key].progress = self._context.now()
-        self._losses.pop((key[0], 0) if self._context.gangs[key[0]].ordered else key, None)
+        self._workers[key].last_progress_s = self._context.now()
+        self._losses.pop((key[0], 0) if self._context.gangs[key[0]].is_ordered else key, None)
 
     def suspect(self, key: WorkerKey) -> None:
         """Give an overdue worker no work until `trust`, which must come within another deadline. Others do its work."""
@@ -373,9 +385,9 @@ class Supervision:
     def trust(self, key: WorkerKey) -> None:
         """Give a suspect work again, since all its old attempts have ended."""
         self._workers[key].deadline = math.inf
-        self._context.dispatch.worker_up(*key)
+        self._context.dispatch.on_worker_up(*key)
 
-    def lost(self, key: WorkerKey, why: str) -> None:
+    def restart_lost(self, key: WorkerKey, reason: str) -> None:
         """Kill the restart unit of a process that died or must die, reset its nodes, and build it again.
 
         Raises:
@@ -383,22 +395,22 @@ class Supervision:
         """
         gang, worker = self._context.gangs[key[0]], self._workers[key]
         unit = restart_unit(gang, key[1])
-        if worker.host and self._context.settings.attached:  # may differ from the driver's
-            why = f"{why} (host {worker.host})"
-        why = with_exit_reason(why, worker.spec.log)
+        if worker.host and self._context.settings.has_attached_workers:  # may differ from the driver's
+            reason = f"{reason} (host {worker.host})"
+        reason = with_exit_reason(reason, worker.spec.log)
         losses = self._losses[unit[0]] = self._losses.get(unit[0], 0) + 1
-        self._context.journal.now(EventKind.GANG_LOST, gang=gang.name, worker=worker.spec.name, detail=why)
+        self._context.journal.append_now(EventKind.GANG_LOST, gang=gang.name, worker=worker.spec.name, detail=reason)
         if losses >= self._context.cluster.attempts:
             failed = StageFailed(
                 f"worker {worker.spec.name} was lost {losses} times (cluster.attempts) without finishing "
-                f"anything; last: {why}",
-                _log_of(worker),
+                f"anything; last: {reason}",
+                _log_of_worker(worker),
             )
-            self._give_up(key, failed)
+            self._leave_out(key, failed)
             return
         self._on_down(key, False)
-        self._end([self._workers[one] for one in unit])
-        self._build(unit, worker.spec.incarnation + 1, left_out=worker.left_out)
+        self._kill([self._workers[one] for one in unit])
+        self._build(unit, worker.spec.incarnation + 1, left_out=worker.is_left_out)
 
     def check_deadlines(self) -> None:
         """Give up workers that are overdue to join or to be built. Treat overdue suspects as lost. Build left-out
@@ -408,78 +420,78 @@ class Supervision:
             StageFailed: a worker is given up, and no other can do its work. Or a build failed with an error that a
                 peer's death could explain, and no peer died.
         """
-        self._look_for_processes()
+        self._check_joined_processes()
         for key, worker in list(self._workers.items()):
             if worker.deadline > self._context.now() or self._workers[key] is not worker:
                 continue
-            if worker.building is None:
+            if worker.build is None:
                 self._build([key], worker.spec.incarnation + 1, left_out=True)
             elif worker.error is not None:
-                raise self._not_built(key, worker.error)
-            elif not worker.up:
-                self._give_up(key, self._overdue(worker), at_once=True)
+                raise self._build_failure(key, worker.error)
+            elif not worker.is_up:
+                self._leave_out(key, self._overdue_error(worker), retry_at_join=True)
             else:
-                self.lost(key, "it was a suspect, and did not finish its old attempts within another deadline")
+                self.restart_lost(key, "it was a suspect, and did not finish its old attempts within another deadline")
 
     def close(self) -> None:
         """Release the builds. Does not end processes: their owner does."""
         for worker in self._workers.values():
-            if worker.building is not None:
-                worker.building.release()
+            if worker.build is not None:
+                worker.build.release()
         self._workers.clear()
 
-    def _look_for_processes(self) -> None:
+    def _check_joined_processes(self) -> None:
         """Start the build deadline of each worker whose process has joined. Treat a worker as lost if its heartbeats
         stop while it is built (which may raise StageFailed)."""
-        awaited = {key: one for key, one in self._workers.items() if one.building is not None and not one.up}
+        awaited = {key: one for key, one in self._workers.items() if one.build is not None and not one.is_up}
         now, start_s = self._context.now(), self._context.settings.start_timeout_s
-        silent = self._heartbeats.look(heartbeats(self._context.client), now) if awaited else {}
+        silent = self._heartbeats.silent_seconds(last_heartbeats(self._context.client), now) if awaited else {}
         for key, worker in awaited.items():
             silent_s = silent.get(worker.spec.name)
             if silent_s is None or worker.error is not None or self._workers[key] is not worker:
                 continue
-            if not worker.here:
-                worker.here, worker.deadline = True, now + start_s
-            elif stopped(silent_s, start_s):
-                self.lost(key, f"it sent no heartbeat for {silent_s:.0f} s while it was built")
+            if not worker.has_joined:
+                worker.has_joined, worker.deadline = True, now + start_s
+            elif counts_as_stopped(silent_s, start_s):
+                self.restart_lost(key, f"it sent no heartbeat for {silent_s:.0f} s while it was built")
 
-    def _overdue(self, worker: _Worker) -> WorkersMissing:
+    def _overdue_error(self, worker: _Worker) -> WorkersMissing:
         settings, name = self._context.settings, worker.spec.name
-        if worker.here or not settings.attached:
+        if worker.has_joined or not settings.has_attached_workers:
             limit = f"cluster.start_timeout_s = {settings.start_timeout_s:g}"
-            return WorkersMissing(f"worker {name} did not come up within {limit}", _log_of(worker))
+            return WorkersMissing(f"worker {name} did not come up within {limit}", _log_of_worker(worker))
         command = f"stageline worker {settings.paths.root} --gang {worker.spec.gang} --index {worker.spec.index}"
         limit = f"cluster.arrival_timeout_s = {settings.cluster.arrival_timeout_s:g}"
         return WorkersMissing(f"worker {name} did not join within {limit}: `{command}` starts it, on any host")
 
-    def _give_up(self, key: WorkerKey, why: Exception, *, at_once: bool = False) -> None:
+    def _leave_out(self, key: WorkerKey, error: Exception, *, retry_at_join: bool = False) -> None:
         """Leave a worker out, if another replica of its pool is up or being built. Build it again after
-        `cluster.start_timeout_s`, or with `at_once` as soon as its process joins.
+        `cluster.start_timeout_s`, or with `retry_at_join` as soon as its process joins.
 
         Raises:
-            Exception: `why`, if no other worker can do its work.
+            Exception: `error`, if no other worker can do its work.
         """
         gang, worker = self._context.gangs[key[0]], self._workers[key]
         again_s = self._context.settings.start_timeout_s
         others = [self._workers[gang.name, i] for i in range(gang.workers) if i != key[1]]
-        if gang.ordered or all(other.left_out for other in others):
-            raise why
-        detail = f"{worker.spec.name} is left out, and the rest of {gang.name} continues: {why}"
+        if gang.is_ordered or all(other.is_left_out for other in others):
+            raise error
+        detail = f"{worker.spec.name} is left out, and the rest of {gang.name} continues: {error}"
         detail += f" (see {worker.spec.log})" if worker.spec.log is not None else ""
-        detail += "" if at_once else f"; it is tried again in {again_s:g} s"
-        self._context.journal.now(EventKind.WARNED, gang=gang.name, worker=worker.spec.name, detail=detail)
+        detail += "" if retry_at_join else f"; it is tried again in {again_s:g} s"
+        self._context.journal.append_now(EventKind.WARNED, gang=gang.name, worker=worker.spec.name, detail=detail)
         self._on_down(key, False)
-        self._end([worker])
-        if at_once:
+        self._kill([worker])
+        if retry_at_join:
             self._build([key], worker.spec.incarnation + 1, left_out=True)
         else:
-            self._workers[key] = _Worker(worker.spec, None, self._context.now() + again_s, left_out=True)
+            self._workers[key] = _Worker(worker.spec, None, self._context.now() + again_s, is_left_out=True)
 
-    def _end(self, lost: Sequence[_Worker]) -> None:
+    def _kill(self, lost: Sequence[_Worker]) -> None:
         """Release these workers' builds and kill their processes."""
         for one in lost:
-            if one.building is not None:
-                one.building.release()
+            if one.build is not None:
+                one.build.release()
         client = self._context.client
         names, addresses = {one.spec.name for one in lost if one.address is None}, {one.address for one in lost}
         known = workers_by_address(client)
@@ -492,18 +504,18 @@ class Supervision:
         specs = [self._spec(gang, index, incarnation) for _, index in unit]
         rendezvous = [self._submit("rendezvous", open_rendezvous, specs[0])] if len(unit) > 1 else []
         settings = self._context.settings
-        limit_s = settings.cluster.arrival_timeout_s if settings.attached else settings.start_timeout_s
+        limit_s = settings.cluster.arrival_timeout_s if settings.has_attached_workers else settings.start_timeout_s
         for key, spec in zip(unit, specs, strict=True):
             future = self._submit("build", build_worker, spec, *rendezvous)
-            self._workers[key] = _Worker(spec, future, self._context.now() + limit_s, left_out=left_out)
-            self._context.watch(future, key, None)
+            self._workers[key] = _Worker(spec, future, self._context.now() + limit_s, is_left_out=left_out)
+            self._context.watch_future(future, key, None)
 
     def _spec(self, gang: Gang, index: int, incarnation: int) -> WorkerSpec:
         settings, name = self._context.settings, worker_name(gang.name, index)
         return WorkerSpec(
             gang=gang.name,
             index=index,
-            size=gang.workers if gang.ordered else 1,
+            size=gang.workers if gang.is_ordered else 1,
             incarnation=incarnation,
             runtime=settings.runtime,
             config_yaml=settings.config_yaml,
@@ -511,35 +523,35 @@ class Supervision:
             mirror=self._mirror(gang.name),
         )
 
-    def _submit(self, what: str, work: Callable[..., object], spec: WorkerSpec, *more: Future) -> Future:
+    def _submit(self, task: str, work: Callable[..., object], spec: WorkerSpec, *more: Future) -> Future:
         """Submit work to one worker, ahead of nodes."""
         return self._context.client.submit(
             work,
             spec,
             *more,
-            key=build_key(spec.name, spec.incarnation, self._context.name, what),
+            key=build_key(spec.name, spec.incarnation, self._context.name, task),
             resources={pin_resource(spec.gang, spec.index): 1},
             priority=_FIRST,
             retries=0,
             pure=False,
         )
 
-    def _not_built(self, key: WorkerKey, error: BaseException) -> StageFailed:
+    def _build_failure(self, key: WorkerKey, error: BaseException) -> StageFailed:
         return self.failure(f"worker {self._workers[key].spec.name} could not be built:", key[0], {key[1]: error})
 
 
-def _log_of(worker: _Worker) -> dict[str, str]:
+def _log_of_worker(worker: _Worker) -> dict[str, str]:
     return {} if worker.spec.log is None else {"log": str(worker.spec.log)}
 
 
 def _build_result(future: Future) -> Built | BaseException:
     """Return what the worker reported of itself, or the error of its build."""
     if future.status != "finished":
-        return error_of(future)
+        return future_error(future)
     try:
         built: Built = future.result(timeout=_ANSWER_S)
         return built
-    except LOST as error:
+    except LOSS_ERRORS as error:
         return error
     except TimeoutError:
         return CancelledError(f"{future.key} was built, but does not answer")

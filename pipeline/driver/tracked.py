@@ -25,12 +25,12 @@ from stages.models.protocol import Role
 from storage.address import Address
 
 
-def off_metrics(config: RunConfig) -> frozenset[str]:
+def meaningless_metrics(config: RunConfig) -> frozenset[str]:
     """Return the metrics that repeat another one, or never change, in a run of this config."""
-    return frozenset(_off(config))
+    return frozenset(_meaningless_metrics(config))
 
 
-def _off(config: RunConfig) -> Iterator[str]:
+def _meaningless_metrics(config: RunConfig) -> Iterator[str]:
     roles, ppo = config.placement.roles, config.ppo
     if ppo.kl.target is None:
         yield "kl/coef"
@@ -48,15 +48,15 @@ def _off(config: RunConfig) -> Iterator[str]:
 
 def tracked_params(config: RunConfig) -> dict[str, str]:
     """Return the config's settings without secrets and without those that the run does not read."""
-    unread = tuple(_unread(config))
+    unread = tuple(_unread_keys(config))
     return {key: value for key, value in flatten(config).items() if not key.startswith(unread)}
 
 
-def _unread(config: RunConfig) -> Iterator[str]:
+def _unread_keys(config: RunConfig) -> Iterator[str]:
     """Yield the prefixes of keys that the run does not read."""
     yield "slurm."  # the job's tags have the resources
     for gang in config.gangs():
-        if gang.ordered:
+        if gang.is_ordered:
             yield f"placement.gangs.{gang.name}.concurrent_shards"
         else:
             yield from (f"placement.gangs.{gang.name}.{key}" for key in ("layout.", "offload"))
@@ -108,7 +108,7 @@ def step_spans(ran: Iterable[tuple[Node, Outcome]], gang_of: Mapping[Role, str])
     ]
 
 
-def previews(run_name: str, step: int, ran: Sequence[tuple[Node, Outcome]], history: History) -> tuple[str, str]:
+def trace_previews(run_name: str, step: int, ran: Sequence[tuple[Node, Outcome]], history: History) -> tuple[str, str]:
     """Return what a list of traces shows for a step, such as (`demo · step 7 · v6`, `reward 0.198 KL 0.79`). The
     version is the one that sampled the step's rows. For nodes that an earlier driver ran, read the ledger."""
     known = {node.address: outcome.ref for node, outcome in ran if outcome.ref is not None}
@@ -130,10 +130,10 @@ def previews(run_name: str, step: int, ran: Sequence[tuple[Node, Outcome]], hist
 
 # ---- System metrics --------------------------------------------------------------------------------------
 
-EVERY_S = 10.0
+SAMPLE_INTERVAL_S = 10.0
 
 
-class WorkersSeen(Protocol):
+class SchedulerWorkers(Protocol):
     """The part of Dask's scheduler that we read."""
 
     @property
@@ -171,7 +171,7 @@ class SystemMetrics:
     """
 
     def __init__(
-        self, scheduler: WorkersSeen, tracker: Tracker, began: float, now: Callable[[], float] = time.time
+        self, scheduler: SchedulerWorkers, tracker: Tracker, began: float, now: Callable[[], float] = time.time
     ) -> None:
         """`began`: start of the run's first driver. Samples are numbered by the whole seconds since then."""
         self._scheduler = scheduler
@@ -180,17 +180,17 @@ class SystemMetrics:
         self._now = now
         self._process = psutil.Process()
         self._process.cpu_percent()  # later calls measure from here on
-        self._next = now() + EVERY_S
+        self._next = now() + SAMPLE_INTERVAL_S
 
-    def look(self) -> None:
+    def sample_if_due(self) -> None:
         """Track a sample if it is due. The driver's thread calls it about once a second."""
         now = self._now()
         if now < self._next:
             return
-        self._next = now + EVERY_S
+        self._next = now + SAMPLE_INTERVAL_S
         workers = [(str(w.name).rpartition("-")[0], w.metrics) for w in list(self._scheduler.workers.values())]
         driver = {
             "system/driver/cpu_percent": self._process.cpu_percent(),
             "system/driver/memory_bytes": float(self._process.memory_info().rss),
         }
-        self._tracker.metrics(round(now - self._began), driver | gang_metrics(workers))
+        self._tracker.log_metrics(round(now - self._began), driver | gang_metrics(workers))

@@ -44,39 +44,39 @@ class DeviceSharing:
         self._groups = [_Group(tuple(gangs)) for gangs in groups]
         self._group_of = {gang: group for group in self._groups for gang in group.gangs}
 
-    def has(self, gang: str) -> bool:
+    def may_use_devices(self, gang: str) -> bool:
         """Return True if the gang owns its devices, or holds the shared ones and is not about to hand them over."""
         group = self._group_of.get(gang)
         return group is None or (group.holder == gang and group.handover is None)
 
-    def shares(self, gang: str) -> bool:
+    def shares_devices(self, gang: str) -> bool:
         """Return True if the gang shares its devices with others."""
         return gang in self._group_of
 
     def holder(self, gang: str) -> str | None:
         """Return the gang that holds the devices this gang waits for. Return None if this gang may use its devices, or
         if nobody holds them yet."""
-        return None if self.has(gang) else self._group_of[gang].holder
+        return None if self.may_use_devices(gang) else self._group_of[gang].holder
 
-    def take_free(self, first_ready: Callable[[str], Node | None]) -> None:
+    def assign_free_devices(self, first_ready: Callable[[str], Node | None]) -> None:
         """Give devices that nobody holds yet to the gang with the most urgent ready node."""
         for group in self._groups:
             if group.holder is None:
                 group.holder = _most_urgent(group.gangs, first_ready)
 
     def next_handovers(
-        self, at_work: Callable[[str], bool], first_ready: Callable[[str], Node | None]
+        self, is_busy: Callable[[str], bool], first_ready: Callable[[str], Node | None]
     ) -> list[Handover]:
         """Return the handovers that begin now.
 
         Args:
-            at_work: returns True if anything is handed out to a gang.
+            is_busy: returns True if anything is handed out to a gang.
             first_ready: returns a gang's most urgent node that waits only for a worker.
         """
         found = []
         for group in self._groups:
             holder = group.holder
-            if holder is None or group.handover is not None or at_work(holder) or first_ready(holder) is not None:
+            if holder is None or group.handover is not None or is_busy(holder) or first_ready(holder) is not None:
                 continue
             taker = _most_urgent([gang for gang in group.gangs if gang != holder], first_ready)
             if taker is not None:
@@ -84,7 +84,7 @@ class DeviceSharing:
                 found.append(group.handover)
         return found
 
-    def handed_over(self, giver: str) -> None:
+    def on_handed_over(self, giver: str) -> None:
         """Record that all workers of this gang have freed the devices."""
         group = self._group_of[giver]
         assert group.handover is not None, f"{giver} was not to leave its devices"

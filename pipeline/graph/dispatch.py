@@ -66,15 +66,15 @@ _ORDERED, _SLOT, _FREE = Mode
 
 
 @dataclass(eq=False, slots=True)
-class Entry:
+class NodeEntry:
     """A node in the window, with its state."""
 
     node: Node
-    place: Place
+    place: GangMode
     state: State = _WAITING
     attempts: int = 0
     times_lost: int = 0
-    blockers: int = 0
+    num_unfinished_parents: int = 0
     """Number of parents that it still waits for."""
     submit: Submit | None = None
     holds_capacity: bool = False
@@ -83,29 +83,29 @@ class Entry:
     """True while it waits only for a worker."""
     in_heap: bool = False
     """True while it is in the heap of its `ReadyNodes`."""
-    followers: list[Entry] = field(default_factory=list)
+    followers: list[NodeEntry] = field(default_factory=list)
     """Admitted FREE nodes of the same step that depend on it. They may be submitted on top of it."""
-    children: list[Entry] = field(default_factory=list)
+    children: list[NodeEntry] = field(default_factory=list)
     """The other admitted nodes that depend on it. They wait until it is done."""
 
 
 @dataclass(eq=False)
 class _GangState:
     gang: Gang
-    up: bool = False
-    sequence: int = 0
-    out: set[Address] = field(default_factory=set)
+    is_up: bool = False
+    next_sequence: int = 0
+    submitted: set[Address] = field(default_factory=set)
     """Nodes of an ordered gang that are handed out and not finished."""
-    free: dict[int, int] = field(default_factory=dict)
+    free_slots: dict[int, int] = field(default_factory=dict)
     """Shards that each usable replica of a pool can still take."""
     loads: dict[int, int] = field(default_factory=dict)
     """FREE nodes handed out to each usable replica of a pool."""
-    waiting: set[Address] = field(default_factory=set)
+    without_slot: set[Address] = field(default_factory=set)
     """Nodes of a pool that only wait for rows which other replicas finish for them."""
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class GangMode:
     """The gang and the mode in which the nodes of a stage run."""
 
     state: _GangState
@@ -117,26 +117,26 @@ class Place:
 class Dispatch:
     """Owns the state of every node in the driver's window.
 
-    Feed it `admit`, `worker_up`, `worker_down`, `done`, `lost`, `handed_over`. After each, carry out what
-    `next_submits` and `next_handovers` return."""
+    Feed it `admit`, `on_worker_up`, `on_worker_down`, `mark_done`, `reset_lost`, `on_handed_over`. After each, carry
+    out what `next_submits` and `next_handovers` return."""
 
     def __init__(self, gangs: Iterable[Gang], device_sharing: Collection[Collection[str]] = ()) -> None:
         """`device_sharing`: groups of gangs that share the same devices."""
         self._gangs = {gang.name: _GangState(gang) for gang in gangs}
         self._gang_of = {role: state for state in self._gangs.values() for role in state.gang.roles}
-        self._entries: dict[Address, Entry] = {}
+        self._entries: dict[Address, NodeEntry] = {}
         self._ready = {(name, mode): ReadyNodes() for name in self._gangs for mode in Mode}
         """Waiting nodes that no parent holds back, by gang and mode. `next_submits` looks at nothing else."""
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, GangMode] = {}
         """Gang and mode of each stage that has a gang."""
         for stage, role in STAGE_ROLES.items():
             if role in self._gang_of:
                 state = self._gang_of[role]
                 mode = state.gang.mode(role)
-                self._places[stage] = Place(state, mode, self._ready[state.gang.name, mode])
+                self._places[stage] = GangMode(state, mode, self._ready[state.gang.name, mode])
         used = {id(place.ready): place for place in self._places.values()}
         self._used = [used[id(ready)] for ready in self._ready.values() if id(ready) in used]
-        """One `Place` for each pair of gang and mode that some stage uses."""
+        """One `GangMode` for each pair of gang and mode that some stage uses."""
         self._readable: set[int] = set()
         """Versions of the weights that can be read."""
         self._device_sharing = DeviceSharing(device_sharing)
@@ -154,7 +154,7 @@ class Dispatch:
         finished, entries = set(committed), self._entries
         for node in nodes:
             state = _DONE if finished and node.address in finished else _WAITING
-            entry = entries[node.address] = Entry(node, self._places[node.address.stage], state)
+            entry = entries[node.address] = NodeEntry(node, self._places[node.address.stage], state)
             is_free, step = entry.place.mode is _FREE, node.scheduled_step
             for address in node.parents:
                 parent = entries.get(address)
@@ -162,46 +162,48 @@ class Dispatch:
                     continue
                 if is_free and parent.node.scheduled_step == step:
                     parent.followers.append(entry)
-                    entry.blockers += parent.state is _WAITING
+                    entry.num_unfinished_parents += parent.state is _WAITING
                 else:
                     parent.children.append(entry)
-                    entry.blockers += parent.state is not _DONE
+                    entry.num_unfinished_parents += parent.state is not _DONE
             self._update_ready(entry)
 
-    def can_read(self, version: int) -> None:
+    def on_published(self, version: int) -> None:
         """Record that a version of the weights is published."""
         self._readable.add(version)
 
-    def cannot_read(self, version: int) -> None:
+    def forget_version(self, version: int) -> None:
         """Give no node this version from now on."""
         self._readable.discard(version)
 
-    def worker_up(self, gang: str, worker: int) -> None:
+    def on_worker_up(self, gang: str, worker: int) -> None:
         """Record that a replica can take work. For an ordered gang, call this once, with rank 0, when
         all its ranks can take work."""
         state = self._gangs[gang]
-        state.up = True
-        if not state.gang.ordered:
-            state.free[worker] = state.gang.concurrent_shards
+        state.is_up = True
+        if not state.gang.is_ordered:
+            state.free_slots[worker] = state.gang.concurrent_shards
             state.loads[worker] = 0
-        self._look_at_all()
+        self._mark_all_changed()
 
-    def worker_down(self, gang: str, worker: int) -> list[Address]:
+    def on_worker_down(self, gang: str, worker: int) -> list[Address]:
         """Record that a replica, or any rank of an ordered gang, is lost or overdue. It gets no nodes until
-        `worker_up`. Reset its nodes and return all nodes that were reset; their futures must be released."""
+        `on_worker_up`. Reset its nodes and return all nodes that were reset; their futures must be released."""
         state = self._gangs[gang]
-        if state.gang.ordered:
-            state.up = False
-            return self.lost(sorted(state.out))
-        state.free.pop(worker, None)
+        if state.gang.is_ordered:
+            state.is_up = False
+            return self.reset_lost(sorted(state.submitted))
+        state.free_slots.pop(worker, None)
         state.loads.pop(worker, None)
-        state.up = bool(state.free)
-        return self.lost([a for a, e in self._entries.items() if self._is_on(e, gang, worker)])
+        state.is_up = bool(state.free_slots)
+        return self.reset_lost([a for a, e in self._entries.items() if self._runs_on(e, gang, worker)])
 
-    def can_spare(self, gang: str, worker: int) -> bool:
+    def can_run_without(self, gang: str, worker: int) -> bool:
         """Return True if a pool has another usable replica, so that this one need not be restarted at once. Return
         False if the gang shares its devices, since another gang may wait for them."""
-        return not self._device_sharing.shares(gang) and any(replica != worker for replica in self._gangs[gang].free)
+        return not self._device_sharing.shares_devices(gang) and any(
+            replica != worker for replica in self._gangs[gang].free_slots
+        )
 
     def release_slot(self, address: Address) -> None:
         """Free the slot of a submitted node that from now on only waits for rows on other replicas. Its attempt
@@ -209,19 +211,19 @@ class Dispatch:
         entry = self._entries.get(address)
         if entry is not None and entry.state is _SUBMITTED:
             self._release_capacity(entry)
-            entry.place.state.waiting.add(address)
+            entry.place.state.without_slot.add(address)
 
-    def done(self, address: Address) -> bool:
+    def mark_done(self, address: Address) -> bool:
         """Record that a node has its commit. Return False if it was done already (the second of two attempts)."""
         entry = self._entries[address]
         if entry.state is _DONE:
             return False
         self._release_capacity(entry)
         entry.place.ready.changed = True  # a node that is done without an attempt may have held another one back
-        self._set(entry, _DONE)
+        self._set_state(entry, _DONE)
         return True
 
-    def lost(self, addresses: Iterable[Address]) -> list[Address]:
+    def reset_lost(self, addresses: Iterable[Address]) -> list[Address]:
         """Reset nodes whose attempts will not finish, and the submitted nodes that depend on them. Return all nodes
         that were reset. A loss is counted for the named nodes only."""
         reset: list[Address] = []
@@ -234,7 +236,7 @@ class Dispatch:
                 continue
             self._release_capacity(entry)
             entry.submit = None
-            self._set(entry, _WAITING)
+            self._set_state(entry, _WAITING)
             reset.append(entry.node.address)
             stack += [*entry.followers, *entry.children]
         return reset
@@ -253,7 +255,7 @@ class Dispatch:
         a node became ready, or capacity was released."""
         submits: list[Submit] = []
         if self._shares_devices:
-            self._device_sharing.take_free(self._first_ready)
+            self._device_sharing.assign_free_devices(self._first_ready)
         progress = True
         while progress:  # a node that was handed out may let FREE nodes follow
             progress = False
@@ -262,43 +264,43 @@ class Dispatch:
                     continue
                 place.ready.changed = False
                 while (entry := place.ready.first()) is not None and self._has_capacity(place.state, place.mode):
-                    if place.mode is _ORDERED and self._comes_after_a_child(entry.node, place.state):
+                    if place.mode is _ORDERED and self._would_delay_child(entry.node, place.state):
                         break
                     submits.append(self._hand_out(entry))
                     progress = True
         return submits
 
     def next_handovers(self) -> list[Handover]:
-        """Return the device handovers that begin now. Until `handed_over`, no gang of the group gets a node."""
-        return self._device_sharing.next_handovers(self._at_work, self._first_ready)
+        """Return the device handovers that begin now. Until `on_handed_over`, no gang of the group gets a node."""
+        return self._device_sharing.next_handovers(self._is_busy, self._first_ready)
 
-    def handed_over(self, giver: str) -> None:
+    def on_handed_over(self, giver: str) -> None:
         """Record that the workers of a gang have freed the devices, as `next_handovers` told them to."""
-        self._device_sharing.handed_over(giver)
-        self._look_at_all()
+        self._device_sharing.on_handed_over(giver)
+        self._mark_all_changed()
 
     def replicas_up(self, gang: str) -> frozenset[int]:
         """Return the usable replicas of a pool."""
-        return frozenset(self._gangs[gang].free)
+        return frozenset(self._gangs[gang].free_slots)
 
-    def waiting_versions(self, gang: str) -> set[int]:
+    def versions_waiting_for_slot(self, gang: str) -> set[int]:
         """Return the versions of the weights needed by nodes that wait only for a slot of this pool. Canaries do not
         count: their few rows are no reason to keep other rows where they are."""
         waiting = self._ready[gang, _SLOT].nodes()
-        return {self._version_for(node) for node in waiting if node.stage != "canary"}
+        return {self._version_to_use(node) for node in waiting if node.stage != "canary"}
 
     def is_up(self, gang: str) -> bool:
         """Return True if a gang, or any replica of a pool, takes work."""
-        return self._gangs[gang].up
+        return self._gangs[gang].is_up
 
-    def idle(self, gang: str) -> bool:
+    def is_idle(self, gang: str) -> bool:
         """Return True if a gang is up and nothing is handed out to it."""
-        return self._gangs[gang].up and not self._at_work(gang)
+        return self._gangs[gang].is_up and not self._is_busy(gang)
 
     def busy_replicas(self, gang: str) -> frozenset[int]:
         """Return a pool's usable replicas that have shards. Empty for an ordered gang."""
         state = self._gangs[gang]
-        return frozenset(replica for replica, free in state.free.items() if free < state.gang.concurrent_shards)
+        return frozenset(replica for replica, free in state.free_slots.items() if free < state.gang.concurrent_shards)
 
     def times_lost(self, address: Address) -> int:
         """Return how often a node was lost with its worker."""
@@ -311,11 +313,11 @@ class Dispatch:
     # ---- Internals -----------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _is_on(entry: Entry, gang: str, replica: int) -> bool:
+    def _runs_on(entry: NodeEntry, gang: str, replica: int) -> bool:
         submit = entry.submit if entry.state is _SUBMITTED else None
         return submit is not None and (submit.gang, submit.replica) == (gang, replica)
 
-    def _set(self, entry: Entry, state: State) -> None:
+    def _set_state(self, entry: NodeEntry, state: State) -> None:
         """Change the state of a node, which may release its children or hold them back."""
         before, entry.state = entry.state, state
         if state is _WAITING:
@@ -323,36 +325,36 @@ class Dispatch:
         else:
             entry.is_ready = False
         if entry.followers and (before is _WAITING) != (state is _WAITING):
-            self._block(entry.followers, 1 if state is _WAITING else -1)
+            self._add_unfinished_parents(entry.followers, 1 if state is _WAITING else -1)
         if state is _DONE:
-            self._block(entry.children, -1)
+            self._add_unfinished_parents(entry.children, -1)
 
-    def _block(self, children: Iterable[Entry], change: int) -> None:
+    def _add_unfinished_parents(self, children: Iterable[NodeEntry], change: int) -> None:
         """Change the number of parents that each of these nodes waits for."""
         for child in children:
-            before = child.blockers
-            child.blockers += change
-            if not before or not child.blockers:
+            before = child.num_unfinished_parents
+            child.num_unfinished_parents += change
+            if not before or not child.num_unfinished_parents:
                 self._update_ready(child)
 
-    def _look_at_all(self) -> None:
+    def _mark_all_changed(self) -> None:
         """Let `next_submits` look at every gang and mode."""
         for place in self._used:
             place.ready.changed = True
 
     @staticmethod
-    def _update_ready(entry: Entry) -> None:
+    def _update_ready(entry: NodeEntry) -> None:
         """Add a node to the ready nodes or remove it, as its state says."""
-        is_ready = entry.state is _WAITING and not entry.blockers
+        is_ready = entry.state is _WAITING and not entry.num_unfinished_parents
         if is_ready and not entry.is_ready:
             entry.place.ready.add(entry)
         entry.is_ready = is_ready
 
-    def _at_work(self, gang: str) -> bool:
+    def _is_busy(self, gang: str) -> bool:
         """Return True if anything is handed out to a gang. A node that gave up its slot counts: its rows are in a
         replica."""
         state = self._gangs[gang]
-        return bool(state.out or state.waiting or self.busy_replicas(gang) or any(state.loads.values()))
+        return bool(state.submitted or state.without_slot or self.busy_replicas(gang) or any(state.loads.values()))
 
     def _first_ready(self, gang: str) -> Node | None:
         """Return the most urgent node of a gang that waits only for a worker."""
@@ -360,69 +362,69 @@ class Dispatch:
         return min((entry.node for entry in ready if entry is not None), default=None)
 
     def _has_capacity(self, state: _GangState, mode: Mode) -> bool:
-        if not state.up or (self._shares_devices and not self._device_sharing.has(state.gang.name)):
+        if not state.is_up or (self._shares_devices and not self._device_sharing.may_use_devices(state.gang.name)):
             return False
         if mode is _ORDERED:
-            return len(state.out) < (1 if state.gang.workers > 1 else 2)
-        return mode is _FREE or any(state.free.values())
+            return len(state.submitted) < (1 if state.gang.workers > 1 else 2)
+        return mode is _FREE or any(state.free_slots.values())
 
-    def _comes_after_a_child(self, node: Node, state: _GangState) -> bool:
+    def _would_delay_child(self, node: Node, state: _GangState) -> bool:
         """Return True if submitted nodes of the gang have a child on this gang that is more urgent than `node` and
         waits for nothing else. If `node` were handed out now, it would run before that child. For example, the critic's
         update would delay the policy's publication, and so the next generation."""
-        for parent in state.out:
+        for parent in state.submitted:
             for entry in self._entries[parent].children:
                 if entry.state is not _WAITING or entry.place.state is not state:
                     continue
-                if entry.node < node and all(p in state.out or self.is_done(p) for p in entry.node.parents):
+                if entry.node < node and all(p in state.submitted or self.is_done(p) for p in entry.node.parents):
                     return True
         return False
 
-    def _hand_out(self, entry: Entry) -> Submit:
+    def _hand_out(self, entry: NodeEntry) -> Submit:
         """Hand out a node to its gang, which has capacity for it."""
         node, state, mode = entry.node, entry.place.state, entry.place.mode
         replica, sequence = 0, None
         if mode is _ORDERED:
-            sequence = state.sequence
-            state.sequence += 1
-            state.out.add(node.address)
+            sequence = state.next_sequence
+            state.next_sequence += 1
+            state.submitted.add(node.address)
         elif mode is _SLOT:
-            replica = max(state.free, key=lambda r: (state.free[r], -r))
-            state.free[replica] -= 1
+            replica = max(state.free_slots, key=lambda r: (state.free_slots[r], -r))
+            state.free_slots[replica] -= 1
         else:
             replica = min(state.loads, key=lambda r: (state.loads[r], r))
             state.loads[replica] += 1
-        if node.newest is not None:
-            node = replace(node, version=self._version_for(node))
+        if node.newest_version is not None:
+            node = replace(node, version=self._version_to_use(node))
         entry.submit = Submit(node, state.gang.name, mode, entry.attempts, replica, sequence)
         entry.attempts += 1
         entry.holds_capacity = True
-        self._set(entry, _SUBMITTED)
+        self._set_state(entry, _SUBMITTED)
         return entry.submit
 
-    def _version_for(self, node: Node) -> int:
+    def _version_to_use(self, node: Node) -> int:
         """Return the version that a node would be handed out with now."""
-        if node.newest is None:
+        if node.newest_version is None:
             return node.version
-        allowed = [version for version in self._readable if node.version <= version <= node.newest]
+        allowed = [version for version in self._readable if node.version <= version <= node.newest_version]
         assert allowed, f"{node.address} may start, and none of its versions can be read"
         return max(allowed)
 
-    def _release_capacity(self, entry: Entry) -> None:
+    def _release_capacity(self, entry: NodeEntry) -> None:
         submit = entry.submit
         if submit is None:
             return
         state = entry.place.state
-        if state.waiting:
-            state.waiting.discard(entry.node.address)
+        if state.without_slot:
+            state.without_slot.discard(entry.node.address)
         if not entry.holds_capacity:
             return
         entry.holds_capacity = False
         entry.place.ready.changed = True
         if submit.mode is _ORDERED:
-            state.out.discard(entry.node.address)
-        elif submit.mode is _SLOT and submit.replica in state.free:
-            state.free[submit.replica] += 1
+            state.submitted.discard(entry.node.address)
+        elif submit.mode is _SLOT and submit.replica in state.free_slots:
+            state.free_slots[submit.replica] += 1
         elif submit.mode is _FREE and submit.replica in state.loads:
             state.loads[submit.replica] -= 1
 
@@ -432,12 +434,12 @@ class ReadyNodes:
     ready stays in the heap until it reaches the top."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, str, int, int, Entry]] = []
+        self._heap: list[tuple[int, int, str, int, int, NodeEntry]] = []
         """Entries behind the sort keys of their nodes. Such tuples are compared faster than nodes."""
         self.changed = False
         """True if a node was added, or its gang may have more capacity, since `Dispatch.next_submits` looked last."""
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: NodeEntry) -> None:
         """Add a node that became ready."""
         self.changed = True
         if not entry.in_heap:
@@ -449,7 +451,7 @@ class ReadyNodes:
         """Yield the ready nodes, in no order."""
         return (entry.node for *_, entry in self._heap if entry.is_ready)
 
-    def first(self) -> Entry | None:
+    def first(self) -> NodeEntry | None:
         """Return the entry of the most urgent ready node, or None."""
         while self._heap and not self._heap[0][-1].is_ready:
             heapq.heappop(self._heap)[-1].in_heap = False

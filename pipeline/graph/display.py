@@ -28,8 +28,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from pipeline.graph.dispatch import Dispatch, Entry, State, Submit
-from pipeline.graph.graph import STAGE_ROLES, Gang, GraphSpec, Mode, Node, step_nodes, step_of
+from pipeline.graph.dispatch import Dispatch, NodeEntry, State, Submit
+from pipeline.graph.graph import STAGE_ROLES, Gang, GraphSpec, Mode, Node, step_nodes, step_of_node
 from stages.models.protocol import Role
 from storage.address import Address
 
@@ -65,9 +65,9 @@ class WorkerQueues:
         for parent in parents:
             self._children[parent].add(address)
 
-    def done(self, address: Address) -> None:
+    def remove_done(self, address: Address) -> None:
         """Record that a node has its commit. It leaves its worker, and nodes that waited for it may run."""
-        self.lost(address)
+        self.remove_lost(address)
         for child in self._children.pop(address, ()):
             left = self._unfinished.get(child)
             if left is not None and address in left:
@@ -76,7 +76,7 @@ class WorkerQueues:
                     del self._unfinished[child]
                     self._enter(self._nodes[child])
 
-    def lost(self, address: Address) -> None:
+    def remove_lost(self, address: Address) -> None:
         """Remove a node from its worker."""
         worker = self._workers.pop(address, None)
         if worker is None:
@@ -87,7 +87,7 @@ class WorkerQueues:
         self._running[worker].discard(address)
         self._begin(worker)
 
-    def step_aside(self, address: Address) -> None:
+    def free_thread_of(self, address: Address) -> None:
         """Record that a running node only waits from now on, in a thread of its own."""
         worker = self._workers.get(address)
         if worker is not None and address in self._running[worker]:
@@ -100,7 +100,7 @@ class WorkerQueues:
         worker = self._workers.get(address)
         return worker is not None and (address in self._running[worker] or address in self._beside)
 
-    def before(self, address: Address) -> tuple[Address, ...]:
+    def nodes_before(self, address: Address) -> tuple[Address, ...]:
         """Return the nodes that the worker of a queued node runs first. Empty if the node runs, waits for parents, or
         is on no worker."""
         worker = self._workers.get(address)
@@ -123,7 +123,7 @@ class WorkerQueues:
 
 # ---- States --------------------------------------------------------------------------------------------------
 
-ROWS = ("publish", *(stage for stage in STAGE_ROLES if stage != "publish"))
+STAGE_ORDER = ("publish", *(stage for stage in STAGE_ROLES if stage != "publish"))
 """Stages from top to bottom of a page. `publish` is first, so that its edges to `generate` are short."""
 
 
@@ -150,7 +150,7 @@ class NodeStatus:
     state: NodeState
     worker: tuple[str, int] | None = None
     """Gang and replica (rank 0 in an ordered gang) that the node was handed to."""
-    losses: int = 0
+    num_losses: int = 0
     """Number of times it was lost with its worker."""
 
 
@@ -165,22 +165,24 @@ def node_state(done: bool, submitted: bool, parents_done: bool, running: bool) -
     return NodeState.RUNNING if running else NodeState.QUEUED
 
 
-def with_steps_over(
-    spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int, past: int, most: int
+def add_finished_steps(
+    spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int, num_finished: int, max_nodes: int
 ) -> list[NodeStatus]:
     """Return the open steps' statuses with finished steps filled in, parents before children.
 
     Args:
         statuses: every node of the open steps. All other steps below `admitted` are over. Some of them may lie between
             open steps, because an evaluation may keep its step open while later steps end.
-        past: number of finished steps to include before the oldest open one.
-        most: most nodes to return; the oldest finished steps are left out first.
+        num_finished: number of finished steps to include before the oldest open one.
+        max_nodes: most nodes to return; the oldest finished steps are left out first.
     """
     by_step: dict[int, list[NodeStatus]] = {}
     for status in statuses:
-        by_step.setdefault(step_of(status.node), []).append(status)
-    over = [step for step in range(max(0, min(by_step, default=admitted) - past), admitted) if step not in by_step]
-    affordable = max(0, most - len(statuses)) // len(step_nodes(spec, 1))
+        by_step.setdefault(step_of_node(status.node), []).append(status)
+    over = [
+        step for step in range(max(0, min(by_step, default=admitted) - num_finished), admitted) if step not in by_step
+    ]
+    affordable = max(0, max_nodes - len(statuses)) // len(step_nodes(spec, 1))
     for step in over[max(0, len(over) - affordable) :]:
         by_step[step] = [NodeStatus(node, NodeState.DONE) for node in step_nodes(spec, step)]
     return [status for step in sorted(by_step) for status in by_step[step]]
@@ -195,26 +197,26 @@ class Wait:
 
     node: Address
     """Node that the gang would run next."""
-    running: tuple[Address, ...]
+    running_nodes: tuple[Address, ...]
     """Running nodes that it waits for, directly or through other nodes."""
-    ready: tuple[Address, ...]
+    ready_nodes: tuple[Address, ...]
     """Nodes that it waits for and that wait only for a worker."""
     devices_of: str | None = None
     """Gang that holds the devices which this gang shares."""
 
     def __str__(self) -> str:
-        if self.devices_of is not None and self.ready == (self.node,):
+        if self.devices_of is not None and self.ready_nodes == (self.node,):
             return f"{self.node} waits for the devices, which {self.devices_of} holds"
-        blockers = [f"{address} (running)" for address in self.running]
-        blockers += [f"{address} (waiting for a worker)" for address in self.ready]
+        blockers = [f"{address} (running)" for address in self.running_nodes]
+        blockers += [f"{address} (waiting for a worker)" for address in self.ready_nodes]
         more = f" and {len(blockers) - 4} more" if blockers[4:] else ""
         return f"{self.node} waits for {', '.join(blockers[:4])}{more}"
 
 
-def waits(
+def find_waits(
     unfinished: Mapping[Address, Node],
     running: Set[Address],
-    before: Callable[[Address], Iterable[Address]],
+    nodes_before: Callable[[Address], Iterable[Address]],
     gang_of: Mapping[Role, str],
 ) -> dict[str, Wait]:
     """Return what each idle gang waits for. A gang is idle if it has nodes left and runs none.
@@ -222,10 +224,10 @@ def waits(
     Args:
         unfinished: every node that is not done. Any other parent counts as done.
         running: addresses of the nodes that run.
-        before: returns the nodes that a worker runs before a node that is queued there.
+        nodes_before: returns the nodes that a worker runs before a node that is queued there.
     """
     parents = {
-        address: [p for p in node.parents if p in unfinished] or [*before(address)]
+        address: [p for p in node.parents if p in unfinished] or [*nodes_before(address)]
         for address, node in unfinished.items()
     }
     busy = {gang_of[unfinished[address].role] for address in running}
@@ -264,29 +266,29 @@ class ObservedDispatch(Dispatch):
         submits = super().next_submits()
         for one in submits:
             unfinished = [p for p in one.node.parents if not self.is_done(p)] if one.mode is Mode.FREE else ()
-            threads = self._gangs[one.gang].gang.threads
+            threads = self._gangs[one.gang].gang.max_running_nodes
             self._queues.hand_out(one.node, (one.gang, one.replica), threads, unfinished)
         return submits
 
     def release_slot(self, address: Address) -> None:
         super().release_slot(address)
-        self._queues.step_aside(address)
+        self._queues.free_thread_of(address)
 
-    def done(self, address: Address) -> bool:
-        self._queues.done(address)
-        return super().done(address)
+    def mark_done(self, address: Address) -> bool:
+        self._queues.remove_done(address)
+        return super().mark_done(address)
 
-    def lost(self, addresses: Iterable[Address]) -> list[Address]:
-        reset = super().lost(addresses)
+    def reset_lost(self, addresses: Iterable[Address]) -> list[Address]:
+        reset = super().reset_lost(addresses)
         for address in reset:
-            self._queues.lost(address)
+            self._queues.remove_lost(address)
         return reset
 
     def statuses(self) -> list[NodeStatus]:
         """Return the status of every node in the window, in the order admitted."""
         return [self._status(entry) for entry in self._entries.values()]
 
-    def _status(self, entry: Entry) -> NodeStatus:
+    def _status(self, entry: NodeEntry) -> NodeStatus:
         submit, parents_done = entry.submit, all(map(self.is_done, entry.node.parents))
         running = self._queues.is_running(entry.node.address)
         state = node_state(entry.state is State.DONE, entry.state is State.SUBMITTED, parents_done, running)
@@ -294,11 +296,11 @@ class ObservedDispatch(Dispatch):
             entry.node, state, None if submit is None else (submit.gang, submit.replica), entry.times_lost
         )
 
-    def waits(self) -> dict[str, Wait]:
+    def find_waits(self) -> dict[str, Wait]:
         """Return what each idle gang waits for. A gang is idle if it is up, has nodes left and runs none."""
         left = {address: entry.node for address, entry in self._entries.items() if entry.state is not State.DONE}
         running = {address for address in left if self._queues.is_running(address)}
         gang_of = {role: state.gang.name for role, state in self._gang_of.items()}
-        found = waits(left, running, self._queues.before, gang_of)
+        found = find_waits(left, running, self._queues.nodes_before, gang_of)
         up = {gang: wait for gang, wait in found.items() if self.is_up(gang)}
         return {gang: replace(wait, devices_of=self._device_sharing.holder(gang)) for gang, wait in up.items()}

@@ -10,15 +10,15 @@ from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.graph import (
     GraphSpec,
     Node,
-    after_reopened,
     generation_versions,
-    reopened,
+    lost_after_reading,
     resumed_generation_version,
     resumed_weight_readers,
     step_nodes,
-    step_of,
+    step_of_node,
     weight_readers,
-    window,
+    window_size,
+    with_missing_parents,
 )
 from storage.address import Address
 
@@ -59,7 +59,7 @@ class Flow:
         self._on_step = on_step
         self._on_unread = on_unread
         self._open: dict[int, list[Node]] = {}
-        self._left: dict[int, int] = {}
+        self._num_unfinished: dict[int, int] = {}
         """Number of nodes of each open step that are not done."""
         self._first = self._updated = self._next = first_step
         self._is_resumed = bool(first_step or self._committed or sampled_versions)
@@ -76,37 +76,37 @@ class Flow:
 
     def advance(self) -> None:
         """Admit every step that the window reaches."""
-        while self._next < min(self._spec.steps, self._updated + window(self._spec)):
+        while self._next < min(self._spec.steps, self._updated + window_size(self._spec)):
             step, nodes = self._next, step_nodes(self._spec, self._next)
             done: list[Node] = []
             if self._is_resumed:
-                self._reopened |= reopened(nodes, self._committed)
-                nodes = [self._resumed(after_reopened(node, self._reopened)) for node in nodes]
+                self._reopened |= lost_after_reading(nodes, self._committed)
+                nodes = [self._adapt_to_resume(with_missing_parents(node, self._reopened)) for node in nodes]
                 done = [node for node in nodes if self._is_committed(node)]
             self._next += 1
             self._dispatch.admit(nodes, [node.address for node in done])
             self._open[step] = nodes
-            self._left[step] = len(nodes)
+            self._num_unfinished[step] = len(nodes)
             for node in nodes:
                 readers = weight_readers(self._spec, node.version) if node.stage == "publish" else []
                 if readers:
                     self._readers[node.version] = {reader for reader in readers if not self._has_commit(reader)}
                     self._awaited.add(node.version)
             for node in done:
-                self._settle(node)
+                self._update_window(node)
 
-    def done(self, node: Node) -> None:
+    def on_node_done(self, node: Node) -> None:
         """Record that a node has its commit."""
         if node.stage == "publish":
             self._published.add(node.version)
-        self._settle(node)
+        self._update_window(node)
         if node.stage == "update_policy":  # nothing else moves the window
             self.advance()
 
-    def _settle(self, node: Node) -> None:
+    def _update_window(self, node: Node) -> None:
         """Update the window after a commit: readers of weights, updates, finished steps. Admits nothing: `advance` does
         that in a loop, because a resumed run may find thousands of committed steps."""
-        step = step_of(node)
+        step = step_of_node(node)
         if self._reopened:
             self._reopened.discard(node.address)
         stage = node.stage
@@ -114,41 +114,41 @@ class Flow:
             self._updated = max(self._updated, node.address.step + 1)
         elif stage == "generate":
             for version in generation_versions(self._spec, node.address.step):
-                self._read(version, node.address)
+                self._remove_reader(version, node.address)
         elif stage in ("evaluate", "canary"):
-            self._read(node.version, node.address)
+            self._remove_reader(node.version, node.address)
         elif stage == "publish":
             if node.version in self._published:
-                self._dispatch.can_read(node.version)
+                self._dispatch.on_published(node.version)
             self._awaited.discard(node.version)
             self._release_if_unread(node.version)
-        self._left[step] -= 1
-        if not self._left[step]:
-            del self._left[step]
+        self._num_unfinished[step] -= 1
+        if not self._num_unfinished[step]:
+            del self._num_unfinished[step]
             nodes = self._open.pop(step)
             self._dispatch.retire([n.address for n in nodes])
             self._on_step(step, nodes)
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         return self._next == self._spec.steps and not self._open
 
     @property
-    def admitted(self) -> int:
+    def num_admitted_steps(self) -> int:
         """Number of steps that the window has reached."""
         return self._next
 
     @property
-    def readers(self) -> dict[int, tuple[Address, ...]]:
+    def readers_by_version(self) -> dict[int, tuple[Address, ...]]:
         """The nodes that have yet to read each version."""
         return {version: tuple(sorted(left)) for version, left in sorted(self._readers.items())}
 
     @property
-    def steps_done(self) -> int:
+    def num_trained_steps(self) -> int:
         """Number of steps whose policy update is done."""
         return self._updated
 
-    def _read(self, version: int, reader: Address) -> None:
+    def _remove_reader(self, version: int, reader: Address) -> None:
         """Record that a possible reader of a version has its commit."""
         self._readers.get(version, set()).discard(reader)
         if max(version - 1, 0) < self._first:  # its publication is among the steps that are over
@@ -162,17 +162,17 @@ class Flow:
             return
         del self._readers[version]
         self._published.discard(version)
-        self._dispatch.cannot_read(version)
+        self._dispatch.forget_version(version)
         self._on_unread(version)
 
-    def _resumed(self, node: Node) -> Node:
+    def _adapt_to_resume(self, node: Node) -> Node:
         """Return the node as a resumed run needs it. A shard that several versions may sample waits for one that had
         been published. A shard that must come out as before gets the version that sampled it."""
-        if node.newest is None or self._has_commit(node.address):
+        if node.newest_version is None or self._has_commit(node.address):
             return node
         if node.address in self._made_with:
             version = self._made_with[node.address]
-            return replace(node, parents=(Address("publish", version),), version=version, newest=version)
+            return replace(node, parents=(Address("publish", version),), version=version, newest_version=version)
         version = resumed_generation_version(self._spec, node.address.step, self._newest)
         return replace(node, parents=(*node.parents, Address("publish", version))) if version > node.version else node
 

@@ -13,8 +13,8 @@ A run without a critic (`ppo.advantage`) has no `value` and no `update_critic` n
 
 **The staleness bound is an edge**: `generate[i]` depends on `publish[max(0, i - eta)]` and on nothing newer. With
 eta = 0 this is synchronous PPO. Version v of the weights is the result of v updates. Under `rollout.versions: exact`, a
-shard of `generate[i]` is sampled with the version that the edge names. Under `latest` the edge is the same, and the
-shard is sampled with the newest version that is published when `Dispatch` hands it out, at most version i.
+shard of `generate[i]` is sampled with the version that the edge names. Under `latest` the edge is the same, and
+the shard is sampled with the newest version that is published when `Dispatch` hands it out, at most version i.
 
 Some edges order nodes without carrying data: `update_policy[i] <- publish[i]` (the trainer publishes version i before
 it trains it into i + 1) and `advantage[i] <- advantage[i-1]` (the state of the KL controller).
@@ -84,7 +84,7 @@ class Node:
     version: int
     """Version of the weights that the node needs: the critic's in `value` and `update_critic` nodes, else the policy's.
     In a `publish` node: the version that it publishes. In a node that is handed out: the version to use."""
-    newest: int | None = None
+    newest_version: int | None = None
     """Newest version that a `generate` node may use under `latest`; `version` is the oldest."""
 
     @property
@@ -98,7 +98,7 @@ class Node:
     @property
     def chosen_version(self) -> int | None:
         """Version that a node was handed out with, if several were allowed; else None."""
-        return None if self.newest is None else self.version
+        return None if self.newest_version is None else self.version
 
     @property
     def scheduled_step(self) -> int:
@@ -119,17 +119,17 @@ class GraphSpec:
     eval_every: int = 0
     """Number k of versions between evaluations: versions 0, k, 2k, ... and the last are evaluated. 0: none."""
     eval_shards: int = 1
-    canaries: bool = False
+    has_canaries: bool = False
     """True if engine and trainer are compared at every version that is trained."""
-    critic: bool = True
+    has_critic: bool = True
     """True under `ppo.advantage: gae`; else there are no critic nodes."""
-    latest: bool = False
+    uses_latest: bool = False
     """True if a shard uses the newest version within the bound that is published when the shard is handed out."""
 
 
 def update_stages(spec: GraphSpec) -> dict[Role, str]:
     """Return `UPDATE_STAGE` of the roles that the run trains."""
-    return {role: stage for role, stage in UPDATE_STAGE.items() if spec.critic or role is not Role.CRITIC}
+    return {role: stage for role, stage in UPDATE_STAGE.items() if spec.has_critic or role is not Role.CRITIC}
 
 
 def generation_version(spec: GraphSpec, step: int) -> int:
@@ -140,18 +140,18 @@ def generation_version(spec: GraphSpec, step: int) -> int:
 def generation_versions(spec: GraphSpec, step: int) -> range:
     """Return the versions that may generate step i: max(0, i - eta), and under `latest` all newer ones up to i."""
     oldest = generation_version(spec, step)
-    return range(oldest, (step if spec.latest else oldest) + 1)
+    return range(oldest, (step if spec.uses_latest else oldest) + 1)
 
 
 def resumed_generation_version(spec: GraphSpec, step: int, newest: int) -> int:
-    """Return the version that the generation of step i waits for in a resumed run. `newest` is the newest version that
-    had been published. Under `latest` the result is `newest` itself where the bound allows it, so that no older version
-    has to be published again."""
+    """Return the version that the generation of step i waits for in a resumed run. `newest` is the newest
+    version that had been published. Under `latest` the result is `newest` itself where the bound allows
+    it, so that no older version has to be published again."""
     allowed = generation_versions(spec, step)
     return max(allowed[0], min(allowed[-1], newest))
 
 
-def evaluated(spec: GraphSpec, version: int) -> bool:
+def is_evaluated(spec: GraphSpec, version: int) -> bool:
     """Return True if version v is evaluated."""
     return spec.eval_every > 0 and (version % spec.eval_every == 0 or version == spec.steps)
 
@@ -168,7 +168,7 @@ def evaluate_nodes(spec: GraphSpec, version: int) -> list[Node]:
     log-probs for the KL. They run after the training generation that uses v. Under `latest` they run after the
     generation of step v, before the engines load the next version."""
     nodes = []
-    scheduled_step = version if spec.latest else version + spec.staleness
+    scheduled_step = version if spec.uses_latest else version + spec.staleness
     for shard in range(spec.eval_shards):
         rollout = Address("evaluate", version, shard)
         publish = Address("publish", version)
@@ -185,7 +185,7 @@ def canary_node(spec: GraphSpec, version: int) -> Node:
     first = (Address("canary", 0),) if version else ()
     inputs, step = (rollout, trainers, *first), _canary_step(spec, version)
     parents = {*inputs, Address("publish", version)}
-    if generation_version(spec, step) < version and not spec.latest:
+    if generation_version(spec, step) < version and not spec.uses_latest:
         parents |= {Address("generate", step, s) for s in range(spec.shards)}
     return Node((step, 9), Address("canary", version), tuple(sorted(parents)), inputs, version)
 
@@ -193,18 +193,18 @@ def canary_node(spec: GraphSpec, version: int) -> Node:
 def _canary_step(spec: GraphSpec, version: int) -> int:
     """Return the step whose `step_nodes` include `canary[v]`: the last step that an older version generates. Return v
     if there is no such step, and always under `latest`, where engines load a new version as soon as they can."""
-    if spec.latest:
+    if spec.uses_latest:
         return version
     return min(version + max(spec.staleness - 1, 0), spec.steps - 1) if version else 0
 
 
 def _canaries_of(spec: GraphSpec, step: int) -> list[Node]:
     """Return the canaries among the nodes of a step. The last step of a run may have several."""
-    versions = range(max(0, step - spec.staleness), step + 1) if spec.canaries else ()
+    versions = range(max(0, step - spec.staleness), step + 1) if spec.has_canaries else ()
     return [canary_node(spec, version) for version in versions if _canary_step(spec, version) == step]
 
 
-def step_of(node: Node) -> int:
+def step_of_node(node: Node) -> int:
     """Return the step whose `step_nodes` contain the node."""
     return max(0, node.version - 1 if node.stage.startswith("evaluate") else node.scheduled_step)
 
@@ -216,7 +216,7 @@ def step_nodes(spec: GraphSpec, step: int) -> list[Node]:
     nodes: list[Node] = []
     if i == 0:
         nodes.append(publish_node(0))
-        if evaluated(spec, 0):
+        if is_evaluated(spec, 0):
             nodes += evaluate_nodes(spec, 0)
     before_policy = (Address("update_policy", i - 1),) if i else ()
     before_critic = (Address("update_critic", i - 1),) if i else ()
@@ -224,7 +224,7 @@ def step_nodes(spec: GraphSpec, step: int) -> list[Node]:
     for s in range(spec.shards):
         rollout = Address("generate", i, s)
         used = generation_version(spec, i)
-        nodes.append(Node((i, 0), rollout, (Address("publish", used),), (), used, i if spec.latest else None))
+        nodes.append(Node((i, 0), rollout, (Address("publish", used),), (), used, i if spec.uses_latest else None))
 
         def reader(stage: str, order: int, *extra: Address, rollout: Address = rollout, s: int = s) -> Node:
             return Node((i, order), Address(stage, i, s), (rollout, *extra), (rollout,), i)
@@ -232,7 +232,7 @@ def step_nodes(spec: GraphSpec, step: int) -> list[Node]:
         shard_nodes = [reader("score", 1), reader("reference", 2)]
         if spec.recompute_logprobs:
             shard_nodes.append(reader("logprob", 3, *before_policy))
-        if spec.critic:
+        if spec.has_critic:
             shard_nodes.append(reader("value", 4, *before_critic))
         nodes += shard_nodes
         sources += [rollout, *(node.address for node in shard_nodes)]
@@ -241,21 +241,21 @@ def step_nodes(spec: GraphSpec, step: int) -> list[Node]:
     nodes.append(Node((i, 5), advantage, (*sources, *carried), tuple(sources), i))
     batch = (advantage, *sources)
     ready = (advantage, *before_policy, Address("publish", i))
-    if spec.canaries and not spec.recompute_logprobs:
+    if spec.has_canaries and not spec.recompute_logprobs:
         rows, canary = Address("generate", i), Address("canary_logprob", i)
         nodes.append(Node((i, 3), canary, (rows, *before_policy), (rows,), i))
         ready = (*ready, canary)
     nodes.append(Node((i, 6), Address("update_policy", i), ready, batch, i))
-    if spec.critic:
+    if spec.has_critic:
         nodes.append(Node((i, 8), Address("update_critic", i), (advantage, *before_critic), batch, i))
     nodes += _canaries_of(spec, i)
     nodes.append(publish_node(i + 1))
-    if evaluated(spec, i + 1):
+    if is_evaluated(spec, i + 1):
         nodes += evaluate_nodes(spec, i + 1)
     return nodes
 
 
-def made_from(address: Address, inputs: Iterable[Address], weight_versions: Iterable[int]) -> tuple[Address, ...]:
+def lineage_of(address: Address, inputs: Iterable[Address], weight_versions: Iterable[int]) -> tuple[Address, ...]:
     """Return the addresses that an output was computed from: the stored `inputs` of its node, the state of the step
     before, and the origin of every version of the weights that it used. An engine's version comes from a publication, a
     trainer's from an update. Version 0 of a trainer is the config's model and has no address."""
@@ -278,25 +278,25 @@ _TRAINED_FROM = {
 """The stages whose commits a role's update needs before it can run again."""
 
 
-def reopened(nodes: Iterable[Node], committed: Set[Address]) -> set[Address]:
+def lost_after_reading(nodes: Iterable[Node], committed: Set[Address]) -> set[Address]:
     """Return the nodes of one step that lost their commits after an update had read them."""
     nodes = list(nodes)
     return {
         node.address
         for role, needs in _TRAINED_FROM.items()
-        if any(node.stage == UPDATE_STAGE[role] and _updated(node, committed) for node in nodes)
+        if any(node.stage == UPDATE_STAGE[role] and _is_update_committed(node, committed) for node in nodes)
         for node in nodes
         if node.stage in needs and node.address not in committed
     }
 
 
-def _updated(update: Node, committed: Set[Address]) -> bool:
+def _is_update_committed(update: Node, committed: Set[Address]) -> bool:
     """Return True if this update or the next one of the same stage is committed."""
     after = Address(update.stage, update.address.step + 1)
     return update.address in committed or after in committed
 
 
-def after_reopened(node: Node, missing: Iterable[Address]) -> Node:
+def with_missing_parents(node: Node, missing: Iterable[Address]) -> Node:
     """Return the node with extra parents: the `missing` outputs from which its model may have to be trained again. The
     updates in between are committed, so no other edge would make the node wait for these outputs."""
     if node.role not in _TRAINED_FROM:
@@ -306,17 +306,20 @@ def after_reopened(node: Node, missing: Iterable[Address]) -> Node:
     return replace(node, parents=(*node.parents, *sorted(waits))) if waits else node
 
 
-def steps_done(spec: GraphSpec, over: int, later: Iterable[Address]) -> list[int]:
+def finished_steps(spec: GraphSpec, first_open_step: int, later_commits: Iterable[Address]) -> list[int]:
     """Return the steps whose updates, advantages and generated shards are committed.
 
     Args:
-        over: every earlier step is done.
-        later: the committed addresses of step `over` and later.
+        first_open_step: every earlier step is done.
+        later_commits: the committed addresses of step `first_open_step` and later.
     """
     needed = {**dict.fromkeys(update_stages(spec).values(), 1), "advantage": 1, "generate": spec.shards}
-    there = Counter((address.step, address.stage) for address in later)
+    there = Counter((address.step, address.stage) for address in later_commits)
     steps = sorted({step for step, _ in there})
-    return [*range(over), *(s for s in steps if all(there[s, stage] == count for stage, count in needed.items()))]
+    return [
+        *range(first_open_step),
+        *(s for s in steps if all(there[s, stage] == count for stage, count in needed.items())),
+    ]
 
 
 def run_nodes(spec: GraphSpec) -> Iterator[Node]:
@@ -325,7 +328,7 @@ def run_nodes(spec: GraphSpec) -> Iterator[Node]:
         yield from step_nodes(spec, step)
 
 
-def window(spec: GraphSpec) -> int:
+def window_size(spec: GraphSpec) -> int:
     """Return the number of steps that the driver keeps in flight: eta + 2. Step i + eta + 1 cannot generate before
     step i is published, so a wider window would only hold nodes that cannot run."""
     return spec.staleness + 2
@@ -335,22 +338,28 @@ def weight_readers(spec: GraphSpec, version: int) -> list[Address]:
     """Return the nodes that may read the published version v. When all of them have their commits, v can be released.
     Under `latest` a node counts as a reader until its commit, although it may read another version."""
     newest = version + spec.staleness  # no older version may generate this step; version 0 generates all before it too
-    steps = range(version if spec.latest or not version else newest, min(newest + 1, spec.steps))
-    return [*(Address("generate", i, s) for i in steps for s in range(spec.shards)), *_own_readers(spec, version)]
+    steps = range(version if spec.uses_latest or not version else newest, min(newest + 1, spec.steps))
+    return [
+        *(Address("generate", i, s) for i in steps for s in range(spec.shards)),
+        *_readers_of_exactly(spec, version),
+    ]
 
 
 def resumed_weight_readers(spec: GraphSpec, version: int, newest: int) -> list[Address]:
-    """Return the readers that need version v itself in a resumed run, where `newest` had been published. If one of them
-    has no commit and v is gone, v must be published again."""
+    """Return the readers that need version v itself in a resumed run, where `newest` had been published. If one
+    of them has no commit and v is gone, v must be published again."""
     steps = range(version, min(version + spec.staleness + 1, spec.steps))
     needing = [i for i in steps if resumed_generation_version(spec, i, newest) == version]
-    return [*(Address("generate", i, s) for i in needing for s in range(spec.shards)), *_own_readers(spec, version)]
+    return [
+        *(Address("generate", i, s) for i in needing for s in range(spec.shards)),
+        *_readers_of_exactly(spec, version),
+    ]
 
 
-def _own_readers(spec: GraphSpec, version: int) -> list[Address]:
+def _readers_of_exactly(spec: GraphSpec, version: int) -> list[Address]:
     """Return the readers of version v that cannot use another version."""
-    readers = [Address("evaluate", version, s) for s in range(spec.eval_shards)] if evaluated(spec, version) else []
-    if spec.canaries and version < spec.steps:
+    readers = [Address("evaluate", version, s) for s in range(spec.eval_shards)] if is_evaluated(spec, version) else []
+    if spec.has_canaries and version < spec.steps:
         readers.append(Address("canary", version))
     return readers
 
@@ -382,7 +391,7 @@ class Gang:
     """GPUs of each worker, on hosts that have any."""
 
     @property
-    def ordered(self) -> bool:
+    def is_ordered(self) -> bool:
         """True if the gang holds a trained or a reference model, or divides the models of its rewards, so that its
         ranks act together."""
         return bool(self.roles & MODEL_ROLES) or self.divides_scorers
@@ -390,18 +399,18 @@ class Gang:
     def ranks_of(self, role: Role) -> int:
         """Return the number of ranks that run a node of this role together. Rank 0 alone runs a node without models."""
         together = role in MODEL_ROLES or (self.divides_scorers and role is Role.SCORE)
-        return self.workers if self.ordered and together else 1
+        return self.workers if self.is_ordered and together else 1
 
     @property
-    def threads(self) -> int:
+    def max_running_nodes(self) -> int:
         """Nodes that one worker runs at once: one in an ordered gang; in a pool its concurrent shards, plus one
         if it generates and has another role."""
-        if self.ordered:
+        if self.is_ordered:
             return 1
         return self.concurrent_shards + (1 if Role.GENERATE in self.roles and self.roles != {Role.GENERATE} else 0)
 
     def mode(self, role: Role) -> Mode:
-        if self.ordered:
+        if self.is_ordered:
             return Mode.ORDERED
         return Mode.SLOT if role is Role.GENERATE else Mode.FREE
 
@@ -430,7 +439,7 @@ ADVANTAGE = "advantage"
 _NONE: Mapping[Address, int | None] = MappingProxyType({})
 
 
-def made_anew(
+def commits_to_recompute(
     spec: GraphSpec,
     committed: Collection[Address],
     version: int,
@@ -442,8 +451,8 @@ def made_anew(
     Args:
         dropped_before: arrays of the steps before this one were deleted; their shards are computed again if they would
             be trained on again.
-        sampled: under `latest`, the newest version that each shard was sampled with, from its commit; None if that is
-            unknown, so that the shard will come out differently.
+        sampled: under `latest`, the newest version that each shard was sampled with, from its commit; None if that
+            is unknown, so that the shard will come out differently.
     """
     nodes = list(run_nodes(spec))
     children: dict[Address, list[Address]] = {}
@@ -467,7 +476,7 @@ def made_anew(
     return [address for address in reversed(order) if address in found and address in committed]
 
 
-def can_go_back(
+def can_rewind(
     spec: GraphSpec,
     committed: Collection[Address],
     version: int,
@@ -479,6 +488,6 @@ def can_go_back(
     start version, and no earlier update was trained on a shard that would come out differently."""
     if any(newest is None and address.step < version for address, newest in sampled.items()):
         return False
-    standing = set(committed).difference(made_anew(spec, committed, version, dropped_before, sampled))
+    standing = set(committed).difference(commits_to_recompute(spec, committed, version, dropped_before, sampled))
     needed = (v for v in range(1, version) if not standing.issuperset(resumed_weight_readers(spec, v, version)))
     return all(v in saved for v in needed)

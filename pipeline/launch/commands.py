@@ -19,7 +19,7 @@ from storage.errors import StoreError
 
 _TIMEOUT_S = 60.0
 """Time limit of a command, in seconds. A busy Slurm controller may answer late."""
-_OVER = frozenset(
+_ENDED_STATES = frozenset(
     {
         "BOOT_FAIL",
         "CANCELLED",
@@ -35,7 +35,7 @@ _OVER = frozenset(
 )
 """Final states of a job. A job that Slurm is about to requeue is in none of them: it is COMPLETING until it is
 PENDING."""
-_FORGOTTEN = ("Invalid job id", "not found")
+_UNKNOWN_JOB_ERRORS = ("Invalid job id", "not found")
 """Texts in scontrol's error message if Slurm no longer knows a job or a task of an array."""
 _KEYS = {
     "account": "slurm.account",
@@ -65,19 +65,19 @@ class JobState:
     start: str
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """True if the job has ended and Slurm will not run it again."""
-        return self.state in _OVER
+        return self.state in _ENDED_STATES
 
 
-def there() -> bool:
+def has_slurm() -> bool:
     """Return True if this host has Slurm's commands."""
     return shutil.which("sbatch") is not None
 
 
-def require() -> None:
+def require_slurm() -> None:
     """Raise ConfigError if this host lacks Slurm's commands."""
-    if not there():
+    if not has_slurm():
         raise ConfigError(
             "submit",
             "no sbatch on the path: submit on a login node of the cluster (--dry-run prints the script without it)",
@@ -93,7 +93,7 @@ def submit(script: Path) -> str:
     """
     done = _call("sbatch", "--parsable", str(script))
     if done.returncode:
-        raise ConfigError(_key_of(done.stderr), f"Slurm refuses the job: {_said(done.stderr)}")
+        raise ConfigError(_key_of(done.stderr), f"Slurm refuses the job: {_one_line_error(done.stderr)}")
     return done.stdout.strip().partition(";")[0]
 
 
@@ -103,14 +103,14 @@ def job_state(job_id: str) -> JobState | None:
     Raises:
         ConfigError: Slurm does not answer, so the state is unknown.
     """
-    if not there():
+    if not has_slurm():
         return None
     done = _call("scontrol", "--oneliner", "show", "job", job_id)
     shown = [_fields(line) for line in done.stdout.splitlines() if line.startswith("JobId=")]
     if not shown:
-        if any(words in f"{done.stdout}{done.stderr}" for words in _FORGOTTEN):
+        if any(words in f"{done.stdout}{done.stderr}" for words in _UNKNOWN_JOB_ERRORS):
             return None
-        raise ConfigError("slurm", f"Slurm does not answer: {_said(done.stderr)}")
+        raise ConfigError("slurm", f"Slurm does not answer: {_one_line_error(done.stderr)}")
     first = shown[0]
     nodes = [one["NodeList"] for one in shown if one.get("NodeList", "(null)") not in ("(null)", "")]
     return JobState(
@@ -130,11 +130,11 @@ def cancel(job_id: str) -> None:
     Raises:
         ConfigError: Slurm refuses, or this host has no Slurm.
     """
-    if not there():
+    if not has_slurm():
         raise ConfigError("cancel", "no scancel on the path: cancel on a login node of the cluster")
     done = _call("scancel", job_id)
     if done.returncode:
-        raise ConfigError("cancel", f"Slurm refuses to cancel the job: {_said(done.stderr)}")
+        raise ConfigError("cancel", f"Slurm refuses to cancel the job: {_one_line_error(done.stderr)}")
 
 
 def _call(*command: str) -> subprocess.CompletedProcess[str]:
@@ -149,7 +149,7 @@ def _fields(line: str) -> Mapping[str, str]:
     return dict(part.split("=", 1) for part in line.split() if "=" in part)
 
 
-def _said(complaint: str) -> str:
+def _one_line_error(complaint: str) -> str:
     """Return an error message of Slurm as one line, without the name of the command in front of each of its lines."""
     lines: Sequence[str] = [re.sub(r"^(?:.*?\b(?:error|fatal)|\w+): ", "", line) for line in complaint.splitlines()]
     return "; ".join(line.strip() for line in lines if line.strip()) or "it does not say why"

@@ -21,11 +21,11 @@ from storage.errors import StoreError
 from storage.ledger import Ledger
 
 _FILE = "attempts.json"
-MOST_LOST = 20
+MAX_LOST_STARTS = 20
 """Maximum number of starts of a job that may lose their driver, workers or batch node. After one more the job ends,
 because nodes that fail so often need the attention of a person. Starts that end by a time limit or by preemption do not
 count."""
-MOST_IDLE = 3
+MAX_REQUEUES_WITHOUT_PROGRESS = 3
 """Number of requeues in a row without a new commit after which a job ends, whatever their reasons. A single one may be
 bad luck, for example if a node fails early. After three, the job would probably be requeued forever."""
 
@@ -37,7 +37,7 @@ class JobEnd:
     restart: int
     """Number of times that the job was requeued before this start (SLURM_RESTART_COUNT)."""
     committed: tuple[int, int]
-    """Result of `committed_so_far` at the end of this start."""
+    """Result of `count_committed` at the end of this start."""
     because: str
     """Reason why the start ended, as text for users."""
     lost: bool
@@ -53,7 +53,7 @@ class _StoredEnds:
     attempts: tuple[JobEnd, ...]
 
 
-def refusal(ends: Sequence[JobEnd], *, restarts: int, requeues_without_progress: int) -> str | None:
+def requeue_refusal(ends: Sequence[JobEnd], *, restarts: int, requeues_without_progress: int) -> str | None:
     """Return the reason why a job must not be requeued, or None if it may be requeued.
 
     The end of a start may be missing from `ends`. Such a start counts as a requeue without progress if no commit was
@@ -68,18 +68,18 @@ def refusal(ends: Sequence[JobEnd], *, restarts: int, requeues_without_progress:
     unchanged = list(takewhile(lambda end: end.committed == last.committed, reversed(ends)))
     idle = last.restart - unchanged[-1].restart
     if idle >= requeues_without_progress:
-        return f"{_number(idle, 'requeue')} in a row committed nothing new (at most {requeues_without_progress})"
+        return f"{_count_text(idle, 'requeue')} in a row committed nothing new (at most {requeues_without_progress})"
     lost = sum(end.lost for end in ends)
     if lost > restarts:
-        return f"{_number(lost, 'start')} lost their driver, workers or batch node (at most {restarts})"
+        return f"{_count_text(lost, 'start')} lost their driver, workers or batch node (at most {restarts})"
     return None
 
 
-def _number(count: int, thing: str) -> str:
+def _count_text(count: int, thing: str) -> str:
     return f"{count} {thing}{'s' * (count != 1)}"
 
 
-def committed_so_far(ledger: Ledger) -> tuple[int, int]:
+def count_committed(ledger: Ledger) -> tuple[int, int]:
     """Return the number of closed steps, and the number of commits in later steps.
 
     Every new commit changes one of the two numbers. No commit is read. The call is therefore fast even for a long run,
@@ -88,7 +88,7 @@ def committed_so_far(ledger: Ledger) -> tuple[int, int]:
     return closed, sum(address.step >= closed for address in ledger.open_addresses())
 
 
-def note_end(folder: Path, job_id: str, end: JobEnd) -> Sequence[JobEnd]:
+def record_end(folder: Path, job_id: str, end: JobEnd) -> Sequence[JobEnd]:
     """Record the end of a start in a run's directory `job/`. Return the ends of all recorded starts of this job, oldest
     first.
 

@@ -33,7 +33,7 @@ _WORD = re.compile(r"@([A-Z]+)@")
 
 
 @dataclass(frozen=True)
-class JobPlace:
+class ScriptValues:
     """Values in a script that do not come from the config."""
 
     title: str
@@ -50,7 +50,7 @@ class JobPlace:
     """Task numbers of a sweep, in the notation of sbatch. None if the job is no array."""
 
 
-def render(config: RunConfig, place: JobPlace) -> str:
+def render(config: RunConfig, place: ScriptValues) -> str:
     """Return the script of a run or of a sweep.
 
     Raises:
@@ -65,15 +65,15 @@ def render(config: RunConfig, place: JobPlace) -> str:
         "FOLDER": shlex.quote(str(place.folder)),
         "ENVIRONMENT": "\n".join(config.slurm.environment),
         "WORKERS": "\n".join(_workers(config.slurm, shape)),
-        "RESTARTS": str(requeues.MOST_LOST),
-        "IDLE": str(requeues.MOST_IDLE),
+        "RESTARTS": str(requeues.MAX_LOST_STARTS),
+        "IDLE": str(requeues.MAX_REQUEUES_WITHOUT_PROGRESS),
         "LEAD": str(config.slurm.signal_lead_s),
     }
     template = TEMPLATE if config.slurm.template is None else Path(config.slurm.template)
-    return _filled(template, filled)
+    return _fill_template(template, filled)
 
 
-def render_doctor(config: RunConfig, place: JobPlace, arguments: Sequence[str]) -> str:
+def render_doctor(config: RunConfig, place: ScriptValues, arguments: Sequence[str]) -> str:
     """Return the script that runs `stageline doctor` once on each node that the run requests."""
     shape, slurm = job_shape(config), replace(config.slurm, time_limit=DOCTOR_LIMIT)
     components = f" --het-group=0-{len(shape.groups) - 1}" if shape.heterogeneous else ""
@@ -85,10 +85,10 @@ def render_doctor(config: RunConfig, place: JobPlace, arguments: Sequence[str]) 
         "ENVIRONMENT": "\n".join(config.slurm.environment),
         "COMPONENTS": components,
     }
-    return _filled(DOCTOR_TEMPLATE, filled)
+    return _fill_template(DOCTOR_TEMPLATE, filled)
 
 
-def _filled(template: Path, filled: Mapping[str, str]) -> str:
+def _fill_template(template: Path, filled: Mapping[str, str]) -> str:
     """Return a template with its words replaced by the values in `filled`.
 
     Raises:
@@ -112,7 +112,7 @@ def start_command(slurm: SlurmConfig) -> list[str]:
     return [sys.executable, "-m", "pipeline.cli"] if slurm.command is None else shlex.split(slurm.command)
 
 
-def _directives(slurm: SlurmConfig, shape: JobShape, place: JobPlace) -> Iterator[str]:
+def _directives(slurm: SlurmConfig, shape: JobShape, place: ScriptValues) -> Iterator[str]:
     options = {
         "job-name": place.name,
         "output": str(place.output),
@@ -130,17 +130,17 @@ def _directives(slurm: SlurmConfig, shape: JobShape, place: JobPlace) -> Iterato
     for option in slurm.sbatch:
         yield f"#SBATCH {option}"
     if not shape.heterogeneous:
-        yield from _of_nodes(slurm, _together(shape))
+        yield from _node_options(slurm, _merge_groups(shape))
         return
     for number, group in enumerate(shape.groups):
         if number:
             yield "#SBATCH hetjob"
             # repeated, since some options (--exclusive) apply to one component only
             yield from (f"#SBATCH {option}" for option in slurm.sbatch)
-        yield from _of_nodes(slurm, group)
+        yield from _node_options(slurm, group)
 
 
-def _together(shape: JobShape) -> NodeGroup:
+def _merge_groups(shape: JobShape) -> NodeGroup:
     """Merge the groups of a plain job into one group with all nodes and gangs. Its nodes are alike, so each has as many
     CPUs and GPUs as the most demanding group needs."""
     first = shape.groups[0]
@@ -154,8 +154,8 @@ def _together(shape: JobShape) -> NodeGroup:
     )
 
 
-def _of_nodes(slurm: SlurmConfig, group: NodeGroup) -> Iterator[str]:
-    yield f"# {', '.join(_counted(step) for step in group.steps)}"
+def _node_options(slurm: SlurmConfig, group: NodeGroup) -> Iterator[str]:
+    yield f"# {', '.join(_worker_count_text(step) for step in group.steps)}"
     gpus = f" --gres={slurm.gres}:{group.gpus}" if group.gpus else ""
     yield f"#SBATCH --nodes={group.nodes} --ntasks-per-node=1 --cpus-per-task={group.cpus}{gpus}"
     if group.partition is not None:
@@ -164,7 +164,7 @@ def _of_nodes(slurm: SlurmConfig, group: NodeGroup) -> Iterator[str]:
         yield f"#SBATCH {option}"
 
 
-def _counted(step: Step) -> str:
+def _worker_count_text(step: Step) -> str:
     return f"{step.gang}: {step.workers} worker{'s' * (step.workers > 1)}"
 
 
@@ -179,7 +179,7 @@ def _workers(slurm: SlurmConfig, shape: JobShape) -> Iterator[str]:
     """
     for number, group in enumerate(shape.groups):
         where = f"--het-group={number}" if shape.heterogeneous else f"--relative={shape.first_node(group)}"
-        on_node = (group if shape.heterogeneous else _together(shape)).gpus
+        on_node = (group if shape.heterogeneous else _merge_groups(shape)).gpus
         for step in group.steps:
             counts = f"--nodes={group.nodes} --ntasks={step.workers} --ntasks-per-node={step.workers // group.nodes}"
             gpus = f"{slurm.gres}:{on_node}" if step.gpus else "none"
@@ -279,7 +279,7 @@ def _group(config: RunConfig, host: str | None, gangs: Sequence[str]) -> NodeGro
     steps = tuple(
         Step(
             gang,
-            placed[gang].ordered,
+            placed[gang].is_ordered,
             config.placement.gangs[gang].workers,
             cpus_per_worker(slurm, config.placement, gang, ranks),
             gpus_of_worker(slurm, placed[gang]),

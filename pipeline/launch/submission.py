@@ -18,7 +18,7 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.launch.commands import JobRecord, job_state, read_record, submit, write_record
-from pipeline.launch.script import JobPlace, NodeGroup, job_shape, render, render_doctor
+from pipeline.launch.script import NodeGroup, ScriptValues, job_shape, render, render_doctor
 from storage import files
 from storage.locks import lock_holder, open_lock
 
@@ -28,7 +28,7 @@ _LOCK = "submitting"
 
 
 @dataclass(frozen=True)
-class Submitted:
+class SubmittedJob:
     """A job that Slurm has accepted."""
 
     job_id: str
@@ -41,67 +41,67 @@ def run_script(config: RunConfig) -> str:
     paths = RunPaths(config.run_dir.absolute())
     return render(
         config,
-        JobPlace(
+        ScriptValues(
             title=f"The run {config.name} of Stageline.",
             name=config.name,
             run=shlex.quote(str(paths.root)),
             folder=Path.cwd(),
-            output=_pattern(paths.job, "slurm-%j.out"),
+            output=_sbatch_pattern(paths.job, "slurm-%j.out"),
         ),
     )
 
 
-def submit_run(config: RunConfig) -> Submitted:
+def submit_run(config: RunConfig) -> SubmittedJob:
     """Submit one run as a job.
 
     Raises:
         ConfigError: a job of the run is waiting or running, or Slurm refuses the new job.
     """
     paths = RunPaths(config.run_dir.absolute())
-    with _only_submitter([paths]):
+    with _hold_submission_locks([paths]):
         _refuse_second_job(config)
         script = paths.job / _SCRIPT
         job_id = _submit({paths.job / _CONFIG: to_yaml(config), script: run_script(config)}, script, config)
         output = paths.job / f"slurm-{job_id}.out"
         write_record(paths.job, JobRecord(job_id, str(output)))
-    return Submitted(job_id, output, script)
+    return SubmittedJob(job_id, output, script)
 
 
 def doctor_script(config: RunConfig, folder: Path, arguments: Sequence[str]) -> str:
     """Return the script of a job that runs `stageline doctor` on every node that a run requests. `arguments` are passed
     to the command. The output goes into `folder`."""
-    place = JobPlace(
+    place = ScriptValues(
         title=f"Tests of the nodes that the run {config.name} of Stageline asks for.",
         name=f"doctor-{config.name}",
         run="",
         folder=Path.cwd(),
-        output=_pattern(folder, "slurm-%j.out"),
+        output=_sbatch_pattern(folder, "slurm-%j.out"),
     )
     return render_doctor(config, place, arguments)
 
 
-def submit_doctor(config: RunConfig, folder: Path, arguments: Sequence[str]) -> Submitted:
+def submit_doctor(config: RunConfig, folder: Path, arguments: Sequence[str]) -> SubmittedJob:
     """Submit a job with the script of `doctor_script`. Raises ConfigError if Slurm refuses the job."""
     script = folder / "doctor.sbatch"
     job_id = _submit({script: doctor_script(config, folder, arguments)}, script, config)
-    return Submitted(job_id, folder / f"slurm-{job_id}.out", script)
+    return SubmittedJob(job_id, folder / f"slurm-{job_id}.out", script)
 
 
-def array_script(configs: Sequence[RunConfig], folder: Path, at_once: int | None = None) -> str | None:
+def array_script(configs: Sequence[RunConfig], folder: Path, max_running: int | None = None) -> str | None:
     """Return the script of a job array in which each task is one of these runs. Its output goes into `folder`.
 
     Return None if the runs cannot be one array: all tasks of an array have the same resources, and Slurm has no arrays
     of heterogeneous jobs. The script contains the list of runs, because a task may start long after another array of
-    the same sweep was submitted. `at_once` is the maximum number of tasks that run at the same time; None means no
+    the same sweep was submitted. `max_running` is the maximum number of tasks that run at the same time; None means no
     limit."""
     runs = "".join(f"    {shlex.quote(str(config.run_dir.absolute()))}\n" for config in configs)
-    place = JobPlace(
+    place = ScriptValues(
         title=f"The runs of {folder.parent.name} of Stageline, one for each task.",
         name=folder.parent.name,
         run=f'$(runs=(\n{runs}); echo "${{runs[SLURM_ARRAY_TASK_ID]}}")',
         folder=Path.cwd(),
-        output=_pattern(folder, "slurm-%A_%a.out"),
-        array=f"0-{len(configs) - 1}" + (f"%{at_once}" if at_once else ""),
+        output=_sbatch_pattern(folder, "slurm-%A_%a.out"),
+        array=f"0-{len(configs) - 1}" + (f"%{max_running}" if max_running else ""),
     )
     scripts = {render(config, place) for config in configs}
     if len(scripts) > 1 or job_shape(configs[0]).heterogeneous:
@@ -109,14 +109,14 @@ def array_script(configs: Sequence[RunConfig], folder: Path, at_once: int | None
     return scripts.pop()
 
 
-def submit_array(configs: Sequence[RunConfig], folder: Path, text: str) -> Submitted:
+def submit_array(configs: Sequence[RunConfig], folder: Path, text: str) -> SubmittedJob:
     """Submit runs as the tasks of one array. `text` is the script that `array_script` returned for them.
 
     Raises:
         ConfigError: a job of one of the runs is waiting or running, or Slurm refuses the array.
     """
     roots = [RunPaths(config.run_dir.absolute()) for config in configs]
-    with _only_submitter(roots):
+    with _hold_submission_locks(roots):
         for config in configs:
             _refuse_second_job(config)
         script = folder / _SCRIPT
@@ -125,11 +125,11 @@ def submit_array(configs: Sequence[RunConfig], folder: Path, text: str) -> Submi
         for task, paths in enumerate(roots):
             output = folder / f"slurm-{job_id}_{task}.out"
             write_record(paths.job, JobRecord(f"{job_id}_{task}", str(output)))
-    return Submitted(job_id, folder / f"slurm-{job_id}_N.out", script)
+    return SubmittedJob(job_id, folder / f"slurm-{job_id}_N.out", script)
 
 
 @contextmanager
-def _only_submitter(runs: Sequence[RunPaths]) -> Iterator[None]:
+def _hold_submission_locks(runs: Sequence[RunPaths]) -> Iterator[None]:
     """Hold the submission lock of each run during the `with` block. The block looks for existing jobs of the runs,
     submits, and records the new job.
 
@@ -148,7 +148,7 @@ def _only_submitter(runs: Sequence[RunPaths]) -> Iterator[None]:
         yield
 
 
-def under_way(config: RunConfig) -> str | None:
+def unfinished_job_text(config: RunConfig) -> str | None:
     """Return a text about the state of the run's job. Return None if no job of the run is waiting or running.
 
     Raises:
@@ -157,31 +157,31 @@ def under_way(config: RunConfig) -> str | None:
     """
     record = read_record(RunPaths(config.run_dir).job)
     state = None if record is None else job_state(record.job_id)
-    return None if record is None or state is None or state.over else f"job {record.job_id} is {state.state.lower()}"
+    return None if record is None or state is None or state.is_over else f"job {record.job_id} is {state.state.lower()}"
 
 
 def _refuse_second_job(config: RunConfig) -> None:
-    """Raise ConfigError if a job of the run is waiting or running. Errors of `under_way` are passed on."""
-    job, root = under_way(config), config.run_dir.absolute()
+    """Raise ConfigError if a job of the run is waiting or running. Errors of `unfinished_job_text` are passed on."""
+    job, root = unfinished_job_text(config), config.run_dir.absolute()
     if job is not None:
         need = f"`stageline cancel {root}` ends it, another name=... starts a new run"
         raise ConfigError("name", f"given {root.name!r}; of {root} {job} already: {need}")
 
 
-def asked_for(config: RunConfig) -> str:
+def requested_nodes_text(config: RunConfig) -> str:
     """Return a text about the nodes that a run requests."""
     shape = job_shape(config)
-    return ", ".join(_described(group, config.slurm.gres) for group in shape.groups)
+    return ", ".join(_node_group_text(group, config.slurm.gres) for group in shape.groups)
 
 
-def _described(group: NodeGroup, gres: str | None) -> str:
+def _node_group_text(group: NodeGroup, gres: str | None) -> str:
     gpus = f" and {gres}:{group.gpus}" if group.gpus else ""
     number = f"{group.nodes} nodes with" if group.nodes > 1 else "a node with"
     each = " each" if group.nodes > 1 else ""
     return f"{number} {group.cpus} CPUs{gpus}{each} for {', '.join(step.gang for step in group.steps)}"
 
 
-def _pattern(folder: Path, name: str) -> Path:
+def _sbatch_pattern(folder: Path, name: str) -> Path:
     """Return the path of a file as a filename pattern of sbatch, in which % is escaped.
 
     Raises:
@@ -192,20 +192,20 @@ def _pattern(folder: Path, name: str) -> Path:
     return Path(str(folder).replace("%", "%%")) / name
 
 
-def _submit(kept: Mapping[Path, str], script: Path, config: RunConfig) -> str:
-    """Write the files in `kept`, which are the script and files that the job reads when it starts. Then submit the
+def _submit(files: Mapping[Path, str], script: Path, config: RunConfig) -> str:
+    """Write `files`, which are the script and the files that the job reads when it starts. Then submit the
     script and return the job's id."""
-    with _put_back(list(kept)):
-        for path, text in kept.items():
+    with _restore_on_failure(list(files)):
+        for path, text in files.items():
             _write(path, text.encode())
         try:
             return submit(script)
         except ConfigError as error:
-            raise ConfigError(error.key, f"{error.message}; asked for: {asked_for(config)}") from error
+            raise ConfigError(error.key, f"{error.message}; asked for: {requested_nodes_text(config)}") from error
 
 
 @contextmanager
-def _put_back(paths: Sequence[Path]) -> Iterator[None]:
+def _restore_on_failure(paths: Sequence[Path]) -> Iterator[None]:
     """Restore the previous content of these files if the `with` block fails. Otherwise a run could use files of a
     refused submission."""
     before = {path: path.read_bytes() if path.exists() else None for path in paths}

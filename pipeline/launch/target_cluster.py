@@ -20,7 +20,7 @@ from pipeline.config.devices import Worker, device_problems, plan_devices
 from pipeline.config.fitting import memory_problems
 from pipeline.config.hardware import AS, GIB, HardwareCluster
 from pipeline.config.memory import MemoryLimits, PlannedRun, planned_run
-from pipeline.config.preflight import check_shapes, device_notes, may_share
+from pipeline.config.preflight import check_shapes, device_notes, may_share_gpus
 from pipeline.config.run import RunConfig
 from pipeline.config.slurm import SlurmConfig
 from pipeline.errors import refusal, together
@@ -44,7 +44,7 @@ class TargetCheck:
     notes: list[str]
 
 
-def fitting_target(config: RunConfig, cluster: HardwareCluster, text: str) -> TargetCheck:
+def require_fitting_target(config: RunConfig, cluster: HardwareCluster, text: str) -> TargetCheck:
     """Return the result of `check_target`.
 
     Raises:
@@ -75,9 +75,9 @@ def check_target(config: RunConfig, cluster: HardwareCluster, text: str) -> Targ
     gangs, sharing = config.gangs(), config.placement.device_sharing
     if problems := [*_node_problems(config, cluster, num_gpus)]:
         raise together([refusal(problem) for problem in problems])
-    hosts = place(config, cluster, num_gpus)
+    hosts = place_workers(config, cluster, num_gpus)
     available = dict.fromkeys(hosts.values(), num_gpus)
-    share = may_share(config, num_gpus) if _on_one_node(config) else bool(config.placement.oversubscribe)
+    share = may_share_gpus(config, num_gpus) if _on_one_node(config) else bool(config.placement.oversubscribe)
     for problem in device_problems(gangs, hosts, available, share=share, device_sharing=sharing):
         raise refusal(problem)
     limits = limits_of(config, cluster, num_gpus, text)
@@ -106,22 +106,22 @@ def limits_of(config: RunConfig, cluster: HardwareCluster, num_gpus: int, text: 
     )
 
 
-def place(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> dict[Worker, str]:
+def place_workers(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> dict[Worker, str]:
     """Return the name of each worker's node, such as `node 3`. The config must have no `_node_problems`."""
     gangs = config.gangs()
     if is_slurm(config):
-        number_of = dict(_in_job(config))
+        number_of = dict(_workers_with_nodes(config))
     elif config.cluster.kind == "local":
         number_of = {(gang.name, index): 0 for gang in gangs for index in range(gang.workers)}
     else:
-        packed = _packed(config, cluster, num_gpus)
+        packed = _pack_groups(config, cluster, num_gpus)
         assert not isinstance(packed, _Group), f"{packed} was not refused"
         number_of = packed
     order = sorted(number_of, key=lambda worker: number_of[worker])
     return {worker: f"node {number_of[worker]}" for worker in order}
 
 
-def _in_job(config: RunConfig) -> Iterator[tuple[Worker, int]]:
+def _workers_with_nodes(config: RunConfig) -> Iterator[tuple[Worker, int]]:
     """Yield each worker with the index of its node in the job. The workers of a gang are spread evenly over the gang's
     nodes, in order."""
     first = 0
@@ -142,12 +142,12 @@ class _Group:
     """Number of GPUs of the group. On a cluster without GPUs, number of cores."""
 
 
-def _packed(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> dict[Worker, int] | _Group:
+def _pack_groups(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> dict[Worker, int] | _Group:
     """Return the index of each worker's node. Return a group for which there is no room if the workers do not fit.
 
     Groups are placed in the order of their gangs, the largest gang first. If this fails, they are placed again in order
     of their own size, the largest first."""
-    gangs = sorted(config.gangs(), key=lambda gang: -_room(config, gang, num_gpus))
+    gangs = sorted(config.gangs(), key=lambda gang: -_size_of_gang(config, gang, num_gpus))
     groups = [group for gang in gangs for group in _groups(config, gang, num_gpus)]
     found = _first_fit(config, cluster, num_gpus, groups)
     if isinstance(found, _Group):
@@ -189,13 +189,13 @@ def _first_fit(
 
 def _groups(config: RunConfig, gang: Gang, num_gpus: int) -> Iterator[_Group]:
     """Yield the groups of a gang. The workers of a group stay on one node."""
-    side_by_side = config.placement.gangs[gang.name].layout.tensor if gang.ordered else 1
-    size = _room(config, gang, num_gpus) // gang.workers * side_by_side
+    side_by_side = config.placement.gangs[gang.name].layout.tensor if gang.is_ordered else 1
+    size = _size_of_gang(config, gang, num_gpus) // gang.workers * side_by_side
     for first in range(0, gang.workers, side_by_side):
         yield _Group(gang, range(first, first + side_by_side), size)
 
 
-def _room(config: RunConfig, gang: Gang, num_gpus: int) -> int:
+def _size_of_gang(config: RunConfig, gang: Gang, num_gpus: int) -> int:
     """Return the number of GPUs that a gang needs. On a cluster without GPUs, return its number of cores."""
     if num_gpus:
         return gang.workers * gang.gpus
@@ -207,7 +207,7 @@ def _node_problems(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -
     if is_slurm(config):
         shape = job_shape(config)
         if shape.nodes > cluster.nodes:
-            asked = ", ".join(f"{group.nodes} for {_names(group)}" for group in shape.groups)
+            asked = ", ".join(f"{group.nodes} for {_gang_names(group)}" for group in shape.groups)
             need = f"the job asks for {shape.nodes} nodes ({asked}), there are {cluster.nodes}"
             yield Problem("slurm.gangs", [*config.slurm.gangs], f"{need}: fewer nodes, or gangs beside one another")
         for group in shape.groups:
@@ -215,7 +215,7 @@ def _node_problems(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -
     elif config.cluster.kind == "attached" and num_gpus:
         found = [*_attached_problems(config, cluster, num_gpus)]
         yield from found
-        packed = {} if found else _packed(config, cluster, num_gpus)
+        packed = {} if found else _pack_groups(config, cluster, num_gpus)
         if isinstance(packed, _Group):
             need = f"groups of {packed.size} GPUs that stay on a node find no room: there are {cluster.nodes} nodes of "
             need += f"{num_gpus} GPUs, and others take some of them: more nodes, fewer workers, or smaller groups"
@@ -225,7 +225,7 @@ def _node_problems(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -
 def _attached_problems(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> Iterator[Problem]:
     """Yield the problems of gangs on an attached cluster: they need more GPUs than the cluster has, or a group needs
     more than one node has."""
-    rooms = {gang.name: _room(config, gang, num_gpus) for gang in config.gangs()}
+    rooms = {gang.name: _size_of_gang(config, gang, num_gpus) for gang in config.gangs()}
     listed = ", ".join(f"{name} {number}" for name, number in rooms.items() if number)
     shared = [[rooms.pop(name) for name in group if name in rooms] for group in config.placement.device_sharing]
     needed = sum(rooms.values()) + sum(max(group, default=0) for group in shared)
@@ -236,10 +236,10 @@ def _attached_problems(config: RunConfig, cluster: HardwareCluster, num_gpus: in
         group = next(_groups(config, gang, num_gpus))
         if group.size > num_gpus:
             layout, replica = config.placement.gangs[gang.name].layout, config.engine.tensor_parallel
-            key = f"placement.gangs.{gang.name}.layout.tensor" if gang.ordered else "engine.tensor_parallel"
-            ranks = "of a tensor-parallel group" if gang.ordered else "(with engine.pipeline_parallel) of a replica"
+            key = f"placement.gangs.{gang.name}.layout.tensor" if gang.is_ordered else "engine.tensor_parallel"
+            ranks = "of a tensor-parallel group" if gang.is_ordered else "(with engine.pipeline_parallel) of a replica"
             need = f"the ranks {ranks} stay on one node, and a node has {num_gpus} GPUs: at most {num_gpus}"
-            yield Problem(key, layout.tensor if gang.ordered else replica, need)
+            yield Problem(key, layout.tensor if gang.is_ordered else replica, need)
 
 
 def _group_problems(config: RunConfig, group: NodeGroup, cluster: HardwareCluster, num_gpus: int) -> Iterator[Problem]:
@@ -247,12 +247,13 @@ def _group_problems(config: RunConfig, group: NodeGroup, cluster: HardwareCluste
     have."""
     for what, asked, available in (("GPUs", group.gpus, num_gpus), ("cores", group.cpus, cluster.cores)):
         if asked > available:
-            need = f"a node for {_names(group)} would have {asked} {what} of theirs, and has {available}: more nodes, "
+            node = f"a node for {_gang_names(group)}"
+            need = f"{node} would have {asked} {what} of theirs, and has {available}: more nodes, "
             key = f"slurm.gangs.{group.steps[0].gang}.nodes"
             yield Problem(key, group.nodes, f"{need}or fewer {'workers' if what == 'GPUs' else 'threads'}")
 
 
-def _names(group: NodeGroup) -> str:
+def _gang_names(group: NodeGroup) -> str:
     return " and ".join(step.gang for step in group.steps) or "the driver"
 
 

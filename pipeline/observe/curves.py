@@ -1,6 +1,6 @@
 """The learning curves of a run: metrics of its steps and evaluations. The plot, the report and `/stageline` draw them.
 
-`number` and `numbers` prepare values for JSON: they are rounded, and null if they are not finite.
+`round_or_none` and `round_all` prepare values for JSON: they are rounded, and null if they are not finite.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipeline.observe.history import EVALUATION_METRIC, History, evaluation_metr
 from pipeline.observe.metric_catalogue import PANELS, Panel
 from storage.address import Address, Ref
 
-MOST_POINTS = 400
+MAX_POINTS = 400
 """Maximum number of points of a curve. A longer run is drawn at this many of its steps, spread evenly."""
 
 
@@ -45,20 +45,20 @@ class RunCurves:
 
 def read_curves(
     history: History,
-    starts: Iterable[float],
+    driver_starts: Iterable[float],
     evaluations: Sequence[Evaluation],
-    known: Mapping[Address, Ref] | None = None,
+    known_commits: Mapping[Address, Ref] | None = None,
 ) -> RunCurves:
     """Read the curves of a run.
 
     Args:
         history: the run's ledger and store.
-        starts: start times of the run's drivers.
+        driver_starts: start times of the run's drivers.
         evaluations: the complete evaluations, in order of version.
-        known: commits that the caller has already read. They are not read again."""
-    done, begun = history.steps_done(), [*starts]
-    drawn = [done[i] for i in evenly(len(done), MOST_POINTS)]
-    metrics = {step: history.step_metrics(step, begun, known or {}) for step in drawn}
+        known_commits: commits that the caller has already read. They are not read again."""
+    done, begun = history.finished_steps(), [*driver_starts]
+    drawn = [done[i] for i in even_indices(len(done), MAX_POINTS)]
+    metrics = {step: history.read_step_metrics(step, begun, known_commits or {}) for step in drawn}
     return run_curves(metrics, len(done), evaluations)
 
 
@@ -70,12 +70,14 @@ def run_curves(
     A metric that is 0 or missing at all steps is left out, because it belongs to a feature that is off."""
     steps = sorted(metrics)
     names = sorted({name for step in steps for name in metrics[step]})
-    curves = {name: [number(metrics[step].get(name), 4) for step in steps] for name in names}
+    curves = {name: [round_or_none(metrics[step].get(name), 4) for step in steps] for name in names}
     held_out: dict[str, list[HeldOutPoint]] = {}
     for evaluation in evaluations:
         for name, value in evaluation_metrics(evaluation).items():
             error = standard_error(evaluation.scores.values()) if name == EVALUATION_METRIC else None
-            held_out.setdefault(name, []).append(HeldOutPoint(evaluation.version, number(value), number(error)))
+            held_out.setdefault(name, []).append(
+                HeldOutPoint(evaluation.version, round_or_none(value), round_or_none(error))
+            )
     return RunCurves(
         steps=steps,
         of_steps=of_steps,
@@ -84,7 +86,7 @@ def run_curves(
     )
 
 
-def panels_of(runs: Sequence[RunCurves], panels: Sequence[Panel] = PANELS) -> list[Panel]:
+def panels_to_draw(runs: Sequence[RunCurves], panels: Sequence[Panel] = PANELS) -> list[Panel]:
     """Return the panels to draw, with their series. A panel is left out if no run has any of its metrics.
 
     A series whose name contains `*` is replaced by one series for each metric that matches. It is left out if fewer
@@ -107,7 +109,7 @@ def panels_of(runs: Sequence[RunCurves], panels: Sequence[Panel] = PANELS) -> li
 # ---- numbers for JSON ------------------------------------------------------------------------------------
 
 
-def number(value: float | None, digits: int = 5) -> float | None:
+def round_or_none(value: float | None, digits: int = 5) -> float | None:
     """Round a number to `digits` significant digits. Return None if it is not finite, because JSON has no such
     numbers."""
     if value is None or not math.isfinite(value):
@@ -115,16 +117,16 @@ def number(value: float | None, digits: int = 5) -> float | None:
     return float(f"{value:.{digits}g}")
 
 
-def numbers(values: Iterable[float], digits: int = 4) -> list[float | None]:
-    """Return the values, each rounded by `number`."""
-    return [number(float(value), digits) for value in values]
+def round_all(values: Iterable[float], digits: int = 4) -> list[float | None]:
+    """Return the values, each rounded by `round_or_none`."""
+    return [round_or_none(float(value), digits) for value in values]
 
 
-def evenly(total: int, most: int) -> list[int]:
-    """Return up to `most` indices, spread evenly over range(total). Both ends are included; if `most` is 1, only the
-    last."""
-    if total <= most:
+def even_indices(total: int, max_count: int) -> list[int]:
+    """Return up to `max_count` indices, spread evenly over range(total). Both ends are included; if `max_count` is 1,
+    only the last."""
+    if total <= max_count:
         return list(range(total))
-    if most < 2:
-        return [total - 1] * most
-    return [round(i * (total - 1) / (most - 1)) for i in range(most)]
+    if max_count < 2:
+        return [total - 1] * max_count
+    return [round(i * (total - 1) / (max_count - 1)) for i in range(max_count)]

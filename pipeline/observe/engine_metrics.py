@@ -20,7 +20,9 @@ _FETCH_S, _FETCHED_BYTES = "engine/fetch_s", "engine/fetched_bytes"
 _KV_PEAK, _PEAK_BYTES = "engine/kv_peak_fraction", "engine/peak_bytes"
 
 
-def counts(stats: EngineStats, fetch_s: float = 0.0, fetched_bytes: int = 0, peak_bytes: int = 0) -> dict[str, float]:
+def shard_metrics(
+    stats: EngineStats, fetch_s: float = 0.0, fetched_bytes: int = 0, peak_bytes: int = 0
+) -> dict[str, float]:
     """Return the metrics to commit with a shard.
 
     Args:
@@ -47,8 +49,8 @@ def counts(stats: EngineStats, fetch_s: float = 0.0, fetched_bytes: int = 0, pea
     }
 
 
-def is_count(name: str) -> bool:
-    """Return True if the metric `name` of a commit was made by `counts`."""
+def is_shard_metric(name: str) -> bool:
+    """Return True if the metric `name` of a commit was made by `shard_metrics`."""
     return name.startswith(_COUNT)
 
 

@@ -24,21 +24,21 @@ class PairedScores:
     """The comparison of two sets of scores, on the prompts that both have."""
 
     num_prompts: int
-    before: float
+    mean_before: float
     """Mean score of the first set."""
-    after: float
+    mean_after: float
     gain: float
     """Mean of after - before."""
     error: float | None
     """Standard error of the gain; None for fewer than two prompts."""
-    t: float | None
+    t_statistic: float | None
     """Student's t: gain / error. None for fewer than two prompts, or if all differences are equal."""
-    better: int
+    num_better: int
     """Number of prompts whose score rose."""
-    worse: int
+    num_worse: int
 
 
-def paired(before: Mapping[int, float], after: Mapping[int, float]) -> PairedScores | None:
+def compare_paired(before: Mapping[int, float], after: Mapping[int, float]) -> PairedScores | None:
     """Compare two sets of scores on the prompts that both contain. Return None if they have no prompt in common."""
     prompts = sorted(before.keys() & after.keys())
     n = len(prompts)
@@ -47,13 +47,13 @@ def paired(before: Mapping[int, float], after: Mapping[int, float]) -> PairedSco
     differences = [after[p] - before[p] for p in prompts]
     return PairedScores(
         num_prompts=n,
-        before=math.fsum(before[p] for p in prompts) / n,
-        after=math.fsum(after[p] for p in prompts) / n,
+        mean_before=math.fsum(before[p] for p in prompts) / n,
+        mean_after=math.fsum(after[p] for p in prompts) / n,
         gain=math.fsum(differences) / n,
         error=standard_error(differences),
-        t=paired_t(differences),
-        better=sum(d > 0 for d in differences),
-        worse=sum(d < 0 for d in differences),
+        t_statistic=paired_t(differences),
+        num_better=sum(d > 0 for d in differences),
+        num_worse=sum(d < 0 for d in differences),
     )
 
 
@@ -107,7 +107,7 @@ class EvaluatedVersion:
     parts: dict[str, float]
 
 
-def in_numbers(e: Evaluation) -> EvaluatedVersion:
+def reduce_to_means(e: Evaluation) -> EvaluatedVersion:
     """Reduce an evaluation to the means that `summary.json` contains."""
     return EvaluatedVersion(e.version, e.mean, e.kl, e.length, dict(e.parts))
 
@@ -176,28 +176,28 @@ def compare(parent: Mapping[int, float], variant: Mapping[int, float]) -> Compar
 
     Raises:
         ValueError: they have no prompt in common."""
-    found = paired(parent, variant)
+    found = compare_paired(parent, variant)
     if found is None:
         raise ValueError("no prompt is in both")
     return Comparison(
         num_prompts=found.num_prompts,
-        parent=found.before,
-        variant=found.after,
+        parent=found.mean_before,
+        variant=found.mean_after,
         difference=found.gain,
-        paired_t=found.t,
-        better=found.better,
-        worse=found.worse,
+        paired_t=found.t_statistic,
+        better=found.num_better,
+        worse=found.num_worse,
     )
 
 
-def comparison_table(found: Comparison, parent: str, variant: str) -> Table:
+def comparison_table(comparison: Comparison, parent: str, variant: str) -> Table:
     """Return the comparison as a table for the terminal."""
-    title = f"held-out reward ({found.num_prompts} prompts, same noise)"
+    title = f"held-out reward ({comparison.num_prompts} prompts, same noise)"
     table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
-    table.add_row(f"parent ({parent})", f"{found.parent:.4f}")
-    table.add_row(f"variant ({variant})", f"{found.variant:.4f}")
-    t = "-" if found.paired_t is None else f"{found.paired_t:.2f}"
-    equal = found.num_prompts - found.better - found.worse
-    table.add_row("difference", f"{found.difference:+.4f}, paired t {t}")
-    table.add_row("prompts", f"{found.better} better, {found.worse} worse, {equal} equal")
+    table.add_row(f"parent ({parent})", f"{comparison.parent:.4f}")
+    table.add_row(f"variant ({variant})", f"{comparison.variant:.4f}")
+    t = "-" if comparison.paired_t is None else f"{comparison.paired_t:.2f}"
+    equal = comparison.num_prompts - comparison.better - comparison.worse
+    table.add_row("difference", f"{comparison.difference:+.4f}, paired t {t}")
+    table.add_row("prompts", f"{comparison.better} better, {comparison.worse} worse, {equal} equal")
     return table

@@ -1,9 +1,9 @@
 """The page `/stageline` as HTML, for runs in progress and for ended runs.
 
-`page` renders the whole page. `fragment` renders the part that an open page fetches again every second. `grid` draws
-the steps and stages with the staleness edges. The learning curves are drawn in the browser, by the same script as in
-the report. All text from the run is escaped. The functions are pure functions of `GraphView`, except `log_names` and
-`log_end`, which read the workers' log files.
+`render_page` renders the whole page. `render_fragment` renders the part that an open page fetches again every second.
+`grid_svg` draws the steps and stages with the staleness edges. The learning curves are drawn in the browser, by the
+same script as in the report. All text from the run is escaped. The functions are pure functions of `GraphView`, except
+`log_names` and `read_log_end`, which read the workers' log files.
 """
 
 from __future__ import annotations
@@ -17,9 +17,17 @@ from pathlib import Path
 from urllib.parse import quote
 
 from pipeline.graph.display import NodeState
-from pipeline.observe.curves import panels_of
-from pipeline.observe.graph_view import GangView, GraphView, NodeView, VersionView, short, stages_of, work_text
-from pipeline.observe.html import embedded, policy, static
+from pipeline.observe.curves import panels_to_draw
+from pipeline.observe.graph_view import (
+    GangView,
+    GraphView,
+    NodeView,
+    VersionView,
+    short_address,
+    stages_in_order,
+    work_text,
+)
+from pipeline.observe.html import content_security_policy, read_static, to_embedded_json
 from pipeline.observe.metric_catalogue import PANELS
 from storage.address import Address
 
@@ -32,7 +40,9 @@ _SHOWN_NODES = 8
 _STYLE = ("base.css", "figures.css", "stageline.css")
 _SCRIPT = ("text.js", "dom.js", "curves.js", "stageline.js")
 HEADERS = {
-    "Content-Security-Policy": policy(static(*_STYLE), static(*_SCRIPT), "connect-src 'self'"),
+    "Content-Security-Policy": content_security_policy(
+        read_static(*_STYLE), read_static(*_SCRIPT), "connect-src 'self'"
+    ),
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
@@ -40,26 +50,27 @@ HEADERS = {
 message contains one."""
 
 
-def page(view: GraphView) -> str:
-    """Return the whole page. A script on the page regularly fetches the current `fragment` from `PATH`/view."""
+def render_page(view: GraphView) -> str:
+    """Return the whole page. A script on the page regularly fetches the current `render_fragment` from `PATH`/view."""
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
-        f"<title>{escape(view.facts.name)} - Stageline</title><style>{static(*_STYLE)}</style></head><body><main>"
-        f'<div id="view" data-from="{PATH}/view" data-every-ms="{1000 * REFRESH_S:.0f}">{fragment(view)}</div></main>'
-        f"<script>{static(*_SCRIPT)}</script></body></html>"
+        f"<title>{escape(view.facts.name)} - Stageline</title><style>{read_static(*_STYLE)}</style></head><body><main>"
+        f'<div id="view" data-from="{PATH}/view" data-every-ms="{1000 * REFRESH_S:.0f}">{render_fragment(view)}</div>'
+        "</main>"
+        f"<script>{read_static(*_SCRIPT)}</script></body></html>"
     )
 
 
-def fragment(view: GraphView) -> str:
+def render_fragment(view: GraphView) -> str:
     """Return the content of the page, which changes during a run. An open page replaces its content by each newer
     fragment."""
     facts = view.facts
     learning = {
         "runs": [{"name": facts.name, "curves": view.curves}],
-        "panels": panels_of([view.curves], PANELS[:2]),
+        "panels": panels_to_draw([view.curves], PANELS[:2]),
         "comparison": None,
     }
-    graph = f"<div class=graph>{stage_labels(view)}<div class=scroll>{grid(view)}</div></div>"
+    graph = f"<div class=graph>{stage_labels_svg(view)}<div class=scroll>{grid_svg(view)}</div></div>"
     sections = [
         f"<h1>{escape(facts.name)} <span class=dim>step {view.steps_done} of {facts.steps}, {_state(view)}</span></h1>",
         f"<nav>{_links(view)}</nav>",
@@ -68,10 +79,11 @@ def fragment(view: GraphView) -> str:
         graph if view.nodes else "<p class=dim>No step is open.</p>",
         "<div class=two>",
         f"<section><h2>Gangs</h2>{_gangs(view)}</section>",
-        f"<section><h2>Weights {'in memory' if view.live else 'still to be read'}</h2>{_versions(view.versions)}",
+        f"<section><h2>Weights {'in memory' if view.is_live else 'still to be read'}</h2>{_versions(view.versions)}",
         "</section>",
         "</div><div class=two>",
-        f'<section><h2>Learning curves</h2><div class="learning" data-curves="{escape(embedded(learning))}"></div>'
+        "<section><h2>Learning curves</h2>"
+        f'<div class="learning" data-curves="{escape(to_embedded_json(learning))}"></div>'
         f"{'' if learning['panels'] else '<p class=dim>No step is finished yet.</p>'}</section>",
         f"<section><h2>Events</h2>{_incidents(view)}</section></div>",
     ]
@@ -79,12 +91,12 @@ def fragment(view: GraphView) -> str:
 
 
 def _state(view: GraphView) -> str:
-    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(view.at))
-    if view.finished:
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(view.time_s))
+    if view.is_finished:
         return f"finished {clock}"
-    if view.live:
+    if view.is_live:
         return f"running, {clock}"
-    return f"{'running in another process' if view.driven else 'not finished'}; latest event {clock}"
+    return f"{'running in another process' if view.is_driven else 'not finished'}; latest event {clock}"
 
 
 def _links(view: GraphView) -> str:
@@ -101,7 +113,7 @@ def _links(view: GraphView) -> str:
 def _legend(view: GraphView) -> str:
     words = {
         NodeState.DONE: "committed",
-        NodeState.RUNNING: "running" if view.driven else "running when the driver ended",
+        NodeState.RUNNING: "running" if view.is_driven else "running when the driver ended",
         NodeState.QUEUED: "queued on a busy worker",
         NodeState.READY: "ready, waits for a worker",
         NodeState.WAITING: "waits for parents",
@@ -111,11 +123,15 @@ def _legend(view: GraphView) -> str:
 
 def _gangs(view: GraphView) -> str:
     def does(gang: GangView) -> str:
-        if gang.doing:
-            return work_text(gang, view.at, _SHOWN_NODES)
-        if not gang.up:
+        if gang.running_nodes:
+            return work_text(gang, view.time_s, _SHOWN_NODES)
+        if not gang.is_up:
             return "not up"
-        return f"idle: {gang.wait}" if view.driven and gang.wait else gang.wait or "nothing left to do"
+        return (
+            f"idle: {gang.wait_reason}"
+            if view.is_driven and gang.wait_reason
+            else gang.wait_reason or "nothing left to do"
+        )
 
     rows = [
         f"<tr><td>{escape(gang.name)}</td><td class=dim>{gang.workers} x {escape(', '.join(gang.roles))}</td>"
@@ -131,7 +147,7 @@ def _versions(versions: tuple[VersionView, ...]) -> str:
     rows = []
     for one in versions:
         size = "" if one.num_bytes is None else f"{one.num_bytes / 1e6:.1f} MB"
-        names = ", ".join(map(short, one.readers[:4])) + (
+        names = ", ".join(map(short_address, one.readers[:4])) + (
             f" and {len(one.readers) - 4} more" if one.readers[4:] else ""
         )
         rows.append(f"<tr><td>v{one.version}</td><td>{size}</td><td>{escape(names) or 'nobody any more'}</td></tr>")
@@ -165,10 +181,10 @@ segment for each state."""
 _ORDER = (NodeState.DONE, NodeState.RUNNING, NodeState.QUEUED, NodeState.READY, NodeState.WAITING)
 
 
-def stage_labels(view: GraphView) -> str:
-    """Return an SVG drawing of the stage names. It is separate from the `grid`, so that it stays in place while the
+def stage_labels_svg(view: GraphView) -> str:
+    """Return an SVG drawing of the stage names. It is separate from the `grid_svg`, so that it stays in place while the
     grid is scrolled."""
-    stages = stages_of(view.nodes)
+    stages = stages_in_order(view.nodes)
     parts = _rows(stages, "stages", LABEL_W)
     for i, stage in enumerate(stages):
         parts.append(f'<text class="stage" x="6" y="{HEAD_H + i * ROW_H + 17}">{escape(stage)}</text>')
@@ -186,10 +202,10 @@ def _rows(stages: Sequence[str], kind: str, width: int) -> list[str]:
     return parts
 
 
-def grid(view: GraphView) -> str:
+def grid_svg(view: GraphView) -> str:
     """Return an SVG drawing of the grid: one column per step, one row per stage. A cell shows the states of its shards.
     A staleness edge leads from each publication to the generation that waits for it."""
-    stages = stages_of(view.nodes)
+    stages = stages_in_order(view.nodes)
     cells: defaultdict[tuple[int, str], list[NodeView]] = defaultdict(list)
     for node in view.nodes:
         cells[node.scheduled_step, node.address.stage].append(node)
@@ -222,7 +238,7 @@ def _cell(nodes: Sequence[NodeView], states: Mapping[Address, NodeState], x: int
     if len(nodes) <= _SINGLE_CELLS:
         wide = COLUMN_W / len(nodes)
         for i, node in enumerate(nodes):
-            lost = " lost" if node.losses else ""
+            lost = " lost" if node.num_losses else ""
             parts.append(_rect(x + i * wide, top, wide - (1 if len(nodes) > 1 else 0), high, node.state + lost))
     else:
         at = float(x)
@@ -249,15 +265,15 @@ def _description(nodes: Sequence[NodeView], states: Mapping[Address, NodeState])
 
 
 def _description_of(node: NodeView, states: Mapping[Address, NodeState]) -> str:
-    text = f"{short(node.address)}: {node.state}, weights v{node.version}"
+    text = f"{short_address(node.address)}: {node.state}, weights v{node.version}"
     if node.worker is not None:
         text += f", {node.worker}"
     if node.seconds is not None:
         text += f", {_seconds(node.seconds)}"
-    left = [short(p) for p in node.parents if states.get(p, NodeState.DONE) is not NodeState.DONE]
+    left = [short_address(p) for p in node.parents if states.get(p, NodeState.DONE) is not NodeState.DONE]
     if node.state is NodeState.WAITING and left:
         text += f", for {', '.join(left[:6])}" + (" ..." if left[6:] else "")
-    return text + (f", lost {node.losses} times" if node.losses else "")
+    return text + (f", lost {node.num_losses} times" if node.num_losses else "")
 
 
 def _rect(x: float, y: float, width: float, height: float, kind: str) -> str:
@@ -288,8 +304,9 @@ def _staleness_edges(view: GraphView, x_of: Mapping[int, int], y_of: Mapping[str
         bend = max(12.0, (x1 - x0) / 3)
         curve = f"M{x0},{y0} C{x0 + bend:.1f},{y0} {x1 - bend:.1f},{y1} {x1},{y1}"
         parts.append(
-            f'<path class="{kind}" d="{curve}" marker-end="url(#arrow)" data-from="{escape(short(publication))}" '
-            f'data-to="{escape(short(children[0].address))}"><title>{names}</title></path>'
+            f'<path class="{kind}" d="{curve}" marker-end="url(#arrow)" '
+            f'data-from="{escape(short_address(publication))}" data-to="{escape(short_address(children[0].address))}">'
+            f"<title>{names}</title></path>"
         )
     return parts
 
@@ -297,7 +314,7 @@ def _staleness_edges(view: GraphView, x_of: Mapping[int, int], y_of: Mapping[str
 # ---- log files -------------------------------------------------------------------------------------------
 
 
-_SHOWN_BYTES = 64 << 10
+_LOG_END_BYTES = 64 << 10
 
 
 def log_names(directory: Path) -> tuple[str, ...]:
@@ -305,10 +322,10 @@ def log_names(directory: Path) -> tuple[str, ...]:
     return tuple(sorted(path.name for path in directory.glob("*.log"))) if directory.is_dir() else ()
 
 
-def log_end(directory: Path, name: str) -> str | None:
+def read_log_end(directory: Path, name: str) -> str | None:
     """Return the last 64 KiB of a log file as text, or None if no log file has that name."""
     if name not in log_names(directory):
         return None
     with (directory / name).open("rb") as log:
-        log.seek(max(0, log.seek(0, os.SEEK_END) - _SHOWN_BYTES))
+        log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_END_BYTES))
         return log.read().decode("utf8", "replace")

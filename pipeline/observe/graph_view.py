@@ -18,10 +18,18 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pipeline.graph.display import ROWS, NodeState, NodeStatus, ObservedDispatch, Wait, waits, with_steps_over
+from pipeline.graph.display import (
+    STAGE_ORDER,
+    NodeState,
+    NodeStatus,
+    ObservedDispatch,
+    Wait,
+    add_finished_steps,
+    find_waits,
+)
 from pipeline.graph.flow import Flow
-from pipeline.graph.graph import Gang, GraphSpec, Node, evaluated
-from pipeline.observe.curves import MOST_POINTS, HeldOutPoint, RunCurves, number
+from pipeline.graph.graph import Gang, GraphSpec, Node, is_evaluated
+from pipeline.observe.curves import MAX_POINTS, HeldOutPoint, RunCurves, round_or_none
 from pipeline.observe.history import EVALUATION_METRIC, STEP_METRIC
 from pipeline.observe.incidents import Incident, WorkerLosses
 from pipeline.observe.journal import Event
@@ -30,11 +38,11 @@ from stages.models.protocol import Role
 from storage.address import Address
 from storage.ledger import Ledger
 
-PAST_STEPS = 6
+MAX_FINISHED_STEPS = 6
 """Number of finished steps that are shown."""
-MOST_NODES = 4000
-"""Maximum number of nodes on a page. If a step has more than a few hundred nodes, fewer than `PAST_STEPS` finished
-steps are shown."""
+MAX_NODES = 4000
+"""Maximum number of nodes on a page. If a step has more than a few hundred nodes, fewer than `MAX_FINISHED_STEPS`
+finished steps are shown."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +59,20 @@ class NodeView:
     """Version of the weights that the node needs."""
     parents: tuple[Address, ...]
     worker: str | None = None
-    since: float | None = None
-    """Start time of a RUNNING node, seconds since the epoch, if known (`NodeEvents.begun`)."""
+    start_s: float | None = None
+    """Start time of a RUNNING node, seconds since the epoch, if known (`NodeEvents.earliest_start`)."""
     seconds: float | None = None
     """Duration of a DONE node, if known."""
-    losses: int = 0
+    num_losses: int = 0
     """Number of times that the node was lost with its worker."""
 
 
 @dataclass(frozen=True)
-class Doing:
+class RunningNode:
     """A node that a worker is running."""
 
     address: Address
-    since: float | None
+    start_s: float | None
     """Start time, seconds since the epoch."""
 
 
@@ -75,12 +83,12 @@ class GangView:
     name: str
     roles: tuple[str, ...]
     workers: int
-    up: bool
-    doing: tuple[Doing, ...]
+    is_up: bool
+    running_nodes: tuple[RunningNode, ...]
     """Running nodes. The node that has run longest is first."""
-    queued: int
+    num_queued: int
     """Number of nodes that are queued at busy workers."""
-    wait: str | None
+    wait_reason: str | None
     """The event or device that the gang waits for. None if the gang is busy or has no nodes left."""
 
 
@@ -96,7 +104,7 @@ class VersionView:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """Facts about a run that are not in its graph."""
 
     name: str
@@ -112,18 +120,18 @@ class Facts:
 class GraphView:
     """The state of a run at one moment."""
 
-    facts: Facts
-    live: bool
+    facts: RunFacts
+    is_live: bool
     """True if the driver made this record, False if it was read from the run's directory."""
-    driven: bool
+    is_driven: bool
     """True if a driver is running."""
-    finished: bool
-    at: float
+    is_finished: bool
+    time_s: float
     """Time of this state, seconds since the epoch: the current time in a live view, else the time of the latest
     event."""
     steps_done: int
     nodes: tuple[NodeView, ...]
-    """Nodes of the open steps and of up to `PAST_STEPS` finished steps, parents first."""
+    """Nodes of the open steps and of up to `MAX_FINISHED_STEPS` finished steps, parents first."""
     gangs: tuple[GangView, ...]
     versions: tuple[VersionView, ...]
     curves: RunCurves
@@ -145,48 +153,48 @@ class GraphView:
         )
 
 
-def short(address: Address) -> str:
+def short_address(address: Address) -> str:
     """Return an address as `generate 7.1`: stage, step (or version) and shard."""
     return f"{address.stage} {address.step}.{address.shard}"
 
 
 def wait_text(wait: Wait) -> str:
     """Return a short text that says what an idle gang waits for."""
-    if wait.node in wait.ready and wait.devices_of is not None:
-        return f"{short(wait.node)} waits for {wait.devices_of}'s turn to end"
-    if wait.node in wait.ready:
-        return f"{short(wait.node)} waits for a worker"
-    blockers = [f"{short(address)} (running)" for address in wait.running]
-    blockers += [f"{short(address)} (waits for a worker)" for address in wait.ready]
+    if wait.node in wait.ready_nodes and wait.devices_of is not None:
+        return f"{short_address(wait.node)} waits for {wait.devices_of}'s turn to end"
+    if wait.node in wait.ready_nodes:
+        return f"{short_address(wait.node)} waits for a worker"
+    blockers = [f"{short_address(address)} (running)" for address in wait.running_nodes]
+    blockers += [f"{short_address(address)} (waits for a worker)" for address in wait.ready_nodes]
     more = f" and {len(blockers) - 3} more" if blockers[3:] else ""
-    return f"{short(wait.node)} waits for {', '.join(blockers[:3])}{more}"
+    return f"{short_address(wait.node)} waits for {', '.join(blockers[:3])}{more}"
 
 
-def work_text(gang: GangView, at: float, most: int) -> str:
+def work_text(gang: GangView, now_s: float, max_named: int) -> str:
     """Return a text about the nodes of a gang: the running nodes with their durations, and the number of queued nodes.
     Empty if the gang has neither.
 
     Args:
         gang: the gang.
-        at: the time up to which durations are counted, seconds since the epoch.
-        most: maximum number of nodes that are named."""
+        now_s: the time up to which durations are counted, seconds since the epoch.
+        max_named: maximum number of nodes that are named."""
     said = [
-        short(one.address) + ("" if one.since is None else f" ({max(0.0, at - one.since):.0f} s)")
-        for one in gang.doing[:most]
+        short_address(one.address) + ("" if one.start_s is None else f" ({max(0.0, now_s - one.start_s):.0f} s)")
+        for one in gang.running_nodes[:max_named]
     ]
-    said += [f"and {len(gang.doing) - most} more"] if gang.doing[most:] else []
-    said += [f"{gang.queued} queued"] if gang.queued else []
+    said += [f"and {len(gang.running_nodes) - max_named} more"] if gang.running_nodes[max_named:] else []
+    said += [f"{gang.num_queued} queued"] if gang.num_queued else []
     return ", ".join(said)
 
 
-def shown_steps(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int) -> list[NodeStatus]:
-    """Return the nodes to show: those of the open steps, and of up to `PAST_STEPS` columns before them. Parents come
-    first.
+def nodes_to_show(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int) -> list[NodeStatus]:
+    """Return the nodes to show: those of the open steps, and of up to `MAX_FINISHED_STEPS` columns before them. Parents
+    come first.
 
     For a finished run these are the last columns. Earlier steps are searched too, because some nodes of a column, such
     as evaluations, have the number of an earlier step in their address. `admitted` is the number of admitted steps."""
-    first = max(0, min((status.node.scheduled_step for status in statuses), default=admitted) - PAST_STEPS)
-    nodes = with_steps_over(spec, statuses, admitted, PAST_STEPS + spec.staleness + 1, MOST_NODES)
+    first = max(0, min((status.node.scheduled_step for status in statuses), default=admitted) - MAX_FINISHED_STEPS)
+    nodes = add_finished_steps(spec, statuses, admitted, MAX_FINISHED_STEPS + spec.staleness + 1, MAX_NODES)
     return [status for status in nodes if status.node.scheduled_step >= first or not first]
 
 
@@ -201,7 +209,7 @@ def node_views(
 def _node_view(status: NodeStatus, gang: Gang, events: NodeEvents, last: int) -> NodeView:
     node, address = status.node, status.node.address
     running, done = status.state is NodeState.RUNNING, status.state is NodeState.DONE
-    out, ended = events.out.get(address) if running else None, events.ended.get(address) if done else None
+    out, ended = events.submitted.get(address) if running else None, events.finished.get(address) if done else None
     worker = out or ended
     return NodeView(
         address=address,
@@ -211,26 +219,26 @@ def _node_view(status: NodeStatus, gang: Gang, events: NodeEvents, last: int) ->
         version=node.version,
         parents=node.parents,
         worker=None if worker is None else worker.worker,
-        since=events.begun(address, node.parents, gang.threads) if running else None,
+        start_s=events.earliest_start(address, node.parents, gang.max_running_nodes) if running else None,
         seconds=None if ended is None else ended.seconds,
-        losses=status.losses,
+        num_losses=status.num_losses,
     )
 
 
 def gang_view(gang: Gang, up: bool, nodes: Iterable[NodeView], wait: Wait | None) -> GangView:
     """Return the view of a gang. Its running and queued nodes are selected from `nodes`."""
     own = [node for node in nodes if node.gang == gang.name]
-    running = [Doing(node.address, node.since) for node in own if node.state is NodeState.RUNNING]
-    doing = tuple(sorted(running, key=lambda one: one.since or 0.0))
+    running = [RunningNode(node.address, node.start_s) for node in own if node.state is NodeState.RUNNING]
+    doing = tuple(sorted(running, key=lambda one: one.start_s or 0.0))
     queued = sum(node.state is NodeState.QUEUED for node in own)
     text = None if doing or wait is None else wait_text(wait)
     return GangView(gang.name, tuple(sorted(r.value for r in gang.roles)), gang.workers, up, doing, queued, text)
 
 
-def stages_of(nodes: Iterable[NodeView]) -> list[str]:
+def stages_in_order(nodes: Iterable[NodeView]) -> list[str]:
     """Return the stages of these nodes, in the order of the page's rows."""
     there = {node.address.stage for node in nodes}
-    return [stage for stage in ROWS if stage in there]
+    return [stage for stage in STAGE_ORDER if stage in there]
 
 
 # ---- view of a run's directory ---------------------------------------------------------------------------
@@ -258,26 +266,30 @@ class CurveCache:
     _held_out: dict[int, float] = field(default_factory=dict)
     """Mean score, by version of the weights."""
 
-    def curves(self, steps_done: int, most_reads: int = MOST_POINTS) -> RunCurves:
+    def read_curves(self, steps_done: int, max_reads: int = MAX_POINTS) -> RunCurves:
         """Return the curves of the steps before `steps_done`. If there are many steps, evenly spaced ones are chosen.
 
-        At most `most_reads` steps are read from the ledger, the newest first. Steps in the cache need not be read."""
-        stride = max(1, -(-steps_done // MOST_POINTS))
+        At most `max_reads` steps are read from the ledger, the newest first. Steps in the cache need not be read."""
+        stride = max(1, -(-steps_done // MAX_POINTS))
         wanted = range((steps_done - 1) % stride, steps_done, stride)
         self._metrics = {step: metrics for step, metrics in self._metrics.items() if step in wanted}
-        for step in [step for step in reversed(wanted) if step not in self._metrics][:most_reads]:
+        for step in [step for step in reversed(wanted) if step not in self._metrics][:max_reads]:
             commit = self.ledger.find(Address("advantage", step))
             if commit is not None and STEP_METRIC in commit.metrics:
                 self._metrics[step] = commit.metrics
         steps = sorted(self._metrics)
-        metrics = {name: [number(self._metrics[step].get(name)) for step in steps] for name in (STEP_METRIC, "kl/ref")}
-        held_out = [HeldOutPoint(version, number(mean), None) for version, mean in self._evaluated(steps_done)]
+        metrics = {
+            name: [round_or_none(self._metrics[step].get(name)) for step in steps] for name in (STEP_METRIC, "kl/ref")
+        }
+        held_out = [
+            HeldOutPoint(version, round_or_none(mean), None) for version, mean in self._held_out_means(steps_done)
+        ]
         return RunCurves(steps, steps_done, metrics if steps else {}, {EVALUATION_METRIC: held_out} if held_out else {})
 
-    def _evaluated(self, newest: int) -> list[tuple[int, float]]:
+    def _held_out_means(self, newest: int) -> list[tuple[int, float]]:
         """Return (version, mean score) of the versions up to `newest` whose evaluation is completely scored."""
         for version in range(newest + 1):
-            if evaluated(self.spec, version) and version not in self._held_out:
+            if is_evaluated(self.spec, version) and version not in self._held_out:
                 shards = [Address("evaluate_score", version, s) for s in range(self.spec.eval_shards)]
                 found = [self.ledger.find(address) for address in shards]
                 scores = [c.metrics["score/mean"] for c in found if c is not None and "score/mean" in c.metrics]
@@ -287,16 +299,16 @@ class CurveCache:
 
 
 def recorded_view(
-    facts: Facts, spec: GraphSpec, gangs: Collection[Gang], ledger: Ledger, events: Iterable[Event]
+    facts: RunFacts, spec: GraphSpec, gangs: Collection[Gang], ledger: Ledger, events: Iterable[Event]
 ) -> GraphView:
     """Return the state of a run that no driver is running. It is the state from which `resume` would continue. Nodes
     that were in progress at the end of the journal are shown as RUNNING or QUEUED."""
-    seen = NodeEvents(WorkerLosses(ordered(gangs)))
+    seen = NodeEvents(WorkerLosses(ordered_gang_names(gangs)))
     for event in events:
-        seen.take(event)
+        seen.apply_event(event)
     dispatch = ObservedDispatch(gangs)
     for gang in gangs:
-        dispatch.worker_up(gang.name, 0)
+        dispatch.on_worker_up(gang.name, 0)
     committed = set(ledger.open_addresses())
     published = {address.step for address in committed if address.stage == "publish"}
     flow = Flow(
@@ -309,25 +321,29 @@ def recorded_view(
         on_unread=lambda version: None,
     )
     flow.advance()
-    gang_of = role_gangs(gangs)
-    statuses = _as_seen(dispatch.statuses(), gang_of, seen)
-    nodes = node_views(shown_steps(spec, statuses, flow.admitted), gang_of, seen, flow.admitted)
+    gang_of = gangs_by_role(gangs)
+    statuses = _with_recorded_states(dispatch.statuses(), gang_of, seen)
+    nodes = node_views(nodes_to_show(spec, statuses, flow.num_admitted_steps), gang_of, seen, flow.num_admitted_steps)
     return GraphView(
         facts=facts,
-        live=False,
-        driven=False,
-        finished=flow.finished,
-        at=seen.last,
-        steps_done=flow.steps_done,
+        is_live=False,
+        is_driven=False,
+        is_finished=flow.is_finished,
+        time_s=seen.latest_event_s,
+        steps_done=flow.num_trained_steps,
         nodes=nodes,
-        gangs=gang_views(gangs, nodes, _waits_as_seen(statuses, gang_of, seen)),
-        versions=tuple(VersionView(v, None, readers) for v, readers in flow.readers.items() if v in published),
-        curves=CurveCache(spec, ledger).curves(flow.steps_done),
+        gangs=gang_views(gangs, nodes, _recorded_waits(statuses, gang_of, seen)),
+        versions=tuple(
+            VersionView(v, None, readers) for v, readers in flow.readers_by_version.items() if v in published
+        ),
+        curves=CurveCache(spec, ledger).read_curves(flow.num_trained_steps),
         incidents=tuple(seen.incidents),
     )
 
 
-def _as_seen(statuses: Iterable[NodeStatus], gang_of: Mapping[Role, Gang], seen: NodeEvents) -> list[NodeStatus]:
+def _with_recorded_states(
+    statuses: Iterable[NodeStatus], gang_of: Mapping[Role, Gang], events: NodeEvents
+) -> list[NodeStatus]:
     """Return the statuses after replacing the state of each node that was handed to a worker by RUNNING or QUEUED.
 
     The journal does not say which of a worker's nodes were running. At most as many as the worker has threads can run
@@ -335,18 +351,20 @@ def _as_seen(statuses: Iterable[NodeStatus], gang_of: Mapping[Role, Gang], seen:
     statuses = list(statuses)
     had: defaultdict[str, list[tuple[float, Node]]] = defaultdict(list)
     for status in statuses:
-        node, out = status.node, seen.out.get(status.node.address)
+        node, out = status.node, events.submitted.get(status.node.address)
         if out is not None and status.state is NodeState.READY:
-            had[out.worker].append((seen.begun(node.address, node.parents, 1) or out.at, node))
+            had[out.worker].append((events.earliest_start(node.address, node.parents, 1) or out.submitted_at, node))
     states: dict[Address, NodeState] = {}
     for nodes in had.values():
         for i, (_, node) in enumerate(sorted(nodes)):
-            running = i < gang_of[node.role].threads
+            running = i < gang_of[node.role].max_running_nodes
             states[node.address] = NodeState.RUNNING if running else NodeState.QUEUED
     return [replace(one, state=states.get(one.node.address, one.state)) for one in statuses]
 
 
-def _waits_as_seen(statuses: Collection[NodeStatus], gang_of: Mapping[Role, Gang], seen: NodeEvents) -> dict[str, Wait]:
+def _recorded_waits(
+    statuses: Collection[NodeStatus], gang_of: Mapping[Role, Gang], events: NodeEvents
+) -> dict[str, Wait]:
     """Return the wait of each idle gang, by the gang's name. The waits are derived from the recorded states, while
     `Dispatch.waits` returns them for a live run."""
     running: defaultdict[str, list[Address]] = defaultdict(list)
@@ -354,10 +372,10 @@ def _waits_as_seen(statuses: Collection[NodeStatus], gang_of: Mapping[Role, Gang
     for status in statuses:
         address = status.node.address
         if status.state is NodeState.RUNNING:
-            running[seen.out[address].worker].append(address)
+            running[events.submitted[address].worker].append(address)
         elif status.state is NodeState.QUEUED:
-            worker_of[address] = seen.out[address].worker
-    return waits(
+            worker_of[address] = events.submitted[address].worker
+    return find_waits(
         {status.node.address: status.node for status in statuses if status.state is not NodeState.DONE},
         {address for addresses in running.values() for address in addresses},
         lambda address: running[worker_of[address]] if address in worker_of else (),
@@ -365,12 +383,12 @@ def _waits_as_seen(statuses: Collection[NodeStatus], gang_of: Mapping[Role, Gang
     )
 
 
-def role_gangs(gangs: Iterable[Gang]) -> dict[Role, Gang]:
+def gangs_by_role(gangs: Iterable[Gang]) -> dict[Role, Gang]:
     """Return the gang of each role."""
     return {role: gang for gang in gangs for role in gang.roles}
 
 
-def ordered(gangs: Iterable[Gang]) -> frozenset[str]:
+def ordered_gang_names(gangs: Iterable[Gang]) -> frozenset[str]:
     """Return the names of the gangs whose workers are ranks. They run every node together, and if one is lost, all are
     rebuilt."""
-    return frozenset(gang.name for gang in gangs if gang.ordered)
+    return frozenset(gang.name for gang in gangs if gang.is_ordered)

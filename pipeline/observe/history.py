@@ -13,10 +13,10 @@ from types import MappingProxyType
 
 import numpy as np
 
-from pipeline.graph.graph import GraphSpec, step_nodes, steps_done, update_stages
-from pipeline.observe.engine_metrics import is_count
+from pipeline.graph.graph import GraphSpec, finished_steps, step_nodes, update_stages
+from pipeline.observe.engine_metrics import is_shard_metric
 from pipeline.observe.engine_metrics import step_metrics as engine_metrics
-from pipeline.observe.evaluations import Evaluation, paired
+from pipeline.observe.evaluations import Evaluation, compare_paired
 from pipeline.observe.summary import StepNumbers
 from storage.address import Address, Ref
 from storage.errors import DamagedCommit
@@ -47,7 +47,7 @@ class History:
     spec: GraphSpec
     ledger: Ledger
     store: RolloutStore
-    rows: int
+    rows_per_step: int
     """Rows per step."""
 
     def addresses(self, step: int) -> list[Address]:
@@ -57,14 +57,14 @@ class History:
         step starts."""
         nodes = step_nodes(self.spec, step)
         addresses = [n.address for n in nodes if n.stage != "canary" and not n.stage.startswith("evaluate")]
-        return addresses + ([Address("canary", step)] if self.spec.canaries else [])
+        return addresses + ([Address("canary", step)] if self.spec.has_canaries else [])
 
-    def commits(self, step: int, known: Mapping[Address, Ref] = _NONE) -> list[Ref]:
-        """Return references to the commits of a step that exist. Commits in `known` are not read again."""
-        return self._found(self.addresses(step), known)
+    def commits(self, step: int, known_commits: Mapping[Address, Ref] = _NONE) -> list[Ref]:
+        """Return references to the commits of a step that exist. Commits in `known_commits` are not read again."""
+        return self._existing_refs(self.addresses(step), known_commits)
 
-    def _found(self, addresses: Iterable[Address], known: Mapping[Address, Ref] = _NONE) -> list[Ref]:
-        found = (known.get(address) or self._read(address) for address in addresses)
+    def _existing_refs(self, addresses: Iterable[Address], known_commits: Mapping[Address, Ref] = _NONE) -> list[Ref]:
+        found = (known_commits.get(address) or self._read(address) for address in addresses)
         return [ref for ref in found if ref is not None]
 
     def _read(self, address: Address) -> Ref | None:
@@ -76,30 +76,30 @@ class History:
             return None  # not needed any more; `check` and the next driver report the damage
         return None if commit is None else commit.ref()
 
-    def versions_made(self) -> int:
+    def newest_version(self) -> int:
         """Return the newest version of the policy, which equals the number of its updates. It is derived from the last
         committed update alone, because commits of earlier updates may be lost."""
         return max((address.step + 1 for address in self.ledger.addresses("update_policy")), default=0)
 
-    def step_metrics(
-        self, step: int, starts: Iterable[float] = (), known: Mapping[Address, Ref] = _NONE
+    def read_step_metrics(
+        self, step: int, driver_starts: Iterable[float] = (), known_commits: Mapping[Address, Ref] = _NONE
     ) -> dict[str, float]:
         """Return all metrics of a step: those of its stages, `time/<stage>_s` summed over shards, and the throughput.
 
         Args:
             step: number of the step.
-            starts: start times of the run's drivers. If one is within the step, the step gets no step time and no
-                throughput, because the run was stopped in between.
-            known: commits that the caller has already read. They are not read again."""
-        commits = self.commits(step, known)
+            driver_starts: start times of the run's drivers. If one is within the step, the step gets no step time and
+                no throughput, because the run was stopped in between.
+            known_commits: commits that the caller has already read. They are not read again."""
+        commits = self.commits(step, known_commits)
         metrics: dict[str, float] = {}
         seconds: defaultdict[str, float] = defaultdict(float)
         shards: defaultdict[str, list[float]] = defaultdict(list)
-        counted = [{n: v for n, v in commit.metrics.items() if is_count(n)} for commit in commits]
+        counted = [{n: v for n, v in commit.metrics.items() if is_shard_metric(n)} for commit in commits]
         for commit in commits:
             seconds[f"time/{commit.address.stage}_s"] += commit.finished - commit.started
             for name, value in commit.metrics.items():
-                if not is_count(name):
+                if not is_shard_metric(name):
                     shards[name].append(value)
         for name, values in shards.items():
             combine = np.sum if name in _TOTALS else np.max if name.startswith(_SO_FAR) else np.mean
@@ -108,50 +108,50 @@ class History:
         if metrics.get(_TRUNK_ROWS):
             metrics["trunk/hit_rate"] = 1 - metrics[_TRUNK_COMPUTED] / metrics[_TRUNK_ROWS]
         published = {c.address.step: c.finished for c in commits if c.address.stage == "publish"}
-        before = known.get(Address("publish", step)) or self._read(Address("publish", step))
+        before = known_commits.get(Address("publish", step)) or self._read(Address("publish", step))
         after = published.get(step + 1)
-        if before is not None and after is not None and not any(before.finished < t < after for t in starts):
+        if before is not None and after is not None and not any(before.finished < t < after for t in driver_starts):
             metrics["time/step_s"] = max(after - before.finished, 1e-9)
-            metrics["samples_per_s"] = self.rows / metrics["time/step_s"]
+            metrics["samples_per_s"] = self.rows_per_step / metrics["time/step_s"]
             metrics["tokens_per_s"] = metrics.get("generate/tokens", 0.0) / metrics["time/step_s"]
         return metrics
 
-    def step_numbers(self, step: int) -> StepNumbers | None:
+    def read_step_numbers(self, step: int) -> StepNumbers | None:
         """Return the numbers of a step for `summary.json`, or None if a commit that contains them is lost. Only these
         commits are read, because a run may have ten thousand steps."""
-        commits = self._found(address for address in self.addresses(step) if address.stage in _NUMBERED)
+        commits = self._existing_refs(address for address in self.addresses(step) if address.stage in _NUMBERED)
         metrics = {name: value for commit in commits for name, value in commit.metrics.items()}
         if not metrics.keys() >= {STEP_METRIC, "kl/ref", "generate/tokens"}:
             return None
         fractions = {int(k.removeprefix(_FRACTION)): v for k, v in metrics.items() if k.startswith(_FRACTION)}
-        staleness = Counter({age: round(fraction * self.rows) for age, fraction in fractions.items()})
+        staleness = Counter({age: round(fraction * self.rows_per_step) for age, fraction in fractions.items()})
         return StepNumbers(
             step=step,
             reward=metrics[STEP_METRIC],
             kl=metrics["kl/ref"],
-            num_samples=self.rows,
+            num_samples=self.rows_per_step,
             num_tokens=int(sum(commit.metrics.get("generate/tokens", 0.0) for commit in commits)),
             staleness=staleness,
         )
 
-    def step_over(self, step: int, known: Mapping[Address, Ref] = _NONE) -> bool:
+    def is_step_finished(self, step: int, known_commits: Mapping[Address, Ref] = _NONE) -> bool:
         """Return True if the step is finished: all trained models are updated, and the next version of the policy is
-        published. Commits in `known` are not looked up."""
+        published. Commits in `known_commits` are not looked up."""
         updates = (Address(stage, step) for stage in update_stages(self.spec).values())
         ends = (*updates, Address("publish", step + 1))
-        return all(address in known or self.ledger.find(address) is not None for address in ends)
+        return all(address in known_commits or self.ledger.find(address) is not None for address in ends)
 
-    def steps_done(self) -> list[int]:
+    def finished_steps(self) -> list[int]:
         """Return the steps whose updates, advantages and generated shards are all committed."""
         over = max(self.ledger.closed_until(), self.store.dropped_before())
-        return steps_done(self.spec, over, self.ledger.addresses(from_step=over))
+        return finished_steps(self.spec, over, self.ledger.addresses(from_step=over))
 
-    def evaluation(self, version: int) -> Evaluation | None:
+    def read_evaluation(self, version: int) -> Evaluation | None:
         """Return the evaluation of a version, or None if any of its rows is not scored yet. The KL is None if the
         reference has not scored all rows."""
-        if not (self._has_all("evaluate", version) and self._has_all("evaluate_score", version)):
+        if not (self._is_stage_complete("evaluate", version) and self._is_stage_complete("evaluate_score", version)):
             return None
-        rollouts, scores = self.evaluated(version)
+        rollouts, scores = self.read_evaluated_rows(version)
         kl = self.evaluated_kl(version, rollouts)
         by_prompt = {int(p): float(s) for p, s in zip(rollouts.prompt_index, scores.scores, strict=True)}
         return Evaluation(
@@ -163,7 +163,7 @@ class History:
             parts={name: float(part.mean(dtype=np.float64)) for name, part in scores.parts.items()},
         )
 
-    def _has_all(self, stage: str, version: int) -> bool:
+    def _is_stage_complete(self, stage: str, version: int) -> bool:
         """Return True if every shard of one stage of an evaluation has a commit."""
         return all(self.ledger.find(Address(stage, version, s)) is not None for s in range(self.spec.eval_shards))
 
@@ -173,21 +173,21 @@ class History:
 
         The KL is the sum over the sampled tokens of log mu - log pi_ref, in float64. All tokens are sampled with this
         version, so no importance weights are needed."""
-        if not self._has_all("evaluate_reference", version):
+        if not self._is_stage_complete("evaluate_reference", version):
             return None
         reference = self.store.read_step("evaluate_reference", version, self.spec.eval_shards)
         difference = rollouts.sampler_logprobs.astype(np.float64) - reference.ref_logprobs
         of_rows: list[float] = np.where(rollouts.response_mask, difference, 0.0).sum(axis=1).tolist()
         return of_rows
 
-    def evaluated(self, version: int) -> tuple[Rollout, Scores]:
+    def read_evaluated_rows(self, version: int) -> tuple[Rollout, Scores]:
         """Return the rows and scores of an evaluation."""
         num = self.spec.eval_shards
         return self.store.read_step("evaluate", version, num), self.store.read_step("evaluate_score", version, num)
 
-    def evaluations(self) -> list[Evaluation]:
+    def read_evaluations(self) -> list[Evaluation]:
         """Return all complete evaluations, in order of version."""
-        return [e for e in map(self.evaluation, self.evaluated_versions()) if e is not None]
+        return [e for e in map(self.read_evaluation, self.evaluated_versions()) if e is not None]
 
     def evaluated_versions(self) -> list[int]:
         """Return the versions with scores for at least one shard of the held-out rows."""
@@ -202,13 +202,13 @@ def evaluation_metrics(evaluation: Evaluation, first: Evaluation | None = None) 
     prompts that the two evaluations have in common."""
     found = {EVALUATION_METRIC: evaluation.mean, "eval/kl": evaluation.kl, "eval/length_mean": evaluation.length}
     parts = evaluation.parts if len(evaluation.parts) > 1 else {}
-    gain = None if first is None else paired(first.scores, evaluation.scores)
+    gain = None if first is None else compare_paired(first.scores, evaluation.scores)
     if gain is not None:
-        found |= {"eval/gain": gain.gain, "eval/paired_t": gain.t}
+        found |= {"eval/gain": gain.gain, "eval/paired_t": gain.t_statistic}
     return {n: v for n, v in found.items() if v is not None} | {f"eval/{n}/mean": v for n, v in parts.items()}
 
 
-def alarm_text(version: int, metrics: Mapping[str, float]) -> str | None:
+def canary_alarm_text(version: int, metrics: Mapping[str, float]) -> str | None:
     """Return the text of the alarm that a canary's metrics raise, or None if they raise none."""
     if not metrics.get("mismatch/alarm"):
         return None

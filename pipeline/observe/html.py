@@ -16,23 +16,23 @@ _STATIC = Path(__file__).parent / "static"
 
 
 @cache
-def static(*names: str) -> str:
+def read_static(*names: str) -> str:
     """Return the content of files of `static/`, joined in the order given."""
     return "\n".join((_STATIC / name).read_text("utf8") for name in names)
 
 
-def policy(style: str, script: str, *others: str) -> str:
-    """Return a content security policy that allows this style and this script. `others` are further directives of the
-    policy. Everything else is forbidden."""
+def content_security_policy(style: str, script: str, *further_directives: str) -> str:
+    """Return a content security policy that allows this style and this script. `further_directives` are further
+    directives of the policy. Everything else is forbidden."""
     own = f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}"
-    return "; ".join([own, *others])
+    return "; ".join([own, *further_directives])
 
 
 def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def embedded(shown: Any) -> str:
+def to_embedded_json(shown: Any) -> str:
     """Return a value as JSON that is safe inside an HTML element, because it contains no `<`. Dataclasses become JSON
     objects."""
     found = json.dumps(shown, default=_fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -27,61 +27,66 @@ class WorkerLoss:
 
     gang: str
     worker: str
-    at: float
+    lost_at: float
     reason: str
-    built: float | None = None
+    rebuilt_at: float | None = None
     """Time at which the worker, or its whole gang, was rebuilt."""
-    trained: float | None = None
+    trained_again_at: float | None = None
     """Time at which the gang finished its first update after the loss. None for a gang that does not train."""
 
 
 @dataclass
 class WorkerLosses:
-    """All losses of workers so far. `take` must be called with every event, in order."""
+    """All losses of workers so far. `apply_event` must be called with every event, in order."""
 
-    together: Collection[str] = ()
+    rebuilt_together: Collection[str] = ()
     """Names of the gangs whose workers are lost and rebuilt together."""
-    found: list[WorkerLoss] = field(default_factory=list)
+    losses: list[WorkerLoss] = field(default_factory=list)
     """All losses, in order of time."""
     trainers: set[str] = field(default_factory=set)
     """Names of the gangs that train."""
     _step: int = 0
     """The step that is being trained."""
     _reported: set[int] = field(default_factory=set)
-    """Indices in `found` of the losses that `step_finished` has reported."""
+    """Indices in `losses` of the losses that `step_finished` reported."""
 
-    def take(self, event: Event) -> None:
+    def apply_event(self, event: Event) -> None:
         """Update the state with one event."""
         if event.gang is None:
             return
         if event.stage in _UPDATES:
             self.trainers.add(event.gang)
         if event.kind is EventKind.GANG_LOST:
-            self.found.append(WorkerLoss(event.gang, event.worker or event.gang, event.t, event.detail or ""))
+            self.losses.append(WorkerLoss(event.gang, event.worker or event.gang, event.t, event.detail or ""))
         elif event.kind is EventKind.GANG_BUILT:
-            self._replace(lambda loss: loss.built is None and self._repairs(event, loss), built=event.t)
+            self._update_losses(
+                lambda loss: loss.rebuilt_at is None and self._is_repaired_by(event, loss), rebuilt_at=event.t
+            )
         elif event.kind is EventKind.FINISHED and event.stage in _UPDATES:
             begun = event.t - (event.seconds or 0.0)
-            self._replace(
+            self._update_losses(
                 lambda loss: (
                     loss.gang == event.gang
-                    and loss.built is not None
-                    and begun >= loss.at
-                    and (loss.trained is None or event.t < loss.trained)  # ranks end an update at different times
+                    and loss.rebuilt_at is not None
+                    and begun >= loss.lost_at
+                    # The ranks end an update at different times: the earliest end counts.
+                    and (loss.trained_again_at is None or event.t < loss.trained_again_at)
                 ),
-                trained=event.t,
+                trained_again_at=event.t,
             )
 
-    def repaired_by(self, event: Event) -> WorkerLoss | None:
+    def loss_repaired_by(self, event: Event) -> WorkerLoss | None:
         """Return the first loss that this GANG_BUILT event repaired, or None if it repaired none."""
-        return next((loss for loss in self.found if loss.built == event.t and self._repairs(event, loss)), None)
+        return next(
+            (loss for loss in self.losses if loss.rebuilt_at == event.t and self._is_repaired_by(event, loss)), None
+        )
 
-    def _repairs(self, event: Event, loss: WorkerLoss) -> bool:
-        one = event.gang in self.together or event.worker in (None, loss.worker)
+    def _is_repaired_by(self, event: Event, loss: WorkerLoss) -> bool:
+        one = event.gang in self.rebuilt_together or event.worker in (None, loss.worker)
         return loss.gang == event.gang and one
 
-    def _replace(self, concerned: Callable[[WorkerLoss], bool], **change: Any) -> None:
-        self.found = [replace(loss, **change) if concerned(loss) else loss for loss in self.found]
+    def _update_losses(self, concerned: Callable[[WorkerLoss], bool], **change: Any) -> None:
+        self.losses = [replace(loss, **change) if concerned(loss) else loss for loss in self.losses]
 
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> tuple[list[str], dict[str, float]]:
         """Handle the end of a step. Return a message about each trainer that has trained again, and the metric
@@ -90,27 +95,29 @@ class WorkerLosses:
         If a gang was lost several times before it trained again, the time is counted from the first loss."""
         lost_at, self._step = self._step, step + 1
         back: dict[str, WorkerLoss] = {}
-        for number, loss in enumerate(self.found):
-            if loss.trained is not None and number not in self._reported:
+        for number, loss in enumerate(self.losses):
+            if loss.trained_again_at is not None and number not in self._reported:
                 self._reported.add(number)
                 back.setdefault(loss.gang, loss)
         replayed = int(sum(metrics.get(f"{role}/replayed_updates", 0.0) for role in ("policy", "critic")))
         updates = f"{replayed} update{'' if replayed == 1 else 's'} replayed"
         lines = [
-            f"{loss.worker} lost at step {lost_at}; rebuilt in {loss.built - loss.at:.0f} s, {updates}"
+            f"{loss.worker} lost at step {lost_at}; rebuilt in {loss.rebuilt_at - loss.lost_at:.0f} s, {updates}"
             for loss in back.values()
-            if loss.built is not None
+            if loss.rebuilt_at is not None
         ]
-        seconds = sum(loss.trained - loss.at for loss in back.values() if loss.trained is not None)
+        seconds = sum(
+            loss.trained_again_at - loss.lost_at for loss in back.values() if loss.trained_again_at is not None
+        )
         return lines, {"trainer/lost_s": seconds} if back else {}
 
 
-def worker_losses(events: Iterable[Event], together: Collection[str] = ()) -> WorkerLosses:
-    """Return the losses in all events of a journal. `together` are the gangs whose workers are lost and rebuilt
+def find_worker_losses(events: Iterable[Event], rebuilt_together: Collection[str] = ()) -> WorkerLosses:
+    """Return the losses in all events of a journal. `rebuilt_together` are the gangs whose workers are lost and rebuilt
     together."""
-    losses = WorkerLosses(together)
+    losses = WorkerLosses(rebuilt_together)
     for event in events:
-        losses.take(event)
+        losses.apply_event(event)
     return losses
 
 
@@ -139,7 +146,9 @@ class Incident:
     text: str
 
 
-def incident(event: Event, losses: WorkerLosses, lost_s: Mapping[tuple[str, float], float] = _NONE) -> Incident | None:
+def incident_of_event(
+    event: Event, losses: WorkerLosses, lost_s: Mapping[tuple[str, float], float] = _NONE
+) -> Incident | None:
     """Return the incident that an event describes, or None if the event is an ordinary one.
 
     Args:
@@ -147,12 +156,12 @@ def incident(event: Event, losses: WorkerLosses, lost_s: Mapping[tuple[str, floa
         losses: the losses of workers, this event included.
         lost_s: seconds from a loss until its gang trained again, by (gang, time of the loss), if known."""
     if event.kind is EventKind.GANG_BUILT:
-        loss = losses.repaired_by(event)
+        loss = losses.loss_repaired_by(event)
         if loss is None:
             return None
-        seconds = lost_s.get((loss.gang, loss.at))
+        seconds = lost_s.get((loss.gang, loss.lost_at))
         trained = "" if seconds is None else f"; trained again {seconds:.1f} s after the loss"
-        return Incident(event.t, "recovered", loss.worker, f"built again in {event.t - loss.at:.1f} s{trained}")
+        return Incident(event.t, "recovered", loss.worker, f"built again in {event.t - loss.lost_at:.1f} s{trained}")
     if event.kind not in _KINDS:
         return None
     node = None if event.stage is None else f"{event.stage} {'' if event.step is None else event.step}".strip()
@@ -162,7 +171,7 @@ def incident(event: Event, losses: WorkerLosses, lost_s: Mapping[tuple[str, floa
     return Incident(event.t, _KINDS[event.kind], where, text)
 
 
-def worst(incidents: Iterable[Incident], most: int) -> list[Incident]:
-    """Return up to `most` incidents, in order of time. If there are more, the most severe kinds are kept."""
-    kept = sorted(incidents, key=lambda one: (_WORST_FIRST.index(one.kind), one.at))[:most]
+def worst_incidents(incidents: Iterable[Incident], max_count: int) -> list[Incident]:
+    """Return up to `max_count` incidents, in order of time. If there are more, the most severe kinds are kept."""
+    kept = sorted(incidents, key=lambda one: (_WORST_FIRST.index(one.kind), one.at))[:max_count]
     return sorted(kept, key=lambda one: one.at)

@@ -125,7 +125,7 @@ class Journal:
             self._begin_part()
         self._listener(event)
 
-    def now(self, kind: EventKind, **fields: object) -> Event:
+    def append_now(self, kind: EventKind, **fields: object) -> Event:
         """Append an event with the current time of the driver's clock."""
         event = Event(t=time.time(), kind=kind, **fields)  # type: ignore[arg-type]
         self.append(event)
@@ -138,9 +138,9 @@ class Journal:
         Raises:
             AppendFailed: the file cannot be renamed."""
         self._file.close()
-        numbers = [number for number, _ in _parts(self.path)]
+        numbers = [number for number, _ in _list_parts(self.path)]
         try:
-            os.rename(self.path, _part(self.path, max(numbers, default=0) + 1))
+            os.rename(self.path, _part_path(self.path, max(numbers, default=0) + 1))
         except OSError as error:
             raise AppendFailed(f"cannot rename {self.path}: {error.strerror or error}") from error
         self._file = LineFile(self.path)
@@ -157,7 +157,7 @@ class Journal:
 
 def journal_exists(path: Path) -> bool:
     """Return True if a run has a journal: `events.jsonl` or, if the driver died between two parts, numbered parts."""
-    return path.exists() or bool(_parts(path))
+    return path.exists() or bool(_list_parts(path))
 
 
 def read_events(path: Path) -> Iterator[Event]:
@@ -176,7 +176,7 @@ def read_events(path: Path) -> Iterator[Event]:
             for number, line in enumerate(lines, start=1):
                 if not line.endswith(b"\n") and i == len(parts) - 1:
                     return
-                event = _whole_event(line)
+                event = _parse_event(line)
                 if event is None:
                     event = Event(before, EventKind.WARNED, detail=f"{name}: line {number} is torn, and is passed over")
                 before = event.t
@@ -188,9 +188,9 @@ def _open_parts(path: Path, stack: ExitStack) -> list[tuple[Path, IO[bytes]]]:
 
     The newest part is opened first. The driver may rename it to a numbered part before the numbered parts are listed.
     In that case the listing contains the file a second time, which is detected by comparing inodes."""
-    newest = stack.enter_context(path.open("rb")) if path.exists() or not _parts(path) else None
+    newest = stack.enter_context(path.open("rb")) if path.exists() or not _list_parts(path) else None
     parts: list[tuple[Path, IO[bytes]]] = []
-    for _, part in _parts(path):
+    for _, part in _list_parts(path):
         lines = stack.enter_context(part.open("rb"))
         if newest is not None and os.path.samestat(os.fstat(lines.fileno()), os.fstat(newest.fileno())):
             break
@@ -198,14 +198,14 @@ def _open_parts(path: Path, stack: ExitStack) -> list[tuple[Path, IO[bytes]]]:
     return parts if newest is None else [*parts, (path, newest)]
 
 
-def _parts(path: Path) -> list[tuple[int, Path]]:
+def _list_parts(path: Path) -> list[tuple[int, Path]]:
     """Return number and path of each full part, in order."""
     pattern = re.compile(re.escape(path.stem) + r"-(\d{6,})" + re.escape(path.suffix))
     found = path.parent.iterdir() if path.parent.is_dir() else ()
     return sorted((int(match[1]), part) for part in found if (match := pattern.fullmatch(part.name)))
 
 
-def _part(path: Path, number: int) -> Path:
+def _part_path(path: Path, number: int) -> Path:
     return path.with_name(f"{path.stem}-{number:06d}{path.suffix}")
 
 
@@ -215,18 +215,18 @@ def is_finished(events: Iterable[Event]) -> bool:
     return ends[-1:] == [EventKind.RUN_FINISHED]
 
 
-def run_starts(path: Path) -> list[float]:
+def read_run_starts(path: Path) -> list[float]:
     """Return the start time of each driver of a run, in seconds since the epoch; empty if there is no journal yet."""
     if not journal_exists(path):
         return []
     with ExitStack() as stack:  # a long run's journal has a million lines: parse only these few
         started = f'"{EventKind.RUN_STARTED.value}"'.encode()
         lines = [line for _, part in _open_parts(path, stack) for line in part if started in line]
-    events = (event for event in map(_whole_event, lines) if event is not None)
+    events = (event for event in map(_parse_event, lines) if event is not None)
     return [event.t for event in events if event.kind is EventKind.RUN_STARTED]
 
 
-def _whole_event(line: bytes) -> Event | None:
+def _parse_event(line: bytes) -> Event | None:
     """Return the event of a line, or None if the line is not an event."""
     try:
         return Event.from_json(line)
@@ -250,7 +250,7 @@ class LineFile:
         self.path = path
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            self._end = _whole_bytes(self._descriptor)
+            self._end = _complete_lines_bytes(self._descriptor)
             os.truncate(self._descriptor, self._end)
         except OSError as error:
             raise self._failure(error) from error
@@ -292,7 +292,7 @@ class LineFile:
         return AppendFailed(f"cannot write to {self.path}: {error.strerror or error}")
 
 
-def _whole_bytes(descriptor: int, block: int = 1 << 16) -> int:
+def _complete_lines_bytes(descriptor: int, block: int = 1 << 16) -> int:
     """Return the length of a file up to and including its last newline. The file is read backwards from its end."""
     end = os.fstat(descriptor).st_size
     while end > 0:

@@ -1,7 +1,7 @@
-"""Signs that a run does not learn: rules over the metrics of one step.
+"""Rules that show that a run does not learn. They are checked on the metrics of one step.
 
-The display shows signs in red. The alarms (pipeline/driver/alarms.py) count how many steps in a row a sign holds. The
-end of a run repeats them with advice. Pure functions.
+The display shows violated rules in red. The alarms (pipeline/driver/alarms.py) count for how many steps in a row a rule
+is violated. The end of a run repeats them with advice. Pure functions.
 
     equal_groups     most prompts have responses with equal scores: their advantages are 0
     cut_responses    most responses are cut by the length limit, and no critic values their ends
@@ -17,24 +17,24 @@ from dataclasses import dataclass
 
 from pipeline.observe.metric_catalogue import upper_limit
 
-EQUAL, CUT = "group/equal_fraction", "response/truncated_fraction"
-CUT_ALARM = 0.5
-"""Fraction of cut responses at which the sign `cut_responses` holds. Smaller fractions above the healthy range are
-shown in red, but do not count for the alarm."""
-STEPS, LENGTH_STEPS = 3, 10
-"""Number of steps in a row after which a sign becomes an alarm: the default, and the number for `constant_length`. The
-second number is larger, because short answers may have equal lengths by chance."""
+EQUAL_FRACTION, TRUNCATED_FRACTION = "group/equal_fraction", "response/truncated_fraction"
+MAX_TRUNCATED_FRACTION = 0.5
+"""Fraction of truncated responses at which the rule `cut_responses` is violated. Smaller fractions above the healthy
+range are shown in red, but do not count for the alarm."""
+ALARM_STEPS, EQUAL_LENGTH_ALARM_STEPS = 3, 10
+"""Number of steps in a row after which a violated rule raises an alarm: the default, and the number for
+`constant_length`. The second number is larger, because short answers may have equal lengths by chance."""
 
 
 @dataclass(frozen=True)
-class Sign:
+class RuleResult:
     """The result of one rule for one step."""
 
     rule: str
-    holds: bool
+    is_violated: bool
     text: str
-    steps: int = STEPS
-    """Number of steps in a row after which this sign becomes an alarm."""
+    alarm_steps: int = ALARM_STEPS
+    """Number of steps in a row after which the violated rule raises an alarm."""
 
 
 ADVICE = {
@@ -52,33 +52,35 @@ ADVICE = {
 """Advice for the next run, by rule of the alarm."""
 
 
-def learning_signs(metrics: Mapping[str, float], fixed_length: bool = False, warming_up: bool = False) -> list[Sign]:
-    """Return the signs for one step. A rule is skipped if the step lacks its metrics.
+def check_learning(
+    metrics: Mapping[str, float], has_fixed_length: bool = False, trains_only_critic: bool = False
+) -> list[RuleResult]:
+    """Return the result of each rule for one step. A rule is skipped if the step lacks its metrics.
 
     Args:
         metrics: the metrics of the step.
-        fixed_length: True if the config permits only one response length.
-        warming_up: True if the step trains only the critic."""
-    signs = []
-    equal, cut, deviation = metrics.get(EQUAL), metrics.get(CUT), metrics.get("reward/std")
+        has_fixed_length: True if the config permits only one response length.
+        trains_only_critic: True if the step trains only the critic."""
+    results = []
+    equal, cut, deviation = metrics.get(EQUAL_FRACTION), metrics.get(TRUNCATED_FRACTION), metrics.get("reward/std")
     if equal is not None:
-        text = f"{equal:.0%} of the groups had equal scores: nothing to learn from ({EQUAL})"
-        signs.append(Sign("equal_groups", not equal < upper_limit(EQUAL), text))
-    if equal is not None and cut is not None and not fixed_length:
-        text = f"{cut:.0%} of the responses were cut by the length limit ({CUT})"
-        signs.append(Sign("cut_responses", not cut < CUT_ALARM, text))
+        text = f"{equal:.0%} of the groups had equal scores: nothing to learn from ({EQUAL_FRACTION})"
+        results.append(RuleResult("equal_groups", not equal < upper_limit(EQUAL_FRACTION), text))
+    if equal is not None and cut is not None and not has_fixed_length:
+        text = f"{cut:.0%} of the responses were cut by the length limit ({TRUNCATED_FRACTION})"
+        results.append(RuleResult("cut_responses", not cut < MAX_TRUNCATED_FRACTION, text))
     if deviation is not None:
         score = metrics.get("reward/mean", 0.0)
         text = f"all responses had the same score, {score:.4g} (reward/std)"
-        signs.append(Sign("constant_score", not deviation > 1e-9 * max(1.0, abs(score)), text))
+        results.append(RuleResult("constant_score", not deviation > 1e-9 * max(1.0, abs(score)), text))
     mean, longest = metrics.get("response/length_mean"), metrics.get("response/length_max")
-    if mean is not None and longest is not None and not fixed_length:
+    if mean is not None and longest is not None and not has_fixed_length:
         text = f"all responses had {longest:g} tokens (response/length_max)"
         constant = mean == longest and cut is not None and cut < 1  # if all are cut, the limit is the length
-        signs.append(Sign("constant_length", constant, text, LENGTH_STEPS))
+        results.append(RuleResult("constant_length", constant, text, EQUAL_LENGTH_ALARM_STEPS))
     names = ("policy/lr", "policy/optimizer_steps", "policy/grad_norm_max")
     causes = {name: metrics[name] for name in names if name in metrics}
-    if causes and not warming_up:
+    if causes and not trains_only_critic:
         zero = " and ".join(f"{name} is 0" for name, value in causes.items() if value == 0)
-        signs.append(Sign("unmoved", bool(zero), f"no optimizer step changed the policy: {zero}"))
-    return signs
+        results.append(RuleResult("unmoved", bool(zero), f"no optimizer step changed the policy: {zero}"))
+    return results

@@ -28,25 +28,25 @@ from rich.text import Text
 
 from pipeline.observe.graph_view import GangView, work_text
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.metric_catalogue import REMEMBERED, findings, shown_numbers
-from pipeline.observe.text import plain, sparkline, visible
+from pipeline.observe.metric_catalogue import RECENT_STEPS, find_unhealthy_numbers, terminal_numbers
+from pipeline.observe.text import escape_control_characters, plain_text, sparkline
 from storage.redaction import redacted, redacted_text
 
-NOT_PROVEN, NOTHING = ". Not proven: ", "nothing"
-"""Separator in the text of an engine event, before the guarantees that the run lacks. If it lacks none, `NOTHING`
-follows."""
+UNPROVEN_PREFIX, NO_CAPABILITIES = ". Not proven: ", "nothing"
+"""Separator in the text of an engine event, before the guarantees that the run lacks. If it lacks none,
+`NO_CAPABILITIES` follows."""
 _SHOWN_NODES = 3
 """Maximum number of nodes listed by name per gang. Of further nodes only the number is shown."""
 
 
-def time_left(durations_s: list[float], steps_left: int) -> float | None:
+def estimate_seconds_left(durations_s: list[float], steps_left: int) -> float | None:
     """Return the estimated seconds left: the mean duration of the last five steps times the number of steps left. None
     before the first step."""
     recent = durations_s[-5:]
     return sum(recent) / len(recent) * steps_left if recent else None
 
 
-def clock(seconds: float | None) -> str:
+def format_clock(seconds: float | None) -> str:
     """Format seconds as h:mm:ss, or m:ss below an hour; "-" for None."""
     if seconds is None:
         return "-"
@@ -64,14 +64,14 @@ class Screen:
     """True if a program reads the output."""
     now: Callable[[], float] = time.time
 
-    def say(self, kind: str, line: str | Text, **fields: object) -> None:
+    def print_event(self, kind: str, line: str | Text, **fields: object) -> None:
         """Print a line. If a program reads the output, print a JSON object of `kind` and `fields` instead, in which NaN
         and infinity become null."""
         if self.json_lines:
             about = redacted(_finite({"t": round(self.now(), 3), "event": kind, **fields}))
             line = json.dumps(about, ensure_ascii=False, allow_nan=False)
         elif isinstance(line, str):
-            line = visible(redacted_text(line))
+            line = escape_control_characters(redacted_text(line))
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -90,7 +90,7 @@ class Progress:
         links: addresses or commands by label, for example of the Dask dashboard.
         first_step: the step at which a resumed run continues.
         workers: the gang of each worker that will be built.
-        together: gangs whose workers are all built at the same time.
+        rebuilt_together: gangs whose workers are all built at the same time.
         json_lines: True if a program reads the output."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Progress:
         first_step: int = 0,
         now: Callable[[], float] = time.time,
         workers: Mapping[str, str] | None = None,
-        together: Collection[str] = (),
+        rebuilt_together: Collection[str] = (),
         json_lines: bool = False,
     ) -> None:
         self._run_name = run_name
@@ -114,12 +114,12 @@ class Progress:
         self._started = self._last_step_at = now()
         self._begun = False
         self._durations_s: list[float] = []
-        self._recent: deque[Mapping[str, float]] = deque(maxlen=REMEMBERED)
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=RECENT_STEPS)
         self._first_entropy: float | None = None
         self._held_out: list[tuple[int, float]] = []
         self._gangs = dict(workers or {})
         """Gang of each worker that is up or expected to come up."""
-        self._together = frozenset(together)
+        self._together = frozenset(rebuilt_together)
         self._loading = dict.fromkeys(self._gangs, self._started)
         """Time since which each worker that is not up has been loading."""
         self._views: Mapping[str, GangView] = {}
@@ -128,35 +128,35 @@ class Progress:
         self._live = Live(get_renderable=self.render, console=self._console, refresh_per_second=4) if terminal else None
 
     @property
-    def live(self) -> bool:
-        """True if there is a live panel, which shows the views passed to `gangs`."""
+    def has_live_panel(self) -> bool:
+        """True if there is a live panel, which shows the views passed to `show_gangs`."""
         return self._live is not None
 
-    def event(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Update the state of the workers, and print warnings and messages of the event."""
         if event.kind is EventKind.SUBMITTED and not self._begun:
             self._begun, self._last_step_at = True, self._now()  # the first step does not include the workers' start
-            if self._gangs and not self.live:
+            if self._gangs and not self.has_live_panel:
                 seconds = self._now() - self._started
-                self._tell("ready", f"ready after {seconds:.1f} s", seconds=round(seconds, 3))
+                self._print("ready", f"ready after {seconds:.1f} s", seconds=round(seconds, 3))
         if event.kind is EventKind.WARNED:
-            self._tell("warning", f"WARNING: {event.detail}", text=event.detail)
+            self._print("warning", f"WARNING: {event.detail}", text=event.detail)
         if event.kind is EventKind.ENGINE:
-            self._tell_engine(event.detail or "")
+            self._print_engine_guarantees(event.detail or "")
         if event.worker is not None:
             gang = self._gangs[event.worker] = event.gang or event.worker
-            self._follow_worker(event, gang, event.worker)
+            self._update_worker(event, gang, event.worker)
 
-    def _follow_worker(self, event: Event, gang: str, worker: str) -> None:
+    def _update_worker(self, event: Event, gang: str, worker: str) -> None:
         if event.kind is EventKind.GANG_LOST:
             self._loading = {**self._loading, worker: event.t}
             text = f"{worker} lost at step {self._done}: {event.detail}"
-            self._tell("lost", text, worker=worker, step=self._done, text=event.detail)
+            self._print("lost", text, worker=worker, step=self._done, text=event.detail)
         elif event.kind is EventKind.GANG_BUILT:
             up = {name for name in self._loading if self._gangs.get(name) == gang and gang in self._together} | {worker}
             self._loading = {name: since for name, since in self._loading.items() if name not in up}
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step."""
         now = self._now()
         self._durations_s.append(now - self._last_step_at)
@@ -165,41 +165,40 @@ class Progress:
         self._recent.append(dict(metrics))
         if self._first_entropy is None:
             self._first_entropy = metrics.get("policy/entropy")
-        if not self.live:
-            red = findings(self._recent, self._first_entropy)
-            left_s = time_left(self._durations_s, self._num_steps - self._done)
-            numbers = "  ".join(f"{label} {value}".strip() for label, value in self._numbers())
-            text = (
-                f"step {self._done}/{self._num_steps}  {numbers}  {self._durations_s[-1]:.1f} s  left {clock(left_s)}"
-            )
-            self._tell(
+        if not self.has_live_panel:
+            red = find_unhealthy_numbers(self._recent, self._first_entropy)
+            left_s = estimate_seconds_left(self._durations_s, self._num_steps - self._done)
+            numbers = "  ".join(f"{label} {value}".strip() for label, value in self._step_numbers())
+            left = format_clock(left_s)
+            text = f"step {self._done}/{self._num_steps}  {numbers}  {self._durations_s[-1]:.1f} s  left {left}"
+            self._print(
                 "step", text + "".join(f"  !! {finding}" for finding in red), step=step, steps=self._num_steps,
                 seconds=round(self._durations_s[-1], 3), left_s=left_s, metrics=dict(metrics), unhealthy=red,
             )  # fmt: skip
 
-    def evaluation(self, version: int, mean: float) -> None:
+    def on_evaluation(self, version: int, mean: float) -> None:
         """Show the mean score of an evaluated version. A resumed run shows its earlier evaluations first."""
         self._held_out.append((version, mean))
-        if not self.live:
-            self._tell("evaluation", f"held-out reward {mean:.4g} at version {version}", version=version, reward=mean)
+        if not self.has_live_panel:
+            self._print("evaluation", f"held-out reward {mean:.4g} at version {version}", version=version, reward=mean)
 
-    def gangs(self, views: Sequence[GangView]) -> None:
+    def show_gangs(self, views: Sequence[GangView]) -> None:
         """Show the current work of each gang, or the reason why it waits."""
         self._views = {view.name: view for view in views}
 
-    def link(self, label: str, address: str) -> None:
+    def show_link(self, label: str, address: str) -> None:
         """Show a new address."""
         self._links[label] = address
-        if not self.live:
-            self._tell("link", f"{label}: {address}", label=label, address=address)
+        if not self.has_live_panel:
+            self._print("link", f"{label}: {address}", label=label, address=address)
 
-    def recovered(self, text: str) -> None:
+    def on_recovery(self, text: str) -> None:
         """Report that a lost worker has trained again."""
-        self._tell("recovered", text, text=text)
+        self._print("recovered", text, text=text)
 
-    def alarm(self, text: str) -> None:
+    def print_alarm(self, text: str) -> None:
         """Print an alarm. On a terminal it stays above the live panel."""
-        self._tell("alarm", plain(f"ALARM: {text}", "bold red"), text=text)
+        self._print("alarm", plain_text(f"ALARM: {text}", "bold red"), text=text)
 
     def render(self) -> RenderableType:
         """Return the current live panel."""
@@ -208,25 +207,25 @@ class Progress:
         head.add_column(ratio=1)
         head.add_column(no_wrap=True, justify="right")
         elapsed = self._now() - self._started
-        left = time_left(self._durations_s, self._num_steps - self._done)
+        left = estimate_seconds_left(self._durations_s, self._num_steps - self._done)
         head.add_row(
-            plain(f"{self._run_name}  step {self._done}/{self._num_steps}", "bold"),
+            plain_text(f"{self._run_name}  step {self._done}/{self._num_steps}", "bold"),
             ProgressBar(total=self._num_steps, completed=self._done),
-            f"{clock(elapsed)} gone, {clock(left)} left",
+            f"{format_clock(elapsed)} gone, {format_clock(left)} left",
         )
         parts: list[RenderableType] = [head]
         if self._loading and not self._begun:
             names = ", ".join(sorted(self._loading))
-            parts.append(plain(f"loading models: {names}, {elapsed:.0f} s", "yellow"))
+            parts.append(plain_text(f"loading models: {names}, {elapsed:.0f} s", "yellow"))
         rewards = [metrics["reward/mean"] for metrics in tuple(self._recent) if "reward/mean" in metrics]
-        numbers = [Text.assemble((f"{label} ", "dim"), (value, "bold")) for label, value in self._numbers()]
+        numbers = [Text.assemble((f"{label} ", "dim"), (value, "bold")) for label, value in self._step_numbers()]
         if len(rewards) > 1:
             numbers.insert(1, Text(sparkline(rewards), style="green"))
         parts += [Text("   ").join(numbers), self._gangs_table()]
-        red = findings(tuple(self._recent), self._first_entropy)
+        red = find_unhealthy_numbers(tuple(self._recent), self._first_entropy)
         if red:
-            parts.insert(-1, plain("   ".join(red), "bold red"))
-        parts += [plain(f"{label}: {where}", "dim") for label, where in tuple(self._links.items())]
+            parts.insert(-1, plain_text("   ".join(red), "bold red"))
+        parts += [plain_text(f"{label}: {where}", "dim") for label, where in tuple(self._links.items())]
         return Group(*parts)
 
     def __enter__(self) -> Progress:
@@ -234,19 +233,19 @@ class Progress:
             self._live.start()
             return self
         for label, address in self._links.items():
-            self._tell("link", f"{label}: {address}", label=label, address=address)
+            self._print("link", f"{label}: {address}", label=label, address=address)
         if self._loading:
             names = sorted(self._loading)
-            self._tell("loading", f"loading models: {', '.join(names)}", workers=names)
+            self._print("loading", f"loading models: {', '.join(names)}", workers=names)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._live is not None:
             self._live.stop()
 
-    def _numbers(self) -> list[tuple[str, str]]:
+    def _step_numbers(self) -> list[tuple[str, str]]:
         metrics = self._recent[-1] if self._recent else {}
-        shown = shown_numbers(metrics)
+        shown = terminal_numbers(metrics)
         if self._held_out:
             (_, first), (version, last) = self._held_out[0], self._held_out[-1]
             before = f" (v0: {first:.4g})" if len(self._held_out) > 1 else ""
@@ -264,16 +263,16 @@ class Progress:
             of_gang = {name: since for name, since in loading.items() if self._gangs.get(name) == gang}
             said = [work] if work else []
             said += [f"{name} loads models ({now - since:.0f} s)" for name, since in sorted(of_gang.items())]
-            wait = f"idle: {view.wait}" if view is not None and view.wait else "idle"
-            table.add_row(plain(gang, "cyan"), plain(", ".join(said)) if said else plain(wait, "dim"))
+            wait = f"idle: {view.wait_reason}" if view is not None and view.wait_reason else "idle"
+            table.add_row(plain_text(gang, "cyan"), plain_text(", ".join(said)) if said else plain_text(wait, "dim"))
         return table
 
-    def _tell_engine(self, detail: str) -> None:
+    def _print_engine_guarantees(self, detail: str) -> None:
         """Report the guarantees that the run lacks because of its engine. If it lacks none, only programs get a
         message."""
-        missing = detail.partition(NOT_PROVEN)[2]
-        if self._screen.json_lines or missing != NOTHING:
-            self._tell("engine", f"not proven in this run: {missing or detail}", text=detail)
+        missing = detail.partition(UNPROVEN_PREFIX)[2]
+        if self._screen.json_lines or missing != NO_CAPABILITIES:
+            self._print("engine", f"not proven in this run: {missing or detail}", text=detail)
 
-    def _tell(self, kind: str, line: str | Text, **fields: object) -> None:
-        self._screen.say(kind, line, **fields)
+    def _print(self, kind: str, line: str | Text, **fields: object) -> None:
+        self._screen.print_event(kind, line, **fields)

@@ -3,11 +3,11 @@
     METRICS    unit, x-axis and healthy range of every metric; docs/metrics.md explains them, a test keeps both equal
     TERMINAL   metrics on the line of a step and in the live panel
     PANELS     learning curves in the report and in plots/curves.png; `/stageline` shows the first two panels
-    OVERVIEW   metrics that MLflow's page shows first; MLflow gets every metric of a step except `NEVER`
+    OVERVIEW   metrics that MLflow's page shows first; MLflow gets every metric of a step except `UNTRACKED`
 
-In the name of a metric, a part in angle brackets stands for any word: `time/<stage>_s`. `findings` returns the
-unhealthy numbers that the display shows in red. Problems that need attention at once are alarms (`alarms.*`) instead.
-Pure functions; standard library only.
+In the name of a metric, a part in angle brackets stands for any word: `time/<stage>_s`. `find_unhealthy_numbers`
+returns the unhealthy numbers that the display shows in red. Problems that need attention at once are alarms
+(`alarms.*`) instead. Pure functions; standard library only.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ OVERVIEW = {
 }
 """Metrics that are logged a second time under the heading `Overview`. MLflow's page lists headings with capitals first,
 and opens only the first few."""
-NEVER = frozenset(
+UNTRACKED = frozenset(
     (
         "score/mean",  # the same as reward/mean
         "policy/proximal_recomputed", "mismatch/alarm_nats", "publish/bytes",  # in the config
@@ -111,7 +111,7 @@ NEVER = frozenset(
     )
 )  # fmt: skip
 """Metrics that are committed with a node but not tracked, because they are duplicates or constants."""
-QUIET = frozenset(
+TRACKED_IF_NONZERO = frozenset(
     (
         "generate/fetch_s", "generate/fetched_bytes", "generate/preemptions", "generate/rows_finished_elsewhere",
         "generate/shared_fraction", "group/skipped_rows", "kl/ref_capped_share", "mismatch/alarm",
@@ -272,56 +272,60 @@ _PATTERNS = tuple(
 
 
 @cache
-def find(name: str) -> Metric | None:
+def find_metric(name: str) -> Metric | None:
     """Return the catalogue's entry of a metric, or None if there is no entry."""
     return next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
 
 
 def upper_limit(name: str) -> float:
     """Return the upper end of a metric's healthy range. Raises ValueError unless the range is given as `below X`."""
-    metric = find(name)
+    metric = find_metric(name)
     if metric is None or not metric.healthy.startswith("below "):
         raise ValueError(f"the catalogue has no healthy range `below X` of {name}")
     return float(metric.healthy.removeprefix("below "))
 
 
-def shown_numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+def terminal_numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return the numbers of a step to show on the terminal, as (label, number with unit)."""
     names = TERMINAL + (GROUPED_TERMINAL if GROUPED_TERMINAL[0][0] in metrics else ())
     return [(label, f"{metrics[name]:.4g}{unit}") for name, label, unit in names if name in metrics]
 
 
-def tracked(values: Mapping[str, float], off: Collection[str], seen: Collection[str]) -> dict[str, float]:
+def select_tracked(
+    values: Mapping[str, float], meaningless: Collection[str], tracked_before: Collection[str]
+) -> dict[str, float]:
     """Return the metrics to send to the tracking, those of the overview first.
 
     Args:
         values: all metrics.
-        off: names of metrics that have no meaning under the run's config.
-        seen: names of metrics that were tracked before."""
+        meaningless: names of metrics that have no meaning under the run's config.
+        tracked_before: names of metrics that were tracked before."""
     kept = {
         name: value
         for name, value in values.items()
-        if name not in NEVER and name not in off and (value != 0 or name not in QUIET or name in seen)
+        if name not in UNTRACKED
+        and name not in meaningless
+        and (value != 0 or name not in TRACKED_IF_NONZERO or name in tracked_before)
     }
     return {overview: kept[name] for name, overview in OVERVIEW.items() if name in kept} | kept
 
 
 # ---- unhealthy numbers -----------------------------------------------------------------------------------
 
-APPROX_KL = 0.1
+MAX_APPROX_KL = 0.1
 """Largest healthy `approx_kl`: the change of the policy by one update, in nats per token."""
-RATIO = 100.0
-ENTROPY = 0.1
+MAX_RATIO = 100.0
+MIN_ENTROPY = 0.1
 """Lowest healthy entropy, in nats per token."""
-COLLAPSE = 0.2
+MIN_ENTROPY_FRACTION = 0.2
 """Lowest healthy entropy, as a fraction of the first step's entropy."""
-CRITIC_STEPS = 5
+MAX_NEGATIVE_STEPS = 5
 """Number of steps in a row with a negative explained variance after which it counts as unhealthy."""
-REMEMBERED = 50
-"""Number of recent steps that callers keep for `findings`."""
+RECENT_STEPS = 50
+"""Number of recent steps that callers keep for `find_unhealthy_numbers`."""
 
 
-def findings(recent: Sequence[Mapping[str, float]], first_entropy: float | None = None) -> list[str]:
+def find_unhealthy_numbers(recent: Sequence[Mapping[str, float]], first_entropy: float | None = None) -> list[str]:
     """Return the unhealthy numbers of the last step, each as a short text with its limit. NaN is unhealthy.
 
     Args:
@@ -330,7 +334,7 @@ def findings(recent: Sequence[Mapping[str, float]], first_entropy: float | None 
     if not recent:
         return []
     last, found = recent[-1], []
-    limits = (("policy/approx_kl", "approx_kl", APPROX_KL), ("policy/ratio_max", "ratio_max", RATIO))
+    limits = (("policy/approx_kl", "approx_kl", MAX_APPROX_KL), ("policy/ratio_max", "ratio_max", MAX_RATIO))
     for name, label, limit in limits:
         if name in last and not last[name] <= limit:
             found.append(f"{label} {last[name]:.4g} > {limit:g}")
@@ -339,10 +343,12 @@ def findings(recent: Sequence[Mapping[str, float]], first_entropy: float | None 
             found.append(f"{label} {last[name]:.3g} >= {upper_limit(name):g}")
     entropy = last.get("policy/entropy")
     if entropy is not None:
-        floor = max(ENTROPY, COLLAPSE * first_entropy) if first_entropy is not None else ENTROPY
+        floor = max(MIN_ENTROPY, MIN_ENTROPY_FRACTION * first_entropy) if first_entropy is not None else MIN_ENTROPY
         if not entropy >= floor:
             found.append(f"entropy {entropy:.3g} < {floor:.3g}: collapsing")
-    explained = [m["critic/explained_variance"] for m in recent if "critic/explained_variance" in m][-CRITIC_STEPS:]
-    if len(explained) == CRITIC_STEPS and not any(value >= 0 for value in explained):
-        found.append(f"explained variance {explained[-1]:.2f} < 0 for {CRITIC_STEPS} steps")
+    explained = [m["critic/explained_variance"] for m in recent if "critic/explained_variance" in m][
+        -MAX_NEGATIVE_STEPS:
+    ]
+    if len(explained) == MAX_NEGATIVE_STEPS and not any(value >= 0 for value in explained):
+        found.append(f"explained variance {explained[-1]:.2f} < 0 for {MAX_NEGATIVE_STEPS} steps")
     return found

@@ -98,10 +98,10 @@ class SpoolWriter:
         run_id: str | None = self._state["run_id"]
         return run_id
 
-    def count_left(self) -> int:
+    def count_undelivered(self) -> int:
         """Return the number of items in the spool that are not delivered."""
         start = min(self._state["metrics"], self._state["rest"])
-        return sum(end > self._state[_lane(item)] for end, item in read_spool(self._spool, start))
+        return sum(end > self._state[_queue_name(item)] for end, item in read_spool(self._spool, start))
 
     def _read(self) -> bool:
         """Read about WINDOW_BYTES of the spool if both queues are empty. Return True if there are items to deliver.
@@ -112,8 +112,8 @@ class SpoolWriter:
             first = self._read_to
             for end, item in read_spool(self._spool, self._read_to):
                 self._read_to = end
-                if end > self._state[_lane(item)]:
-                    (self._metrics if _lane(item) == "metrics" else self._rest).append((end, item))
+                if end > self._state[_queue_name(item)]:
+                    (self._metrics if _queue_name(item) == "metrics" else self._rest).append((end, item))
                     if end - first > WINDOW_BYTES:
                         break
                 else:
@@ -162,7 +162,9 @@ class SpoolWriter:
                 "model": self._model,
                 "close": self._close,
             }
-            self._unless_refused(f"{item['kind']} {item.get('step', '')}", partial(send[item["kind"]], client, item))
+            self._send_unless_rejected(
+                f"{item['kind']} {item.get('step', '')}", partial(send[item["kind"]], client, item)
+            )
         self._rest.popleft()
         self._state["rest"] = end
         self._save()
@@ -187,20 +189,22 @@ class SpoolWriter:
         try:
             client.log_batch(self.run_id, metrics=batch)
         except MlflowException as error:
-            if not _refused(error):
+            if not _is_rejected(error):
                 raise
             for metric in batch:  # one bad name must not lose the others
-                self._unless_refused(f"metric {metric.key}", partial(client.log_batch, self.run_id, metrics=[metric]))
+                self._send_unless_rejected(
+                    f"metric {metric.key}", partial(client.log_batch, self.run_id, metrics=[metric])
+                )
 
-    def _unless_refused(self, what: str, send: Callable[[], None]) -> None:
+    def _send_unless_rejected(self, description: str, send: Callable[[], None]) -> None:
         """Send an item by calling `send`. If the store rejects the item for good, report a warning and drop it, so that
         it does not block later items."""
         try:
             send()
         except MlflowException as error:
-            if not _refused(error):
+            if not _is_rejected(error):
                 raise
-            self._report({"warning": f"MLflow refused {what.strip()}: {error.message}"})
+            self._report({"warning": f"MLflow refused {description.strip()}: {error.message}"})
 
     def _open(self, client: MlflowClient, item: Item) -> None:
         """Continue the MLflow run whose id is in the state file. If there is none, continue the run that is tagged with
@@ -245,7 +249,7 @@ class SpoolWriter:
         id, so a repeated delivery is harmless."""
         name = f"step {item['step']}"
         otel_id = hashlib.sha256(f"{self._state['key']} {name}".encode()).hexdigest()[:32]
-        start, end = _extent(item["spans"])
+        start, end = _time_range(item["spans"])
         tracing = TracingClient(self._uri)
         tracing.log_spans(self._state["experiment_id"], _spans(otel_id, name, item))
         tracing.start_trace(
@@ -300,12 +304,12 @@ class SpoolWriter:
         new.replace(self._state_path)
 
 
-def _lane(item: Item) -> str:
+def _queue_name(item: Item) -> str:
     """Return the name of the queue of an item."""
     return "metrics" if item["kind"] == "metrics" else "rest"
 
 
-def _refused(error: MlflowException) -> bool:
+def _is_rejected(error: MlflowException) -> bool:
     return bool(error.get_http_status_code() == 400)
 
 
@@ -318,7 +322,7 @@ def _artifact_location(uri: str, experiment: str) -> str | None:
     return (folder / experiment).as_uri()
 
 
-def _extent(spans: Iterable[Item]) -> tuple[float, float]:
+def _time_range(spans: Iterable[Item]) -> tuple[float, float]:
     """Return the earliest start and the latest end of the spans."""
     times = [(span["start_s"], span["end_s"]) for span in spans]
     return min(start for start, _ in times), max(end for _, end in times)
@@ -331,9 +335,11 @@ def _spans(otel_id: str, name: str, item: Item) -> list[Span]:
     for span in item["spans"]:
         of_gang.setdefault(span["gang"], []).append(span)
     root = {"step": item["step"], _IN: item.get("asked", ""), _OUT: item.get("answered", "")}
-    made = [_span(otel_id, 0, None, name, _extent(item["spans"]), root, "CHAIN")]
+    made = [_span(otel_id, 0, None, name, _time_range(item["spans"]), root, "CHAIN")]
     gangs = {gang: number for number, gang in enumerate(of_gang, start=1)}
-    made += [_span(otel_id, n, 0, gang, _extent(of_gang[gang]), {"gang": gang}, "CHAIN") for gang, n in gangs.items()]
+    made += [
+        _span(otel_id, n, 0, gang, _time_range(of_gang[gang]), {"gang": gang}, "CHAIN") for gang, n in gangs.items()
+    ]
     for gang, spans in of_gang.items():
         for span in spans:
             about = {"stage": span["stage"], "gang": gang, "worker": span["worker"], **span["attributes"]}
@@ -384,7 +390,7 @@ def _without_credentials(uri: str) -> str:
     return bare
 
 
-def serve(writer: SpoolWriter, uri: str, timeout_s: float, report: Callable[[Item], None]) -> None:
+def deliver_until_closed(writer: SpoolWriter, uri: str, timeout_s: float, report: Callable[[Item], None]) -> None:
     """Deliver items until stdin is closed and everything is sent.
 
     After stdin is closed, the delivery ends at the latest after `timeout_s`, or after `DOWN_S` if the store cannot be
@@ -433,8 +439,8 @@ def main(arguments: Iterable[str]) -> int:
         # The writer of an earlier attempt may still deliver this spool, at most for this time.
         take_lock(lock, path, 2 * float(timeout_s) + DOWN_S)
         writer = SpoolWriter(uri, Path(spool), report)
-        serve(writer, uri, float(timeout_s), report)
-        left = writer.count_left()
+        deliver_until_closed(writer, uri, float(timeout_s), report)
+        left = writer.count_undelivered()
         report({"run_id": writer.run_id, "left": left})
     return 0 if left == 0 else 1
 

@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pipeline.observe.incidents import Incident, WorkerLosses, incident
+from pipeline.observe.incidents import Incident, WorkerLosses, incident_of_event
 from pipeline.observe.journal import Event, EventKind
 from storage.address import Address
 
@@ -18,21 +18,21 @@ _INCIDENTS = 12
 
 
 @dataclass(frozen=True)
-class HandedOut:
+class SubmittedNode:
     """A node that was handed to a worker and has not ended. It is running or queued there."""
 
     gang: str | None
     worker: str
-    at: float
+    submitted_at: float
     """Time at which it was handed out, seconds since the epoch."""
 
 
 @dataclass(frozen=True)
-class Ended:
+class FinishedNode:
     """A node whose output is committed."""
 
     worker: str
-    at: float
+    finished_at: float
     """Time of the commit, seconds since the epoch."""
     seconds: float
     """Duration of the execution."""
@@ -40,56 +40,61 @@ class Ended:
 
 @dataclass
 class NodeEvents:
-    """The current state of nodes and workers. `take` must be called with every event, in order."""
+    """The current state of nodes and workers. `apply_event` must be called with every event, in order."""
 
     losses: WorkerLosses = field(default_factory=WorkerLosses)
-    out: dict[Address, HandedOut] = field(default_factory=dict)
-    ended: OrderedDict[Address, Ended] = field(default_factory=OrderedDict)
+    submitted: dict[Address, SubmittedNode] = field(default_factory=dict)
+    finished: OrderedDict[Address, FinishedNode] = field(default_factory=OrderedDict)
     """The nodes that finished last."""
     incidents: deque[Incident] = field(default_factory=lambda: deque(maxlen=_INCIDENTS))
-    last: float = 0.0
+    latest_event_s: float = 0.0
     """Time of the latest event, seconds since the epoch."""
     _free_since: dict[str, float] = field(default_factory=dict)
     """Time at which each worker last finished a node."""
 
-    def begun(self, address: Address, parents: Iterable[Address], threads: int) -> float | None:
+    def earliest_start(self, address: Address, parents: Iterable[Address], threads: int) -> float | None:
         """Return the earliest time at which a node in progress can have started, in seconds since the epoch.
 
         At this time the node had been handed out and its parents were done. If the worker has only one thread, its
         previous node had ended too. Return None if the journal has no such node in progress."""
-        out = self.out.get(address)
+        out = self.submitted.get(address)
         if out is None:
             return None
-        times = [out.at, *(self.ended[parent].at for parent in parents if parent in self.ended)]
+        times = [
+            out.submitted_at,
+            *(self.finished[parent].finished_at for parent in parents if parent in self.finished),
+        ]
         times += [self._free_since.get(out.worker, 0.0)] if threads == 1 else []
         return max(times)
 
-    def take(self, event: Event) -> None:
+    def apply_event(self, event: Event) -> None:
         """Update the state with one event."""
-        self.last = max(self.last, event.t)
-        self.losses.take(event)
-        found = incident(event, self.losses)
+        self.latest_event_s = max(self.latest_event_s, event.t)
+        self.losses.apply_event(event)
+        found = incident_of_event(event, self.losses)
         if found is not None:
             self.incidents.append(found)
         if event.kind in (EventKind.RUN_STARTED, EventKind.RUN_FINISHED):
-            self.out.clear()
+            self.submitted.clear()
         if event.kind is EventKind.GANG_LOST:
-            together = event.gang in self.losses.together
-            lost = {a for a, o in self.out.items() if (o.gang == event.gang if together else o.worker == event.worker)}
-            self.out = {address: out for address, out in self.out.items() if address not in lost}
+            together = event.gang in self.losses.rebuilt_together
+            lost = {
+                a for a, o in self.submitted.items() if (o.gang == event.gang if together else o.worker == event.worker)
+            }
+            self.submitted = {address: out for address, out in self.submitted.items() if address not in lost}
         if event.stage is not None and event.step is not None:
-            self._take_node(event, Address(event.stage, event.step, event.shard or 0))
+            self._apply_node_event(event, Address(event.stage, event.step, event.shard or 0))
 
-    def _take_node(self, event: Event, address: Address) -> None:
+    def _apply_node_event(self, event: Event, address: Address) -> None:
         if event.kind is EventKind.SUBMITTED:
-            self.ended.pop(address, None)
+            self.finished.pop(address, None)
             if event.worker is not None:
-                self.out[address] = HandedOut(event.gang, event.worker, event.t)
+                self.submitted[address] = SubmittedNode(event.gang, event.worker, event.t)
         elif event.kind in (EventKind.FINISHED, EventKind.FAILED):
-            self.out.pop(address, None)
+            self.submitted.pop(address, None)
         # The event of rank 0 comes first. Other ranks have events only if their times differ.
-        if event.kind is EventKind.FINISHED and event.worker is not None and address not in self.ended:
-            self.ended[address] = Ended(event.worker, event.t, event.seconds or 0.0)
+        if event.kind is EventKind.FINISHED and event.worker is not None and address not in self.finished:
+            self.finished[address] = FinishedNode(event.worker, event.t, event.seconds or 0.0)
             self._free_since[event.worker] = event.t
-            if len(self.ended) > _REMEMBERED:
-                self.ended.popitem(last=False)
+            if len(self.finished) > _REMEMBERED:
+                self.finished.popitem(last=False)

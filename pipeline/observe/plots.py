@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from pipeline.observe.curves import RunCurves, panels_of
+from pipeline.observe.curves import RunCurves, panels_to_draw
 from pipeline.observe.metric_catalogue import PANELS, Panel
 from pipeline.observe.timeline import OTHER_COLOUR, STAGE_COLOURS, Box, Lane, Timeline
 
@@ -35,7 +35,7 @@ Points = Sequence[tuple[float, float]]
 def plot_timeline(timeline: Timeline, losses: Sequence[tuple[float, str]], path: Path, title: str) -> None:
     """Draw the stages that each worker ran over time. The number in a box is its PPO step. `losses` are pairs of the
     time at which a worker was lost and its name."""
-    windows = [window for window in (timeline.middle, (timeline.start_s, timeline.end_s)) if window is not None]
+    windows = [window for window in (timeline.middle_period, (timeline.start_s, timeline.end_s)) if window is not None]
     height = 0.42 * max(len(timeline.lanes), 2) + 0.7
     figure = Figure(figsize=(13, len(windows) * height + 1.5), dpi=130, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -43,18 +43,18 @@ def plot_timeline(timeline: Timeline, losses: Sequence[tuple[float, str]], path:
     for ax, window in zip(axes, windows, strict=True):
         _draw_window(ax, timeline, window, panel_width_px=1550)
         for start, _ in timeline.gaps:
-            if window[0] <= timeline.at(start) <= window[1]:
-                ax.axvline(timeline.at(start) - timeline.start_s, color=INK, lw=1.0, ls=":")
-        for at, worker in [(timeline.at(t), name) for t, name in losses]:
+            if window[0] <= timeline.without_gaps(start) <= window[1]:
+                ax.axvline(timeline.without_gaps(start) - timeline.start_s, color=INK, lw=1.0, ls=":")
+        for at, worker in [(timeline.without_gaps(t), name) for t, name in losses]:
             if window[0] <= at <= window[1]:
                 left_s = at - timeline.start_s
                 ax.axvline(left_s, color="#c00000", lw=1.2, ls="--")
                 where = ("data", "axes fraction")
                 ax.annotate(f"{worker} lost", (left_s, 1.0), xycoords=where, fontsize=7, color="#c00000")
-    if timeline.middle is not None:
+    if timeline.middle_period is not None:
         axes[0].set_title("Middle steps", loc="left", fontsize=10, color=INK)
         axes[1].set_title("Whole run (shaded: the steps above)", loc="left", fontsize=10, color=INK)
-        left, right = (t - timeline.start_s for t in timeline.middle)
+        left, right = (t - timeline.start_s for t in timeline.middle_period)
         axes[1].axvspan(left, right, color="#000000", alpha=0.07, zorder=0, lw=0)
     between = " (dotted: resumed; the time between is left out)" if timeline.gaps else ""
     axes[-1].set_xlabel(f"seconds since the first stage started{between}", color=INK)
@@ -68,7 +68,7 @@ def plot_timeline(timeline: Timeline, losses: Sequence[tuple[float, str]], path:
 
 def plot_curves(curves: RunCurves, path: Path, title: str, panels: Sequence[Panel] = PANELS) -> None:
     """Draw the learning curves as a grid of small plots. Panels for which the run has no metric are left out."""
-    shown = panels_of([curves], panels)
+    shown = panels_to_draw([curves], panels)
     columns = max(1, min(4, math.ceil(len(shown) / 2)))
     rows = max(1, math.ceil(len(shown) / columns))
     figure = Figure(figsize=(4.2 * columns, 2.9 * rows + 0.5), dpi=130, facecolor="white")

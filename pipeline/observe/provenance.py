@@ -38,11 +38,15 @@ def git_commit() -> str:
     return commit + ("+changes" if commit and git("status", "--porcelain", "--untracked-files=no") else "")
 
 
-def started_by() -> dict[str, str]:
+def driver_origin() -> dict[str, str]:
     """Return the fields of a RUN_STARTED event: the driver's command line, its host and the commit of its code."""
     program, *arguments = sys.argv or [""]
     named = "python -m pipeline.cli" if program.endswith("__main__.py") else Path(program).name
-    found = {"command": f"{named} {shlex.join(arguments)}".strip(), "host": platform.node(), "code": git_commit()}
+    found = {
+        "command": f"{named} {shlex.join(arguments)}".strip(),
+        "host": platform.node(),
+        "code": git_commit(),
+    }
     return {key: value for key, value in found.items() if value}
 
 
@@ -100,14 +104,14 @@ def slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
     )
 
 
-def tunnel(dashboard: str, login: str | None) -> str:
+def tunnel_command(dashboard: str, login_host: str | None) -> str:
     """Return the ssh command with which users forward a dashboard on this node to their own machine.
 
     Args:
         dashboard: URL of the dashboard.
-        login: the host from which the job was submitted. It is used as jump host."""
+        login_host: the host from which the job was submitted. It is used as jump host."""
     address = urlsplit(dashboard)
-    through = "" if login is None else f"-J {login} "
+    through = "" if login_host is None else f"-J {login_host} "
     return f"ssh -N {through}-L {address.port}:{address.hostname}:{address.port} {platform.node()}"
 
 
@@ -115,22 +119,22 @@ def dashboard_tags(dashboard: str, environment: Mapping[str, str]) -> dict[str, 
     """Return the tags for the tracking: the address of the dashboard and, in a Slurm job, the ssh command to reach
     it."""
     job, tags = slurm_job(environment), {"dashboard": dashboard}
-    return tags if job is None else tags | {"dashboard_tunnel": tunnel(dashboard, job.submitted_from)}
+    return tags if job is None else tags | {"dashboard_tunnel": tunnel_command(dashboard, job.submitted_from)}
 
 
 # ---- description in MLflow -------------------------------------------------------------------------------
 
 
-def code(text: str) -> str:
+def markdown_code(text: str) -> str:
     """Return text as one line of markdown code, in which markup has no effect."""
     one_line = " ".join(text.replace("`", "'").split())
     return f"`{one_line}`" if one_line else "-"
 
 
-def run_note(what: str, facts: Mapping[str, str], result: str) -> str:
+def run_description(sentence: str, facts: Mapping[str, str], result: str) -> str:
     """Return the run's description for MLflow: a sentence, a table of facts, and the result."""
-    rows = "\n".join(f"| {name} | {code(value.replace('|', '/'))} |" for name, value in facts.items() if value)
-    return f"{what}\n\n| | |\n|---|---|\n{rows}\n\n**Result:** {result}\n"
+    rows = "\n".join(f"| {name} | {markdown_code(value.replace('|', '/'))} |" for name, value in facts.items() if value)
+    return f"{sentence}\n\n| | |\n|---|---|\n{rows}\n\n**Result:** {result}\n"
 
 
 _IN_NOTE = ("held_out", "kl", "speed", "overlap", "lost", "best", "hint")
@@ -140,7 +144,7 @@ _IN_NOTE = ("held_out", "kl", "speed", "overlap", "lost", "best", "hint")
 def result_text(status: str, summary: Summary | None, ended: str = "") -> str:
     """Return a sentence about the state and the results of a run. `ended` is the reason why the run ended before its
     last step."""
-    why = f": {code(ended[:400])}" if ended else ""
+    why = f": {markdown_code(ended[:400])}" if ended else ""
     if summary is None:
         return f"{status.lower()}{why}"
     shown = [line for line in summary_lines(summary) if line.key in _IN_NOTE]

@@ -75,7 +75,7 @@ class StageRows:
         difference = self.policy.policy_logprobs - self.rollout.sampler_logprobs
         return np.where(self.rollout.response_mask, difference, 0.0)
 
-    def array(self, name: str) -> np.ndarray | None:
+    def find_array(self, name: str) -> np.ndarray | None:
         """Return the array of that name, from whichever output has it. None if no output has it. The scores are not
         searched."""
         for record in (self.rollout, self.reference, self.policy, self.values, self.advantages):
@@ -84,17 +84,17 @@ class StageRows:
         return None
 
 
-def stored_steps(history: History, *, whole: bool = False) -> list[int]:
+def stored_steps(history: History, *, complete_only: bool = False) -> list[int]:
     """Return the numbers of the steps with committed rows, ascending. Steps whose rows were deleted
     (`storage.keep.rollouts`) are left out.
 
-    If `whole` is true, only steps with all their rows are returned."""
+    If `complete_only` is true, only steps with all their rows are returned."""
     addresses = history.ledger.addresses("generate", history.store.dropped_before())
     shards = Counter(address.step for address in addresses)
-    return sorted(step for step, number in shards.items() if not whole or number == history.spec.shards)
+    return sorted(step for step, number in shards.items() if not complete_only or number == history.spec.shards)
 
 
-def whole_step(history: History, step: int) -> StageRows:
+def read_step(history: History, step: int) -> StageRows:
     """Return all rows of a step. The output of a stage is None if it is incomplete or cannot be read.
 
     Raises:
@@ -112,7 +112,7 @@ def whole_step(history: History, step: int) -> StageRows:
     return StageRows(step, 0, rollout, scores, reference, read("logprob"), read("value"), read("advantage", 1))
 
 
-def shards_of_step(history: History, step: int) -> Iterator[StageRows]:
+def read_step_shards(history: History, step: int) -> Iterator[StageRows]:
     """Yield the generated shards of a step, each with the outputs of the other stages.
 
     Raises:
@@ -134,7 +134,7 @@ def shards_of_step(history: History, step: int) -> Iterator[StageRows]:
             )
 
 
-def shards_of_evaluation(history: History, version: int) -> Iterator[StageRows]:
+def read_evaluation_shards(history: History, version: int) -> Iterator[StageRows]:
     """Yield the generated shards of an evaluation, each with its scores and the log-probs of the reference."""
     for shard in range(history.spec.eval_shards):
         rollout = _read(history, "evaluate", version, shard)
@@ -149,7 +149,7 @@ def _read(history: History, stage: str, step: int, shard: int = 0) -> Any:
     return None if history.ledger.find(address) is None else history.store.read(address)
 
 
-def text_of_tokens(root: files.Root, model: str) -> Decode:
+def token_decoder(root: files.Root, model: str) -> Decode:
     """Return a function from token ids to text without special tokens.
 
     It uses the vocabulary in the run's store. If the store has none, the tokenizer of the model is loaded, which takes
@@ -193,12 +193,12 @@ def row_columns(rows: StageRows, decode: Decode) -> dict[str, Any]:
     if rows.scores is not None:
         parts = {name: array for name, array in rows.scores.arrays().items() if name != "scores"}
         table |= {score_column(name): array for name, array in parts.items()}
-    trained = rows.array("loss_mask")
+    trained = rows.find_array("loss_mask")
     table["kl"] = _or_missing(rows.kl, rollout)
     for column, name in (("entropy_mean", "entropy"), ("value_mean", "values"), ("advantage_mean", "advantages")):
-        array = rows.array(name)
+        array = rows.find_array(name)
         table[column] = _or_missing(None if array is None else _sum(array, mask) / lengths, rollout)
-    rewards = rows.array("rewards")
+    rewards = rows.find_array("rewards")
     table["reward_sum"] = _or_missing(None if rewards is None else _sum(rewards, mask), rollout)
     table["trained_on"] = np.zeros(rollout.num_rows, bool) if trained is None else trained.any(axis=1)
     return table
@@ -246,25 +246,26 @@ class ResponsePair:
     after_kl: float | None = None
 
 
-def prompt_text(rollout: Rollout, row: int, decode: Decode, asked: Sequence[str] | None) -> str:
+def prompt_text(rollout: Rollout, row: int, decode: Decode, user_messages: Sequence[str] | None) -> str:
     """Return the prompt of a row as readers should see it: its last user message, or its whole text if it has none.
-    `asked` has this message for every prompt ("" if there is none), and is None if all prompts are plain text."""
-    last = "" if asked is None else asked[int(rollout.prompt_index[row])]
+    `user_messages` has this message for every prompt ("" if there is none), and is None if all prompts are plain
+    text."""
+    last = "" if user_messages is None else user_messages[int(rollout.prompt_index[row])]
     return last or decode(rollout.tokens[row, : rollout.prompt_lengths[row]].tolist())
 
 
-def response_pairs(history: History, decode: Decode, asked: Sequence[str] | None = None) -> list[ResponsePair]:
+def response_pairs(history: History, decode: Decode, user_messages: Sequence[str] | None = None) -> list[ResponsePair]:
     """Return the responses of the first and of the last evaluated version to each held-out prompt. Empty if fewer than
-    two versions are evaluated. `asked` is used as in `prompt_text`."""
-    evaluations = history.evaluations()
+    two versions are evaluated. `user_messages` is used as in `prompt_text`."""
+    evaluations = history.read_evaluations()
     if len(evaluations) < 2:
         return []
     versions = [evaluations[i].version for i in (0, -1)]
-    (rows, scores), (rows_after, scores_after) = map(history.evaluated, versions)
+    (rows, scores), (rows_after, scores_after) = map(history.read_evaluated_rows, versions)
     kl, kl_after = (history.evaluated_kl(v, r) for v, r in zip(versions, (rows, rows_after), strict=True))
     return [
         ResponsePair(
-            prompt=prompt_text(rows, row, decode, asked),
+            prompt=prompt_text(rows, row, decode, user_messages),
             before=_response(rows, row, decode),
             before_score=float(scores.scores[row]),
             after=_response(rows_after, row, decode),

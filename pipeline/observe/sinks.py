@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline.observe.metric_catalogue import STEP, find
+from pipeline.observe.metric_catalogue import STEP, find_metric
 from pipeline.observe.tracking import read_spool
 from storage.locks import open_lock, take_lock
 
@@ -148,7 +148,7 @@ class WandbSink:
         """Write the metrics of an item. Their x-axes are written as metrics too, because W&B's own step number cannot
         decrease."""
         for name in item["values"].keys() - self._axes.keys():
-            metric = find(name)
+            metric = find_metric(name)
             self._axes[name] = STEP if metric is None else metric.axis
             self._run.define_metric(name, step_metric=self._axes[name])
         steps = {self._axes[name]: item["step"] for name in item["values"]}

@@ -25,21 +25,21 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 
-from pipeline.observe.evaluations import EvaluatedVersion, Evaluation, in_numbers, paired
-from pipeline.observe.incidents import worker_losses
+from pipeline.observe.evaluations import EvaluatedVersion, Evaluation, compare_paired, reduce_to_means
+from pipeline.observe.incidents import find_worker_losses
 from pipeline.observe.journal import Event, EventKind
 from pipeline.observe.learning import ADVICE
-from pipeline.observe.text import duration, three
+from pipeline.observe.text import format_duration, format_number
 from pipeline.observe.timeline import (
     Box,
     Interval,
-    boxes,
     busy_periods,
     driver_periods,
-    length,
-    overlaps,
-    union,
-    within,
+    intersect_intervals,
+    merge_intervals,
+    overlap_periods,
+    read_boxes,
+    total_length,
 )
 from storage.address import Address
 
@@ -158,7 +158,7 @@ def summarise(
     parents: Mapping[Address, Sequence[Address]],
     software: Mapping[str, str],
     best: Evaluation | None = None,
-    together: Collection[str] = (),
+    rebuilt_together: Collection[str] = (),
     predicted_s: Mapping[str, float] = _NONE,
 ) -> Summary:
     """Return the summary of a run.
@@ -170,17 +170,17 @@ def summarise(
         parents: the parents of each node in the graph.
         software: the versions of the packages.
         best: the best of the evaluations.
-        together: names of the gangs whose workers are lost and rebuilt together.
+        rebuilt_together: names of the gangs whose workers are lost and rebuilt together.
         predicted_s: predicted seconds of a step, by stage and for the whole `step`, from the config."""
     log = list(events)
-    all_boxes = boxes(log)
+    all_boxes = read_boxes(log)
     periods = driver_periods(log)
-    wall_s = length(periods)
+    wall_s = total_length(periods)
     busy = busy_periods(all_boxes)
-    busiest = max(sorted(busy), key=lambda gang: length(busy[gang]), default=None)
+    busiest = max(sorted(busy), key=lambda gang: total_length(busy[gang]), default=None)
     overhead_s = _overhead_s(log, [b for b in all_boxes if b.gang == busiest], all_boxes, parents, periods)
-    losses = worker_losses(log, together)
-    lost = [(loss.at, loss.trained) for loss in losses.found if loss.trained is not None]
+    losses = find_worker_losses(log, rebuilt_together)
+    lost = [(loss.lost_at, loss.trained_again_at) for loss in losses.losses if loss.trained_again_at is not None]
     by_step = [s for _, s in sorted({s.step: s for s in steps}.items())]
     return Summary(
         steps=len(by_step),
@@ -190,11 +190,11 @@ def summarise(
         stage_s=_stage_s(all_boxes),
         overhead_fraction=_ratio(overhead_s, wall_s),
         staleness=_staleness(by_step),
-        eval=_eval(evaluations),
+        eval=_compare_evaluations(evaluations),
         reward=[s.reward for s in by_step],
         kl=[s.kl for s in by_step],
         versions={"weights": len({e.step for e in log if e.kind is EventKind.PUBLISHED}), **software},
-        overlap_fraction=_ratio(length(overlaps(all_boxes)), wall_s),
+        overlap_fraction=_ratio(total_length(overlap_periods(all_boxes)), wall_s),
         busiest_gang=busiest,
         idle=_idle(all_boxes, wall_s),
         alarms=len({e.step for e in log if e.kind is EventKind.ALARM and e.rule is None}),
@@ -206,18 +206,18 @@ def summarise(
         },
         trainer_losses=tuple(
             TrainerLoss(
-                t=loss.at,
+                t=loss.lost_at,
                 gang=loss.gang,
                 reason=loss.reason,
-                built_s=_seconds(loss.at, loss.built, periods),
-                lost_s=_seconds(loss.at, loss.trained, periods),
+                built_s=_seconds(loss.lost_at, loss.rebuilt_at, periods),
+                lost_s=_seconds(loss.lost_at, loss.trained_again_at, periods),
             )
-            for loss in losses.found
+            for loss in losses.losses
             if loss.gang in losses.trainers
         ),
-        trainer_lost_s=length(within(union(lost), periods)),
-        evaluations=tuple(map(in_numbers, evaluations)),
-        best=None if best is None else in_numbers(best),
+        trainer_lost_s=total_length(intersect_intervals(merge_intervals(lost), periods)),
+        evaluations=tuple(map(reduce_to_means, evaluations)),
+        best=None if best is None else reduce_to_means(best),
         predictions=_predictions(predicted_s, _stage_s(all_boxes) | {"step": wall_s}, len(by_step)),
         hints=_hints(log),
     )
@@ -230,7 +230,7 @@ def _hints(log: Sequence[Event]) -> tuple[str, ...]:
 
 def _seconds(start: float, end: float | None, periods: Sequence[Interval]) -> float | None:
     """Return for how many seconds between two times a driver was working. None if `end` is None."""
-    return None if end is None else length(within([(start, end)], periods))
+    return None if end is None else total_length(intersect_intervals([(start, end)], periods))
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -255,14 +255,15 @@ def _predictions(
 
 def _overhead_s(
     log: Sequence[Event],
-    own: Sequence[Box],
+    busiest_boxes: Sequence[Box],
     all_boxes: Sequence[Box],
     parents: Mapping[Address, Sequence[Address]],
     periods: Sequence[Interval],
 ) -> float:
-    """Return the seconds A + B that the docstring of the module defines. `own` are the boxes of the busiest gang."""
-    busy = union((b.start_s, b.end_s) for b in own)
-    computing = union((b.start_s, b.end_s - b.store_s) for b in own)
+    """Return the seconds A + B that the docstring of the module defines. `busiest_boxes` are the boxes of the busiest
+    gang."""
+    busy = merge_intervals((b.start_s, b.end_s) for b in busiest_boxes)
+    computing = merge_intervals((b.start_s, b.end_s - b.store_s) for b in busiest_boxes)
     submitted = {
         Address(e.stage, e.step, e.shard or 0): e.t
         for e in log
@@ -272,14 +273,14 @@ def _overhead_s(
     for box in all_boxes:
         finished[box.address] = max(box.end_s, finished.get(box.address, -math.inf))
     starting: dict[float, list[Box]] = {}
-    for box in own:
+    for box in busiest_boxes:
         starting.setdefault(box.start_s, []).append(box)
     waits = []
     for (_, idle_from), (idle_to, _) in itertools.pairwise(busy):
         period_start = max((start for start, _ in periods if start <= idle_to), default=idle_to)
         ready = min(_ready_s(b, parents, finished, submitted) for b in starting[idle_to])
         waits.append(max(0.0, idle_to - max(idle_from, ready, period_start)))
-    return length(busy) - length(computing) + math.fsum(waits)
+    return total_length(busy) - total_length(computing) + math.fsum(waits)
 
 
 def _ready_s(
@@ -297,7 +298,9 @@ def _idle(all_boxes: Sequence[Box], wall_s: float) -> dict[str, float]:
     for gang in sorted({b.gang for b in all_boxes}):
         workers = sorted({b.worker for b in all_boxes if b.gang == gang})
         busy_s = math.fsum(
-            length(union((b.start_s, b.end_s) for b in all_boxes if b.gang == gang and b.worker == worker))
+            total_length(
+                merge_intervals((b.start_s, b.end_s) for b in all_boxes if b.gang == gang and b.worker == worker)
+            )
             for worker in workers
         )
         idle[gang] = 1 - _ratio(busy_s, wall_s * len(workers))
@@ -312,12 +315,16 @@ def _staleness(steps: Sequence[StepNumbers]) -> StalenessSummary:
     return StalenessSummary(max(rows, default=0), mean, {str(age): rows[age] for age in sorted(rows)})
 
 
-def _eval(evaluations: Sequence[Evaluation]) -> EvalSummary | None:
+def _compare_evaluations(evaluations: Sequence[Evaluation]) -> EvalSummary | None:
     """Compare the first evaluation with the last, on the prompts that both have."""
     if not evaluations:
         return None
-    found = paired(evaluations[0].scores, evaluations[-1].scores)
-    return None if found is None else EvalSummary(found.before, found.after, found.num_prompts, found.t)
+    found = compare_paired(evaluations[0].scores, evaluations[-1].scores)
+    return (
+        None
+        if found is None
+        else EvalSummary(found.mean_before, found.mean_after, found.num_prompts, found.t_statistic)
+    )
 
 
 # ---- in words --------------------------------------------------------------------------------------------
@@ -344,23 +351,27 @@ def summary_lines(summary: Summary) -> list[Headline]:
     if summary.eval is not None:
         e = summary.eval
         t = f", paired t {e.paired_t:.1f}" if e.paired_t is not None else ""
-        change = f"{three(e.before)} → {three(e.after)}"
+        change = f"{format_number(e.before)} → {format_number(e.after)}"
         lines.append(Headline("held_out", "held-out reward", change, f"{e.num_prompts} prompts{t}"))
     if summary.evaluations and len(summary.evaluations[-1].parts) > 1:
         first, last = summary.evaluations[0].parts, summary.evaluations[-1].parts
-        parts = (f"{name} {three(first[name])} → {three(mean)}" for name, mean in last.items() if name in first)
+        parts = (
+            f"{name} {format_number(first[name])} → {format_number(mean)}"
+            for name, mean in last.items()
+            if name in first
+        )
         lines.append(Headline("held_out_parts", "held-out parts", ", ".join(parts)))
     if summary.best is not None:
-        kl = "" if summary.best.kl is None else f", KL {three(summary.best.kl)}"
-        detail = f"held-out reward {three(summary.best.reward)}{kl}"
+        kl = "" if summary.best.kl is None else f", KL {format_number(summary.best.kl)}"
+        detail = f"held-out reward {format_number(summary.best.reward)}{kl}"
         lines.append(Headline("best", "best version", f"v{summary.best.version}", detail))
     elif summary.evaluations:
         lines.append(Headline("best", "best version", "none", "no evaluated version is within evaluate.select.max_kl"))
     if summary.reward:
-        change = f"{three(summary.reward[0])} → {three(summary.reward[-1])}"
+        change = f"{format_number(summary.reward[0])} → {format_number(summary.reward[-1])}"
         lines.append(Headline("score", "training reward", change, "first → last step"))
     if summary.kl_final is not None:
-        kl = three(summary.kl_final)
+        kl = format_number(summary.kl_final)
         lines.append(Headline("kl", "KL to the reference", kl, "nats per response, last step"))
     before, after = summary.distinct_bigrams["before"], summary.distinct_bigrams["after"]
     if before is not None and after is not None:
@@ -375,12 +386,17 @@ def summary_lines(summary: Summary) -> list[Headline]:
     overlap = f"of the time two gangs were busy; idle: {idle or '-'}"
     lines.append(Headline("overlap", "overlap", f"{summary.overlap_fraction:.0%}", overlap))
     versions = summary.versions.get("weights", 0)
-    lines.append(Headline("wall", "wall time", duration(summary.wall_s), f"{summary.steps} steps, {versions} versions"))
+    lines.append(
+        Headline("wall", "wall time", format_duration(summary.wall_s), f"{summary.steps} steps, {versions} versions")
+    )
     stages = sorted(summary.stage_s.items(), key=lambda item: -item[1])
     seconds = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in stages)
     lines.append(Headline("stages", "seconds by stage", seconds))
     if summary.predictions:
-        texts = (f"{stage} {three(was)} ({three(said)})" for stage, (said, was) in summary.predictions.items())
+        texts = (
+            f"{stage} {format_number(was)} ({format_number(said)})"
+            for stage, (said, was) in summary.predictions.items()
+        )
         lines.append(Headline("predicted", "seconds of a step (predicted)", ", ".join(texts)))
     share = f"{summary.overhead_fraction:.1%}"
     lines.append(Headline("bookkeeping", "bookkeeping", share, "store, ledger and driver, of the time"))

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.observe.summary import Summary, summary_lines
-from pipeline.observe.text import plain, three, visible
+from pipeline.observe.text import escape_control_characters, format_number, plain_text
 
 if TYPE_CHECKING:  # it loads pandas and Zarr, which `stageline check` does not need
     from pipeline.observe.rows import ResponsePair
@@ -55,7 +55,7 @@ def summary_table(summary: Summary) -> Table:
     table.add_column(style="dim")
     table.add_column()
     for line in summary_lines(summary):
-        table.add_row(plain(line.label), plain(line.text))
+        table.add_row(plain_text(line.label), plain_text(line.text))
     return table
 
 
@@ -67,19 +67,23 @@ def responses_table(pairs: Sequence[ResponsePair]) -> Table:
         table.add_column(heading, ratio=1, overflow="fold")
     for pair in pairs:
         table.add_row(
-            plain(pair.prompt),
-            Text.assemble((f"{three(pair.before_score, sign=True)} ", "bold"), visible(pair.before)),
-            Text.assemble((f"{three(pair.after_score, sign=True)} ", "bold"), visible(pair.after)),
+            plain_text(pair.prompt),
+            Text.assemble(
+                (f"{format_number(pair.before_score, with_sign=True)} ", "bold"), escape_control_characters(pair.before)
+            ),
+            Text.assemble(
+                (f"{format_number(pair.after_score, with_sign=True)} ", "bold"), escape_control_characters(pair.after)
+            ),
         )
     return table
 
 
-def end_of_run(summary: Summary, pairs: Sequence[ResponsePair], paths: Mapping[str, Path | str]) -> RenderableType:
+def end_of_run_text(summary: Summary, pairs: Sequence[ResponsePair], paths: Mapping[str, Path | str]) -> RenderableType:
     """Return what is printed at the end of a run: its results, responses before and after training, the paths of its
     files and pages, and a last line with the numbers that matter most."""
     where = Table.grid(padding=(0, 2))
     for label, path in paths.items():
-        where.add_row(plain(label, "dim"), plain(path))
+        where.add_row(plain_text(label, "dim"), plain_text(path))
     parts: list[RenderableType] = [summary_table(summary)]
     if pairs:
         parts.append(responses_table(pairs))
@@ -91,12 +95,12 @@ def last_line(summary: Summary, report: Path | str | None) -> Text:
     far as the run has them, and the report's path."""
     said: list[str] = []
     if summary.eval is not None:
-        said.append(f"held-out reward {three(summary.eval.before)} → {three(summary.eval.after)}")
+        said.append(f"held-out reward {format_number(summary.eval.before)} → {format_number(summary.eval.after)}")
     if summary.steps:
         seconds = summary.wall_s / summary.steps
         said += [f"{seconds:.2f} s a step", f"{summary.tokens_per_s:,.0f} sampled tokens/s"]
-    shown = plain("   ".join(said), "bold green")
-    return shown if report is None else shown.append_text(plain(f"   report: {report}", "bold"))
+    shown = plain_text("   ".join(said), "bold green")
+    return shown if report is None else shown.append_text(plain_text(f"   report: {report}", "bold"))
 
 
 def inspect_table(rows: Sequence[InspectRow], title: str) -> Table:
@@ -108,16 +112,16 @@ def inspect_table(rows: Sequence[InspectRow], title: str) -> Table:
     named = [*dict.fromkeys(name for r in rows for name in r.parts)]
     parts = named if len(named) > 1 else []
     for heading in ("score", *parts, "KL", "version", "advantage"):
-        table.add_column(plain(heading), justify="right", no_wrap=True)
+        table.add_column(plain_text(heading), justify="right", no_wrap=True)
     for r in rows:
         of_parts = (_number(r.parts.get(name)) for name in parts)
         numbers = (_number(r.score), *of_parts, _number(r.kl), r.version, _number(r.advantage))
-        table.add_row(str(r.row), plain(r.prompt), plain(r.response), *numbers)
+        table.add_row(str(r.row), plain_text(r.prompt), plain_text(r.response), *numbers)
     return table
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else three(value)
+    return "-" if value is None else format_number(value)
 
 
 def memory_table(title: str, columns: Sequence[MemoryColumn], limit: float | None = None) -> Table:
@@ -156,5 +160,5 @@ def placement_table(rows: Sequence[tuple[str, str, str, str]]) -> Table:
     for heading in ("gang", "workers", "layout", "nodes and their GPUs"):
         table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(*map(plain, row))
+        table.add_row(*map(plain_text, row))
     return table

@@ -1,9 +1,10 @@
 """Formatting of numbers and of untrusted text for the terminal.
 
-`three` formats scores and KLs for tables, headlines and descriptions. `duration` formats times. `sparkline` draws a
-curve in one line. `visible`, `plain` and `print_plain` make text of models, prompts and rewards safe to print. A
-response is untrusted: an escape sequence in it could colour or overwrite the terminal, or change its title, and a
-direction mark could reverse the text around it. The library rich does not remove them.
+`format_number` formats scores and KLs for tables, headlines and descriptions. `format_duration` formats times.
+`sparkline` draws a curve in one line. `escape_control_characters`, `plain_text` and `print_plain` make text of models,
+prompts and rewards safe to print. A response is untrusted: an escape sequence in it could colour or overwrite the
+terminal, or change its title, and a direction mark could reverse the text around it. The library rich does not remove
+them.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ _NOTHING = 1e-6
 """Smaller values are rounding errors: the computed KL between a model and itself is 1e-8, not 0."""
 
 
-def three(value: float, *, sign: bool = False) -> str:
+def format_number(value: float, *, with_sign: bool = False) -> str:
     """Format a number with three decimals: 0.250. If the number is too small or too large for this, three significant
     digits are shown instead: 3.1e-05, 1.25e+30, nan. Rounding errors are shown as 0.000.
 
-    If `sign` is true, numbers that are not negative begin with +."""
+    If `with_sign` is true, numbers that are not negative begin with +."""
     if abs(value) < _NOTHING:
         value = 0.0  # avoid -0.000
     kind = ".3f" if value == 0 or _SMALLEST <= abs(value) < _LARGEST else ".3g"
-    return f"{value:{'+' if sign else ''}{kind}}"
+    return f"{value:{'+' if with_sign else ''}{kind}}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return seconds in words: 71.6 s, 12 min 05 s, 10 h 01 min."""
     if seconds < 120:
         return f"{seconds:.1f} s"
@@ -59,19 +60,19 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     return "".join(map(tick, shown))
 
 
-def plain(text: object, style: str = "") -> Text:
+def plain_text(text: object, style: str = "") -> Text:
     """Return text for tables and panels, in which markup has no effect. Words that are too long for a line are
     broken."""
-    return Text(visible(str(text)), style=style, overflow="fold")
+    return Text(escape_control_characters(str(text)), style=style, overflow="fold")
 
 
 def print_plain(console: Console, line: str) -> None:
     """Print one line with secrets redacted. Markup in the line has no effect, and a long line is not broken."""
-    console.print(visible(redacted_text(line)), markup=False, highlight=False, soft_wrap=True)
+    console.print(escape_control_characters(redacted_text(line)), markup=False, highlight=False, soft_wrap=True)
 
 
 _KEPT = frozenset("\n\t")
-_TURNS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_DIRECTION_MARKS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 """Unicode code points that change the direction of writing."""
 _CONTROL_PICTURES = 0x2400
 """The symbol for control character c is at code point 0x2400 + c in Unicode."""
@@ -79,11 +80,11 @@ _TABLE = (
     {code: chr(_CONTROL_PICTURES + code) for code in range(0x20) if chr(code) not in _KEPT}
     | {0x7F: "\N{SYMBOL FOR DELETE}"}
     | {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
-    | {code: f"\\u{code:04x}" for code in (*_TURNS, 0x2028, 0x2029)}
+    | {code: f"\\u{code:04x}" for code in (*_DIRECTION_MARKS, 0x2028, 0x2029)}
 )
 
 
-def visible(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """Replace every control character (except newline and tab) and every direction mark with visible characters: ESC
     becomes ␛, C1 becomes \\x9b, the right-to-left override becomes \\u202e."""
     return text.translate(_TABLE)

@@ -59,7 +59,7 @@ class Box:
     """Seconds spent on store and ledger. They are counted as the last seconds of the box."""
 
 
-def boxes(events: Iterable[Event]) -> list[Box]:
+def read_boxes(events: Iterable[Event]) -> list[Box]:
     """Return the boxes of all finished executions, sorted by start."""
     found = []
     for e in events:
@@ -88,7 +88,7 @@ def driver_periods(events: Iterable[Event]) -> list[Interval]:
 # ---- intervals -------------------------------------------------------------------------------------------
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
+def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
     """Merge intervals that overlap or touch. Return disjoint intervals in ascending order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
@@ -99,14 +99,14 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def within(intervals: Iterable[Interval], limits: Sequence[Interval]) -> list[Interval]:
+def intersect_intervals(intervals: Iterable[Interval], limits: Sequence[Interval]) -> list[Interval]:
     """Return the intersections of the intervals with the limits."""
     pairs = itertools.product(intervals, limits)
     cut = ((max(start, first), min(end, last)) for (start, end), (first, last) in pairs)
     return [(start, end) for start, end in cut if end > start]
 
 
-def length(intervals: Iterable[Interval]) -> float:
+def total_length(intervals: Iterable[Interval]) -> float:
     """Return the total length of the intervals."""
     return math.fsum(end - start for start, end in intervals)
 
@@ -116,10 +116,10 @@ def busy_periods(all_boxes: Iterable[Box]) -> dict[str, list[Interval]]:
     by_gang: dict[str, list[Interval]] = {}
     for box in all_boxes:
         by_gang.setdefault(box.gang, []).append((box.start_s, box.end_s))
-    return {gang: union(intervals) for gang, intervals in by_gang.items()}
+    return {gang: merge_intervals(intervals) for gang, intervals in by_gang.items()}
 
 
-def overlaps(all_boxes: Iterable[Box]) -> list[Interval]:
+def overlap_periods(all_boxes: Iterable[Box]) -> list[Interval]:
     """Return the disjoint periods in which at least two gangs were busy, in order."""
     periods = [period for of_gang in busy_periods(all_boxes).values() for period in of_gang]
     changes = sorted([(start, 1) for start, _ in periods] + [(end, -1) for _, end in periods])
@@ -141,14 +141,14 @@ def overlap_by_step(events: Iterable[Event]) -> dict[int, float]:
     log = list(events)
     starts = sorted(e.t for e in log if e.kind is EventKind.RUN_STARTED)
     published = {e.step: e.t for e in log if e.kind is EventKind.PUBLISHED and e.step is not None}
-    both = overlaps(boxes(log))
+    both = overlap_periods(read_boxes(log))
     ends = [end for _, end in both]
     found = {}
     for step, begin in sorted(published.items()):
         end = published.get(step + 1, begin)
         if end > begin and bisect_right(starts, end) == bisect_right(starts, begin):
             near = both[bisect_left(ends, begin) : bisect_left(ends, end) + 1]
-            found[step] = length(within(near, [(begin, end)])) / (end - begin)
+            found[step] = total_length(intersect_intervals(near, [(begin, end)])) / (end - begin)
     return found
 
 
@@ -168,51 +168,53 @@ class Lane:
 @dataclass(frozen=True)
 class Timeline:
     """The executions of a run, arranged in lanes. Periods without a driver are cut out: times are in seconds since the
-    epoch, minus the length of all gaps before them (`Timeline.at`)."""
+    epoch, minus the length of all gaps before them (`Timeline.without_gaps`)."""
 
     lanes: Sequence[Lane]
     """Lanes, sorted by gang and worker."""
     start_s: float
     """Start of the first box of the run."""
     end_s: float
-    middle: Interval | None
+    middle_period: Interval | None
     """The period of the middle steps, which plots enlarge. None if there are few steps."""
     num_boxes: int
     """Number of boxes of the run. The lanes contain fewer if the run is long."""
     gaps: Sequence[Interval] = ()
     """Periods in which no driver worked, in order. Their times are clock times, from which no gaps are subtracted."""
 
-    def at(self, t: float) -> float:
+    def without_gaps(self, t: float) -> float:
         """Convert a clock time to a time of this timeline, by subtracting the gaps before it."""
-        return without(self.gaps, t)
+        return subtract_gaps(self.gaps, t)
 
 
-def run_timeline(events: Iterable[Event], most: int | None = None) -> Timeline | None:
-    """Return the timeline of a run, or None if nothing was executed. If `most` is given and there are more boxes, only
-    the first and the last of them are put into lanes, up to `most` in total."""
+def run_timeline(events: Iterable[Event], max_boxes: int | None = None) -> Timeline | None:
+    """Return the timeline of a run, or None if nothing was executed. If `max_boxes` is given and there are more boxes,
+    only the first and the last of them are put into lanes, up to `max_boxes` in total."""
     log = list(events)
     gaps = gaps_between(driver_periods(log))
-    every = [replace(b, start_s=without(gaps, b.start_s), end_s=without(gaps, b.end_s)) for b in boxes(log)]
+    every = [
+        replace(b, start_s=subtract_gaps(gaps, b.start_s), end_s=subtract_gaps(gaps, b.end_s)) for b in read_boxes(log)
+    ]
     if not every:
         return None
     kept = every
-    if most is not None and len(every) > most:
-        kept = [*every[: most // 2], *every[len(every) - most // 2 :]]
+    if max_boxes is not None and len(every) > max_boxes:
+        kept = [*every[: max_boxes // 2], *every[len(every) - max_boxes // 2 :]]
     end = max(box.end_s for box in every)
-    return Timeline(lanes_of(kept), every[0].start_s, end, middle_window(kept), len(every), gaps)
+    return Timeline(arrange_lanes(kept), every[0].start_s, end, middle_window(kept), len(every), gaps)
 
 
 def gaps_between(periods: Iterable[Interval]) -> list[Interval]:
     """Return the gaps between periods, in order."""
-    return [(end, start) for (_, end), (start, _) in itertools.pairwise(union(periods))]
+    return [(end, start) for (_, end), (start, _) in itertools.pairwise(merge_intervals(periods))]
 
 
-def without(gaps: Iterable[Interval], t: float) -> float:
+def subtract_gaps(gaps: Iterable[Interval], t: float) -> float:
     """Return a clock time minus the length of all gaps before it. A time within a gap becomes the start of the gap."""
     return t - math.fsum(min(t, end) - start for start, end in gaps if t > start)
 
 
-def lanes_of(drawn: Iterable[Box]) -> list[Lane]:
+def arrange_lanes(drawn: Iterable[Box]) -> list[Lane]:
     """Arrange boxes, which are sorted by start, in lanes. The lanes are sorted by gang and worker.
 
     Each box is put into the first lane of its worker that is free. A lane is free if its last box has ended, with a

@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import IO, Any, Literal, Protocol
 
 from pipeline.observe.journal import LineFile
-from pipeline.observe.metric_catalogue import tracked
+from pipeline.observe.metric_catalogue import select_tracked
 from pipeline.observe.provenance import slurm_job
 from storage.redaction import redacted, redacted_text
 
@@ -39,8 +39,8 @@ LOG = logging.getLogger("stageline.tracking")
 
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
-LEAVE_S = 2.0
-"""Time limit of `leave`. It suffices for a writer that has few items left."""
+DETACH_TIMEOUT_S = 2.0
+"""Time limit of `detach`. It suffices for a writer that has few items left."""
 ANNOUNCE_S = 2.0
 """Seconds after which `close` logs a warning that it is waiting for a writer."""
 IMPORT_GRACE_S = 60.0
@@ -93,54 +93,54 @@ class Delivery:
 
     run_id: str | None
     """Id of the MLflow run. None if the store was never reached, or if the writer was killed."""
-    left: int
+    num_undelivered: int
     """Number of items that are not delivered. If the writer was killed, the number of all items in the spool."""
 
 
 class Tracker(Protocol):
-    """The driver's interface to experiment tracking. Only `close` and `leave` wait for the tracking server."""
+    """The driver's interface to experiment tracking. Only `close` and `detach` wait for the tracking server."""
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Log metrics of a step. Only the first value of each metric of a step is kept, so a resumed run may log a step
         again."""
         ...
 
-    def has(self, step: int, name: str) -> bool:
+    def has_metric(self, step: int, name: str) -> bool:
         """Return True if this metric of this step is logged already, or if the tracker logs nothing."""
         ...
 
-    def trace(self, step: int, spans: Sequence[Span], asked: str = "", answered: str = "") -> None:
+    def log_trace(self, step: int, spans: Sequence[Span], request: str = "", response: str = "") -> None:
         """Log the nodes of a step as one trace. A root span `step N` contains a span for each gang, which contains the
         spans of its nodes.
 
-        `asked` and `answered` are short texts about the step. MLflow's list of traces shows them as request and
+        `request` and `response` are short texts about the step. MLflow's list of traces shows them as request and
         response."""
         ...
 
-    def dataset(self, dataset: Dataset) -> None:
+    def log_dataset(self, dataset: Dataset) -> None:
         """Log a dataset of the run. Logging it again changes nothing."""
         ...
 
-    def table(self, local_path: Path) -> None:
+    def log_table(self, local_path: Path) -> None:
         """Log a file, which contains pandas' "split" JSON, as a table that can be compared between runs. Logging it
         again replaces it."""
         ...
 
-    def model(self, name: str, source: Path) -> None:
+    def log_model(self, name: str, source: Path) -> None:
         """Log exported weights as a new version of a registered model. Logging them again changes nothing."""
         ...
 
-    def artifact(self, local_path: Path, artifact_dir: str) -> None:
+    def log_artifact(self, local_path: Path, artifact_dir: str) -> None:
         """Log a file as an artifact of the run. The file is read when it is delivered, not during the call."""
         ...
 
-    def tags(self, values: Mapping[str, str]) -> None: ...
+    def set_tags(self, values: Mapping[str, str]) -> None: ...
 
     def close(self, status: RunStatus) -> None:
         """Deliver the remaining items within a bounded time and end the run with `status`."""
         ...
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Stop within seconds, but do not end the MLflow run, because another process will continue the run. That
         process delivers the remaining items."""
         ...
@@ -154,7 +154,7 @@ class _SeenMetrics:
         self._bit: dict[str, int] = {}
         self._seen: dict[int, int] = {}
 
-    def unseen(self, step: int, names: Iterable[str]) -> list[str]:
+    def mark_new(self, step: int, names: Iterable[str]) -> list[str]:
         """Return the names that this step has not had before, and mark them as seen."""
         before = seen = self._seen.get(step, 0)
         new = []
@@ -171,41 +171,41 @@ class _SeenMetrics:
         """All metric names seen so far."""
         return self._bit.keys()
 
-    def has(self, step: int, name: str) -> bool:
+    def is_seen(self, step: int, name: str) -> bool:
         return name in self._bit and bool(self._seen.get(step, 0) >> self._bit[name] & 1)
 
 
 class NullTracker:
     """A tracker that does nothing (`tracking.uri: null`)."""
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         pass
 
-    def has(self, step: int, name: str) -> bool:
+    def has_metric(self, step: int, name: str) -> bool:
         return True
 
-    def trace(self, step: int, spans: Sequence[Span], asked: str = "", answered: str = "") -> None:
+    def log_trace(self, step: int, spans: Sequence[Span], request: str = "", response: str = "") -> None:
         pass
 
-    def dataset(self, dataset: Dataset) -> None:
+    def log_dataset(self, dataset: Dataset) -> None:
         pass
 
-    def table(self, local_path: Path) -> None:
+    def log_table(self, local_path: Path) -> None:
         pass
 
-    def model(self, name: str, source: Path) -> None:
+    def log_model(self, name: str, source: Path) -> None:
         pass
 
-    def artifact(self, local_path: Path, artifact_dir: str) -> None:
+    def log_artifact(self, local_path: Path, artifact_dir: str) -> None:
         pass
 
-    def tags(self, values: Mapping[str, str]) -> None:
+    def set_tags(self, values: Mapping[str, str]) -> None:
         pass
 
     def close(self, status: RunStatus) -> None:
         pass
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         pass
 
 
@@ -225,9 +225,9 @@ class MlflowTracker:
         tags: Mapping[str, str],
         spool_path: Path,
         close_timeout_s: float = 60.0,
-        off: Collection[str] = (),
-        if_abandoned: Mapping[str, str] | None = None,
-        also: Iterable[str] = (),
+        meaningless_metrics: Collection[str] = (),
+        tags_if_abandoned: Mapping[str, str] | None = None,
+        further_trackers: Iterable[str] = (),
     ) -> None:
         """Open the spool and start the writers.
 
@@ -239,20 +239,20 @@ class MlflowTracker:
             tags: tags of the run.
             spool_path: path of the spool in the run's directory.
             close_timeout_s: maximum duration of `close`, once the writer has started.
-            off: names of metrics that have no meaning under this config. They are not logged.
-            if_abandoned: tags to set if the driver ends without closing the run.
-            also: names of further sinks."""
+            meaningless_metrics: names of metrics that have no meaning under this config. They are not logged.
+            tags_if_abandoned: tags to set if the driver ends without closing the run.
+            further_trackers: names of further sinks."""
         self.uri = redacted_text(uri)
         self.spool_path = spool_path
         self._closed = False
-        self._off = frozenset(off)
+        self._off = frozenset(meaningless_metrics)
         self._file = LineFile(spool_path)
         self._metrics_seen = _SeenMetrics()
         self._traces_seen: set[int] = set()
         key = None
         for _, item in read_spool(spool_path):
             if item["kind"] == "metrics":
-                self._metrics_seen.unseen(item["step"], item["values"])
+                self._metrics_seen.mark_new(item["step"], item["values"])
             elif item["kind"] == "trace":
                 self._traces_seen.add(item["step"])
             elif item["kind"] == "open":
@@ -265,42 +265,42 @@ class MlflowTracker:
             run_name=run_name,
             params=redacted(params),
             tags=redacted(dict(tags) | ({} if job is None else job.tags())),
-            if_abandoned=redacted(if_abandoned or {}),
+            if_abandoned=redacted(tags_if_abandoned or {}),
         )
-        self._sinks = [_Writer(name, spool_path, close_timeout_s) for name in also]
+        self._sinks = [_Writer(name, spool_path, close_timeout_s) for name in further_trackers]
         self._writer = _Writer(uri, spool_path, close_timeout_s)
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        given = tracked(values, self._off, self._metrics_seen.names)
-        new = self._metrics_seen.unseen(step, given)
+    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        given = select_tracked(values, self._off, self._metrics_seen.names)
+        new = self._metrics_seen.mark_new(step, given)
         if new:
             self._append(kind="metrics", step=step, values={name: float(given[name]) for name in new})
 
-    def has(self, step: int, name: str) -> bool:
-        return self._metrics_seen.has(step, name)
+    def has_metric(self, step: int, name: str) -> bool:
+        return self._metrics_seen.is_seen(step, name)
 
-    def trace(self, step: int, spans: Sequence[Span], asked: str = "", answered: str = "") -> None:
+    def log_trace(self, step: int, spans: Sequence[Span], request: str = "", response: str = "") -> None:
         if spans and step not in self._traces_seen:
             self._traces_seen.add(step)
             as_given = [asdict(span) for span in spans]
-            self._append(kind="trace", step=step, spans=as_given, asked=asked, answered=answered)
+            self._append(kind="trace", step=step, spans=as_given, asked=request, answered=response)
 
-    def dataset(self, dataset: Dataset) -> None:
+    def log_dataset(self, dataset: Dataset) -> None:
         profile = json.dumps({"num_rows": dataset.num_rows})
         fields = {name: value for name, value in asdict(dataset).items() if name != "num_rows"}
         self._append(kind="dataset", **fields, profile=profile)
 
-    def table(self, local_path: Path) -> None:
-        self.artifact(local_path, "")
-        self.tags({"mlflow.loggedArtifacts": json.dumps([{"path": local_path.name, "type": "table"}])})
+    def log_table(self, local_path: Path) -> None:
+        self.log_artifact(local_path, "")
+        self.set_tags({"mlflow.loggedArtifacts": json.dumps([{"path": local_path.name, "type": "table"}])})
 
-    def model(self, name: str, source: Path) -> None:
+    def log_model(self, name: str, source: Path) -> None:
         self._append(kind="model", name=name, source=str(source.absolute()))
 
-    def artifact(self, local_path: Path, artifact_dir: str) -> None:
+    def log_artifact(self, local_path: Path, artifact_dir: str) -> None:
         self._append(kind="artifact", path=str(local_path.absolute()), artifact_dir=artifact_dir)
 
-    def tags(self, values: Mapping[str, str]) -> None:
+    def set_tags(self, values: Mapping[str, str]) -> None:
         self._append(kind="tags", values=redacted(values))
 
     def close(self, status: RunStatus) -> None:
@@ -314,18 +314,18 @@ class MlflowTracker:
             for sink in self._sinks:
                 sink.finish()
             delivery = self._writer.finish()
-        if delivery.left:
+        if delivery.num_undelivered:
             LOG.warning(
                 "MLflow at %s: %d items not delivered; they are kept, and `stageline sync %s` delivers them",
-                self.uri, delivery.left, self.spool_path.parent,
+                self.uri, delivery.num_undelivered, self.spool_path.parent,
             )  # fmt: skip
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         if not self._closed:
             self._closed = True
             self._file.close()
             for writer in (self._writer, *self._sinks):
-                writer.finish(LEAVE_S)
+                writer.finish(DETACH_TIMEOUT_S)
 
     def __enter__(self) -> MlflowTracker:
         return self
@@ -346,7 +346,7 @@ def deliver(spool_path: Path, target: str, timeout_s: float = 60.0) -> Delivery:
     return _Writer(target, spool_path, timeout_s).finish()
 
 
-def how_to_open(uri: str, experiment: str | None = None) -> str:
+def opening_hint(uri: str, experiment: str | None = None) -> str:
     """Return the address to open, or the command to type, to see the runs in MLflow. Secrets in the URI are redacted.
 
     `experiment` is MLflow's number of the experiment, if known. The address contains `workflowType`, because without it
@@ -359,7 +359,7 @@ def how_to_open(uri: str, experiment: str | None = None) -> str:
     return f"{command}, then http://127.0.0.1:5000{page}" if page else command
 
 
-def how_to_open_sinks(names: Iterable[str], run_dir: Path) -> dict[str, str]:
+def sink_hints(names: Iterable[str], run_dir: Path) -> dict[str, str]:
     """Return a command for each further sink, by a label. The command shows or uploads the files that the sink has
     written."""
     commands = {
@@ -444,22 +444,22 @@ class _Writer:
         self._reports_from.close()
         return self._delivery or Delivery(None, sum(1 for _ in read_spool(self._spool_path)))
 
-    def _wait(self, most_s: float) -> None:
+    def _wait(self, timeout_s: float) -> None:
         """Wait for the writer to end. If this takes long, log a warning with the reason.
 
         Raises:
-            TimeoutExpired: the writer has not ended after `most_s` seconds."""
-        if most_s > ANNOUNCE_S:
+            TimeoutExpired: the writer has not ended after `timeout_s` seconds."""
+        if timeout_s > ANNOUNCE_S:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(ANNOUNCE_S)
                 return
             if not self._down:  # else the writer has warned already, and gives up soon
                 LOG.warning(
                     "%s takes the rest of the run; at most %.0f s, and a few where it cannot be reached",
-                    self._target, most_s - ANNOUNCE_S,
+                    self._target, timeout_s - ANNOUNCE_S,
                 )  # fmt: skip
-            most_s -= ANNOUNCE_S
-        self._process.wait(most_s)
+            timeout_s -= ANNOUNCE_S
+        self._process.wait(timeout_s)
 
 
 def _private_log(path: Path) -> IO[bytes]:

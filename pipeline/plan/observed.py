@@ -20,7 +20,7 @@ from pipeline.config.memory import PlannedRun
 from pipeline.graph.graph import Node, run_nodes
 from pipeline.observe.history import History
 from pipeline.observe.journal import Event
-from pipeline.observe.timeline import Box, boxes
+from pipeline.observe.timeline import Box, read_boxes
 from pipeline.plan.calibration import ENGINE_STAGES
 from storage.address import Address
 from storage.commits import Commit
@@ -80,7 +80,7 @@ def observe(
 ) -> ObservedRun:
     """Return the nodes that a run executed, from its history and its journal's events. Raises StoreError if rows cannot
     be read."""
-    found = [box for box in boxes(events) if box.rank == 0]
+    found = [box for box in read_boxes(events) if box.rank == 0]
     last = {box.address: box for box in found}  # of several attempts the last one was committed
     nodes = {node.address: node for node in run_nodes(history.spec)}
     lengths, prompts = _rows(history, [node for node in nodes.values() if node.address in last])
@@ -104,7 +104,7 @@ def observe(
         observed,
         _waits(kept, found, nodes),
         [refits[box.address] for box in kept if refits.get(box.address)],
-        len(history.steps_done()),
+        len(history.finished_steps()),
         prompts,
         _tokens_per_pass(run, history) if run.config.engine.embedded.speculation.drafter != "none" else 1.0,
         _item(identity, "device"),

@@ -214,8 +214,8 @@ def _option(
         if node.stage == "generate" and gang.concurrent_shards > 1:
             together += lengths
             continue
-        busy += stands_for * alone / (1 if gang.ordered else gang.workers)
-        overheads += stands_for * costs.overhead(node) if gang.ordered and gang.workers > 1 else 0.0
+        busy += stands_for * alone / (1 if gang.is_ordered else gang.workers)
+        overheads += stands_for * costs.overhead(node) if gang.is_ordered and gang.workers > 1 else 0.0
     if together:  # the bound assumes that one queue has all rows at once, and that no shard waits for its store
         stands_for, of_rows = config.rollout.shards / sampled, decode(costs.engine, costs.prompt_tokens, together)
         busy += stands_for * costs.decoding_s(of_rows) / gang.workers

@@ -5,7 +5,7 @@
                                ▼        ▼                         │
       heap of (time, event) ──► the next event: a node is ready, a node ends, devices are free, a worker fails or is up
                                         │                         ▲
-                                        └──► Dispatch.done, Flow.done
+                                        └──► Dispatch.mark_done, Flow.on_node_done
 
 The executor and this module carry out the same instructions, so the order of nodes, the versions that sample them and
 the replicas that run them are those of a run whose nodes take these seconds. The rules of the workers:
@@ -278,9 +278,9 @@ class _Simulation:
         self._now, self._sequence = 0.0, 0
         self._heap: list[tuple[float, int, _Kind, object, int]] = []
         self._workers = {
-            (gang.name, index): _Worker(gang.threads, self._engine_of(gang))
+            (gang.name, index): _Worker(gang.max_running_nodes, self._engine_of(gang))
             for gang in scenario.gangs
-            for index in range(1 if gang.ordered else gang.workers)
+            for index in range(1 if gang.is_ordered else gang.workers)
         }
         self._down: set[tuple[str, int]] = set()
         self._out: dict[Address, Execution] = {}
@@ -311,11 +311,11 @@ class _Simulation:
     def run(self) -> Played:
         dispatch, flow, heap = self._dispatch, self._flow, self._heap
         for gang, index in self._workers:
-            dispatch.worker_up(gang, index)
+            dispatch.on_worker_up(gang, index)
         flow.advance()
         shares = bool(self._scenario.device_sharing)
         asks = True
-        while not flow.finished:
+        while not flow.is_finished:
             if asks:
                 for submit in dispatch.next_submits():
                     self._submitted(submit)
@@ -343,12 +343,12 @@ class _Simulation:
             elif kind is _HANDED_OVER:
                 assert isinstance(subject, str)
                 self._cause, self._gap = self._last_of.get(subject), Gap.HAND_OVER
-                dispatch.handed_over(subject)
+                dispatch.on_handed_over(subject)
             elif kind is _UP:
                 assert isinstance(subject, tuple)
                 self._down.discard(subject)
                 self._cause, self._gap = self._last_of.get(subject[0]), Gap.REBUILD
-                dispatch.worker_up(*subject)
+                dispatch.on_worker_up(*subject)
             else:
                 self._fail()
         return self._result()
@@ -473,8 +473,8 @@ class _Simulation:
                 self._replayable[stage].clear()
         if self._watch is not None:
             self._watch(one)
-        self._dispatch.done(address)
-        self._flow.done(node)
+        self._dispatch.mark_done(address)
+        self._flow.on_node_done(node)
 
     # ---- Rows of the shards that share a replica -----------------------------------------------------------------
 
@@ -515,12 +515,12 @@ class _Simulation:
         every = [(gang.name, index) for gang in self._scenario.gangs for index in range(gang.workers)]
         name, index = every[self._random.randrange(len(every))]
         gang = self._gangs[name]
-        where = name, 0 if gang.ordered else index
+        where = name, 0 if gang.is_ordered else index
         if where in self._down:
             return
         self._down.add(where)
         self._failures += 1
-        for address in self._dispatch.worker_down(*where):
+        for address in self._dispatch.on_worker_down(*where):
             one = self._out.pop(address)
             one.is_lost = True
             if not math.isnan(one.started_s):
@@ -572,7 +572,7 @@ class _Simulation:
             one = one.cause
         busy: defaultdict[str, float] = defaultdict(float)
         for (gang, _), worker in self._workers.items():
-            replicas = 1 if self._gangs[gang].ordered else self._gangs[gang].workers
+            replicas = 1 if self._gangs[gang].is_ordered else self._gangs[gang].workers
             busy[gang] += worker.busy_s / replicas
         return Played(
             wall_s=self._now,

@@ -67,7 +67,7 @@ from distributed.comm.core import FatalCommClosedError
 from distributed.security import Security
 
 from pipeline.config.devices import visible_devices
-from pipeline.config.fitting import allow_descriptors, descriptors_of_worker
+from pipeline.config.fitting import descriptors_of_worker, raise_descriptor_limit
 from pipeline.config.loading import load_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
@@ -88,7 +88,7 @@ from storage.host import route_address
 from storage.locks import holder, is_named, open_lock, take_lock
 
 _PEM = re.compile(r"\s*-----BEGIN [A-Z ]+-----\n")
-_LOOK_S = 0.2
+_POLL_S = 0.2
 """Seconds between two looks for something that does not exist yet."""
 _CONNECT_S = 5.0
 _ANSWER_S = 60.0
@@ -101,7 +101,7 @@ class WorkerRefused(RuntimeError):
     """The run cannot use this worker. The message names the host and the reason."""
 
 
-class Ending(Enum):
+class EndReason(Enum):
     """Reason why a worker ended."""
 
     RUN_OVER = "the run has ended"
@@ -111,7 +111,7 @@ class Ending(Enum):
 
 
 @dataclass(frozen=True)
-class WantedWorker:
+class WorkerOptions:
     """The worker that this process is to become, and where to find its run."""
 
     gang: str
@@ -128,8 +128,9 @@ class WantedWorker:
         return worker_name(self.gang, self.index)
 
 
-def run_worker(wanted: WantedWorker, say: Callable[[str], None]) -> Ending:
-    """Join a run as one of its workers, and return the reason when the worker ends. `say` receives text for a person.
+def run_worker(options: WorkerOptions, print_text: Callable[[str], None]) -> EndReason:
+    """Join a run as one of its workers, and return the reason when the worker ends. `print_text` receives text for a
+    person.
 
     Raises:
         WorkerRefused: there is no such run, its scheduler file is invalid or another user's, or the driver does not
@@ -138,31 +139,31 @@ def run_worker(wanted: WantedWorker, say: Callable[[str], None]) -> Ending:
     """
     # Dask's own messages help nobody here. The driver's journal records losses.
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
-    return asyncio.run(_AttachedWorker(wanted, say).run())
+    return asyncio.run(_AttachedWorker(options, print_text).run())
 
 
 class _AttachedWorker:
     """Owns one worker: finds one driver, joins it, and runs until the worker ends."""
 
-    def __init__(self, wanted: WantedWorker, say: Callable[[str], None]) -> None:
-        self._wanted = wanted
-        self._say = say
+    def __init__(self, options: WorkerOptions, print_text: Callable[[str], None]) -> None:
+        self._options = options
+        self._print_text = print_text
         self._terminated = asyncio.Event()
 
-    async def run(self) -> Ending:
+    async def run(self) -> EndReason:
         loop = asyncio.get_running_loop()
         for number in ending_signals():
             loop.add_signal_handler(number, self._terminated.set)
         finding = asyncio.ensure_future(self._find())
-        if not await self._before_signal(finding):
-            return Ending.TERMINATED
+        if not await self._wait_unless_signalled(finding):
+            return EndReason.TERMINATED
         file, comm = finding.result()
         try:
             return await self._join(file, comm)
         finally:
             comm.abort()
 
-    async def _before_signal(self, work: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
+    async def _wait_unless_signalled(self, work: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
         """Wait for `work`, a signal or the time limit. Return True if the work is done; otherwise cancel it."""
         signalled = asyncio.ensure_future(self._terminated.wait())
         await asyncio.wait({work, signalled}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -177,55 +178,59 @@ class _AttachedWorker:
     async def _find(self) -> tuple[SchedulerFile, Comm]:
         """Return a scheduler file and a connection to the driver that wrote it. The file of a killed driver is skipped
         as soon as the next driver has written its own."""
-        give_up, why = time.monotonic() + self._wanted.wait_s, ""
+        give_up, why = time.monotonic() + self._options.wait_s, ""
         while True:
-            path = self._wanted.file or _newest_file(self._wanted.run_dir)
+            path = self._options.file or _newest_file(self._options.run_dir)
             try:
-                file = _read(path)
+                file = _read_file(path)
             except FileNotFoundError:
                 why = f"there is no scheduler file in {path.parent}: has the run started with cluster.kind=attached, "
                 why += "and is this directory on a filesystem that the driver's host mounts too?"
             except OSError as error:  # a network filesystem may recover
                 why = f"{path} cannot be read: {error.strerror}"
             else:
-                _gang_of(_config_of(file, path), self._wanted)
+                _gang_of(_config_of(file, path), self._options)
                 try:
-                    return file, await connect(file.address, timeout=_CONNECT_S, **_arguments(file, path))
+                    return file, await connect(file.address, timeout=_CONNECT_S, **_connection_arguments(file, path))
                 except OSError as error:
                     why = f"the driver does not answer at {file.address} (process {file.process} on host {file.host}): "
                     why += f"{error}"
                     # In a run's directory a later driver's file would count. A file that the user named stays the same.
-                    if isinstance(error, FatalCommClosedError) and path == self._wanted.file and _still(file, path):
+                    if (
+                        isinstance(error, FatalCommClosedError)
+                        and path == self._options.file
+                        and _is_unchanged(file, path)
+                    ):
                         need = f"who listens there has another certificate than {path}"
                         raise WorkerRefused(f"host {host_name()}: {why}: {need}") from error
             if time.monotonic() > give_up:
-                raise WorkerRefused(f"host {host_name()}: {why} (waited {self._wanted.wait_s:g} s)")
-            await asyncio.sleep(_LOOK_S)
+                raise WorkerRefused(f"host {host_name()}: {why} (waited {self._options.wait_s:g} s)")
+            await asyncio.sleep(_POLL_S)
 
-    async def _join(self, file: SchedulerFile, comm: Comm) -> Ending:
-        _enter(file.working_dir)
+    async def _join(self, file: SchedulerFile, comm: Comm) -> EndReason:
+        _change_directory(file.working_dir)
         config = load_yaml(file.config)
-        gang = _gang_of(config, self._wanted)
+        gang = _gang_of(config, self._options)
         board = RunPaths(Path(file.run_dir)).board(config.weights_dir(gang.name))
-        interface = self._wanted.interface or config.cluster.interface
+        interface = self._options.interface or config.cluster.interface
         address = _own_address(file, interface)
-        request = await asyncio.to_thread(look_at_host, file, gang.name, self._wanted.index, board)
+        request = await asyncio.to_thread(describe_host, file, gang.name, self._options.index, board)
         devices = await self._ask(comm, request)
         if devices is None:
-            return Ending.TERMINATED if self._terminated.is_set() else Ending.DRIVER_LOST
+            return EndReason.TERMINATED if self._terminated.is_set() else EndReason.DRIVER_LOST
         os.environ.update(_network_environment(address, given=interface is not None))
         gpus = visible_devices(devices, os.environ.get("CUDA_VISIBLE_DEVICES")) if request.gpus else None
         shared = shares_cores(config)
-        options = nanny_options(config, gang, self._wanted.index, security_of(file), shared=shared, gpus=gpus)
+        options = nanny_options(config, gang, self._options.index, security_of(file), shared=shared, gpus=gpus)
         with dask_settings(), board_of_host(board, RunPaths(Path(file.run_dir)).lock):
-            allow_descriptors(descriptors_of_worker(gang))
+            raise_descriptor_limit(descriptors_of_worker(gang))
             start_forkserver(shared=shared)
             nanny = Nanny(file.address, host=address, **options)
             try:
                 starting = asyncio.ensure_future(nanny.start())
-                ending = await self._until_the_end(comm, nanny, starting)
+                ending = await self._run_until_end(comm, nanny, starting)
             finally:
-                await _end(nanny)
+                await _kill_worker(nanny)
         return ending
 
     async def _ask(self, comm: Comm, request: JoinRequest) -> list[int] | None:
@@ -233,11 +238,11 @@ class _AttachedWorker:
         ends first."""
 
         async def exchange() -> Any:
-            await comm.write({"op": JOIN, **request.message()})
+            await comm.write({"op": JOIN, **request.to_message()})
             return await asyncio.wait_for(comm.read(), _ANSWER_S)
 
         asking = asyncio.ensure_future(exchange())
-        if not await self._before_signal(asking):
+        if not await self._wait_unless_signalled(asking):
             return None
         try:
             answer = asking.result()
@@ -247,37 +252,41 @@ class _AttachedWorker:
             raise WorkerRefused(answer["refused"])
         return list(answer["devices"])
 
-    async def _until_the_end(self, comm: Comm, nanny: Nanny, starting: asyncio.Future[Any]) -> Ending:
-        over = asyncio.ensure_future(_over(comm))
+    async def _run_until_end(self, comm: Comm, nanny: Nanny, starting: asyncio.Future[Any]) -> EndReason:
+        over = asyncio.ensure_future(_wait_for_end(comm))
         signalled = asyncio.ensure_future(self._terminated.wait())
         gone = asyncio.ensure_future(nanny.finished())
         waits: set[asyncio.Future[Any]] = {over, signalled, gone}
         await asyncio.wait({*waits, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done() and starting.exception() is None and not any(wait.done() for wait in waits):
-            self._say(f"{self._wanted.name} on host {host_name()}: joined, process {os.getpid()}, worker {nanny.pid}")
+            self._print_text(
+                f"{self._options.name} on host {host_name()}: joined, process {os.getpid()}, worker {nanny.pid}"
+            )
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if starting.done() and not starting.cancelled() and starting.exception() is not None:
-            self._say(f"{self._wanted.name} on host {host_name()}: its process did not start: {starting.exception()}")
+            self._print_text(
+                f"{self._options.name} on host {host_name()}: its process did not start: {starting.exception()}"
+            )
         if not (over.done() or signalled.done()):
             await asyncio.wait({over}, timeout=_REASON_S)
-        ending = over.result() if over.done() else Ending.PROCESS_GONE
+        ending = over.result() if over.done() else EndReason.PROCESS_GONE
         for wait in (*waits, starting):
             wait.cancel()
         await asyncio.gather(*waits, starting, return_exceptions=True)
-        return Ending.TERMINATED if self._terminated.is_set() else ending
+        return EndReason.TERMINATED if self._terminated.is_set() else ending
 
 
-async def _over(comm: Comm) -> Ending:
+async def _wait_for_end(comm: Comm) -> EndReason:
     """Wait until the run ends or the connection to the driver is lost, and return which happened."""
     try:
         while "over" not in await comm.read():
             pass
     except OSError:
-        return Ending.DRIVER_LOST
-    return Ending.RUN_OVER
+        return EndReason.DRIVER_LOST
+    return EndReason.RUN_OVER
 
 
-async def _end(nanny: Nanny) -> None:
+async def _kill_worker(nanny: Nanny) -> None:
     """End the worker process at once, whatever it is doing. It is not restarted."""
     nanny.close_gracefully()
     if nanny.pid is not None:
@@ -294,7 +303,7 @@ def security_of(file: SchedulerFile) -> Security:
     return Security(require_encryption=True, tls_ca_file=file.certificate, **both)
 
 
-def _arguments(file: SchedulerFile, path: Path) -> dict[str, Any]:
+def _connection_arguments(file: SchedulerFile, path: Path) -> dict[str, Any]:
     """Return the arguments of a connection to the scheduler. Raises WorkerRefused if the certificate or the key is
     missing or invalid."""
 
@@ -314,7 +323,7 @@ def _arguments(file: SchedulerFile, path: Path) -> dict[str, Any]:
         raise refused("key", error) from error
 
 
-def _read(path: Path) -> SchedulerFile:
+def _read_file(path: Path) -> SchedulerFile:
     """Read a scheduler file. Raises WorkerRefused if it is invalid or another user's; OSError if it does not exist yet
     or may become readable soon."""
     try:
@@ -323,7 +332,7 @@ def _read(path: Path) -> SchedulerFile:
         raise WorkerRefused(f"host {host_name()}: {error}") from error
 
 
-def _still(file: SchedulerFile, path: Path) -> bool:
+def _is_unchanged(file: SchedulerFile, path: Path) -> bool:
     """Return True if a scheduler file is unchanged. Then a scheduler with another certificate is not the next driver of
     this run, since the next driver removes old files before it listens."""
     try:
@@ -346,20 +355,20 @@ def _newest_file(run_dir: Path | None) -> Path:
     return file_of_driver(run_dir, newest_driver(run_dir))
 
 
-def _gang_of(config: RunConfig, wanted: WantedWorker) -> Gang:
+def _gang_of(config: RunConfig, options: WorkerOptions) -> Gang:
     """Return the wanted gang. Raises WorkerRefused for a worker that the run does not have."""
     gangs = {gang.name: gang for gang in config.gangs()}
-    if wanted.gang not in gangs:
+    if options.gang not in gangs:
         has = ", ".join(sorted(gangs))
-        raise WorkerRefused(f"host {host_name()}: the run has no gang {wanted.gang!r}; it has {has}")
-    workers = gangs[wanted.gang].workers
-    if not 0 <= wanted.index < workers:
-        need = f"gang {wanted.gang} has no index {wanted.index}; it has 0 to {workers - 1}"
+        raise WorkerRefused(f"host {host_name()}: the run has no gang {options.gang!r}; it has {has}")
+    workers = gangs[options.gang].workers
+    if not 0 <= options.index < workers:
+        need = f"gang {options.gang} has no index {options.index}; it has 0 to {workers - 1}"
         raise WorkerRefused(f"host {host_name()}: {need}")
-    return gangs[wanted.gang]
+    return gangs[options.gang]
 
 
-def _enter(directory: str) -> None:
+def _change_directory(directory: str) -> None:
     """Change to the driver's working directory, where relative paths of the config begin."""
     try:
         os.chdir(directory)
@@ -425,12 +434,12 @@ class JoinRequest:
     board_free: int
     """Bytes on its host that are free for published weights or already hold this run's."""
 
-    def message(self) -> dict[str, Any]:
+    def to_message(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def of(cls, message: dict[str, Any]) -> JoinRequest:
-        """Return the request that `message` encoded. Raises TypeError if a part of it is missing."""
+    def from_message(cls, message: dict[str, Any]) -> JoinRequest:
+        """Return the request that `to_message` encoded. Raises TypeError if a part of it is missing."""
         missing = [field.name for field in fields(cls) if field.name not in message]
         if missing:
             raise TypeError(f"it does not say {', '.join(missing)}")
@@ -449,7 +458,7 @@ class JoinRefused:
     """True: the worker belongs to the run, but its host is unfit. False: the run does not need this worker."""
 
 
-def versions_here() -> dict[str, str]:
+def local_versions() -> dict[str, str]:
     """Return the versions that two processes must have in common to exchange objects."""
     found = {"python": platform.python_version()}
     for package in _MUST_AGREE:
@@ -460,7 +469,7 @@ def versions_here() -> dict[str, str]:
     return found
 
 
-def look_at_host(file: SchedulerFile, gang: str, index: int, board: Path) -> JoinRequest:
+def describe_host(file: SchedulerFile, gang: str, index: int, board: Path) -> JoinRequest:
     """Describe this host for a worker that joins from it. `board`: where the host has published weights."""
     wrote = f"from-{gang}-{index}-{uuid.uuid4().hex[:8]}"
     return JoinRequest(
@@ -468,9 +477,9 @@ def look_at_host(file: SchedulerFile, gang: str, index: int, board: Path) -> Joi
         index=index,
         host=host_name(),
         process=os.getpid(),
-        versions=versions_here(),
+        versions=local_versions(),
         gpus=gpu_identities(),
-        shared=_look_at_directory(file, wrote),
+        shared=_directory_fault(file, wrote),
         wrote=wrote,
         board_free=_free_bytes(board),
         # Read last: the lines above may take longer than the clocks may differ.
@@ -489,7 +498,7 @@ def gpu_identities() -> list[str]:
     return done.stdout.split()
 
 
-def _look_at_directory(file: SchedulerFile, wrote: str) -> str:
+def _directory_fault(file: SchedulerFile, wrote: str) -> str:
     """Return the fault of the run's directory as this host sees it, or an empty text. This host must be able to read
     and write in it, and an exclusive create must be exclusive."""
     folder = RunPaths(Path(file.run_dir)).attached
@@ -612,7 +621,7 @@ def interface_with(address: str) -> str | None:
 
 # ---- reason of an end ------------------------------------------------------------------------------------------
 
-_LONGEST = 500
+_MAX_REASON_CHARS = 500
 """Longest reason in characters, because it becomes part of an event."""
 
 
@@ -620,22 +629,22 @@ def write_exit_reason(log: str | None, reason: str) -> None:
     """Write the reason of this process's end beside its log. `log`: the process's log; None: write nothing."""
     if log is not None:
         with suppress(OSError):  # the process ends even if the disk is full
-            _beside(log).write_text(" ".join(reason.split())[:_LONGEST], "utf8")
+            _reason_file(log).write_text(" ".join(reason.split())[:_MAX_REASON_CHARS], "utf8")
 
 
-def with_exit_reason(why: str, log: str | None) -> str:
+def with_exit_reason(driver_reason: str, log: str | None) -> str:
     """Return the driver's reason of an end together with the process's own reason. Remove the file of the latter."""
-    reason = "" if log is None else _take(_beside(log))
-    return f"{why}: {reason}" if reason else why
+    reason = "" if log is None else _read_and_remove(_reason_file(log))
+    return f"{driver_reason}: {reason}" if reason else driver_reason
 
 
 def clear_exit_reason(log: str | None) -> None:
     """Remove a reason that an earlier process left and that no driver has read."""
     if log is not None:
-        _take(_beside(log))
+        _read_and_remove(_reason_file(log))
 
 
-def _take(file: Path) -> str:
+def _read_and_remove(file: Path) -> str:
     try:
         reason = file.read_text("utf8")
         file.unlink()
@@ -644,5 +653,5 @@ def _take(file: Path) -> str:
     return reason
 
 
-def _beside(log: str) -> Path:
+def _reason_file(log: str) -> Path:
     return Path(f"{log}.exit_reason")

@@ -10,7 +10,8 @@ The driver sends a gang's call to rank 0, which forwards it to the other ranks o
            ◄─────────── failure ──────    sent at once: rank 0 may wait for this rank in a collective
 
 So the scheduler has one task per node, even for a gang of hundreds of ranks. Rank 0's task ends when all ranks have
-done their part. It reports only those outcomes of other ranks that differ noticeably from its own (`outliers`).
+done their part. It reports only those outcomes of other ranks that differ noticeably from its own
+(`differing_outcomes`).
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ class Runtime:
         """Run a node, or find its commit."""
         raise NotImplementedError
 
-    def fetch_with(self, fetcher: Fetcher) -> None:
+    def set_fetcher(self, fetcher: Fetcher) -> None:
         """Get versions of the weights that this host lacks from `fetcher` from now on."""
 
-    def take_weights(self, version: int) -> None:
+    def load_in_flight(self, version: int) -> None:
         """Load a version for the rows in flight, if there are any and the engine updates in flight. Raises StoreError
         or OSError if the version cannot be read."""
 
@@ -78,7 +79,7 @@ class _Resident:
     spec: WorkerSpec
     runtime: Runtime
     mirror: WeightMirror | None = None
-    begun: OrderedDict[tuple[Address, str], None] = field(default_factory=OrderedDict)
+    begun_calls: OrderedDict[tuple[Address, str], None] = field(default_factory=OrderedDict)
     """The last calls that began here, by address and attempt. Dask does not repeat older ones, because the driver
     limits the lineage that Dask remembers."""
 
@@ -86,10 +87,10 @@ class _Resident:
 _resident: _Resident | None = None
 _listening: socket.socket | None = None
 """Socket at the gang's rendezvous, on rank 0 until it is built."""
-_MOST_RANKS = 4096
+_MAX_RANKS = 4096
 """Most ranks that may wait for an answer at once."""
-_REMEMBERED = 16384
-"""Number of remembered calls: more than one worker gets in 8 steps (`attempts.LINEAGE`) of 256 shards."""
+_MAX_REMEMBERED_CALLS = 16384
+"""Number of remembered calls: more than one worker gets in 8 steps (`attempts.MAX_LINEAGE`) of 256 shards."""
 
 
 def open_rendezvous(spec: WorkerSpec) -> str:
@@ -100,7 +101,7 @@ def open_rendezvous(spec: WorkerSpec) -> str:
         _listening.close()  # the socket of an incarnation that was not built
     host = get_address_host(get_worker().address)
     family, shown = (socket.AF_INET6, f"[{host}]") if ":" in host else (socket.AF_INET, host)
-    _listening = socket.create_server((host, 0), family=family, backlog=_MOST_RANKS)
+    _listening = socket.create_server((host, 0), family=family, backlog=_MAX_RANKS)
     return f"tcp://{shown}:{_listening.getsockname()[1]}"
 
 
@@ -133,9 +134,9 @@ def build_worker(spec: WorkerSpec, rendezvous: str | None = None) -> Built:
     if spec.size > 1 and spec.index:
         open_for_calls(get_worker(), run_node)
     accept_sleep_orders(get_worker(), spec, runtime.sleep)
-    accept_refit_orders(get_worker(), runtime.take_weights)
+    accept_refit_orders(get_worker(), runtime.load_in_flight)
     if mirror is not None:
-        runtime.fetch_with(mirror)
+        runtime.set_fetcher(mirror)
     return Built(str(get_worker().address), dict(runtime.numerics), socket.gethostname())
 
 
@@ -167,7 +168,7 @@ def run_node_task(call: Call, *parents: object) -> Ref | None:
         return commit.ref()
     forwarded = ForwardedCall(get_worker(), call)
     outcome = run_node(call)
-    outcome = replace(outcome, peers=outliers(outcome, forwarded.outcomes()))
+    outcome = replace(outcome, peers=differing_outcomes(outcome, forwarded.wait_for_outcomes()))
     get_worker().log_event(REPORTS, codec.encode(outcome))
     return outcome.ref
 
@@ -177,7 +178,7 @@ def _is_for_this_process(call: Call) -> bool:
     resident = _resident
     if resident is None or (resident.spec.name, resident.spec.incarnation) != (call.worker, call.incarnation):
         return False
-    return (call.address, call.attempt) not in resident.begun
+    return (call.address, call.attempt) not in resident.begun_calls
 
 
 def run_node(call: Call) -> Outcome:
@@ -189,9 +190,9 @@ def run_node(call: Call) -> Outcome:
     resident = _resident
     if resident is None or not _is_for_this_process(call):
         raise WorkerLost(call.worker, call.incarnation)
-    resident.begun[call.address, call.attempt] = None
-    if len(resident.begun) > _REMEMBERED:
-        resident.begun.popitem(last=False)
+    resident.begun_calls[call.address, call.attempt] = None
+    if len(resident.begun_calls) > _MAX_REMEMBERED_CALLS:
+        resident.begun_calls.popitem(last=False)
     return resident.runtime.run(call)
 
 
@@ -217,7 +218,7 @@ def open_for_calls(worker: Worker, run: Callable[[Call], Outcome]) -> None:
         error = running.exception()
         if error is not None:
             traceback.print_exception(error)  # into the log, as Dask does for tasks
-            _report(worker, sent, error)
+            _report_failure(worker, sent, error)
             return {}
         return {"outcome": codec.encode(running.result())}
 
@@ -230,11 +231,11 @@ class ForwardedCall:
     def __init__(self, worker: Worker, call: Call) -> None:
         loop = worker.loop.asyncio_loop
         self._asked: list[Future[Outcome | None]] = [
-            asyncio.run_coroutine_threadsafe(_ask(worker, address, peers_call(call, index)), loop)
+            asyncio.run_coroutine_threadsafe(_run_on_rank(worker, address, call_for_rank(call, index)), loop)
             for index, address in enumerate(call.peers, 1)
         ]
 
-    def outcomes(self) -> list[Outcome]:
+    def wait_for_outcomes(self) -> list[Outcome]:
         """Wait for the other ranks and return their outcomes, by rank. Raises PeerFailed if a rank failed."""
         found = [asked.result() for asked in self._asked]
         failed = [index for index, outcome in enumerate(found, 1) if outcome is None]
@@ -243,32 +244,32 @@ class ForwardedCall:
         return [outcome for outcome in found if outcome is not None]
 
 
-def peers_call(call: Call, index: int) -> Call:
+def call_for_rank(call: Call, index: int) -> Call:
     """Return the call for another rank."""
     return replace(call, worker=worker_name(call.gang, index), peers=())
 
 
-async def _ask(worker: Worker, address: str, call: Call) -> Outcome | None:
+async def _run_on_rank(worker: Worker, address: str, call: Call) -> Outcome | None:
     """Run the call on another rank and return its outcome; None if it failed, which is then reported to the driver."""
     try:
         answer: dict[str, Any] = await getattr(worker.rpc(address), RUN)(call=pickle.dumps(call))
     except (OSError, AttributeError):  # the process has died, or was restarted and is not built yet
-        _report(worker, call, WorkerLost(call.worker, call.incarnation))
+        _report_failure(worker, call, WorkerLost(call.worker, call.incarnation))
         return None
     return codec.decode(Outcome, answer["outcome"]) if "outcome" in answer else None
 
 
-def _report(worker: Worker, call: Call, error: BaseException) -> None:
-    worker.log_event(REPORTS, codec.encode(RankFailure.of(call, error)))
+def _report_failure(worker: Worker, call: Call, error: BaseException) -> None:
+    worker.log_event(REPORTS, codec.encode(RankFailure.from_error(call, error)))
 
 
-def outliers(first: Outcome, others: Sequence[Outcome]) -> tuple[Outcome, ...]:
+def differing_outcomes(first: Outcome, others: Sequence[Outcome]) -> tuple[Outcome, ...]:
     """Return the outcomes with a warning, and those whose start or end differs from rank 0's by more than 0.1 s and by
     more than a tenth of rank 0's duration."""
     tolerance_s = max(_TOLERANCE_S, 0.1 * (first.finished - first.started))
-    return tuple(other for other in others if _stands_out(first, tolerance_s, other))
+    return tuple(other for other in others if _differs(first, tolerance_s, other))
 
 
-def _stands_out(first: Outcome, tolerance_s: float, other: Outcome) -> bool:
+def _differs(first: Outcome, tolerance_s: float, other: Outcome) -> bool:
     differences = other.started - first.started, other.finished - first.finished
     return bool(other.warnings) or max(map(abs, differences)) > tolerance_s

@@ -28,16 +28,16 @@ class BackgroundWriter:
 
     def submit(self, name: str, work: Callable[[], None]) -> None:
         """Start a piece of work, after waiting for the earlier one of the same name."""
-        self.settle(name)
+        self.wait_for(name)
         self._pending[name] = self._thread.submit(work)
 
-    def settle(self, name: str) -> None:
+    def wait_for(self, name: str) -> None:
         """Wait for the work of a name, if there is any."""
         pending = self._pending.pop(name, None)
         if pending is not None:
             pending.result()
 
-    def settle_all(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait for all work. Raises the error of the first piece that failed."""
         errors = [error for future in self._pending.values() if (error := future.exception()) is not None]
         self._pending.clear()
@@ -46,7 +46,7 @@ class BackgroundWriter:
 
     def close(self) -> None:
         try:
-            self.settle_all()
+            self.wait_for_all()
         finally:
             self._thread.shutdown()
 
@@ -83,7 +83,10 @@ limits are those of the model that it started from.
 def describe_export(directory: Path, config: RunConfig, version: int, config_hash: str) -> None:
     """Write README.md into a finished export, and then the checksums of all its files. These make it complete."""
     kl, base = config.ppo.kl, config.model.path
-    parts = [f"{part.weight:g} · `{name}` (`{part.kind}`)" for name, (_, part) in config.reward.named("reward").items()]
+    parts = [
+        f"{part.weight:g} · `{name}` (`{part.kind}`)"
+        for name, (_, part) in config.reward.parts_by_name("reward").items()
+    ]
     text = _CARD.format(
         base="" if is_random(base) else f"base_model: {json.dumps(base)}\n",
         name=config.name,

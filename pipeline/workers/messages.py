@@ -130,7 +130,8 @@ class Outcome:
     warnings: tuple[str, ...] = ()
     """Problems that did not make the call fail."""
     peers: tuple[Outcome, ...] = ()
-    """Outcomes of other ranks that differ noticeably from rank 0's (`entry.outliers`). Only rank 0 has any."""
+    """Outcomes of other ranks that differ noticeably from rank 0's (`entry.differing_outcomes`). Only rank 0 has
+    any."""
 
 
 class FailureKind(StrEnum):
@@ -165,7 +166,7 @@ class RankFailure:
     """True if a later attempt may succeed, for example because the store was not available."""
 
     @classmethod
-    def of(cls, call: Call, error: BaseException) -> RankFailure:
+    def from_error(cls, call: Call, error: BaseException) -> RankFailure:
         index = int(call.worker.rpartition("-")[2])
         missing = error.ranks if isinstance(error, RanksMissing) else ()
         kind = FailureKind.PEER if isinstance(error, PEER_ERRORS) else FailureKind.OWN

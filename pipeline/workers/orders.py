@@ -32,8 +32,8 @@ TAKE = "stageline_take_weights"
 
 
 def accept_refit_orders(worker: Worker, take_weights: Callable[[int], None]) -> None:
-    """Let the driver order this process to load a version of the weights. `take_weights` (`Runtime.take_weights`) runs
-    in a new thread."""
+    """Let the driver order this process to load a version of the weights. `take_weights` (`Runtime.load_in_flight`)
+    runs in a new thread."""
 
     def take(version: int) -> None:
         try:

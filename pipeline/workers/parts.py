@@ -23,11 +23,11 @@ from pipeline.config.loading import config_hash, load_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import collective_timeout_s
-from pipeline.graph.graph import STAGE_ROLES, Gang, made_from
+from pipeline.graph.graph import STAGE_ROLES, Gang, lineage_of
 from pipeline.workers.attached import clear_exit_reason, write_exit_reason
 from pipeline.workers.messages import MESSAGE_TIMEOUT_S, Call, WorkerSpec
 from pipeline.workers.replica_rows import ReplicaRows
-from pipeline.workers.updates import ExactlyOnceUpdates, agreed
+from pipeline.workers.updates import ExactlyOnceUpdates, broadcast_from_rank_0
 from pipeline.workers.versioned_engine import Clock, VersionedEngine
 from pipeline.workers.weight_transfer import Fetcher
 from pipeline.workers.worker_process import bind_to_gpus
@@ -38,7 +38,7 @@ from stages.native.fingerprint import machine_numerics
 from stages.native.software import software
 from stages.prompts import PromptTable
 from stages.publish import is_published
-from stages.rewards.learned import HERE
+from stages.rewards.learned import PROCESS_MODELS
 from stages.rewards.protocol import Part
 from storage.address import Address
 from storage.commits import Commit, Provenance, provenance_here
@@ -65,7 +65,7 @@ class Scorer:
     tokenizer: Tokenizer
 
     @property
-    def deterministic(self) -> bool:
+    def is_deterministic(self) -> bool:
         return all(part.reward.deterministic for part in (*self.training, *self.held_out))
 
     def close(self) -> None:
@@ -109,19 +109,19 @@ class WorkerParts:
         print(f"{self.spec.name}: {text}", file=sys.stderr, flush=True)
         self.warnings.append(text)
 
-    def fetch(self, version: int) -> None:
+    def fetch_weights(self, version: int) -> None:
         """Copy a version of the weights to this host, if there is a worker to get it from."""
         if self.fetcher is not None:
             self.fetcher.fetch(version)
 
-    def find(self, address: Address) -> Commit | None:
+    def find_commit(self, address: Address) -> Commit | None:
         """Return the commit at an address, or None. If all ranks run the node, only rank 0 looks, so that they
         act alike."""
         with self.clock.bookkeeping():
             ranks = self.gang.ranks_of(STAGE_ROLES[address.stage])
-            return agreed(lambda: self.ledger.find(address), rank=self.spec.index, ranks=ranks)
+            return broadcast_from_rank_0(lambda: self.ledger.find(address), rank=self.spec.index, ranks=ranks)
 
-    def read(self, address: Address) -> Any:
+    def read_record(self, address: Address) -> Any:
         """Return the record at an address."""
         with self.clock.bookkeeping():
             return self.store.read(address)
@@ -131,12 +131,14 @@ class WorkerParts:
         with self.clock.bookkeeping():
             return self.store.read_step(stage, step, self.config.rollout.shards)
 
-    def collectives_of(self, call: Call) -> AbstractContextManager[None]:
+    def name_collectives(self, call: Call) -> AbstractContextManager[None]:
         """Return a context for a call on a rank of a gang. A collective that fails in it names the call and the missing
         ranks."""
         if self.spec.size == 1:
             return nullcontext()
-        watched = self.scoring_ranks.missing_ranks if self.scoring_ranks is not None else required(self.updates).host
+        watched = (
+            self.scoring_ranks.missing_ranks if self.scoring_ranks is not None else require_part(self.updates).host
+        )
         return watched.collectives_of(f"{call.address} (number {call.sequence} of gang {call.gang})")
 
     def attempt_name(self, call: Call) -> str:
@@ -146,7 +148,7 @@ class WorkerParts:
     def provenance(self, call: Call, started: float, weight_versions: tuple[int, ...]) -> Provenance:
         """Return the provenance to store in a commit. Raises MissingOutput if an input has no commit."""
         return provenance_here(
-            inputs=[self.ledger.get(address) for address in made_from(call.address, call.inputs, weight_versions)],
+            inputs=[self.ledger.get(address) for address in lineage_of(call.address, call.inputs, weight_versions)],
             weight_versions=weight_versions,
             seed=self.config.seed,
             config_hash=self.config_hash,
@@ -162,13 +164,13 @@ class WorkerParts:
         if self.updates is not None:
             self.updates.host.sleep()
         if self.scorer is not None:
-            HERE.sleep()
+            PROCESS_MODELS.sleep()
 
     def close(self) -> None:
         if self.scorer is not None:
             self.scorer.close()
         if self.scoring_ranks is not None:
-            HERE.leave()
+            PROCESS_MODELS.leave_gang()
         if self.engine is not None:
             self.engine.close()
         try:
@@ -178,7 +180,7 @@ class WorkerParts:
                 self.updates.close()
 
 
-def required(part: Held | None) -> Held:
+def require_part(part: Held | None) -> Held:
     """Return a part that the role of the call needs."""
     assert part is not None, "this worker was built for other roles than the call's"
     return part
@@ -214,17 +216,17 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
         numerics=software() | machine_numerics(),
     )
     # Remove weights that a killed run left on this host, but not those whose living publisher is about to commit them.
-    parts.board.tidy(lambda manifest: is_published(ledger, manifest) or _being_published(parts.board, manifest))
+    parts.board.tidy(lambda manifest: is_published(ledger, manifest) or _is_being_published(parts.board, manifest))
     if gang.roles & {Role.GENERATE, Role.SCORE}:
         parts.prompts = PromptTable.load(paths.prompts)
     if Role.SCORE in gang.roles:
         parts.scorer = _build_scorer(config)
     if gang.divides_scorers:
-        parts.scoring_ranks = HERE.join(_rank(config, spec), config.placement.gangs[spec.gang].layout)
+        parts.scoring_ranks = PROCESS_MODELS.join_gang(_rank(config, spec), config.placement.gangs[spec.gang].layout)
     if Role.GENERATE in gang.roles:
         engine = _build_engine(config, spec)
         parts.numerics |= {f"engine.{name}": value for name, value in engine.numerics.items()}
-        parts.engine = VersionedEngine(engine, parts.board, in_flight=config.in_flight, fetch=parts.fetch)
+        parts.engine = VersionedEngine(engine, parts.board, in_flight=config.in_flight, fetch=parts.fetch_weights)
         if config.cluster.migrate_rows_below:
             message_timeout_s = min(MESSAGE_TIMEOUT_S, config.cluster.deadline_s / 4)
             parts.rows = ReplicaRows(parts.engine, config.cluster.migrate_rows_below, message_timeout_s)
@@ -254,7 +256,7 @@ def _build_scorer(config: RunConfig) -> Scorer:
     return Scorer(training, held_out, read_tokenizer(config.model.path))
 
 
-def _being_published(board: WeightBoard, manifest: Manifest) -> bool:
+def _is_being_published(board: WeightBoard, manifest: Manifest) -> bool:
     """Return True if a living process wrote a version here, so that it may still be committed."""
     return not is_copy(manifest) and owner_alive(board.directory / manifest.file)
 

@@ -21,14 +21,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.config.loading import to_yaml
-from pipeline.config.placement import gang_of
+from pipeline.config.placement import gang_of_role
 from pipeline.config.preflight import check_secrets
 from pipeline.config.run import RunConfig
 from pipeline.graph.graph import STAGE_ROLES
 from pipeline.workers.entry import Runtime
 from pipeline.workers.messages import Call, Outcome, WorkerSpec
 from pipeline.workers.parts import build_parts
-from pipeline.workers.stages import Computed, Output, binding_of
+from pipeline.workers.stages import ComputedStage, StageOutput, binding_of
 from pipeline.workers.weight_transfer import Fetcher
 from stages.models.config import LayoutConfig
 from stages.models.protocol import MODEL_ROLES, Role
@@ -57,8 +57,8 @@ class StageRuntime(Runtime):
             assert call.sequence > self._last_sequence, f"{call.address}: the gang's order was broken"
             self._last_sequence = call.sequence
         binding = binding_of(call.address.stage)
-        with self.parts.collectives_of(call):
-            if isinstance(binding, Computed):
+        with self.parts.name_collectives(call):
+            if isinstance(binding, ComputedStage):
                 commit = self._commit_once(call, binding)
             else:
                 commit = binding.run(self.parts, call)
@@ -68,11 +68,11 @@ class StageRuntime(Runtime):
             call.address, call.attempt, ref, spec.name, spec.index, started, time.time(), clock.seconds, warned
         )
 
-    def _commit_once(self, call: Call, binding: Computed) -> Commit | None:
+    def _commit_once(self, call: Call, binding: ComputedStage) -> Commit | None:
         """Return the node's commit. If it has none, compute its output and commit it first. Return None on a rank that
         holds no part of the output."""
         parts = self.parts
-        found = parts.find(call.address)
+        found = parts.find_commit(call.address)
         if found is not None:
             return found
         started = time.time()
@@ -90,19 +90,19 @@ class StageRuntime(Runtime):
                 state=output.state,
             )
 
-    def compute(self, call: Call) -> Output:
+    def compute(self, call: Call) -> StageOutput:
         """Return the output of a stage for its stored inputs, without writing it. Updates and publications change or
         publish weights, so they cannot run this way."""
         binding = binding_of(call.address.stage)
-        assert isinstance(binding, Computed), f"{call.address.stage} cannot be computed without being committed"
+        assert isinstance(binding, ComputedStage), f"{call.address.stage} cannot be computed without being committed"
         return binding.compute(self.parts, call)
 
-    def fetch_with(self, fetcher: Fetcher) -> None:
+    def set_fetcher(self, fetcher: Fetcher) -> None:
         self.parts.fetcher = fetcher
 
-    def take_weights(self, version: int) -> None:
+    def load_in_flight(self, version: int) -> None:
         if self.parts.engine is not None:
-            self.parts.engine.take(version)
+            self.parts.engine.load_in_flight(version)
 
     def sleep(self) -> None:
         self.parts.sleep()
@@ -114,7 +114,7 @@ class StageRuntime(Runtime):
 # ---- in one process --------------------------------------------------------------------------------------
 
 
-def alone(config: RunConfig, scratch: Path) -> RunConfig:
+def local_config(config: RunConfig, scratch: Path) -> RunConfig:
     """Return the config for this process alone, with its own directory (in `scratch`) for published weights."""
     single = copy.deepcopy(config)
     single.cluster.weights_dir = str(scratch / "board")
@@ -123,7 +123,7 @@ def alone(config: RunConfig, scratch: Path) -> RunConfig:
     return single
 
 
-def held_in_one_process(config: RunConfig, roles: Collection[Role]) -> bool:
+def was_held_in_one_process(config: RunConfig, roles: Collection[Role]) -> bool:
     """Return True if the run itself held the model of each of these roles in one process. Then sums may have the same
     bits here."""
     gangs = [config.placement.gangs[config.placement.roles[role.value]] for role in roles if role in MODEL_ROLES]
@@ -136,9 +136,9 @@ def runtime_for(config: RunConfig, roles: Role | Collection[Role]) -> Iterator[S
     check_secrets(config)
     held = [roles] if isinstance(roles, Role) else [*roles]
     only = copy.deepcopy(config)
-    gangs = [gang_of(only.placement, role) for role in held]
+    gangs = [gang_of_role(only.placement, role) for role in held]
     settings = only.placement.gangs[gangs[0]]
-    one_rank = held_in_one_process(config, held)
+    one_rank = was_held_in_one_process(config, held)
     settings.workers, settings.layout, settings.offload = 1, LayoutConfig(), "none"
     only.cluster.migrate_rows_below = 0  # there is no other replica
     only.placement.device_sharing = []

@@ -118,7 +118,7 @@ def read_scheduler_file(path: Path) -> SchedulerFile:
             text = stream.read()
     except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
         if isinstance(error, PermissionError):
-            _check_owner(*_what_can_be_seen(path))
+            _check_owner(*_nearest_visible(path))
         raise StoreError(f"{path} cannot be read: {error.strerror}") from error
     try:
         return codec.from_document(SchedulerFile, codec.document(text, _FORMAT, "the file"))
@@ -131,7 +131,7 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
         raise StoreError(f"{path} belongs to user {found.st_uid}, and this process to {os.geteuid()}: it is not used")
 
 
-def _what_can_be_seen(path: Path) -> tuple[Path, os.stat_result]:
+def _nearest_visible(path: Path) -> tuple[Path, os.stat_result]:
     """Return the file, or the nearest directory above it that this user may look at."""
     for above in (path, *path.parents):
         with suppress(PermissionError):

@@ -7,7 +7,7 @@ Sections: stages that apply a model without changing it (every rank of the gang 
 sampling with an engine, updates and publication, and `STAGES`, the table of bindings.
 
 To add a stage: write a pure function in `stages/`, add its role and nodes to `pipeline/graph/graph.py`, and add a
-binding here (a line in `STAGES`, or a call of `register` from a module that the worker imports).
+binding here (a line in `STAGES`, or a call of `register_stage` from a module that the worker imports).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pipeline.config.sections import differs
-from pipeline.observe.engine_metrics import counts
+from pipeline.observe.engine_metrics import shard_metrics
 from pipeline.workers.exports import describe_export
 from pipeline.workers.messages import Call
-from pipeline.workers.parts import WorkerParts, required
-from pipeline.workers.weight_transfer import Fetched
+from pipeline.workers.parts import WorkerParts, require_part
+from pipeline.workers.weight_transfer import TransferStats
 from stages.advantage import advantage
 from stages.engines.protocol import EngineStats, GenerationEngine, RowsLost
 from stages.engines.row_loads import RowKey
@@ -56,8 +56,8 @@ from storage.weights import WeightBoard
 
 
 @dataclass(frozen=True)
-class Output:
-    """The result of a `Computed` stage, before it is stored."""
+class StageOutput:
+    """The result of a `ComputedStage`, before it is stored."""
 
     record: Record | None
     """None on ranks that hold no part of the result."""
@@ -70,90 +70,90 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Computed:
+class ComputedStage:
     """A stage that computes a record from stored inputs and changes nothing. The runtime calls `compute` if the node
     has no commit yet, stores the record and commits it."""
 
-    compute: Callable[[WorkerParts, Call], Output]
+    compute: Callable[[WorkerParts, Call], StageOutput]
 
 
 @dataclass(frozen=True)
-class SelfCommitting:
+class SelfCommittingStage:
     """A stage that changes or publishes weights. It looks for its commit, and writes it, itself."""
 
     run: Callable[[WorkerParts, Call], Commit | None]
     """Return the node's commit; None on ranks other than 0."""
 
 
-Binding = Computed | SelfCommitting
+Binding = ComputedStage | SelfCommittingStage
 
 
 # ---- models ----------------------------------------------------------------------------------------------
 
 
-def reference_shard(parts: WorkerParts, call: Call) -> Output:
+def compute_reference_logprobs(parts: WorkerParts, call: Call) -> StageOutput:
     """Compute the reference's log-probs of the sampled tokens."""
-    rollout: Rollout = parts.read(call.inputs[0])
-    host = required(parts.updates).host
+    rollout: Rollout = parts.read_record(call.inputs[0])
+    host = require_part(parts.updates).host
     record = reference(host, rollout)
-    return Output(record, host.trunk_counts(), weight_versions=(0,), mask=rollout.response_mask)
+    return StageOutput(record, host.trunk_counts(), weight_versions=(0,), mask=rollout.response_mask)
 
 
-def logprob_shard(parts: WorkerParts, call: Call) -> Output:
+def compute_policy_logprobs(parts: WorkerParts, call: Call) -> StageOutput:
     """Compute the proximal policy's log-probs of the sampled tokens, with the version that the step trains."""
-    host, rollout = required(parts.updates).at(Role.POLICY, call.version), parts.read(call.inputs[0])
+    host, rollout = require_part(parts.updates).model_at(Role.POLICY, call.version), parts.read_record(call.inputs[0])
     record = logprob(host, rollout)
-    return Output(record, host.trunk_counts(), weight_versions=(call.version,), mask=rollout.response_mask)
+    return StageOutput(record, host.trunk_counts(), weight_versions=(call.version,), mask=rollout.response_mask)
 
 
-def canary_logprob_once(parts: WorkerParts, call: Call) -> Output:
+def compute_canary_logprobs(parts: WorkerParts, call: Call) -> StageOutput:
     """Compute the trainer's log-probs of the canaries, for runs that compute no log-probs of whole shards."""
-    host, settings = required(parts.updates).at(Role.POLICY, call.version), parts.config.mismatch
-    record = canary_logprob(host, parts.read(call.inputs[0]), rows=settings.rows)
-    return Output(record, host.trunk_counts(), weight_versions=(call.version,))
+    host, settings = require_part(parts.updates).model_at(Role.POLICY, call.version), parts.config.mismatch
+    record = canary_logprob(host, parts.read_record(call.inputs[0]), rows=settings.rows)
+    return StageOutput(record, host.trunk_counts(), weight_versions=(call.version,))
 
 
-def value_shard(parts: WorkerParts, call: Call) -> Output:
+def compute_values(parts: WorkerParts, call: Call) -> StageOutput:
     """Compute the critic's values of the states before each token."""
-    host = required(parts.updates).at(Role.CRITIC, call.version)
-    record = value(host, parts.read(call.inputs[0]))
-    return Output(record, host.trunk_counts(), weight_versions=(call.version,))
+    host = require_part(parts.updates).model_at(Role.CRITIC, call.version)
+    record = value(host, parts.read_record(call.inputs[0]))
+    return StageOutput(record, host.trunk_counts(), weight_versions=(call.version,))
 
 
 # ---- scoring ---------------------------------------------------------------------------------------------
 
 
-def score_shard(parts: WorkerParts, call: Call) -> Output:
+def score_shard(parts: WorkerParts, call: Call) -> StageOutput:
     """Score each response of a training or an evaluation shard. Reward parts that count their requests and costs
     add the metrics judge/PART/requests and judge/PART/cost."""
     held_out = call.address.stage.startswith("evaluate")
-    rollout: Rollout = parts.read(call.inputs[0])
+    rollout: Rollout = parts.read_record(call.inputs[0])
     if parts.spec.index and parts.gang.divides_scorers:
-        follow(*_scored_rows(parts, rollout, held_out=held_out))
-        return Output(None)
-    record = scores_of(parts, rollout, held_out=held_out)
-    scorer = required(parts.scorer)
+        follow(*_score_arguments(parts, rollout, held_out=held_out))
+        return StageOutput(None)
+    record = score_rollout(parts, rollout, held_out=held_out)
+    scorer = require_part(parts.scorer)
     counts = {
         f"judge/{part.name}/{name}": value
         for part in (scorer.held_out if held_out else scorer.training)
         for name, value in part.reward.counts().items()
     }
-    return Output(record, {"score/mean": float(record.scores.mean()), **counts})
+    return StageOutput(record, {"score/mean": float(record.scores.mean()), **counts})
 
 
-def scores_of(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Scores:
+def score_rollout(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Scores:
     """Return a score for each row. `held_out`: score with the parts of evaluations."""
-    return score(*_scored_rows(parts, rollout, held_out=held_out))
+    return score(*_score_arguments(parts, rollout, held_out=held_out))
 
 
-def _scored_rows(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Any:
+def _score_arguments(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Any:
     """Return the arguments of `score`, and of `follow`."""
-    scorer, prompts = required(parts.scorer), required(parts.prompts)
+    scorer, prompts = require_part(parts.scorer), require_part(parts.prompts)
     rewards = scorer.held_out if held_out else scorer.training
     return rewards, scorer.tokenizer, rollout, *prompts.for_reward(rollout.prompt_index)
 
 
-def advantage_step(parts: WorkerParts, call: Call) -> Output:
+def compute_advantages(parts: WorkerParts, call: Call) -> StageOutput:
     """Compute advantages and returns of all rows of a step, and the state for the next step. Raises MissingOutput if
     the step before has no commit, because its state gives the KL coefficient."""
     config, step = parts.config, call.address.step
@@ -172,7 +172,7 @@ def advantage_step(parts: WorkerParts, call: Call) -> Output:
         config.reward.normalize,
         config.rollout.responses_per_prompt,
     )
-    return Output(record, {**metrics, "policy/proximal_recomputed": float(policy is not None)}, state)
+    return StageOutput(record, {**metrics, "policy/proximal_recomputed": float(policy is not None)}, state)
 
 
 # ---- sampling --------------------------------------------------------------------------------------------
@@ -186,11 +186,11 @@ class MismatchAlarm(RuntimeError):
     run."""
 
 
-def generate_shard(parts: WorkerParts, call: Call) -> Output:
+def generate_shard(parts: WorkerParts, call: Call) -> StageOutput:
     """Generate responses to the prompts of a step's shard, with a version that the node's edge allows."""
     config, where = parts.config, call.address
     prompts = training_prompts(
-        required(parts.prompts),
+        require_part(parts.prompts),
         seed=config.seed,
         step=where.step,
         shard=where.shard,
@@ -201,19 +201,19 @@ def generate_shard(parts: WorkerParts, call: Call) -> Output:
     return _sample(parts, call, prompts, step=where.step, sampling=config.sampling, exact=False)
 
 
-def evaluate_shard(parts: WorkerParts, call: Call) -> Output:
+def evaluate_shard(parts: WorkerParts, call: Call) -> StageOutput:
     """Generate responses to a shard of the held-out prompts, all with one version."""
     config = parts.config
-    prompts = held_out_prompts(required(parts.prompts), shard=call.address.shard, shards=config.evaluate.shards)
+    prompts = held_out_prompts(require_part(parts.prompts), shard=call.address.shard, shards=config.evaluate.shards)
     return _sample(parts, call, prompts, step=EVALUATION_STEP, sampling=config.evaluation_sampling, exact=True)
 
 
-def canary_once(parts: WorkerParts, call: Call) -> Output:
+def compare_canaries(parts: WorkerParts, call: Call) -> StageOutput:
     """Compare an engine's log-probs of the canaries with the trainer's. Raises MismatchAlarm if they differ too much
     and `alarms.stop` lists `mismatch`."""
     config = parts.config
-    rollout: Rollout = parts.read(call.inputs[0])
-    trainers: PolicyLogprobs | CanaryPolicyLogprobs = parts.read(call.inputs[1])
+    rollout: Rollout = parts.read_record(call.inputs[0])
+    trainers: PolicyLogprobs | CanaryPolicyLogprobs = parts.read_record(call.inputs[1])
     theirs = trainers.policy_logprobs if isinstance(trainers, PolicyLogprobs) else trainers.canary_policy_logprobs
     limit = config.alarm_nats(parts.ledger.get(call.inputs[2]).metrics[DIFFERENCE] if call.version else None)
     part = canary_rows(rollout, config.mismatch.rows)
@@ -222,7 +222,7 @@ def canary_once(parts: WorkerParts, call: Call) -> Output:
     if asked and config.capabilities().scores:  # an engine that cannot score has fresh rows only (`has_canaries`)
         keys = [(config.seed, CANARY_STEP, row) for row in part.row.tolist()]
         score = partial(engine_logprobs, part=part, sampling=config.sampling, seed=config.seed, version=call.version)
-        logprobs, _ = _in_engine(parts, call, keys, score, exact=True)
+        logprobs, _ = _run_in_engine(parts, call, keys, score, exact=True)
         record, found = compared(logprobs, part, theirs, rollout.num_rows)
     difference = found[DIFFERENCE]
     older = bool((part.token_versions[part.response_mask] < call.version).all())
@@ -233,10 +233,10 @@ def canary_once(parts: WorkerParts, call: Call) -> Output:
             f"the limit is {limit:.3g} (mismatch.alarm_nats), and alarms.stop lists mismatch"
         )
     metrics = {**found, "mismatch/alarm_nats": limit, "mismatch/alarm": float(alarm)}
-    return Output(record, metrics, weight_versions=(call.version,))
+    return StageOutput(record, metrics, weight_versions=(call.version,))
 
 
-def _in_engine(
+def _run_in_engine(
     parts: WorkerParts,
     call: Call,
     keys: Sequence[RowKey],
@@ -250,14 +250,17 @@ def _in_engine(
     answers: list[Answer] = []
     with nullcontext() if rows is None else rows.shard(call.address, keys) as shard:
         while not answers:
-            with suppress(RowsLost), required(parts.engine).at(call.version, parts.clock, exact=exact) as engine:
+            with (
+                suppress(RowsLost),
+                require_part(parts.engine).engine_at(call.version, parts.clock, exact=exact) as engine,
+            ):
                 answers.append(run(engine))
     return answers[0], shard.finished_elsewhere if shard is not None else 0
 
 
 def _sample(
     parts: WorkerParts, call: Call, prompts: PromptBatch, *, step: int, sampling: SamplingConfig, exact: bool
-) -> Output:
+) -> StageOutput:
     """Sample responses. `exact`: no token may be of a newer version than the call's."""
     config = parts.config
     keys = [(config.seed, step, row) for row in prompts.row.tolist()]
@@ -271,19 +274,19 @@ def _sample(
             version=call.version,
             sampling=sampling,
             seq=config.seq,
-            pad_id=required(parts.prompts).pad_id,
+            pad_id=require_part(parts.prompts).pad_id,
         )
         return rollout, engine.stats()
 
-    (rollout, stats), elsewhere = _in_engine(parts, call, keys, draw, exact=exact)
-    fetched = parts.fetcher.fetched() if parts.fetcher is not None else Fetched()
+    (rollout, stats), elsewhere = _run_in_engine(parts, call, keys, draw, exact=exact)
+    fetched = parts.fetcher.take_stats() if parts.fetcher is not None else TransferStats()
     metrics = {
         "generate/tokens": float(rollout.response_lengths.sum()),
         "generate/rows_finished_elsewhere": float(elsewhere),
-        **counts(stats, fetched.seconds, fetched.num_bytes, peak_bytes()),
+        **shard_metrics(stats, fetched.seconds, fetched.num_bytes, peak_bytes()),
     }
     versions = tuple(np.unique(rollout.token_versions[rollout.response_mask]).tolist())
-    return Output(rollout, metrics, weight_versions=versions, mask=rollout.response_mask)
+    return StageOutput(rollout, metrics, weight_versions=versions, mask=rollout.response_mask)
 
 
 # ---- weights ---------------------------------------------------------------------------------------------
@@ -292,12 +295,12 @@ EXPORT = "export"
 """Name of the export's work in the background."""
 
 
-def update_policy_once(parts: WorkerParts, call: Call) -> Commit | None:
+def update_policy(parts: WorkerParts, call: Call) -> Commit | None:
     """Update the policy from version `step` to `step + 1`."""
     return _update(parts, call, Role.POLICY)
 
 
-def update_critic_once(parts: WorkerParts, call: Call) -> Commit | None:
+def update_critic(parts: WorkerParts, call: Call) -> Commit | None:
     """Update the critic from version `step` to `step + 1`."""
     return _update(parts, call, Role.CRITIC)
 
@@ -315,10 +318,10 @@ def _update(parts: WorkerParts, call: Call, role: Role) -> Commit | None:
                 digest=digest,
             )
 
-    updates = required(parts.updates)
+    updates = require_part(parts.updates)
     winner = updates.update(role, call.address.step, commit)
     if call.address.step + 1 == parts.config.steps:
-        updates.background.settle_all()  # no later call would wait for it
+        updates.background.wait_for_all()  # no later call would wait for it
     return winner
 
 
@@ -327,14 +330,14 @@ def publish_version(parts: WorkerParts, call: Call) -> Commit | None:
     commit but its weights, which are kept in memory, are gone."""
     version, config = call.version, parts.config
     started = time.time()
-    host = required(parts.updates).at(Role.POLICY, version)
-    found = parts.find(call.address)
+    host = require_part(parts.updates).model_at(Role.POLICY, version)
+    found = parts.find_commit(call.address)
     exported = config.exports(version) and _begin_export(parts, version)
     with parts.clock.bookkeeping():
         manifest = publish(host, parts.board, version)
     if version == config.steps:  # a resume after this commit has no node left that could finish the exports
         _write_exports(parts, version, exported)
-        required(parts.updates).background.settle_all()
+        require_part(parts.updates).background.wait_for_all()
     if manifest is not None and found is None:
         with parts.clock.bookkeeping():
             found = parts.store.commit_only(
@@ -355,7 +358,9 @@ def _write_exports(parts: WorkerParts, version: int, exported: bool) -> None:
         _export(parts, version, parts.board)
     if exported or version == parts.config.steps:
         # This process has no other export in progress, so a dead process began every other unfinished one.
-        for unfinished in required(parts.updates).agree(lambda: _begun_exports(parts, version)):
+        for unfinished in require_part(parts.updates).broadcast_from_rank_0(
+            lambda: _unfinished_exports(parts, version)
+        ):
             _export(parts, unfinished)
 
 
@@ -370,10 +375,10 @@ def _begin_export(parts: WorkerParts, version: int) -> bool:
         exports.staged(version).mkdir(parents=True, exist_ok=True)
         return True
 
-    return bool(required(parts.updates).agree(begin))
+    return bool(require_part(parts.updates).broadcast_from_rank_0(begin))
 
 
-def _begun_exports(parts: WorkerParts, before: int) -> list[int]:
+def _unfinished_exports(parts: WorkerParts, before: int) -> list[int]:
     """Return the versions below `before` whose exports a dead process began and did not finish. Later versions are
     exported when they are published again."""
     return parts.config.stored.exports().begun(before)
@@ -383,7 +388,7 @@ def _export(parts: WorkerParts, version: int, board: WeightBoard | None = None) 
     """Write the policy in Hugging Face layout, while the run continues. A half-written export never has the final name.
 
     `board` has the version. If it is None, the version is published anew, on a board of its own on this host."""
-    updates, exports = required(parts.updates), parts.config.stored.exports()
+    updates, exports = require_part(parts.updates), parts.config.stored.exports()
     staged, own = exports.staged(version), parts.board.directory / f"export-{version}"
 
     def begin() -> None:  # what a killed process left may be torn, or of a version that was computed again
@@ -391,9 +396,9 @@ def _export(parts: WorkerParts, version: int, board: WeightBoard | None = None) 
             shutil.rmtree(left, ignore_errors=True)
         staged.mkdir(parents=True)
 
-    updates.agree(begin)
+    updates.broadcast_from_rank_0(begin)
     source = board or WeightBoard(own)
-    write = updates.at(Role.POLICY, version).export(source, staged)
+    write = updates.model_at(Role.POLICY, version).export(source, staged)
 
     def work() -> None:
         write()
@@ -409,20 +414,20 @@ def _export(parts: WorkerParts, version: int, board: WeightBoard | None = None) 
 # ---- registry --------------------------------------------------------------------------------------------
 
 STAGES: dict[str, Binding] = {
-    "generate": Computed(generate_shard),
-    "score": Computed(score_shard),
-    "reference": Computed(reference_shard),
-    "logprob": Computed(logprob_shard),
-    "value": Computed(value_shard),
-    "advantage": Computed(advantage_step),
-    "update_policy": SelfCommitting(update_policy_once),
-    "update_critic": SelfCommitting(update_critic_once),
-    "publish": SelfCommitting(publish_version),
-    "canary_logprob": Computed(canary_logprob_once),
-    "canary": Computed(canary_once),
-    "evaluate": Computed(evaluate_shard),
-    "evaluate_score": Computed(score_shard),
-    "evaluate_reference": Computed(reference_shard),
+    "generate": ComputedStage(generate_shard),
+    "score": ComputedStage(score_shard),
+    "reference": ComputedStage(compute_reference_logprobs),
+    "logprob": ComputedStage(compute_policy_logprobs),
+    "value": ComputedStage(compute_values),
+    "advantage": ComputedStage(compute_advantages),
+    "update_policy": SelfCommittingStage(update_policy),
+    "update_critic": SelfCommittingStage(update_critic),
+    "publish": SelfCommittingStage(publish_version),
+    "canary_logprob": ComputedStage(compute_canary_logprobs),
+    "canary": ComputedStage(compare_canaries),
+    "evaluate": ComputedStage(evaluate_shard),
+    "evaluate_score": ComputedStage(score_shard),
+    "evaluate_reference": ComputedStage(compute_reference_logprobs),
 }
 """Stage -> its binding, for every stage of `pipeline.graph.graph.STAGE_ROLES`."""
 
@@ -431,7 +436,7 @@ class UnboundStage(LookupError):
     """A stage of the graph has no binding."""
 
 
-def register(stage: str, binding: Binding) -> None:
+def register_stage(stage: str, binding: Binding) -> None:
     """Add a binding from another module. Raises ValueError if the stage has one already."""
     if stage in STAGES:
         raise ValueError(f"stage {stage!r} is bound already")

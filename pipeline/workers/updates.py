@@ -1,7 +1,7 @@
 """Make every update happen exactly once per version (law 3 of docs/architecture.md).
 
-The resident policy and critic each have a version. Before a node that needs version i runs, `at` brings the model to
-it. Usually that is a no-op. If this process is new, or an update failed half-way, it loads the newest checkpoint
+The resident policy and critic each have a version. Before a node that needs version i runs, `model_at` brings the model
+to it. Usually that is a no-op. If this process is new, or an update failed half-way, it loads the newest checkpoint
 c <= i, or the start weights, and runs updates c .. i-1 again on their stored inputs. A replayed update must give the
 digest that its commit holds.
 
@@ -41,7 +41,7 @@ from storage.records import Advantages
 from storage.rollouts import RolloutStore
 
 
-def committed_meta(ledger: Ledger, role: Role, version: int) -> dict[str, Any] | None:
+def expected_meta(ledger: Ledger, role: Role, version: int) -> dict[str, Any] | None:
     """Return the meta data that a checkpoint of this version must have, from the commit of the update that made the
     version. So another run's complete checkpoint is refused. The digest covers the whole model in any layout. Return
     None if there is no commit."""
@@ -52,7 +52,7 @@ def committed_meta(ledger: Ledger, role: Role, version: int) -> dict[str, Any] |
 def is_usable(checkpoints: Checkpoints, ledger: Ledger, role: Role, version: int) -> bool:
     """Return True if every byte of a checkpoint is as it was saved, its weights are the committed ones, and its pickles
     hold only data."""
-    expected = committed_meta(ledger, role, version)
+    expected = expected_meta(ledger, role, version)
     if expected is None:
         return False
     try:
@@ -67,11 +67,11 @@ def _meta(digest: str) -> dict[str, Any]:
     return {"digest": digest}
 
 
-def agreed(look: Callable[[], Any], *, rank: int, ranks: int) -> Any:
-    """Return to every rank of this process's gang the result of `look()` on rank 0. The other ranks do not call it."""
+def broadcast_from_rank_0(read: Callable[[], Any], *, rank: int, ranks: int) -> Any:
+    """Return to every rank of this process's gang the result of `read()` on rank 0. The other ranks do not call it."""
     if ranks == 1:
-        return look()
-    box = [look() if rank == 0 else None]
+        return read()
+    box = [read() if rank == 0 else None]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
@@ -121,11 +121,11 @@ class ExactlyOnceUpdates:
         """Number of updates that ran again since the last new one."""
         self.background = BackgroundWriter()
 
-    def agree(self, look: Callable[[], Any]) -> Any:
-        """Return to every rank the result of `look()` on rank 0. The other ranks do not call it."""
-        return agreed(look, rank=self._rank, ranks=self._ranks)
+    def broadcast_from_rank_0(self, read: Callable[[], Any]) -> Any:
+        """Return to every rank the result of `read()` on rank 0. The other ranks do not call it."""
+        return broadcast_from_rank_0(read, rank=self._rank, ranks=self._ranks)
 
-    def at(self, role: Role, version: int) -> ModelHost:
+    def model_at(self, role: Role, version: int) -> ModelHost:
         """Return the host with `role` resident at `version`.
 
         Raises:
@@ -134,11 +134,11 @@ class ExactlyOnceUpdates:
         """
         host = self.host
         if host.dirty(role) or host.version(role) != version:
-            self._restore(role, version)
+            self._load_newest_until(role, version)
         while host.version(role) < version:
             step = host.version(role)
             address = Address(UPDATE_STAGE[role], step)
-            commit = self.agree(partial(self._ledger.await_seen, address))
+            commit = self.broadcast_from_rank_0(partial(self._ledger.await_seen, address))
             if commit is None:
                 raise MissingOutput(f"{address} has no commit, so there is no version {version} of the {role}")
             self._train(role, step)
@@ -150,18 +150,18 @@ class ExactlyOnceUpdates:
     def update(self, role: Role, step: int, commit: Callable[[dict[str, float], str], Commit]) -> Commit | None:
         """Make version `step + 1` exist: train and commit it, or, if it is committed, make it resident. Return the
         commit on rank 0."""
-        found = self.agree(lambda: self._ledger.find(Address(UPDATE_STAGE[role], step)))
+        found = self.broadcast_from_rank_0(lambda: self._ledger.find(Address(UPDATE_STAGE[role], step)))
         if found is not None:
-            self.at(role, step + 1)
+            self.model_at(role, step + 1)
             return found if self._rank == 0 else None
-        self.at(role, step)
+        self.model_at(role, step)
         metrics = self._train(role, step)
         metrics |= {f"{UPDATE_STAGE[role]}/{name}": value for name, value in self.host.last_update(role).items()}
         metrics |= self.host.trunk_counts()
         if role in self._replayed:
             metrics[f"{role}/replayed_updates"] = float(self._replayed.pop(role))
         digest = self.host.digest(role)
-        winner = self.agree(lambda: commit(metrics, digest))
+        winner = self.broadcast_from_rank_0(lambda: commit(metrics, digest))
         self._verify(winner, digest)
         self.host.mark_clean(role)
         if (step + 1) % self._every == 0:
@@ -183,7 +183,7 @@ class ExactlyOnceUpdates:
             if commit is None:
                 stage = UPDATE_STAGE[role]
                 raise MissingOutput(f"{stage} of step {step} has no commit: there is nothing to compare with")
-            self.at(role, step)
+            self.model_at(role, step)
             self._train(role, step)
             digest = self.host.digest(role)
             yield step, str(commit.digest), digest
@@ -207,9 +207,9 @@ class ExactlyOnceUpdates:
         batch = PolicyBatch(rollout, advantages, policy, reference, commit.state["step_kl_coef"])
         return self.host.update_policy(step, batch)
 
-    def train_alone(self, role: Role, step: int) -> None:
+    def train_without_commit(self, role: Role, step: int) -> None:
         """Train version `step` from the stored inputs, whether or not this update is committed. Write nothing."""
-        self.at(role, step)
+        self.model_at(role, step)
         self._train(role, step)
 
     def _verify(self, commit: Commit, digest: str) -> None:
@@ -221,20 +221,20 @@ class ExactlyOnceUpdates:
                 "computes them again here"
             )
 
-    def _restore(self, role: Role, version: int) -> None:
+    def _load_newest_until(self, role: Role, version: int) -> None:
         """Bring the role to the newest version that is no newer than `version` and needs no training: the resident one,
         a checkpoint's, or 0. The role is clean afterwards."""
-        self.background.settle(f"checkpoint of the {role}")
+        self.background.wait_for(f"checkpoint of the {role}")
         host = self.host
         resident = -1 if host.dirty(role) or host.version(role) > version else host.version(role)
         refused: list[tuple[int, str]] = []
-        for saved in self.agree(lambda: self._checkpoints.newest_first(str(role), version)):
+        for saved in self.broadcast_from_rank_0(lambda: self._checkpoints.newest_first(str(role), version)):
             if saved <= resident:
                 break
-            fault, meta = self._verified(role, saved)
+            fault, meta = self._check_checkpoint(role, saved)
             if fault is None:
                 resident = -1  # a load that fails leaves no usable weights
-                fault = self._loaded(role, saved, meta)
+                fault = self._load_checkpoint(role, saved, meta)
             if fault is None:
                 resident = saved
                 break
@@ -249,7 +249,7 @@ class ExactlyOnceUpdates:
                     f"updates from there to v{version} run again"
                 )
 
-    def _verified(self, role: Role, saved: int) -> tuple[str | None, dict[str, Any]]:
+    def _check_checkpoint(self, role: Role, saved: int) -> tuple[str | None, dict[str, Any]]:
         """Return the fault of a checkpoint and its saved meta data. The fault is None if the bytes are undamaged and
         hold the weights that this run committed. Each rank reads a share."""
 
@@ -260,8 +260,8 @@ class ExactlyOnceUpdates:
                 return str(error)
             return None
 
-        expected = self.agree(lambda: committed_meta(self._ledger, role, saved))
-        fault = self.agree(fetched)
+        expected = self.broadcast_from_rank_0(lambda: expected_meta(self._ledger, role, saved))
+        fault = self.broadcast_from_rank_0(fetched)
         if fault is not None:
             return fault, {}
         try:
@@ -269,23 +269,23 @@ class ExactlyOnceUpdates:
             fault = None
         except (StoreError, OSError) as error:
             meta, fault = {}, str(error)
-        return self._of_any_rank(fault), meta
+        return self._first_fault_of_ranks(fault), meta
 
-    def _loaded(self, role: Role, saved: int, meta: dict[str, Any]) -> str | None:
+    def _load_checkpoint(self, role: Role, saved: int, meta: dict[str, Any]) -> str | None:
         """Load a checkpoint. Return its fault if it cannot be loaded or does not hold this version, else None."""
         try:
             self.host.load(role, self._checkpoints.place(str(role), saved))
             fault = None
         except StateError as error:
             fault = str(error)
-        fault = self._of_any_rank(fault)
+        fault = self._first_fault_of_ranks(fault)
         if fault is None and self.host.version(role) != saved:
             fault = f"it holds version {self.host.version(role)}"
         if fault is None and (digest := self.host.digest(role)) != meta.get("digest"):
             fault = f"its weights have digest {digest}, and had {meta.get('digest')} when they were saved"
         return fault
 
-    def _of_any_rank(self, fault: str | None) -> str | None:
+    def _first_fault_of_ranks(self, fault: str | None) -> str | None:
         """Return, on every rank, the fault of the first rank that has one."""
         if self._ranks == 1:
             return fault
@@ -295,8 +295,8 @@ class ExactlyOnceUpdates:
 
     def _save(self, role: Role, version: int, digest: str) -> None:
         name = f"checkpoint of the {role}"
-        self.background.settle(name)  # before the next copy is made, in the same memory
-        path = Path(self.agree(lambda: str(self._checkpoints.begin(str(role), version))))
+        self.background.wait_for(name)  # before the next copy is made, in the same memory
+        path = Path(self.broadcast_from_rank_0(lambda: str(self._checkpoints.begin(str(role), version))))
         write, damaged = self.host.save(role, path), frozenset(self._damaged.get(role, ()))
 
         def work() -> None:

@@ -51,9 +51,9 @@ class VersionedEngine:
     the oldest step first, so versions seldom alternate.
 
     If the engine updates in flight, a shard names the oldest version that it may be sampled with, and a newer resident
-    version will do. The first shard that needs a newer version, or the driver's order (`take`), loads it while the
-    other rows continue. No version is newer than a row's step, since the step's update waits for the row. Evaluations
-    need exactly one version."""
+    version will do. The first shard that needs a newer version, or the driver's order (`load_in_flight`), loads it
+    while the other rows continue. No version is newer than a row's step, since the step's update waits for the row.
+    Evaluations need exactly one version."""
 
     def __init__(
         self,
@@ -86,13 +86,13 @@ class VersionedEngine:
         """Guards the fields above. Never held for long, since the engine's thread takes it too."""
 
     @contextmanager
-    def at(self, version: int, clock: Clock, *, exact: bool = False) -> Iterator[GenerationEngine]:
+    def engine_at(self, version: int, clock: Clock, *, exact: bool = False) -> Iterator[GenerationEngine]:
         """Return the engine with the weights of `version`. They stay until the block ends, or until all rows of the
         block have left for other replicas. If the engine updates in flight and not `exact`, a newer version is allowed
         too, and the weights may change within the block. Raises DamagedWeights, and keeps the old weights, if the
         version on the board is not what was published."""
         exact = exact or not self._in_flight
-        if not self._serves(version, exact) and not self._board.has(version):
+        if not self._is_allowed(version, exact) and not self._board.has(version):
             with clock.bookkeeping():  # before it enters, so that other shards do not wait for the transfer
                 self._fetch(version)
         self._enter(version, clock, exact)
@@ -101,13 +101,13 @@ class VersionedEngine:
         finally:
             self._leave(exact)
 
-    def take(self, version: int) -> None:
+    def load_in_flight(self, version: int) -> None:
         """Load a version for the rows in flight, if the engine updates in flight. Waits for shards that need exactly
-        one version. Does nothing without rows: the next shard loads its version. Raises the errors of `at`."""
+        one version. Does nothing without rows: the next shard loads its version. Raises the errors of `engine_at`."""
         with self._changed:
             wanted = self._in_flight and self._inside > 0
         if wanted:
-            with self.at(version, Clock()):
+            with self.engine_at(version, Clock()):
                 pass
 
     def sleep(self) -> None:
@@ -125,7 +125,7 @@ class VersionedEngine:
     def _enter(self, version: int, clock: Clock, exact: bool) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._may_enter(version, exact))
-            if self._serves(version, exact):
+            if self._is_allowed(version, exact):
                 self._inside += 1
                 self._exact += exact
                 return
@@ -136,7 +136,7 @@ class VersionedEngine:
                 with clock.bookkeeping():
                     self._engine.wake()
                 self._asleep = False
-            if not self._serves(version, exact):
+            if not self._is_allowed(version, exact):
                 with clock.bookkeeping(), self._board.open(version) as lease:
                     self._check_names(version, lease.tensors.keys())
                     self._load(version, lease)
@@ -182,7 +182,7 @@ class VersionedEngine:
             has, lacks = (version, self._version) if name in names else (self._version, version)
             raise WeightsError(f"{name} (and {len(differing) - 1} more) is missing in weights v{lacks}; v{has} has it")
 
-    def _serves(self, version: int, exact: bool) -> bool:
+    def _is_allowed(self, version: int, exact: bool) -> bool:
         """Return True if the engine is awake, and its weights are allowed for a shard that needs this version."""
         if self._asleep:
             return False
@@ -192,7 +192,7 @@ class VersionedEngine:
         """Return True if the resident weights are allowed for this shard, or may be replaced now."""
         if self._loading:
             return False
-        if self._serves(version, exact) or (not exact and self._exact == 0):
+        if self._is_allowed(version, exact) or (not exact and self._exact == 0):
             return True
         return self._inside == (self.migratable.num_calls_migrated if self.migratable else 0)
 

@@ -55,7 +55,7 @@ _REMOVAL_S = 5.0
 
 
 @dataclass(frozen=True)
-class Fetched:
+class TransferStats:
     """Time and size of the weights that were copied from other hosts."""
 
     seconds: float = 0.0
@@ -67,7 +67,7 @@ class Fetcher(Protocol):
 
     def fetch(self, version: int) -> None: ...
 
-    def fetched(self) -> Fetched: ...
+    def take_stats(self) -> TransferStats: ...
 
 
 class _SourceLost(Exception):
@@ -80,7 +80,7 @@ class _SourceLost(Exception):
 
 
 @contextmanager
-def _lost_if_it_fails(whom: str, redirected: bool) -> Iterator[None]:
+def _raise_as_lost(whom: str, redirected: bool) -> Iterator[None]:
     try:
         yield
     except (OSError, TimeoutError) as error:
@@ -114,12 +114,17 @@ class WeightMirror:
         """Versions that this process is receiving."""
         self._unread: set[int] = set()
         """Versions that nobody reads any more."""
-        self._fetched = Fetched()
+        self._fetched = TransferStats()
         self._counting = threading.Lock()
 
     def open(self) -> None:
         """Begin to answer askers and to obey the driver's orders."""
-        self._worker.handlers |= {ASK: self._answer, FETCH: self._ahead, RELEASE: self._release, REMOVE: self._remove}
+        self._worker.handlers |= {
+            ASK: self._answer,
+            FETCH: self._fetch_ahead,
+            RELEASE: self._release,
+            REMOVE: self._remove,
+        }
 
     def close(self) -> None:
         """Stop sending. The worker's process may get another mirror afterwards."""
@@ -137,15 +142,15 @@ class WeightMirror:
         """
         self._fetch(version, wait=True)
 
-    def fetched(self) -> Fetched:
+    def take_stats(self) -> TransferStats:
         """Return the time and size of the copies that this process received since the last call."""
         with self._counting:
-            fetched, self._fetched = self._fetched, Fetched()
+            fetched, self._fetched = self._fetched, TransferStats()
         return fetched
 
     # ---- orders --------------------------------------------------------------------------------------------------
 
-    async def _ahead(self, version: int) -> None:
+    async def _fetch_ahead(self, version: int) -> None:
         """Fetch a version before anybody needs it. An error is only printed: it occurs again, and is reported, when the
         version is needed."""
 
@@ -172,14 +177,14 @@ class WeightMirror:
         `asker`: it may be redirected to another source; None: it was redirected already. `digest`: the digest that the
         version must have."""
         try:
-            manifest = await self._find(version, digest)
+            manifest = await self._manifest_to_send(version, digest)
         except MissingOutput as error:
             return {"missing": str(error)}
-        other = self._other_source(version, asker) if asker is not None else None
+        other = self._earlier_asker(version, asker) if asker is not None else None
         sender = await asyncio.to_thread(self._sender.address) if other is None else None
         return {"manifest": manifest.to_json(), "other": other, "sender": sender}
 
-    async def _find(self, version: int, digest: str | None) -> Manifest:
+    async def _manifest_to_send(self, version: int, digest: str | None) -> Manifest:
         """Return the manifest of a version to send. Raises MissingOutput if it is neither here nor arriving."""
         while True:
             arriving = version in self._arriving
@@ -191,7 +196,7 @@ class WeightMirror:
                     raise
             await asyncio.sleep(_LOOK_S)
 
-    def _other_source(self, version: int, asker: str) -> str | None:
+    def _earlier_asker(self, version: int, asker: str) -> str | None:
         """Return the earlier asker that should serve this one, or None for the first `FAN_OUT` askers."""
         if version not in self._askers and len(self._askers) == _VERSIONS_REMEMBERED:
             del self._askers[next(iter(self._askers))]
@@ -255,14 +260,14 @@ class WeightMirror:
                 incoming.close()
         with self._counting:
             seconds = self._fetched.seconds + time.perf_counter() - started
-            self._fetched = Fetched(seconds, self._fetched.num_bytes + manifest.num_bytes)
+            self._fetched = TransferStats(seconds, self._fetched.num_bytes + manifest.num_bytes)
         if version in self._unread:
             self._board.release(version)
 
     async def _source(self, version: int, may_redirect: bool) -> _Source:
         """Return the process that sends a version: that of the publisher, or of the worker that the publisher names.
         Raises MissingOutput if the publisher does not have the version."""
-        with _lost_if_it_fails(self._spec.publisher, False):
+        with _raise_as_lost(self._spec.publisher, False):
             identity = self._worker.scheduler.identity()
             workers = (await asyncio.wait_for(identity, self._spec.message_timeout_s))["workers"]
         worker = next((a for a, worker in workers.items() if worker["name"] == self._spec.publisher), None)
@@ -281,7 +286,7 @@ class WeightMirror:
         self, worker: str, version: int, asker: str | None, digest: str | None, *, redirected: bool
     ) -> dict[str, Any]:
         """Return the answer of a worker that may have the version (`_answer`)."""
-        with _lost_if_it_fails(worker, redirected):
+        with _raise_as_lost(worker, redirected):
             asked = getattr(self._worker.rpc(worker), ASK)(version=version, asker=asker, digest=digest)
             answer: dict[str, Any] | None = await asyncio.wait_for(asked, self._spec.message_timeout_s)
         if answer is None:  # the process has just started
@@ -296,7 +301,7 @@ class WeightMirror:
         manifest, timeout_s = incoming.manifest, self._spec.message_timeout_s
         with closing(received(source.sender, context, manifest, incoming.num_bytes, timeout_s)) as pieces:
             while not incoming.complete:
-                with _lost_if_it_fails(source.worker, source.redirected):
+                with _raise_as_lost(source.worker, source.redirected):
                     piece = next(pieces)
                 if manifest.version in self._unread:
                     raise MissingOutput(f"weights v{manifest.version} are not read any more")

@@ -87,10 +87,10 @@ PRELOADED = ("stages.models.host", "stages.engines.embedded.engine", "storage.ro
 None of them may start a thread, since a process with threads must not fork."""
 _SCRATCH = "stageline-dask-"
 """Prefix of a process's Dask directory in the temporary folder. The process id follows, as in `ENGINE_SCRATCH`."""
-OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGHUP})
+TERMINAL_SIGNALS = frozenset({signal.SIGINT, signal.SIGHUP})
 """Signals that a terminal sends to every process of a command, at Ctrl-C and when it is closed. Only the driver must
 react to them."""
-_ANY = 1_000_000.0
+_UNLIMITED = 1_000_000.0
 """Capacity of a pin. It limits nothing, because the number of threads does."""
 
 
@@ -161,14 +161,14 @@ def worker_resources(gang: Gang, index: int, waiting: int = 0) -> dict[str, floa
     nodes that need no slot. `waiting`: further slots of a pool's worker, for shards that only wait for rows in other
     replicas."""
     return {
-        slot_resource(gang.name, index): 1.0 if gang.ordered else float(gang.concurrent_shards + waiting),
-        pin_resource(gang.name, index): _ANY,
+        slot_resource(gang.name, index): 1.0 if gang.is_ordered else float(gang.concurrent_shards + waiting),
+        pin_resource(gang.name, index): _UNLIMITED,
     }
 
 
 def worker_threads(gang: Gang, waiting: int = 0) -> int:
     """Return the number of tasks that a worker runs at once: its nodes, and in a pool `waiting` more."""
-    return gang.threads if gang.ordered else gang.threads + waiting
+    return gang.max_running_nodes if gang.is_ordered else gang.max_running_nodes + waiting
 
 
 def shares_cores(config: RunConfig) -> bool:
@@ -232,7 +232,7 @@ def ending_signals() -> frozenset[signal.Signals]:
     return frozenset({signal.SIGTERM, signal.SIGINT} | (set() if ignored else {signal.SIGHUP}))
 
 
-QUIET = (
+WARNING_FILTERS = (
     "ignore:resource_tracker",  # it warns whenever it cleans up after killed workers
     "ignore:Transformer Engine and Apex are not installed",  # Megatron recommends them whenever it is imported
     "ignore:Apex is not installed",
@@ -248,12 +248,12 @@ def start_forkserver(*, shared: bool) -> None:
     workers share cores."""
     environment = {**FORKSERVER_ENVIRONMENT, "OMP_WAIT_POLICY": wait_policy(shared)}
     before = {name: os.environ.get(name) for name in environment}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, OF_TERMINAL)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
     options = list(sys.warnoptions)
-    sys.warnoptions += QUIET
+    sys.warnoptions += WARNING_FILTERS
     try:
         resource_tracker.ensure_running()  # this lifts the mask
-        signal.pthread_sigmask(signal.SIG_BLOCK, OF_TERMINAL)
+        signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
         os.environ.update(environment)
         # CUDA does not survive a fork once a library asked for devices.
         preloaded = () if Path("/dev/nvidiactl").exists() else PRELOADED

@@ -38,7 +38,7 @@ from stages.models.trainer import Minibatch, Trainer, learning_rate
 from stages.models.work import UpdateWork, synchronise
 from stages.ppo.config import PPOConfig
 from stages.ppo.masks import state_values
-from stages.ppo.micro_batches import minibatches
+from stages.ppo.micro_batches import minibatch_rows
 from storage.checkpoints import FileSum
 from storage.records import PolicyLogprobs, ReferenceLogprobs, Rollout, Values
 from storage.weights import Manifest, WeightBoard
@@ -339,7 +339,7 @@ class MegatronHost:
         self._last_updates.pop(role, None)
         if step < held:
             return _named(role, trainer.advance(step))
-        cut = minibatches(batch.rollout.num_rows, self._ppo.minibatches, self._ppo.epochs, self._seed, step)
+        cut = minibatch_rows(batch.rollout.num_rows, self._ppo.minibatches, self._ppo.epochs, self._seed, step)
         work = [self._minibatch(batch, rows, trainer.config, loss) for epoch in cut for rows in epoch]
         lr = learning_rate(trainer.config, step - held, self._total_steps - held)
         target_kl = self._ppo.target_kl if role is Role.POLICY else None

@@ -25,7 +25,7 @@ from stages.models.work import UpdateWork, measured_peak
 from stages.ppo.config import PPOConfig
 from stages.ppo.losses import LossStats, PolicyLossInputs, ValueLossInputs, policy_loss, value_loss
 from stages.ppo.masks import state_values, token_weights
-from stages.ppo.micro_batches import balanced
+from stages.ppo.micro_batches import split_balanced
 from storage.records import Rollout
 
 
@@ -43,7 +43,7 @@ def rank_micro_batches(
     if blueprint.model.frozen_blocks:
         share = rows[rollout.row[rows] % rank.data_size == rank.data_rank]
     else:
-        share = rows[balanced(row_lengths(mask[rows]), rank.data_size)[rank.data_rank]]
+        share = rows[split_balanced(row_lengths(mask[rows]), rank.data_size)[rank.data_rank]]
     if never_empty and not len(share):
         share, mask = rows[:1], np.zeros_like(mask)
     if not len(share):

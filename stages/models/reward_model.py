@@ -56,7 +56,7 @@ from stages.models.spec import (
 )
 from stages.models.trainer import Minibatch, Trainer, learning_rate
 from stages.ppo.losses import LossStats
-from stages.ppo.micro_batches import balanced, micro_batches
+from stages.ppo.micro_batches import micro_batches, split_balanced
 from storage.exports import write_sums
 
 ScoreLoss = Callable[[Tensor, np.ndarray], tuple[Tensor, LossStats]]
@@ -268,7 +268,7 @@ def score_micro_batches(rows: TokenRows, blueprint: Blueprint, max_tokens: int) 
     """Return the micro-batches of this rank's share of the rows to score. All shares have nearly the same number of
     tokens."""
     rank = blueprint.parallel_rank
-    share = balanced(rows.lengths, rank.data_size)[rank.data_rank]
+    share = split_balanced(rows.lengths, rank.data_size)[rank.data_rank]
     if not len(share):
         return []
     return cut_micro_batches(
@@ -286,7 +286,7 @@ def group_micro_batches(
     """
     rank = blueprint.parallel_rank
     sizes = np.array([int(rows.lengths[group].sum()) for group in groups])
-    share = balanced(sizes, rank.data_size)[rank.data_rank]
+    share = split_balanced(sizes, rank.data_size)[rank.data_rank]
     if not len(share):
         share = np.zeros(1, np.int64)
     made = []

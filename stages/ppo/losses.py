@@ -39,7 +39,7 @@ from torch import Tensor
 from stages.ppo.config import PPOConfig
 from stages.ppo.kl import token_kl_loss
 
-LARGEST_LOG_RATIO = 80.0
+MAX_LOG_RATIO = 80.0
 """exp(80) = 5.5e34. float32 ends at exp(88.7), and clips act far below."""
 
 
@@ -226,7 +226,7 @@ def _ratio(log_ratio: Tensor, advantages: Tensor, cfg: PPOConfig) -> Tensor:
     """Return u = exp(log_ratio), bounded to exp(LARGEST_LOG_RATIO) where a clip replaces large ratios anyway. Without
     the bound u could be infinite, and its gradient would be 0 times infinity, which is NaN."""
     clipped = advantages >= 0 if cfg.dual_clip is None else torch.ones_like(advantages, dtype=torch.bool)
-    return torch.exp(torch.where(clipped, log_ratio.clamp(max=LARGEST_LOG_RATIO), log_ratio))
+    return torch.exp(torch.where(clipped, log_ratio.clamp(max=MAX_LOG_RATIO), log_ratio))
 
 
 def _clipped_gain(u: Tensor, advantages: Tensor, cfg: PPOConfig) -> tuple[Tensor, dict[str, Tensor]]:

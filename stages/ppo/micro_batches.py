@@ -1,7 +1,7 @@
 """Divide the rows of a step: epochs, minibatches (one optimizer step each), shares of data-parallel ranks,
 micro-batches (one forward each).
 
-Only `minibatches` changes the result; the rest of this file changes speed (see `stages.ppo.masks`).
+Only `minibatch_rows` changes the result; the rest of this file changes speed (see `stages.ppo.masks`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 
-def minibatches(num_rows: int, minibatches: int, epochs: int, seed: int, step: int) -> list[list[np.ndarray]]:
+def minibatch_rows(num_rows: int, minibatches: int, epochs: int, seed: int, step: int) -> list[list[np.ndarray]]:
     """Return the row indices of each minibatch of each epoch, num_rows / minibatches per minibatch. Every epoch has
     each row once.
 
@@ -40,21 +40,21 @@ def micro_batches(
     order. Within a micro-batch the longest row comes first. Micro-batches with more tokens come first, so that the
     first needs the most memory."""
     alone, others = np.flatnonzero(lengths > max_tokens), np.flatnonzero(lengths <= max_tokens)
-    parts = [*alone[:, None], *(others[part] for part in _within(lengths[others], max_tokens, max_rows))]
+    parts = [*alone[:, None], *(others[part] for part in _split_within(lengths[others], max_tokens, max_rows))]
     return [rows[part] for part in sorted(parts, key=lambda part: -int(lengths[part].sum()))]
 
 
-def _within(lengths: np.ndarray, max_tokens: int, max_rows: int | None) -> list[np.ndarray]:
-    """Return the fewest `balanced` parts within both limits. No row is longer than `max_tokens`."""
+def _split_within(lengths: np.ndarray, max_tokens: int, max_rows: int | None) -> list[np.ndarray]:
+    """Return the fewest parts of `split_balanced` within both limits. No row is longer than `max_tokens`."""
     fewest = max(-(-int(lengths.sum()) // max_tokens), -(-len(lengths) // (max_rows or max(1, len(lengths)))))
     for pieces in range(fewest, len(lengths)):
-        parts = balanced(lengths, pieces)
+        parts = split_balanced(lengths, pieces)
         if all(lengths[part].sum() <= max_tokens and len(part) <= (max_rows or len(part)) for part in parts):
             return parts
-    return balanced(lengths, len(lengths))
+    return split_balanced(lengths, len(lengths))
 
 
-def balanced(lengths: Int[np.ndarray, " rows"], parts: int) -> list[np.ndarray]:
+def split_balanced(lengths: Int[np.ndarray, " rows"], parts: int) -> list[np.ndarray]:
     """Divide the indices of `lengths` into parts of nearly the same sum. The longest rows are assigned first, each to
     the part with the smallest sum so far; among equal sums, to the part with the fewest rows. (Graham's LPT rule, 1969:
     the largest sum is at most 4/3 of the best.) With fewer rows than parts some parts are empty. Each part has its

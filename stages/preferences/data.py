@@ -31,7 +31,7 @@ class Pairs:
     def __len__(self) -> int:
         return len(self.better)
 
-    def chosen(self, numbers: np.ndarray) -> Pairs:
+    def subset(self, numbers: np.ndarray) -> Pairs:
         return Pairs(self.better[numbers], self.worse[numbers])
 
 
@@ -106,7 +106,7 @@ def tokenise_judgements(
         ratings = np.array([text.rating for text in rated])
         known = [text.standard_error for text in rated if text.standard_error is not None]
         errors = np.array(known) if known else None
-        measured = drawn_pairs(ratings, config.min_gap, config.held_out_pairs, seed)
+        measured = draw_pairs(ratings, config.min_gap, config.held_out_pairs, seed)
     else:
         measured = Pairs(*(np.array(side, np.int64) for side in zip(*pairs, strict=True)))
     if not len(measured):
@@ -121,15 +121,17 @@ def rated_pairs(ratings: np.ndarray, rows: np.ndarray, min_gap: float) -> Pairs:
     return Pairs(rows[better], rows[worse])
 
 
-def drawn_pairs(ratings: np.ndarray, min_gap: float, most: int, seed: int) -> Pairs:
-    """Draw at most `most` of these pairs, each with the same probability, without listing all of them: for every
+def draw_pairs(ratings: np.ndarray, min_gap: float, max_pairs: int, seed: int) -> Pairs:
+    """Draw at most `max_pairs` of these pairs, each with the same probability, without listing all of them: for every
     row, its worse rows by rating form a list; with the lists end to end, a pair is a place in them."""
     order = np.argsort(ratings, kind="stable")
     num_worse = np.searchsorted(ratings[order], ratings - min_gap, side="right")
     ends = num_worse.cumsum()
     total = int(ends[-1])
     draw = np.random.default_rng([seed, _PAIRS])
-    places = np.sort(draw.choice(total, most, replace=False, shuffle=False)) if total > most else np.arange(total)
+    places = (
+        np.sort(draw.choice(total, max_pairs, replace=False, shuffle=False)) if total > max_pairs else np.arange(total)
+    )
     better = np.searchsorted(ends, places, side="right")
     return Pairs(better, order[places - (ends - num_worse)[better]])
 
@@ -151,7 +153,7 @@ def _prompt_groups(judged: JudgedRows) -> list[Group]:
     """Return one group per prompt; every prompt has a pair."""
     of_pairs = judged.units[judged.pairs.better]
     return [
-        Group(rows, judged.pairs.chosen(pairs))
+        Group(rows, judged.pairs.subset(pairs))
         for rows, pairs in zip(_by_number(judged.units), _by_number(of_pairs), strict=True)
     ]
 

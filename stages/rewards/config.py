@@ -47,7 +47,7 @@ class PartConfig:
 
 
 @dataclass(frozen=True)
-class Allowed:
+class Permissions:
     """Permissions that the config gives the code of a part, beyond those of every sandbox."""
 
     network: bool = False
@@ -56,7 +56,7 @@ class Allowed:
     trust_answers: bool = False
 
 
-NOTHING = Allowed()
+NO_PERMISSIONS = Permissions()
 
 
 @dataclass
@@ -74,7 +74,7 @@ class RewardPartsConfig:
     def given(self) -> bool:
         return bool(self.kind is not None or self.args or self.parts)
 
-    def named(self, key: str) -> Mapping[str, tuple[str, PartConfig]]:
+    def parts_by_name(self, key: str) -> Mapping[str, tuple[str, PartConfig]]:
         """Return name -> (key path of the settings, the settings) of every part. In the short form the part has the
         name of its kind, or of the function for a user's own reward. `key`: key path of this section."""
         if self.kind is not None:
@@ -109,7 +109,7 @@ def source_problems(
 ) -> Iterator[Problem]:
     """Yield a problem for each part that needs answers which the prompts do not have. `url_key`: key path of the
     prompts' URL."""
-    for where, part in config.named(key).values():
+    for where, part in config.parts_by_name(key).values():
         if part.kind == "reasoning_gym" and not prompts_url.startswith(REASONING_SCHEME):
             need = f"needs {url_key}={REASONING_SCHEME}TASK (given {prompts_url!r}); `answer` is for any source"
             yield Problem(f"{where}.kind", part.kind, need)
@@ -119,8 +119,8 @@ def reward_model_parts(
     config: RewardPartsConfig, key: str, kinds: tuple[str, ...] = ("model",)
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (key path of the arguments, the arguments) of every part of these kinds, inside ensembles too."""
-    for where, part in config.named(key).values():
-        yield from _models_of({"kind": part.kind, "args": part.args}, where, kinds)
+    for where, part in config.parts_by_name(key).values():
+        yield from _model_arguments({"kind": part.kind, "args": part.args}, where, kinds)
 
 
 def judge_problems(config: RewardPartsConfig, key: str, responses: int, deadline_s: float) -> Iterator[Problem]:
@@ -146,24 +146,26 @@ def judge_notes(config: RewardPartsConfig, key: str) -> Iterator[str]:
     """Yield notes for a person about the section's judges."""
     for where, args in reward_model_parts(config, key, JUDGES):
         if args.get("delimit") is False:
-            yield undelimited(where)
+            yield undelimited_note(where)
 
 
-def undelimited(where: str) -> str:
+def undelimited_note(key: str) -> str:
     """Return the note about a judge with `delimit: false` in the arguments at this key path."""
     return (
-        f"{where}.delimit is false: the judge cannot tell a response from its rubric, unless the rubric has its own "
+        f"{key}.delimit is false: the judge cannot tell a response from its rubric, unless the rubric has its own "
         "delimiters that no response can contain (docs/judges.md)"
     )
 
 
-def _models_of(part: Mapping[str, Any], where: str, kinds: tuple[str, ...]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _model_arguments(
+    part: Mapping[str, Any], key: str, kinds: tuple[str, ...]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     args = part.get("args", {})
     if part.get("kind") in kinds:
-        yield f"{where}.args", args
+        yield f"{key}.args", args
     elif part.get("kind") == "ensemble":
         for name, member in args.get("members", {}).items():
-            yield from _models_of(member, f"{where}.args.members.{name}", kinds)
+            yield from _model_arguments(member, f"{key}.args.members.{name}", kinds)
 
 
 def parts_problems(config: RewardPartsConfig, key: str) -> Iterator[Problem]:

@@ -24,7 +24,7 @@ from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.hf_files import head_problem, is_classifier, read_tokenizer, tensor_shape
 from stages.models.protocol import ALONE, Rank
 from stages.models.spec import SCORE_WEIGHT, read_eos_ids, read_spec
-from stages.rewards.config import NOTHING, Allowed
+from stages.rewards.config import NO_PERMISSIONS, Permissions
 from stages.rewards.protocol import Reward, Sample, Scored
 from stages.rewards.registry import UnfitReward, build_reward, closing_on_error
 from storage.problems import Problem
@@ -59,14 +59,14 @@ class ModelReward(Reward):
         self.batch_tokens = batch_tokens
         self.deterministic = batch_tokens is None
         self._eos_ids = read_eos_ids(path) or read_tokenizer(path).eos_ids
-        self._loading = Loading(Holds.REWARD, path, dtype, batch_tokens or EACH_ALONE)
+        self._loading = LoadSettings(ModelKind.REWARD, path, dtype, batch_tokens or ONE_ROW_PER_PASS)
         self._model: Any = None
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
         rows = importlib.import_module("stages.models.reward_model")
-        with HERE.lock:
+        with PROCESS_MODELS.lock:
             if self._model is None:
-                self._model = HERE.take(self._loading)
+                self._model = PROCESS_MODELS.acquire(self._loading)
             ids = [rows.ended([*sample.prompt_ids, *sample.response_ids], self._eos_ids) for sample in samples]
             return [float(score) for score in self._model.scores(rows.TokenRows.of(ids))]
 
@@ -76,7 +76,7 @@ class ModelReward(Reward):
     def close(self) -> None:
         if self._model is not None:
             self._model = None
-            HERE.give_back(self._loading)
+            PROCESS_MODELS.release(self._loading)
 
 
 def _path_problem(path: object) -> str | None:
@@ -100,11 +100,11 @@ def _path_problem(path: object) -> str | None:
 # ---- resident --------------------------------------------------------------------------------------------
 
 DTYPES = ("float32", "bfloat16")
-EACH_ALONE = 1
+ONE_ROW_PER_PASS = 1
 """Most tokens of a micro-batch if each row is to have its own: a longer row is alone in a micro-batch."""
 
 
-class Holds(StrEnum):
+class ModelKind(StrEnum):
     """Kind of a loaded model."""
 
     REWARD = "reward model"
@@ -114,10 +114,10 @@ class Holds(StrEnum):
 
 
 @dataclass(frozen=True)
-class Loading:
+class LoadSettings:
     """A model, and how it is loaded."""
 
-    holds: Holds
+    kind: ModelKind
     path: str
     dtype: str
     micro_batch_tokens: int
@@ -131,28 +131,28 @@ class _ProcessModels:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         """Held while a model computes: threads of one process take turns."""
-        self._models: dict[Loading, Any] = {}
-        self._users: dict[Loading, int] = {}
+        self._models: dict[LoadSettings, Any] = {}
+        self._users: dict[LoadSettings, int] = {}
         self._membership: Any = None
         self._layout = LayoutConfig()
         self._rank: Rank | None = None
         """The process's rank in its gang; None: it belongs to no gang."""
 
-    def join(self, rank: Rank, layout: LayoutConfig) -> Any:
-        """Join a gang whose ranks divide every model by a layout, until `leave`. Block until all ranks have joined.
-        Return the membership (a `ParallelRank`). Every rank must then take and use the same models in the same
+    def join_gang(self, rank: Rank, layout: LayoutConfig) -> Any:
+        """Join a gang whose ranks divide every model by a layout, until `leave_gang`. Block until all ranks have
+        joined. Return the membership (a `ParallelRank`). Every rank must then take and use the same models in the same
         order."""
         assert self._membership is None, "this process holds scoring models already"
         self._membership = importlib.import_module("stages.models.parallel").join(rank, layout, seed=0)
         self._rank, self._layout = rank, layout
         return self._membership
 
-    def leave(self) -> None:
+    def leave_gang(self) -> None:
         """Leave the gang, if the process belongs to one. Close all rewards first."""
         if self._rank is not None:
             assert not self._models, "rewards still hold models of the gang"
             self._rank, self._layout = None, LayoutConfig()
-            self._leave()
+            self._close_group()
 
     def sleep(self) -> None:
         """Move the models' weights off the devices until they are used again."""
@@ -160,15 +160,15 @@ class _ProcessModels:
             for model in self._models.values():
                 model.sleep()
 
-    def take(self, loading: Loading) -> Any:
-        """Return the model. The caller gives it back with `give_back`."""
+    def acquire(self, loading: LoadSettings) -> Any:
+        """Return the model. The caller gives it back with `release`."""
         with self.lock:
             if loading not in self._models:
                 self._models[loading] = self._load(loading)
             self._users[loading] = self._users.get(loading, 0) + 1
             return self._models[loading]
 
-    def give_back(self, loading: Loading) -> None:
+    def release(self, loading: LoadSettings) -> None:
         """Give a model back. It is unloaded when its last user gives it back. After the last model a process without a
         gang leaves its process group."""
         with self.lock:
@@ -178,9 +178,9 @@ class _ProcessModels:
             del self._users[loading]
             self._models.pop(loading).close()
             if not self._models and self._rank is None:
-                self._leave()
+                self._close_group()
 
-    def _load(self, loading: Loading) -> Any:
+    def _load(self, loading: LoadSettings) -> Any:
         rank = self._rank or Rank(0, 1, ALONE, torch.get_num_threads())
         model = ModelConfig(
             path=loading.path,
@@ -190,19 +190,19 @@ class _ProcessModels:
         with closing_on_error() as undo:
             if self._membership is None:
                 self._membership = importlib.import_module("stages.models.parallel").join(rank, self._layout, seed=0)
-                undo.callback(self._leave)
-            if loading.holds is Holds.LANGUAGE:
+                undo.callback(self._close_group)
+            if loading.kind is ModelKind.LANGUAGE:
                 make = importlib.import_module("stages.models.reward_model").NextTokens
                 return make(model, self._layout, self._membership, loading.micro_batch_tokens)
             host = importlib.import_module("stages.models.reward_model")
             return host.RewardModel(model, self._layout, rank, seed=0, joined=self._membership)
 
-    def _leave(self) -> None:
+    def _close_group(self) -> None:
         importlib.import_module("stages.models.parallel").leave()
         self._membership = None
 
 
-HERE = _ProcessModels()
+PROCESS_MODELS = _ProcessModels()
 """The scoring models of this process."""
 
 
@@ -219,7 +219,7 @@ class EnsembleReward(Reward):
         members: Mapping[str, Mapping[str, Any]],
         timeout_s: float = 60.0,
         _directory: Path | None = None,
-        _allowed: Allowed = NOTHING,
+        _allowed: Permissions = NO_PERMISSIONS,
     ) -> None:
         """`members`: name -> {kind, args}. `timeout_s`: seconds for a batch in users' own rewards among them."""
         if len(members) < 2:
@@ -246,7 +246,7 @@ class EnsembleReward(Reward):
 
     def __call__(self, samples: Sequence[Sample]) -> Scored:
         given = [member(samples) for member in self._members]
-        scores = np.stack([_total(one, len(samples)) for one in given])
+        scores = np.stack([_member_scores(one, len(samples)) for one in given])
         measured = {
             f"{name}-{of}": numbers
             for name, one in zip(self._names, given, strict=True)
@@ -272,7 +272,7 @@ class EnsembleReward(Reward):
             member.close()
 
 
-def _total(given: Sequence[float] | Scored, rows: int) -> np.ndarray:
+def _member_scores(given: Sequence[float] | Scored, rows: int) -> np.ndarray:
     """Return a member's scores, float64 [rows]. Raises ValueError for a wrong number of scores."""
     parts = given.parts.values() if isinstance(given, Scored) else [given]
     arrays = [np.asarray(part, np.float64) for part in parts]

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 from urllib.parse import parse_qsl
 
-from stages.rewards.config import NOTHING, REASONING_SCHEME, Allowed
+from stages.rewards.config import NO_PERMISSIONS, REASONING_SCHEME, Permissions
 from stages.rewards.protocol import Reward, Sample, Scored
 from stages.rewards.reasoning_tasks import Extract, known_tasks, make_task
 from stages.rewards.sandbox.answers import ANSWER_S, STOPPED, AnswerScorer
@@ -39,7 +39,9 @@ class ReasoningReward(Reward):
 
     deterministic = True
 
-    def __init__(self, extract: Extract = "tags", timeout_s: float = ANSWER_S, _allowed: Allowed = NOTHING) -> None:
+    def __init__(
+        self, extract: Extract = "tags", timeout_s: float = ANSWER_S, _allowed: Permissions = NO_PERMISSIONS
+    ) -> None:
         """`extract`: the part of a response that is its answer: the last text between <answer> and </answer>, its last
         number, or all of it. `timeout_s`: seconds for one answer; a slower one is wrong. Raises UnconfinedAnswers if
         this host cannot confine evaluated text, unless it is trusted."""
@@ -47,7 +49,7 @@ class ReasoningReward(Reward):
             raise ValueError(f"extract is {extract!r}: must be one of {', '.join(get_args(Extract))}")
         args = {"extract": extract}
         trust = _allowed.trust_answers
-        self._scorer = AnswerScorer("stages.rewards.reasoning_tasks:Answers", args, timeout_s, trust=trust)
+        self._scorer = AnswerScorer("stages.rewards.reasoning_tasks:TaskScorer", args, timeout_s, trust=trust)
         self.protections = self._scorer.protections
 
     def __call__(self, samples: Sequence[Sample]) -> Scored:
@@ -63,7 +65,7 @@ class ReasoningReward(Reward):
         self._scorer.close()
 
 
-def problems(config: PromptsConfig) -> list[PromptItem]:
+def load_problems(config: PromptsConfig) -> list[PromptItem]:
     """Return the prompts of a `reasoning-gym:` source. Each has the fields answer, task, index, settings. Raises
     PromptsError, naming the known ones, for an unknown task or setting."""
     name, _, query = config.url.removeprefix(REASONING_SCHEME).partition("?")

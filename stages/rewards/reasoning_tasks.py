@@ -19,14 +19,14 @@ _OPEN, _CLOSE = "<answer>", "</answer>"
 Extract = Literal["tags", "last_number", "all"]
 
 
-class Answers:
+class TaskScorer:
     """An `AnswerScoring` (sandbox/answers.py) for the library's tasks."""
 
     def __init__(self, extract: Extract) -> None:
         self._extract = extract
         known_tasks()  # imports the library, before there are forks
 
-    def evaluated(self, fields: Mapping[str, Any]) -> str:
+    def text_to_evaluate(self, fields: Mapping[str, Any]) -> str:
         return self._answer(fields["response"]) or ""
 
     def prepare(self, fields: Mapping[str, Any]) -> Callable[[], float]:

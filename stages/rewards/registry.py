@@ -18,7 +18,7 @@ from typing import Any, Literal, get_origin
 from beartype import BeartypeConf
 from beartype.door import is_bearable
 
-from stages.rewards.config import NOTHING, Allowed, RewardPartsConfig
+from stages.rewards.config import NO_PERMISSIONS, Permissions, RewardPartsConfig
 from stages.rewards.protocol import Part, Reward
 from stages.rewards.sandbox.answers import UnconfinedAnswers
 from stages.rewards.sandbox.process import Confinement
@@ -64,8 +64,8 @@ def build_parts(
     a reward; None: nothing is written. `trust_answers`: `reward.trust_answers`. Raises UnfitReward."""
     with closing_on_error() as undo:
         parts = []
-        for name, (where, part) in config.named(key).items():
-            allowed = Allowed(part.network, (*part.environment,), (*part.writes,), trust_answers)
+        for name, (where, part) in config.parts_by_name(key).items():
+            allowed = Permissions(part.network, (*part.environment,), (*part.writes,), trust_answers)
             try:
                 reward = build_reward(part.kind, part.args, where, part.timeout_s, directory, allowed)
             except UnconfinedAnswers as error:
@@ -84,7 +84,7 @@ def build_reward(
     key: str,
     timeout_s: float = 60.0,
     directory: Path | None = None,
-    allowed: Allowed = NOTHING,
+    allowed: Permissions = NO_PERMISSIONS,
 ) -> Reward:
     """Build the reward of a kind. `key`: path of its settings. `directory`: as for `build_parts`.
 
@@ -119,7 +119,7 @@ def build_reward(
         raise UnfitReward(Problem(f"{key}.args", dict(args), str(error))) from error
 
 
-def _confinement(allowed: Allowed, key: str, directory: Path | None) -> Confinement:
+def _confinement(allowed: Permissions, key: str, directory: Path | None) -> Confinement:
     """Return the confinement of a user's own code. Raises UnfitReward if the config allows an environment variable or a
     path that does not exist."""
     for name in allowed.environment:

@@ -61,9 +61,9 @@ class AnswerReward(Reward):
         self.field, self.fields = field, frozenset({field})
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        return [float(self._right(sample)) for sample in samples]
+        return [float(self._is_right(sample)) for sample in samples]
 
-    def _right(self, sample: Sample) -> bool:
+    def _is_right(self, sample: Sample) -> bool:
         if self.field not in sample.extra:
             need = f"a prompt has no field {self.field!r} to check against: {sample.prompt[:60]!r}"
             raise RewardFailed(f"row {sample.row}: {need}")
@@ -89,7 +89,7 @@ class FormatReward(Reward):
             re.compile(pattern)
         except re.error as error:
             raise ValueError(f"pattern is {pattern!r}: not a regular expression ({error})") from error
-        self._scorer = AnswerScorer(f"{__name__}:Matches", {"pattern": pattern}, timeout_s)
+        self._scorer = AnswerScorer(f"{__name__}:PatternScorer", {"pattern": pattern}, timeout_s)
         self.protections = self._scorer.protections
 
     def __call__(self, samples: Sequence[Sample]) -> Scored:
@@ -100,13 +100,13 @@ class FormatReward(Reward):
         self._scorer.close()
 
 
-class Matches:
+class PatternScorer:
     """An `AnswerScoring` (sandbox/answers.py) that scores responses by a pattern."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = re.compile(pattern, re.DOTALL)
 
-    def evaluated(self, fields: Mapping[str, Any]) -> str:
+    def text_to_evaluate(self, fields: Mapping[str, Any]) -> str:
         return ""
 
     def prepare(self, fields: Mapping[str, Any]) -> Callable[[], float]:

@@ -23,7 +23,7 @@ from stages.rewards.sandbox.channel import SandboxChannel
 
 _SEARCH_S = 10.0
 """Seconds to find out which single row of a batch raises."""
-_MOST_NAMES = 10
+_MAX_NAMES = 10
 """Most functions that an error message lists."""
 
 Function = Callable[[Sequence[Sample]], Any]
@@ -37,7 +37,7 @@ def serve(channel: SandboxChannel, start: Mapping[str, Any]) -> None:
     """Load what `start` names, and answer batches until the channel ends."""
     try:
         function = _load(start["kind"], start["args"])
-        ready = _about(function)
+        ready = _function_attributes(function)
     except _Refused as error:
         setting, need = error.args
         channel.send({"refused": setting, "need": need})
@@ -84,11 +84,11 @@ def _own_names(module: ModuleType) -> str:
     """Return the callables that a module defines."""
     own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__]
     public = [name for name in own if not name.startswith("_")]
-    others = f" and {len(public) - _MOST_NAMES} others" if len(public) > _MOST_NAMES else ""
-    return ", ".join(public[:_MOST_NAMES]) + others or "none"
+    others = f" and {len(public) - _MAX_NAMES} others" if len(public) > _MAX_NAMES else ""
+    return ", ".join(public[:_MAX_NAMES]) + others or "none"
 
 
-def _about(function: Function) -> dict[str, Any]:
+def _function_attributes(function: Function) -> dict[str, Any]:
     """Return the function's attributes `deterministic` and `batch_tokens`. Raises _Refused."""
     owner = function.func if isinstance(function, partial) else function
     budget = getattr(owner, "batch_tokens", None)

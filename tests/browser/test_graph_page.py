@@ -8,7 +8,7 @@ from pipeline.graph.display import NodeState, NodeStatus
 from pipeline.graph.graph import Gang, GraphSpec, step_nodes
 from pipeline.observe import graph_page
 from pipeline.observe.curves import run_curves
-from pipeline.observe.graph_view import Facts, GraphView, gang_view, node_views, role_gangs, shown_steps
+from pipeline.observe.graph_view import GraphView, RunFacts, gang_view, gangs_by_role, node_views, nodes_to_show
 from pipeline.observe.node_events import NodeEvents
 from stages.models.protocol import Role
 
@@ -29,9 +29,9 @@ def view(admitted: int) -> GraphView:
         for step in range(20, admitted)
         for node in step_nodes(SPEC, step)
     ]
-    nodes = node_views(shown_steps(SPEC, statuses, admitted), role_gangs(GANGS), NodeEvents(), admitted)
+    nodes = node_views(nodes_to_show(SPEC, statuses, admitted), gangs_by_role(GANGS), NodeEvents(), admitted)
     gangs = tuple(gang_view(gang, True, nodes, None) for gang in GANGS)
-    facts = Facts("run", SPEC.steps, SPEC.staleness)
+    facts = RunFacts("run", SPEC.steps, SPEC.staleness)
     curves = run_curves({step: {"reward/mean": step / 10, "kl/ref": 0.5} for step in range(admitted - 4)}, 0, [])
     return GraphView(facts, True, True, False, 0.0, admitted - 4, nodes, gangs, (), curves, ())
 
@@ -41,7 +41,7 @@ def opened(page: Page) -> None:
 
     def answer(route: Route) -> None:
         again = route.request.url.endswith("/view")
-        body = graph_page.fragment(view(25)) if again else graph_page.page(view(24))
+        body = graph_page.render_fragment(view(25)) if again else graph_page.render_page(view(24))
         route.fulfill(body=body, headers={**graph_page.HEADERS, "Content-Type": "text/html; charset=utf-8"})
 
     page.route(f"{ROOT}/**", answer)

@@ -85,7 +85,7 @@ def pages(finished: RunConfig, printed: io.StringIO) -> Iterator[Pages]:
     spool = folder / "other/mlflow_spool.jsonl"
     with MlflowTracker(uri, "stageline", "second-run", {"seed": "7"}, {}, spool) as other:
         for step in range(2):
-            other.metrics(step, {"reward/mean": 0.125 * step, "kl/ref": 0.5})
+            other.log_metrics(step, {"reward/mean": 0.125 * step, "kl/ref": 0.5})
     with mlflow_server(uri, folder) as here:
         run_id, other_id = (delivered_run_id(folder / name / spool.name, uri) for name in ("first-run", "other"))
         assert run_id is not None

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.report.page import report
+from pipeline.observe.report.page import build_report
 from pipeline.observe.report.source import Sameness
 from tests.support.report_runs import WORDS, WrittenRun, write_run
 
@@ -27,7 +27,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Event(103.0, EventKind.GANG_LOST, gang="train", worker="train-0", detail="killed by signal 9"),
         Event(103.5, EventKind.GANG_BUILT, gang="train", worker="train-0"),
     )
-    (folder / "report.html").write_bytes(report([write_run(folder, WrittenRun("one", parts=True, events=lost))]))
+    (folder / "report.html").write_bytes(build_report([write_run(folder, WrittenRun("one", parts=True, events=lost))]))
     return folder / "report.html"
 
 
@@ -44,7 +44,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ]
     sources = [write_run(folder / str(i), run) for i, run in enumerate(runs)]
-    (folder / "report.html").write_bytes(report(sources))
+    (folder / "report.html").write_bytes(build_report(sources))
     return folder / "report.html"
 
 
@@ -191,14 +191,14 @@ def test_hostile_text_runs_no_script_and_is_seen(opened: Open, several: Path) ->
 
 def test_what_cannot_be_paired_has_no_heading(opened: Open, tmp_path: Path) -> None:
     sources = [write_run(tmp_path / name, WrittenRun(name, steps=2, eval_every=0)) for name in ("a", "b")]
-    (tmp_path / "report.html").write_bytes(report(sources))
+    (tmp_path / "report.html").write_bytes(build_report(sources))
     section = opened(tmp_path / "report.html").locator("#comparison")
     expect(section.locator("h3")).to_have_text(["Not compared", "Config keys that differ"])
 
 
 def test_a_run_that_died_at_step_0_opens(opened: Open, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
-    file.write_bytes(report([write_run(tmp_path, WrittenRun(done=0))]))
+    file.write_bytes(build_report([write_run(tmp_path, WrittenRun(done=0))]))
     page = opened(file)
     expect(page.locator("header")).to_contain_text("not finished: 0 of 4 steps")
     expect(page.locator("#curves")).to_contain_text("nothing to draw")

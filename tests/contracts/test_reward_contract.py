@@ -14,7 +14,7 @@ import pytest
 from stages.models.hf_files import ByteTokenizer
 from stages.prompts import tokenise
 from stages.rewards.protocol import Part, Sample, Scored
-from stages.rewards.reasoning import problems
+from stages.rewards.reasoning import load_problems
 from stages.rewards.registry import REWARDS, UnfitReward, build_reward
 from stages.score import samples_of, score
 from storage.config import PromptsConfig
@@ -72,7 +72,7 @@ CASES = [
 
 def rollout() -> Rollout:
     """Six problems of reasoning-gym with the responses, the last of which is cut."""
-    table = tokenise(problems(PROBLEMS), ByteTokenizer(), PROBLEMS, seed=0)
+    table = tokenise(load_problems(PROBLEMS), ByteTokenizer(), PROBLEMS, seed=0)
     encoded = [ByteTokenizer().encode(text) for text in RESPONSES]
     encoded = [[*ids, 2] for ids in encoded[:-1]] + encoded[-1:]
     seq = table.tokens.shape[1] + max(map(len, encoded))
@@ -87,7 +87,7 @@ def rollout() -> Rollout:
 
 
 def extras() -> list[dict[str, Any]]:
-    return [json.loads(json.dumps(item.extra)) for item in problems(PROBLEMS)]
+    return [json.loads(json.dumps(item.extra)) for item in load_problems(PROBLEMS)]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.kind)

@@ -84,6 +84,6 @@ def test_a_whole_run_on_the_device(tmp_path: Path, staleness: int) -> None:
     )
     summary = run(config, Console(file=StringIO())).summary
     assert summary.staleness.max == staleness
-    assert verify_run(config).sound
-    metrics = open_history(config).step_metrics(0)
+    assert verify_run(config).is_sound
+    metrics = open_history(config).read_step_metrics(0)
     assert metrics["mismatch/mean_abs"] <= 1e-3

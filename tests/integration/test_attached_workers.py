@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from distributed.security import Security
 
-from pipeline.cli.answers import BAD_INPUT, DONE, DRIVER_LOST, INTERRUPTED
+from pipeline.cli.answers import BAD_INPUT, DRIVER_LOST, INTERRUPTED, SUCCESS
 from pipeline.cli.verification import verify_run
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
@@ -68,9 +68,9 @@ def committed(config: RunConfig, stage: str) -> int:
 
 
 def assert_ended_well(started: Commands, config: RunConfig, local: dict[str, Any]) -> None:
-    assert started.exit_code("driver") == DONE, started.said("driver")
+    assert started.exit_code("driver") == SUCCESS, started.said("driver")
     for name in WORKERS:
-        assert started.exit_code(name) == DONE, started.said(name)
+        assert started.exit_code(name) == SUCCESS, started.said(name)
         assert "the run has ended" in started.said(name)
         assert not process_alive(process_id(config, name)), f"the worker process of {name} was left"
     assert outputs(config) == local

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.answers import BAD_INPUT, DONE
-from pipeline.cli.calibrate import observed_run
+from pipeline.cli.answers import BAD_INPUT, SUCCESS
+from pipeline.cli.calibrate import read_observed_run
 from pipeline.cli.main import main
 from pipeline.config.loading import load_config
 from pipeline.config.run import RunConfig
@@ -27,7 +27,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 def test_all_nodes_but_the_first_of_each_stage_on_a_worker_are_observed(config: RunConfig) -> None:
     """Every gang has one worker here."""
-    found = observed_run(str(config.run_dir), on_gpus=False)
+    found = read_observed_run(str(config.run_dir), on_gpus=False)
     every = [node.address for node in run_nodes(config.graph())]
     seen = {one.node.address for one in found.nodes}
     for stage in STAGE_KIND:
@@ -39,7 +39,7 @@ def test_all_nodes_but_the_first_of_each_stage_on_a_worker_are_observed(config: 
 
 
 def test_a_node_is_observed_with_the_lengths_of_its_rows(config: RunConfig) -> None:
-    found = {one.node.address: one for one in observed_run(str(config.run_dir), on_gpus=False).nodes}
+    found = {one.node.address: one for one in read_observed_run(str(config.run_dir), on_gpus=False).nodes}
     store, last = open_history(config).store, STEPS - 1
     shards = [store.read(Address("generate", last, shard)).response_lengths.tolist() for shard in range(2)]
     assert [found[Address("generate", last, shard)].lengths for shard in range(2)] == shards
@@ -50,7 +50,7 @@ def test_a_node_is_observed_with_the_lengths_of_its_rows(config: RunConfig) -> N
 
 def test_the_command_writes_what_simulate_reads(config: RunConfig, tmp_path: Path) -> None:
     file, words = tmp_path / "here.yaml", ["calibrate", str(config.run_dir), "--hardware", "1xcpu", "--write"]
-    assert main([*words, str(file)]) == DONE
+    assert main([*words, str(file)]) == SUCCESS
     calibration = load_calibration(file)
     assert calibration.hardware == "cpu"
     assert calibration.overhead_s + calibration.turnaround_s > 0, "the seconds from a parent's end to a node's start"
@@ -62,7 +62,7 @@ def test_a_plan_starts_from_a_run(config: RunConfig, tmp_path: Path) -> None:
     """Its config, its lengths and its speeds; the written plan is a new run, with predictions."""
     file = tmp_path / "plan.yaml"
     given = ["--from", str(config.run_dir), "steps=7", "--devices", "2xcpu", "--write", str(file)]
-    assert main(["plan", *given]) == DONE
+    assert main(["plan", *given]) == SUCCESS
     planned = load_config([file], [])
     assert (planned.steps, planned.rollout.rows) == (7, config.rollout.rows)
     assert planned.run_dir == config.run_dir.with_name(f"{config.name}-planned")
@@ -77,7 +77,7 @@ def test_a_run_on_cpus_calibrates_no_gpu(config: RunConfig) -> None:
 def test_a_published_step_time_needs_no_run(tmp_path: Path) -> None:
     file = tmp_path / "there.yaml"
     words = ["calibrate", "conf/run/slurm_70b.yaml", "--hardware", "16x8xH100-80", "--step-seconds"]
-    assert main([*words, "120", "--lengths", "lognormal:340,0.7", "--write", str(file)]) == DONE
+    assert main([*words, "120", "--lengths", "lognormal:340,0.7", "--write", str(file)]) == SUCCESS
     assert load_calibration(file).extrapolated == list(KINDS)
     assert main([*words, "0"]) == BAD_INPUT
     assert main([*words, "0.5"]) == BAD_INPUT, "no hardware is that fast"

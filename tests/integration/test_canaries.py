@@ -31,7 +31,7 @@ CHANGES = ("evaluate.every=0", *QUIET)
 
 def metrics_of(config: RunConfig) -> list[dict[str, float]]:
     history = open_history(config)
-    return [history.step_metrics(step) for step in range(config.steps)]
+    return [history.read_step_metrics(step) for step in range(config.steps)]
 
 
 def alarms_of(config: RunConfig) -> list[int | None]:

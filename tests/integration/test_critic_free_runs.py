@@ -68,10 +68,10 @@ def test_a_run_without_a_critic_is_sound_and_has_none(request: pytest.FixtureReq
     assert stages == {node.stage for node in run_nodes(config.graph())}
     assert stages.isdisjoint({"value", "update_critic"})
     assert not (RunPaths(config.run_dir).checkpoints / "critic").exists()
-    assert history.steps_done() == list(range(STEPS))
+    assert history.finished_steps() == list(range(STEPS))
     weights = digests(config)
     for step in range(STEPS):
-        metrics = history.step_metrics(step)
+        metrics = history.read_step_metrics(step)
         teaches = not config.ppo.skip_equal_groups or metrics["group/equal_fraction"] < 1
         assert (metrics["policy/optimizer_steps"] > 0) == teaches
         assert step == 0 or (weights[step] != weights[step - 1]) == teaches

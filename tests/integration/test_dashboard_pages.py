@@ -21,13 +21,13 @@ import pytest
 from distributed import Scheduler
 
 import pipeline.driver.run
-from pipeline.cli.dashboard import Recorded, open_server
+from pipeline.cli.dashboard import CachedRunView, open_server
 from pipeline.cli.main import main
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.cluster import LocalWorkers
 from pipeline.driver.graph_markers import marker_key, marker_stage
-from pipeline.driver.session import only_driver, worker_processes
+from pipeline.driver.session import hold_driver_lock, start_cluster
 from pipeline.errors import ConfigError
 from storage.address import Address
 from tests.support.ports import free_ports
@@ -110,11 +110,11 @@ def visited(patch: pytest.MonkeyPatch, config: RunConfig) -> Iterator[list[Seen]
 
     @contextmanager
     def processes(of: RunConfig) -> Iterator[LocalWorkers]:
-        with worker_processes(of) as workers:
+        with start_cluster(of) as workers:
             came.append(thread.submit(visit, config, workers, stop))
             yield workers
 
-    patch.setattr(pipeline.driver.run, "worker_processes", processes)
+    patch.setattr(pipeline.driver.run, "start_cluster", processes)
     found: list[Seen] = []
     with ThreadPoolExecutor(1) as thread:
         try:
@@ -189,11 +189,11 @@ def test_the_same_page_of_a_run_that_has_ended(live: tuple[RunConfig, Seen]) -> 
 def test_the_page_knows_of_a_driver_elsewhere(live: tuple[RunConfig, Seen]) -> None:
     """The journal has not grown since the last look, so that the record is the same."""
     config, _ = live
-    look = Recorded(config)
-    assert not look().driven
-    with only_driver(RunPaths(config.run_dir)):
-        assert look().driven
-    assert not look().driven
+    look = CachedRunView(config)
+    assert not look().is_driven
+    with hold_driver_lock(RunPaths(config.run_dir)):
+        assert look().is_driven
+    assert not look().is_driven
 
 
 def test_dashboard_refuses_what_is_no_run_and_a_port_that_is_taken(

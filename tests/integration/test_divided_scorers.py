@@ -16,7 +16,7 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from stages.models.config import LayoutConfig
 from stages.models.protocol import Rank
-from stages.rewards.learned import HERE
+from stages.rewards.learned import PROCESS_MODELS
 from stages.rewards.protocol import Sample, Scored
 from stages.rewards.registry import build_reward
 from tests.support.collectives import run_ranks
@@ -82,13 +82,13 @@ def scores_of(model: str, *, leads: bool) -> list[list[float]]:
 
 
 def _rank(index: int, folder: str, model: str, size: int, layout: dict[str, Any]) -> None:
-    HERE.join(Rank(index, size, f"file://{folder}/rendezvous", 1), LayoutConfig(**layout))
+    PROCESS_MODELS.join_gang(Rank(index, size, f"file://{folder}/rendezvous", 1), LayoutConfig(**layout))
     try:
         found = scores_of(model, leads=not index)
         if not index:
             (Path(folder) / "scores.json").write_text(json.dumps(found))
     finally:
-        HERE.leave()
+        PROCESS_MODELS.leave_gang()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -16,7 +16,7 @@ import pipeline.driver.run
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.run import Run
-from pipeline.driver.session import EndedEarly
+from pipeline.driver.session import TerminatedEarly
 from pipeline.errors import WorkersMissing
 from tests.support.runs import configure
 
@@ -41,7 +41,7 @@ def results(config: RunConfig) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    "error", [EndedEarly(), WorkersMissing("worker train-0 did not join")], ids=["asked", "missing"]
+    "error", [TerminatedEarly(), WorkersMissing("worker train-0 did not join")], ids=["asked", "missing"]
 )
 def test_a_run_that_goes_on_is_not_concluded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
@@ -50,12 +50,12 @@ def test_a_run_that_goes_on_is_not_concluded(
         configure(tmp_path, "early", "tracking.uri=null", "tracking.report=true"),
         Console(file=io.StringIO()),
     )
-    monkeypatch.setattr(pipeline.driver.run, "_started", started(error))
+    monkeypatch.setattr(pipeline.driver.run, "_start_run", started(error))
     with pytest.raises(type(error)):
-        pipeline.driver.run.run(config, console, at_once=JOB)
+        pipeline.driver.run.run(config, console, immediate_signals=JOB)
     assert results(config) == [False, False]
-    monkeypatch.setattr(pipeline.driver.run, "_started", started())
-    pipeline.driver.run.run(config, console, resume=True, at_once=JOB)
+    monkeypatch.setattr(pipeline.driver.run, "_start_run", started())
+    pipeline.driver.run.run(config, console, resume=True, immediate_signals=JOB)
     assert results(config) == [True, True]
 
 
@@ -65,7 +65,7 @@ def test_a_run_that_nobody_starts_again_says_how_far_it_came(tmp_path: Path, mon
         configure(tmp_path, "alone", "tracking.uri=null", "tracking.report=true"),
         Console(file=io.StringIO()),
     )
-    monkeypatch.setattr(pipeline.driver.run, "_started", started(WorkersMissing("worker train-0 did not join")))
+    monkeypatch.setattr(pipeline.driver.run, "_start_run", started(WorkersMissing("worker train-0 did not join")))
     with pytest.raises(WorkersMissing):
         pipeline.driver.run.run(config, console)
     assert results(config) == [True, True]

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.evaluate import config_for, evaluate_model
+from pipeline.cli.evaluate import evaluate_model, evaluation_config
 from pipeline.cli.main import main
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
-from pipeline.observe.rows import response_pairs, text_of_tokens
+from pipeline.observe.rows import response_pairs, token_decoder
 from stages.prompts import last_questions
 from tests.support.runs import ONE_GANG, QUIET, configure, finish
 
@@ -38,15 +38,15 @@ def repeated(config: RunConfig, version: int) -> list[float]:
     """Scores of an exported version by `stageline evaluate`, by row."""
     paths = RunPaths(config.run_dir)
     path = str(paths.weights(version))
-    return evaluate_model(path, config_for(path, None, None, [str(paths.config)])).scores.scores.tolist()
+    return evaluate_model(path, evaluation_config(path, None, None, [str(paths.config)])).scores.scores.tolist()
 
 
 def test_a_run_is_evaluated_on_its_own_prompts(asked: RunConfig) -> None:
     history = open_history(asked)
-    decode = text_of_tokens(asked.stored.root, asked.model.path)
+    decode = token_decoder(asked.stored.root, asked.model.path)
     pairs = response_pairs(history, decode, last_questions(RunPaths(asked.run_dir).prompts))
     assert [pair.prompt for pair in pairs] == QUESTIONS
-    rollout, _ = history.evaluated(4)
+    rollout, _ = history.read_evaluated_rows(4)
     start, length = rollout.tokens[1], int(rollout.prompt_lengths[1])
     assert decode(start[:length].tolist()) == "user: what is it?\nassistant: "
     trained = {int(i) for step in range(4) for i in history.store.read_step("generate", step, 2).prompt_index}
@@ -63,12 +63,12 @@ def test_what_reads_a_run_takes_its_evaluated_prompts(asked: RunConfig, capsys: 
 
 
 def test_the_figures_of_a_greedy_evaluation_are_repeated(asked: RunConfig) -> None:
-    assert repeated(asked, 4) == open_history(asked).evaluated(4)[1].scores.tolist()
+    assert repeated(asked, 4) == open_history(asked).read_evaluated_rows(4)[1].scores.tolist()
 
 
 def test_the_figures_of_a_sampled_evaluation_are_repeated(overlapped: RunConfig) -> None:
     """On prompts that were held out of the training source."""
-    assert repeated(overlapped, 4) == open_history(overlapped).evaluated(4)[1].scores.tolist()
+    assert repeated(overlapped, 4) == open_history(overlapped).read_evaluated_rows(4)[1].scores.tolist()
 
 
 def test_resume_refuses_another_evaluation_set(

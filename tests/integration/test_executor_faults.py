@@ -92,11 +92,11 @@ class Run(ExecutorEvents):
         self.executor = Executor(workers.client, dispatch, self.journal, settings, self)
         self.on_done: Callable[[Node], Any] = lambda node: None
 
-    def node_done(self, node: Node, outcome: Outcome) -> None:
-        self.flow.done(node)
+    def on_node_done(self, node: Node, outcome: Outcome) -> None:
+        self.flow.on_node_done(node)
         self.on_done(node)
 
-    def worker_built(self, worker: WorkerKey, numerics: Mapping[str, str]) -> None:
+    def on_worker_built(self, worker: WorkerKey, numerics: Mapping[str, str]) -> None:
         if worker in self.refused:
             raise ConfigError("cluster.same_numerics", self.refused[worker])
 
@@ -126,7 +126,7 @@ class Run(ExecutorEvents):
     def _finished(self) -> bool:
         while self.when and self.when[0][0]():
             self.when.pop(0)[1]()
-        return self.flow.finished and not self.when
+        return self.flow.is_finished and not self.when
 
     def go(self) -> None:
         self.executor.start()

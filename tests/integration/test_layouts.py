@@ -26,7 +26,7 @@ from stages.models.protocol import PolicyBatch, Rank, Role
 from stages.models.spec import padded, read_spec
 from stages.models.weights import stage_tensors
 from stages.ppo.config import KLConfig, PPOConfig
-from stages.ppo.micro_batches import minibatches
+from stages.ppo.micro_batches import minibatch_rows
 from tests.support.collectives import run_ranks
 from tests.support.families import random_model
 from tests.support.models import ALL_MODELS, published, random_advantages, random_rollout, update_both
@@ -256,7 +256,7 @@ def grouped(host: MegatronHost, batch: PolicyBatch) -> dict[str, Any]:
 def guarded(host: MegatronHost, batch: PolicyBatch) -> dict[str, Any]:
     """Return an update whose first minibatch has no token that counts, whose second one has a single row that counts
     (on two data-parallel ranks one has none), and which a target KL ends after that."""
-    first, second = minibatches(ROWS, 2, 2, SEED, 0)[0]
+    first, second = minibatch_rows(ROWS, 2, 2, SEED, 0)[0]
     mask = batch.advantages.loss_mask.copy()
     mask[[*first, *second[1:]]] = False
     return policy_update(host, PPOConfig(entropy_coef=0.01, target_kl=1e-7), batch, mask)

@@ -18,7 +18,7 @@ def test_a_written_plan_runs_as_it_is(tmp_path: Path) -> None:
     changes = [f"prompts.url={TINY_PROMPTS}", f"runs_dir={tmp_path}/runs", "name=planned", "cluster.dashboard=null"]
     assert main(["plan", str(TINY), *changes, *QUIET, "--devices", "2xcpu", "--write", str(file)]) == 0
     config = finish(load_config([str(file)], []))
-    assert open_history(config).steps_done() == [0, 1, 2, 3]
+    assert open_history(config).finished_steps() == [0, 1, 2, 3]
     summary = json.loads(RunPaths(config.run_dir).summary.read_text("utf8"))
     predictions = summary["predictions"]
     assert predictions["step"] == [config.predicted_s["step"], summary["wall_s"] / 4]

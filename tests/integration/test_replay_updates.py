@@ -75,7 +75,7 @@ def test_an_unchanged_variant_has_its_parents_weights(overlapped: RunConfig, sai
     assert [step["step"] for step in found["steps"]] == [2, 3]
     assert found["comparison"]["difference"] == 0
     assert found["comparison"]["paired_t"] is None
-    history = open_history(overlapped).evaluation(4)
+    history = open_history(overlapped).read_evaluation(4)
     assert found["comparison"]["parent"] == pytest.approx(history.mean)
 
 

@@ -14,7 +14,7 @@ import pytest
 from pipeline.cli.main import main
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.session import only_driver
+from pipeline.driver.session import hold_driver_lock
 from tests.support.judge_server import Judge, Reply, Served, asked_text, completion, serving
 from tests.support.paths import ROOT
 
@@ -111,7 +111,7 @@ def test_an_interrupted_labelling_asks_only_for_the_rest(tmp_path: Path, capsys:
         assert main(command) == 0
         assert len(served.asked) - before == 12 * 3 * 2 - 40
     assert len(pairs(tmp_path / "labelled")) == 36
-    with only_driver(RunPaths(tmp_path / "labelled")):
+    with hold_driver_lock(RunPaths(tmp_path / "labelled")):
         (tmp_path / "labelled/pairs.jsonl").unlink()
         assert main(command) == 2
     assert "is running" in capsys.readouterr().err

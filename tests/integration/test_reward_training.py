@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification
 
 from pipeline.cli.main import main
 from pipeline.config.paths import RunPaths
-from pipeline.driver.session import only_driver
+from pipeline.driver.session import hold_driver_lock
 from stages.models.protocol import RanksMissing
 from stages.ppo.losses import LossStats
 from stages.preferences.losses import LOSS
@@ -87,7 +87,7 @@ def test_a_training_that_was_interrupted_begins_anew(tmp_path: Path) -> None:
 
 def test_two_trainings_do_not_share_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
-    with only_driver(RunPaths(tmp_path / "run")):
+    with hold_driver_lock(RunPaths(tmp_path / "run")):
         train(tmp_path, "run", exit_code=2)
     said = capsys.readouterr().err
     assert said.startswith(f"refused name: given 'run'; process {os.getpid()} on ")

@@ -29,7 +29,7 @@ from pipeline.driver.tracked import tracked_params
 from pipeline.errors import ConfigError
 from pipeline.graph.graph import run_nodes
 from pipeline.observe.journal import EventKind, read_events
-from pipeline.observe.metric_catalogue import find
+from pipeline.observe.metric_catalogue import find_metric
 from stages.engines.capabilities import Capabilities, Device, embedded_capabilities
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
@@ -89,8 +89,8 @@ def test_weights_that_come_in_flight_keep_the_bound(folder: Path) -> None:
         assert max(0, step - 1) <= versions[0] <= versions[-1] <= step
         commits = [history.ledger.find(Address("generate", step, s)) for s in range(config.rollout.shards)]
         assert {v for c in commits if c is not None for v in c.provenance.weight_versions} == set(versions)
-    for evaluation in history.evaluations():
-        rollout, _ = history.evaluated(evaluation.version)
+    for evaluation in history.read_evaluations():
+        rollout, _ = history.read_evaluated_rows(evaluation.version)
         assert set(rollout.token_versions[rollout.response_mask].tolist()) == {evaluation.version}
 
 
@@ -146,7 +146,7 @@ def test_fresh_data_has_the_trainers_log_probs(synchronous: RunConfig) -> None:
         difference = np.abs(policy.policy_logprobs - rollout.sampler_logprobs)[rollout.response_mask]
         assert difference.mean() <= 1e-4
         assert difference.max() > 0 or step == 0, "two programs agree to the last bit: is one of them the other?"
-        metrics = history.step_metrics(step)
+        metrics = history.read_step_metrics(step)
         assert metrics["policy/ratio_deviation_first"] <= 1e-5
         assert metrics["staleness/max"] == 0
 
@@ -181,7 +181,7 @@ def test_the_directory_is_sound(request: pytest.FixtureRequest, name: str) -> No
     report = verify_run(config)
     assert report.faults == []
     nodes = [node.address for node in run_nodes(config.graph())]
-    assert sum(report.commits.values()) == len(nodes)
+    assert sum(report.num_commits.values()) == len(nodes)
     assert sorted(c.address for c in open_history(config).ledger.list()) == sorted(nodes)
     assert not list(config.run_dir.glob("attempts/*"))
     assert not RunPaths(config.run_dir).board(None).exists(), "published weights were left in memory"
@@ -321,14 +321,14 @@ def test_mlflow_has_the_run(overlapped: RunConfig) -> None:
         "policy/clipfrac", "critic/explained_variance", "eval/reward_mean", "mismatch/canary_mean_abs",
     }  # fmt: skip
     assert promised <= run.data.metrics.keys()
-    unknown_files = {name for name in run.data.metrics if find(name) is None}
+    unknown_files = {name for name in run.data.metrics if find_metric(name) is None}
     assert not unknown_files, "docs/metrics.md names every metric"
     assert not {"kl/coef", "score/mean", "policy/skipped_steps", "mismatch/mean_abs"} & run.data.metrics.keys()
     assert [m.step for m in client.get_metric_history(run.info.run_id, "reward/mean")] == list(range(STEPS))
     assert [m.step for m in client.get_metric_history(run.info.run_id, "eval/reward_mean")] == [0, 2, 4]
     steps = open_history(overlapped)
     reported = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "reward/mean")}
-    assert reported == {step: steps.step_metrics(step)["reward/mean"] for step in range(STEPS)}
+    assert reported == {step: steps.read_step_metrics(step)["reward/mean"] for step in range(STEPS)}
     artifacts = {file.path for file in client.list_artifacts(run.info.run_id)}
     assert {"config.yaml", "summary.json", "samples.json", "plots"} <= artifacts
     plots = {file.path for file in client.list_artifacts(run.info.run_id, "plots")}

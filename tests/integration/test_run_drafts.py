@@ -34,7 +34,7 @@ def test_a_run_with_drafts_is_the_run_without(tmp_path: Path, monkeypatch: pytes
     assert outputs(drafted) == outputs(without)
     assert verify_run(drafted).faults == []
 
-    steps = [open_history(drafted).step_metrics(step) for step in range(STEPS)]
+    steps = [open_history(drafted).read_step_metrics(step) for step in range(STEPS)]
     for step, metrics in enumerate(steps):
         kinds = {name.rpartition("/")[2] for name in metrics if name.startswith("generate/acceptance/")}
         assert any(kind.startswith(("lookup", "earlier")) for kind in kinds)
@@ -42,7 +42,7 @@ def test_a_run_with_drafts_is_the_run_without(tmp_path: Path, monkeypatch: pytes
         lengths = [value for name, value in metrics.items() if name.startswith("generate/draft_length/")]
         assert sum(lengths) == pytest.approx(1.0)
     assert any(metrics["generate/acceptance/learned"] > 0 for metrics in steps[1:])
-    assert not any("/acceptance/" in name for name in open_history(without).step_metrics(0))
+    assert not any("/acceptance/" in name for name in open_history(without).read_step_metrics(0))
 
     paths = RunPaths(drafted.run_dir)
     teachers = [json.loads(line) for line in (drafted.run_dir / LESSONS).read_text("utf8").splitlines()]

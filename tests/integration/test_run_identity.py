@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.answers import saved_config
+from pipeline.cli.answers import read_saved_config
 from pipeline.cli.main import main
 from pipeline.cli.verification import verify_run
 from pipeline.config.identity import FILE, Identity, read_identity
@@ -79,7 +79,7 @@ def test_an_edited_config_is_refused_with_both_values(copy: Path, capsys: pytest
     file.write_text(file.read_text().replace("clip: 0.2", "clip: 0.3"))
     said = refused([str(copy)], capsys)
     assert "ppo.clip=0.3 (was 0.2)" in said
-    assert any("ppo.clip=0.3" in fault for fault in verify_run(saved_config(str(copy))).faults)
+    assert any("ppo.clip=0.3" in fault for fault in verify_run(read_saved_config(str(copy))).faults)
     file.unlink()
     assert main(["resume", str(copy)]) == 0, "the identity has it too"
     assert "clip: 0.2" in file.read_text()
@@ -105,7 +105,7 @@ def test_a_damaged_identity_is_refused(copy: Path, capsys: pytest.CaptureFixture
     file = copy / FILE
     file.write_text(file.read_text()[:-40])
     assert "identity.json: is not what was written" in refused([str(copy)], capsys)
-    assert any("identity.json" in fault for fault in verify_run(saved_config(str(copy))).faults)
+    assert any("identity.json" in fault for fault in verify_run(read_saved_config(str(copy))).faults)
 
 
 @pytest.mark.parametrize("lost", ["prompts.npz", "prompts.jsonl"])
@@ -153,7 +153,7 @@ def test_a_journal_without_room_ends_the_run_which_can_be_resumed(
     with (copy / "events.jsonl").open("a") as torn:
         torn.write('{"t":1.0,"ki')
     assert main(["resume", str(copy)]) == 0
-    assert len(open_history(saved_config(str(copy))).ledger.list("update_policy")) == 3
+    assert len(open_history(read_saved_config(str(copy))).ledger.list("update_policy")) == 3
     assert [e for e in read_events(copy / "events.jsonl") if e.kind is EventKind.RUN_FINISHED]
 
 
@@ -169,7 +169,7 @@ def test_a_run_goes_on_longer_and_evaluates(copy: Path) -> None:
     for the evaluation."""
     changes = ["steps=3", "evaluate.every=2", "checkpoint.every=2", "cluster.attempts=5"]
     assert main(["resume", str(copy), *changes]) == 0
-    config = saved_config(str(copy))
+    config = read_saved_config(str(copy))
     assert (config.steps, config.checkpoint.every) == (3, 2)
     first, second = identity_of(copy).statements
     assert first.config_hash != second.config_hash
@@ -183,12 +183,12 @@ def test_a_run_goes_on_longer_and_evaluates(copy: Path) -> None:
     assert started[-1] == ", ".join(["resume", "ppo.proximal=recompute", *second.changed])
     history = open_history(config)
     assert {commit.address for commit in history.ledger.list()} == {n.address for n in run_nodes(config.graph())}
-    assert [evaluation.version for evaluation in history.evaluations()] == [0, 2, 3]
+    assert [evaluation.version for evaluation in history.read_evaluations()] == [0, 2, 3]
     made = {c.provenance.config_hash for c in history.ledger.list()}
     assert made == {first.config_hash, second.config_hash}
     assert verify_run(config).faults == []
     assert main(["resume", str(copy), "evaluate.every=0"]) == 0
-    assert verify_run(saved_config(str(copy))).faults == []
+    assert verify_run(read_saved_config(str(copy))).faults == []
 
 
 def test_a_run_that_goes_on_elsewhere_begins_anew_at_a_checkpoint(
@@ -198,7 +198,7 @@ def test_a_run_that_goes_on_elsewhere_begins_anew_at_a_checkpoint(
     which keeps what it replaces. The checkpoint of version 2 is lost, so that the update that made it runs again."""
     for role in ("policy", "critic"):
         shutil.rmtree(copy / "checkpoints" / role / "v000002")
-    history = open_history(saved_config(str(copy)))
+    history = open_history(read_saved_config(str(copy)))
     before = {commit.address: commit for commit in history.ledger.list()}
     kept = history.store.read(Address("generate", 1))
     use_runtime(monkeypatch, "tests.support.faulty_runtimes:OtherBits")
@@ -211,7 +211,7 @@ def test_a_run_that_goes_on_elsewhere_begins_anew_at_a_checkpoint(
     assert "`stageline resume RUN --from-checkpoint`" in said
 
     assert main(["resume", str(copy), "--from-checkpoint", "cluster.same_numerics=refuse"]) == 0
-    config = saved_config(str(copy))
+    config = read_saved_config(str(copy))
     latest = identity_of(copy).latest
     assert latest.anew
     assert latest.why.startswith("resumed from checkpoint v1: ")

@@ -102,7 +102,7 @@ def test_a_judge_that_vanishes_stops_the_run_which_goes_on_where_it_was(
             np.testing.assert_array_equal(found.scores, found.parts["judge"])
             assert not found.parts["judge.unparsed"].any()
             assert set(found.scores.tolist()) <= {1.0, 2.0, 3.0, 4.0, 5.0}
-            assert history.step_metrics(step)["reward/judge.unparsed/mean"] == 0
+            assert history.read_step_metrics(step)["reward/judge.unparsed/mean"] == 0
         assert verify_run(config).faults == []
         assert outputs(config) == outputs(undisturbed)
         asked = len(served.asked)
@@ -135,7 +135,7 @@ def test_a_budget_ends_the_run_which_goes_on_with_a_larger_one(
         config = load_config([file], sources[1:])
         assert outputs(config) == outputs(undisturbed)
         assert len(served.asked) == kept(run)
-        last = open_history(config).step_metrics(STEPS - 1)
+        last = open_history(config).read_step_metrics(STEPS - 1)
         assert last["judge/judge/requests"] == len(served.asked)
 
 

@@ -94,7 +94,7 @@ def test_parts_are_logged_and_scores_are_normalised(rewarded: RunConfig) -> None
     state = history.ledger.get(Address("advantage", STEPS - 1)).state
     assert (state["score_mean"], state["score_count"]) == (pytest.approx(seen.mean()), seen.size)
     assert state["score_squares"] == pytest.approx(((seen - seen.mean()) ** 2).sum())
-    metrics = history.step_metrics(STEPS - 1)
+    metrics = history.read_step_metrics(STEPS - 1)
     for name, part in last.parts.items():
         assert metrics[f"reward/{name}/mean"] == pytest.approx(float(part.mean()), abs=1e-6)
         assert metrics[f"reward/{name}/std"] == pytest.approx(float(part.std()), abs=1e-6)
@@ -137,7 +137,7 @@ def test_every_evaluation_has_kl_length_and_parts_and_the_best_is_named(
         assert found["length"] == float(rows.response_lengths.mean())
         assert found["parts"] == {"vader": pytest.approx(found["reward"])}
     assert abs(summary["evaluations"][0]["kl"]) < 1e-4, "version 0 is the reference"
-    best = best_evaluation(open_history(rewarded).evaluations(), None)
+    best = best_evaluation(open_history(rewarded).read_evaluations(), None)
     assert summary["best"]["version"] == best.version
     assert main(["export", str(rewarded.run_dir), "--version", "best", "--to", str(tmp_path / "best")]) == 0
     assert (tmp_path / "best" / "config.json").is_file()
@@ -157,7 +157,7 @@ def test_the_best_version_stays_when_exports_and_rollouts_go(folder: Path) -> No
     Version 0 needs none."""
     keep = ("storage.keep.rollouts=1", "storage.keep.exports=1", "staleness=0", "checkpoint.every=2")
     config = finish(configured(folder, "selected", "steps=8", *keep, "evaluate.every=2"))
-    best = best_evaluation(open_history(config).evaluations(), None)
+    best = best_evaluation(open_history(config).read_evaluations(), None)
     there = sorted(path.name for path in RunPaths(config.run_dir).weights(0).parent.iterdir())
     assert there == sorted({f"v{v:06d}" for v in (best.version, 8) if v})
     assert main(["export", str(config.run_dir), "--version", "best"]) == 0

@@ -46,7 +46,7 @@ def test_a_shard_takes_newer_weights_than_its_edge_asks_for(late: RunConfig) -> 
     assert found[:3] == [[0], [0], [1]]
     assert all(oldest <= version <= step for step, oldest in enumerate(EXACTLY) for version in found[step])
     history = open_history(late)
-    assert history.step_metrics(2)["staleness/mean"] == history.step_metrics(2)["staleness/max"] == 1.0
+    assert history.read_step_metrics(2)["staleness/mean"] == history.read_step_metrics(2)["staleness/max"] == 1.0
     handed_out = [e for e in read_events(RunPaths(late.run_dir).events) if e.kind is EventKind.SUBMITTED]
     of_step = {(e.step, e.version) for e in handed_out if e.stage == "generate"}
     assert {(1, 0), (2, 1)} <= of_step
@@ -69,8 +69,8 @@ def test_check_knows_what_each_mode_allows(late: RunConfig, folder: Path) -> Non
 
 def test_a_shard_is_replayed_with_the_version_that_it_had(late: RunConfig) -> None:
     replayed = replay_node(late, "generate", 2, 1)
-    assert replayed.as_expected
-    assert {d.name: d.differing for d in replayed.differences}["token_versions"] == 0
+    assert replayed.is_as_expected
+    assert {d.name: d.num_different for d in replayed.differences}["token_versions"] == 0
 
 
 def test_a_lost_commit_is_made_again_by_the_version_that_sampled_it(late: RunConfig) -> None:
@@ -137,7 +137,7 @@ def test_rows_in_flight_take_weights_as_they_are_published(
     for row in range(rollout.num_rows):
         versions = rollout.token_versions[row][rollout.response_mask[row]]
         assert (np.diff(versions) >= 0).all(), "a row went back to older weights"
-    metrics = open_history(config).step_metrics(1)
+    metrics = open_history(config).read_step_metrics(1)
     assert 0 < metrics["staleness/mean"] < metrics["staleness/max"] == 1
     report = verify_run(config)
     assert (report.faults, events_noted(report)) == ([], [])

@@ -27,7 +27,7 @@ def test_a_run_with_three_models(folder: Path, tmp_path: Path, capsys: pytest.Ca
     changes = ("steps=2", "evaluate.every=0", "checkpoint.every=1", *models, ONE_GANG, *QUIET)
     config = finish(configure(folder, "three-models", *changes))
     assert verify_run(config).faults == []
-    first = open_history(config).step_metrics(0)
+    first = open_history(config).read_step_metrics(0)
     assert abs(first["kl/ref"]) > 1.0, "the policy starts elsewhere than the reference"
     assert first["critic/grad_norm"] > 0
     assert first["update_critic/mfu"] > 0

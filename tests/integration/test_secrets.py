@@ -26,7 +26,7 @@ import yaml
 from mlflow.tracking import MlflowClient
 
 from pipeline.cli.main import main
-from pipeline.config.identity import change_problems, sections
+from pipeline.config.identity import change_problems, config_sections
 from pipeline.config.loading import config_hash, load_config
 from pipeline.config.paths import RunPaths
 from pipeline.driver.results import open_history
@@ -267,4 +267,4 @@ def test_an_exchanged_key_is_no_other_run(tmp_path: Path) -> None:
     )
     assert one.reward != two.reward
     assert config_hash(one) == config_hash(two)
-    assert list(change_problems(sections(one), two)) == []
+    assert list(change_problems(config_sections(one), two)) == []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.answers import DONE
+from pipeline.cli.answers import SUCCESS
 from pipeline.cli.verification import verify_run
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
@@ -80,9 +80,9 @@ def test_hosts_that_share_nothing_but_a_directory(
         gang, _, index = name.rpartition("-")
         place = (str(config.run_dir), "--gang", gang, "--index", index)
         started.start(name, "worker", *place, prefix=hosts[host].prefix)
-    assert started.exit_code("driver", LONGEST_S) == DONE, started.said("driver")
+    assert started.exit_code("driver", LONGEST_S) == SUCCESS, started.said("driver")
     for name, host in where.items():
-        assert started.exit_code(name) == DONE, started.said(name)
+        assert started.exit_code(name) == SUCCESS, started.said(name)
         assert f"{name} on host {host}: joined" in started.said(name)
     assert outputs(config) == local
     assert verify_run(config).faults == []

@@ -10,7 +10,7 @@ from pipeline.cli.verification import verify_run
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.observe.journal import Event, EventKind, read_events
-from pipeline.observe.timeline import Box, boxes
+from pipeline.observe.timeline import Box, read_boxes
 from tests.support.run_results import outputs
 from tests.support.runs import QUIET, configure, finish, use_runtime
 
@@ -29,7 +29,7 @@ def events_of(config: RunConfig) -> list[Event]:
 
 
 def boxes_of(config: RunConfig, gang: str) -> list[Box]:
-    return [box for box in boxes(events_of(config)) if box.gang == gang]
+    return [box for box in read_boxes(events_of(config)) if box.gang == gang]
 
 
 def givers_of(config: RunConfig) -> list[str]:

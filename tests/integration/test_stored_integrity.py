@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 import pipeline.driver.run
-from pipeline.cli.answers import saved_config
+from pipeline.cli.answers import read_saved_config
 from pipeline.cli.main import main
 from pipeline.cli.verification import verify_run
 from pipeline.config.paths import RunPaths
@@ -150,7 +150,7 @@ def test_a_damaged_export_is_named(
     anew from checkpoints."""
     copy = folder / "runs" / f"export_{damage.replace(' ', '_')}"
     shutil.copytree(overlapped.run_dir, copy)
-    config = saved_config(str(copy))
+    config = read_saved_config(str(copy))
     directory = RunPaths(config.run_dir).weights(2)
     file = directory / ("config.json" if damage == "config.json" else "model.safetensors")
     whole = file.read_bytes()

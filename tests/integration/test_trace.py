@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.cli.trace import predicted, repeats
+from pipeline.cli.trace import group_repeats, predicted_bytes
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig, SamplingConfig
 from stages.models.fake_gpu import DEVICE, PINNED, Collective
 from stages.models.memory import DTYPE_BYTES
@@ -116,11 +116,11 @@ MANY = {"tokens": 8192, "new": 1024, "sequence_parallel": True, "distributed_opt
 def test_the_prediction_is_within_a_tenth_of_the_trace(given: TracedGang) -> None:
     """In float32 attention of heads that share keys keeps a matrix of scores."""
     for rank in traced(given):
-        on_device = predicted(given, rank.stage)[DEVICE]
+        on_device = predicted_bytes(given, rank.stage)[DEVICE]
         assert on_device == pytest.approx(rank.peak(DEVICE), rel=0.1), f"stage {rank.stage}"
 
 
 def test_repeated_collectives_are_given_once() -> None:
     a, b, c = (Collective(name, "tensor", 2, ((1,),), 4) for name in "abc")
-    assert list(repeats([c, a, b, a, b, a, b, c, c])) == [(1, [c]), (3, [a, b]), (2, [c])]
-    assert list(repeats([])) == []
+    assert list(group_repeats([c, a, b, a, b, a, b, c, c])) == [(1, [c]), (3, [a, b]), (2, [c])]
+    assert list(group_repeats([])) == []

@@ -16,7 +16,7 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.launch import requeues
-from pipeline.launch.submission import Submitted, array_script, submit_array, submit_run
+from pipeline.launch.submission import SubmittedJob, array_script, submit_array, submit_run
 from tests.support import stand_in
 from tests.support.commits import commit_nothing
 from tests.support.paths import TINY
@@ -29,12 +29,12 @@ pytestmark = pytest.mark.processes
 
 def submitted(
     slurm: SlurmCluster, folder: Path, name: str, *changes: str, most_lost: int = 20, most_idle: int = 3
-) -> tuple[RunConfig, Submitted]:
+) -> tuple[RunConfig, SubmittedJob]:
     """A job of one node whose driver is there. Its script has the two limits of its requeues."""
     config = of_stand_in(folder, name, *changes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(requeues, "MOST_LOST", most_lost)
-        patch.setattr(requeues, "MOST_IDLE", most_idle)
+        patch.setattr(requeues, "MAX_LOST_STARTS", most_lost)
+        patch.setattr(requeues, "MAX_REQUEUES_WITHOUT_PROGRESS", most_idle)
         job = submit_run(config)
     wait_for_output(job, "driver of start 0")
     return config, job
@@ -48,7 +48,7 @@ def of_stand_in(folder: Path, name: str, *changes: str) -> RunConfig:
     return config
 
 
-def wait_for_output(job: Submitted, text: str) -> None:
+def wait_for_output(job: SubmittedJob, text: str) -> None:
     def printed() -> str:
         return job.output.read_text() if job.output.exists() else ""
 
@@ -62,14 +62,14 @@ def end(config: RunConfig, code: int) -> None:
     finish.with_suffix(".new").rename(finish)
 
 
-def start_again(slurm: SlurmCluster, job: Submitted, restart: int) -> None:
+def start_again(slurm: SlurmCluster, job: SubmittedJob, restart: int) -> None:
     """Waits until a job is requeued, and has it start now and not in two minutes."""
     until(lambda: slurm.may_start(job.job_id, restart), f"restart {restart}", every_s=0.25)
     until(lambda: slurm.started_now(job.job_id), f"start {restart}", every_s=SCHEDULES_S)
     wait_for_output(job, f"driver of start {restart}")
 
 
-def wait_for(slurm: SlurmCluster, job: Submitted, state: str) -> dict[str, str]:
+def wait_for(slurm: SlurmCluster, job: SubmittedJob, state: str) -> dict[str, str]:
     until(lambda: slurm.state(job.job_id) == state, f"job {job.job_id} is {state}", every_s=0.1)
     until(lambda: not slurm.processes(), "nothing is left", every_s=0.1)
     return slurm.show(job.job_id)
@@ -255,7 +255,7 @@ def test_a_task_is_requeued_without_the_others_of_its_array(slurm: SlurmCluster,
     assert text is not None
     array = submit_array(configs, tmp_path / "few-sweep/job", text)
     first, last = (
-        Submitted(f"{array.job_id}_{task}", array.output.with_name(f"slurm-{array.job_id}_{task}.out"), array.script)
+        SubmittedJob(f"{array.job_id}_{task}", array.output.with_name(f"slurm-{array.job_id}_{task}.out"), array.script)
         for task in range(2)
     )
     for task in (first, last):

@@ -62,7 +62,7 @@ def write_run(folder: Path, run: WrittenRun) -> RunSource:
     layouts = Layouts(Layout(2, run.rows // 2, SEQ), Layout(1, run.rows, SEQ))
     store = RolloutStore(str(folder), ledger, layouts, durability=Durability(fsync=False))
     spec = GraphSpec(
-        steps=run.steps, shards=2, staleness=1, eval_every=run.eval_every, critic=run.critic, eval_shards=1
+        steps=run.steps, shards=2, staleness=1, eval_every=run.eval_every, has_critic=run.critic, eval_shards=1
     )
     history = History(spec, ledger, store, run.rows)
     done = run.steps if run.done is None else run.done
@@ -79,14 +79,14 @@ def write_run(folder: Path, run: WrittenRun) -> RunSource:
     if done == run.steps:
         events.append(Event(events[-1].t, EventKind.RUN_FINISHED))
     events.sort(key=lambda event: event.t)
-    numbers = [history.step_numbers(step) for step in history.steps_done()]
+    numbers = [history.read_step_numbers(step) for step in history.finished_steps()]
     parents = {node.address: node.parents for node in run_nodes(spec)}
     return RunSource(
         name=run.name,
         directory=str(folder),
         settings={"steps": run.steps, "ppo.advantage": "gae" if run.critic else "rloo", **run.settings},
         history=history,
-        summary=summarise(events, numbers, history.evaluations(), parents, {}),
+        summary=summarise(events, numbers, history.read_evaluations(), parents, {}),
         events=events,
         decode=lambda tokens: "".join(run.words[t] for t in tokens),
         sameness=run.sameness,

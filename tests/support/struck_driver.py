@@ -78,7 +78,7 @@ def _count_writes(striker: Striker, run_dir: Path) -> None:
     for name in ("replace", "rename", "link"):
         around(os, name)
     pipeline.driver.run.prepare = during("preparing", pipeline.driver.run.prepare)
-    pipeline.driver.run.conclude = during("concluding write", pipeline.driver.run.conclude)
+    pipeline.driver.run.conclude_run = during("concluding write", pipeline.driver.run.conclude_run)
 
 
 def _arrange(striker: Striker) -> None:
@@ -88,7 +88,7 @@ def _arrange(striker: Striker) -> None:
         set_preload([*names, *IMPORTED])
 
     forkserver.set_forkserver_preload = set_longer
-    settings, conclude, append = pipeline.driver.run.ExecutorSettings, pipeline.driver.run.conclude, Journal.append
+    settings, conclude, append = pipeline.driver.run.ExecutorSettings, pipeline.driver.run.conclude_run, Journal.append
 
     def reaching(journal: Journal, event: Event) -> None:
         append(journal, event)
@@ -99,7 +99,7 @@ def _arrange(striker: Striker) -> None:
         return conclude(*arguments, **named)
 
     Journal.append = reaching  # type: ignore[method-assign]
-    pipeline.driver.run.conclude = concluding
+    pipeline.driver.run.conclude_run = concluding
     pipeline.driver.run.ExecutorSettings = lambda **given: settings(**{**given, "runtime": RUNTIME})  # type: ignore[misc, assignment]
 
 

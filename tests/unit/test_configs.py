@@ -9,7 +9,7 @@ import pytest
 from pipeline.cli.slurm_jobs import cluster_config
 from pipeline.config.hardware import read_cluster
 from pipeline.config.loading import load_config, load_yaml, to_yaml
-from pipeline.config.placement import gang_of
+from pipeline.config.placement import gang_of_role
 from pipeline.config.preflight import preflight
 from pipeline.errors import ConfigError
 from pipeline.graph.graph import run_nodes
@@ -33,7 +33,7 @@ def test_a_shipped_config_loads_and_describes_a_run(path: Path) -> None:
     nodes = list(run_nodes(config.graph()))
     assert len({node.address for node in nodes}) == len(nodes)
     for node in nodes:
-        assert gang_of(config.placement, node.role) in config.placement.gangs
+        assert gang_of_role(config.placement, node.role) in config.placement.gangs
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)

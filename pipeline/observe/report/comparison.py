@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.observe.curves import number
+from pipeline.observe.curves import round_or_none
 from pipeline.observe.evaluations import Comparison, compare, standard_error
 from pipeline.observe.report.source import Sameness
 from pipeline.observe.rows import StageRows
 from storage.rollouts import Decode
 
-_PLACE = frozenset({"name", "runs_dir"})
+_LOCATION_KEYS = frozenset({"name", "runs_dir"})
 _SCORES = ("reward/*", "score/*")
 _HELD_OUT = ("eval/reward_mean", "eval/*/mean")
 _KL = ("kl/ref*", "eval/kl")
@@ -86,8 +86,8 @@ def compare_runs(
     left_out: list[LeftOut] = []
     paired: list[PairedEvaluation] = []
     for run in range(1, len(settings)):
-        left_out += _incomparable(run, sameness[0], sameness[run])
-        found = _paired(run, (sameness[0], sameness[run]), (held_out[0], held_out[run]))
+        left_out += _incomparable_parts(run, sameness[0], sameness[run])
+        found = _compare_held_out(run, (sameness[0], sameness[run]), (held_out[0], held_out[run]))
         if isinstance(found, LeftOut):
             left_out.append(found)
         else:
@@ -97,12 +97,12 @@ def compare_runs(
 
 def config_differences(settings: Sequence[Mapping[str, Any]]) -> list[ConfigDifference]:
     """Return the settings in which the runs differ, sorted by key. `name` and `runs_dir` are left out."""
-    keys = sorted(set().union(*settings) - _PLACE)
+    keys = sorted(set().union(*settings) - _LOCATION_KEYS)
     rows = [(key, [str(s[key]) if key in s else None for s in settings]) for key in keys]
     return [ConfigDifference(key, values) for key, values in rows if len(set(values)) > 1]
 
 
-def _incomparable(run: int, first: Sameness, other: Sameness) -> list[LeftOut]:
+def _incomparable_parts(run: int, first: Sameness, other: Sameness) -> list[LeftOut]:
     found = []
     if first.reward != other.reward:
         found.append(LeftOut(run, "training scores", "they are made by different rewards", _SCORES))
@@ -116,7 +116,7 @@ def _incomparable(run: int, first: Sameness, other: Sameness) -> list[LeftOut]:
     return found
 
 
-def _paired(
+def _compare_held_out(
     run: int, sameness: tuple[Sameness, Sameness], held_out: tuple[HeldOutScores | None, HeldOutScores | None]
 ) -> PairedEvaluation | LeftOut:
     what = "scores by prompt"
@@ -141,15 +141,15 @@ def _paired(
         run=run,
         versions=(first.version, other.version),
         found=compare(dict(enumerate(a for a, _ in pairs)), dict(enumerate(b for _, b in pairs))),
-        error=number(standard_error([b - a for a, b in pairs])),
-        pairs=[(number(a), number(b)) for a, b in pairs],
+        error=round_or_none(standard_error([b - a for a, b in pairs])),
+        pairs=[(round_or_none(a), round_or_none(b)) for a, b in pairs],
         remark="; ".join(remarks),
     )
 
 
 # ---- mismatches ------------------------------------------------------------------------------------------
 
-MOST = 20
+MAX_MISMATCHES = 20
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,10 @@ class TokenMismatch:
     should be equal up to rounding."""
 
 
-def worst_mismatches(read: Sequence[StageRows], decode: Decode, most: int = MOST) -> list[TokenMismatch] | None:
-    """Return up to `most` tokens with the largest |log pi - log mu|, in descending order. None if the trainer
+def worst_mismatches(
+    read: Sequence[StageRows], decode: Decode, max_count: int = MAX_MISMATCHES
+) -> list[TokenMismatch] | None:
+    """Return up to `max_count` tokens with the largest |log pi - log mu|, in descending order. None if the trainer
     recomputed no log-probs in these steps."""
     steps = [step for step in read if step.mismatch is not None]
     if not steps:
@@ -181,14 +183,14 @@ def worst_mismatches(read: Sequence[StageRows], decode: Decode, most: int = MOST
         assert step.mismatch is not None
         size = np.abs(step.mismatch).ravel()
         size = np.where(np.isfinite(size), size, np.inf)
-        for flat in np.argsort(-size, kind="stable")[:most]:
+        for flat in np.argsort(-size, kind="stable")[:max_count]:
             row, t = divmod(int(flat), step.mismatch.shape[1])
             if step.rollout.response_mask[row, t]:
                 found.append((-float(size[flat]), i, row, t))
-    return [_one(steps[i], row, t, decode) for _, i, row, t in sorted(found)[:most]]
+    return [_token_mismatch(steps[i], row, t, decode) for _, i, row, t in sorted(found)[:max_count]]
 
 
-def _one(step: StageRows, row: int, t: int, decode: Decode) -> TokenMismatch:
+def _token_mismatch(step: StageRows, row: int, t: int, decode: Decode) -> TokenMismatch:
     rollout = step.rollout
     assert step.policy is not None
     return TokenMismatch(
@@ -196,7 +198,7 @@ def _one(step: StageRows, row: int, t: int, decode: Decode) -> TokenMismatch:
         row=int(rollout.row[row]),
         position=t - int(rollout.prompt_lengths[row]),
         token=decode([int(rollout.tokens[row, t])]),
-        sampler=number(float(rollout.sampler_logprobs[row, t])),
-        policy=number(float(step.policy.policy_logprobs[row, t])),
+        sampler=round_or_none(float(rollout.sampler_logprobs[row, t])),
+        policy=round_or_none(float(step.policy.policy_logprobs[row, t])),
         staleness=step.step - int(rollout.token_versions[row, t]),
     )

@@ -11,16 +11,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.observe.evaluations import Evaluation, paired, standard_error
+from pipeline.observe.evaluations import Evaluation, compare_paired, standard_error
 from pipeline.observe.journal import Event, EventKind, is_finished
 from pipeline.observe.rows import StageRows
 from pipeline.observe.summary import Headline, Summary, summary_lines
-from pipeline.observe.text import three
+from pipeline.observe.text import format_number
 from storage.redaction import redacted_text
 
-_MOST_FAILURES, _LONGEST = 3, 300
-"""Maximum number of failures that `failures` returns, and maximum number of characters of each. The incidents on the
-page have the full text."""
+_MAX_FAILURES, _MAX_FAILURE_CHARS = 3, 300
+"""Maximum number of failures that `failure_texts` returns, and maximum number of characters of each. The incidents on
+the page have the full text."""
 
 
 @dataclass(frozen=True)
@@ -54,22 +54,27 @@ def run_facts(
     return [Fact(label, redacted_text(value)) for label, value in found if value]
 
 
-def state_of(events: Sequence[Event], steps_done: int, steps: int) -> str:
+def progress_text(events: Sequence[Event], steps_done: int, steps: int) -> str:
     """Return a text about the progress of a run: finished, failed or not finished, and the number of steps."""
     if is_finished(events) or steps_done == steps:
         return f"finished: {steps_done} steps"
-    given_up = _failed(events, (EventKind.SUBMITTED, EventKind.FINISHED))  # a node submitted again has not failed
+    given_up = _unresolved_failures(
+        events, (EventKind.SUBMITTED, EventKind.FINISHED)
+    )  # a node submitted again has not failed
     return f"{'failed' if given_up else 'not finished'}: {steps_done} of {steps} steps"
 
 
-def failures(events: Sequence[Event]) -> list[str]:
+def failure_texts(events: Sequence[Event]) -> list[str]:
     """Return texts about the latest failures since the last driver started. They explain why an unfinished run ended.
     Failures of nodes that succeeded later are left out."""
-    shown = _failed(events, (EventKind.FINISHED,))[-_MOST_FAILURES:]
-    return [f"{e.stage} of step {e.step} failed: {(e.detail or '').partition(chr(10))[0][:_LONGEST]}" for e in shown]
+    shown = _unresolved_failures(events, (EventKind.FINISHED,))[-_MAX_FAILURES:]
+    return [
+        f"{e.stage} of step {e.step} failed: {(e.detail or '').partition(chr(10))[0][:_MAX_FAILURE_CHARS]}"
+        for e in shown
+    ]
 
 
-def _failed(events: Sequence[Event], undone_by: Collection[EventKind]) -> list[Event]:
+def _unresolved_failures(events: Sequence[Event], undone_by: Collection[EventKind]) -> list[Event]:
     """Return the failed nodes since the last driver started, each with its latest failure. An event of a kind in
     `undone_by` removes its node from them."""
     failed: dict[tuple[str | None, int | None, int], Event] = {}
@@ -151,12 +156,15 @@ def _held_out(evaluations: Sequence[Evaluation]) -> list[Headline]:
         return [Headline("held_out", "held-out reward", _plus_minus(first.mean, errors[0]), _versions(first))]
     value = f"{_plus_minus(first.mean, errors[0])} → {_plus_minus(last.mean, errors[1])}"
     found = [Headline("held_out", "held-out reward", value, f"v{first.version} → {_versions(last)}")]
-    change = paired(first.scores, last.scores)
+    change = compare_paired(first.scores, last.scores)
     if change is not None:
-        text = f"paired t {'-' if change.t is None else f'{change.t:.1f}'} over {change.num_prompts} prompts"
-        found.append(Headline("gain", "held-out gain", _plus_minus(change.gain, change.error, sign=True), text))
+        t = "-" if change.t_statistic is None else f"{change.t_statistic:.1f}"
+        text = f"paired t {t} over {change.num_prompts} prompts"
+        found.append(Headline("gain", "held-out gain", _plus_minus(change.gain, change.error, with_sign=True), text))
     if last.kl is not None:
-        found.append(Headline("held_out_kl", "held-out KL", three(last.kl), f"nats per response, v{last.version}"))
+        found.append(
+            Headline("held_out_kl", "held-out KL", format_number(last.kl), f"nats per response, v{last.version}")
+        )
     return found
 
 
@@ -168,6 +176,6 @@ def _score_error(rows: StageRows | None) -> float | None:
     return None if rows is None or rows.scores is None else standard_error(rows.scores.scores)
 
 
-def _plus_minus(value: float, error: float | None, *, sign: bool = False) -> str:
-    shown = three(value, sign=sign)
-    return shown if error is None else f"{shown} ± {three(error)}"
+def _plus_minus(value: float, error: float | None, *, with_sign: bool = False) -> str:
+    shown = format_number(value, with_sign=with_sign)
+    return shown if error is None else f"{shown} ± {format_number(error)}"

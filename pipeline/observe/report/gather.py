@@ -11,29 +11,37 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.observe.curves import MOST_POINTS, HeldOutPoint, RunCurves, evenly, number, read_curves, run_curves
+from pipeline.observe.curves import (
+    MAX_POINTS,
+    HeldOutPoint,
+    RunCurves,
+    even_indices,
+    read_curves,
+    round_or_none,
+    run_curves,
+)
 from pipeline.observe.evaluations import Evaluation
 from pipeline.observe.history import EVALUATION_METRIC, History
-from pipeline.observe.incidents import Incident, incident, worker_losses, worst
+from pipeline.observe.incidents import Incident, find_worker_losses, incident_of_event, worst_incidents
 from pipeline.observe.journal import Event, EventKind
 from pipeline.observe.report.comparison import HeldOutScores, TokenMismatch, worst_mismatches
-from pipeline.observe.report.facts import Fact, failures, headlines, run_facts, state_of
-from pipeline.observe.report.samples import SampleBudget, Samples, sample, shortened
+from pipeline.observe.report.facts import Fact, failure_texts, headlines, progress_text, run_facts
+from pipeline.observe.report.samples import SampleBudget, Samples, choose_samples, shorten
 from pipeline.observe.report.source import RunSource, Source, VariantSource
-from pipeline.observe.rows import ResponsePair, StageRows, response_pairs, stored_steps, whole_step
+from pipeline.observe.rows import ResponsePair, StageRows, read_step, response_pairs, stored_steps
 from pipeline.observe.summary import Headline
-from pipeline.observe.text import three
-from pipeline.observe.timeline import length, run_timeline
+from pipeline.observe.text import format_number
+from pipeline.observe.timeline import run_timeline, total_length
 from storage.address import Address
 from storage.commits import Commit
 from storage.errors import StoreError
 
-MOST_EXECUTIONS = 20_000
+MAX_EXECUTIONS = 20_000
 """Maximum number of executions in a timeline."""
-_MOST_READ_BYTES, _TOKEN_BYTES = 512 << 20, 64
+_MAX_READ_BYTES, _TOKEN_BYTES = 512 << 20, 64
 """Maximum number of bytes of rows to read, and the estimated size of one token in all arrays together."""
-_FEWEST_STEPS = 3
-_LONGEST_TEXT = 1600
+_MIN_STEPS = 3
+_MAX_TEXT_CHARS = 1600
 """Maximum number of characters of a held-out prompt or response."""
 
 
@@ -130,7 +138,7 @@ class Gathered:
     held_out: HeldOutScores | None
 
 
-def gather(source: Source, budget: SampleBudget, most_executions: int = MOST_EXECUTIONS) -> Gathered:
+def read_contents(source: Source, budget: SampleBudget, max_executions: int = MAX_EXECUTIONS) -> Gathered:
     """Read the contents of the page from a run. If the rows of a step cannot be read, the step is left out and a remark
     is added.
 
@@ -139,13 +147,13 @@ def gather(source: Source, budget: SampleBudget, most_executions: int = MOST_EXE
     if isinstance(source, VariantSource):
         return Gathered(_variant_contents(source), None)
     history, events = source.history, source.events
-    remarks = [*failures(events), *source.remarks]
-    done = history.steps_done()
-    evaluations = history.evaluations()
-    drawn = [done[i] for i in evenly(len(done), MOST_POINTS)]
+    remarks = [*failure_texts(events), *source.remarks]
+    done = history.finished_steps()
+    evaluations = history.read_evaluations()
+    drawn = [done[i] for i in even_indices(len(done), MAX_POINTS)]
     commits = _commits(history, [*drawn, *([] if not done else [done[-1] + 1])])
-    read, stored, missing = _read(history, budget.steps)
-    remarks += missing + _absences(source, evaluations)
+    read, stored, missing = _read_rows(history, budget.steps)
+    remarks += missing + _missing_part_remarks(source, evaluations)
     by_step = {rows.step: rows for rows in read}
     incidents = run_incidents(source)
     worst = worst_mismatches(read, source.decode)
@@ -153,7 +161,7 @@ def gather(source: Source, budget: SampleBudget, most_executions: int = MOST_EXE
     contents = RunContents(
         name=source.name,
         directory=source.directory,
-        state=state_of(events, len(done), history.spec.steps),
+        state=progress_text(events, len(done), history.spec.steps),
         facts=run_facts(source.settings, events, source.software, hosts),
         settings=[(key, str(value)) for key, value in source.settings.items()],
         headlines=headlines(
@@ -165,10 +173,17 @@ def gather(source: Source, budget: SampleBudget, most_executions: int = MOST_EXE
             evaluations,
             {address: commit.ref() for address, commit in commits.items()},
         ),
-        timeline=timeline_columns(events, _versions(commits), incidents.shown, most_executions),
+        timeline=timeline_columns(events, _versions(commits), incidents.shown, max_executions),
         staleness=source.summary.staleness.histogram,
-        stage_s={stage: number(seconds) for stage, seconds in source.summary.stage_s.items()},
-        samples=sample(read, stored, source.decode, budget, {(one.step, one.row) for one in worst or ()}, source.asked),
+        stage_s={stage: round_or_none(seconds) for stage, seconds in source.summary.stage_s.items()},
+        samples=choose_samples(
+            read,
+            stored,
+            source.decode,
+            budget,
+            {(one.step, one.row) for one in worst or ()},
+            source.user_messages,
+        ),
         held_out=_held_out(source, evaluations, budget.held_out),
         mismatches=(worst or []) if history.spec.recompute_logprobs else None,
         incidents=incidents,
@@ -186,9 +201,10 @@ def _variant_contents(source: VariantSource) -> RunContents:
     held_out, lines = {}, []
     if compared is not None:
         t = "-" if compared.paired_t is None else f"{compared.paired_t:.1f}"
-        about = f"v{stop}, {compared.num_prompts} prompts; its parent's v{stop}: {three(compared.parent)}, paired t {t}"
-        held_out = {EVALUATION_METRIC: [HeldOutPoint(stop, number(compared.variant), None)]}
-        lines = [Headline("held_out", "held-out reward", three(compared.variant), about)]
+        parent = format_number(compared.parent)
+        about = f"v{stop}, {compared.num_prompts} prompts; its parent's v{stop}: {parent}, paired t {t}"
+        held_out = {EVALUATION_METRIC: [HeldOutPoint(stop, round_or_none(compared.variant), None)]}
+        lines = [Headline("held_out", "held-out reward", format_number(compared.variant), about)]
     facts = run_facts(source.settings, (), summary.versions, ())
     return RunContents(
         name=source.name,
@@ -223,19 +239,19 @@ def _commits(history: History, steps: Sequence[int]) -> dict[Address, Commit]:
     return found
 
 
-def run_incidents(source: RunSource, most: int = 300) -> RunIncidents:
-    """Return up to `most` incidents of a run. If there are more, the most severe kinds are kept."""
-    losses = worker_losses(source.events, source.together)
+def run_incidents(source: RunSource, max_count: int = 300) -> RunIncidents:
+    """Return up to `max_count` incidents of a run. If there are more, the most severe kinds are kept."""
+    losses = find_worker_losses(source.events, source.rebuilt_together)
     lost_s = {(one.gang, one.t): one.lost_s for one in source.summary.trainer_losses if one.lost_s is not None}
-    found = [one for one in (incident(event, losses, lost_s) for event in source.events) if one is not None]
-    return RunIncidents(worst(found, most), len(found))
+    found = [one for one in (incident_of_event(event, losses, lost_s) for event in source.events) if one is not None]
+    return RunIncidents(worst_incidents(found, max_count), len(found))
 
 
 def timeline_columns(
-    events: Sequence[Event], versions: Mapping[Address, str], incidents: Sequence[Incident], most: int
+    events: Sequence[Event], versions: Mapping[Address, str], incidents: Sequence[Incident], max_executions: int
 ) -> RunTimeline | None:
-    """Return a timeline of up to `most` executions, or None if nothing was executed."""
-    drawn = run_timeline(events, most)
+    """Return a timeline of up to `max_executions` executions, or None if nothing was executed."""
+    drawn = run_timeline(events, max_executions)
     if drawn is None:
         return None
     start = drawn.start_s
@@ -243,10 +259,10 @@ def timeline_columns(
     def ms(t: float) -> int:
         return round((t - start) * 1000)
 
-    placed = [(number, box) for number, lane in enumerate(drawn.lanes) for box in lane.boxes]
+    placed = [(round_or_none, box) for round_or_none, lane in enumerate(drawn.lanes) for box in lane.boxes]
     stages = sorted({box.address.stage for _, box in placed})
     resumes = [event for event in events if event.kind is EventKind.RUN_STARTED][1:]
-    left, right = drawn.middle or (start, drawn.end_s)
+    left, right = drawn.middle_period or (start, drawn.end_s)
     return RunTimeline(
         start=start,
         duration_ms=ms(drawn.end_s),
@@ -261,11 +277,11 @@ def timeline_columns(
         length_ms=[round((box.end_s - box.start_s) * 1000) for _, box in placed],
         versions=[versions.get(box.address, "") for _, box in placed],
         marks=[
-            *(TimelineMark(ms(drawn.at(event.t)), "resumed", event.detail or "") for event in resumes),
-            *(TimelineMark(ms(drawn.at(one.at)), one.kind, one.text) for one in incidents),
+            *(TimelineMark(ms(drawn.without_gaps(event.t)), "resumed", event.detail or "") for event in resumes),
+            *(TimelineMark(ms(drawn.without_gaps(one.at)), one.kind, one.text) for one in incidents),
         ],
         of_executions=drawn.num_boxes,
-        gaps_ms=round(1000 * length(drawn.gaps)),
+        gaps_ms=round(1000 * total_length(drawn.gaps)),
     )
 
 
@@ -279,30 +295,30 @@ def _versions(commits: Mapping[Address, Commit]) -> dict[Address, str]:
     return found
 
 
-def _read(history: History, most: int) -> tuple[list[StageRows], int, list[str]]:
-    """Read the rows of up to `most` steps. Return them, the number of stored steps, and remarks about rows that are
-    missing."""
-    steps, before = stored_steps(history, whole=True), history.store.dropped_before()
+def _read_rows(history: History, max_steps: int) -> tuple[list[StageRows], int, list[str]]:
+    """Read the rows of up to `max_steps` steps. Return them, the number of stored steps, and remarks about rows that
+    are missing."""
+    steps, before = stored_steps(history, complete_only=True), history.store.dropped_before()
     remarks = [f"the rows of steps before {before} were deleted (storage.keep.rollouts)"] if before else []
     read = []
-    for step in [steps[i] for i in evenly(len(steps), min(most, _affordable(history, steps)))]:
+    for step in [steps[i] for i in even_indices(len(steps), min(max_steps, _count_affordable_steps(history, steps)))]:
         try:
-            read.append(whole_step(history, step))
+            read.append(read_step(history, step))
         except StoreError as error:
             remarks.append(f"the rows of step {step} cannot be read: {error}")
     return read, len(steps), remarks
 
 
-def _affordable(history: History, steps: Sequence[int]) -> int:
-    """Return the number of steps whose rows together stay within `_MOST_READ_BYTES`, but at least `_FEWEST_STEPS`."""
+def _count_affordable_steps(history: History, steps: Sequence[int]) -> int:
+    """Return the number of steps whose rows together stay within `_MAX_READ_BYTES`, but at least `_MIN_STEPS`."""
     commit = history.ledger.find(Address("generate", steps[-1])) if steps else None
     if commit is None:
         return 0
     rows, seq = commit.arrays["tokens"].shape
-    return max(_FEWEST_STEPS, _MOST_READ_BYTES // (rows * history.spec.shards * seq * _TOKEN_BYTES))
+    return max(_MIN_STEPS, _MAX_READ_BYTES // (rows * history.spec.shards * seq * _TOKEN_BYTES))
 
 
-def _absences(source: RunSource, evaluations: Sequence[Evaluation]) -> list[str]:
+def _missing_part_remarks(source: RunSource, evaluations: Sequence[Evaluation]) -> list[str]:
     """Return remarks about the parts of the page that this run lacks, each with the reason."""
     spec, found = source.history.spec, []
     if not source.summary.steps:
@@ -310,24 +326,24 @@ def _absences(source: RunSource, evaluations: Sequence[Evaluation]) -> list[str]
     if not evaluations:
         why = "before this was written" if spec.eval_every else "(evaluate.every=0)"
         found.append(f"no version was evaluated {why}: there are no held-out scores")
-    if not spec.critic:
+    if not spec.has_critic:
         found.append(f"there is no critic (ppo.advantage={source.settings.get('ppo.advantage')}), so no values")
     if not spec.recompute_logprobs:
         found.append("the trainer's log-probs are not recomputed (ppo.proximal): there is no mismatch by token")
     return found
 
 
-def _held_out(source: RunSource, evaluations: Sequence[Evaluation], most: int) -> HeldOutPairs | None:
-    pairs = response_pairs(source.history, source.decode, source.asked)
+def _held_out(source: RunSource, evaluations: Sequence[Evaluation], max_pairs: int) -> HeldOutPairs | None:
+    pairs = response_pairs(source.history, source.decode, source.user_messages)
     if not pairs:
         return None
-    chosen = [pairs[i] for i in evenly(len(pairs), most)]
+    chosen = [pairs[i] for i in even_indices(len(pairs), max_pairs)]
     short = [
         replace(
             pair,
-            prompt=shortened(pair.prompt, _LONGEST_TEXT),
-            before=shortened(pair.before, _LONGEST_TEXT),
-            after=shortened(pair.after, _LONGEST_TEXT),
+            prompt=shorten(pair.prompt, _MAX_TEXT_CHARS),
+            before=shorten(pair.before, _MAX_TEXT_CHARS),
+            after=shorten(pair.after, _MAX_TEXT_CHARS),
         )
         for pair in chosen
     ]
@@ -338,7 +354,7 @@ def _held_out_scores(source: RunSource, evaluations: Sequence[Evaluation]) -> He
     if not evaluations:
         return None
     version = evaluations[-1].version
-    rollout, scores = source.history.evaluated(version)
+    rollout, scores = source.history.read_evaluated_rows(version)
     seen: Counter[str] = Counter()
     by_prompt = {}
     for row in range(rollout.num_rows):

@@ -12,28 +12,28 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from pipeline.observe.curves import panels_of
-from pipeline.observe.html import embedded, policy, static
+from pipeline.observe.curves import panels_to_draw
+from pipeline.observe.html import content_security_policy, read_static, to_embedded_json
 from pipeline.observe.metric_catalogue import Panel
 from pipeline.observe.report.comparison import RunComparison, compare_runs
-from pipeline.observe.report.gather import MOST_EXECUTIONS, Gathered, RunContents, gather
+from pipeline.observe.report.gather import MAX_EXECUTIONS, Gathered, RunContents, read_contents
 from pipeline.observe.report.samples import SampleBudget
 from pipeline.observe.report.source import Source
 from pipeline.observe.timeline import STAGE_COLOURS
 
-MOST_BYTES = 5_000_000
+MAX_BYTES = 5_000_000
 """Maximum size of the file."""
-MOST_RUNS = 8
+MAX_RUNS = 8
 """Maximum number of runs on a page: the number of colours that can be told apart."""
-_BEGINNING = """<!doctype html>
+_HTML_HEAD = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="generator" content="Stageline report">
 """
 _STYLES = ("base.css", "figures.css", "report.css")
-_PARTS = ("text", "dom", "frame", "curves", "bars", "timeline", "samples", "tables", "main")
-_SMALLEST = 0.02
+_SCRIPTS = ("text", "dom", "frame", "curves", "bars", "timeline", "samples", "tables", "main")
+_MIN_BUDGET_FRACTION = 0.02
 """Fraction of the budget at which it is not reduced further, because all its limits are at their minimum."""
 
 
@@ -47,28 +47,28 @@ class PageContents:
     comparison: RunComparison | None
 
 
-def report(sources: Sequence[Source], budget: SampleBudget | None = None, most_bytes: int = MOST_BYTES) -> bytes:
+def build_report(sources: Sequence[Source], budget: SampleBudget | None = None, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the report as an HTML file.
 
-    If the file is larger than `most_bytes`, it is made again with fewer rows and executions. This ends when a small
+    If the file is larger than `max_bytes`, it is made again with fewer rows and executions. This ends when a small
     fraction of the budget is left.
 
     Args:
-        sources: 1 to `MOST_RUNS` runs.
+        sources: 1 to `MAX_RUNS` runs.
         budget: limits for a page about one run. Several runs share them.
-        most_bytes: size that the file should not exceed."""
-    whole = (budget or SampleBudget()).of(len(sources))
+        max_bytes: size that the file should not exceed."""
+    whole = (budget or SampleBudget()).share_between(len(sources))
     factor = 1.0
     while True:
-        executions = int(MOST_EXECUTIONS * factor / len(sources))
-        gathered = [gather(source, whole.scaled(factor), executions) for source in sources]
-        found = page(contents(sources, gathered))
-        if len(found) <= most_bytes or factor < _SMALLEST:
+        executions = int(MAX_EXECUTIONS * factor / len(sources))
+        gathered = [read_contents(source, whole.scaled(factor), executions) for source in sources]
+        found = render_page(page_contents(sources, gathered))
+        if len(found) <= max_bytes or factor < _MIN_BUDGET_FRACTION:
             return found
-        factor *= min(0.8, 0.9 * most_bytes / len(found))
+        factor *= min(0.8, 0.9 * max_bytes / len(found))
 
 
-def contents(sources: Sequence[Source], gathered: Sequence[Gathered]) -> PageContents:
+def page_contents(sources: Sequence[Source], gathered: Sequence[Gathered]) -> PageContents:
     """Return the contents of a page about one run, or about several runs and their differences."""
     compared = None
     if len(sources) > 1:
@@ -78,14 +78,15 @@ def contents(sources: Sequence[Source], gathered: Sequence[Gathered]) -> PageCon
             [one.held_out for one in gathered],
         )
     runs = [one.contents for one in gathered]
-    return PageContents(runs, panels_of([run.curves for run in runs]), STAGE_COLOURS, compared)
+    return PageContents(runs, panels_to_draw([run.curves for run in runs]), STAGE_COLOURS, compared)
 
 
-def page(shown: PageContents) -> bytes:
+def render_page(shown: PageContents) -> bytes:
     """Return the page as an HTML file."""
-    style, script = static(*_STYLES), static(*(f"{part}.js" for part in _PARTS))
+    style, script = read_static(*_STYLES), read_static(*(f"{part}.js" for part in _SCRIPTS))
     title = " · ".join(run.name for run in shown.runs)
-    text = f"""{_BEGINNING}<meta http-equiv="Content-Security-Policy" content="{policy(style, script)}">
+    policy = content_security_policy(style, script)
+    text = f"""{_HTML_HEAD}<meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>{escape(title)} - Stageline</title>
@@ -93,7 +94,7 @@ def page(shown: PageContents) -> bytes:
 </head>
 <body>
 <noscript>This report draws itself: it needs JavaScript (its own; it loads nothing).</noscript>
-<script type="application/json" id="contents">{embedded(shown)}</script>
+<script type="application/json" id="contents">{to_embedded_json(shown)}</script>
 <script>{script}</script>
 </body>
 </html>
@@ -102,6 +103,6 @@ def page(shown: PageContents) -> bytes:
 
 
 def is_report(file: Path) -> bool:
-    """Return True if a file begins like a file made by `page`. Raises OSError if the file cannot be read."""
+    """Return True if a file begins like a file made by `render_page`. Raises OSError if the file cannot be read."""
     with file.open("rb") as content:
-        return content.read(len(_BEGINNING)) == _BEGINNING.encode()
+        return content.read(len(_HTML_HEAD)) == _HTML_HEAD.encode()

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.observe.curves import evenly, number, numbers
+from pipeline.observe.curves import even_indices, round_all, round_or_none
 from pipeline.observe.rows import StageRows, prompt_text
 from storage.records import FinishReason
 from storage.rollouts import Decode
 
-EXTREMES = 8
+NUM_EXTREME_ROWS = 8
 """Maximum number of rows for each kind of extreme."""
-_LONGEST_PROMPT = 1200
+_MAX_PROMPT_CHARS = 1200
 """Maximum number of characters of a prompt."""
 
 
@@ -36,7 +36,7 @@ class SampleBudget:
     held_out: int = 128
     """Maximum number of pairs of held-out responses."""
 
-    def of(self, runs: int) -> SampleBudget:
+    def share_between(self, runs: int) -> SampleBudget:
         """Return the budget for each of `runs` runs that share a page."""
         return self.scaled(1 / runs)
 
@@ -86,13 +86,13 @@ class Samples:
     of_steps: int
 
 
-def sample(
+def choose_samples(
     read: Sequence[StageRows],
     of_steps: int,
     decode: Decode,
     budget: SampleBudget,
     mismatched: Collection[tuple[int, int]] = (),
-    asked: Sequence[str] | None = None,
+    user_messages: Sequence[str] | None = None,
 ) -> Samples:
     """Choose the rows to show.
 
@@ -102,28 +102,30 @@ def sample(
         decode: function from token ids to text.
         budget: limits on the sample.
         mismatched: (step, row) of the rows with the largest mismatches. Some of them are shown.
-        asked: last user message of each prompt; None if the prompts are plain text."""
+        user_messages: last user message of each prompt; None if the prompts are plain text."""
     places = [(i, row) for i, step in enumerate(read) for row in range(step.rollout.num_rows)]
     if not places:
         return Samples([], 0, 0, of_steps)
     lengths = [min(int(read[i].rollout.response_lengths[row]), budget.row_tokens) for i, row in places]
     mean_length = max(1.0, sum(lengths) / len(lengths))
     most = max(8, min(budget.rows, int(budget.tokens / mean_length)))
-    extreme = _extremes(read, min(EXTREMES, most // 16))
+    extreme = _extremes(read, min(NUM_EXTREME_ROWS, most // 16))
     numbers_of = {step.step: i for i, step in enumerate(read)}
     for step, row in [pair for pair in mismatched if pair[0] in numbers_of][: most // 8]:
         i = numbers_of[step]
         extreme[i, int(np.flatnonzero(read[i].rollout.row == row)[0])] = "largest mismatch"
     others = [place for place in places if place not in extreme]
-    even = [others[i] for i in evenly(len(others), most - len(extreme))]
+    even = [others[i] for i in even_indices(len(others), most - len(extreme))]
     chosen = sorted([*even, *extreme])
-    rows = [_row(read[i], row, extreme.get((i, row), ""), decode, budget.row_tokens, asked) for i, row in chosen]
+    rows = [
+        _row(read[i], row, extreme.get((i, row), ""), decode, budget.row_tokens, user_messages) for i, row in chosen
+    ]
     return Samples(rows, of_steps * read[0].rollout.num_rows, len(read), of_steps)
 
 
-def _extremes(read: Sequence[StageRows], each: int) -> dict[tuple[int, int], str]:
+def _extremes(read: Sequence[StageRows], rows_per_property: int) -> dict[tuple[int, int], str]:
     """Return the extreme rows: (index in `read`, row) -> the property in which the row is extreme. There are up to
-    `each` rows per property."""
+    `rows_per_property` rows per property."""
     columns: list[tuple[str, list[np.ndarray | None], int]] = [
         ("lowest score", [None if s.scores is None else s.scores.scores for s in read], 1),
         ("highest score", [None if s.scores is None else s.scores.scores for s in read], -1),
@@ -133,58 +135,58 @@ def _extremes(read: Sequence[StageRows], each: int) -> dict[tuple[int, int], str
     for name, arrays, sign in columns:
         places = [(i, row) for i, array in enumerate(arrays) if array is not None for row in range(len(array))]
         values = np.array([float(array[row]) for array in arrays if array is not None for row in range(len(array))])
-        for k in np.argsort(sign * values, kind="stable")[:each]:
+        for k in np.argsort(sign * values, kind="stable")[:rows_per_property]:
             found[places[k]] = name
     return found
 
 
 def _row(
-    step: StageRows, row: int, extreme: str, decode: Decode, most_tokens: int, asked: Sequence[str] | None
+    step: StageRows, row: int, extreme: str, decode: Decode, max_tokens: int, user_messages: Sequence[str] | None
 ) -> SampleRow:
     rollout = step.rollout
     start, length = int(rollout.prompt_lengths[row]), int(rollout.response_lengths[row])
-    shown = slice(start, start + min(length, most_tokens))
+    shown = slice(start, start + min(length, max_tokens))
 
     def by_token(array: np.ndarray | None) -> list[float | None] | None:
-        return None if array is None else numbers(array[row, shown], 3)
+        return None if array is None else round_all(array[row, shown], 3)
 
     versions = sorted({int(v) for v in rollout.token_versions[row][rollout.response_mask[row]]})
     parts = step.scores.parts if step.scores is not None and len(step.scores.parts) > 1 else {}
     return SampleRow(
         step=step.step,
         row=int(rollout.row[row]),
-        prompt=shortened(prompt_text(rollout, row, decode, asked), _LONGEST_PROMPT),
-        score=None if step.scores is None else number(float(step.scores.scores[row]), 4),
-        parts={name: number(float(part[row]), 4) for name, part in parts.items()},
-        kl=None if step.kl is None else number(float(step.kl[row]), 4),
+        prompt=shorten(prompt_text(rollout, row, decode, user_messages), _MAX_PROMPT_CHARS),
+        score=None if step.scores is None else round_or_none(float(step.scores.scores[row]), 4),
+        parts={name: round_or_none(float(part[row]), 4) for name, part in parts.items()},
+        kl=None if step.kl is None else round_or_none(float(step.kl[row]), 4),
         length=length,
         cut=int(rollout.finish_reason[row]) == FinishReason.LENGTH,
         versions="-".join(str(v) for v in dict.fromkeys((versions[0], versions[-1]))) if versions else "",
         extreme=extreme,
-        tokens=pieces(decode, rollout.tokens[row, shown].tolist()),
+        tokens=token_texts(decode, rollout.tokens[row, shown].tolist()),
         log_ratio=by_token(step.log_ratio),
-        values=by_token(step.array("values")),
-        advantages=by_token(step.array("advantages")),
+        values=by_token(step.find_array("values")),
+        advantages=by_token(step.find_array("advantages")),
         mismatch=by_token(step.mismatch),
     )
 
 
-def shortened(text: str, most: int) -> str:
-    """Return the text, with a note in place of its middle if it is longer than `most` characters. The end is kept
+def shorten(text: str, max_chars: int) -> str:
+    """Return the text, with a note in place of its middle if it is longer than `max_chars` characters. The end is kept
     because a prompt often ends with its question."""
-    if len(text) <= most:
+    if len(text) <= max_chars:
         return text
-    half = most // 2
+    half = max_chars // 2
     return f"{text[:half]} […{len(text) - 2 * half:,} characters left out…] {text[-half:]}"
 
 
-_TORN = "\N{REPLACEMENT CHARACTER}"
-_LONGEST_CHARACTER = 4
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_MAX_CHARACTER_TOKENS = 4
 """Maximum number of tokens that together form one character, if each token is one byte. A longer sequence that decodes
 to no complete character is not a part of one."""
 
 
-def pieces(decode: Decode, tokens: Sequence[int]) -> list[str]:
+def token_texts(decode: Decode, tokens: Sequence[int]) -> list[str]:
     """Return the text that each token adds to the text of the tokens before it.
 
     If several tokens form one character, the text is assigned to the last of them, and the others get an empty text. A
@@ -194,7 +196,7 @@ def pieces(decode: Decode, tokens: Sequence[int]) -> list[str]:
     start = done = 0
     for end in range(1, len(tokens) + 1):
         before, text = decode(list(tokens[start:done])), decode(list(tokens[start:end]))
-        if text.endswith(_TORN) and end < len(tokens) and end - done < _LONGEST_CHARACTER:
+        if text.endswith(_INCOMPLETE) and end < len(tokens) and end - done < _MAX_CHARACTER_TOKENS:
             found.append("")
             continue
         found.append(text[len(before) :])

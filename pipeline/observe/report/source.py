@@ -49,9 +49,9 @@ class RunSource:
     sameness: Sameness
     software: Mapping[str, str] = field(default_factory=dict)
     """Versions of the software with which the run was computed, by package."""
-    together: Collection[str] = ()
+    rebuilt_together: Collection[str] = ()
     """Names of the gangs whose workers are lost and rebuilt together."""
-    asked: Sequence[str] | None = None
+    user_messages: Sequence[str] | None = None
     """The last user message of each prompt; None if the prompts are plain text."""
     remarks: tuple[str, ...] = ()
     """Remarks for the reader about parts of the run that could not be read."""

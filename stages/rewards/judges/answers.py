@@ -34,7 +34,7 @@ from storage.files import retried
 RETRY_S = 60.0
 """Seconds for which a transient error of the filesystem is retried."""
 _HEAD = re.compile(rb'\{"key": "([0-9a-f]{32})", ')
-_LONGEST_LINE = 64 << 20
+_MAX_LINE_BYTES = 64 << 20
 """Bytes. An answer has at most 16 MiB."""
 _BATCH = 10_000
 """Lines that are inserted into the index together."""
@@ -75,7 +75,7 @@ class AnswerCache:
     def find(self, key: str) -> Answer | None:
         """Return the answer to a question, or None if no file that `refresh` has seen holds it."""
         with self._lock:
-            found = self._index().execute("SELECT file, start, length FROM answers WHERE key = ?", (_packed(key),))
+            found = self._index().execute("SELECT file, start, length FROM answers WHERE key = ?", (_packed_key(key),))
             place = found.fetchone()
             if place is None:
                 return None
@@ -83,8 +83,8 @@ class AnswerCache:
             file = next(file for file in self._files.values() if file.number == number)
             answer = self._read(file, key, start, length)
             if answer is None:
-                _say(f"{file.path}: the line at byte {start} is damaged; its question is asked again")
-                self._index().execute("DELETE FROM answers WHERE key = ?", (_packed(key),))
+                _print_warning(f"{file.path}: the line at byte {start} is damaged; its question is asked again")
+                self._index().execute("DELETE FROM answers WHERE key = ?", (_packed_key(key),))
             return answer
 
     def refresh(self) -> None:
@@ -103,7 +103,7 @@ class AnswerCache:
         data = (json.dumps(record, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
         with self._lock:
             file = retried(lambda: self._append(data), str(self._directory), RETRY_S)
-            self._put([(_packed(key), file.number, file.read, len(data))])
+            self._put([(_packed_key(key), file.number, file.read, len(data))])
             file.read += len(data)
 
     def close(self) -> None:
@@ -185,29 +185,29 @@ class AnswerCache:
         try:
             with path.open("rb") as stream:
                 stream.seek(file.read)
-                while (line := stream.readline(_LONGEST_LINE)).endswith(b"\n"):  # else it is being written, or cut
+                while (line := stream.readline(_MAX_LINE_BYTES)).endswith(b"\n"):  # else it is being written, or cut
                     head = _HEAD.match(line)
                     if head is None:
                         damaged += 1
                     else:
-                        rows.append((_packed(head[1].decode()), file.number, file.read, len(line)))
+                        rows.append((_packed_key(head[1].decode()), file.number, file.read, len(line)))
                     file.read += len(line)
                     if len(rows) == _BATCH:
                         self._put(rows)
                         rows.clear()
         except PermissionError:
             if first:
-                _say(f"{path}: cannot be read (permission); its questions are asked again")
+                _print_warning(f"{path}: cannot be read (permission); its questions are asked again")
             return
         self._put(rows)
-        if damaged or len(line) == _LONGEST_LINE:
-            _say(f"{path}: {damaged or 'all'} lines are damaged; their questions are asked again")
+        if damaged or len(line) == _MAX_LINE_BYTES:
+            _print_warning(f"{path}: {damaged or 'all'} lines are damaged; their questions are asked again")
 
 
-def _packed(key: str) -> bytes:
+def _packed_key(key: str) -> bytes:
     return bytes.fromhex(key)
 
 
-def _say(text: str) -> None:
+def _print_warning(text: str) -> None:
     """Write a warning to the worker's log."""
     print(f"WARNING: {text}", file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ from storage.files import retried
 
 
 @dataclass(frozen=True)
-class Spent:
+class JudgeUsage:
     """Use of some requests."""
 
     requests: int = 0
@@ -31,8 +31,8 @@ class Spent:
     completion_tokens: int = 0
     """Tokens that the server counted, of requests that were answered."""
 
-    def __add__(self, other: Spent) -> Spent:
-        return Spent(
+    def __add__(self, other: JudgeUsage) -> JudgeUsage:
+        return JudgeUsage(
             self.requests + other.requests,
             self.prompt_tokens + other.prompt_tokens,
             self.completion_tokens + other.completion_tokens,
@@ -50,27 +50,27 @@ class Budget:
     """Price of a million tokens, in the unit of `max_cost`."""
 
     @property
-    def limited(self) -> bool:
+    def is_limited(self) -> bool:
         return self.max_requests is not None or self.max_cost is not None
 
     @property
-    def priced(self) -> bool:
+    def has_prices(self) -> bool:
         return self.prompt_price > 0 or self.completion_price > 0
 
-    def cost(self, spent: Spent) -> float:
-        return (spent.prompt_tokens * self.prompt_price + spent.completion_tokens * self.completion_price) / 1e6
+    def cost(self, usage: JudgeUsage) -> float:
+        return (usage.prompt_tokens * self.prompt_price + usage.completion_tokens * self.completion_price) / 1e6
 
-    def end(self, spent: Spent) -> str | None:
-        """Return which limit `spent` has reached, so that no further request is allowed. Return None below all
+    def reached_limit(self, usage: JudgeUsage) -> str | None:
+        """Return which limit `usage` has reached, so that no further request is allowed. Return None below all
         limits."""
-        if self.max_requests is not None and spent.requests >= self.max_requests:
+        if self.max_requests is not None and usage.requests >= self.max_requests:
             return f"max_requests = {self.max_requests} is used up"
-        if self.max_cost is not None and self.cost(spent) >= self.max_cost:
-            return f"max_cost = {self.max_cost:g} is used up ({spent.requests} requests cost {self.cost(spent):.4g})"
+        if self.max_cost is not None and self.cost(usage) >= self.max_cost:
+            return f"max_cost = {self.max_cost:g} is used up ({usage.requests} requests cost {self.cost(usage):.4g})"
         return None
 
 
-class Spending:
+class UsageFile:
     """Owns this process's file about a judge's use. Thread-safe."""
 
     def __init__(self, budget: Budget, directory: Path | None, judge: str) -> None:
@@ -80,29 +80,29 @@ class Spending:
         self._directory, self._judge = directory, judge
         self._file = f"spent-{judge}-{os.getpid()}-{uuid.uuid4().hex[:8]}.txt"
         self._lock = threading.Lock()
-        self._own = Spent()
+        self._own = JudgeUsage()
 
-    def request(self) -> None:
+    def count_request(self) -> None:
         """Count a request that is about to be sent. Raises BudgetSpent if there is none left."""
         with self._lock:
             before = self._own
-            self._write(before + Spent(requests=1))
-            end = self.budget.end(before + self._others()) if self.budget.limited else None
+            self._write(before + JudgeUsage(requests=1))
+            end = self.budget.reached_limit(before + self._usage_of_others()) if self.budget.is_limited else None
             if end is not None:
                 self._write(before)
                 raise BudgetSpent(f"{end}; all answers so far are kept")
 
-    def answered(self, prompt_tokens: int, completion_tokens: int) -> None:
+    def count_tokens(self, prompt_tokens: int, completion_tokens: int) -> None:
         """Count the tokens of an answer."""
         with self._lock:
-            self._write(self._own + Spent(0, prompt_tokens, completion_tokens))
+            self._write(self._own + JudgeUsage(0, prompt_tokens, completion_tokens))
 
-    def total(self) -> Spent:
+    def total(self) -> JudgeUsage:
         """Return what all processes have used up. Raises RewardFailed for a damaged file."""
         with self._lock:
-            return self._own + self._others()
+            return self._own + self._usage_of_others()
 
-    def _write(self, spent: Spent) -> None:
+    def _write(self, spent: JudgeUsage) -> None:
         self._own = spent
         if self._directory is None:
             return
@@ -119,8 +119,8 @@ class Spending:
 
         retried(write, str(directory), RETRY_S)
 
-    def _others(self) -> Spent:
-        total = Spent()
+    def _usage_of_others(self) -> JudgeUsage:
+        total = JudgeUsage()
         if self._directory is None or not self._directory.is_dir():
             return total
         for path in self._directory.glob(f"spent-{self._judge}-*.txt"):
@@ -128,5 +128,5 @@ class Spending:
             if len(numbers) not in (0, 3) or not all(number.isdecimal() for number in numbers):
                 need = "write the numbers that it had: requests, prompt tokens, completion tokens"
                 raise RewardFailed(f"{path} is damaged; {need}")
-            total += Spent(*map(int, numbers))
+            total += JudgeUsage(*map(int, numbers))
         return total

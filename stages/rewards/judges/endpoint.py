@@ -25,17 +25,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from stages.rewards.judges.budget import Spending
+from stages.rewards.judges.budget import UsageFile
 from stages.rewards.judges.rubric import Answer, Question
 from stages.rewards.protocol import BudgetSpent, RewardFailed
 
-_AGAIN = frozenset({408, 425, 429, *range(500, 600)})
+_RETRY_STATUSES = frozenset({408, 425, 429, *range(500, 600)})
 """HTTP statuses of errors that may pass (gateways have their own beyond 504)."""
-_SHORTEST_S, _LONGEST_S = 0.5, 30.0
-_SAID_EVERY_S = 10.0
-_SHOWN = 300
+_MIN_WAIT_S, _MAX_WAIT_S = 0.5, 30.0
+_LOG_INTERVAL_S = 10.0
+_MAX_SHOWN_CHARS = 300
 """Most characters of a server's message in an error."""
-_LARGEST = 16 << 20
+_MAX_RESPONSE_BYTES = 16 << 20
 """Most bytes of an answer."""
 
 
@@ -54,7 +54,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SentQuestion:
     """A question as it is sent."""
 
     question: Question
@@ -62,7 +62,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Received:
+class ReceivedAnswer:
     """An answer, with the time and the tries that it took."""
 
     answer: Answer
@@ -75,7 +75,7 @@ class Received:
 class _Refusal:
     """A request that failed, and may succeed later."""
 
-    why: str
+    reason: str
     wait_s: float | None
     """Seconds to wait, if the server asked for it."""
 
@@ -97,34 +97,37 @@ class _Retries:
         self._retry_s, self.answered, self.quiet_until = retry_s, now, now
         self._said = -math.inf
 
-    def say(self, now: float, text: str) -> None:
-        """Write to the worker's log, at most once in `_SAID_EVERY_S` seconds: if the judge is down, every question
+    def log_rarely(self, now: float, text: str) -> None:
+        """Write to the worker's log, at most once in `_LOG_INTERVAL_S` seconds: if the judge is down, every question
         would write the same."""
-        if now - self._said > _SAID_EVERY_S:
+        if now - self._said > _LOG_INTERVAL_S:
             self._said = now
             print(text, file=sys.stderr, flush=True)
 
-    def left_s(self, now: float) -> float:
+    def seconds_left(self, now: float) -> float:
         return self.answered + self._retry_s - now
 
 
 def ask_endpoint(
-    endpoint: Endpoint, asked: Mapping[str, Asked], keep: Callable[[str, Received], None], spending: Spending
+    endpoint: Endpoint,
+    questions: Mapping[str, SentQuestion],
+    on_answer: Callable[[str, ReceivedAnswer], None],
+    spending: UsageFile,
 ) -> dict[str, Answer]:
-    """Return the answer to each question, by its key. `keep` is called with each answer when it arrives. May be called
-    inside an event loop, as in a notebook; the loop then waits until all is answered.
+    """Return the answer to each question, by its key. `on_answer` is called with each answer when it arrives. May be
+    called inside an event loop, as in a notebook; the loop then waits until all is answered.
 
     Raises:
         RewardFailed: the judge refuses a request for good, or gave no answer for `retry_s`; names a row.
         BudgetSpent: the budget is used up; running requests were answered and kept.
     """
     try:
-        return _finished(_ask_all(endpoint, asked, keep, spending))
+        return _run_to_end(_ask_all(endpoint, questions, on_answer, spending))
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
 
 
-def _finished(work: Coroutine[Any, Any, dict[str, Answer]]) -> dict[str, Answer]:
+def _run_to_end(work: Coroutine[Any, Any, dict[str, Answer]]) -> dict[str, Answer]:
     """Run `work` in this thread, or in another if this one has a running loop. Ctrl-C ends the work."""
     try:
         asyncio.get_running_loop()
@@ -148,7 +151,10 @@ def _finished(work: Coroutine[Any, Any, dict[str, Answer]]) -> dict[str, Answer]
 
 
 async def _ask_all(
-    endpoint: Endpoint, asked: Mapping[str, Asked], keep: Callable[[str, Received], None], spending: Spending
+    endpoint: Endpoint,
+    questions: Mapping[str, SentQuestion],
+    on_answer: Callable[[str, ReceivedAnswer], None],
+    spending: UsageFile,
 ) -> dict[str, Answer]:
     aiohttp = importlib.import_module("aiohttp")
     key = None if endpoint.key_env is None else os.environ.get(endpoint.key_env)
@@ -161,68 +167,72 @@ async def _ask_all(
     connector = aiohttp.TCPConnector(limit=endpoint.concurrency)
     async with aiohttp.ClientSession(headers=headers, connector=connector) as session:
 
-        async def one(name: str, of: Asked) -> None:
+        async def one(name: str, of: SentQuestion) -> None:
             async with slots:
                 if ends:
                     return
                 try:
-                    received = await _until_answered(session, endpoint, of, retries, key, spending)
+                    received = await _ask_until_answered(session, endpoint, of, retries, key, spending)
                 except BudgetSpent as end:
                     ends.append(end)
                     return
-            keep(name, received)
+            on_answer(name, received)
             found[name] = received.answer
 
         async with asyncio.TaskGroup() as group:
-            for name, of in asked.items():
+            for name, of in questions.items():
                 group.create_task(one(name, of))
     if ends:
         raise BudgetSpent(f"the judge at {endpoint.url}: {ends[0]}")
     return found
 
 
-async def _until_answered(
-    session: Any, endpoint: Endpoint, asked: Asked, retries: _Retries, key: str | None, spending: Spending
-) -> Received:
+async def _ask_until_answered(
+    session: Any, endpoint: Endpoint, question: SentQuestion, retries: _Retries, key: str | None, spending: UsageFile
+) -> ReceivedAnswer:
     attempts = 0
     while True:
         await asyncio.sleep(max(0.0, retries.quiet_until - time.monotonic()))
         attempts += 1
-        spending.request()
+        spending.count_request()
         started = time.monotonic()
-        outcome = await _request(session, endpoint.url, asked, endpoint.timeout_s, key)
+        outcome = await _request(session, endpoint.url, question, endpoint.timeout_s, key)
         now = time.monotonic()
         if isinstance(outcome, _Completion):
             retries.answered = now
             if outcome.tokens is not None:
-                spending.answered(*outcome.tokens)
-            elif spending.budget.priced:
+                spending.count_tokens(*outcome.tokens)
+            elif spending.budget.has_prices:
                 need = "its server counts no tokens (`usage`), so they cannot be priced: leave prices and max_cost out"
-                raise RewardFailed(f"the judge at {endpoint.url} answered {asked.question}, but {need}")
-            return Received(outcome.answer, round(now - started, 3), attempts)
-        longer_s = min(_LONGEST_S, _SHORTEST_S * 2.0 ** min(attempts - 1, 30))
-        wait_s = longer_s if outcome.wait_s is None else max(outcome.wait_s, _SHORTEST_S)
-        if wait_s >= retries.left_s(now):
+                raise RewardFailed(f"the judge at {endpoint.url} answered {question.question}, but {need}")
+            return ReceivedAnswer(outcome.answer, round(now - started, 3), attempts)
+        longer_s = min(_MAX_WAIT_S, _MIN_WAIT_S * 2.0 ** min(attempts - 1, 30))
+        wait_s = longer_s if outcome.wait_s is None else max(outcome.wait_s, _MIN_WAIT_S)
+        if wait_s >= retries.seconds_left(now):
             asks = "" if outcome.wait_s is None else f" It asks to be left alone for {wait_s:g} s."
             raise RewardFailed(
                 f"the judge at {endpoint.url} has answered nothing for {now - retries.answered:.0f} s of retry_s = "
-                f"{endpoint.retry_s:g}; the last error, for {asked.question}, attempt {attempts}: {outcome.why}."
+                f"{endpoint.retry_s:g}; the last error, for {question.question}, attempt {attempts}: {outcome.reason}."
                 f"{asks} Nothing is scored without it; all answers so far are kept"
             )
-        retries.say(now, f"judge at {endpoint.url}: {outcome.why}; {asked.question} is asked again in {wait_s:g} s")
+        retries.log_rarely(
+            now, f"judge at {endpoint.url}: {outcome.reason}; {question.question} is asked again in {wait_s:g} s"
+        )
         if outcome.wait_s is not None:
             retries.quiet_until = max(retries.quiet_until, now + wait_s)
         else:
             await asyncio.sleep(wait_s)
 
 
-async def _request(session: Any, url: str, asked: Asked, limit_s: float, key: str | None) -> _Completion | _Refusal:
+async def _request(
+    session: Any, url: str, question: SentQuestion, limit_s: float, key: str | None
+) -> _Completion | _Refusal:
     """Send a request. Raises RewardFailed for an error that no later request would change."""
     aiohttp = importlib.import_module("aiohttp")
     try:
         async with session.post(
             f"{url}/chat/completions",
-            json=dict(asked.body),
+            json=dict(question.body),
             timeout=aiohttp.ClientTimeout(total=limit_s),
             allow_redirects=False,
         ) as response:
@@ -231,28 +241,28 @@ async def _request(session: Any, url: str, asked: Asked, limit_s: float, key: st
     except TimeoutError:
         return _Refusal(f"no answer within {limit_s:g} s", None)
     except (aiohttp.ClientError, OSError) as error:
-        return _Refusal(_without(key, f"{type(error).__name__}: {error}"), None)
+        return _Refusal(_without_key(key, f"{type(error).__name__}: {error}"), None)
     except ValueError as error:
-        return _Refusal(_without(key, f"its answer is not text: {error}"), None)
+        return _Refusal(_without_key(key, f"its answer is not text: {error}"), None)
     if text is None:
-        return _Refusal(f"HTTP {status}, and more than {_LARGEST >> 20} MiB", None)
-    said = f"HTTP {status}: {_without(key, ' '.join(text.split()))[:_SHOWN]}"
-    if status in _AGAIN:
+        return _Refusal(f"HTTP {status}, and more than {_MAX_RESPONSE_BYTES >> 20} MiB", None)
+    said = f"HTTP {status}: {_without_key(key, ' '.join(text.split()))[:_MAX_SHOWN_CHARS]}"
+    if status in _RETRY_STATUSES:
         return _Refusal(said, None if asks is None else retry_after_s(asks, time.time()))
     if status != 200:
-        raise RewardFailed(f"the judge at {url} refuses {asked.question}: {said}")
-    wants = bool(asked.body.get("logprobs"))
+        raise RewardFailed(f"the judge at {url} refuses {question.question}: {said}")
+    wants = bool(question.body.get("logprobs"))
     try:
         completion = json.loads(text)
         choice = completion["choices"][0]
         answer = Answer(
-            _without(key, str(choice["message"].get("content") or "")), _likeliest(choice) if wants else None
+            _without_key(key, str(choice["message"].get("content") or "")), _likeliest(choice) if wants else None
         )
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError):
         return _Refusal(f"it is no chat completion: {said}", None)
     if wants and answer.likeliest == ():
         need = "its server offers no top_logprobs, which read: likelihood needs; use read: text"
-        raise RewardFailed(f"the judge at {url} answered {asked.question} without them: {need}")
+        raise RewardFailed(f"the judge at {url} answered {question.question} without them: {need}")
     return _Completion(answer, _tokens(completion))
 
 
@@ -262,7 +272,7 @@ async def _read_text(response: Any) -> str | None:
     data = bytearray()
     async for part in response.content.iter_chunked(1 << 16):
         data += part
-        if len(data) > _LARGEST:
+        if len(data) > _MAX_RESPONSE_BYTES:
             return None
     return data.decode("utf8", "strict" if response.status == 200 else "replace")
 
@@ -299,6 +309,6 @@ def _likeliest(choice: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
     return possible
 
 
-def _without(key: str | None, text: str) -> str:
+def _without_key(key: str | None, text: str) -> str:
     """Return a text of the server without the key, which the server may have repeated."""
     return text if not key else text.replace(key, "***")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from stages.rewards.judges.rubric import Ask, BothOrders, Rubric, compare, grade
+from stages.rewards.judges.rubric import Ask, BothOrders, Rubric, compare_responses, grade_rows
 from stages.rewards.protocol import Sample
 
 TIE, UNPARSED, EQUAL, BLANK, ALONE = "ties", "unparsed", "equal", "blank", "alone"
@@ -35,12 +35,12 @@ class Candidates:
     """The prompt's other fields."""
 
 
-Asking = Sequence[tuple[Candidates, Sequence[tuple[int, int]]]]
+PairsToLabel = Sequence[tuple[Candidates, Sequence[tuple[int, int]]]]
 """Prompts, each with the pairs of its responses, by their numbers."""
 
 
 @dataclass(frozen=True)
-class _Judged:
+class _PairVerdict:
     """The verdict on a pair."""
 
     gap: float
@@ -50,11 +50,11 @@ class _Judged:
     if_second: Mapping[str, float]
 
 
-def pairs_of(
-    candidates: Candidates, number: int, seed: int, most: int | None
+def comparable_pairs(
+    candidates: Candidates, number: int, seed: int, max_pairs: int | None
 ) -> tuple[list[tuple[int, int]], Counter[str]]:
-    """Return the pairs of responses that can be compared (all, or a random choice of `most`), and how many pairs cannot
-    be compared, by reason. `number`: number of the prompt in its source."""
+    """Return the pairs of responses that can be compared (all, or a random choice of `max_pairs`), and how many pairs
+    cannot be compared, by reason. `number`: number of the prompt in its source."""
     dropped = Counter({ALONE: 1} if len(candidates.responses) < 2 else {})
     usable: list[tuple[int, int]] = []
     for one, other in combinations(range(len(candidates.responses)), 2):
@@ -65,16 +65,16 @@ def pairs_of(
             dropped[EQUAL] += 1
         else:
             usable.append((one, other))
-    if most is not None and len(usable) > most:
-        chosen = np.random.default_rng([seed, number]).choice(len(usable), most, replace=False)
+    if max_pairs is not None and len(usable) > max_pairs:
+        chosen = np.random.default_rng([seed, number]).choice(len(usable), max_pairs, replace=False)
         usable = [usable[place] for place in np.sort(chosen)]
     return usable, dropped
 
 
-def label(
+def label_pairs(
     rubric: Rubric,
     ask: Ask,
-    asked: Asking,
+    prompts: PairsToLabel,
     min_margin: float,
     judge: str,
 ) -> list[tuple[list[dict[str, Any]], Counter[str]]]:
@@ -84,9 +84,9 @@ def label(
     The margin is the difference of two grades; for a pairwise judge it is |w - l| of the responses' shares w and l = 1
     - w, averaged over both orders. A pair with a margin up to `min_margin` is a tie.
     """
-    verdicts = _graded(rubric, ask, asked) if rubric.against is None else _compared(rubric, ask, asked)
+    verdicts = _grade_pairs(rubric, ask, prompts) if rubric.against is None else _compare_pairs(rubric, ask, prompts)
     found = []
-    for (candidates, pairs), of_prompt in zip(asked, verdicts, strict=True):
+    for (candidates, pairs), of_prompt in zip(prompts, verdicts, strict=True):
         rows: list[dict[str, Any]] = []
         dropped: Counter[str] = Counter()
         for (one, other), pair in zip(pairs, of_prompt, strict=True):
@@ -117,35 +117,37 @@ def _sample(candidates: Candidates, response: str, number: int) -> Sample:
     return Sample(candidates.text, response, extra=candidates.extra, row=number, messages=messages)
 
 
-def _graded(rubric: Rubric, ask: Ask, asked: Asking) -> list[list[_Judged | None]]:
+def _grade_pairs(rubric: Rubric, ask: Ask, prompts: PairsToLabel) -> list[list[_PairVerdict | None]]:
     """Return each pair's verdict from a grade for each response; None if a grade could not be read."""
-    places = [(number, response) for number, (_, pairs) in enumerate(asked) for response in sorted({*sum(pairs, ())})]
-    samples = [_sample(asked[n][0], asked[n][0].responses[response], n) for n, response in places]
-    grades = dict(zip(places, grade(rubric, ask, samples), strict=True))
+    places = [(number, response) for number, (_, pairs) in enumerate(prompts) for response in sorted({*sum(pairs, ())})]
+    samples = [_sample(prompts[n][0], prompts[n][0].responses[response], n) for n, response in places]
+    grades = dict(zip(places, grade_rows(rubric, ask, samples), strict=True))
 
-    def pair(first: float | None, second: float | None) -> _Judged | None:
+    def pair(first: float | None, second: float | None) -> _PairVerdict | None:
         if first is None or second is None:
             return None
-        return _Judged(first - second, {"chosen": first, "rejected": second}, {"chosen": second, "rejected": first})
+        return _PairVerdict(
+            first - second, {"chosen": first, "rejected": second}, {"chosen": second, "rejected": first}
+        )
 
     return [
         [pair(grades[number, one], grades[number, other]) for one, other in pairs]
-        for number, (_, pairs) in enumerate(asked)
+        for number, (_, pairs) in enumerate(prompts)
     ]
 
 
-def _compared(rubric: Rubric, ask: Ask, asked: Asking) -> list[list[_Judged | None]]:
+def _compare_pairs(rubric: Rubric, ask: Ask, prompts: PairsToLabel) -> list[list[_PairVerdict | None]]:
     """Return each pair's verdict from the comparisons in both orders."""
     questions = [
         (_sample(candidates, candidates.responses[one], number), candidates.responses[one], candidates.responses[other])
-        for number, (candidates, pairs) in enumerate(asked)
+        for number, (candidates, pairs) in enumerate(prompts)
         for one, other in pairs
     ]
-    verdicts = iter(compare(rubric, ask, questions))
-    return [[_of_orders(next(verdicts)) for _ in pairs] for _, pairs in asked]
+    verdicts = iter(compare_responses(rubric, ask, questions))
+    return [[_combine_orders(next(verdicts)) for _ in pairs] for _, pairs in prompts]
 
 
-def _of_orders(both: BothOrders) -> _Judged | None:
+def _combine_orders(both: BothOrders) -> _PairVerdict | None:
     shown_first, shown_last = both.first_shown_first, both.first_shown_last
     if shown_first is None or shown_last is None:
         return None
@@ -154,4 +156,4 @@ def _of_orders(both: BothOrders) -> _Judged | None:
         return {"chosen_shown_first": round(first, 6), "chosen_shown_last": round(last, 6)}
 
     gap = shown_first + shown_last - 1
-    return _Judged(gap, named(shown_first, shown_last), named(1 - shown_last, 1 - shown_first))
+    return _PairVerdict(gap, named(shown_first, shown_last), named(1 - shown_last, 1 - shown_first))

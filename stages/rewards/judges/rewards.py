@@ -23,10 +23,10 @@ from stages.models.hf_files import is_classifier, read_tokenizer, weight_files
 from stages.models.spec import is_random, read_spec
 from stages.rewards.config import RETRY_S, TIMEOUT_S
 from stages.rewards.judges.answers import AnswerCache, question_key
-from stages.rewards.judges.budget import Budget, Spending
-from stages.rewards.judges.endpoint import Asked, Endpoint, Received, ask_endpoint
-from stages.rewards.judges.rubric import GROUP, Answer, Question, make_rubric, scored
-from stages.rewards.learned import DTYPES, EACH_ALONE, HERE, PASS_TOKENS, Holds, Loading
+from stages.rewards.judges.budget import Budget, UsageFile
+from stages.rewards.judges.endpoint import Endpoint, ReceivedAnswer, SentQuestion, ask_endpoint
+from stages.rewards.judges.rubric import GROUP, Answer, Question, make_rubric, score_rows
+from stages.rewards.learned import DTYPES, ONE_ROW_PER_PASS, PASS_TOKENS, PROCESS_MODELS, LoadSettings, ModelKind
 from stages.rewards.protocol import Reward, RewardFailed, Sample, Scored
 from stages.rewards.registry import UnfitReward
 from storage.problems import Problem, above, at_least
@@ -35,12 +35,12 @@ ANSWERS = "judge"
 """Folder in a run's directory with a judge's answers and its use."""
 MAX_TOP_LOGPROBS = 20
 """Largest number of top log-probs per position that servers return by default."""
-Reads = Literal["likelihood", "text"]
+ReadMode = Literal["likelihood", "text"]
 
 
 class JudgeReward(Reward):
     """Owns the cache of answers of a judge behind an endpoint. The score is the grade, or how much better than others a
-    response was found; see `rubric.scored`."""
+    response was found; see `rubric.score_rows`."""
 
     deterministic = False
     """The last bits of a server's numbers depend on its other requests. Cached answers never change."""
@@ -55,7 +55,7 @@ class JudgeReward(Reward):
         answers: dict[Any, float] | None = None,
         against: str | None = None,
         system: str | None = None,
-        read: Reads = "likelihood",
+        read: ReadMode = "likelihood",
         max_tokens: int = 512,
         likeliest: int = MAX_TOP_LOGPROBS,
         key_env: str | None = None,
@@ -91,11 +91,11 @@ class JudgeReward(Reward):
         """
         self.rubric = make_rubric(rubric, rubric_file, answers, on_unparsed, against, system, delimit)
         self.fields = self.rubric.fields
-        _refuse_odd_url(url)
-        _refuse_odd_key(key_env)
-        _refuse_clear_key(url, key_env)
-        if read not in get_args(Reads):
-            raise UnfitReward(Problem("read", read, f"must be {' or '.join(get_args(Reads))}"))
+        _check_url(url)
+        _check_key_variable(key_env)
+        _check_key_is_encrypted(url, key_env)
+        if read not in get_args(ReadMode):
+            raise UnfitReward(Problem("read", read, f"must be {' or '.join(get_args(ReadMode))}"))
         counts = {"max_tokens": max_tokens, "likeliest": likeliest, "concurrency": concurrency}
         waits = {"timeout_s": timeout_s, "retry_s": retry_s}
         prices = {"prompt_price": prompt_price, "completion_price": completion_price}
@@ -107,9 +107,9 @@ class JudgeReward(Reward):
         ):
             raise UnfitReward(problem)
         budget = Budget(max_requests, max_cost, prompt_price, completion_price)
-        if max_cost is not None and not budget.priced:
+        if max_cost is not None and not budget.has_prices:
             raise UnfitReward(Problem("max_cost", max_cost, "needs prompt_price or completion_price above 0"))
-        _refuse_odd_body(body or {})
+        _check_body(body or {})
         if retry_s < timeout_s:
             raise UnfitReward(Problem("retry_s", retry_s, f"must be timeout_s ({timeout_s:g}) or more"))
         self._endpoint = Endpoint(url.rstrip("/"), key_env, concurrency, timeout_s, retry_s)
@@ -120,22 +120,22 @@ class JudgeReward(Reward):
         self._body = {name: value for name, value in given.items() if value is not None}
         own = None if _directory is None else _directory / ANSWERS
         self._cache = AnswerCache(own if cache is None else Path(cache))
-        judge = {**self._body, "rubric": self.rubric.pieces, "system": system, "against": against}
-        self._spending = Spending(budget, own, question_key(judge)[:12])
+        judge = {**self._body, "rubric": self.rubric.template_pieces, "system": system, "against": against}
+        self._spending = UsageFile(budget, own, question_key(judge)[:12])
 
     def __call__(self, samples: Sequence[Sample]) -> Scored:
-        return scored(self.rubric, self.ask, samples)
+        return score_rows(self.rubric, self.ask, samples)
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
         """Return the answers, in the order of the questions. The judge is asked once for each question that is not in
         the cache. Raises RewardFailed."""
-        asked = [Asked(question, {**self._body, "messages": list(question.messages)}) for question in questions]
+        asked = [SentQuestion(question, {**self._body, "messages": list(question.messages)}) for question in questions]
         keys = [question_key(one.body) for one in asked]
         self._cache.refresh()
         found = {key: answer for key in dict.fromkeys(keys) if (answer := self._cache.find(key)) is not None}
         missing = {key: one for key, one in zip(keys, asked, strict=True) if key not in found}
 
-        def keep(key: str, received: Received) -> None:
+        def keep(key: str, received: ReceivedAnswer) -> None:
             about = {
                 "model": self._body["model"],
                 "messages": missing[key].body["messages"],
@@ -152,7 +152,7 @@ class JudgeReward(Reward):
     def counts(self) -> Mapping[str, float]:
         """Return the requests of all processes of the run so far, and their cost if tokens have prices."""
         total, budget = self._spending.total(), self._spending.budget
-        return {"requests": total.requests} | ({"cost": budget.cost(total)} if budget.priced else {})
+        return {"requests": total.requests} | ({"cost": budget.cost(total)} if budget.has_prices else {})
 
     def close(self) -> None:
         self._cache.close()
@@ -206,11 +206,11 @@ class LocalJudgeReward(Reward):
         self.deterministic = pass_tokens is None and against != GROUP
         self._likeliest = likeliest
         self._context = read_spec(path).max_positions
-        self._loading = Loading(Holds.LANGUAGE, path, dtype, pass_tokens or EACH_ALONE)
+        self._loading = LoadSettings(ModelKind.LANGUAGE, path, dtype, pass_tokens or ONE_ROW_PER_PASS)
         self._model: Any = None
 
     def __call__(self, samples: Sequence[Sample]) -> Scored:
-        return scored(self.rubric, self.ask, samples)
+        return score_rows(self.rubric, self.ask, samples)
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
         """Return the answers, in the order of the questions. Raises RewardFailed for a question that is longer than the
@@ -221,9 +221,9 @@ class LocalJudgeReward(Reward):
                 need = f"its question has {len(row)} tokens, the judge's context is {self._context}"
                 raise RewardFailed(f"{question}: {need}")
         of_rows = importlib.import_module("stages.models.reward_model").TokenRows.of(rows)
-        with HERE.lock:
+        with PROCESS_MODELS.lock:
             if self._model is None:
-                self._model = HERE.take(self._loading)
+                self._model = PROCESS_MODELS.acquire(self._loading)
             found = self._model.likeliest(of_rows, self._likeliest)
         return [self._answer(likeliest) for likeliest in found]
 
@@ -233,7 +233,7 @@ class LocalJudgeReward(Reward):
     def close(self) -> None:
         if self._model is not None:
             self._model = None
-            HERE.give_back(self._loading)
+            PROCESS_MODELS.release(self._loading)
 
     def _answer(self, likeliest: Sequence[tuple[int, float]]) -> Answer:
         named = tuple((self._tokenizer.decode([token], skip_special=False), p) for token, p in likeliest)
@@ -243,7 +243,7 @@ class LocalJudgeReward(Reward):
 _KEY_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def _refuse_odd_url(url: str) -> None:
+def _check_url(url: str) -> None:
     try:
         parts = urlsplit(url)
         odd = parts.scheme not in ("http", "https") or not parts.hostname or (parts.port or 1) < 1
@@ -266,14 +266,14 @@ _NOT_IN_BODY = {
 }
 
 
-def _refuse_odd_body(body: Mapping[str, Any]) -> None:
+def _check_body(body: Mapping[str, Any]) -> None:
     """Refuse fields that would be overwritten, or would make the answer unreadable."""
     for name, need in _NOT_IN_BODY.items():
         if body.get(name):
             raise UnfitReward(Problem(f"body.{name}", body[name], need))
 
 
-def _refuse_odd_key(key_env: str | None) -> None:
+def _check_key_variable(key_env: str | None) -> None:
     if key_env is None:
         return
     if not _KEY_NAME.fullmatch(key_env):
@@ -288,7 +288,7 @@ def _refuse_odd_key(key_env: str | None) -> None:
         )
 
 
-def _refuse_clear_key(url: str, key_env: str | None) -> None:
+def _check_key_is_encrypted(url: str, key_env: str | None) -> None:
     """Refuse a key over plain http to another host: everybody on the way could read it."""
     parts = urlsplit(url)
     host = parts.hostname or ""

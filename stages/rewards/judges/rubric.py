@@ -56,7 +56,7 @@ class Question:
 class Rubric:
     """A judge's task."""
 
-    pieces: tuple[tuple[str, str | None], ...]
+    template_pieces: tuple[tuple[str, str | None], ...]
     """Texts, each with the name of the field after it, or None."""
     answers: Mapping[str, float]
     """Worth of each answer. Pairwise: how much better the first response is, 0 to 1."""
@@ -72,10 +72,10 @@ class Rubric:
     @property
     def fields(self) -> frozenset[str]:
         """Fields of the prompt that the rubric uses."""
-        named = {name for _, name in self.pieces if name is not None} - _given_fields(self.against)
+        named = {name for _, name in self.template_pieces if name is not None} - _fields_of_mode(self.against)
         return frozenset(named | ({self.against} if self.against not in (None, GROUP) else set()))
 
-    def question(self, sample: Sample, responses: Mapping[str, str]) -> Question:
+    def build_question(self, sample: Sample, responses: Mapping[str, str]) -> Question:
         """Return the question about a row. `responses`: by the name of their field. Raises RewardFailed if the prompt
         lacks a field."""
         values, note = {"prompt": prompt_text(sample), **responses}, ""
@@ -83,11 +83,13 @@ class Rubric:
             tag = _tag(responses.values())
             values |= {name: f"<{name}-{tag}>\n{text}\n</{name}-{tag}>" for name, text in responses.items()}
             note = _NOTE.format(" and ".join(f"<{name}-{tag}> and </{name}-{tag}>" for name in responses))
-        text = "".join(before + ("" if name is None else _value(name, values, sample)) for before, name in self.pieces)
+        text = "".join(
+            before + ("" if name is None else _value(name, values, sample)) for before, name in self.template_pieces
+        )
         system = () if self.system is None else ({"role": "system", "content": self.system},)
         return Question((*system, {"role": "user", "content": note + text}), sample.row, values["prompt"])
 
-    def reference(self, sample: Sample) -> str:
+    def reference_answer(self, sample: Sample) -> str:
         """Return the answer with which a response is compared. Raises RewardFailed if the prompt has none."""
         assert self.against is not None
         return _value(self.against, {}, sample)
@@ -105,25 +107,27 @@ def make_rubric(
     """Return the rubric of a judge's arguments. Raises UnfitReward, naming the argument."""
     if (rubric is None) == (rubric_file is None):
         need = "give either rubric, the text that the judge reads, with {prompt} and the like, or rubric_file, its path"
-        raise _unfit("rubric", rubric, need)
+        raise _unfit_argument("rubric", rubric, need)
     if rubric_file is not None:
         try:
             rubric = Path(rubric_file).read_text("utf8")
         except (OSError, UnicodeDecodeError) as error:
-            raise _unfit("rubric_file", rubric_file, f"cannot be read: {error}") from error
+            raise _unfit_argument("rubric_file", rubric_file, f"cannot be read: {error}") from error
     assert rubric is not None
     key = "rubric" if rubric_file is None else "rubric_file"
-    worth = {str(answer): float(value) for answer, value in (answers or _usual(against)).items()}
+    worth = {str(answer): float(value) for answer, value in (answers or _default_answers(against)).items()}
     if len(worth) < 2 or any(not answer or answer.split() != [answer] for answer in worth):
-        raise _unfit("answers", worth, "must be two or more single words, as WORD: number")
+        raise _unfit_argument("answers", worth, "must be two or more single words, as WORD: number")
     if not all(map(math.isfinite, worth.values())) or len(set(worth.values())) < 2:
-        raise _unfit("answers", worth, "must be worth finite numbers that are not all the same")
+        raise _unfit_argument("answers", worth, "must be worth finite numbers that are not all the same")
     if against is not None and not all(0 <= value <= 1 for value in worth.values()):
-        raise _unfit("answers", worth, "must say how much better the first is, 0 to 1, as in {A: 1, B: 0, C: 0.5}")
+        raise _unfit_argument(
+            "answers", worth, "must say how much better the first is, 0 to 1, as in {A: 1, B: 0, C: 0.5}"
+        )
     if not math.isfinite(on_unparsed):
-        raise _unfit("on_unparsed", on_unparsed, "must be a finite number")
+        raise _unfit_argument("on_unparsed", on_unparsed, "must be a finite number")
     if against is not None and not against:
-        raise _unfit("against", against, f"must be {GROUP}, a field of the prompt, or null (graded)")
+        raise _unfit_argument("against", against, f"must be {GROUP}, a field of the prompt, or null (graded)")
     return Rubric(_pieces(key, rubric, against), worth, float(on_unparsed), against, system, delimit)
 
 
@@ -154,11 +158,11 @@ def _tag(responses: Iterable[str]) -> str:
         number += 1
 
 
-def _usual(against: str | None) -> Mapping[str, float]:
+def _default_answers(against: str | None) -> Mapping[str, float]:
     return GRADES if against is None else CHOICES
 
 
-def _given_fields(against: str | None) -> set[str]:
+def _fields_of_mode(against: str | None) -> set[str]:
     return {"prompt", "response"} if against is None else {"prompt", "first", "second"}
 
 
@@ -166,26 +170,26 @@ def _pieces(key: str, text: str, against: str | None) -> tuple[tuple[str, str | 
     try:
         parsed = [*string.Formatter().parse(text)]
     except ValueError as error:
-        raise _unfit(key, text, f"{error}: write a brace that belongs to no field twice") from error
+        raise _unfit_argument(key, text, f"{error}: write a brace that belongs to no field twice") from error
     for _, name, form, conversion in parsed:
         if name is not None and (not name.isidentifier() or form or conversion):
-            raise _unfit(
+            raise _unfit_argument(
                 key,
                 text,
                 f"{{{name}}} is not a field name; write a brace that belongs to no field twice",
             )
     named = {name for _, name, _, _ in parsed}
-    missing = sorted(_given_fields(against) - {"prompt"} - named)
+    missing = sorted(_fields_of_mode(against) - {"prompt"} - named)
     if missing:
         mode = "graded" if against is None else "pairwise"
         need = (
             f"it lacks {{{'}, {'.join(missing)}}}, without which a {mode} judge (against: {against}) sees no response"
         )
-        raise _unfit(key, text, need)
+        raise _unfit_argument(key, text, need)
     others = {"first", "second"} if against is None else {"response"}
     if others & named:
         need = f"{{{min(others & named)}}} is for {'pairwise' if against is None else 'graded'} judges (against)"
-        raise _unfit(key, text, need)
+        raise _unfit_argument(key, text, need)
     return tuple((before, name) for before, name, _, _ in parsed)
 
 
@@ -198,7 +202,7 @@ def _value(name: str, values: Mapping[str, str], sample: Sample) -> str:
     return str(sample.extra[name])
 
 
-def _unfit(key: str, given: object, need: str) -> UnfitReward:
+def _unfit_argument(key: str, given: object, need: str) -> UnfitReward:
     return UnfitReward(Problem(key, given, need))
 
 
@@ -229,11 +233,11 @@ class BothOrders:
     first_shown_last: float | None
 
 
-def verdict(answer: Answer, worth: Mapping[str, float]) -> float | None:
+def value_of_answer(answer: Answer, values: Mapping[str, float]) -> float | None:
     """Return the worth of an answer; None if it is not valid."""
     if answer.likeliest is None:
-        return _worth_of_text(answer.text, worth)
-    found = [(log_prob, worth[text.strip()]) for text, log_prob in answer.likeliest if text.strip() in worth]
+        return _value_of_text(answer.text, values)
+    found = [(log_prob, values[text.strip()]) for text, log_prob in answer.likeliest if text.strip() in values]
     if not found:
         return None
     highest = max(log_prob for log_prob, _ in found)
@@ -241,33 +245,35 @@ def verdict(answer: Answer, worth: Mapping[str, float]) -> float | None:
     return sum(w * value for w, (_, value) in zip(weights, found, strict=True)) / sum(weights)
 
 
-def grade(rubric: Rubric, ask: Ask, samples: Sequence[Sample]) -> list[float | None]:
+def grade_rows(rubric: Rubric, ask: Ask, samples: Sequence[Sample]) -> list[float | None]:
     """Return a graded judge's verdict on each row."""
-    answers = ask([rubric.question(sample, {"response": sample.response}) for sample in samples])
-    return [verdict(answer, rubric.answers) for answer in answers]
+    answers = ask([rubric.build_question(sample, {"response": sample.response}) for sample in samples])
+    return [value_of_answer(answer, rubric.answers) for answer in answers]
 
 
-def compare(rubric: Rubric, ask: Ask, pairs: Sequence[tuple[Sample, str, str]]) -> list[BothOrders]:
+def compare_responses(rubric: Rubric, ask: Ask, pairs: Sequence[tuple[Sample, str, str]]) -> list[BothOrders]:
     """Return a pairwise judge's verdicts on pairs of responses (row, one response, another). Each pair is asked in both
     orders, because a judge prefers one position whichever response is shown there (Zheng et al., arXiv 2306.05685)."""
     questions = [
-        rubric.question(sample, {"first": first, "second": second})
+        rubric.build_question(sample, {"first": first, "second": second})
         for sample, one, other in pairs
         for first, second in ((one, other), (other, one))
     ]
-    found = [verdict(answer, rubric.answers) for answer in ask(questions)]
+    found = [value_of_answer(answer, rubric.answers) for answer in ask(questions)]
     return [
         BothOrders(shown_first, None if swapped is None else 1 - swapped)
         for shown_first, swapped in zip(found[::2], found[1::2], strict=True)
     ]
 
 
-def scored(rubric: Rubric, ask: Ask, samples: Sequence[Sample]) -> Scored:
+def score_rows(rubric: Rubric, ask: Ask, samples: Sequence[Sample]) -> Scored:
     """Return a score for each row: its grade, or how much better than others it was found, averaged over both orders
     and all comparisons. The disagreement is half the difference between the two orders, averaged likewise. An invalid
     answer is worth `on_unparsed`, and the share of invalid answers is measured."""
     if rubric.against is None:
-        found: list[list[tuple[float | None, float | None]]] = [[(one, one)] for one in grade(rubric, ask, samples)]
+        found: list[list[tuple[float | None, float | None]]] = [
+            [(one, one)] for one in grade_rows(rubric, ask, samples)
+        ]
     else:
         found = _against_others(rubric, ask, samples)
 
@@ -285,12 +291,12 @@ def _against_others(
 ) -> list[list[tuple[float | None, float | None]]]:
     """Return each row's verdicts in both orders, one pair for each response that it was compared with."""
     if rubric.against != GROUP:
-        pairs = [(sample, sample.response, rubric.reference(sample)) for sample in samples]
-        return [[(c.first_shown_first, c.first_shown_last)] for c in compare(rubric, ask, pairs)]
+        pairs = [(sample, sample.response, rubric.reference_answer(sample)) for sample in samples]
+        return [[(c.first_shown_first, c.first_shown_last)] for c in compare_responses(rubric, ask, pairs)]
     numbers = _pairs_of_groups(samples)
     asked = [(samples[one], samples[one].response, samples[other].response) for one, other in numbers]
     found: list[list[tuple[float | None, float | None]]] = [[] for _ in samples]
-    for (one, other), both in zip(numbers, compare(rubric, ask, asked), strict=True):
+    for (one, other), both in zip(numbers, compare_responses(rubric, ask, asked), strict=True):
         verdicts = both.first_shown_first, both.first_shown_last
         found[one].append(verdicts)
         first, last = (None if value is None else 1 - value for value in verdicts)
@@ -310,7 +316,7 @@ def _pairs_of_groups(samples: Sequence[Sample]) -> list[tuple[int, int]]:
     return [(one, other) for group in groups.values() for at, one in enumerate(group) for other in group[at + 1 :]]
 
 
-def _worth_of_text(text: str, worth: Mapping[str, float]) -> float | None:
+def _value_of_text(text: str, values: Mapping[str, float]) -> float | None:
     """Return the worth of the last word, without punctuation around it."""
     words = text.split()
-    return worth.get(words[-1].strip("*_`'\"()[]{}<>.,:;!")) if words else None
+    return values.get(words[-1].strip("*_`'\"()[]{}<>.,:;!")) if words else None

@@ -74,12 +74,12 @@ class AnswerScorer:
             self.close()
             raise UnconfinedAnswers(f"this host cannot keep an answer that is evaluated from {', '.join(missing)}")
 
-    def __call__(self, asked: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+    def __call__(self, answers: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
         """Return the score of each answer (0 if it was stopped), and for each 1 if it was stopped, else 0. Raises
         RewardFailed if a problem could not be prepared."""
-        scores, stopped = [0.0] * len(asked), [0.0] * len(asked)
+        scores, stopped = [0.0] * len(answers), [0.0] * len(answers)
         first = ""
-        for row, fields in enumerate(asked):
+        for row, fields in enumerate(answers):
             with self._lock:
                 reply = self._reply(fields)
             if "error" in reply:
@@ -89,7 +89,7 @@ class AnswerScorer:
             else:
                 scores[row] = reply["score"]
         if first:
-            count = f"{int(sum(stopped))} of {len(asked)} answers"
+            count = f"{int(sum(stopped))} of {len(answers)} answers"
             print(f"{count} were stopped and count as wrong; the first: {first}", file=sys.stderr, flush=True)
         return scores, stopped
 
@@ -119,7 +119,7 @@ class AnswerScorer:
 class AnswerScoring(Protocol):
     """The scorer that a sandbox loads."""
 
-    def evaluated(self, fields: Mapping[str, Any]) -> str:
+    def text_to_evaluate(self, fields: Mapping[str, Any]) -> str:
         """Return the text that the scorer may evaluate as code, "" if it evaluates none."""
         ...
 
@@ -141,7 +141,7 @@ def serve(channel: SandboxChannel, start: Mapping[str, Any]) -> None:
     shared: _Fork | None = None
     while True:
         fields = channel.receive()
-        alone = may_run_code(scorer.evaluated(fields))
+        alone = may_run_code(scorer.text_to_evaluate(fields))
         if alone:
             with suppress(Exception):  # the fork reports what is wrong
                 scorer.prepare(fields)  # cached here once for all forks

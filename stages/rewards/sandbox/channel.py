@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 _LENGTH_BYTES = 8
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 
 
 class SandboxChannel:
@@ -27,17 +27,17 @@ class SandboxChannel:
         self._end.settimeout(limit_s)
         self._end.sendall(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
 
-    def receive(self, limit_s: float | None = None, most_bytes: int = _MOST_BYTES) -> Any:
+    def receive(self, limit_s: float | None = None, max_bytes: int = _MAX_BYTES) -> Any:
         until = None if limit_s is None else time.monotonic() + limit_s
         length = int.from_bytes(self._read(_LENGTH_BYTES, until), "big")
-        if length > most_bytes:
+        if length > max_bytes:
             raise ValueError(f"a message of {length} bytes")
         try:
             return json.loads(self._read(length, until))
         except RecursionError:
             raise ValueError("a message of too many levels") from None
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         """End both directions, also for a thread that waits in another call of this end."""
         try:
             self._end.shutdown(socket.SHUT_RDWR)

@@ -38,7 +38,7 @@ from stages.rewards.sandbox import kernel
 from stages.rewards.sandbox.channel import SandboxChannel
 from storage.host import end_with_parent
 
-MOST_PROCESSES = 4096
+MAX_PROCESSES = 4096
 """Processes and threads of a user's own reward. Sampled text may start none."""
 _LARGEST_FILE_BYTES = 1 << 34
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -88,7 +88,7 @@ def _confine(order: Mapping[str, Any], channel: SandboxChannel, parent: int) -> 
     end_with_parent(parent, by=signal.SIGKILL if spaces else signal.SIGTERM)
     _fork_and_keep(channel, None if spaces else scratch)
     if spaces:
-        _become_first(channel)
+        _act_as_init(channel)
     os.environ["TMPDIR"] = scratch
     os.setsid()
     with suppress(OSError):  # if memory is short, the kernel ends this process rather than the worker
@@ -100,7 +100,7 @@ def _confine(order: Mapping[str, Any], channel: SandboxChannel, parent: int) -> 
     landlock = kernel.landlock_version() if "landlock" in use else 0
     if landlock:
         reads = [*_CODE, *_DEVICES, *_python_folders(order["root"])] if answers else ["/"]
-        writes = ["/dev/null"] if answers else [*_own_writes(scratch, shared=not spaces), *order["writes"]]
+        writes = ["/dev/null"] if answers else [*_writable_paths(scratch, shared=not spaces), *order["writes"]]
         kernel.restrict_files(reads, writes, network=network)
     filtered = "seccomp" in use and kernel.can_filter_calls()
     if filtered:
@@ -116,7 +116,7 @@ def _confine(order: Mapping[str, Any], channel: SandboxChannel, parent: int) -> 
     }
 
 
-def _own_writes(scratch: str, *, shared: bool) -> list[str]:
+def _writable_paths(scratch: str, *, shared: bool) -> list[str]:
     """Return where a user's own code may write. `shared`: True without namespaces, where its semaphores are in the
     host's folder."""
     return [scratch, *([_SHARED_MEMORY] if shared else []), *_DEVICES, *glob("/dev/nvidia*")]
@@ -185,14 +185,14 @@ def _clear(scratch: str) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _become_first(channel: SandboxChannel) -> None:
+def _act_as_init(channel: SandboxChannel) -> None:
     """Return in a child. This process, the first of its namespace, waits for orphans and ends when the child does."""
     with suppress(OSError):  # a container that hides parts of /proc cannot mount another
         kernel.mount_processes()
     if tuple(map(int, os.uname().release.split("-")[0].split(".")[:2])) >= _LIMITED_PER_NAMESPACE:
         with suppress(OSError):
-            Path("/proc/sys/kernel/pid_max").write_text(str(MOST_PROCESSES))
-    resource.setrlimit(resource.RLIMIT_NPROC, (MOST_PROCESSES, MOST_PROCESSES))
+            Path("/proc/sys/kernel/pid_max").write_text(str(MAX_PROCESSES))
+    resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
     child = os.fork()
     if not child:
         end_with_parent()

@@ -156,7 +156,7 @@ class _Child:
         return f"its process {how}"
 
     def end(self) -> None:
-        self.channel.hang_up()
+        self.channel.shut_down()
         process = self.process
         if process is not None and process.poll() is None:
             process.terminate()
@@ -180,7 +180,7 @@ class _Child:
             theirs.close()
             self._started.set()
         self.process.wait()
-        self.channel.hang_up()
+        self.channel.shut_down()
 
 
 def _environment(confinement: Confinement) -> dict[str, str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.paths import RunPaths
-from pipeline.driver.session import only_driver
+from pipeline.driver.session import hold_driver_lock
 from pipeline.workers.attached import board_of_host
 from storage import locks
 from storage.errors import StoreError
@@ -68,7 +68,7 @@ def test_another_user_cannot_open_a_lock(shared: Path, kind: str) -> None:
     board = WeightBoard(shared / "board")
     lock, holding = {
         "plain": lambda: (shared / "lock", open_lock(shared / "lock")),
-        "the driver's": lambda: (shared / "driver.lock", only_driver(RunPaths(shared))),
+        "the driver's": lambda: (shared / "driver.lock", hold_driver_lock(RunPaths(shared))),
         "of a host's boards": lambda: (shared / "b.lock", board_of_host(shared / "b")),
         "of a version that arrives": lambda: (shared / "board/v000007.lock", receiving(board, 7, wait_s=1)),
     }[kind]()
@@ -114,7 +114,7 @@ def test_who_makes_progress_is_waited_for(tmp_path: Path) -> None:
 
 def test_another_user_sees_that_a_run_is_driven(shared: Path) -> None:
     paths = RunPaths(shared)
-    with only_driver(paths):
+    with hold_driver_lock(paths):
         if lock_holder(paths.lock) is None:
             pytest.skip("this system does not list who has locks (/proc/locks)")
         with as_nobody():

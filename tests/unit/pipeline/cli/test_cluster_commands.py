@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.cli.answers import config_of
+from pipeline.cli.answers import config_from_sources
 from pipeline.cli.main import main
 from pipeline.config.loading import load_reward_model_config, to_yaml
 from pipeline.config.paths import RunPaths
@@ -34,7 +34,7 @@ def submitted(sources: list[str], tmp_path: Path) -> RunPaths:
     """A run whose job is waiting, as far as this machine can tell."""
     paths = RunPaths(tmp_path / "runs/small")
     paths.job.mkdir(parents=True)
-    (paths.job / "config.yaml").write_text(to_yaml(config_of(sources)))
+    (paths.job / "config.yaml").write_text(to_yaml(config_from_sources(sources)))
     write_record(paths.job, JobRecord("12", str(paths.job / "slurm-12.out")))
     (paths.job / "slurm-12.out").write_text("one\ntwo\nthr")
     return paths

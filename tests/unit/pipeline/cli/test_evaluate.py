@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipeline.cli.evaluate import config_for, evaluate_model
+from pipeline.cli.evaluate import evaluate_model, evaluation_config
 from pipeline.cli.main import main
 from pipeline.config.preflight import preflight
 from stages.engines.build import build_engine
@@ -44,7 +44,7 @@ def test_the_responses_are_those_of_the_engine(folder: Path, model: str, tempera
         f"evaluate.temperature={temperature}", "sampling.min_new_tokens=3", "sampling.suppress_token_ids=[32,101]",
         "prompts.held_out=4", "engine.max_rows=2", "engine.embedded.kernels=torch", "seed=3",
     )  # fmt: skip
-    config = config_for(model, None, None, [*arguments(folder), *changes])
+    config = evaluation_config(model, None, None, [*arguments(folder), *changes])
     found = evaluate_model(model, config)
     table = preflight(config).prompts
     engine = build_engine(RANDOM_TINY, config.engine, max_seq=config.seq, threads=1)
@@ -70,7 +70,7 @@ def test_a_file_and_a_reward_are_enough(folder: Path, model: str, capsys: pytest
 
 def test_a_runs_config_may_be_evaluated_on_other_prompts(folder: Path, model: str) -> None:
     (folder / "mine.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n{"prompt": "3"}\n')
-    config = config_for(model, f"{folder}/mine.jsonl", None, arguments(folder))
+    config = evaluation_config(model, f"{folder}/mine.jsonl", None, arguments(folder))
     assert len(evaluate_model(model, config).scores.scores) == 3
 
 

@@ -27,7 +27,7 @@ def runs(tmp_path: Path) -> list[str]:
         paths.root.mkdir(parents=True)
         paths.config.write_text(to_yaml(config), "utf8")
         with Journal(paths.events) as journal:
-            journal.now(EventKind.RUN_STARTED, command="stageline run c.yaml")
+            journal.append_now(EventKind.RUN_STARTED, command="stageline run c.yaml")
         found.append(str(paths.root))
     return found
 

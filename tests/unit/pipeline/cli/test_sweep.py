@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.main import main
-from pipeline.cli.sweep import axes_of, points
+from pipeline.cli.sweep import parse_axes, sweep_points
 from pipeline.config.paths import RunPaths
 from pipeline.errors import ConfigError
 from pipeline.launch.commands import read_record
@@ -45,7 +45,7 @@ def test_what_is_done_or_under_way_is_left_out(
     assert main(["sweep", *sources, "seed=0,1,2"]) == 0
     assert "submitted job 1, an array of 3" in capsys.readouterr().out
     fake_slurm.job_is("1_1", "PENDING")
-    monkeypatch.setattr("pipeline.cli.sweep.finished", lambda config: config.name == "small-seed0")
+    monkeypatch.setattr("pipeline.cli.sweep.has_all_steps", lambda config: config.name == "small-seed0")
     assert main(["sweep", *sources, "seed=0,1,2"]) == 0
     out = capsys.readouterr().out
     assert f"left out {tmp_path}/runs/small-seed0: done, 10 of 10 steps\n" in out
@@ -99,26 +99,26 @@ def test_what_cannot_be_is_refused_before_anything_is_submitted(
 
 def test_settings_with_several_values_are_axes() -> None:
     changes = ["ppo.kl.coef=0.02,0.05,0.1", "steps=3", "model.policy.betas=[0.8, 0.9]", "seed=0,1"]
-    fixed, axes = axes_of(changes)
+    fixed, axes = parse_axes(changes)
     assert fixed == ["steps=3", "model.policy.betas=[0.8, 0.9]"]
     assert axes == {"ppo.kl.coef": ["0.02", "0.05", "0.1"], "seed": ["0", "1"]}
 
 
 def test_commas_in_brackets_and_quotes_part_nothing() -> None:
     changes = ["model.policy.betas=[0.8, 0.9],[0.9, 0.95]", "reward.args='{a: \"x,y\"}'"]
-    fixed, axes = axes_of(changes)
+    fixed, axes = parse_axes(changes)
     assert fixed == [changes[1]]
     assert axes == {"model.policy.betas": ["[0.8, 0.9]", "[0.9, 0.95]"]}
 
 
 def test_every_combination_is_a_run_with_a_name_of_its_own() -> None:
-    found = points({"ppo.kl.coef": ["0.02", "0.1"], "seed": ["0", "1"]}, "tiny")
+    found = sweep_points({"ppo.kl.coef": ["0.02", "0.1"], "seed": ["0", "1"]}, "tiny")
     assert [point.suffix for point in found] == ["coef0.02-seed0", "coef0.02-seed1", "coef0.1-seed0", "coef0.1-seed1"]
     assert found[1].changes() == ["ppo.kl.coef=0.02", "seed=1"]
 
 
 def test_keys_with_the_same_end_are_told_apart() -> None:
-    found = points({"model.policy.lr": ["1", "2"], "model.critic.lr": ["3"]}, "tiny")
+    found = sweep_points({"model.policy.lr": ["1", "2"], "model.critic.lr": ["3"]}, "tiny")
     assert [point.suffix for point in found] == ["policy.lr1-critic.lr3", "policy.lr2-critic.lr3"]
 
 
@@ -139,11 +139,11 @@ def test_keys_with_the_same_end_are_told_apart() -> None:
 )
 def test_what_makes_no_sweep_is_refused(changes: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
-        axes_of(changes)
+        parse_axes(changes)
 
 
 def test_names_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^sweep: values that differ in marks alone"):
-        points({"a.b": ["[1]", "{1}"]}, "tiny")
+        sweep_points({"a.b": ["[1]", "{1}"]}, "tiny")
     with pytest.raises(ConfigError, match=r"^name: given 'x+'; a run of the sweep would be called .*: at most 100"):
-        points({"seed": ["0", "1"]}, "x" * 97)
+        sweep_points({"seed": ["0", "1"]}, "x" * 97)

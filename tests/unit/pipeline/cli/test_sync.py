@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli import sync as command
-from pipeline.cli.answers import DONE, STAGE_FAILED
+from pipeline.cli.answers import STAGE_FAILED, SUCCESS
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
@@ -62,6 +62,6 @@ def test_what_it_says(tracked: RunConfig, monkeypatch: pytest.MonkeyPatch, capsy
     assert command.sync(tracked, None) == STAGE_FAILED
     assert "3 items not delivered; they stay in the spool" in capsys.readouterr().err
     left = 0
-    assert command.sync(tracked, "http://host:5000") == DONE
+    assert command.sync(tracked, "http://host:5000") == SUCCESS
     assert "all delivered; http://host:5000" in capsys.readouterr().out
     assert given == [tracked.tracking.uri, "http://host:5000"]

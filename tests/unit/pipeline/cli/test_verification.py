@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from pipeline.cli.replay import update_range
-from pipeline.cli.verification import Evidence, Proof, Verification, earlier_graphs, identity_proof
-from pipeline.config.identity import Identity, Statement, sections, write_identity
+from pipeline.cli.verification import CheckResult, RunContent, Verification, check_identity, earlier_graphs
+from pipeline.config.identity import Identity, Statement, config_sections, write_identity
 from pipeline.config.loading import config_hash, load_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import preflight
@@ -29,7 +29,7 @@ CONSTANT = ("model.policy.decay=constant", "model.critic.decay=constant")
 
 
 def stated(config: RunConfig) -> Statement:
-    return Statement(0.0, "resumed", sections(config), config_hash(config), {})
+    return Statement(0.0, "resumed", config_sections(config), config_hash(config), {})
 
 
 def test_the_evaluation_of_what_was_once_the_last_version_is_of_the_runs_graph(tmp_path: Path) -> None:
@@ -52,17 +52,17 @@ def test_prompts_that_are_not_those_that_were_stated_are_named(tmp_path: Path) -
     paths.root.mkdir(parents=True)
     prompts.save(paths.prompts)
     write_identity(paths.root, Identity({}, prompts.digest(), (stated(config),)))
-    evidence = Evidence(config, paths, open_history(config), {}, {}, {})
-    assert identity_proof(evidence) == ("1 statements", [])
+    evidence = RunContent(config, paths, open_history(config), {}, {}, {})
+    assert check_identity(evidence) == ("1 statements", [])
     extras = paths.prompts.with_suffix(".jsonl")
     extras.write_text(extras.read_text().replace("{}", '{"rating": 3}', 1))
-    assert identity_proof(evidence)[1] == [f"{paths.prompts} or its .jsonl is not what was written"]
+    assert check_identity(evidence)[1] == [f"{paths.prompts} or its .jsonl is not what was written"]
 
 
 def test_a_problem_is_one_line_however_long() -> None:
     """In files nothing folds a line back."""
     fault, out = f"/runs/{'x' * 200}/zarr.json: is not what was written", io.StringIO()
-    report = Verification(Counter(), (Proof("claim", "1 array", (fault,)),), (), 1)
+    report = Verification(Counter(), (CheckResult("claim", "1 array", (fault,)),), (), 1)
     Console(file=out, width=80).print(report.render(), crop=False)
     assert f"PROBLEM {fault}" in out.getvalue().splitlines()
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.identity import MAY_CHANGE, change_problems, changes, sections, settings
-from pipeline.config.loading import config_hash, flatten, load_config, read_saved, to_yaml, variant_of
+from pipeline.config.identity import CHANGEABLE_KEYS, change_problems, config_changes, config_sections, flatten_sections
+from pipeline.config.loading import config_hash, flatten, load_config, read_run_config, to_yaml, variant_config
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
 from tests.support.paths import ROOT, TINY
@@ -33,9 +33,9 @@ def load(*overrides: str) -> RunConfig:
 def test_what_may_not_is_named_with_both_values(change: str) -> None:
     key = change.partition("=")[0]
     before, after = load(), load(change)
-    (problem,) = change_problems(sections(before), after)
+    (problem,) = change_problems(config_sections(before), after)
     assert problem.key == (key if not key.endswith("args") else "reward.args.characters")
-    (changed,) = changes(sections(before), sections(after))
+    (changed,) = config_changes(config_sections(before), config_sections(after))
     assert problem.given == changed.after
     before_text = "null" if changed.before is None else repr(changed.before)
     assert f"the run has {before_text}" in problem.need
@@ -66,8 +66,8 @@ def other(value: object) -> object:
 def test_every_key_may_change_or_is_named_as_the_docs_say() -> None:
     """All of them at once, each refused by itself; the docs have the list that a user looks at."""
     config = load(*CONSTANT)
-    stated = sections(config)
-    keys = sorted(settings(stated))
+    stated = config_sections(config)
+    keys = sorted(flatten_sections(stated))
     for key in keys:
         *above, last = key.split(".")
         section = stated
@@ -80,18 +80,18 @@ def test_every_key_may_change_or_is_named_as_the_docs_say() -> None:
 
 
 def test_the_ranks_of_a_gang_stay_as_many_as_they_are() -> None:
-    (problem,) = change_problems(sections(load()), load("placement.gangs.train.workers=2"))
+    (problem,) = change_problems(config_sections(load()), load("placement.gangs.train.workers=2"))
     assert problem.key == "placement.gangs.train.workers"
     assert "its ranks act together" in problem.need
 
 
 def test_a_run_may_become_longer_where_no_learning_rate_depends_on_its_end() -> None:
-    before = sections(load(*CONSTANT, "steps=4"))
+    before = config_sections(load(*CONSTANT, "steps=4"))
     assert list(change_problems(before, load(*CONSTANT, "steps=9"))) == []
     (shorter,) = change_problems(before, load(*CONSTANT, "steps=3"))
     assert (shorter.key, shorter.given) == ("steps", 3)
     assert "the run has 4: a run may become longer, not shorter" in shorter.need
-    (decaying,) = change_problems(sections(load("steps=4")), load("steps=9"))
+    (decaying,) = change_problems(config_sections(load("steps=4")), load("steps=9"))
     assert "the learning rates depend on it" in decaying.need
 
 
@@ -104,7 +104,7 @@ def test_the_command_that_begins_with_the_last_version_is_a_run(
     before, after = load(*other), load(*other, "steps=9")
     before.run_dir.mkdir()
     (before.run_dir / "config.yaml").write_text(to_yaml(before))
-    (problem,) = change_problems(sections(before), after)
+    (problem,) = change_problems(config_sections(before), after)
     command = re.search("`stageline run ([^`]+)`", problem.need)
     assert command is not None
     file, *changes_of_it = command[1].split()
@@ -116,15 +116,15 @@ def test_the_command_that_begins_with_the_last_version_is_a_run(
 
 
 def test_every_key_that_may_change_is_one() -> None:
-    assert MAY_CHANGE.keys() <= flatten(load()).keys()
+    assert CHANGEABLE_KEYS.keys() <= flatten(load()).keys()
 
 
 def test_a_saved_config_comes_back_with_changes(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(load()))
-    assert config_hash(read_saved(path)) == config_hash(load())
-    assert sections(read_saved(path)) == sections(load())
-    assert read_saved(path, ["evaluate.every=3"]).evaluate.every == 3
+    assert config_hash(read_run_config(path)) == config_hash(load())
+    assert config_sections(read_run_config(path)) == config_sections(load())
+    assert read_run_config(path, ["evaluate.every=3"]).evaluate.every == 3
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_damaged_config_is_refused_by_its_path(tmp_path: Path, damage, said: s
     path = tmp_path / "config.yaml"
     path.write_text(damage(to_yaml(load())))
     with pytest.raises(ConfigError) as refused:
-        read_saved(path)
+        read_run_config(path)
     assert said in str(refused.value)
     assert "or remove the file" in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -152,7 +152,7 @@ def test_a_damaged_config_is_refused_by_its_path(tmp_path: Path, damage, said: s
 def test_a_config_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_saved(tmp_path / "config.yaml")
+        read_run_config(tmp_path / "config.yaml")
 
 
 @pytest.mark.parametrize(
@@ -168,21 +168,21 @@ def test_a_config_that_is_no_text_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_variant_may_differ_in(change: str) -> None:
-    variant, changed = variant_of(load_config([TINY]), [change, "name=other"])
+    variant, changed = variant_config(load_config([TINY]), [change, "name=other"])
     assert variant.name == "other"
     assert [found.key for found in changed] == [change.split("=")[0]]
 
 
 def test_what_its_rollouts_depend_on_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.rows: given 32; the run's rollouts were recorded with 16 and"):
-        variant_of(load_config([TINY]), ["name=other", "rollout.rows=32"])
+        variant_config(load_config([TINY]), ["name=other", "rollout.rows=32"])
 
 
 def test_auto_is_resolved_anew() -> None:
     """The parent's config says what its `auto` came to, which its own number of optimizer steps decided."""
     parent = load_config([TINY], ["ppo.minibatches=1", "ppo.kl.where=loss"])
     assert parent.ppo.proximal == "loglinear"
-    variant, _ = variant_of(parent, ["name=other", "ppo.epochs=2", "ppo.proximal=auto"])
+    variant, _ = variant_config(parent, ["name=other", "ppo.epochs=2", "ppo.proximal=auto"])
     assert variant.ppo.proximal == "recompute"
 
 
@@ -190,7 +190,7 @@ def test_a_critic_is_placed_where_the_parent_has_none() -> None:
     parent = load_config([TINY], ["ppo.advantage=reinforce_pp"])
     del parent.placement.roles["critic"]
     with pytest.raises(ConfigError, match=r"placement\.roles\.critic: .*placed nowhere"):
-        variant_of(parent, ["name=other", "ppo.advantage=gae"])
-    variant, changed = variant_of(parent, ["name=other", "ppo.advantage=gae", "placement.roles.critic=train"])
+        variant_config(parent, ["name=other", "ppo.advantage=gae"])
+    variant, changed = variant_config(parent, ["name=other", "ppo.advantage=gae", "placement.roles.critic=train"])
     assert variant.has_critic
     assert [found.key for found in changed] == ["placement.roles.critic", "ppo.advantage"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.loading import ABSENT, SYNONYMS, config_hash, load_config, load_yaml, to_yaml
+from pipeline.config.loading import SYNONYMS, UNSUPPORTED, config_hash, load_config, load_yaml, to_yaml
 from pipeline.config.preflight import engine_line
 from pipeline.config.reward_model import RewardModelConfig
 from pipeline.config.rules import run_problems
@@ -362,7 +362,7 @@ def test_a_setting_that_is_absent_on_purpose_is_refused_with_the_reason(base: Pa
     with pytest.raises(ConfigError) as refusal:
         load(base, f"{key}=1")
     assert refusal.value.key == key
-    assert ABSENT[key.rpartition(".")[2]] in str(refusal.value)
+    assert UNSUPPORTED[key.rpartition(".")[2]] in str(refusal.value)
 
 
 def test_other_systems_names_stand_beside_keys_that_exist() -> None:
@@ -384,7 +384,7 @@ def test_without_a_critic_nothing_of_one_is_in_the_run(base: Path, changes: tupl
     read."""
     own = ("placement.gangs.critic={workers: 2}", "placement.roles.critic=critic", "model.reuse_forward=[critic]")
     config = load(base, *changes, *own, "model.critic_path=nowhere", "ppo.critic_lam=1", "model.policy.decay=constant")
-    assert not config.graph().critic
+    assert not config.graph().has_critic
     assert {gang.name: Role.CRITIC in gang.roles for gang in config.gangs()} == {"generate": False, "train": False}
     assert load_yaml(to_yaml(config)) == config
     assert config_hash(load_yaml(to_yaml(config), ["steps=9"])) == config_hash(config), "no rate depends on the steps"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.cli.answers import config_of
+from pipeline.cli.answers import config_from_sources
 from pipeline.cli.main import main
 from pipeline.config.loading import config_hash, load_config, load_yaml, to_yaml
 from pipeline.config.placement import DEFAULT_PLACEMENT
@@ -251,14 +251,14 @@ def test_wrong_types_are_said_in_words(base: Path, override: str, said: str) -> 
 )
 def test_a_setting_without_its_equals_sign_is_recognised(base: Path, words: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        config_of([str(base), *words])
+        config_from_sources([str(base), *words])
     assert said in str(caught.value)
 
 
 def test_a_file_that_is_called_like_a_setting_is_a_file(base: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "steps").write_text("steps: 7\n")
-    assert config_of([str(base), "steps", "prompts.url=x.csv"]).steps == 7
+    assert config_from_sources([str(base), "steps", "prompts.url=x.csv"]).steps == 7
 
 
 @pytest.mark.parametrize("name", ["..", "-x", "a/b", ".hidden", ""])

@@ -8,9 +8,9 @@ import pytest
 
 from pipeline.config.devices import (
     THIS_HOST,
-    all_here,
     device_problems,
-    devices_of_joining,
+    devices_of_joining_worker,
+    place_all_here,
     plan_devices,
     visible_devices,
 )
@@ -36,12 +36,12 @@ def gangs(train: int = 2, critic: int = 0, generate: int = 1, *, ranks: int = 1,
 def planned(placed: list[Gang], gpus: int) -> dict[str, list[tuple[int, ...]]]:
     """The GPUs of each gang's workers, in order."""
     assert not problems(placed, gpus, share=True)
-    plan = plan_devices(placed, all_here(placed), {THIS_HOST: gpus})
+    plan = plan_devices(placed, place_all_here(placed), {THIS_HOST: gpus})
     return {gang.name: [plan[gang.name, index] for index in range(gang.workers)] for gang in placed}
 
 
 def problems(placed: list[Gang], gpus: int, *, share: bool = False) -> list[Problem]:
-    return [*device_problems(placed, all_here(placed), {THIS_HOST: gpus}, share=share)]
+    return [*device_problems(placed, place_all_here(placed), {THIS_HOST: gpus}, share=share)]
 
 
 def used(plan: Mapping[str, list[tuple[int, ...]]]) -> list[int]:
@@ -74,7 +74,7 @@ def test_one_process_for_everything_has_what_its_engine_needs() -> None:
 
 def test_gangs_that_take_turns_have_the_same_gpus() -> None:
     placed, device_sharing = gangs(train=4, critic=1, generate=2, ranks=2), [["generate", "train"]]
-    here, count = all_here(placed), {THIS_HOST: 5}
+    here, count = place_all_here(placed), {THIS_HOST: 5}
     assert not [*device_problems(placed, here, count, share=False, device_sharing=device_sharing)]
     plan = plan_devices(placed, here, count, device_sharing)
     assert [plan["train", rank] for rank in range(4)] == [(0,), (1,), (2,), (3,)]
@@ -89,8 +89,8 @@ def test_a_worker_that_joins_may_have_what_another_has_in_turn() -> None:
     taken = {"gpu-a": [("train", 0)], "gpu-b": [("critic", 0)]}
     seen = ["gpu-b", "gpu-a"]
     device_sharing = [["generate", "train"]]
-    assert devices_of_joining(engine, seen, taken, share=False, device_sharing=device_sharing) == (1,)
-    assert "of the 2 that it sees 0 are free" in str(devices_of_joining(engine, seen, taken, share=False))
+    assert devices_of_joining_worker(engine, seen, taken, share=False, device_sharing=device_sharing) == (1,)
+    assert "of the 2 that it sees 0 are free" in str(devices_of_joining_worker(engine, seen, taken, share=False))
 
 
 def test_a_host_without_gpus_gives_none() -> None:
@@ -129,7 +129,7 @@ def test_the_ranks_of_a_gang_never_share() -> None:
 
 def test_gpus_are_counted_on_each_host_by_itself() -> None:
     placed = gangs(train=4, generate=2)
-    hosts = all_here(placed) | {("train", 2): "b", ("train", 3): "b", ("generate", 1): "b"}
+    hosts = place_all_here(placed) | {("train", 2): "b", ("train", 3): "b", ("generate", 1): "b"}
     count = {THIS_HOST: 3, "b": 4}
     assert not [*device_problems(placed, hosts, count, share=False)]
     plan = plan_devices(placed, hosts, count)

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.config.identity import GangNumerics, Identity, Statement
 from pipeline.config.loading import load_config
-from pipeline.config.preflight import device_of, devices_of, engine_line, replay_problem, unproven
+from pipeline.config.preflight import engine_device, engine_line, recorded_devices, replay_problem, unproven_guarantees
 from pipeline.config.run import RunConfig
 from stages.engines.build import _BUILDERS
 from stages.engines.capabilities import STATED, capabilities_of
@@ -76,16 +76,16 @@ def test_only_the_embedded_engine_on_a_cpu_repeats_every_bit() -> None:
     ],
 )
 def test_what_a_run_may_not_prove(changes: tuple[str, ...], device: Any, expected: list[str]) -> None:
-    found = unproven(load("staleness=1", *changes), device)
+    found = unproven_guarantees(load("staleness=1", *changes), device)
     assert len(found) == len(expected)
     for sentence, part in zip(found, expected, strict=True):
         assert part in sentence
 
 
 def test_canaries_are_left_out_where_the_engine_can_score_nothing_stale() -> None:
-    assert load("staleness=1", *VLLM).graph().canaries
-    assert load("staleness=0", *TRTLLM).graph().canaries
-    assert not load("staleness=1", *TRTLLM).graph().canaries
+    assert load("staleness=1", *VLLM).graph().has_canaries
+    assert load("staleness=0", *TRTLLM).graph().has_canaries
+    assert not load("staleness=1", *TRTLLM).graph().has_canaries
 
 
 def test_an_engine_of_unknown_numerics_has_the_proximal_policy_recomputed() -> None:
@@ -114,17 +114,17 @@ def test_a_replay_is_possible_where_draws_are_keyed() -> None:
 
 
 def test_the_device_is_that_which_was_stated_of_the_workers() -> None:
-    assert device_of({}) == "cpu"
-    assert device_of({"device": "H100"}) == "cuda"
-    assert device_of({"engine.device": "cuda"}) == "cuda"
+    assert engine_device({}) == "cpu"
+    assert engine_device({"device": "H100"}) == "cuda"
+    assert engine_device({"engine.device": "cuda"}) == "cuda"
     config = load()
     gang = config.placement.roles["generate"]
     statement = Statement(0.0, "started", {}, "", {})
     numerics = tuple(
         GangNumerics(name, "f", items, name, 0.0, 0) for name, items in ((gang, {"device": "H100"}), ("other", {}))
     )
-    assert devices_of(config, Identity({}, "", (statement,), numerics)) == ["cuda"]
-    assert devices_of(config, None) == ["cpu"]
+    assert recorded_devices(config, Identity({}, "", (statement,), numerics)) == ["cuda"]
+    assert recorded_devices(config, None) == ["cpu"]
 
 
 def test_a_request_beyond_an_engine_is_refused_by_its_row() -> None:
@@ -137,4 +137,4 @@ def test_a_request_beyond_an_engine_is_refused_by_its_row() -> None:
 
 def test_the_models_path_is_not_looked_at(tmp_path: Path) -> None:
     """Statements need no engine and no model."""
-    assert unproven(load(f"runs_dir={tmp_path}", *VLLM), "cpu")
+    assert unproven_guarantees(load(f"runs_dir={tmp_path}", *VLLM), "cpu")

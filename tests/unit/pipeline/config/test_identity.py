@@ -12,11 +12,11 @@ from pipeline.config.identity import (
     GangNumerics,
     Identity,
     Statement,
-    edited,
+    config_sections,
+    edited_settings,
     fingerprint,
     identity_faults,
     read_identity,
-    sections,
     write_identity,
 )
 from pipeline.config.loading import config_hash, load_config
@@ -34,7 +34,7 @@ def load(*overrides: str) -> RunConfig:
 
 
 def stated(config: RunConfig, **changes: object) -> Statement:
-    first = Statement(1.0, "started", sections(config), config_hash(config), {"torch": "2.0"})
+    first = Statement(1.0, "started", config_sections(config), config_hash(config), {"torch": "2.0"})
     return replace(first, **changes)  # type: ignore[arg-type]
 
 
@@ -81,10 +81,12 @@ def test_damage_is_seen(tmp_path: Path, damage) -> None:  # type: ignore[no-unty
 def test_an_edited_config_is_told_from_one_that_a_dying_driver_left() -> None:
     old, new = load(), load("cluster.attempts=9")
     identity = identity_of(stated(old), stated(new))
-    assert edited(identity, sections(new)) == []
-    assert edited(identity, sections(old)) == [], "it died between stating the change and writing the config"
-    assert edited(identity, sections(load("name=moved", "runs_dir=/x", "cluster.attempts=9"))) == []
-    (change,) = edited(identity, sections(load("model.policy.lr=0.5", "cluster.attempts=9")))
+    assert edited_settings(identity, config_sections(new)) == []
+    assert edited_settings(identity, config_sections(old)) == [], (
+        "it died between stating the change and writing the config"
+    )
+    assert edited_settings(identity, config_sections(load("name=moved", "runs_dir=/x", "cluster.attempts=9"))) == []
+    (change,) = edited_settings(identity, config_sections(load("model.policy.lr=0.5", "cluster.attempts=9")))
     assert str(change) == "model.policy.lr=0.5 (was 0.001)"
 
 
@@ -92,15 +94,15 @@ def test_commits_of_another_config_or_other_numerics_are_named() -> None:
     config, other = load(), load("evaluate.every=4")
     identity = identity_of(stated(config), stated(other), gangs=(numerics("train", ITEMS),))
     own = [commit_of(config_hash(each), fingerprint(ITEMS)) for each in (config, other)]
-    assert list(identity_faults(identity, sections(other), own)) == []
+    assert list(identity_faults(identity, config_sections(other), own)) == []
     strange, elsewhere = commit_of("beef", fingerprint(ITEMS)), commit_of(config_hash(config), "cafe")
-    faults = list(identity_faults(identity, sections(load("seed=1", "evaluate.every=4")), [strange, elsewhere]))
+    faults = list(identity_faults(identity, config_sections(load("seed=1", "evaluate.every=4")), [strange, elsewhere]))
     assert faults == [
         "config.yaml is not what was stated: seed=1 (was 0)",
         f"{strange.address}: made under config beef, which {FILE} does not list",
         f"{strange.address}: made on numerics cafe, which {FILE} does not list",
     ]
-    assert "is missing" in next(identity_faults(None, sections(config), own))
+    assert "is missing" in next(identity_faults(None, config_sections(config), own))
 
 
 def test_numerics_from_before_a_new_beginning_are_no_measure() -> None:

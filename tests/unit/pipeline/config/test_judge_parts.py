@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.identity import change_problems, sections
+from pipeline.config.identity import change_problems, config_sections
 from pipeline.config.loading import config_hash, load_config
 from pipeline.config.memory import planned_run
 from pipeline.config.preflight import preflight
@@ -71,9 +71,9 @@ def test_a_budget_may_change_and_nothing_else_of_a_judge(folder: Path) -> None:
     larger = {"members": members["members"] | {"a": {"kind": "judge", "args": GRADED | {"max_requests": 9}}}}
     other = {"members": members["members"] | {"a": {"kind": "judge", "args": GRADED | {"max_tokens": 9}}}}
     before = load(folder, "ensemble", members)
-    assert [*change_problems(sections(before), load(folder, "ensemble", larger))] == []
+    assert [*change_problems(config_sections(before), load(folder, "ensemble", larger))] == []
     assert config_hash(load(folder, "ensemble", larger)) == config_hash(before)
-    (problem,) = change_problems(sections(before), load(folder, "ensemble", other))
+    (problem,) = change_problems(config_sections(before), load(folder, "ensemble", other))
     assert problem.key == "reward.parts.judged.args.members.a.args.max_tokens"
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pipeline.config import memory
-from pipeline.config.devices import all_here
-from pipeline.config.fitting import describe_layout, devices_memory, fitting_cache_mb, fitting_layouts, memory_problems
+from pipeline.config.devices import place_all_here
+from pipeline.config.fitting import devices_memory, fitting_cache_mb, fitting_layouts, layout_text, memory_problems
 from pipeline.config.hardware import GIB
 from pipeline.config.loading import load_config
 from pipeline.config.memory import (
@@ -95,7 +95,7 @@ def test_the_host_has_everything_or_what_is_beside_the_gpus(tmp_path: Path) -> N
 def test_each_host_has_its_workers_the_files_that_they_read_and_a_board(tmp_path: Path) -> None:
     run = planned(tmp_path)
     workers = workers_memory(run)
-    hosts = all_here(run.config.gangs()) | {("generate", 1): "other", ("score", 0): "third"}
+    hosts = place_all_here(run.config.gangs()) | {("generate", 1): "other", ("score", 0): "third"}
     first, other, third = hosts_memory(run, workers, hosts)
     (replica,) = (worker.total for worker in workers if worker.worker == ("generate", 1))
     files = {"model files": 2 * PARAMETERS, "published weights": board_bytes(run)}
@@ -160,7 +160,7 @@ def test_a_layout_that_fits_can_be_given_as_it_is_written(tmp_path: Path) -> Non
     fitting = fitting_layouts(run, limits, gang)
     assert {layout.recompute for layout in fitting} >= {"selective", "full"}
     for layout in fitting:
-        again = planned(tmp_path, before, large, f"placement.gangs.all.layout={describe_layout(layout)}", on_gpus=True)
+        again = planned(tmp_path, before, large, f"placement.gangs.all.layout={layout_text(layout)}", on_gpus=True)
         assert again.config.placement.gangs["all"].layout == layout
         assert not [*memory_problems(again, limits)]
 
@@ -224,7 +224,7 @@ def test_gangs_that_share_a_gpu_share_its_memory(tmp_path: Path) -> None:
     apart, shared = (
         max(
             device.num_bytes
-            for device in devices_memory(run, workers_memory(run), all_here(run.config.gangs()), number)
+            for device in devices_memory(run, workers_memory(run), place_all_here(run.config.gangs()), number)
         )
         for number in (10, 8)
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.identity import change_problems, sections, write_identity
+from pipeline.config.identity import change_problems, config_sections, write_identity
 from pipeline.config.loading import load_config
 from pipeline.config.memory import host_bytes, planned_run, workers_memory
 from pipeline.config.preflight import preflight
@@ -165,5 +165,5 @@ def test_the_ranks_of_the_gang_that_scores_are_counted_and_stay(folder: Path) ->
     assert all(0.5 * whole <= part < 0.6 * whole for part in parts), "norms are on both"
     (gang,) = [gang for gang in two.gangs() if gang.name == "score"]
     assert (gang.ranks_of(Role.SCORE), gang.ranks_of(Role.ADVANTAGE)) == (2, 1)
-    (problem,) = change_problems(sections(two), load(folder, TWO_RANKS, "placement.gangs.score.workers=4"))
+    (problem,) = change_problems(config_sections(two), load(folder, TWO_RANKS, "placement.gangs.score.workers=4"))
     assert problem.key == "placement.gangs.score.workers"

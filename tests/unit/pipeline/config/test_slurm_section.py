@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.config.loading import load_config
-from pipeline.config.slurm import seconds
+from pipeline.config.slurm import parse_time_limit
 from pipeline.errors import ConfigError
 from tests.support.paths import TINY
 
@@ -21,7 +21,7 @@ from tests.support.paths import TINY
     ],
 )
 def test_time_limits_are_read_as_slurm_reads_them(limit: str, expected: float) -> None:
-    assert seconds(limit) == expected
+    assert parse_time_limit(limit) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Each rung of `stageline doctor` names the fault that is planted in it. The whole ladder, without a fault, runs in
+"""Each test of `stageline doctor` names the fault that is planted in it. The whole ladder, without a fault, runs in
 tests/integration/test_whole_doctor.py."""
 
 from __future__ import annotations
@@ -20,20 +20,30 @@ import psutil
 import pytest
 import torch
 
-from pipeline.cli.doctor import RUNGS
+from pipeline.cli.doctor import TESTS
 from pipeline.doctor import copies, engines, exchange, gpus, host, packages, training
-from pipeline.doctor.copies import Copies
+from pipeline.doctor.copies import CopyResult
 from pipeline.doctor.jobs import (
-    Drawn,
     EngineJob,
     EngineResult,
+    GeneratedRow,
     Published,
     RankJob,
     RankResult,
-    predicted_peak,
-    predicted_state,
+    predicted_peak_bytes,
+    predicted_state_bytes,
 )
-from pipeline.doctor.ladder import Absent, DoctorSettings, Fault, Finding, Rung, RungResult, Status, climb, lazily
+from pipeline.doctor.ladder import (
+    Absent,
+    DoctorResult,
+    DoctorSettings,
+    DoctorTest,
+    Fault,
+    Finding,
+    Status,
+    load_lazily,
+    run_tests,
+)
 from pipeline.doctor.processes import Program, run_together
 from stages.models.spec import RANDOM_TINY, read_config
 from storage.codec import encode
@@ -45,12 +55,12 @@ SOUND = RankResult(
     losses={"policy/loss": 0.1},
     digests=["a", "a"],
     seconds=0.1,
-    state_bytes=predicted_state(RankJob("random:tiny", "float32")),
-    peak_bytes=predicted_peak(RankJob("random:tiny", "float32")),
+    state_bytes=predicted_state_bytes(RankJob("random:tiny", "float32")),
+    peak_bytes=predicted_peak_bytes(RankJob("random:tiny", "float32")),
     published=Published(1000, 0.1, sound=True),
 )
-ROW, OTHER = Drawn([5, 6, 7, 8], [-1.0, -2.0, -1.5, -0.5]), Drawn([5, 9, 9, 9], [-1.0, -3.0, -3.0, -3.0])
-SHIFTED = Drawn(ROW.tokens, [value + 0.1 for value in ROW.logprobs])
+ROW, OTHER = GeneratedRow([5, 6, 7, 8], [-1.0, -2.0, -1.5, -0.5]), GeneratedRow([5, 9, 9, 9], [-1.0, -3.0, -3.0, -3.0])
+SHIFTED = GeneratedRow(ROW.tokens, [value + 0.1 for value in ROW.logprobs])
 ENGINE = EngineResult(
     device="cpu",
     draws="keyed",
@@ -105,19 +115,19 @@ def copied(patch: pytest.MonkeyPatch, rate: Callable[[str], float], wrong: Seque
 
     def run_together(programs: Sequence[Program], deadline_s: float, advice: str) -> None:
         result = Path(programs[0].arguments[2])
-        result.write_text(encode(Copies({name: rate(name) for name in names}, [*wrong])))
+        result.write_text(encode(CopyResult({name: rate(name) for name in names}, [*wrong])))
 
     patch.setattr(gpus, "run_together", run_together)
 
 
-def climbed(settings: DoctorSettings, name: str) -> RungResult:
-    """Climb the one rung `name`."""
-    (result,) = climb([rung for rung in RUNGS if rung.name == name], settings)
+def climbed(settings: DoctorSettings, name: str) -> DoctorResult:
+    """Run the one test `name`."""
+    (result,) = run_tests([test for test in TESTS if test.name == name], settings)
     return result
 
 
-def assert_fault(settings: DoctorSettings, name: str) -> RungResult:
-    """Climb the one rung `name`. It must find a fault and say what to do."""
+def assert_fault(settings: DoctorSettings, name: str) -> DoctorResult:
+    """Run the one test `name`. It must find a fault and say what to do."""
     result = climbed(settings, name)
     assert result.status is Status.FAULT, result
     assert "traceback" not in result.facts, result.facts
@@ -131,12 +141,12 @@ def test_another_version_of_a_package(settings: DoctorSettings, monkeypatch: pyt
 
 
 def test_few_open_files(settings: DoctorSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "most_descriptors", lambda: 64)
+    monkeypatch.setattr(host, "max_descriptors", lambda: 64)
     assert_fault(settings, "limits")
 
 
 def test_a_full_disk_and_one_that_cannot_be_written(settings: DoctorSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "FREE_DISK_BYTES", 1 << 60)
+    monkeypatch.setattr(host, "MIN_FREE_DISK_BYTES", 1 << 60)
     assert_fault(settings, "disk")
     assert_fault(replace(settings, scratch=settings.scratch / "gone"), "disk")
 
@@ -144,7 +154,7 @@ def test_a_full_disk_and_one_that_cannot_be_written(settings: DoctorSettings, mo
 def test_shared_memory_that_is_full_or_missing(
     settings: DoctorSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "FREE_SHARED_BYTES", 1 << 60)
+    monkeypatch.setattr(host, "MIN_FREE_SHARED_BYTES", 1 << 60)
     assert_fault(settings, "shared_memory")
     monkeypatch.setattr(host, "SHARED_MEMORY", tmp_path / "missing")
     assert_fault(settings, "shared_memory")
@@ -204,7 +214,7 @@ def test_a_gpu_of_others_is_not_looked_at(
     theirs = gpus.Gpu(0, "GPU-1", "H100", "580", 1 << 36, 9 << 30, 0)
     ours = gpus.Gpu(1, "GPU-another", "H100", "580", 1 << 36, 0, 0)
     monkeypatch.setattr(gpus, "list_gpus", lambda: [theirs, ours])
-    (result,) = climb([rung for rung in RUNGS if rung.name == "gpus"], settings)
+    (result,) = run_tests([test for test in TESTS if test.name == "gpus"], settings)
     assert result.status is Status.OK, result
 
 
@@ -213,7 +223,7 @@ def test_a_driver_without_gpus(settings: DoctorSettings, tmp_path: Path, monkeyp
     nvidia_smi(monkeypatch, tmp_path)
     (tmp_path / "bin/nvidia-smi").write_text("#!/bin/sh\necho No devices were found; exit 6\n")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    (result,) = climb([rung for rung in RUNGS if rung.name == "driver"], settings)
+    (result,) = run_tests([test for test in TESTS if test.name == "driver"], settings)
     assert result.status is Status.ABSENT, result
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert_fault(settings, "driver")
@@ -240,13 +250,15 @@ def test_the_file_of_a_broken_library_is_named(tmp_path: Path) -> None:
 
 
 def test_a_broken_library_is_the_fault_of_the_first_rung_that_needs_it(settings: DoctorSettings) -> None:
-    (result,) = climb([Rung("one", "one", lazily("no_such_module:test"))], settings)
+    (result,) = run_tests([DoctorTest("one", "one", load_lazily("no_such_module:test"))], settings)
     assert result.status is Status.FAULT
     assert "ModuleNotFoundError" in result.text
 
 
 def test_a_model_that_does_not_fit_is_not_this_machines(settings: DoctorSettings) -> None:
-    (result,) = climb([rung for rung in RUNGS if rung.name == "float32"], replace(settings, model="random:70b-shape"))
+    (result,) = run_tests(
+        [test for test in TESTS if test.name == "float32"], replace(settings, model="random:70b-shape")
+    )
     assert result.status is Status.ABSENT, result
 
 
@@ -281,7 +293,7 @@ def test_a_checksum_finds_damaged_copies(monkeypatch: pytest.MonkeyPatch, damage
 
     monkeypatch.setattr(copies, "PIECE", 1000)
     monkeypatch.setattr(torch.Tensor, "copy_", copy_)
-    found = copies.measure(["cpu", "cpu"], 3001 * 8)
+    found = copies.measure_copies(["cpu", "cpu"], 3001 * 8)
     assert found.wrong == ([] if damage is None else ["host->1", "1->host", "1->0"])
     assert found.bytes_per_s.keys() == {"host->0", "0->host", "host->1", "1->host", "0->1", "1->0"}
 
@@ -290,29 +302,29 @@ def test_healthy_gpus_have_no_fault(settings: DoctorSettings, tmp_path: Path, mo
     nvidia_smi(monkeypatch, tmp_path)
     copied(monkeypatch, lambda name: 400e9)
     names = ("driver", "gpus", "gpu_links")
-    results = climb([rung for rung in RUNGS if rung.name in names], settings)
+    results = run_tests([test for test in TESTS if test.name in names], settings)
     assert [result.status for result in results] == [Status.OK] * 3
 
 
-@pytest.mark.parametrize("rung", ["gpu_links", "embedded", "ranks"])
+@pytest.mark.parametrize("test", ["gpu_links", "embedded", "ranks"])
 def test_a_hang_is_named_and_ended(
-    settings: DoctorSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rung: str
+    settings: DoctorSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, test: str
 ) -> None:
     """The program that hangs has started another one. After the deadline neither is running."""
-    if rung == "gpu_links":
+    if test == "gpu_links":
         nvidia_smi(monkeypatch, tmp_path)
     monkeypatch.setattr(gpus, "PROGRAM", ("-c", HANG))
     monkeypatch.setattr(engines, "PROGRAM", ("-c", HANG))
     monkeypatch.setattr(exchange, "PROGRAM", ("-c", HANG))
     earlier = set(psutil.Process().children(recursive=True))  # of other tests in this process
-    result = assert_fault(replace(settings, deadline_s=1.0), rung)
+    result = assert_fault(replace(settings, deadline_s=1.0), test)
     assert "no end after 1 s" in result.text
     assert result.facts["outputs"]
     assert set(psutil.Process().children(recursive=True)) <= earlier
 
 
 def test_slow_sums_over_ranks(settings: DoctorSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "SLOWEST", {"gloo": 1e15})
+    monkeypatch.setattr(exchange, "MIN_BYTES_PER_S", {"gloo": 1e15})
     assert assert_fault(settings, "ranks").facts["bytes_per_s"] > 0
 
 
@@ -330,12 +342,12 @@ def test_slow_sums_over_ranks(settings: DoctorSettings, monkeypatch: pytest.Monk
 )
 def test_a_fallback_to_a_slower_link(gpu: str, rate: float, size: int, place: Any, slow: bool) -> None:
     """A rate is compared with the links that conf/hardware has for this GPU; otherwise with 10 Gbit/s."""
-    found = exchange.Exchanged("nccl", gpu, rate)
+    found = exchange.AllReduceResult("nccl", gpu, rate)
     if slow:
         with pytest.raises(Fault):
-            exchange.judge(found, size, place)
+            exchange.judge_rate(found, size, place)
     else:
-        assert exchange.judge(found, size, place).facts["least_bytes_per_s"] <= rate
+        assert exchange.judge_rate(found, size, place).facts["least_bytes_per_s"] <= rate
 
 
 def test_a_node_that_does_not_come(settings: DoctorSettings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,7 +359,7 @@ def test_a_node_that_does_not_come(settings: DoctorSettings, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("rung", "wrong", "of"),
+    ("test", "wrong", "of"),
     [
         ("float32", {"logprobs": [-1.0, -2.1]}, {"dtype": "float32", "kernels": "auto"}),
         ("float32", {"losses": {"policy/loss": math.nan}}, {"kernels": "auto"}),
@@ -361,28 +373,28 @@ def test_a_node_that_does_not_come(settings: DoctorSettings, monkeypatch: pytest
     ],
 )
 def test_wrong_numbers_of_training(
-    settings: DoctorSettings, monkeypatch: pytest.MonkeyPatch, rung: str, wrong: dict[str, Any], of: dict[str, Any]
+    settings: DoctorSettings, monkeypatch: pytest.MonkeyPatch, test: str, wrong: dict[str, Any], of: dict[str, Any]
 ) -> None:
-    """A result that is wrong in one field, from the jobs with the properties `of`, is that rung's fault alone."""
+    """A result that is wrong in one field, from the jobs with the properties `of`, is that test's fault alone."""
 
     plant(monkeypatch, {}, {})
-    assert climbed(settings, rung).status is Status.OK
+    assert climbed(settings, test).status is Status.OK
     plant(monkeypatch, wrong, of)
-    assert_fault(settings, rung)
+    assert_fault(settings, test)
 
 
 def plant(patch: pytest.MonkeyPatch, wrong: dict[str, Any], of: dict[str, Any]) -> None:
     """Let jobs with the properties `of` have results that are wrong in these fields, and all others sound ones."""
 
     def result(job: RankJob) -> RankResult:
-        sound = replace(SOUND, state_bytes=predicted_state(job), peak_bytes=predicted_peak(job))
+        sound = replace(SOUND, state_bytes=predicted_state_bytes(job), peak_bytes=predicted_peak_bytes(job))
         return replace(sound, **wrong) if all(getattr(job, name) == value for name, value in of.items()) else sound
 
     patch.setattr(training, "_run", lambda gangs, deadline_s: {job: result(job) for gang in gangs for job in gang})
 
 
 @pytest.mark.parametrize(
-    ("rung", "wrong"),
+    ("test", "wrong"),
     [
         ("float32", {"logprobs": [-1.0, -2.1]}),
         ("bfloat16", {"digests": ["a", "b"]}),
@@ -391,21 +403,21 @@ def plant(patch: pytest.MonkeyPatch, wrong: dict[str, Any], of: dict[str, Any]) 
     ],
 )
 def test_every_gpu_is_tested(
-    settings: DoctorSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rung: str, wrong: dict[str, Any]
+    settings: DoctorSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, test: str, wrong: dict[str, Any]
 ) -> None:
     """Eight GPUs, of which number 6 (in layouts rank 0 of its pair) computes wrong numbers."""
     nvidia_smi(monkeypatch, tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    of = {"device": 6, "size": 2 if rung == "layouts" else 1}
+    of = {"device": 6, "size": 2 if test == "layouts" else 1}
     plant(monkeypatch, wrong, of)
-    result = assert_fault(settings, rung)
+    result = assert_fault(settings, test)
     assert "6" in result.text
 
 
 def test_an_odd_number_of_gpus_is_paired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_smi(monkeypatch, tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
-    assert training.pairs() == [0, 2, 3]
+    assert training.first_gpus_of_pairs() == [0, 2, 3]
 
 
 def test_a_rank_that_dies(settings: DoctorSettings, tmp_path: Path) -> None:
@@ -453,7 +465,7 @@ def test_an_environment_without_its_engine(settings: DoctorSettings) -> None:
 
 
 def test_the_ladder_stops_at_the_first_fault(settings: DoctorSettings) -> None:
-    """An error that nobody has foreseen is a fault of its rung, with its traceback. Absent things are none."""
+    """An error that nobody has foreseen is a fault of its test, with its traceback. Absent things are none."""
 
     def absent(settings: DoctorSettings) -> Finding:
         raise Absent("no such thing")
@@ -461,7 +473,7 @@ def test_the_ladder_stops_at_the_first_fault(settings: DoctorSettings) -> None:
     def broken(settings: DoctorSettings) -> Finding:
         raise ZeroDivisionError("1 / 0")
 
-    rungs = [Rung(name, name, test) for name, test in (("one", absent), ("two", broken), ("three", broken))]
-    results = climb(rungs, settings)
+    tests = [DoctorTest(name, name, test) for name, test in (("one", absent), ("two", broken), ("three", broken))]
+    results = run_tests(tests, settings)
     assert [result.status for result in results] == [Status.ABSENT, Status.FAULT, Status.NOT_REACHED]
     assert "ZeroDivisionError" in results[1].facts["traceback"]

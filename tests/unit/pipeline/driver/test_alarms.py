@@ -13,11 +13,20 @@ from rich.console import Console
 
 from pipeline.config.loading import load_config
 from pipeline.config.sections import AlarmsConfig
-from pipeline.driver.alarms import Alarm, Alarms, AlarmStop, Quiet, count, heard, look, step_rules
+from pipeline.driver.alarms import (
+    Alarm,
+    Alarms,
+    AlarmStop,
+    WithoutProgress,
+    count_violations,
+    evaluate_step_rules,
+    remove_name,
+    update_without_progress,
+)
 from pipeline.graph.display import ObservedDispatch
 from pipeline.graph.graph import step_nodes
 from pipeline.observe.journal import EventKind, Journal, read_events
-from pipeline.observe.learning import learning_signs
+from pipeline.observe.learning import check_learning
 from pipeline.observe.live import Progress
 from pipeline.observe.tracking import NullTracker
 from tests.support.paths import TINY
@@ -29,7 +38,7 @@ class Tags(NullTracker):
     def __init__(self) -> None:
         self.kept: dict[str, str] = {}
 
-    def tags(self, values: Mapping[str, str]) -> None:
+    def set_tags(self, values: Mapping[str, str]) -> None:
         self.kept |= values
 
 
@@ -41,10 +50,10 @@ class Watched:
         self.screen, self.tags, self.path = io.StringIO(), Tags(), folder / "events.jsonl"
         self.dispatch = ObservedDispatch(config.gangs())
         for gang in ("generate", "score", "train"):
-            self.dispatch.worker_up(gang, 0)
+            self.dispatch.on_worker_up(gang, 0)
         self.dispatch.admit(step_nodes(config.graph(), 0))
         progress = Progress("run", 4, {}, console=Console(file=self.screen, width=200))
-        self.journal = Journal(self.path, progress.event)
+        self.journal = Journal(self.path, progress.on_event)
         self.alarms = Alarms(config, self.dispatch, self.journal, progress, self.tags)
 
     def close(self) -> None:
@@ -56,7 +65,7 @@ class Watched:
     def publish_start(self) -> None:
         """The shards of step 0 are handed out, and nothing else can be."""
         for submit in self.dispatch.next_submits():
-            self.dispatch.done(submit.node.address)
+            self.dispatch.mark_done(submit.node.address)
         self.dispatch.next_submits()
 
 
@@ -70,7 +79,7 @@ def watch(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
 def test_an_alarm_is_an_event_a_line_and_a_tag(watch: Callable[..., Watched]) -> None:
     watched = watch()
     for step in (5, 6, 7):
-        watched.alarms.step(step, {"policy/entropy": 0.01})
+        watched.alarms.check_step(step, {"policy/entropy": 0.01})
     text = "policy/entropy is 0.01 nats a token, below 0.05 (alarms.entropy_below), 3 steps in a row"
     assert watched.raised() == [("entropy", 7, text)]
     assert f"ALARM: entropy: {text}" in watched.screen.getvalue()
@@ -80,13 +89,13 @@ def test_an_alarm_is_an_event_a_line_and_a_tag(watch: Callable[..., Watched]) ->
 
 def test_an_alarm_that_makes_further_work_worthless_ends_the_run(watch: Callable[..., Watched]) -> None:
     watched = watch("alarms.stop=[kl]")
-    watched.alarms.step(0, {"policy/entropy": 0.01})
+    watched.alarms.check_step(0, {"policy/entropy": 0.01})
     for step in (1, 2):
-        watched.alarms.step(step, {"policy/entropy": 0.01, "kl/ref_per_token": 3.0})
+        watched.alarms.check_step(step, {"policy/entropy": 0.01, "kl/ref_per_token": 3.0})
     with pytest.raises(
         AlarmStop, match=r"kl: kl/ref_per_token is 3 nats, above 1 .*That ends the run \(alarms\.stop\)"
     ):
-        watched.alarms.step(3, {"policy/entropy": 0.01, "kl/ref_per_token": 3.0})
+        watched.alarms.check_step(3, {"policy/entropy": 0.01, "kl/ref_per_token": 3.0})
     assert [rule for rule, _, _ in watched.raised()] == ["entropy", "kl"], "it is kept before it ends the run"
 
 
@@ -94,7 +103,7 @@ def test_an_idle_trainer_says_what_it_waits_for(watch: Callable[..., Watched]) -
     watched = watch("alarms.trainer_idle_s=5", "alarms.engine_silent_s=null")
     watched.publish_start()
     for now in (100.0, 104.0, 105.0, 106.0):
-        watched.alarms.look(now)
+        watched.alarms.check_time(now)
     ((rule, _, text),) = watched.raised()
     assert (rule, text) == (
         "trainer_idle",
@@ -106,12 +115,12 @@ def test_an_idle_trainer_says_what_it_waits_for(watch: Callable[..., Watched]) -
 def test_an_engine_that_finishes_nothing_is_named(watch: Callable[..., Watched]) -> None:
     watched = watch("alarms.trainer_idle_s=null", "alarms.engine_silent_s=5")
     watched.publish_start()
-    watched.alarms.look(100.0)
-    watched.alarms.finished("generate-0")
-    watched.alarms.look(104.0)
-    watched.alarms.look(108.0)
+    watched.alarms.check_time(100.0)
+    watched.alarms.on_worker_finished("generate-0")
+    watched.alarms.check_time(104.0)
+    watched.alarms.check_time(108.0)
     assert watched.raised() == []
-    watched.alarms.look(109.0)
+    watched.alarms.check_time(109.0)
     ((rule, _, text),) = watched.raised()
     assert rule == "engine_silent"
     assert text.startswith("generate-0 has work, and has finished none of it for 5 s")
@@ -130,7 +139,9 @@ def alarms_of(
     in_a_row: dict[str, int] = {}
     raised: list[Alarm] = []
     for step, metrics in enumerate(steps, start=first):
-        in_a_row, alarms = count(in_a_row, step, step_rules(step, {**HEALTHY, **metrics}, limits, staleness))
+        in_a_row, alarms = count_violations(
+            in_a_row, step, evaluate_step_rules(step, {**HEALTHY, **metrics}, limits, staleness)
+        )
         raised += alarms
     return [(alarm.rule, alarm.step) for alarm in raised]
 
@@ -155,9 +166,9 @@ def test_what_is_no_number_is_out_of_bounds() -> None:
 
 def test_a_step_without_the_metric_neither_counts_nor_ends_the_count() -> None:
     limits = AlarmsConfig(critic_steps=2)
-    in_a_row, none = count({}, 0, step_rules(0, {"critic/explained_variance": -1.0}, limits, 1))
-    in_a_row, nor = count(in_a_row, 1, step_rules(1, {}, limits, 1))
-    _, (alarm,) = count(in_a_row, 2, step_rules(2, {"critic/explained_variance": -0.5}, limits, 1))
+    in_a_row, none = count_violations({}, 0, evaluate_step_rules(0, {"critic/explained_variance": -1.0}, limits, 1))
+    in_a_row, nor = count_violations(in_a_row, 1, evaluate_step_rules(1, {}, limits, 1))
+    _, (alarm,) = count_violations(in_a_row, 2, evaluate_step_rules(2, {"critic/explained_variance": -0.5}, limits, 1))
     assert (none, nor, alarm.step) == ([], [], 2)
     assert alarm.text == "critic/explained_variance is -0.5: the critic is worse than a constant, 2 steps in a row"
 
@@ -171,7 +182,7 @@ SAME_LENGTH = {"response/length_mean": 8.0}
 
 
 def holding(metrics: Mapping[str, float], **facts: bool) -> list[str]:
-    return [sign.rule for sign in learning_signs({**LEARNS, **metrics}, **facts) if sign.holds]
+    return [sign.rule for sign in check_learning({**LEARNS, **metrics}, **facts) if sign.is_violated]
 
 
 @pytest.mark.parametrize(
@@ -197,15 +208,15 @@ def test_the_signs_of_a_run_that_learns_nothing(
 
 
 def test_a_critic_values_cut_responses_so_that_they_are_no_sign() -> None:
-    signs = learning_signs({"response/truncated_fraction": 1.0, "reward/std": 0.1})
-    assert [sign.rule for sign in signs if sign.holds] == []
+    signs = check_learning({"response/truncated_fraction": 1.0, "reward/std": 0.1})
+    assert [sign.rule for sign in signs if sign.is_violated] == []
 
 
 def test_a_run_that_learns_nothing_raises_an_alarm(watch: Callable[..., Watched]) -> None:
     """The policy is not looked at while only the critic is trained: `unmoved` counts from step 2 on."""
     watched = watch("ppo.critic_warmup_steps=2")
     for step in range(5):
-        watched.alarms.step(step, {**LEARNS, "reward/std": 0.0, "policy/optimizer_steps": 0.0})
+        watched.alarms.check_step(step, {**LEARNS, "reward/std": 0.0, "policy/optimizer_steps": 0.0})
     assert [(rule, step) for rule, step, _ in watched.raised()] == [("constant_score", 2), ("unmoved", 4)]
 
 
@@ -230,16 +241,18 @@ def test_null_switches_a_rule_off() -> None:
 
 def test_who_is_quiet_for_too_long_is_told_of_once() -> None:
     """a is quiet from 10 on; b from 12, is heard at 15, and quiet again from 16."""
-    quiet, overdue = look(Quiet(), 10.0, ["a"], 6.0)
+    quiet, overdue = update_without_progress(WithoutProgress(), 10.0, ["a"], 6.0)
     assert overdue == []
-    quiet, overdue = look(quiet, 12.0, ["a", "b"], 6.0)
+    quiet, overdue = update_without_progress(quiet, 12.0, ["a", "b"], 6.0)
     assert overdue == []
-    quiet, overdue = look(heard(quiet, "b"), 16.0, ["a", "b"], 6.0)
+    quiet, overdue = update_without_progress(remove_name(quiet, "b"), 16.0, ["a", "b"], 6.0)
     assert overdue == ["a"]
-    quiet, overdue = look(quiet, 21.9, ["a", "b"], 6.0)
+    quiet, overdue = update_without_progress(quiet, 21.9, ["a", "b"], 6.0)
     assert overdue == []
-    quiet, overdue = look(quiet, 22.0, ["a", "b"], 6.0)
+    quiet, overdue = update_without_progress(quiet, 22.0, ["a", "b"], 6.0)
     assert overdue == ["b"]
-    quiet, _ = look(quiet, 23.0, ["b"], 6.0)
-    _, overdue = look(look(quiet, 24.0, ["a", "b"], 6.0)[0], 30.0, ["a", "b"], 6.0)
+    quiet, _ = update_without_progress(quiet, 23.0, ["b"], 6.0)
+    _, overdue = update_without_progress(
+        update_without_progress(quiet, 24.0, ["a", "b"], 6.0)[0], 30.0, ["a", "b"], 6.0
+    )
     assert overdue == ["a"], "once it was not quiet, it may be told of again"

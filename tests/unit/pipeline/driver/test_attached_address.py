@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.sections import ClusterConfig, listening
-from pipeline.driver.attached_workers import _check_port, listening_address, number_of_new_driver
-from pipeline.driver.cluster import free_address
+from pipeline.driver.attached_workers import _check_port, listening_address, next_driver_number
+from pipeline.driver.cluster import dashboard_address
 from pipeline.errors import ConfigError
 from pipeline.workers.attached import interface_with, interfaces
 from pipeline.workers.scheduler_file import SchedulerFile, file_of_driver, write_scheduler_file
@@ -63,11 +63,11 @@ def test_a_port_that_is_taken_is_refused() -> None:
 
 
 def test_a_dashboard_that_cannot_be_here_is_refused() -> None:
-    assert free_address(None).startswith("127.0.0.1:")
+    assert dashboard_address(None).startswith("127.0.0.1:")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert free_address(f"127.0.0.1:{taken.getsockname()[1]}") == "127.0.0.1:0"
+        assert dashboard_address(f"127.0.0.1:{taken.getsockname()[1]}") == "127.0.0.1:0"
     with pytest.raises(ConfigError, match=r"cluster\.dashboard: given '192\.0\.2\.1:1'; 192\.0\.2\.1 is no address"):
-        free_address("192.0.2.1:1")
+        dashboard_address("192.0.2.1:1")
 
 
 def left_by_a_driver(path: Path) -> None:
@@ -77,8 +77,8 @@ def left_by_a_driver(path: Path) -> None:
 
 @pytest.mark.parametrize("counted", [b"", b"x", b"\xff"])
 def test_drivers_are_counted_also_where_the_count_was_cut_off(tmp_path: Path, counted: bytes) -> None:
-    assert [number_of_new_driver(tmp_path) for _ in range(2)] == [1, 2]
+    assert [next_driver_number(tmp_path) for _ in range(2)] == [1, 2]
     left_by_a_driver(file_of_driver(tmp_path, 2))
     (tmp_path / "attached" / "attempts").write_bytes(counted)
-    assert number_of_new_driver(tmp_path) == 3
+    assert next_driver_number(tmp_path) == 3
     assert [one.name for one in (tmp_path / "attached").iterdir()] == ["attempts"]

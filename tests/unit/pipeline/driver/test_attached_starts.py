@@ -53,7 +53,7 @@ class Setting:
         self.lost: list[str] = []
         self.down: list[tuple[str, int]] = []
         patch.setattr(supervision, "workers_by_address", lambda client: {f"at {name}": name for name in self.there})
-        patch.setattr(supervision, "heartbeats", self.heartbeats)
+        patch.setattr(supervision, "last_heartbeats", self.heartbeats)
         self.killed: list[str] = []
         patch.setattr(supervision, "kill_workers", lambda client, addresses: self.killed.extend(addresses))
         gangs = {
@@ -65,8 +65,8 @@ class Setting:
         context: Any = Context(
             client=SimpleNamespace(submit=self.submit),
             gangs=gangs,
-            dispatch=SimpleNamespace(worker_up=lambda *worker: None),
-            journal=SimpleNamespace(now=self.note),
+            dispatch=SimpleNamespace(on_worker_up=lambda *worker: None),
+            journal=SimpleNamespace(append_now=self.note),
             settings=ExecutorSettings(
                 cluster=ClusterConfig(
                     kind="local" if arrival_s is None else "attached",
@@ -80,7 +80,7 @@ class Setting:
             ),
             name="x",
             now=lambda: self.now,
-            watch=lambda *what: None,
+            watch_future=lambda *what: None,
         )
         self.supervision = Supervision(
             context, lambda gang: None, lambda worker, suspect: self.down.append(worker), lambda worker, numerics: None
@@ -156,7 +156,7 @@ def test_why_a_process_ended_itself_is_said_once(begin: Callable[..., Setting], 
     logs.mkdir()
     write_exit_reason(str(logs / "generate-1.log"), "the server of vllm said\nnothing for 60 s")
     for _ in range(2):
-        setting.supervision.lost(("generate", 1), "its process ended")
+        setting.supervision.restart_lost(("generate", 1), "its process ended")
     assert setting.lost == ["its process ended: the server of vllm said nothing for 60 s", "its process ended"]
     assert not [*logs.iterdir()]
 
@@ -191,9 +191,9 @@ def test_a_pool_goes_on_without_whom_does_not_come_and_waits_on(begin: Callable[
 def test_a_host_that_is_refused(begin: Callable[..., Setting]) -> None:
     """A stranger is no matter; a replica's host is done without; a rank's ends the run, by the host's name."""
     setting = begin(ARRIVAL_S)
-    setting.supervision.refused(JoinRefused("trian", 0, "host n1: the run has no gang 'trian'", fatal=False))
-    setting.supervision.refused(JoinRefused("generate", 0, "host n2: its clock", fatal=True))
+    setting.supervision.on_join_refused(JoinRefused("trian", 0, "host n1: the run has no gang 'trian'", fatal=False))
+    setting.supervision.on_join_refused(JoinRefused("generate", 0, "host n2: its clock", fatal=True))
     assert ["host n1" in setting.warned[0], "host n2" in setting.warned[1]] == [True, True]
     assert setting.warned[1].startswith("generate-0 is left out, and the rest of generate continues: ")
     with pytest.raises(ConfigError, match=r"cluster\.kind: given 'attached'; worker train-1: host n3: its clock"):
-        setting.supervision.refused(JoinRefused("train", 1, "host n3: its clock", fatal=True))
+        setting.supervision.on_join_refused(JoinRefused("train", 1, "host n3: its clock", fatal=True))

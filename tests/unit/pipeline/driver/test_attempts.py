@@ -12,15 +12,15 @@ from dask.utils import key_split
 from distributed.comm import CommClosedError
 from distributed.utils import color_of, key_split_group
 
-from pipeline.driver.attempts import LINEAGE, Attempt, Result, edges
+from pipeline.driver.attempts import MAX_LINEAGE, Attempt, Result, parent_futures
 from pipeline.driver.context import WorkerKey
 from pipeline.driver.graph_markers import build_key, marker_key, marker_stage, task_key
 from pipeline.driver.supervision import (
     AttemptState,
     attempt_state,
     back_off_s,
-    error_of_rank,
-    may_succeed_later,
+    is_retryable,
+    rank_error,
     restart_unit,
 )
 from pipeline.graph.dispatch import Submit
@@ -77,9 +77,9 @@ def test_verdict(num_ranks: int, reported: int, errors: list[BaseException], exp
     ],
 )
 def test_what_may_pass_is_tried_again_whichever_rank_raised_it(error: Exception, expected: bool) -> None:
-    assert may_succeed_later(error) is expected
+    assert is_retryable(error) is expected
     call = Call(Address("update_policy", 0), "a0", 0, (), "train", "train-1", 0)
-    assert may_succeed_later(error_of_rank(RankFailure.of(call, error))) is expected
+    assert is_retryable(rank_error(RankFailure.from_error(call, error))) is expected
 
 
 def test_back_off_doubles_and_has_an_end() -> None:
@@ -102,13 +102,13 @@ def node(stage: str, scheduled_step: int, *parents: Address) -> Node:
 
 
 def under_way(of: Node, future: Any) -> Attempt:
-    return Attempt(Submit(of, "train", Mode.ORDERED, 0), "a0", future, ran_ahead=False, ready=0.0)
+    return Attempt(Submit(of, "train", Mode.ORDERED, 0), "a0", future, is_submitted_early=False, ready_at=0.0)
 
 
 def names(
     child: Node, worker: WorkerKey, attempts: dict[Address, Attempt], results: dict[Address, Result]
 ) -> list[str]:
-    found: list[Any] = edges(child, worker, attempts, results)
+    found: list[Any] = parent_futures(child, worker, attempts, results)
     return [future.name for future in found]
 
 
@@ -140,14 +140,14 @@ def test_a_result_that_was_lost_is_no_edge(status: str) -> None:
 
 def test_lineage_is_cut_between_two_turns() -> None:
     """Otherwise Dask would remember the whole run. Within a block of steps it is kept."""
-    before, now = node("update_policy", LINEAGE - 1), node("advantage", LINEAGE)
+    before, now = node("update_policy", MAX_LINEAGE - 1), node("advantage", MAX_LINEAGE)
     results = {
-        before.address: Result(Held("before"), ("train", 0), LINEAGE - 1),
-        now.address: Result(Held("now"), ("train", 0), LINEAGE),
+        before.address: Result(Held("before"), ("train", 0), MAX_LINEAGE - 1),
+        now.address: Result(Held("now"), ("train", 0), MAX_LINEAGE),
     }
-    child = node("update_policy", LINEAGE, before.address, now.address)
+    child = node("update_policy", MAX_LINEAGE, before.address, now.address)
     assert names(child, ("train", 0), {}, results) == ["now"]
-    next_turn = node("update_policy", LINEAGE + 1, before.address, now.address)
+    next_turn = node("update_policy", MAX_LINEAGE + 1, before.address, now.address)
     assert names(next_turn, ("train", 0), {}, results) == ["before", "now"]
 
 
@@ -182,7 +182,7 @@ def test_names_and_groups(stage: str) -> None:
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_groups_depend_on_each_other_in_no_circle(staleness: int) -> None:
-    spec = GraphSpec(steps=7, shards=2, staleness=staleness, eval_every=2, canaries=True)
+    spec = GraphSpec(steps=7, shards=2, staleness=staleness, eval_every=2, has_canaries=True)
     groups: dict[str, set[str]] = {}
     for node in run_nodes(spec):
         needs = groups.setdefault(marker_key(node.address)[0], set())

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from pipeline.driver.retention import LedgerCompactor, all_committed
-from pipeline.graph.graph import GraphSpec, run_nodes, step_nodes, window
+from pipeline.graph.graph import GraphSpec, run_nodes, step_nodes, window_size
 from storage.address import Address
 from storage.commits import Commit, provenance_here
 from storage.ledger import SPAN, Ledger
 
-SPEC = GraphSpec(steps=2 * SPAN + 20, shards=2, staleness=2, eval_every=5, canaries=True)
+SPEC = GraphSpec(steps=2 * SPAN + 20, shards=2, staleness=2, eval_every=5, has_canaries=True)
 
 
 def commit(ledger: Ledger, address: Address) -> None:
@@ -26,21 +26,21 @@ def go_on(ledger: Ledger, steps: range) -> LedgerCompactor:
         for node in step_nodes(SPEC, step):
             commit(ledger, node.address)
     for step in [*steps[1::2], *steps[::2]]:
-        books.finished(step, [node.address for node in step_nodes(SPEC, step)])
+        books.on_step_finished(step, [node.address for node in step_nodes(SPEC, step)])
     return books
 
 
 def test_steps_are_closed_well_behind_those_that_are_over(tmp_path: Path) -> None:
     """So every version that an open step reads is published by a step that is open too."""
-    ledger, last = Ledger(str(tmp_path)), SPAN + 2 * window(SPEC)
+    ledger, last = Ledger(str(tmp_path)), SPAN + 2 * window_size(SPEC)
     assert go_on(ledger, range(last - 1)).first_step == ledger.closed_until() == 0
     books = LedgerCompactor(SPEC, ledger)
     for step in range(last - 1):
-        books.finished(step, [node.address for node in step_nodes(SPEC, step)])
+        books.on_step_finished(step, [node.address for node in step_nodes(SPEC, step)])
     assert ledger.closed_until() == 0
     for node in step_nodes(SPEC, last - 1):
         commit(ledger, node.address)
-    books.finished(last - 1, [node.address for node in step_nodes(SPEC, last - 1)])
+    books.on_step_finished(last - 1, [node.address for node in step_nodes(SPEC, last - 1)])
     assert books.first_step == ledger.closed_until() == SPAN
     nodes = {node.address for step in range(last) for node in step_nodes(SPEC, step)}
     assert set(ledger.open_addresses()) == {address for address in nodes if address.step >= SPAN}

@@ -12,10 +12,10 @@ from distributed.diagnostics.task_stream import TaskStreamPlugin
 
 from pipeline.driver.cluster import scheduler_extensions
 from pipeline.driver.dashboard import OrderedGroups, StepGraph
-from pipeline.driver.graph_markers import MOST_MARKERS, GraphMarkers, marker_key, marker_states
+from pipeline.driver.graph_markers import MAX_MARKERS, GraphMarkers, marker_key, marker_states
 from pipeline.graph.display import NodeState, NodeStatus, ObservedDispatch
 from pipeline.graph.flow import Flow
-from pipeline.graph.graph import Gang, GraphSpec, Node, run_nodes, step_nodes, step_of
+from pipeline.graph.graph import Gang, GraphSpec, Node, run_nodes, step_nodes, step_of_node
 from stages.models.protocol import Role
 from storage.address import Address
 
@@ -24,7 +24,7 @@ GANGS = (
     Gang("score", frozenset({Role.SCORE, Role.ADVANTAGE}), 1),
     Gang("train", frozenset({Role.POLICY, Role.REFERENCE, Role.CRITIC}), 1),
 )
-SPEC = GraphSpec(steps=12, shards=2, staleness=1, eval_every=3, canaries=True)
+SPEC = GraphSpec(steps=12, shards=2, staleness=1, eval_every=3, has_canaries=True)
 STATES = {"waiting": "waiting", "ready": "queued", "queued": "queued", "running": "processing", "done": "memory"}
 
 
@@ -33,16 +33,16 @@ def simulate(look: Callable[[ObservedDispatch, int], None], spec: GraphSpec = SP
     Nodes of the stage `last` end when no other runs."""
     dispatch = ObservedDispatch(GANGS)
     for gang in GANGS:
-        dispatch.worker_up(gang.name, 0)
+        dispatch.on_worker_up(gang.name, 0)
     flow = Flow(spec, dispatch, on_step=lambda step, nodes: None, on_unread=lambda version: None)
     flow.advance()
-    while not flow.finished:
+    while not flow.is_finished:
         dispatch.next_submits()
         nodes = [s.node for s in dispatch.statuses() if s.state is NodeState.RUNNING]
         running = min(nodes, key=lambda node: node.stage == last)
-        dispatch.done(running.address)
-        flow.done(running)
-        look(dispatch, flow.admitted)
+        dispatch.mark_done(running.address)
+        flow.on_node_done(running)
+        look(dispatch, flow.num_admitted_steps)
 
 
 def check(scheduler: Scheduler, statuses: list[NodeStatus]) -> None:
@@ -85,7 +85,7 @@ def test_markers_have_the_graphs_edges_and_dispatchs_states_and_keep_nothing() -
 
         def look(dispatch: ObservedDispatch, admitted: int) -> None:
             statuses = dispatch.statuses()
-            markers._apply(marker_states(SPEC, statuses, admitted))
+            markers._apply_markers(marker_states(SPEC, statuses, admitted))
             check(scheduler, statuses)
             sizes.append((len(scheduler.tasks), len(scheduler.task_groups), len(scheduler.task_prefixes)))
 
@@ -107,7 +107,7 @@ def test_every_staleness_edge_is_seen() -> None:
 
     def use(scheduler: Scheduler, markers: GraphMarkers) -> None:
         def look(dispatch: ObservedDispatch, admitted: int) -> None:
-            markers._apply(marker_states(SPEC, dispatch.statuses(), admitted))
+            markers._apply_markers(marker_states(SPEC, dispatch.statuses(), admitted))
             for task in scheduler.tasks.values():
                 seen.update((parent.key, task.key) for parent in task.dependencies)
 
@@ -130,7 +130,7 @@ def test_a_step_that_ends_before_an_older_one_keeps_its_edges() -> None:
     def look(dispatch: ObservedDispatch, admitted: int) -> None:
         statuses = dispatch.statuses()
         markers = marker_states(SPEC, statuses, admitted)
-        open_steps = {step_of(status.node) for status in statuses}
+        open_steps = {step_of_node(status.node) for status in statuses}
         over_early.update(set(range(min(open_steps, default=admitted), admitted)) - open_steps)
         waiting = [marker for marker in markers.values() if marker.state != "memory"]
         wanted = [parent for marker in waiting for parent in marker.parents if parent.stage == "publish"]
@@ -157,7 +157,7 @@ def test_dasks_pages_draw_them() -> None:
         graph, groups = StepGraph(scheduler), OrderedGroups(scheduler)
 
         def look(dispatch: ObservedDispatch, admitted: int) -> None:
-            markers._apply(marker_states(SPEC, dispatch.statuses(), admitted))
+            markers._apply_markers(marker_states(SPEC, dispatch.statuses(), admitted))
             graph.update()
             groups.update()
             assert set(graph.layout.x) == set(scheduler.tasks)
@@ -184,13 +184,13 @@ def test_a_page_that_raises_leaves_the_markers_whole() -> None:
         scheduler.add_plugin(broken, name="broken")
         for _ in range(200):
             try:
-                markers._apply(marker_states(SPEC, nodes, 2))
+                markers._apply_markers(marker_states(SPEC, nodes, 2))
             except KeyError:
                 continue
             break
         scheduler.remove_plugin("broken")
         check(scheduler, nodes)
-        markers._apply({})
+        markers._apply_markers({})
         assert not scheduler.tasks
         assert not scheduler.task_groups
 
@@ -198,7 +198,7 @@ def test_a_page_that_raises_leaves_the_markers_whole() -> None:
 
 
 def test_a_window_too_large_for_the_page_has_none() -> None:
-    spec = GraphSpec(steps=3, shards=MOST_MARKERS // 4, staleness=1)
+    spec = GraphSpec(steps=3, shards=MAX_MARKERS // 4, staleness=1)
     nodes: list[Node] = list(run_nodes(spec))
     assert marker_states(spec, [NodeStatus(node, NodeState.WAITING) for node in nodes], 3) == {}
     assert marker_states(spec, [], 3) == {}

@@ -191,9 +191,9 @@ def test_numerics_are_written_down_by_gang(watch: Callable[..., Workers]) -> Non
     """A gang that trains may have other processors than one that generates: no node of one runs on the other."""
     workers = watch()
     engine = ITEMS | {"instructions": "avx512f", "engine.kernels": "native"}
-    workers.watch.built(("train", 0), ITEMS)
-    workers.watch.built(("generate", 0), engine)
-    workers.watch.built(("generate", 1), engine)
+    workers.watch.on_worker_built(("train", 0), ITEMS)
+    workers.watch.on_worker_built(("generate", 0), engine)
+    workers.watch.on_worker_built(("generate", 1), engine)
     identity = read_identity(workers.run_dir)
     seen = [(n.gang, n.worker, n.fingerprint, n.items) for n in identity.numerics]
     assert seen == [
@@ -205,9 +205,9 @@ def test_numerics_are_written_down_by_gang(watch: Callable[..., Workers]) -> Non
 
 def test_a_replica_with_other_numerics_is_refused(watch: Callable[..., Workers]) -> None:
     workers = watch()
-    workers.watch.built(("generate", 0), ITEMS)
+    workers.watch.on_worker_built(("generate", 0), ITEMS)
     with pytest.raises(ConfigError) as refused:
-        workers.watch.built(("generate", 1), ITEMS | {"instructions": "avx512f"})
+        workers.watch.on_worker_built(("generate", 1), ITEMS | {"instructions": "avx512f"})
     said = str(refused.value)
     assert said.startswith("cluster.same_numerics: given 'refuse'; worker generate-1 computes with others")
     assert "instructions: avx512f (was avx2)" in said
@@ -217,7 +217,7 @@ def test_a_replica_with_other_numerics_is_refused(watch: Callable[..., Workers])
 def test_or_said_once(watch: Callable[..., Workers]) -> None:
     workers = watch("cluster.same_numerics=warn")
     for index, instructions in enumerate(("avx2", "avx512f", "avx512f")):
-        workers.watch.built(("generate", index), ITEMS | {"instructions": instructions})
+        workers.watch.on_worker_built(("generate", index), ITEMS | {"instructions": instructions})
     (said,) = workers.warnings()
     assert said is not None
     assert "worker generate-1 computes with others than generate-0" in said
@@ -226,17 +226,17 @@ def test_or_said_once(watch: Callable[..., Workers]) -> None:
 
 
 def test_a_resumed_run_on_another_machine_is_refused(watch: Callable[..., Workers]) -> None:
-    watch().watch.built(("train", 0), ITEMS)
+    watch().watch.on_worker_built(("train", 0), ITEMS)
     with pytest.raises(ConfigError, match=r"worker train-0 .*instructions: avx512f \(was avx2\)"):
-        watch().watch.built(("train", 0), ITEMS | {"instructions": "avx512f"})
+        watch().watch.on_worker_built(("train", 0), ITEMS | {"instructions": "avx512f"})
 
 
 def test_all_workers_have_the_drivers_software(watch: Callable[..., Workers]) -> None:
     with pytest.raises(ConfigError, match=r"than the driver has: torch: 9 \(was 2.0\)"):
-        watch().watch.built(("score", 0), ITEMS | {"torch": "9"})
+        watch().watch.on_worker_built(("score", 0), ITEMS | {"torch": "9"})
 
 
 def test_a_runtime_that_says_nothing_is_not_asked(watch: Callable[..., Workers]) -> None:
     workers = watch()
-    workers.watch.built(("train", 0), {})
+    workers.watch.on_worker_built(("train", 0), {})
     assert read_identity(workers.run_dir) is None

@@ -14,11 +14,11 @@ from pipeline.config.stored import RunStorage
 from pipeline.driver.integrity import (
     UnreadVersions,
     check_recomputed,
-    finalised,
+    clean_up_after,
     newest_sampled,
     plan_rewind,
-    repair,
-    set_damaged_aside,
+    quarantine_damaged_commits,
+    repair_store,
 )
 from pipeline.driver.retention import LedgerCompactor, all_committed
 from pipeline.errors import StageFailed
@@ -42,7 +42,7 @@ FIRST, SECOND = Address("score", 0), Address("score", 1)
 def history(tmp_path: Path) -> History:
     ledger = Ledger(str(tmp_path / "ledger"))
     store = RolloutStore(str(tmp_path), ledger, Layouts(Layout(1, 2, 3)))
-    return History(GraphSpec(steps=2, shards=1, staleness=0), ledger, store, rows=2)
+    return History(GraphSpec(steps=2, shards=1, staleness=0), ledger, store, rows_per_step=2)
 
 
 @pytest.fixture
@@ -64,8 +64,8 @@ def damage(paths: RunPaths, address: Address) -> None:
 
 def test_a_sound_run_needs_nothing(history: History, paths: RunPaths) -> None:
     scores(history, SECOND, 2, scores(history, FIRST, 1))
-    repairs = repair(history, RunStorage(paths.root))
-    assert (repairs.warnings, dict(repairs.expected)) == ((), {})
+    repairs = repair_store(history, RunStorage(paths.root))
+    assert (repairs.warnings, dict(repairs.expected_digests)) == ((), {})
     assert not (paths.root / "damaged").exists()
 
 
@@ -74,18 +74,18 @@ def test_a_damaged_record_is_set_aside_and_made_again(history: History, paths: R
     otherwise the run ends."""
     scores(history, SECOND, 2, scores(history, FIRST, 1))
     damage(paths, FIRST)
-    repairs = repair(history, RunStorage(paths.root))
+    repairs = repair_store(history, RunStorage(paths.root))
     (warning,) = repairs.warnings
     assert warning.startswith(f"{paths.root}/ledger/{FIRST}.json: is not what was written (its bytes ")
     assert warning.endswith(f"; {FIRST} runs again")
     assert len([path for path in (paths.root / "damaged").rglob("*") if path.is_file()]) == 1, (
         "it is moved, not removed"
     )
-    assert list(repairs.expected) == [FIRST]
+    assert list(repairs.expected_digests) == [FIRST]
     scores(history, FIRST, 1)
     check_recomputed(history, repairs, FIRST)
     check_recomputed(history, repairs, SECOND)
-    assert repair(history, RunStorage(paths.root)).warnings == ()
+    assert repair_store(history, RunStorage(paths.root)).warnings == ()
 
 
 @pytest.mark.parametrize("damaged", ["zarr.json", "step_000000/zarr.json", "step_000000/scores/zarr.json"])
@@ -95,7 +95,7 @@ def test_zarrs_own_metadata_is_written_again(history: History, paths: RunPaths, 
     whole = file.read_bytes()
     file.unlink() if missing else file.write_bytes(whole[:20])
     assert list(history.store.plain_faults(commit)) != []
-    repair(history, RunStorage(paths.root))
+    repair_store(history, RunStorage(paths.root))
     assert list(history.store.plain_faults(commit)) == []
     assert file.read_bytes() == whole
     assert not history.store.attempts()
@@ -104,12 +104,12 @@ def test_zarrs_own_metadata_is_written_again(history: History, paths: RunPaths, 
 def test_one_that_comes_out_differently_is_named(history: History, paths: RunPaths) -> None:
     scores(history, SECOND, 2, scores(history, FIRST, 1))
     damage(paths, FIRST)
-    repairs = repair(history, RunStorage(paths.root))
+    repairs = repair_store(history, RunStorage(paths.root))
     scores(history, FIRST, 1.5)
     with pytest.raises(StageFailed, match=f"{FIRST} was made again, and is not what committed outputs were made from"):
         check_recomputed(history, repairs, FIRST)
     with pytest.raises(StoreError, match=f"cannot go on: {SECOND}: was made from {FIRST} of attempt "):
-        repair(history, RunStorage(paths.root))
+        repair_store(history, RunStorage(paths.root))
 
 
 def test_the_books_are_closed_however_a_run_ends(history: History, paths: RunPaths) -> None:
@@ -121,11 +121,11 @@ def test_the_books_are_closed_however_a_run_ends(history: History, paths: RunPat
 
     history.ledger.commit(leave(FIRST, "a0-1"))
     leave(SECOND, "a0-2")
-    with pytest.raises(KeyboardInterrupt), finalised(history):
+    with pytest.raises(KeyboardInterrupt), clean_up_after(history):
         raise KeyboardInterrupt
     assert history.store.attempts() == [(SECOND, "a0-2")]
     (paths.root / "ledger" / "score/.shard_0000.json.0123456789ab").write_text("torn")
-    with finalised(history):
+    with clean_up_after(history):
         history.ledger.commit(leave(SECOND, "a0-3"))
     assert not (paths.root / "attempts").exists()
     assert history.ledger.unknown_files() == []
@@ -138,7 +138,7 @@ def test_a_version_that_was_leased_is_released_later(tmp_path: Path) -> None:
             board.publish(version, {"w": np.full(3, version, np.float32)})
         unread, lease = UnreadVersions(board), board.open(0)
         unread.release(0)
-        unread.retry()
+        unread.release_unleased()
         assert board.available() == [0, 1, 2]
         lease.close()
         unread.release(1)
@@ -152,10 +152,10 @@ def test_what_runs_again_at_the_edge_of_the_books_finds_its_weights(history: His
     for step in range(SPAN + 2):
         commits.append(scores(history, Address("score", step), 1, *commits[-1:]))
     history.ledger.close(0, [commit.address for commit in commits[:SPAN]])
-    assert repair(history, RunStorage(paths.root)).expected == {}
+    assert repair_store(history, RunStorage(paths.root)).expected_digests == {}
     assert history.ledger.closed_until() == SPAN
     (paths.root / "ledger" / f"{Address('score', SPAN)}.json").unlink()
-    assert list(repair(history, RunStorage(paths.root)).expected) == [Address("score", SPAN)]
+    assert list(repair_store(history, RunStorage(paths.root)).expected_digests) == [Address("score", SPAN)]
     assert history.ledger.closed_until() == 0
 
 
@@ -166,7 +166,7 @@ SHARD = Address("generate", 2)
 def latest(tmp_path: Path) -> History:
     ledger = Ledger(str(tmp_path / "ledger"))
     store = RolloutStore(str(tmp_path), ledger, Layouts(Layout(1, 2, 3)))
-    return History(GraphSpec(steps=4, shards=1, staleness=2, latest=True), ledger, store, rows=2)
+    return History(GraphSpec(steps=4, shards=1, staleness=2, uses_latest=True), ledger, store, rows_per_step=2)
 
 
 def sampled(history: History, versions: list[int]) -> Commit:
@@ -182,16 +182,16 @@ def test_a_lost_shard_says_which_version_sampled_it(latest: History, paths: RunP
     """Under `latest` the graph does not; its tokens do, though nothing vouches for them any more."""
     scores(latest, Address("score", 2), 1, sampled(latest, [1, 1]))
     (paths.root / "ledger" / f"{SHARD}.json").unlink()
-    repairs = repair(latest, RunStorage(paths.root))
+    repairs = repair_store(latest, RunStorage(paths.root))
     assert dict(repairs.sampled_versions) == {SHARD: 1}
-    assert list(repairs.expected) == [SHARD]
+    assert list(repairs.expected_digests) == [SHARD]
 
 
 def test_a_lost_shard_of_several_versions_is_refused(latest: History, paths: RunPaths) -> None:
     scores(latest, Address("score", 2), 1, sampled(latest, [1, 2]))
     (paths.root / "ledger" / f"{SHARD}.json").unlink()
     with pytest.raises(StoreError, match=rf"{SHARD} is lost, .* versions \[1, 2\], as they came, .* --from-checkpoint"):
-        repair(latest, RunStorage(paths.root))
+        repair_store(latest, RunStorage(paths.root))
     assert newest_sampled(latest, latest.ledger.addresses()) == {SHARD: None}
 
 
@@ -217,7 +217,7 @@ def lean(tmp_path: Path) -> History:
         )
     books = LedgerCompactor(LONG, ledger)
     for step in range(LONG.steps):
-        books.finished(step, [node.address for node in step_nodes(LONG, step)])
+        books.on_step_finished(step, [node.address for node in step_nodes(LONG, step)])
     assert ledger.closed_until() == 2 * SPAN
     store.drop(DROPPED)
     checkpoints = Checkpoints(RunPaths(tmp_path).checkpoints)
@@ -227,7 +227,7 @@ def lean(tmp_path: Path) -> History:
             (place / "model.bin").write_text("weights")
             digest = ledger.get(Address(f"update_{role}", version - 1)).digest
             checkpoints.finish(role, version, place, {"digest": digest})
-    return History(LONG, ledger, store, rows=2)
+    return History(LONG, ledger, store, rows_per_step=2)
 
 
 def flip(paths: RunPaths, address: Address) -> None:
@@ -252,20 +252,20 @@ def test_a_damaged_record_of_a_dropped_output_is_not_needed(lean: History, paths
     """It cannot be made again, since its inputs were deleted: the run goes on without it."""
     flip(paths, lost)
     history = replace(lean, ledger=Ledger(str(paths.root / "ledger")))
-    repairs = repair(history, RunStorage(paths.root))
+    repairs = repair_store(history, RunStorage(paths.root))
     warning, *more = repairs.warnings
     assert str(lost) in warning
     assert "is not what was written" in warning
     assert warning.endswith("nobody needs it any more (storage.keep.rollouts has let go what it was made from)")
     assert more == []
-    assert repairs.unneeded == {lost}
-    assert not repairs.expected
+    assert repairs.unneeded_outputs == {lost}
+    assert not repairs.expected_digests
     assert history.ledger.closed_until() == 2 * SPAN, "what was closed is closed again"
-    assert all_committed(LONG, history.ledger, repairs.unneeded)
-    assert LedgerCompactor(LONG, history.ledger, repairs.unneeded).first_step == 2 * SPAN
-    again = repair(replace(lean, ledger=Ledger(str(paths.root / "ledger"))), RunStorage(paths.root))
+    assert all_committed(LONG, history.ledger, repairs.unneeded_outputs)
+    assert LedgerCompactor(LONG, history.ledger, repairs.unneeded_outputs).first_step == 2 * SPAN
+    again = repair_store(replace(lean, ledger=Ledger(str(paths.root / "ledger"))), RunStorage(paths.root))
     assert len(again.warnings) == (lost.step >= 2 * SPAN), "of a closed step nobody asks any more"
-    assert {*range(DROPPED)} <= {*history.steps_done()}
+    assert {*range(DROPPED)} <= {*history.finished_steps()}
 
 
 @pytest.mark.parametrize(
@@ -284,8 +284,8 @@ def test_what_a_recovery_may_need_runs_again(lean: History, paths: RunPaths, nee
     """Updates from the oldest checkpoint before the gap may run again. Evaluated rows are never deleted. If a
     version's weights exist, everything else can be made."""
     flip(paths, needed)
-    repairs = repair(replace(lean, ledger=Ledger(str(paths.root / "ledger"))), RunStorage(paths.root))
-    assert not repairs.unneeded
+    repairs = repair_store(replace(lean, ledger=Ledger(str(paths.root / "ledger"))), RunStorage(paths.root))
+    assert not repairs.unneeded_outputs
     (warning,) = repairs.warnings
     assert warning.endswith(f"; {needed} runs again")
 
@@ -296,23 +296,23 @@ def test_a_run_closes_its_books_without_what_is_lost(lean: History, paths: RunPa
     flip(paths, lost)
     longer = replace(LONG, steps=3 * SPAN + 12)
     history = replace(lean, spec=longer, ledger=Ledger(str(paths.root / "ledger")))
-    repairs = repair(history, RunStorage(paths.root))
-    books = LedgerCompactor(longer, history.ledger, repairs.unneeded)
+    repairs = repair_store(history, RunStorage(paths.root))
+    books = LedgerCompactor(longer, history.ledger, repairs.unneeded_outputs)
     for step in range(books.first_step, longer.steps):
         for node in step_nodes(longer, step):
             if node.address != lost:
                 history.store.commit_only(node.address, provenance_here(seed=0, config_hash=""))
-        books.finished(step, [node.address for node in step_nodes(longer, step)])
+        books.on_step_finished(step, [node.address for node in step_nodes(longer, step)])
     assert history.ledger.closed_until() == 3 * SPAN
     assert all_committed(longer, history.ledger)
-    assert history.versions_made() == longer.steps
+    assert history.newest_version() == longer.steps
 
 
 def test_a_run_goes_back_to_a_checkpoint_over_what_is_lost(lean: History, paths: RunPaths) -> None:
     """Without its record a generation looks like one that has yet to read its version."""
     flip(paths, Address("generate", 3))
     history = replace(lean, ledger=Ledger(str(paths.root / "ledger")))
-    assert set_damaged_aside(history.ledger, RunStorage(paths.root)).keys() == {Address("generate", 3)}
+    assert quarantine_damaged_commits(history.ledger, RunStorage(paths.root)).keys() == {Address("generate", 3)}
     assert plan_rewind(history, RunStorage(paths.root)).version == SAVED[-1]
 
 
@@ -320,7 +320,7 @@ def test_a_running_driver_passes_over_it(lean: History, paths: RunPaths) -> None
     """Its summary reads every step; only data that may still be needed stops it."""
     flip(paths, Address("generate", 3))
     history = replace(lean, ledger=Ledger(str(paths.root / "ledger")))
-    assert history.step_numbers(3) is None, "no metrics here, and no error"
+    assert history.read_step_numbers(3) is None, "no metrics here, and no error"
     flip(paths, Address("generate", DROPPED))
     with pytest.raises(DamagedCommit):
-        history.step_numbers(DROPPED)
+        history.read_step_numbers(DROPPED)

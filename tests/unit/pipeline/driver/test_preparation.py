@@ -16,7 +16,7 @@ from pipeline.config.stored import RunStorage
 from pipeline.driver.integrity import plan_rewind
 from pipeline.driver.preparation import prepare
 from pipeline.driver.results import open_history
-from pipeline.driver.session import writable
+from pipeline.driver.session import refuse_unwritable_directory
 from pipeline.errors import ConfigError
 from pipeline.graph.graph import GraphSpec, run_nodes
 from pipeline.observe.history import History
@@ -94,7 +94,7 @@ def test_a_file_where_a_directory_must_be_is_refused_by_its_path(config: RunConf
     plots = RunPaths(config.run_dir).plots
     plots.rmdir()
     plots.write_text("")
-    with pytest.raises(ConfigError, match=f"cannot write {plots}: File exists"), writable(config):
+    with pytest.raises(ConfigError, match=f"cannot write {plots}: File exists"), refuse_unwritable_directory(config):
         prepare(config, begun, resume=True, from_checkpoint=False)
 
 
@@ -114,7 +114,10 @@ def test_a_disk_without_room_is_a_refusal_before_anything_starts(
     config.model.policy.decay = config.model.critic.decay = "constant"
     with monkeypatch.context() as disk:
         disk.setattr(files, "_temporary", full)
-        with pytest.raises(ConfigError, match=rf"runs_dir: given .*{key}: No space left on device"), writable(config):
+        with (
+            pytest.raises(ConfigError, match=rf"runs_dir: given .*{key}: No space left on device"),
+            refuse_unwritable_directory(config),
+        ):
             prepare(config, begun, resume=True, from_checkpoint=False)
     assert updates(config) == [0, 1, 2, 3]
     prepare(config, begun, resume=True, from_checkpoint=False)
@@ -138,7 +141,7 @@ def test_files_with_a_time_in_the_future_go_back_to_the_same_checkpoint(config: 
 def test_the_newest_that_every_trained_model_has(
     tmp_path: Path, critic: bool, of_policy: list[int], of_critic: list[int], version: int
 ) -> None:
-    paths, spec = RunPaths(tmp_path), GraphSpec(steps=4, shards=1, staleness=0, critic=critic)
+    paths, spec = RunPaths(tmp_path), GraphSpec(steps=4, shards=1, staleness=0, has_critic=critic)
     ledger = Ledger(str(paths.root / "ledger"))
     store = RolloutStore(str(paths.root), ledger, Layouts(Layout(1, 2, 3)))
     for node in run_nodes(spec):
@@ -149,7 +152,7 @@ def test_the_newest_that_every_trained_model_has(
             directory = checkpoints.begin(role, number)
             (directory / "model.bin").write_text("weights")
             checkpoints.finish(role, number, directory, {"digest": ""})
-    found = plan_rewind(History(spec, ledger, store, rows=2), RunStorage(paths.root))
+    found = plan_rewind(History(spec, ledger, store, rows_per_step=2), RunStorage(paths.root))
     assert found.version == version
     updates = [address for address in found.commits if address.stage == "update_policy"]
     assert sorted(updates) == [Address("update_policy", step) for step in range(version, 4)]

@@ -13,7 +13,7 @@ from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
-from pipeline.driver.retention import Retention, check_evaluations, first_kept
+from pipeline.driver.retention import Retention, check_evaluations, first_step_to_keep
 from pipeline.errors import ConfigError
 from pipeline.graph.graph import GraphSpec
 from pipeline.observe.history import History
@@ -47,7 +47,7 @@ WHERE = provenance_here(seed=0, config_hash="")
 )
 def test_what_must_stay(staleness: int, keep: int, saved: set[int], first: int) -> None:
     spec = GraphSpec(steps=100, shards=1, staleness=staleness)
-    assert first_kept(spec, keep, STEPS, saved) == first
+    assert first_step_to_keep(spec, keep, STEPS, saved) == first
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def history(paths: RunPaths) -> History:
             store.commit_only(Address(f"update_{role}", step), WHERE, digest=f"{role}{step + 1}")
             if (step + 1) % 5 == 0:
                 save(paths, role, step + 1)
-    return History(GraphSpec(steps=30, shards=1, staleness=0), ledger, store, rows=2)
+    return History(GraphSpec(steps=30, shards=1, staleness=0), ledger, store, rows_per_step=2)
 
 
 def save(paths: RunPaths, role: str, version: int) -> None:
@@ -83,8 +83,8 @@ def let_go(keep: KeepConfig, paths: RunPaths, history: History, max_kl: float | 
     config.evaluate.select.max_kl = max_kl
     retention = Retention(config, history, warnings.append)
     for step in range(STEPS + 1):
-        retention.finished_until(step)
-    retention.finish()
+        retention.on_steps_finished(step)
+    retention.delete_at_end()
     retention.close()
     return warnings
 
@@ -108,7 +108,7 @@ def test_without_a_critic_the_policys_checkpoints_say_what_stays(paths: RunPaths
     shutil.rmtree(paths.checkpoints / "critic")
     assert let_go(KeepConfig(rollouts=1), paths, history) == []
     assert history.store.dropped_before() == 0, "with one there would be nothing to go back to"
-    without = replace(history, spec=replace(history.spec, critic=False))
+    without = replace(history, spec=replace(history.spec, has_critic=False))
     assert let_go(KeepConfig(rollouts=1), paths, without) == []
     assert history.store.dropped_before() == 15
 

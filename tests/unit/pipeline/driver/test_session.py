@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.paths import RunPaths
-from pipeline.driver.session import EndedEarly, interruptible, only_driver
+from pipeline.driver.session import TerminatedEarly, handle_signals, hold_driver_lock
 from pipeline.errors import ConfigError
 
 AT_ONCE = (signal.SIGTERM, signal.SIGUSR1)
@@ -26,9 +26,9 @@ def _hang_ups_arrive() -> Iterator[None]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_interrupts(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with pytest.raises(KeyboardInterrupt) as interrupted, interruptible():
+    with pytest.raises(KeyboardInterrupt) as interrupted, handle_signals():
         signal.raise_signal(number)
-    assert not isinstance(interrupted.value, EndedEarly)
+    assert not isinstance(interrupted.value, TerminatedEarly)
     assert signal.getsignal(number) is before
 
 
@@ -44,7 +44,7 @@ def test_a_job_ends_at_once_and_whatever_comes_then_does_not_disturb_its_end(num
                 signal.raise_signal(other)
             cleaned_up.append(number)
 
-    with pytest.raises(EndedEarly), interruptible(AT_ONCE):
+    with pytest.raises(TerminatedEarly), handle_signals(AT_ONCE):
         work()
     assert cleaned_up == [number]
 
@@ -60,7 +60,7 @@ def test_of_several_hang_ups_the_first_counts() -> None:
             cleaned_up.append(True)
 
     cleaned_up: list[bool] = []
-    with pytest.raises(KeyboardInterrupt), interruptible():
+    with pytest.raises(KeyboardInterrupt), handle_signals():
         work()
     assert cleaned_up
 
@@ -68,7 +68,7 @@ def test_of_several_hang_ups_the_first_counts() -> None:
 def test_what_nohup_has_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with interruptible():
+        with handle_signals():
             signal.raise_signal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -76,5 +76,9 @@ def test_what_nohup_has_ignored_stays_ignored() -> None:
 
 def test_a_second_driver_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    with only_driver(paths), pytest.raises(ConfigError, match=r"process \d+ on .* is running"), only_driver(paths):
+    with (
+        hold_driver_lock(paths),
+        pytest.raises(ConfigError, match=r"process \d+ on .* is running"),
+        hold_driver_lock(paths),
+    ):
         pass

@@ -14,7 +14,7 @@ from rich.console import Console
 from pipeline.config.loading import flatten, to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.driver import results
-from pipeline.driver.tracked import SystemMetrics, gang_metrics, off_metrics, previews, tracked_params
+from pipeline.driver.tracked import SystemMetrics, gang_metrics, meaningless_metrics, trace_previews, tracked_params
 from pipeline.errors import StageFailed
 from pipeline.graph.graph import Node, step_nodes
 from pipeline.observe.history import History
@@ -33,12 +33,12 @@ LATEST = ("rollout.versions=latest", "staleness=2", "ppo.kl.target=6", "ppo.entr
 
 
 def test_metrics_that_say_nothing(tmp_path: Path) -> None:
-    exact = off_metrics(configure(tmp_path, "a"))
+    exact = meaningless_metrics(configure(tmp_path, "a"))
     assert {"kl/coef", "policy/surrogate", "critic/peak_memory_bytes", "mismatch/mean_abs"} <= exact
     assert {"staleness/fraction_0", "staleness/fraction_1"} <= exact
     assert "staleness/max" not in exact
-    assert off_metrics(configure(tmp_path, "b", *LATEST)) == {"critic/peak_memory_bytes"}
-    synchronous = off_metrics(configure(tmp_path, "c", "staleness=0"))
+    assert meaningless_metrics(configure(tmp_path, "b", *LATEST)) == {"critic/peak_memory_bytes"}
+    synchronous = meaningless_metrics(configure(tmp_path, "c", "staleness=0"))
     assert {"staleness/max", "mismatch/mean_abs_all"} <= synchronous
     assert "mismatch/mean_abs" not in synchronous
 
@@ -50,10 +50,10 @@ class _KeepingTracker(NullTracker):
         self.given: list[Any] = [given]
         self.artifacts: list[Path] = []
 
-    def dataset(self, dataset: Dataset) -> None:
+    def log_dataset(self, dataset: Dataset) -> None:
         self.given.append(dataset)
 
-    def artifact(self, local_path: Path, artifact_dir: str) -> None:
+    def log_artifact(self, local_path: Path, artifact_dir: str) -> None:
         self.artifacts.append(local_path)
 
 
@@ -87,7 +87,7 @@ def test_a_resumed_run_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
     paths.root.mkdir(parents=True)
     paths.config.write_text(to_yaml(config), "utf8")
     with Journal(paths.events) as journal:
-        journal.now(EventKind.RUN_STARTED)
+        journal.append_now(EventKind.RUN_STARTED)
     tracker = results.open_tracker(config)
     assert isinstance(tracker, _KeepingTracker)
     (opened,) = tracker.given
@@ -157,7 +157,7 @@ class Samples(NullTracker):
     def __init__(self) -> None:
         self.given: list[tuple[int, Any]] = []
 
-    def metrics(self, step: int, values: Any) -> None:
+    def log_metrics(self, step: int, values: Any) -> None:
         self.given.append((step, values))
 
 
@@ -168,7 +168,7 @@ def test_every_ten_seconds_from_the_runs_beginning() -> None:
     tracker = Samples()
     system = SystemMetrics(scheduler, tracker, began=40.0, now=lambda: next(times))
     for _ in range(4):
-        system.look()
+        system.sample_if_due()
     assert [step for step, _ in tracker.given] == [70, 81]
     assert tracker.given[0][1]["system/own-gang/memory_bytes"] == 3.0
     assert tracker.given[0][1]["system/driver/memory_bytes"] > 0
@@ -191,10 +191,10 @@ def ran(history: History, step: int, stages: set[str]) -> list[tuple[Node, Outco
 )
 def test_a_step_is_shown_whole_whoever_ran_it(tmp_path: Path, stages: set[str]) -> None:
     history = write_run(tmp_path, WrittenRun("demo", steps=3)).history
-    asked, answered = previews("demo", 2, ran(history, 2, stages), history)
+    asked, answered = trace_previews("demo", 2, ran(history, 2, stages), history)
     assert (asked, answered) == ("demo · step 2 · v1", "reward 0.235 KL 0.5")
 
 
 def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
     history = write_run(tmp_path, WrittenRun("demo", steps=3, done=1)).history
-    assert previews("demo", 2, [], history) == ("demo · step 2", "")
+    assert trace_previews("demo", 2, [], history) == ("demo · step 2", "")

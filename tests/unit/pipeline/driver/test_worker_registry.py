@@ -15,7 +15,7 @@ from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.attached_workers import GIB, WorkerRegistry, host_problems
-from pipeline.workers.attached import JoinRequest, look_at_host, versions_here
+from pipeline.workers.attached import JoinRequest, describe_host, local_versions
 from pipeline.workers.scheduler_file import SchedulerFile
 from tests.support.configs import arguments, write_config
 
@@ -72,7 +72,7 @@ class Setting:
         self.registry = WorkerRegistry(self.config, self.file, BOARD_BYTES, self.reported.append)
 
     def request(self, gang: str, index: int, **changes: Any) -> JoinRequest:
-        found = look_at_host(self.file, gang, index, Path("/"))
+        found = describe_host(self.file, gang, index, Path("/"))
         given = {"gpus": [], "host": "n1", "board_free": BOARD_BYTES, **changes}
         return dataclasses.replace(found, **given)
 
@@ -80,7 +80,7 @@ class Setting:
     async def joining(self, gang: str, index: int, **changes: Any) -> AsyncIterator[tuple[Link, dict[str, Any]]]:
         """A worker that asks, what it is answered, and, while the body runs, its connection."""
         link = Link()
-        serving = asyncio.create_task(self.registry.serve(link, self.request(gang, index, **changes).message()))
+        serving = asyncio.create_task(self.registry.serve(link, self.request(gang, index, **changes).to_message()))
         try:
             yield link, await asyncio.wait_for(link.answers.get(), 10)
         finally:
@@ -119,7 +119,7 @@ def test_a_worker_that_the_run_does_not_have_is_no_matter(tmp_path: Path, gang: 
 
 
 def other(**versions: str) -> dict[str, str]:
-    return versions_here() | versions
+    return local_versions() | versions
 
 
 @pytest.mark.parametrize(
@@ -136,10 +136,10 @@ def other(**versions: str) -> dict[str, str]:
 def test_a_host_that_is_not_fit(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     setting = Setting(tmp_path)
     request = setting.request("train", 0, **{"clock": 100.0, **changes})
-    found = [*host_problems(request, setting.config, 100.0, versions_here(), BOARD_BYTES)]
+    found = [*host_problems(request, setting.config, 100.0, local_versions(), BOARD_BYTES)]
     assert len(found) == 1
     assert said in found[0]
-    assert not [*host_problems(setting.request("train", 0, clock=96.0), setting.config, 100.0, versions_here(), 0)]
+    assert not [*host_problems(setting.request("train", 0, clock=96.0), setting.config, 100.0, local_versions(), 0)]
 
 
 @pytest.mark.parametrize("slow", ["gpu_identities", "_look_at_directory", "_free_bytes"])
@@ -158,7 +158,7 @@ def test_a_hosts_clock_is_read_after_the_slow_work(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("pipeline.workers.attached.time.time", lambda: now[0])
     monkeypatch.setattr(f"pipeline.workers.attached.{slow}", take_long)
     request = setting.request("train", 0)
-    assert [*host_problems(request, setting.config, now[0], versions_here(), 0)] == []
+    assert [*host_problems(request, setting.config, now[0], local_versions(), 0)] == []
 
 
 def test_a_host_that_is_not_fit_is_refused_by_name_and_the_executor_hears_of_it(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_worker_of_another_version(
     tmp_path: Path, index: int, versions: dict[str, str], said: str, fatal: bool
 ) -> None:
     async def work(setting: Setting) -> None:
-        link, message = Link(), setting.request("train", 0, host="n7").message()
+        link, message = Link(), setting.request("train", 0, host="n7").to_message()
         message |= {"index": index, "versions": other(**versions)}
         del message["board_free"]
         await setting.registry.serve(link, message)

@@ -29,8 +29,8 @@ class Played:
         self.handover: list[str] = []
         self.passes: list[Handover] = []
         for gang in GANGS:
-            for worker in range(1 if gang.ordered else gang.workers):
-                self.dispatch.worker_up(gang.name, worker)
+            for worker in range(1 if gang.is_ordered else gang.workers):
+                self.dispatch.on_worker_up(gang.name, worker)
         self.dispatch.admit(run_nodes(spec))
 
     def go_on(self) -> None:
@@ -47,18 +47,18 @@ class Played:
     def finish(self, address: Address) -> None:
         del self.out[address]
         self.left.discard(address)
-        self.dispatch.done(address)
+        self.dispatch.mark_done(address)
 
     def play(self, choose: random.Random) -> None:
         """Play to the end, in any possible order."""
         while self.left:
             self.go_on()
             events = [*sorted(self.out), *self.handover]
-            assert events, f"nothing goes on, and {len(self.left)} nodes are left: {self.dispatch.waits()}"
+            assert events, f"nothing goes on, and {len(self.left)} nodes are left: {self.dispatch.find_waits()}"
             event = choose.choice(events)
             if isinstance(event, str):
                 self.handover.remove(event)
-                self.dispatch.handed_over(event)
+                self.dispatch.on_handed_over(event)
             else:
                 self.finish(event)
 
@@ -70,7 +70,7 @@ def generating(spec: GraphSpec) -> Played:
     played.finish(Address("publish", 0))
     played.go_on()
     assert played.passes == [Handover("train", "generate")]
-    played.dispatch.handed_over("train")
+    played.dispatch.on_handed_over("train")
     played.passes, played.handover = [], []
     played.go_on()
     assert set(played.out.values()) - {"score"} == {"generate"}
@@ -85,7 +85,7 @@ def spec(staleness: int, **more: object) -> GraphSpec:
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 @pytest.mark.parametrize("seed", range(8))
 def test_a_run_in_turns_ends_whatever_ends_when(staleness: int, seed: int) -> None:
-    played = Played(spec(staleness, recompute_logprobs=True, canaries=True))
+    played = Played(spec(staleness, recompute_logprobs=True, has_canaries=True))
     played.play(random.Random(seed))
     givers = [one.giver for one in played.passes]
     assert givers[::2] == ["train"] * len(givers[::2]), "which publishes version 0"
@@ -107,26 +107,26 @@ def test_devices_are_passed_when_nothing_is_out_and_nothing_ready() -> None:
     played.finish(Address("generate", 0, 0))
     played.go_on()
     assert not played.passes, "the other shard is still out"
-    assert played.dispatch.waits()["train"].devices_of == "generate"
+    assert played.dispatch.find_waits()["train"].devices_of == "generate"
     played.finish(Address("generate", 0, 1))
     played.go_on()
     assert played.passes == [Handover("generate", "train")]
     assert "train" not in played.out.values(), "its turn begins when the others have left"
-    played.dispatch.handed_over("generate")
+    played.dispatch.on_handed_over("generate")
     played.handover = []
     played.go_on()
     assert "train" in played.out.values()
-    assert "generate" not in str(played.dispatch.waits().get("train"))
+    assert "generate" not in str(played.dispatch.find_waits().get("train"))
 
 
 def test_a_gang_that_lost_its_workers_keeps_its_turn_while_it_has_something_to_do() -> None:
     played = generating(spec(0, steps=2, shards=2, eval_every=0))
     for replica in (0, 1):
-        for address in played.dispatch.worker_down("generate", replica):
+        for address in played.dispatch.on_worker_down("generate", replica):
             del played.out[address]
     played.go_on()
     assert not played.passes
-    played.dispatch.worker_up("generate", 1)
+    played.dispatch.on_worker_up("generate", 1)
     played.go_on()
     assert set(played.out.values()) - {"score"} == {"generate"}
 
@@ -149,8 +149,8 @@ def test_a_replica_that_takes_turns_cannot_be_spared() -> None:
     for device_sharing in ((), TURNS):
         dispatch = ObservedDispatch(GANGS, device_sharing)
         for replica in (0, 1):
-            dispatch.worker_up("generate", replica)
-        spared.append(dispatch.can_spare("generate", 0))
+            dispatch.on_worker_up("generate", replica)
+        spared.append(dispatch.can_run_without("generate", 0))
     assert spared == [True, False]
 
 
@@ -159,5 +159,5 @@ def test_a_wait_for_the_devices_names_who_has_them() -> None:
     for shard in (0, 1):
         played.finish(Address("generate", 0, shard))
     played.go_on()
-    wait = played.dispatch.waits()["train"]
+    wait = played.dispatch.find_waits()["train"]
     assert str(wait).endswith("waits for the devices, which generate holds")

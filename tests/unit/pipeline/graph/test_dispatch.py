@@ -24,8 +24,8 @@ class Machine:
         self.order: list[Submit] = []
         if up:
             for gang in gangs:
-                for worker in range(1 if gang.ordered else gang.workers):
-                    self.dispatch.worker_up(gang.name, worker)
+                for worker in range(1 if gang.is_ordered else gang.workers):
+                    self.dispatch.on_worker_up(gang.name, worker)
 
     def step(self) -> list[str]:
         """Hands out what can be; each as "stage step.shard > gang.replica"."""
@@ -38,14 +38,14 @@ class Machine:
     def done(self, stage: str, step: int = 0, shard: int = 0) -> list[str]:
         address = Address(stage, step, shard)
         del self.out[address]
-        assert self.dispatch.done(address)
+        assert self.dispatch.mark_done(address)
         return self.step()
 
     def down(self, gang: str, worker: int = 0) -> set[str]:
-        return self.forget(self.dispatch.worker_down(gang, worker))
+        return self.forget(self.dispatch.on_worker_down(gang, worker))
 
     def lost(self, stage: str, step: int = 0, shard: int = 0) -> set[str]:
-        return self.forget(self.dispatch.lost([Address(stage, step, shard)]))
+        return self.forget(self.dispatch.reset_lost([Address(stage, step, shard)]))
 
     def forget(self, addresses: list[Address]) -> set[str]:
         for address in addresses:
@@ -105,7 +105,7 @@ def test_nothing_is_handed_out_before_a_worker_is_up() -> None:
     machine = Machine(pool(2), scorers(), trainer(), up=False)
     machine.dispatch.admit(shards(2))
     assert machine.step() == []
-    machine.dispatch.worker_up("gen", 1)
+    machine.dispatch.on_worker_up("gen", 1)
     assert machine.step() == ["generate 0.0 > gen.1"]
 
 
@@ -114,12 +114,12 @@ def test_lost_replica() -> None:
     machine = Machine(pool(2, slots=1), scorers(), trainer())
     machine.dispatch.admit(shards(3))
     machine.step()
-    assert machine.dispatch.can_spare("gen", 0)
+    assert machine.dispatch.can_run_without("gen", 0)
     assert machine.down("gen", 0) == {"generate 0.0"}
-    assert not machine.dispatch.can_spare("gen", 1)
+    assert not machine.dispatch.can_run_without("gen", 1)
     assert machine.step() == []
     assert machine.done("generate", 0, 1) == ["generate 0.0 > gen.1"], "older than shard 2"
-    machine.dispatch.worker_up("gen", 0)
+    machine.dispatch.on_worker_up("gen", 0)
     assert machine.step() == ["generate 0.2 > gen.0"]
     assert [s.attempt for s in machine.order if s.node.address == Address("generate", 0)] == [0, 1]
 
@@ -129,9 +129,9 @@ def test_a_canary_that_waits_for_a_slot_keeps_no_rows_where_they_are() -> None:
     canary = Node((0, 9), Address("canary", 0), (), (), 0)
     machine.dispatch.admit([*shards(2), canary])
     assert machine.step() == ["generate 0.0 > gen.0"]
-    assert machine.dispatch.waiting_versions("gen") == {0}
+    assert machine.dispatch.versions_waiting_for_slot("gen") == {0}
     assert machine.done("generate", shard=0) == ["generate 0.1 > gen.0"]
-    assert machine.dispatch.waiting_versions("gen") == set()
+    assert machine.dispatch.versions_waiting_for_slot("gen") == set()
     assert machine.done("generate", shard=1) == ["canary 0.0 > gen.0"]
 
 
@@ -140,7 +140,7 @@ def test_a_node_that_only_waits_gives_its_slot_up_once() -> None:
     machine = Machine(pool(workers=2))
     machine.dispatch.admit(shards(5))
     assert machine.step() == ["generate 0.0 > gen.0", "generate 0.1 > gen.1"]
-    assert machine.dispatch.waiting_versions("gen") == {0}
+    assert machine.dispatch.versions_waiting_for_slot("gen") == {0}
     for _ in range(2):
         machine.dispatch.release_slot(Address("generate", 0, 0))
     assert machine.step() == ["generate 0.2 > gen.0"]
@@ -148,7 +148,7 @@ def test_a_node_that_only_waits_gives_its_slot_up_once() -> None:
     assert machine.done("generate", shard=2) == ["generate 0.3 > gen.0"]
     machine.dispatch.release_slot(Address("generate", 0, 1))
     assert machine.step() == ["generate 0.4 > gen.1"]
-    assert machine.dispatch.waiting_versions("gen") == set()
+    assert machine.dispatch.versions_waiting_for_slot("gen") == set()
     assert machine.lost("generate", shard=1) == {"generate 0.1"}
     assert machine.step() == [], "it has no slot to come back to yet"
     machine.dispatch.release_slot(Address("generate", 0, 9))
@@ -163,9 +163,9 @@ def test_suspect_replica_that_comes_back_with_the_node_done() -> None:
     machine.step()
     machine.down("gen", 0)
     assert machine.done("generate", 0, 1) == ["generate 0.0 > gen.1"]
-    assert machine.dispatch.done(Address("generate", 0))  # the first attempt's commit; the second still runs
-    assert not machine.dispatch.done(Address("generate", 0)), "the second commit changes nothing"
-    machine.dispatch.worker_up("gen", 0)
+    assert machine.dispatch.mark_done(Address("generate", 0))  # the first attempt's commit; the second still runs
+    assert not machine.dispatch.mark_done(Address("generate", 0)), "the second commit changes nothing"
+    machine.dispatch.on_worker_up("gen", 0)
     assert machine.step() == ["generate 0.2 > gen.0"]
     assert machine.dispatch.times_lost(Address("generate", 0)) == 1
 
@@ -228,7 +228,7 @@ def test_lost_gang() -> None:
     machine.step()
     assert machine.down("train", 1) == {"value 0.0"}
     assert machine.step() == []
-    machine.dispatch.worker_up("train", 0)
+    machine.dispatch.on_worker_up("train", 0)
     assert machine.step() == ["value 0.0 > train.0"]
     assert machine.order[-1].sequence == 1
     assert machine.order[-1].attempt == 1
@@ -288,7 +288,7 @@ def test_lost_counts_once_for_each_attempt() -> None:
     machine.dispatch.admit([node("score")])
     machine.step()
     assert machine.lost("score") == {"score 0.0"}
-    assert machine.dispatch.lost([Address("score", 0)]) == [], "it is not out any more"
+    assert machine.dispatch.reset_lost([Address("score", 0)]) == [], "it is not out any more"
     assert machine.dispatch.times_lost(Address("score", 0)) == 1
 
 
@@ -321,7 +321,7 @@ def test_gangs_of_a_placement() -> None:
     roles = {Role.GENERATE: "all", Role.SCORE: "all", Role.POLICY: "t", Role.CRITIC: "t", Role.REFERENCE: "t"}
     both = gangs_of(roles, {"all": 3, "t": 2}, {"all": 4, "t": 1})
     assert both == [Gang("all", frozenset({Role.GENERATE, Role.SCORE}), 3, 4), Gang("t", TRAINING, 2, 1)]
-    assert [gang.ordered for gang in both] == [False, True]
+    assert [gang.is_ordered for gang in both] == [False, True]
     modes = [both[0].mode(Role.GENERATE), both[0].mode(Role.SCORE), both[1].mode(Role.CRITIC)]
     assert modes == [Mode.SLOT, Mode.FREE, Mode.ORDERED]
 
@@ -335,7 +335,7 @@ def test_any_order_of_losses_ends_with_everything_done(seed: int) -> None:
     replica has more than its slots, no gang of ranks more than one node, and the run ends."""
     rng = random.Random(seed)
     machine = Machine(pool(2, slots=2), scorers(2), trainer(2))
-    spec = GraphSpec(steps=4, shards=3, staleness=1, eval_every=2, canaries=True)
+    spec = GraphSpec(steps=4, shards=3, staleness=1, eval_every=2, has_canaries=True)
     graph = {n.address: n for n in run_nodes(spec)}
     machine.dispatch.admit(graph.values())
     done: set[Address] = set()
@@ -353,7 +353,7 @@ def test_any_order_of_losses_ends_with_everything_done(seed: int) -> None:
         if len(done) == len(graph):
             break
         if dead and rng.random() < 0.5:
-            machine.dispatch.worker_up(*dead.pop(rng.randrange(len(dead))))
+            machine.dispatch.on_worker_up(*dead.pop(rng.randrange(len(dead))))
         elif deaths < 40 and rng.random() < 0.2:
             where = rng.choice([("gen", 0), ("gen", 1), ("score", 0), ("score", 1), ("train", 0)])
             if where not in dead:
@@ -364,7 +364,7 @@ def test_any_order_of_losses_ends_with_everything_done(seed: int) -> None:
         if finishable:
             address = rng.choice(finishable)
             del machine.out[address]
-            assert machine.dispatch.done(address)
+            assert machine.dispatch.mark_done(address)
             done.add(address)
     assert done == set(graph)
     assert deaths > 5

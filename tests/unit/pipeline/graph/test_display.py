@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.graph.display import NodeState, NodeStatus, ObservedDispatch, WorkerQueues, with_steps_over
-from pipeline.graph.graph import Gang, GraphSpec, Node, step_nodes, step_of
+from pipeline.graph.display import NodeState, NodeStatus, ObservedDispatch, WorkerQueues, add_finished_steps
+from pipeline.graph.graph import Gang, GraphSpec, Node, step_nodes, step_of_node
 from stages.models.protocol import Role
 from storage.address import Address
 
@@ -22,7 +22,7 @@ GANGS = (
 def dispatch_of(*up: str) -> ObservedDispatch:
     dispatch = ObservedDispatch(GANGS)
     for gang in up:
-        dispatch.worker_up(gang, 0)
+        dispatch.on_worker_up(gang, 0)
     dispatch.admit(step_nodes(SPEC, 0))
     return dispatch
 
@@ -30,7 +30,7 @@ def dispatch_of(*up: str) -> ObservedDispatch:
 def finish(dispatch: ObservedDispatch, *addresses: Address) -> None:
     dispatch.next_submits()
     for address in addresses:
-        dispatch.done(address)
+        dispatch.mark_done(address)
     dispatch.next_submits()
 
 
@@ -38,13 +38,13 @@ def test_gangs_wait_for_what_runs_elsewhere() -> None:
     """One slot: shard 0 is generated, shard 1 waits for the slot; its score was handed out ahead, and does not run."""
     dispatch = dispatch_of("gen", "score", "train")
     finish(dispatch, Address("publish", 0))
-    found = dispatch.waits()
+    found = dispatch.find_waits()
     assert found.keys() == {"score", "train"}
     assert found["train"].node == Address("reference", 0, 0)
-    assert found["train"].running == (Address("generate", 0, 0),)
+    assert found["train"].running_nodes == (Address("generate", 0, 0),)
     assert found["score"].node == Address("score", 0, 0)
-    assert dispatch.idle("train")
-    assert not dispatch.idle("gen")
+    assert dispatch.is_idle("train")
+    assert not dispatch.is_idle("gen")
     assert dispatch.busy_replicas("gen") == {0}
 
 
@@ -58,9 +58,9 @@ def test_a_chain_is_followed_to_its_ends() -> None:
         finish(dispatch, Address("reference", 0, shard))
         finish(dispatch, Address("value", 0, shard))
     finish(dispatch, Address("score", 0, 0))
-    wait = dispatch.waits()["train"]
+    wait = dispatch.find_waits()["train"]
     assert wait.node == Address("update_policy", 0)
-    assert (wait.running, wait.ready) == ((Address("score", 0, 1),), ())
+    assert (wait.running_nodes, wait.ready_nodes) == ((Address("score", 0, 1),), ())
     assert str(wait) == ("update_policy/step_000000/shard_0000 waits for score/step_000000/shard_0001 (running)")
 
 
@@ -70,7 +70,7 @@ def test_what_a_worker_does_before_is_what_is_waited_for() -> None:
     spec = replace(SPEC, shards=1, staleness=1)
     dispatch = ObservedDispatch(GANGS)
     for gang in GANGS:
-        dispatch.worker_up(gang.name, 0)
+        dispatch.on_worker_up(gang.name, 0)
     for step in (0, 1):
         dispatch.admit(step_nodes(spec, step))
     finish(dispatch, Address("publish", 0))
@@ -82,23 +82,27 @@ def test_what_a_worker_does_before_is_what_is_waited_for() -> None:
     finish(dispatch, Address("value", 0))
     states = {status.node.address: status.state for status in dispatch.statuses()}
     assert states[Address("advantage", 0)] is NodeState.QUEUED
-    wait = dispatch.waits()["train"]
-    assert (wait.node, wait.running, wait.ready) == (Address("update_policy", 0), (Address("score", 1),), ())
+    wait = dispatch.find_waits()["train"]
+    assert (wait.node, wait.running_nodes, wait.ready_nodes) == (
+        Address("update_policy", 0),
+        (Address("score", 1),),
+        (),
+    )
 
 
 def test_a_node_without_a_worker_is_where_a_chain_ends() -> None:
     dispatch = dispatch_of("score", "train")
     finish(dispatch, Address("publish", 0))
-    wait = dispatch.waits()["train"]
-    assert (wait.running, wait.ready) == ((), (Address("generate", 0, 0),))
-    assert "gen" not in dispatch.waits(), "it is not idle but down"
+    wait = dispatch.find_waits()["train"]
+    assert (wait.running_nodes, wait.ready_nodes) == ((), (Address("generate", 0, 0),))
+    assert "gen" not in dispatch.find_waits(), "it is not idle but down"
 
 
 def test_a_gang_without_nodes_waits_for_nothing() -> None:
     dispatch = ObservedDispatch(GANGS)
-    dispatch.worker_up("train", 0)
-    assert dispatch.idle("train")
-    assert dispatch.waits() == {}
+    dispatch.on_worker_up("train", 0)
+    assert dispatch.is_idle("train")
+    assert dispatch.find_waits() == {}
 
 
 SCORER = ("score", 0)
@@ -117,19 +121,19 @@ def test_a_worker_does_one_after_the_other_and_the_most_urgent_first() -> None:
     for one in (late, second, first):
         queues.hand_out(one, SCORER, 1, ())
     assert running(queues, late, first, second) == [True, False, False], "it interrupts nothing that it began"
-    assert queues.before(first.address) == (late.address,)
-    assert queues.before(late.address) == ()
-    queues.done(late.address)
+    assert queues.nodes_before(first.address) == (late.address,)
+    assert queues.nodes_before(late.address) == ()
+    queues.remove_done(late.address)
     assert running(queues, first, second) == [True, False]
 
 
 def test_what_waits_for_its_parents_does_not_run() -> None:
     queues, parents, child = WorkerQueues(), (Address("generate", 0, 0), Address("generate", 0, 1)), node_of(0)
     queues.hand_out(child, SCORER, 1, parents)
-    queues.done(parents[0])
+    queues.remove_done(parents[0])
     assert running(queues, child) == [False]
-    assert queues.before(child.address) == ()
-    queues.done(parents[1])
+    assert queues.nodes_before(child.address) == ()
+    queues.remove_done(parents[1])
     assert running(queues, child) == [True]
 
 
@@ -137,11 +141,11 @@ def test_a_node_that_is_handed_out_again_counts_once() -> None:
     """Lost with a parent, and handed to another replica: what is left of the first time moves nothing."""
     queues, parents, child = WorkerQueues(), (Address("generate", 0, 0), Address("generate", 0, 1)), node_of(0)
     queues.hand_out(child, SCORER, 1, parents)
-    queues.lost(child.address)
-    queues.done(parents[0])
+    queues.remove_lost(child.address)
+    queues.remove_done(parents[0])
     assert running(queues, child) == [False]
     queues.hand_out(child, ("score", 1), 1, parents[1:])
-    queues.done(parents[1])
+    queues.remove_done(parents[1])
     assert running(queues, child) == [True]
     other = node_of(1)
     queues.hand_out(other, SCORER, 1, ())
@@ -152,10 +156,10 @@ def test_a_queued_node_that_is_lost_leaves_its_place() -> None:
     queues, nodes = WorkerQueues(), [node_of(step) for step in range(3)]
     for one in nodes:
         queues.hand_out(one, SCORER, 1, ())
-    queues.lost(nodes[1].address)
-    queues.done(nodes[0].address)
+    queues.remove_lost(nodes[1].address)
+    queues.remove_done(nodes[0].address)
     assert running(queues, *nodes) == [False, False, True]
-    queues.lost(nodes[2].address)
+    queues.remove_lost(nodes[2].address)
     assert running(queues, *nodes) == [False, False, False]
 
 
@@ -164,7 +168,7 @@ def test_as_many_run_as_there_are_threads_and_one_that_only_waits_takes_none() -
     for one in nodes:
         queues.hand_out(one, ("generate", 0), 2, ())
     assert running(queues, *nodes) == [True, True, False]
-    queues.step_aside(nodes[0].address)
+    queues.free_thread_of(nodes[0].address)
     assert running(queues, *nodes) == [True, True, True]
 
 
@@ -187,12 +191,12 @@ def test_a_node_waits_is_ready_runs_and_is_done() -> None:
     assert [s.state for s in dispatch.statuses() if s.node.address == Address("publish", 0)] == [NodeState.READY]
     for gang in SEPARATE_GANGS:
         assert not dispatch.is_up(gang.name)
-        dispatch.worker_up(gang.name, 0)
+        dispatch.on_worker_up(gang.name, 0)
         assert dispatch.is_up(gang.name)
     dispatch.next_submits()
     [publish] = [s for s in dispatch.statuses() if s.node.address == Address("publish", 0)]
     assert (publish.state, publish.worker) == (NodeState.RUNNING, ("train", 0))
-    dispatch.done(publish.node.address)
+    dispatch.mark_done(publish.node.address)
     dispatch.next_submits()
     now = states(dispatch)
     assert (now["generate"], now["score"], now["advantage"]) == ("running", "waiting", "waiting")
@@ -203,11 +207,11 @@ def test_a_node_waits_is_ready_runs_and_is_done() -> None:
 def test_a_lost_node_is_ready_again_and_says_so() -> None:
     dispatch = ObservedDispatch(SEPARATE_GANGS)
     dispatch.admit(step_nodes(ONE_SHARD, 0))
-    dispatch.worker_up("train", 0)
+    dispatch.on_worker_up("train", 0)
     dispatch.next_submits()
-    dispatch.worker_down("train", 0)
+    dispatch.on_worker_down("train", 0)
     [publish] = [s for s in dispatch.statuses() if s.node.address == Address("publish", 0)]
-    assert (publish.state, publish.worker, publish.losses) == (NodeState.READY, None, 1)
+    assert (publish.state, publish.worker, publish.num_losses) == (NodeState.READY, None, 1)
 
 
 def test_what_its_worker_does_later_is_queued() -> None:
@@ -215,16 +219,16 @@ def test_what_its_worker_does_later_is_queued() -> None:
     dispatch = ObservedDispatch(SEPARATE_GANGS)
     dispatch.admit(step_nodes(spec, 0))
     for gang in SEPARATE_GANGS:
-        dispatch.worker_up(gang.name, 0)
+        dispatch.on_worker_up(gang.name, 0)
     for address in (Address("publish", 0), Address("generate", 0, 0), Address("generate", 0, 1)):
         dispatch.next_submits()
-        dispatch.done(address)
+        dispatch.mark_done(address)
     dispatch.next_submits()
     now = {status.node.address: status.state for status in dispatch.statuses()}
     assert now[Address("score", 0, 0)] is NodeState.RUNNING
     assert now[Address("score", 0, 1)] is NodeState.QUEUED
     assert now[Address("advantage", 0)] is NodeState.WAITING
-    dispatch.done(Address("score", 0, 0))
+    dispatch.mark_done(Address("score", 0, 0))
     now = {status.node.address: status.state for status in dispatch.statuses()}
     assert now[Address("score", 0, 1)] is NodeState.RUNNING
 
@@ -233,17 +237,17 @@ def test_steps_that_are_over_are_there_between_open_ones_too() -> None:
     """Evaluations hold steps 5 and 7 open; 6, and the newest, are over."""
     spec = replace(ONE_SHARD, steps=12, eval_every=2)
     open_steps = [NodeStatus(node, NodeState.RUNNING) for step in (5, 7) for node in step_nodes(spec, step)]
-    shown = with_steps_over(spec, open_steps, admitted=9, past=2, most=1000)
+    shown = add_finished_steps(spec, open_steps, admitted=9, num_finished=2, max_nodes=1000)
     assert [s.node.address for s in shown] == [n.address for step in range(3, 9) for n in step_nodes(spec, step)]
-    assert {step_of(s.node) for s in shown if s.state is NodeState.DONE} == {3, 4, 6, 8}
-    few = with_steps_over(spec, open_steps, 9, 2, most=len(open_steps) + 2 * len(step_nodes(spec, 1)))
-    assert {step_of(s.node) for s in few} == {5, 6, 7, 8}, "of those that are over the latest"
-    assert with_steps_over(spec, open_steps, 9, 2, most=0) == open_steps
-    assert {step_of(s.node) for s in with_steps_over(spec, [], 12, 2, 1000)} == {10, 11}
+    assert {step_of_node(s.node) for s in shown if s.state is NodeState.DONE} == {3, 4, 6, 8}
+    few = add_finished_steps(spec, open_steps, 9, 2, max_nodes=len(open_steps) + 2 * len(step_nodes(spec, 1)))
+    assert {step_of_node(s.node) for s in few} == {5, 6, 7, 8}, "of those that are over the latest"
+    assert add_finished_steps(spec, open_steps, 9, 2, max_nodes=0) == open_steps
+    assert {step_of_node(s.node) for s in add_finished_steps(spec, [], 12, 2, 1000)} == {10, 11}
 
 
 @pytest.mark.parametrize("latest", [False, True])
 def test_the_step_of_a_node(latest: bool) -> None:
-    spec = GraphSpec(steps=9, shards=2, staleness=2, eval_every=1, canaries=True, latest=latest)
+    spec = GraphSpec(steps=9, shards=2, staleness=2, eval_every=1, has_canaries=True, uses_latest=latest)
     for step in range(spec.steps):
-        assert {step_of(node) for node in step_nodes(spec, step)} == {step}
+        assert {step_of_node(node) for node in step_nodes(spec, step)} == {step}

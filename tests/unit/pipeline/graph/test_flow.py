@@ -29,7 +29,7 @@ class Machine:
         self.out: dict[Address, Node] = {}
         self.dispatch = Dispatch(GANGS)
         for gang in GANGS:
-            self.dispatch.worker_up(gang.name, 0)
+            self.dispatch.on_worker_up(gang.name, 0)
         self.flow = Flow(
             spec,
             self.dispatch,
@@ -49,8 +49,8 @@ class Machine:
         while ready := [a for a in sorted(self.out) if (a.stage, a.step) not in held and self._parents_done(a)]:
             node = self.out.pop(ready[0])
             self.ran.append(node.address)
-            self.dispatch.done(node.address)
-            self.flow.done(node)
+            self.dispatch.mark_done(node.address)
+            self.flow.on_node_done(node)
             self.submit()
 
     def _parents_done(self, address: Address) -> bool:
@@ -74,7 +74,7 @@ def test_window_arithmetic() -> None:
     machine = Machine(GraphSpec(steps=9, shards=1, staleness=1))
     for k in range(4):
         machine.run(("update_policy", k))
-        assert machine.flow.steps_done == k
+        assert machine.flow.num_trained_steps == k
         assert [machine.dispatch.is_done(Address("update_critic", k + ahead)) for ahead in range(1, 4)] == [
             False,
             False,
@@ -84,11 +84,11 @@ def test_window_arithmetic() -> None:
 
 @pytest.mark.parametrize("critic", [True, False])
 def test_run_ends_when_every_step_is_over(critic: bool) -> None:
-    spec = GraphSpec(steps=4, shards=2, staleness=1, eval_every=2, critic=critic)
+    spec = GraphSpec(steps=4, shards=2, staleness=1, eval_every=2, has_critic=critic)
     machine = Machine(spec)
-    assert not machine.flow.finished
+    assert not machine.flow.is_finished
     machine.run()
-    assert machine.flow.finished
+    assert machine.flow.is_finished
     assert sorted(machine.over) == [0, 1, 2, 3]
     assert len(machine.ran) == len(set(machine.ran)) == len(list(run_nodes(spec)))
 
@@ -98,20 +98,20 @@ def test_a_late_evaluation_keeps_its_step_open_but_not_the_run_back() -> None:
     machine = Machine(GraphSpec(steps=3, shards=1, staleness=0, eval_every=1))
     machine.run(("evaluate", 1))
     assert machine.over == [1, 2]
-    assert not machine.flow.finished
+    assert not machine.flow.is_finished
     machine.run()
     assert machine.over == [1, 2, 0]
-    assert machine.flow.finished
+    assert machine.flow.is_finished
 
 
 def test_a_late_canary_keeps_its_weights_but_not_the_run_back() -> None:
-    machine = Machine(GraphSpec(steps=3, shards=2, staleness=1, canaries=True))
+    machine = Machine(GraphSpec(steps=3, shards=2, staleness=1, has_canaries=True))
     machine.run(("canary", 1))
-    assert machine.flow.steps_done == 3
+    assert machine.flow.num_trained_steps == 3
     assert machine.unread == [0, 2]
     machine.run()
     assert machine.unread == [0, 2, 1]
-    assert machine.flow.finished
+    assert machine.flow.is_finished
 
 
 def test_weights_go_with_their_last_reader() -> None:
@@ -134,9 +134,9 @@ def test_resume_runs_only_what_is_missing() -> None:
     spec = GraphSpec(steps=4, shards=1, staleness=0)
     machine = Machine(spec, committed_up_to(spec, Address("publish", 2)), published=[2])
     assert sorted(machine.over) == [0, 1]
-    assert machine.flow.steps_done == 2
+    assert machine.flow.num_trained_steps == 2
     machine.run()
-    assert machine.flow.finished
+    assert machine.flow.is_finished
     expected = [n.address for n in run_nodes(spec) if n.scheduled_step >= 2]
     assert sorted(machine.ran) == sorted(expected)
 
@@ -148,7 +148,7 @@ def test_resume_publishes_again_what_is_gone_and_still_wanted() -> None:
     machine = Machine(spec, committed_up_to(spec, Address("publish", 2)), published=[])
     machine.run()
     assert machine.steps("publish") == [2, 3, 4]
-    assert machine.flow.finished
+    assert machine.flow.is_finished
 
 
 def test_resume_in_the_middle_of_a_step() -> None:
@@ -163,7 +163,7 @@ def test_resume_in_the_middle_of_a_step() -> None:
 def test_resume_of_a_finished_run_does_nothing() -> None:
     spec = GraphSpec(steps=3, shards=2, staleness=1, eval_every=1)
     machine = Machine(spec, [node.address for node in run_nodes(spec)])
-    assert machine.flow.finished
+    assert machine.flow.is_finished
     assert machine.ran == []
 
 
@@ -182,7 +182,7 @@ def test_what_lost_its_commit_runs_before_a_trainer_needs_it() -> None:
     done = {node.address for node in run_nodes(spec) if node.scheduled_step < 3 and node.address.step < 3} - lost
     machine = Machine(spec, done, published=[3])
     machine.run()
-    assert machine.flow.finished
+    assert machine.flow.is_finished
     assert machine.steps("update_policy") == [1, 3, 4]
     back = max(machine.ran.index(address) for address in lost)
     trained = [a for a in machine.ran if a.stage in ("logprob", "update_policy", "publish") and a.step > 1]
@@ -205,7 +205,7 @@ def test_thousands_of_committed_steps_are_passed_in_a_loop() -> None:
     committed = committed_up_to(spec, Address("publish", 5_000))
     machine = Machine(spec, committed, published=[4_999])
     assert machine.over == list(range(5_000))
-    assert machine.flow.steps_done == 5_000
+    assert machine.flow.num_trained_steps == 5_000
     machine.run()
-    assert machine.flow.finished
+    assert machine.flow.is_finished
     assert machine.steps("update_policy") == [5_000]

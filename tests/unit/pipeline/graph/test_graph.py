@@ -15,7 +15,7 @@ from pipeline.graph.graph import (
     step_nodes,
     update_stages,
     weight_readers,
-    window,
+    window_size,
 )
 from stages.models.protocol import Role
 from storage.address import Address
@@ -86,12 +86,12 @@ def test_without_recomputed_logprobs() -> None:
 
 def test_without_a_critic() -> None:
     """Its nodes are gone, and no other node or edge."""
-    spec = GraphSpec(steps=3, shards=2, staleness=1, eval_every=1, canaries=True)
-    whole, without = (edges(list(run_nodes(s))) for s in (spec, replace(spec, critic=False)))
+    spec = GraphSpec(steps=3, shards=2, staleness=1, eval_every=1, has_canaries=True)
+    whole, without = (edges(list(run_nodes(s))) for s in (spec, replace(spec, has_critic=False)))
     critics = {name for name in whole if name.split()[0] in ("value", "update_critic")}
     assert len(critics) == 3 * 2 + 3
     assert without == {name: parents - critics for name, parents in whole.items() if name not in critics}
-    assert update_stages(replace(spec, critic=False)) == {Role.POLICY: "update_policy"}
+    assert update_stages(replace(spec, has_critic=False)) == {Role.POLICY: "update_policy"}
 
 
 def test_evaluations() -> None:
@@ -123,19 +123,19 @@ def test_canaries_by_hand(staleness: int, older: list[set[int]]) -> None:
         f"canary {v}.0": {f"generate {i}.0" for i in steps} | {f"logprob {v}.0", f"publish {v}.0"} | first(v)
         for v, steps in enumerate(older)
     }
-    assert canaries(GraphSpec(steps=4, shards=1, staleness=staleness, canaries=True)) == expected
+    assert canaries(GraphSpec(steps=4, shards=1, staleness=staleness, has_canaries=True)) == expected
 
 
 def test_a_canary_waits_for_all_shards_of_an_older_version_only() -> None:
     shards = {"generate 2.0", "generate 2.1"}
-    found = canaries(GraphSpec(steps=4, shards=2, staleness=1, canaries=True))
+    found = canaries(GraphSpec(steps=4, shards=2, staleness=1, has_canaries=True))
     assert found["canary 2.0"] == shards | {"logprob 2.0", "publish 2.0", "canary 0.0"}
-    fresh = canaries(GraphSpec(steps=4, shards=2, staleness=0, canaries=True))
+    fresh = canaries(GraphSpec(steps=4, shards=2, staleness=0, has_canaries=True))
     assert fresh["canary 2.0"] == {"generate 2.0", "logprob 2.0", "publish 2.0", "canary 0.0"}
 
 
 def test_without_logprob_nodes_the_trainer_scores_the_canaries_before_it_trains() -> None:
-    spec = GraphSpec(steps=3, shards=2, staleness=1, recompute_logprobs=False, canaries=True)
+    spec = GraphSpec(steps=3, shards=2, staleness=1, recompute_logprobs=False, has_canaries=True)
     graph = edges(list(run_nodes(spec)))
     assert graph["canary_logprob 1.0"] == {"generate 1.0", "update_policy 0.0"}
     assert "canary_logprob 1.0" in graph["update_policy 1.0"]
@@ -144,7 +144,7 @@ def test_without_logprob_nodes_the_trainer_scores_the_canaries_before_it_trains(
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 3])
 def test_nothing_but_the_release_of_weights_waits_for_an_engines_canary(staleness: int) -> None:
-    spec = GraphSpec(steps=6, shards=2, staleness=staleness, eval_every=2, canaries=True)
+    spec = GraphSpec(steps=6, shards=2, staleness=staleness, eval_every=2, has_canaries=True)
     nodes = list(run_nodes(spec))
     waiting = {n.address.stage for n in nodes if any(parent.stage == "canary" for parent in n.parents)}
     assert waiting == {"canary"}
@@ -156,7 +156,7 @@ def test_nothing_but_the_release_of_weights_waits_for_an_engines_canary(stalenes
 @pytest.mark.parametrize("staleness", [0, 1, 2, 3])
 def test_a_canary_comes_before_the_generation_by_the_next_version(staleness: int) -> None:
     """It goes first, whatever else waits for a slot. Otherwise an engine would have to load the older version again."""
-    spec = GraphSpec(steps=8, shards=1, staleness=staleness, canaries=True)
+    spec = GraphSpec(steps=8, shards=1, staleness=staleness, has_canaries=True)
     nodes = {n.address: n for n in run_nodes(spec)}
     for version in range(spec.steps - staleness - 1):
         following = nodes[Address("generate", version + staleness + 1)]
@@ -174,7 +174,7 @@ def test_oldest_first_and_the_critic_last() -> None:
 
 def test_inputs_are_what_is_stored() -> None:
     """The rest of the parents only order: publish gives weights, not rows."""
-    for node in run_nodes(GraphSpec(steps=3, shards=2, staleness=1, eval_every=1, canaries=True)):
+    for node in run_nodes(GraphSpec(steps=3, shards=2, staleness=1, eval_every=1, has_canaries=True)):
         assert set(node.inputs) <= set(node.parents) | {a for p in node.parents for a in _parents(p, node.address.step)}
         assert not [a for a in node.inputs if a.stage in ("publish", "update_policy", "update_critic")]
 
@@ -192,7 +192,9 @@ def test_no_order_breaks_the_staleness_bound(staleness: int, seed: int) -> None:
     was promised, and no node waits for ever (so there is no cycle)."""
     rng = random.Random(seed)
     recompute = bool(seed % 2)
-    spec = GraphSpec(steps=8, shards=2, staleness=staleness, recompute_logprobs=recompute, eval_every=3, canaries=True)
+    spec = GraphSpec(
+        steps=8, shards=2, staleness=staleness, recompute_logprobs=recompute, eval_every=3, has_canaries=True
+    )
     left = {node.address: node for node in run_nodes(spec)}
     done: set[Address] = set()
     policy, critic, published, oldest = 0, 0, set(), {}
@@ -230,7 +232,7 @@ def test_no_order_breaks_the_staleness_bound(staleness: int, seed: int) -> None:
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_parents_come_first(staleness: int) -> None:
     seen: set[Address] = set()
-    for node in run_nodes(GraphSpec(steps=6, shards=2, staleness=staleness, eval_every=2, canaries=True)):
+    for node in run_nodes(GraphSpec(steps=6, shards=2, staleness=staleness, eval_every=2, has_canaries=True)):
         assert seen.issuperset(node.parents), f"{node.address} before its parents"
         assert node.address not in seen
         seen.add(node.address)
@@ -240,7 +242,7 @@ def test_window_is_as_wide_as_it_can_be_used() -> None:
     """eta + 2 steps, the oldest being the one in training: with eta = 2, while step 0 trains, steps 1 and 2 are
     generated by version 0, and step 3 starts with version 1, as soon as that is published. Step 4 needs version 2."""
     spec = GraphSpec(steps=9, shards=1, staleness=2)
-    assert window(spec) == 4
+    assert window_size(spec) == 4
     assert generation_version(spec, 0 + spec.staleness + 1) == 1
     assert [generation_version(spec, i) for i in range(6)] == [0, 0, 0, 1, 2, 3]
 

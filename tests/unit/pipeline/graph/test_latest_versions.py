@@ -54,7 +54,7 @@ class Weights:
             step = node.address.step
             assert max(0, step - self.spec.staleness) <= node.version <= step
             newest = max(version for version in self.there if version <= step)
-            asked = newest if self.spec.latest else max(0, step - self.spec.staleness)
+            asked = newest if self.spec.uses_latest else max(0, step - self.spec.staleness)
             assert node.version == self.sampled_versions.get(node.address, asked)
         self.reading[node.address] = node.version
 
@@ -69,7 +69,7 @@ class Weights:
     def release(self, version: int) -> None:
         """Release a version: nobody reads it now, and every later reader can use another version."""
         assert version not in self.reading.values()
-        others = [a for a in weight_readers(self.spec, version) if a.stage != "generate" or not self.spec.latest]
+        others = [a for a in weight_readers(self.spec, version) if a.stage != "generate" or not self.spec.uses_latest]
         assert self.committed.issuperset(others)
         assert version not in self.unread
         self.unread.append(version)
@@ -96,7 +96,7 @@ class Machine:
         gangs = (Gang("gen", frozenset({Role.GENERATE}), 1, slots), *OTHERS)
         self.dispatch = Dispatch(gangs)
         for gang in gangs:
-            self.dispatch.worker_up(gang.name, 0)
+            self.dispatch.on_worker_up(gang.name, 0)
         self.flow = Flow(
             spec,
             self.dispatch,
@@ -115,13 +115,13 @@ class Machine:
             self.weights.hand_out(submit.node)
 
     def lose(self, address: Address) -> None:
-        for reset in self.dispatch.lost([address]):
+        for reset in self.dispatch.reset_lost([address]):
             self.out.pop(reset)
             self.weights.reading.pop(reset, None)
 
     def run(self, most: int | None = None, losses: float = 0.0) -> None:
         """Ends nodes, `most` of them at most. `losses`: how often one is lost instead."""
-        while not self.flow.finished and (most is None or len(self.ran) < most):
+        while not self.flow.is_finished and (most is None or len(self.ran) < most):
             ready = [a for a in sorted(self.out) if all(map(self.dispatch.is_done, self.out[a].parents))]
             address = self.draw.choice(ready)
             if self.draw.random() < losses:
@@ -133,9 +133,9 @@ class Machine:
     def finish(self, address: Address) -> None:
         node = self.out.pop(address)
         self.ran.append(address)
-        self.dispatch.done(address)
+        self.dispatch.mark_done(address)
         self.weights.done(node)
-        self.flow.done(node)
+        self.flow.on_node_done(node)
 
     def finish_all(self, *held: tuple[str, int]) -> None:
         """Ends whatever can, except nodes of the (stage, step) pairs."""
@@ -149,7 +149,7 @@ class Machine:
 
 
 def spec_of(staleness: int, **changes: object) -> GraphSpec:
-    settings = {"steps": 9, "shards": 3, "eval_every": 2, "eval_shards": 2, "canaries": True, "latest": True}
+    settings = {"steps": 9, "shards": 3, "eval_every": 2, "eval_shards": 2, "has_canaries": True, "uses_latest": True}
     return GraphSpec(staleness=staleness, **{**settings, **changes})  # type: ignore[arg-type]
 
 
@@ -158,7 +158,7 @@ def spec_of(staleness: int, **changes: object) -> GraphSpec:
 def test_any_order_keeps_the_bound_and_the_weights_that_are_read(staleness: int, latest: bool) -> None:
     """`Weights` fails where a version outside [max(0, i - eta), i] is handed out, one that is gone, or not the newest;
     and where one is let go that somebody reads. In the end all are gone that anybody might have read."""
-    spec = spec_of(staleness, latest=latest)
+    spec = spec_of(staleness, uses_latest=latest)
     newer = 0
     for seed in range(25):
         machine = Machine(spec, seed, slots=1 + seed % 4)
@@ -201,7 +201,7 @@ def weight_readers_left(spec: GraphSpec, committed: set[Address]) -> set[Address
 
 def test_without_staleness_both_are_the_same_run() -> None:
     """Node by node: parents, versions, and the order in which a seed has them run."""
-    machines = [Machine(spec_of(0, latest=latest), 7) for latest in (False, True)]
+    machines = [Machine(spec_of(0, uses_latest=latest), 7) for latest in (False, True)]
     for machine in machines:
         machine.run(losses=0.1)
     assert machines[0].ran == machines[1].ran
@@ -211,17 +211,17 @@ def test_without_staleness_both_are_the_same_run() -> None:
 
 def test_the_bound_is_the_same_edge() -> None:
     for latest in (False, True):
-        nodes = {node.address: node for node in run_nodes(spec_of(2, latest=latest))}
+        nodes = {node.address: node for node in run_nodes(spec_of(2, uses_latest=latest))}
         assert nodes[Address("generate", 5, 1)].parents == (Address("publish", 3),)
     assert list(generation_versions(spec_of(2), 5)) == [3, 4, 5]
     assert list(generation_versions(spec_of(2), 1)) == [0, 1]
-    assert list(generation_versions(spec_of(2, latest=False), 5)) == [3]
+    assert list(generation_versions(spec_of(2, uses_latest=False), 5)) == [3]
 
 
 def test_a_shard_that_waits_takes_the_newest_and_one_that_runs_keeps_its_own() -> None:
     """eta = 2. Two shards of step 1 hold all slots while step 0 is trained: step 2 could start with version 0, and
     starts with version 1. What was running stays at version 0."""
-    machine = Machine(spec_of(2, shards=4, eval_every=0, canaries=False), 0)
+    machine = Machine(spec_of(2, shards=4, eval_every=0, has_canaries=False), 0)
     machine.finish_all(("generate", 1))
     assert [machine.out[Address("generate", 1, s)].version for s in range(4)] == [0] * 4
     machine.finish(Address("generate", 1, 3))
@@ -230,7 +230,7 @@ def test_a_shard_that_waits_takes_the_newest_and_one_that_runs_keeps_its_own() -
 
 
 def test_a_shard_that_is_lost_takes_what_is_newest_then() -> None:
-    machine = Machine(spec_of(2, shards=4, eval_every=0, canaries=False), 0)
+    machine = Machine(spec_of(2, shards=4, eval_every=0, has_canaries=False), 0)
     machine.finish_all(("generate", 1))
     machine.lose(Address("generate", 1, 2))
     machine.submit()
@@ -239,9 +239,9 @@ def test_a_shard_that_is_lost_takes_what_is_newest_then() -> None:
 
 def test_rows_wait_for_the_version_that_they_would_take() -> None:
     """A migrating row must not wait for versions that its shard would bring, only for those of its edge."""
-    machine = Machine(spec_of(2, shards=4, eval_every=0, canaries=False), 0)
+    machine = Machine(spec_of(2, shards=4, eval_every=0, has_canaries=False), 0)
     machine.finish_all(("generate", 1))
-    assert machine.dispatch.waiting_versions("gen") == {1}
+    assert machine.dispatch.versions_waiting_for_slot("gen") == {1}
 
 
 def test_a_canary_and_an_evaluation_come_before_the_next_version() -> None:
@@ -260,7 +260,7 @@ def test_a_canary_and_an_evaluation_come_before_the_next_version() -> None:
 def test_what_later_outputs_were_made_from_is_sampled_by_the_same_version_again() -> None:
     """The commit of a shard of step 3 is lost, after it was trained on: it was sampled by version 2, which is published
     again for it and for nothing else."""
-    spec = spec_of(2, eval_every=0, canaries=False)
+    spec = spec_of(2, eval_every=0, has_canaries=False)
     lost = Address("generate", 3, 1)
     committed = {n.address for n in run_nodes(spec) if n.scheduled_step < 5 and n.address.step < 5} - {lost}
     machine = Machine(spec, 1, committed, [5], sampled_versions={lost: 2})

@@ -9,11 +9,11 @@ import pytest
 
 from pipeline.config.loading import load_config
 from pipeline.errors import ConfigError
-from pipeline.launch.script import TEMPLATE, JobPlace, render
+from pipeline.launch.script import TEMPLATE, ScriptValues, render
 from tests.support.paths import TINY
 
 SCRIPTS = Path(__file__).parent / "scripts"
-PLACE = JobPlace(
+PLACE = ScriptValues(
     title="The run tiny of Stageline.",
     name="tiny",
     run="/shared/runs/tiny",

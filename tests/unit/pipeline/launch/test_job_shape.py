@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config.loading import load_config
 from pipeline.config.run import RunConfig
-from pipeline.launch.script import JobPlace, NodeGroup, Step, job_shape, render
+from pipeline.launch.script import NodeGroup, ScriptValues, Step, job_shape, render
 from tests.support.paths import TINY
 
 TWO_RANKS = ("placement.gangs.train.workers=2", "placement.gangs.train.threads=3", "slurm.driver_cpus=2")
@@ -128,4 +128,4 @@ def test_the_nodes_of_a_plain_job_are_alike_and_so_are_the_gpus_of_its_steps() -
 
 
 def written(*changes: str) -> str:
-    return render(load(*changes), JobPlace("a run", "run", "/runs/run", Path("/"), Path("/output")))
+    return render(load(*changes), ScriptValues("a run", "run", "/runs/run", Path("/"), Path("/output")))

@@ -9,7 +9,7 @@ import pytest
 from pipeline.cli.main import main
 from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.paths import RunPaths
-from pipeline.launch.requeues import JobEnd, committed_so_far, note_end, refusal
+from pipeline.launch.requeues import JobEnd, count_committed, record_end, requeue_refusal
 from storage.errors import StoreError
 from storage.ledger import SPAN, Ledger
 from tests.support.commits import commit_nothing
@@ -41,33 +41,33 @@ def test_a_job_ends_by_what_its_attempts_committed_and_how_they_ended(history: s
         if text != "none":
             committed, how = text.split()
             ends.append(JobEnd(restart, (0, int(committed)), how, lost=how == "lost"))
-    assert refusal(ends, restarts=2, requeues_without_progress=3) == expected
+    assert requeue_refusal(ends, restarts=2, requeues_without_progress=3) == expected
 
 
 def test_progress_is_a_new_commit_and_not_its_way_into_a_segment(tmp_path: Path) -> None:
-    seen = [committed_so_far(Ledger(str(tmp_path / "ledger")))]
+    seen = [count_committed(Ledger(str(tmp_path / "ledger")))]
     for step in (0, SPAN):
         ledger = commit_nothing(tmp_path, step)
-        seen.append(committed_so_far(ledger))
+        seen.append(count_committed(ledger))
     assert seen == [(0, 0), (0, 1), (0, 2)]
     first, _ = ledger.addresses()
     ledger.close(0, [first])
-    assert committed_so_far(ledger) == (SPAN, 1)
+    assert count_committed(ledger) == (SPAN, 1)
     commit_nothing(tmp_path, SPAN + 1)
-    assert committed_so_far(ledger) == (SPAN, 2)
+    assert count_committed(ledger) == (SPAN, 2)
 
 
 def test_the_end_that_was_noted_first_counts_and_another_job_begins_anew(tmp_path: Path) -> None:
     """A node of the job says why; then the next start's script asks, which does not know."""
     said, unknown = JobEnd(0, (0, 4), "n1 failed", lost=True), JobEnd(0, (0, 4), "?", lost=False)
     later = JobEnd(1, (16, 9), "time limit", lost=False)
-    assert note_end(tmp_path, "12_3", said) == [said]
-    assert note_end(tmp_path, "12_3", unknown) == [said]
-    assert note_end(tmp_path, "12_3", later) == [said, later]
-    assert note_end(tmp_path, "13", unknown) == [unknown]
+    assert record_end(tmp_path, "12_3", said) == [said]
+    assert record_end(tmp_path, "12_3", unknown) == [said]
+    assert record_end(tmp_path, "12_3", later) == [said, later]
+    assert record_end(tmp_path, "13", unknown) == [unknown]
     (tmp_path / "attempts.json").write_text("[]")
     with pytest.raises(StoreError, match="is not what was written"):
-        note_end(tmp_path, "13", later)
+        record_end(tmp_path, "13", later)
 
 
 def test_the_script_is_answered_before_any_driver_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,7 +126,7 @@ def test_keys_are_in_files_of_this_user_alone(tmp_path: Path, fake_slurm: FakeSl
 def test_states_after_which_nothing_comes(fake_slurm: FakeSlurm, state: str) -> None:
     fake_slurm.job_is("12", state)
     known = job_state("12")
-    assert known.over
+    assert known.is_over
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_states_after_which_nothing_comes(fake_slurm: FakeSlurm, state: str) -> 
 def test_a_job_in_any_other_state_is_under_way(fake_slurm: FakeSlurm, state: str) -> None:
     fake_slurm.job_is("12", state)
     known = job_state("12")
-    assert not known.over
+    assert not known.is_over
 
 
 def test_a_job_is_forgotten_only_where_slurm_says_so(fake_slurm: FakeSlurm) -> None:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from pipeline.observe.evaluations import Evaluation, best_evaluation, compare, paired, paired_t, standard_error
+from pipeline.observe.evaluations import Evaluation, best_evaluation, compare, compare_paired, paired_t, standard_error
 from pipeline.observe.history import evaluation_metrics
 from pipeline.observe.report.facts import headlines
 from pipeline.observe.summary import summarise
@@ -19,22 +19,22 @@ AFTER = {7: 0.25, 8: 0.75, 9: 1.25, 10: 0.5, 12: -5.0}
 def test_prompts_of_both_are_compared() -> None:
     """Prompts 7 to 10: differences 0.25, 0.5, 0.75, -0.5, mean 0.25, squared deviations 0 + 1 + 4 + 9 sixteenths: sd =
     sqrt(0.875 / 3), error = sd / 2."""
-    found = paired(BEFORE, AFTER)
-    assert (found.num_prompts, found.before, found.after, found.gain) == (4, 0.4375, 0.6875, 0.25)
-    assert (found.better, found.worse) == (3, 1)
+    found = compare_paired(BEFORE, AFTER)
+    assert (found.num_prompts, found.mean_before, found.mean_after, found.gain) == (4, 0.4375, 0.6875, 0.25)
+    assert (found.num_better, found.num_worse) == (3, 1)
     assert found.error == pytest.approx(math.sqrt(0.875 / 3) / 2)
-    assert found.t == pytest.approx(0.25 / (math.sqrt(0.875 / 3) / 2))
+    assert found.t_statistic == pytest.approx(0.25 / (math.sqrt(0.875 / 3) / 2))
 
 
 def test_no_prompt_in_both() -> None:
-    assert paired({1: 0.0}, {2: 0.0}) is None
+    assert compare_paired({1: 0.0}, {2: 0.0}) is None
 
 
 def test_t_needs_spread() -> None:
     assert paired_t([1.0]) is None
     assert paired_t([1.0, 1.0]) is None
-    one = paired({1: 0.0}, {1: 0.5})
-    assert (one.gain, one.error, one.t) == (0.5, None, None)
+    one = compare_paired({1: 0.0}, {1: 0.5})
+    assert (one.gain, one.error, one.t_statistic) == (0.5, None, None)
 
 
 def test_standard_error_of_a_mean() -> None:

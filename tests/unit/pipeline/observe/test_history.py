@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pipeline.graph.graph import GraphSpec
-from pipeline.observe.engine_metrics import counts, is_count, step_metrics
-from pipeline.observe.history import History, alarm_text, distinct_bigrams, evaluation_metrics
+from pipeline.observe.engine_metrics import is_shard_metric, shard_metrics, step_metrics
+from pipeline.observe.history import History, canary_alarm_text, distinct_bigrams, evaluation_metrics
 from stages.engines.protocol import EngineStats
 from storage.address import Address
 from storage.commits import Commit, Provenance
@@ -26,7 +26,7 @@ SPEC = GraphSpec(steps=3, shards=2, staleness=1, eval_every=2, eval_shards=2)
 def history(tmp_path: Path) -> History:
     ledger = Ledger(str(tmp_path / "ledger"))
     layout = Layout(2, 1, 6)
-    return History(SPEC, ledger, RolloutStore(str(tmp_path), ledger, Layouts(layout, layout)), rows=2)
+    return History(SPEC, ledger, RolloutStore(str(tmp_path), ledger, Layouts(layout, layout)), rows_per_step=2)
 
 
 def provenance(started: float) -> Provenance:
@@ -63,7 +63,7 @@ def a_step(history: History) -> None:
 
 def test_metrics_of_a_step(history: History) -> None:
     a_step(history)
-    found = history.step_metrics(1)
+    found = history.read_step_metrics(1)
     assert found == pytest.approx(
         {
             "generate/tokens": 80,  # summed over shards
@@ -89,43 +89,45 @@ def test_the_trunks_hit_rate_is_of_all_who_asked_it(history: History) -> None:
     commit(history, "reference", 1, 100.0, 1.0, 0, trunk__rows=8, trunk__computed_rows=8)
     commit(history, "value", 1, 101.0, 1.0, 0, trunk__rows=8, trunk__computed_rows=2)
     commit(history, "update_policy", 1, 102.0, 1.0, trunk__rows=16, trunk__computed_rows=0)
-    found = history.step_metrics(1)
+    found = history.read_step_metrics(1)
     assert (found["trunk/rows"], found["trunk/hit_rate"]) == (32, 1 - 10 / 32)
 
 
 def test_a_canary_is_reported_with_the_step_that_trains_its_version(tmp_path: Path) -> None:
     """eta = 2: its node is among those of the step after."""
-    spec = GraphSpec(steps=4, shards=1, staleness=2, canaries=True)
+    spec = GraphSpec(steps=4, shards=1, staleness=2, has_canaries=True)
     ledger = Ledger(str(tmp_path / "ledger"))
     store = RolloutStore(str(tmp_path), ledger, Layouts(Layout(1, 1, 6)))
-    history = History(spec, ledger, store, rows=1)
+    history = History(spec, ledger, store, rows_per_step=1)
     commit(history, "canary", 1, 100.0, 1.0, mismatch__canary_mean_abs=0.25)
     commit(history, "canary", 2, 101.0, 1.0, mismatch__canary_mean_abs=0.5)
-    assert [history.step_metrics(step).get("mismatch/canary_mean_abs") for step in (1, 2)] == [0.25, 0.5]
+    assert [history.read_step_metrics(step).get("mismatch/canary_mean_abs") for step in (1, 2)] == [0.25, 0.5]
 
 
 def test_an_alarm_is_told_with_its_numbers() -> None:
     metrics = {"mismatch/alarm": 1.0, "mismatch/alarm_nats": 0.01, "mismatch/canary_mean_abs": 0.25}
-    text = alarm_text(7, metrics)
+    text = canary_alarm_text(7, metrics)
     assert text is not None
     assert "differ by 0.25 nats a token at version 7" in text
     behind = {**metrics, "mismatch/alarm_nats": 0.3, "mismatch/canary_moved": 0.0}
-    assert "the engine has moved by 0 since older weights: it seems to have those still" in str(alarm_text(7, behind))
-    assert alarm_text(7, {**metrics, "mismatch/alarm": 0.0}) is None
-    assert alarm_text(7, {}) is None
+    assert "the engine has moved by 0 since older weights: it seems to have those still" in str(
+        canary_alarm_text(7, behind)
+    )
+    assert canary_alarm_text(7, {**metrics, "mismatch/alarm": 0.0}) is None
+    assert canary_alarm_text(7, {}) is None
 
 
 def test_a_step_that_a_stop_interrupted_has_no_step_time(history: History) -> None:
     a_step(history)
-    assert "time/step_s" in history.step_metrics(1, starts=[99.0, 108.5])
-    interrupted = history.step_metrics(1, starts=[103.0])
+    assert "time/step_s" in history.read_step_metrics(1, driver_starts=[99.0, 108.5])
+    interrupted = history.read_step_metrics(1, driver_starts=[103.0])
     assert not {"time/step_s", "samples_per_s", "tokens_per_s"} & interrupted.keys()
     assert interrupted["time/update_policy_s"] == pytest.approx(2.5)
 
 
 def test_numbers_of_a_step(history: History) -> None:
     a_step(history)
-    numbers = history.step_numbers(1)
+    numbers = history.read_step_numbers(1)
     assert (numbers.step, numbers.reward, numbers.kl) == (1, 0.5, 2.0)
     assert (numbers.num_samples, numbers.num_tokens) == (2, 80)
     assert dict(numbers.staleness) == {0: 1, 1: 1}
@@ -133,29 +135,29 @@ def test_numbers_of_a_step(history: History) -> None:
 
 def test_when_a_step_is_over(history: History) -> None:
     a_step(history)
-    assert history.steps_done() == []
-    assert not history.step_over(1)
+    assert history.finished_steps() == []
+    assert not history.is_step_finished(1)
     commit(history, "update_critic", 1, 108.0, 1.0)
-    assert history.steps_done() == [1]
-    assert history.step_over(1)
+    assert history.finished_steps() == [1]
+    assert history.is_step_finished(1)
     commit(history, "update_policy", 2, 110.0, 1.0)
     commit(history, "update_critic", 2, 110.0, 1.0)
-    assert history.steps_done() == [1], "its records of rows and advantages were damaged: no number of it is known"
+    assert history.finished_steps() == [1], "its records of rows and advantages were damaged: no number of it is known"
     commit(history, "advantage", 2, 109.0, 1.0)
     commit(history, "generate", 2, 108.0, 1.0, 0)
     commit(history, "generate", 2, 108.0, 1.0, 1)
-    assert history.steps_done() == [1, 2]
-    assert not history.step_over(2), "version 3 is not published"
+    assert history.finished_steps() == [1, 2]
+    assert not history.is_step_finished(2), "version 3 is not published"
 
 
 def test_an_evaluation_is_there_when_all_its_shards_are(history: History) -> None:
     for shard, (prompt, score) in enumerate([(7, 0.25), (3, 1.0)]):
-        assert history.evaluation(2) is None
+        assert history.read_evaluation(2) is None
         rows = rollout([[4, 5, 4, 5]], [prompt])
         history.store.write(Address("evaluate", 2, shard), rows, provenance(1.0))
         scores = Scores(np.array([score], np.float32))
         history.store.write(Address("evaluate_score", 2, shard), scores, provenance(1.0))
-    (evaluation,) = history.evaluations()
+    (evaluation,) = history.read_evaluations()
     assert (evaluation.version, evaluation.mean) == (2, 0.625)
     assert dict(evaluation.scores) == {7: 0.25, 3: 1.0}
     assert evaluation.distinct_bigrams == pytest.approx(2 / 6)  # 45 54 45, twice
@@ -173,7 +175,7 @@ def test_the_kl_of_an_evaluation_is_that_of_what_was_sampled(history: History) -
         history.store.write(Address("evaluate_score", 2, shard), scores, provenance(1.0))
         record = ReferenceLogprobs(reference.astype(np.float32))
         history.store.write(Address("evaluate_reference", 2, shard), record, provenance(1.0))
-    (evaluation,) = history.evaluations()
+    (evaluation,) = history.read_evaluations()
     assert evaluation.kl == pytest.approx(4.0)
     assert evaluation.parts == {"a": 1.5, "b": -1.0}
     assert evaluation_metrics(evaluation) == {
@@ -202,8 +204,11 @@ def test_a_step_of_two_shards() -> None:
         prompt_tokens=50, shared_tokens=30, drafted_tokens={"lookup-3": 40}, accepted_tokens={"lookup-3": 10},
         draft_lengths={0: 75, 2: 25},
     )  # fmt: skip
-    committed = [counts(engine_stats(), fetch_s=0.25, fetched_bytes=7, peak_bytes=900), counts(second, peak_bytes=500)]
-    assert all(is_count(name) for shard in committed for name in shard)
+    committed = [
+        shard_metrics(engine_stats(), fetch_s=0.25, fetched_bytes=7, peak_bytes=900),
+        shard_metrics(second, peak_bytes=500),
+    ]
+    assert all(is_shard_metric(name) for shard in committed for name in shard)
     assert step_metrics(committed) == pytest.approx(
         {
             "generate/busy_s": 5.0,
@@ -229,5 +234,7 @@ def test_a_shard_that_another_one_asked_for() -> None:
     """Two shards in one engine: the second one to ask finds no counts."""
     nothing = engine_stats(tokens=0, decode_steps=0, mean_occupancy=0.0, busy_s=0.0, refit_s=0.0, kv_peak_fraction=0.0,
                     preemptions=0, prompt_tokens=0, shared_tokens=0)  # fmt: skip
-    assert step_metrics([counts(engine_stats()), counts(nothing)]) == step_metrics([counts(engine_stats())])
-    assert step_metrics([counts(nothing)])["generate/occupancy"] == 0.0
+    assert step_metrics([shard_metrics(engine_stats()), shard_metrics(nothing)]) == step_metrics(
+        [shard_metrics(engine_stats())]
+    )
+    assert step_metrics([shard_metrics(nothing)])["generate/occupancy"] == 0.0

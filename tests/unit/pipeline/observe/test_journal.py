@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.observe.journal import AppendFailed, Event, EventKind, Journal, journal_exists, read_events, run_starts
+from pipeline.observe.journal import (
+    AppendFailed,
+    Event,
+    EventKind,
+    Journal,
+    journal_exists,
+    read_events,
+    read_run_starts,
+)
 
 
 def test_events_come_back_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
@@ -16,7 +24,7 @@ def test_events_come_back_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
     event = Event(1.5, EventKind.FINISHED, "score", 2, 1, 0, "score", "score-0", seconds=0.5, store_s=0.25)
     with Journal(path, heard.append) as journal:
         journal.append(event)
-        now = journal.now(EventKind.PUBLISHED, step=3)
+        now = journal.append_now(EventKind.PUBLISHED, step=3)
     assert heard == [event, now]
     with path.open("a") as torn:
         torn.write('{"t":2.0,"ki')
@@ -25,12 +33,12 @@ def test_events_come_back_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
 
 def test_every_start_of_a_driver(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    assert run_starts(path) == []
+    assert read_run_starts(path) == []
     for started in (10.0, 20.0):
         with Journal(path) as journal:
             journal.append(Event(started, EventKind.RUN_STARTED))
             journal.append(Event(started + 5, EventKind.RUN_FINISHED))
-    assert run_starts(path) == [10.0, 20.0]
+    assert read_run_starts(path) == [10.0, 20.0]
 
 
 def test_a_torn_line_is_cut_before_the_next_is_written(tmp_path: Path) -> None:
@@ -49,7 +57,7 @@ def test_a_journal_of_nothing_but_a_torn_line_begins_anew(tmp_path: Path) -> Non
     path.write_text('{"t":1.')
     with Journal(path) as journal:
         journal.append(Event(2.0, EventKind.RUN_STARTED))
-    assert run_starts(path) == [2.0]
+    assert read_run_starts(path) == [2.0]
 
 
 @pytest.mark.parametrize(
@@ -112,10 +120,10 @@ def test_a_long_journal_is_read_through_all_of_its_parts(tmp_path: Path) -> None
     assert len(parts) > 3
     assert parts[0].name == "events-000001.jsonl"
     assert all(300 <= part.stat().st_size < 400 for part in parts)
-    assert [event.t for event in read_events(path)] == [float(t) for t in range(40)] == run_starts(path)
+    assert [event.t for event in read_events(path)] == [float(t) for t in range(40)] == read_run_starts(path)
     path.unlink()
     assert journal_exists(path)
-    assert len(run_starts(path)) == sum(part.read_bytes().count(b"\n") for part in parts)
+    assert len(read_run_starts(path)) == sum(part.read_bytes().count(b"\n") for part in parts)
 
 
 def test_a_reader_misses_nothing_while_a_part_is_begun(tmp_path: Path) -> None:
@@ -127,7 +135,7 @@ def test_a_reader_misses_nothing_while_a_part_is_begun(tmp_path: Path) -> None:
         for t in (2.0, 3.0, 4.0):
             journal.append(Event(t, EventKind.RUN_STARTED))
         assert [event.t for event in events][:1] == [2.0]
-    assert run_starts(path) == [1.0, 2.0, 3.0, 4.0]
+    assert read_run_starts(path) == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_only_the_newest_part_may_end_in_half_a_line(tmp_path: Path) -> None:

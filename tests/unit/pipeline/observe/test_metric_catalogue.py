@@ -7,18 +7,18 @@ import re
 import pytest
 
 from pipeline.observe.metric_catalogue import (
-    CRITIC_STEPS,
+    MAX_NEGATIVE_STEPS,
     METRICS,
-    NEVER,
     OVERVIEW,
-    QUIET,
     SECONDS,
     STEP,
+    TRACKED_IF_NONZERO,
+    UNTRACKED,
     VERSION,
-    find,
-    findings,
-    shown_numbers,
-    tracked,
+    find_metric,
+    find_unhealthy_numbers,
+    select_tracked,
+    terminal_numbers,
 )
 from pipeline.observe.text import sparkline
 from tests.support.paths import ROOT
@@ -51,24 +51,24 @@ def test_what_these_files_give_is_known(path: str) -> None:
     groups = {metric.name.partition("/")[0] for metric in METRICS}
     for name in re.findall(r'"([a-z_]+/[a-z0-9_]*[a-z0-9])"', (ROOT / path).read_text("utf8")):
         if name.partition("/")[0] in groups:
-            assert find(name) is not None or name in NEVER, name
+            assert find_metric(name) is not None or name in UNTRACKED, name
 
 
 def test_axes_and_lists_name_metrics() -> None:
     assert {metric.axis for metric in METRICS} == {STEP, VERSION, SECONDS}
     assert len({metric.name for metric in METRICS}) == len(METRICS)
-    assert all(find(name) for name in (*OVERVIEW, *OVERVIEW.values(), *QUIET))
-    assert not any(find(name) for name in NEVER)
-    assert find("time/generate_s") != find("time/step_s")
-    assert find("bogus/name") is None
+    assert all(find_metric(name) for name in (*OVERVIEW, *OVERVIEW.values(), *TRACKED_IF_NONZERO))
+    assert not any(find_metric(name) for name in UNTRACKED)
+    assert find_metric("time/generate_s") != find_metric("time/step_s")
+    assert find_metric("bogus/name") is None
 
 
 def test_what_is_tracked() -> None:
     values = {"reward/mean": 0.5, "score/mean": 0.5, "kl/coef": 0.1, "policy/skipped_steps": 0.0, "own": 1.0}
-    assert tracked(values, {"kl/coef"}, ()) == {"Overview/reward": 0.5, "reward/mean": 0.5, "own": 1.0}
-    assert list(tracked(values, (), ())) == ["Overview/reward", "reward/mean", "kl/coef", "own"]
-    assert "policy/skipped_steps" in tracked(values | {"policy/skipped_steps": 1.0}, (), ())
-    assert tracked(values, (), {"policy/skipped_steps"})["policy/skipped_steps"] == 0.0, "from then on always"
+    assert select_tracked(values, {"kl/coef"}, ()) == {"Overview/reward": 0.5, "reward/mean": 0.5, "own": 1.0}
+    assert list(select_tracked(values, (), ())) == ["Overview/reward", "reward/mean", "kl/coef", "own"]
+    assert "policy/skipped_steps" in select_tracked(values | {"policy/skipped_steps": 1.0}, (), ())
+    assert select_tracked(values, (), {"policy/skipped_steps"})["policy/skipped_steps"] == 0.0, "from then on always"
 
 
 def test_a_healthy_step_says_nothing() -> None:
@@ -78,32 +78,34 @@ def test_a_healthy_step_says_nothing() -> None:
         "policy/entropy": 1.0,
         "critic/explained_variance": -1.0,
     }
-    assert findings([]) == []
-    assert findings([step], 4.0) == []
-    assert findings([{}]) == []
+    assert find_unhealthy_numbers([]) == []
+    assert find_unhealthy_numbers([step], 4.0) == []
+    assert find_unhealthy_numbers([{}]) == []
 
 
 def test_what_is_wrong_with_its_limit() -> None:
     demo = {"policy/approx_kl": 3.36, "policy/ratio_max": 2188.0}
-    assert findings([demo]) == ["approx_kl 3.36 > 0.1", "ratio_max 2188 > 100"]
-    assert findings([{"policy/approx_kl": float("nan")}]) == ["approx_kl nan > 0.1"]
-    assert findings([{"policy/entropy": 0.05}]) == ["entropy 0.05 < 0.1: collapsing"]
-    assert findings([{"policy/entropy": 0.7}], 4.0) == ["entropy 0.7 < 0.8: collapsing"]
+    assert find_unhealthy_numbers([demo]) == ["approx_kl 3.36 > 0.1", "ratio_max 2188 > 100"]
+    assert find_unhealthy_numbers([{"policy/approx_kl": float("nan")}]) == ["approx_kl nan > 0.1"]
+    assert find_unhealthy_numbers([{"policy/entropy": 0.05}]) == ["entropy 0.05 < 0.1: collapsing"]
+    assert find_unhealthy_numbers([{"policy/entropy": 0.7}], 4.0) == ["entropy 0.7 < 0.8: collapsing"]
 
 
 def test_equal_groups_and_cut_responses_are_shown_under_advantages_that_compare_groups() -> None:
     grouped = {"group/equal_fraction": 0.75, "response/truncated_fraction": 0.2}
-    assert findings([grouped]) == ["equal groups 0.75 >= 0.5", "cut 0.2 >= 0.2"]
-    assert shown_numbers(grouped) == [("equal groups", "0.75"), ("cut", "0.2")]
-    assert findings([{"response/truncated_fraction": 0.9}]) == []
-    assert shown_numbers({"response/truncated_fraction": 0.9}) == []
+    assert find_unhealthy_numbers([grouped]) == ["equal groups 0.75 >= 0.5", "cut 0.2 >= 0.2"]
+    assert terminal_numbers(grouped) == [("equal groups", "0.75"), ("cut", "0.2")]
+    assert find_unhealthy_numbers([{"response/truncated_fraction": 0.9}]) == []
+    assert terminal_numbers({"response/truncated_fraction": 0.9}) == []
 
 
 def test_a_critic_worse_than_a_constant_for_long() -> None:
     bad = {"critic/explained_variance": -0.5}
-    assert findings([bad] * (CRITIC_STEPS - 1)) == []
-    assert findings([bad, {}, *[bad] * (CRITIC_STEPS - 1)]) == ["explained variance -0.50 < 0 for 5 steps"]
-    assert findings([*[bad] * CRITIC_STEPS, {"critic/explained_variance": 0.1}]) == []
+    assert find_unhealthy_numbers([bad] * (MAX_NEGATIVE_STEPS - 1)) == []
+    assert find_unhealthy_numbers([bad, {}, *[bad] * (MAX_NEGATIVE_STEPS - 1)]) == [
+        "explained variance -0.50 < 0 for 5 steps"
+    ]
+    assert find_unhealthy_numbers([*[bad] * MAX_NEGATIVE_STEPS, {"critic/explained_variance": 0.1}]) == []
 
 
 def test_sparkline() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.observe.curves import panels_of, run_curves
+from pipeline.observe.curves import panels_to_draw, run_curves
 from pipeline.observe.evaluations import Evaluation
 from pipeline.observe.journal import Event, EventKind
 from pipeline.observe.plots import plot_curves, plot_timeline
@@ -45,6 +45,6 @@ def test_parts_of_a_reward_have_a_panel_of_their_own() -> None:
     """A learned reward that rises is seen beside a measured one that falls. One part alone is the reward."""
     one = run_curves({0: {"reward/mean": 1.0, "reward/vader/mean": 1.0}}, 1, [])
     two = run_curves({0: {"reward/mean": 1.0, "reward/vader/mean": 1.0, "reward/learned/mean": 0.5}}, 1, [])
-    assert [panel.title for panel in panels_of([one])] == ["Reward"]
-    parts = {panel.title: panel.series for panel in panels_of([one, two])}["Parts of the reward"]
+    assert [panel.title for panel in panels_to_draw([one])] == ["Reward"]
+    parts = {panel.title: panel.series for panel in panels_to_draw([one, two])}["Parts of the reward"]
     assert parts == (("reward/learned/mean", "learned, training"), ("reward/vader/mean", "vader, training"))

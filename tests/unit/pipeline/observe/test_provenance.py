@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pipeline.observe.provenance import SlurmJob, dashboard_tags, short_command, slurm_job, tunnel
+from pipeline.observe.provenance import SlurmJob, dashboard_tags, short_command, slurm_job, tunnel_command
 
 
 def test_outside_of_slurm_there_is_none() -> None:
@@ -38,7 +38,7 @@ def test_a_task_of_an_array_is_called_as_slurm_calls_it() -> None:
 
 
 def test_the_tunnel_goes_through_the_login_host() -> None:
-    command = tunnel("http://127.0.0.1:8787/status", "login")
+    command = tunnel_command("http://127.0.0.1:8787/status", "login")
     assert command == f"ssh -N -J login -L 8787:127.0.0.1:8787 {platform.node()}"
 
 
@@ -46,7 +46,7 @@ def test_the_tags_of_a_job_say_how_its_dashboard_is_reached() -> None:
     address = "http://127.0.0.1:8787/status"
     assert dashboard_tags(address, {}) == {"dashboard": address}
     in_job = dashboard_tags(address, {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_HOST": "login"})
-    assert in_job == {"dashboard": address, "dashboard_tunnel": tunnel(address, "login")}
+    assert in_job == {"dashboard": address, "dashboard_tunnel": tunnel_command(address, "login")}
 
 
 @pytest.mark.parametrize(

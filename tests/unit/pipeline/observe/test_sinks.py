@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.config.sections import TRACKERS
 from pipeline.observe.sinks import SINKS, TensorBoardSink
-from pipeline.observe.tracking import deliver, how_to_open_sinks
+from pipeline.observe.tracking import deliver, sink_hints
 
 T0 = 1_700_000_000.0
 OPEN = {"t": T0, "kind": "open", "key": "k" * 32, "experiment": "e", "run_name": "r", "tags": {}, "params": {"a": "1"}}
@@ -40,7 +40,7 @@ def spool(tmp_path: Path) -> Path:
 
 def test_each_tracker_of_the_config_has_a_sink_and_a_command(tmp_path: Path) -> None:
     assert tuple(SINKS) == TRACKERS
-    assert len(how_to_open_sinks(TRACKERS, tmp_path)) == len(TRACKERS)
+    assert len(sink_hints(TRACKERS, tmp_path)) == len(TRACKERS)
 
 
 # ---- TensorBoard -----------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def test_tensorboard_reads_each_point_once(spool: Path) -> None:
     note.write_bytes(noted)
     with event_file(spool).open("ab") as file:
         file.write(b"torn")
-    assert deliver(spool, "tensorboard").left == 0
+    assert deliver(spool, "tensorboard").num_undelivered == 0
     expected = {
         "reward/mean": [(step, 0.5 * step, T0 + step) for step in range(4)],
         "x": [(step, 1.0, T0 + step) for step in range(4)],
@@ -81,7 +81,7 @@ def test_tensorboard_reads_each_point_once(spool: Path) -> None:
     whole = event_file(spool).read_bytes()
     os.truncate(event_file(spool), len(whole) - 1)
     write(spool, metrics(2, late=7.0), CLOSE)
-    assert deliver(spool, "tensorboard").left == 0
+    assert deliver(spool, "tensorboard").num_undelivered == 0
     assert event_file(spool).read_bytes().startswith(whole)
     assert points(spool) == expected | {"late": [(2, 7.0, T0 + 2)]}
 
@@ -101,13 +101,13 @@ def test_a_damaged_note_makes_the_file_anew(spool: Path, note: bytes) -> None:
 def test_a_sink_that_fails_leaves_its_items(spool: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A file lies where its directory should be. What it wrote about that is in a log that only this user may read."""
     spool.with_name("tensorboard").touch()
-    assert deliver(spool, "tensorboard").left == 5
+    assert deliver(spool, "tensorboard").num_undelivered == 5
     log = spool.with_name("tensorboard_writer.log")
     assert str(log) in caplog.text
     assert log.stat().st_mode & 0o777 == 0o600
     spool.with_name("tensorboard").unlink()
     pytest.importorskip("tensorboard")
-    assert deliver(spool, "tensorboard").left == 0
+    assert deliver(spool, "tensorboard").num_undelivered == 0
 
 
 # ---- Weights & Biases ------------------------------------------------------------------------------------
@@ -144,8 +144,8 @@ def history(spool: Path) -> Iterator[dict[str, float]]:
 def test_wandb_has_each_point_once_in_one_offline_run(spool: Path) -> None:
     """A second process, after a resume: the run's directory is written anew, and has all of the run."""
     pytest.importorskip("wandb")
-    assert deliver(spool, "wandb").left == 0
+    assert deliver(spool, "wandb").num_undelivered == 0
     write(spool, OPEN | {"params": {"a": "2"}}, metrics(3), metrics(40, **{"system/driver/memory_bytes": 5.0}), CLOSE)
-    assert deliver(spool, "wandb").left == 0
+    assert deliver(spool, "wandb").num_undelivered == 0
     rows = [{"reward/mean": 0.5 * step, "x": 1.0, "step": step} for step in range(4)]
     assert [*history(spool)] == [*rows, {"system/driver/memory_bytes": 5.0, "seconds": 40}]

@@ -14,7 +14,7 @@ from pipeline.observe.evaluations import Evaluation
 from pipeline.observe.journal import Event, EventKind
 from pipeline.observe.learning import ADVICE
 from pipeline.observe.summary import StepNumbers, summarise
-from pipeline.observe.timeline import boxes
+from pipeline.observe.timeline import read_boxes
 from storage.address import Address
 
 GEN0, GEN1 = Address("generate", 0), Address("generate", 1)
@@ -144,5 +144,5 @@ def test_nothing_happened() -> None:
 def test_ranks_of_a_node_count_once_by_stage() -> None:
     ranks = [Event(2.0, EventKind.FINISHED, stage="value", step=0, rank=r, gang="t", worker=f"t{r}", seconds=2.0)
              for r in range(2)]  # fmt: skip
-    assert [b.rank for b in boxes(ranks)] == [0, 1]
+    assert [b.rank for b in read_boxes(ranks)] == [0, 1]
     assert summarise(ranks, [], [], {}, {}).stage_s == {"value": 2.0}

@@ -19,8 +19,15 @@ from pipeline.observe.provenance import result_text
 from pipeline.observe.report.facts import headlines
 from pipeline.observe.rows import ResponsePair, chosen, response_pairs, samples_table
 from pipeline.observe.summary import EvalSummary, StalenessSummary, Summary, TrainerLoss, summary_lines
-from pipeline.observe.tables import InspectRow, MemoryColumn, end_of_run, inspect_table, memory_table, summary_table
-from pipeline.observe.text import three, visible
+from pipeline.observe.tables import (
+    InspectRow,
+    MemoryColumn,
+    end_of_run_text,
+    inspect_table,
+    memory_table,
+    summary_table,
+)
+from pipeline.observe.text import escape_control_characters, format_number
 from storage.address import Address
 from storage.commits import Provenance
 from storage.config import Layout, Layouts
@@ -102,17 +109,17 @@ def test_parts_of_a_score_are_shown_where_there_are_several() -> None:
 def test_end_of_run_shows_responses_as_they_are_and_paths() -> None:
     """Model text may hold what rich takes for markup."""
     pairs = [ResponsePair("The film", "was [red]dull[/red]", -0.5, "was great", 0.75)]
-    text = _text(end_of_run(SUMMARY, pairs, {"timeline": Path("runs/x/timeline.png")}))
+    text = _text(end_of_run_text(SUMMARY, pairs, {"timeline": Path("runs/x/timeline.png")}))
     assert "-0.500 was [red]dull[/red]" in text
     assert "+0.750 was great" in text
     assert "runs/x/timeline.png" in text
 
 
 def test_a_run_ends_with_the_numbers_that_matter_and_its_report() -> None:
-    last = _text(end_of_run(SUMMARY, [], {"report": Path("runs/x/report.html")})).splitlines()[-1]
+    last = _text(end_of_run_text(SUMMARY, [], {"report": Path("runs/x/report.html")})).splitlines()[-1]
     for said in ("0.195 → 0.481", "5.00 s a step", "10 sampled tokens/s", "runs/x/report.html"):
         assert said in last
-    without = _text(end_of_run(dataclasses.replace(SUMMARY, eval=None), [], {})).splitlines()[-1]
+    without = _text(end_of_run_text(dataclasses.replace(SUMMARY, eval=None), [], {})).splitlines()[-1]
     assert "→" not in without
     assert "5.00 s a step" in without
 
@@ -121,10 +128,10 @@ def test_control_characters_of_a_response_reach_no_terminal() -> None:
     """The response is untrusted: it must not colour, overwrite or turn the text around it."""
     hostile = "a\x1b[31mred\x07 \x00 \x9b2J \u202eturned\u2066 \u2028 \x7f"
     shown = "a␛[31mred␇ ␀ \\x9b2J \\u202eturned\\u2066 \\u2028 ␡"
-    assert visible(hostile) == shown
-    assert visible("two\nlines\tand é 漢 👩\u200d🚀") == "two\nlines\tand é 漢 👩\u200d🚀"
+    assert escape_control_characters(hostile) == shown
+    assert escape_control_characters("two\nlines\tand é 漢 👩\u200d🚀") == "two\nlines\tand é 漢 👩\u200d🚀"
     pairs = [ResponsePair(hostile, hostile, -0.5, hostile, 0.75)]
-    end = _text(end_of_run(SUMMARY, pairs, {}), width=400)
+    end = _text(end_of_run_text(SUMMARY, pairs, {}), width=400)
     rows = _text(inspect_table([InspectRow(3, hostile, hostile, 0.5, 1.25, "2", None)], "step 2"), width=400)
     for text, times in ((end, 3), (rows, 2)):
         assert text.count(shown) == times
@@ -137,8 +144,8 @@ def test_control_characters_of_a_response_reach_no_terminal() -> None:
      (999_999.0, "999999.000"), (float("nan"), "nan"), (float("-inf"), "-inf")],
 )  # fmt: skip
 def test_a_score_is_never_long_nor_rounded_away(value: float, said: str) -> None:
-    assert three(value) == said
-    assert three(abs(value), sign=True).startswith("+") or value != value
+    assert format_number(value) == said
+    assert format_number(abs(value), with_sign=True).startswith("+") or value != value
 
 
 PAIRS = [ResponsePair("a", "b", -0.5, "cde", 0.75), ResponsePair("fg", "hi", 0.25, "é", 1.0)]
@@ -148,7 +155,7 @@ PAIRS = [ResponsePair("a", "b", -0.5, "cde", 0.75), ResponsePair("fg", "hi", 0.2
 def history(tmp_path: Path) -> History:
     ledger, layout = Ledger(str(tmp_path / "ledger")), Layout(2, 1, 6)
     spec = GraphSpec(steps=4, shards=1, staleness=1, eval_every=2, eval_shards=1)
-    return History(spec, ledger, RolloutStore(str(tmp_path), ledger, Layouts(layout, layout)), rows=2)
+    return History(spec, ledger, RolloutStore(str(tmp_path), ledger, Layouts(layout, layout)), rows_per_step=2)
 
 
 def evaluate(history: History, version: int, texts: list[tuple[str, str]], scores: list[float]) -> None:

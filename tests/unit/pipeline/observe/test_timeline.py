@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.timeline import Box, lanes_of, middle_window, overlap_by_step, run_timeline, union
+from pipeline.observe.timeline import Box, arrange_lanes, merge_intervals, middle_window, overlap_by_step, run_timeline
 from storage.address import Address
 
 
@@ -47,9 +47,9 @@ def test_a_worker_has_as_many_lanes_as_it_runs_nodes_at_once() -> None:
         _box("generate", 3, "g0", 3.0, 5.0),  # after node 1
         _box("update_policy", 0, "a0", 4.0, 5.0),
     ]
-    lanes = [(lane.gang, lane.worker, [box.address.step for box in lane.boxes]) for lane in lanes_of(boxes)]
+    lanes = [(lane.gang, lane.worker, [box.address.step for box in lane.boxes]) for lane in arrange_lanes(boxes)]
     assert lanes == [("a", "a0", [0]), ("g", "g0", [1, 3]), ("g", "g0", [2]), ("g", "g1", [0])]
-    assert lanes_of([]) == []
+    assert arrange_lanes([]) == []
 
 
 def test_the_window_keeps_to_what_was_run() -> None:
@@ -61,11 +61,11 @@ def test_the_window_keeps_to_what_was_run() -> None:
 
 
 def test_of_a_long_run_the_first_and_the_last_boxes_are_in_lanes() -> None:
-    found = run_timeline([_ran("judge", "score", i, i + 0.5) for i in range(1000)], most=10)
+    found = run_timeline([_ran("judge", "score", i, i + 0.5) for i in range(1000)], max_boxes=10)
     assert found is not None
     (lane,) = found.lanes
     assert [box.start_s for box in lane.boxes] == [0, 1, 2, 3, 4, 995, 996, 997, 998, 999]
-    assert (found.start_s, found.end_s, found.num_boxes, found.middle) == (0, 999.5, 1000, None)
+    assert (found.start_s, found.end_s, found.num_boxes, found.middle_period) == (0, 999.5, 1000, None)
     assert run_timeline([]) is None
 
 
@@ -81,8 +81,8 @@ def test_the_time_between_two_drivers_is_left_out() -> None:
     assert found is not None
     assert [(box.start_s, box.end_s) for lane in found.lanes for box in lane.boxes] == [(10.0, 14.0), (14.0, 17.0)]
     assert (found.start_s, found.end_s, found.gaps) == (10.0, 17.0, [(14.0, 100.0)])
-    assert [found.at(t) for t in (12.0, 50.0, 99.0, 101.0)] == [12.0, 14.0, 14.0, 15.0]
+    assert [found.without_gaps(t) for t in (12.0, 50.0, 99.0, 101.0)] == [12.0, 14.0, 14.0, 15.0]
 
 
 def test_union() -> None:
-    assert union([(4, 5), (0, 2), (1, 3), (5, 6), (9, 9)]) == [(0, 3), (4, 6)]
+    assert merge_intervals([(4, 5), (0, 2), (1, 3), (5, 6), (9, 9)]) == [(0, 3), (4, 6)]

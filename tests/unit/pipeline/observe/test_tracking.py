@@ -22,7 +22,7 @@ from pipeline.observe.tracking import (
     MlflowTracker,
     Span,
     deliver,
-    how_to_open,
+    opening_hint,
     read_spool,
     read_state,
 )
@@ -45,8 +45,8 @@ def _tracker(uri: str, run_dir: Path, params: dict[str, str] | None = None, time
 
 
 def _tell_step(tracker: MlflowTracker, step: int) -> None:
-    tracker.metrics(step, {"reward": 0.5 * step, "kl": 0.25})
-    tracker.trace(
+    tracker.log_metrics(step, {"reward": 0.5 * step, "kl": 0.25})
+    tracker.log_trace(
         step,
         [
             Span(f"generate[{step + 1},0]", "generate", T0 + step, T0 + step + 2, "generate", "g0", {},
@@ -85,7 +85,7 @@ def test_a_down_server_loses_nothing_and_costs_one_warning(
     assert "8 items not delivered" in last
     assert f"`stageline sync {run_dir}`" in last
 
-    assert deliver(spool, uri).left == 0
+    assert deliver(spool, uri).num_undelivered == 0
     run_id = (run_dir / "mlflow_run_id").read_text().strip()
     client = MlflowClient(uri)
     run = client.get_run(run_id)
@@ -103,19 +103,19 @@ def test_a_down_server_loses_nothing_and_costs_one_warning(
     with caplog.at_level(logging.WARNING, "stageline.tracking"), _tracker(uri, run_dir, {"seed": "2"}) as resumed:
         for step in (2, 3):
             _tell_step(resumed, step)
-        resumed.metrics(3, {"bad*name": 1.0, "good": 7.0})
-        resumed.artifact(artifact, "plots")
-        resumed.tags({"note": "resumed"})
+        resumed.log_metrics(3, {"bad*name": 1.0, "good": 7.0})
+        resumed.log_artifact(artifact, "plots")
+        resumed.set_tags({"note": "resumed"})
         for _ in range(2):
-            resumed.dataset(Dataset("prompts.jsonl", "d1", "/data/prompts.jsonl", "training", 60))
-            resumed.table(table)
-            resumed.model("tiny-chat", tmp_path)
+            resumed.log_dataset(Dataset("prompts.jsonl", "d1", "/data/prompts.jsonl", "training", 60))
+            resumed.log_table(table)
+            resumed.log_model("tiny-chat", tmp_path)
     said = [r.getMessage() for r in caplog.records if "takes the rest of the run" not in r.getMessage()]
     assert [text[:29] for text in said] == ["MLflow refused metric bad*nam"]
     # A writer that died before it noted its progress delivers everything again: nothing may change.
     (run_dir / "mlflow_spool.state.json").unlink()
     again = deliver(spool, uri)
-    assert (again.run_id, again.left) == (run_id, 0)
+    assert (again.run_id, again.num_undelivered) == (run_id, 0)
 
     run = client.get_run(run_id)
     assert run.info.status == "FINISHED"
@@ -163,8 +163,8 @@ def test_a_killed_drivers_run_is_marked_killed_and_a_torn_line_is_cut(tmp_path: 
     assert (run.info.status, run.data.metrics) == ("KILLED", {"reward": 1.0})
     assert (run.data.tags["note"], run.data.tags["host"]) == ("killed", "here")
     with _tracker(uri, tmp_path) as resumed:
-        resumed.metrics(0, {"reward": 9.0})  # known: the first value stays
-        resumed.metrics(1, {"reward": 2.0})
+        resumed.log_metrics(0, {"reward": 9.0})  # known: the first value stays
+        resumed.log_metrics(1, {"reward": 2.0})
     assert [item["kind"] for _, item in read_spool(spool)] == ["open", "metrics", "open", "metrics", "close"]
     history = MlflowClient(uri).get_metric_history(run_id, "reward")
     assert [(m.step, m.value) for m in history] == [(0, 1.0), (1, 2.0)]
@@ -195,11 +195,11 @@ def test_a_run_that_is_left_goes_on_later(tmp_path: Path, uri: str, caplog: pyte
     with caplog.at_level(logging.WARNING, "stageline.tracking"):
         tracker = _tracker(f"http://127.0.0.1:{free_ports(1)[0]}", run_dir, timeout_s=600.0)
         _tell_step(tracker, 0)
-        tracker.leave()
-        tracker.leave()
+        tracker.detach()
+        tracker.detach()
     assert "ended early" not in caplog.text
     again = _tracker(uri, run_dir)
-    assert again.has(0, "reward")
+    assert again.has_metric(0, "reward")
     again.close("FINISHED")
     run = MlflowClient(uri).get_run((run_dir / "mlflow_run_id").read_text().strip())
     assert (run.info.status, run.data.metrics["kl"]) == ("FINISHED", 0.25)
@@ -258,21 +258,21 @@ def test_a_long_spool_is_read_as_a_stream(tmp_path: Path, monkeypatch: pytest.Mo
     try:
         tracker = _tracker("http://127.0.0.1:1", tmp_path)
         writer = SpoolWriter("http://127.0.0.1:1", spool, lambda report: None)
-        assert writer.count_left() == 2 + 2 * steps
+        assert writer.count_undelivered() == 2 + 2 * steps
         writer.deliver()
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert tracker.has(steps - 1, "a")
+    assert tracker.has_metric(steps - 1, "a")
     tracker.close("FINISHED")
     assert delivered.steps == list(range(steps))
-    assert writer.count_left() == 1, "the end of the run"
+    assert writer.count_undelivered() == 1, "the end of the run"
     assert peak < 10 * WINDOW_BYTES, "one window of parsed lines, at several times their size as text"
 
 
 def test_how_to_open() -> None:
-    assert how_to_open("sqlite:///runs/mlflow.db") == "mlflow ui --backend-store-uri sqlite:///runs/mlflow.db"
-    assert how_to_open("http://host:5000") == "http://host:5000"
+    assert opening_hint("sqlite:///runs/mlflow.db") == "mlflow ui --backend-store-uri sqlite:///runs/mlflow.db"
+    assert opening_hint("http://host:5000") == "http://host:5000"
     page = "/#/experiments/3/runs?workflowType=machine_learning"
-    assert how_to_open("http://host:5000/", "3") == f"http://host:5000{page}"
-    assert how_to_open("sqlite:///m.db", "3").endswith(f"m.db, then http://127.0.0.1:5000{page}")
+    assert opening_hint("http://host:5000/", "3") == f"http://host:5000{page}"
+    assert opening_hint("sqlite:///m.db", "3").endswith(f"m.db, then http://127.0.0.1:5000{page}")

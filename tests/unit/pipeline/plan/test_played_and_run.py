@@ -23,9 +23,9 @@ from storage.address import Address
 
 JOURNALS = Path(__file__).with_name("journals")
 RUNS = {
-    "eta_0": (GraphSpec(4, 4, 0, eval_every=2, canaries=True), 1),
-    "eta_1": (GraphSpec(5, 2, 1, eval_every=2, canaries=True), 1),
-    "latest_eta_2": (GraphSpec(6, 4, 2, eval_every=2, canaries=True, latest=True), 2),
+    "eta_0": (GraphSpec(4, 4, 0, eval_every=2, has_canaries=True), 1),
+    "eta_1": (GraphSpec(5, 2, 1, eval_every=2, has_canaries=True), 1),
+    "latest_eta_2": (GraphSpec(6, 4, 2, eval_every=2, has_canaries=True, uses_latest=True), 2),
 }
 """The graph of each run, and its generating replicas."""
 

@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.graph.graph import Gang, GraphSpec, Node, run_nodes
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.timeline import boxes, busy_periods, length
+from pipeline.observe.timeline import busy_periods, read_boxes, total_length
 from pipeline.plan.decode import DecodeSpeed, RowQueue
 from pipeline.plan.lengths import FixedLengths
 from pipeline.plan.scenario import journal_events, trace_events
@@ -74,7 +74,7 @@ def test_times_with_a_staleness_of_one() -> None:
 
 def test_overheads_delay_what_waits_for_them() -> None:
     """Synchronous and without a critic: publish, generate, reference, logprob, advantage, update: six nodes a step."""
-    spec = GraphSpec(4, 1, 0, critic=False)
+    spec = GraphSpec(4, 1, 0, has_critic=False)
     plain = play(scenario(spec))
     late = play(scenario(spec, replace(CHAIN, overhead_s=0.1)))
     assert late.steady_s - plain.steady_s == pytest.approx(0.6)
@@ -124,7 +124,7 @@ def test_a_new_version_is_loaded_before_its_first_shard(in_flight: bool) -> None
     """eta = 1, two slots: version 1 samples step 2, and is loaded (2 s) when the first shard needs it."""
     gang = Gang("generate", frozenset({Role.GENERATE}), 1, 2)
     costs = FixedCosts({"generate": 40.0, "publish": 1.0}, loading_s=2.0)
-    given = replace(scenario(GraphSpec(3, 1, 1, critic=False), costs, (gang, *APART[1:])), in_flight=in_flight)
+    given = replace(scenario(GraphSpec(3, 1, 1, has_critic=False), costs, (gang, *APART[1:])), in_flight=in_flight)
     _, found = played_all(given)
     generated = {one.submit.node.address.step: one for one in found if one.submit.node.stage == "generate"}
     assert [generated[step].submit.node.version for step in range(3)] == [0, 0, 1]
@@ -143,7 +143,7 @@ def test_an_engine_that_drains_holds_newer_shards_back() -> None:
 
     gang = Gang("generate", frozenset({Role.GENERATE}), 1, 2)
     costs = Slow({"generate": 10.0, "publish": 1.0})
-    spec = GraphSpec(3, 1, 1, critic=False, latest=True)
+    spec = GraphSpec(3, 1, 1, has_critic=False, uses_latest=True)
     starts = {}
     for in_flight in (False, True):
         given = replace(scenario(spec, costs, (gang, *APART[1:])), in_flight=in_flight)
@@ -166,7 +166,7 @@ def test_gangs_that_share_devices_wait_for_one_another() -> None:
 
 
 def test_the_critical_path_fills_the_whole_time() -> None:
-    played, found = played_all(scenario(GraphSpec(5, 3, 1, eval_every=2, canaries=True)))
+    played, found = played_all(scenario(GraphSpec(5, 3, 1, eval_every=2, has_canaries=True)))
     assert math.fsum(played.path_s.values()) == pytest.approx(played.wall_s)
     assert played.critical_path[-1].finished_s == played.wall_s == max(one.finished_s for one in found)
     for before, after in itertools.pairwise(played.critical_path):
@@ -175,7 +175,7 @@ def test_the_critical_path_fills_the_whole_time() -> None:
 
 
 def test_every_node_runs_once_after_its_parents() -> None:
-    spec = GraphSpec(5, 3, 2, eval_every=2, eval_shards=2, canaries=True, latest=True)
+    spec = GraphSpec(5, 3, 2, eval_every=2, eval_shards=2, has_canaries=True, uses_latest=True)
     _, found = played_all(scenario(spec, replace(CHAIN, overhead_s=0.01)))
     ends = {one.submit.node.address: one.finished_s for one in found}
     assert sorted(ends) == sorted(node.address for node in run_nodes(spec))
@@ -267,7 +267,7 @@ def test_a_node_costs_as_much_in_a_long_run_and_among_many_shards(ranks: int) ->
 def test_the_folds_of_the_report_read_a_simulated_journal() -> None:
     played, found = played_all(scenario(GraphSpec(4, 3, 1, eval_every=2)))
     events = [Event.from_json(event.to_json()) for event in journal_events(found)]
-    busy = {gang: length(periods) for gang, periods in busy_periods(boxes(events)).items()}
+    busy = {gang: total_length(periods) for gang, periods in busy_periods(read_boxes(events)).items()}
     assert busy == pytest.approx(dict(played.busy_s))
     assert [event.t for event in events if event.kind is EventKind.PUBLISHED] == played.published_s
 

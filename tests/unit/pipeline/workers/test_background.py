@@ -20,7 +20,7 @@ def test_work_is_done_in_order_and_not_waited_for() -> None:
     writer.submit("critic", lambda: done.append("critic"))
     assert done == []
     gate.set()
-    writer.settle("critic")
+    writer.wait_for("critic")
     assert done == ["policy", "critic"]
     writer.close()
 
@@ -50,10 +50,10 @@ def test_an_error_is_raised_by_the_next_call_of_its_name_and_once() -> None:
     writer = BackgroundWriter()
     writer.submit("policy", fail)
     writer.submit("critic", lambda: None)
-    writer.settle("critic")
+    writer.wait_for("critic")
     with pytest.raises(OSError, match="disk full"):
         writer.submit("policy", lambda: None)
-    writer.settle("policy")
+    writer.wait_for("policy")
     writer.close()
 
 

@@ -57,7 +57,7 @@ def requests(num: int, version: int, new: int = 230) -> list[Request]:
 
 
 def run(engine: VersionedEngine, rows: list[Request], inside: threading.Event) -> dict[int, Completion]:
-    with engine.at(rows[0].version, Clock()) as inner:
+    with engine.engine_at(rows[0].version, Clock()) as inner:
         results = inner.generate(rows)
         inside.set()
         return {c.row: c for c in results}

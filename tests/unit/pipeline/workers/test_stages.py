@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from pipeline.graph.graph import STAGE_ROLES, GraphSpec, made_from, run_nodes
+from pipeline.graph.graph import STAGE_ROLES, GraphSpec, lineage_of, run_nodes
 from pipeline.workers.messages import Call
 from pipeline.workers.parts import WorkerParts
 from pipeline.workers.stages import (
     STAGES,
-    Computed,
-    SelfCommitting,
+    ComputedStage,
+    SelfCommittingStage,
     UnboundStage,
-    advantage_step,
     binding_of,
-    register,
+    compute_advantages,
+    register_stage,
     score_shard,
 )
 from storage.address import Address
@@ -42,7 +42,7 @@ def parts(tmp_path: Path) -> Any:
 def test_the_kl_controller_is_not_begun_anew(tmp_path: Path) -> None:
     """If the step before is missing, the coefficient is not the config's."""
     with pytest.raises(MissingOutput, match="nothing is committed at advantage/step_000006/shard_0000"):
-        advantage_step(parts(tmp_path), call(Address("advantage", 7)))
+        compute_advantages(parts(tmp_path), call(Address("advantage", 7)))
 
 
 def test_provenance_without_one_of_its_inputs_is_none(tmp_path: Path) -> None:
@@ -73,29 +73,29 @@ def test_provenance_without_one_of_its_inputs_is_none(tmp_path: Path) -> None:
     ],
 )
 def test_outputs_name_their_weights(address: Address, versions: tuple[int, ...], expected: list[Address]) -> None:
-    assert made_from(address, (Address("generate", 9),), versions) == (Address("generate", 9), *expected)
+    assert lineage_of(address, (Address("generate", 9),), versions) == (Address("generate", 9), *expected)
 
 
 def test_whatever_an_output_was_made_from_is_an_ancestor_of_its_node() -> None:
     """So every input is committed when the node runs: provenance must never wait for a later output."""
-    spec = GraphSpec(steps=4, shards=2, staleness=2, eval_every=2, canaries=True)
+    spec = GraphSpec(steps=4, shards=2, staleness=2, eval_every=2, has_canaries=True)
     before: dict[Address, set[Address]] = {}
     for node in run_nodes(spec):
         before[node.address] = set(node.parents).union(*(before.get(parent, set()) for parent in node.parents))
         versions = (node.version,) if node.stage != "reference" else (0,)
-        for source in made_from(node.address, node.inputs, versions):
+        for source in lineage_of(node.address, node.inputs, versions):
             assert source in before[node.address], f"{node.address} would name {source}"
 
 
 def test_every_stage_of_the_graph_is_bound_and_no_other() -> None:
     assert STAGES.keys() == STAGE_ROLES.keys()
-    changing = {stage for stage, binding in STAGES.items() if isinstance(binding, SelfCommitting)}
+    changing = {stage for stage, binding in STAGES.items() if isinstance(binding, SelfCommittingStage)}
     assert changing == {"update_policy", "update_critic", "publish"}
 
 
 def test_a_stage_is_bound_once() -> None:
     with pytest.raises(ValueError, match="'score' is bound already"):
-        register("score", Computed(score_shard))
+        register_stage("score", ComputedStage(score_shard))
     assert binding_of("score") is STAGES["score"]
 
 

@@ -191,7 +191,7 @@ class Run:
         found = updates.update(role, step, commit)
         assert found is not None
         if settle:
-            updates.background.settle_all()
+            updates.background.wait_for_all()
         return found
 
 
@@ -259,7 +259,7 @@ def test_a_new_process_replays_from_the_start(run: Run, digests: dict[Role, list
     for step in range(3):
         run.update(before, Role.POLICY, step)
     after = run.process()
-    after.at(Role.POLICY, 3)
+    after.model_at(Role.POLICY, 3)
     assert log(after) == ["policy train 0", "policy train 1", "policy train 2"]
     assert after.host.digest(Role.POLICY) == digests[Role.POLICY][3]
     assert not after.host.dirty(Role.POLICY)
@@ -271,11 +271,11 @@ def test_a_new_process_replays_from_the_newest_usable_checkpoint(run: Run, diges
         run.update(before, Role.POLICY, step)
     assert run.checkpoints.versions("policy") == [2, 4]
     after = run.process()
-    after.at(Role.POLICY, 5)
+    after.model_at(Role.POLICY, 5)
     assert log(after) == ["policy load 4", "policy train 4"]
     assert after.host.digest(Role.POLICY) == digests[Role.POLICY][5]
     older = run.process()
-    older.at(Role.POLICY, 3)
+    older.model_at(Role.POLICY, 3)
     assert log(older) == ["policy load 2", "policy train 2"]
     assert older.host.digest(Role.POLICY) == digests[Role.POLICY][3]
 
@@ -286,10 +286,10 @@ def test_going_back_reloads(run: Run, digests: dict[Role, list[str]]) -> None:
     for step in range(4):
         run.update(updates, Role.POLICY, step)
     log(updates).clear()
-    assert updates.at(Role.POLICY, 1).digest(Role.POLICY) == digests[Role.POLICY][1]
+    assert updates.model_at(Role.POLICY, 1).digest(Role.POLICY) == digests[Role.POLICY][1]
     assert log(updates) == ["policy load 0", "policy train 0"]
     log(updates).clear()
-    assert updates.at(Role.POLICY, 4).digest(Role.POLICY) == digests[Role.POLICY][4]
+    assert updates.model_at(Role.POLICY, 4).digest(Role.POLICY) == digests[Role.POLICY][4]
     assert log(updates) == ["policy load 4"]
 
 
@@ -335,10 +335,10 @@ def test_other_weights_than_the_committed_ones_are_refused(run: Run) -> None:
     assert isinstance(host, FakeHost)
     host.error = 1e-9
     with pytest.raises(ReplayMismatch, match=r"update_policy/step_000000.*committed weights have digest"):
-        updates.at(Role.POLICY, 1)
+        updates.model_at(Role.POLICY, 1)
     assert host.dirty(Role.POLICY)
     host.error = 0.0
-    assert updates.at(Role.POLICY, 1).version(Role.POLICY) == 1
+    assert updates.model_at(Role.POLICY, 1).version(Role.POLICY) == 1
 
 
 def test_another_layout_is_not_held_to_digests(run: Run) -> None:
@@ -348,7 +348,7 @@ def test_another_layout_is_not_held_to_digests(run: Run) -> None:
     updates = run.process(same_layout=False)
     host = fake(updates)
     host.error = 1e-9
-    updates.at(Role.POLICY, 2)
+    updates.model_at(Role.POLICY, 2)
     assert host.log == ["policy train 0", "policy train 1"]
     np.testing.assert_allclose(host.weights[Role.POLICY], fake(before).weights[Role.POLICY], atol=1e-8)
 
@@ -360,14 +360,14 @@ def test_another_layout_loads_checkpoints(run: Run, digests: dict[Role, list[str
         run.update(before, Role.POLICY, step)
     updates = run.process(same_layout=False)
     fake(updates).error = 1e-9
-    assert updates.at(Role.POLICY, 2).digest(Role.POLICY) == digests[Role.POLICY][2]
-    updates.at(Role.POLICY, 3)
+    assert updates.model_at(Role.POLICY, 2).digest(Role.POLICY) == digests[Role.POLICY][2]
+    updates.model_at(Role.POLICY, 3)
     assert log(updates) == ["policy load 2", "policy train 2"]
 
 
 def test_a_version_that_no_update_made_is_refused(run: Run) -> None:
     with pytest.raises(MissingOutput, match=r"update_critic/step_000000.*no version 1 of the critic"):
-        run.process().at(Role.CRITIC, 1)
+        run.process().model_at(Role.CRITIC, 1)
 
 
 def test_two_trainers_race_for_one_update(run: Run, digests: dict[Role, list[str]]) -> None:
@@ -483,7 +483,7 @@ def test_an_unusable_checkpoint_is_reported_and_skipped(run: Run, digests: dict[
     damage, message = DAMAGES[name]
     damage(run)
     after = run.process(every=2, keep=1)
-    assert after.at(Role.POLICY, 5).digest(Role.POLICY) == digests[Role.POLICY][5]
+    assert after.model_at(Role.POLICY, 5).digest(Role.POLICY) == digests[Role.POLICY][5]
     loads = [line for line in log(after) if "load" in line]
     assert loads[-1] == "policy load 2"
     assert [line for line in log(after) if "train" in line] == [f"policy train {step}" for step in (2, 3, 4)]
@@ -502,7 +502,7 @@ def test_where_no_checkpoint_can_be_used_the_start_weights_are(run: Run, digests
     for version in (1, 2):
         flip(run.checkpoints.place("policy", version) / "w.npz")
     after = run.process()
-    assert after.at(Role.POLICY, 2).digest(Role.POLICY) == digests[Role.POLICY][2]
+    assert after.model_at(Role.POLICY, 2).digest(Role.POLICY) == digests[Role.POLICY][2]
     assert log(after) == ["policy train 0", "policy train 1"], "nothing was touched: it is still at version 0"
     assert len(run.warnings) == 2
     assert all("Back to v0" in warning for warning in run.warnings)
@@ -520,13 +520,13 @@ def test_an_update_does_not_wait_for_the_disk(run: Run, digests: dict[Role, list
     assert updates.host.version(Role.POLICY) == 3
     assert run.checkpoints.newest_first("policy", 9) == []
     other = run.process()
-    assert other.at(Role.POLICY, 3).digest(Role.POLICY) == digests[Role.POLICY][3], "one half-written is none"
+    assert other.model_at(Role.POLICY, 3).digest(Role.POLICY) == digests[Role.POLICY][3], "one half-written is none"
     assert run.warnings == []
     fake(updates).may_write.set()
     updates.close()
     assert run.checkpoints.versions("policy") == [2]
     after = run.process()
-    assert after.at(Role.POLICY, 2).digest(Role.POLICY) == digests[Role.POLICY][2]
+    assert after.model_at(Role.POLICY, 2).digest(Role.POLICY) == digests[Role.POLICY][2]
     assert log(after) == ["policy load 2"]
 
 
@@ -568,7 +568,7 @@ def test_an_update_that_was_not_committed_can_be_trained_alone(run: Run, digests
     """It shows the error of such an update; nothing is written."""
     run.update(run.process(), Role.POLICY, 0)
     alone = run.process()
-    alone.train_alone(Role.POLICY, 1)
+    alone.train_without_commit(Role.POLICY, 1)
     assert fake(alone).digest(Role.POLICY) == digests[Role.POLICY][2]
     with pytest.raises(MissingOutput, match="nothing to compare"):
         run.process().replay(Role.POLICY, 1)

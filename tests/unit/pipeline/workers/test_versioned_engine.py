@@ -78,7 +78,7 @@ def test_versions_never_mix(board: WeightBoard) -> None:
             begin.wait(timeout=60)
             for scheduled_step in range(25):
                 version = (number + scheduled_step) % 4
-                with engine.at(version, Clock()):
+                with engine.engine_at(version, Clock()):
                     with lock:
                         fake.inside += 1
                     assert fake.version == version
@@ -98,7 +98,7 @@ def test_versions_never_mix(board: WeightBoard) -> None:
     assert seen == {0: 50, 1: 50, 2: 50, 3: 50}
 
     def stay() -> None:  # two shards of one version are inside at the same time: neither waits for the other to leave
-        with engine.at(2, Clock()):
+        with engine.engine_at(2, Clock()):
             together.wait(timeout=60)
 
     pair = [threading.Thread(target=stay) for _ in range(2)]
@@ -124,10 +124,10 @@ def test_the_next_version_waits_until_the_others_have_left(board: WeightBoard) -
     loaded = threading.Event()
 
     def newer() -> None:
-        with engine.at(1, Clock()):
+        with engine.engine_at(1, Clock()):
             loaded.set()
 
-    with engine.at(0, Clock()):
+    with engine.engine_at(0, Clock()):
         thread = started_and_waiting(newer, engine)
         assert not loaded.is_set()
         assert fake.loads == [0]
@@ -141,15 +141,15 @@ def test_in_flight_a_newer_version_loads_over_those_inside(board: WeightBoard) -
     left."""
     fake = FakeEngine()
     engine = VersionedEngine(fake, board, in_flight=True)
-    with engine.at(1, Clock()), engine.at(2, Clock()), engine.at(1, Clock()):
+    with engine.engine_at(1, Clock()), engine.engine_at(2, Clock()), engine.engine_at(1, Clock()):
         assert fake.loads == [1, 2]
     entered = threading.Event()
 
     def newer() -> None:
-        with engine.at(3, Clock()):
+        with engine.engine_at(3, Clock()):
             entered.set()
 
-    with engine.at(1, Clock(), exact=True), engine.at(0, Clock()):
+    with engine.engine_at(1, Clock(), exact=True), engine.engine_at(0, Clock()):
         assert fake.loads == [1, 2, 1]
         thread = started_and_waiting(newer, engine)
         assert not entered.is_set()
@@ -163,27 +163,27 @@ def test_an_order_loads_newer_weights_under_rows_in_flight_only(board: WeightBoa
     an engine that drains never changes weights under its rows."""
     fake = FakeEngine()
     engine = VersionedEngine(fake, board, in_flight=True)
-    engine.take(1)
+    engine.load_in_flight(1)
     assert fake.loads == []
-    with engine.at(0, Clock()):
-        engine.take(2)
-        engine.take(1)
+    with engine.engine_at(0, Clock()):
+        engine.load_in_flight(2)
+        engine.load_in_flight(1)
         assert fake.loads == [0, 2]
         with pytest.raises(MissingOutput, match="v9"):
-            engine.take(9)
-        with engine.at(1, Clock()):
+            engine.load_in_flight(9)
+        with engine.engine_at(1, Clock()):
             assert fake.loads == [0, 2]
     drains = VersionedEngine(draining := FakeEngine(), board)
-    with drains.at(0, Clock()):
-        drains.take(1)
+    with drains.engine_at(0, Clock()):
+        drains.load_in_flight(1)
     assert draining.loads == [0]
 
 
 def test_an_order_waits_for_an_evaluation(board: WeightBoard) -> None:
     fake = FakeEngine()
     engine = VersionedEngine(fake, board, in_flight=True)
-    with engine.at(1, Clock(), exact=True):
-        thread = started_and_waiting(lambda: engine.take(2), engine)
+    with engine.engine_at(1, Clock(), exact=True):
+        thread = started_and_waiting(lambda: engine.load_in_flight(2), engine)
         assert fake.loads == [1]
     thread.join(timeout=60)
     assert fake.loads == [1, 2]
@@ -195,10 +195,10 @@ def test_in_flight_an_evaluation_waits_for_rows_of_other_versions(board: WeightB
     entered = threading.Event()
 
     def evaluate() -> None:
-        with engine.at(1, Clock(), exact=True):
+        with engine.engine_at(1, Clock(), exact=True):
             entered.set()
 
-    with engine.at(2, Clock()):
+    with engine.engine_at(2, Clock()):
         thread = started_and_waiting(evaluate, engine)
         assert not entered.is_set()
     thread.join(timeout=60)
@@ -209,34 +209,34 @@ def test_a_resident_version_is_not_loaded_again(board: WeightBoard) -> None:
     fake = FakeEngine()
     engine = VersionedEngine(fake, board)
     for version in (0, 0, 1, 1, 0):
-        with engine.at(version, Clock()):
+        with engine.engine_at(version, Clock()):
             pass
     assert fake.loads == [0, 1, 0]
 
 
 def test_an_exception_inside_leaves_the_engine_usable(board: WeightBoard) -> None:
     engine = VersionedEngine(FakeEngine(), board)
-    with pytest.raises(ZeroDivisionError), engine.at(0, Clock()):
+    with pytest.raises(ZeroDivisionError), engine.engine_at(0, Clock()):
         raise ZeroDivisionError
-    with engine.at(1, Clock()) as inner:
+    with engine.engine_at(1, Clock()) as inner:
         assert inner.version == 1
 
 
 def test_a_load_that_fails_leaves_the_old_version(board: WeightBoard) -> None:
     fake = FakeEngine()
     engine = VersionedEngine(fake, board)
-    with engine.at(0, Clock()):
+    with engine.engine_at(0, Clock()):
         pass
     fake.refuse = 1
-    with pytest.raises(WeightsError), engine.at(1, Clock()):
+    with pytest.raises(WeightsError), engine.engine_at(1, Clock()):
         pytest.fail("weights that do not load let nobody in")
-    with pytest.raises(MissingOutput, match="v9"), engine.at(9, Clock()):
+    with pytest.raises(MissingOutput, match="v9"), engine.engine_at(9, Clock()):
         pytest.fail("weights that are not there let nobody in")
-    with engine.at(0, Clock()) as inner:
+    with engine.engine_at(0, Clock()) as inner:
         assert inner.version == 0
     assert fake.loads == [0]
     fake.refuse = None
-    with engine.at(1, Clock()) as inner:
+    with engine.engine_at(1, Clock()) as inner:
         assert inner.version == 1
     assert board.release(1), "a lease was left behind"
 
@@ -256,20 +256,20 @@ def test_a_version_that_is_not_here_is_fetched_while_others_come_and_go(board: W
     engine = VersionedEngine(fake, board, fetch=fetch)
 
     def newer() -> None:
-        with engine.at(7, Clock()):
+        with engine.engine_at(7, Clock()):
             assert fake.tensors["w"].tolist() == [7.0] * 3
 
-    with engine.at(0, Clock()):
+    with engine.engine_at(0, Clock()):
         thread = threading.Thread(target=newer)
         thread.start()
         begun.wait(timeout=60)
-        with engine.at(0, Clock()):
+        with engine.engine_at(0, Clock()):
             assert fake.loads == [0]
         arrived.set()
     thread.join(timeout=60)
     assert fake.loads == [0, 7]
     board.release(7)
-    with engine.at(7, Clock()):
+    with engine.engine_at(7, Clock()):
         assert fetched == [7]
 
 
@@ -278,11 +278,11 @@ def test_versions_of_other_tensors_do_not_mix(board: WeightBoard) -> None:
     fake = FakeEngine()
     engine = VersionedEngine(fake, board)
     board.publish(4, {"w": np.zeros(3, np.float32), "x": np.zeros(3, np.float32)})
-    with engine.at(0, Clock()):
+    with engine.engine_at(0, Clock()):
         pass
-    with pytest.raises(WeightsError, match=r"x .* is missing in weights v0"), engine.at(4, Clock()):
+    with pytest.raises(WeightsError, match=r"x .* is missing in weights v0"), engine.engine_at(4, Clock()):
         pytest.fail("these weights let nobody in")
-    with engine.at(1, Clock()):
+    with engine.engine_at(1, Clock()):
         assert fake.loads == [0, 1]
 
 
@@ -301,7 +301,7 @@ def test_bfloat16_weights_reach_the_engine_as_numbers(board: WeightBoard) -> Non
     manifest = publish(_Bfloat16Host(weights), board, 7)  # type: ignore[arg-type]
     assert [t.dtype for t in manifest.tensors] == ["bfloat16"]
     fake = FakeEngine()
-    with VersionedEngine(fake, board).at(7, Clock()):
+    with VersionedEngine(fake, board).engine_at(7, Clock()):
         assert fake.tensors["w"].dtype is torch.bfloat16
         assert torch.equal(fake.tensors["w"], weights)
 
@@ -312,17 +312,17 @@ def test_weights_that_are_not_what_was_published_are_sampled_from_by_nobody(boar
     engine = VersionedEngine(fake, board)
     manifest = board.manifest(1)
     file = board.directory / manifest.file
-    with engine.at(0, Clock()):
+    with engine.engine_at(0, Clock()):
         pass
     with file.open("r+b") as stream:
         stream.seek(manifest.tensors[0].offset + 2)
         stream.write(b"\x01")
-    with pytest.raises(DamagedWeights, match=f"v1: w is not what was published .*{file}"), engine.at(1, Clock()):
+    with pytest.raises(DamagedWeights, match=f"v1: w is not what was published .*{file}"), engine.engine_at(1, Clock()):
         pytest.fail("these weights let nobody in")
     assert fake.loads == [0]
     assert board.release(1), "the lease was given back"
     board.publish(1, {"w": np.full(3, 1, np.float32)})
-    with engine.at(1, Clock()):
+    with engine.engine_at(1, Clock()):
         assert fake.loads == [0, 1]
 
 
@@ -331,12 +331,12 @@ def test_an_engine_that_rests_wakes_for_the_next_shard(board: WeightBoard) -> No
     engine = VersionedEngine(fake, board)
     engine.sleep()
     assert fake.asleep
-    with engine.at(1, Clock()):
+    with engine.engine_at(1, Clock()):
         assert not fake.asleep
     engine.sleep()
     engine.sleep()
     assert fake.asleep
-    with engine.at(1, Clock()), engine.at(1, Clock()):
+    with engine.engine_at(1, Clock()), engine.engine_at(1, Clock()):
         assert not fake.asleep
     assert fake.loads == [1], "it has the weights still"
 
@@ -344,7 +344,7 @@ def test_an_engine_that_rests_wakes_for_the_next_shard(board: WeightBoard) -> No
 def test_an_engine_with_a_shard_in_it_does_not_rest(board: WeightBoard) -> None:
     fake = FakeEngine()
     engine = VersionedEngine(fake, board)
-    with engine.at(0, Clock()), pytest.raises(RuntimeError, match="1 shards are in the engine"):
+    with engine.engine_at(0, Clock()), pytest.raises(RuntimeError, match="1 shards are in the engine"):
         engine.sleep()
     assert not fake.asleep
 
@@ -365,9 +365,9 @@ def test_a_remote_engine_need_not_read_again_what_was_summed(board: WeightBoard,
         is_bfloat16 = dtype == "bfloat16"
         array = tensor.view(torch.uint16).numpy() if is_bfloat16 else tensor.numpy()
         board.publish(version, {"w": array}, {"w": "bfloat16"} if is_bfloat16 else {})
-    with engine.at(7, Clock()):
+    with engine.engine_at(7, Clock()):
         assert given[0].finite
-    with pytest.raises(WeightsError, match="w has numbers that are not finite"), engine.at(8, Clock()):
+    with pytest.raises(WeightsError, match="w has numbers that are not finite"), engine.engine_at(8, Clock()):
         pass
     assert len(given) == 1
 
@@ -378,18 +378,18 @@ def test_an_engine_whose_refit_failed_half_way_serves_nobody(board: WeightBoard)
         fake = FakeEngine()
         fake.capabilities = capabilities_of(EngineConfig(kind=kind), "cpu")  # type: ignore[arg-type]
         engine = VersionedEngine(fake, board)
-        with engine.at(0, Clock()):
+        with engine.engine_at(0, Clock()):
             pass
         loaded, fake.load_weights = fake.load_weights, _fail  # type: ignore[assignment]
-        with pytest.raises(RuntimeError, match="out of memory"), engine.at(1, Clock()):
+        with pytest.raises(RuntimeError, match="out of memory"), engine.engine_at(1, Clock()):
             pass
         fake.load_weights = loaded  # type: ignore[method-assign]
         if serves:
-            with engine.at(0, Clock()):
+            with engine.engine_at(0, Clock()):
                 assert fake.loads == [0]
         else:
             with pytest.raises(EngineLost, match="weights v1 failed half-way"):
-                engine.at(0, Clock()).__enter__()
+                engine.engine_at(0, Clock()).__enter__()
 
 
 def _fail(version: int, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -21,7 +21,7 @@ from distributed.security import Security
 from pipeline.workers import weight_sender, weight_transfer
 from pipeline.workers.messages import MirrorSpec
 from pipeline.workers.weight_sender import WeightSender, received, serve, serving_context
-from pipeline.workers.weight_transfer import FAN_OUT, Fetched, WeightMirror
+from pipeline.workers.weight_transfer import FAN_OUT, TransferStats, WeightMirror
 from storage.errors import MissingOutput, StoreError
 from storage.weight_copies import IncomingVersion, OutgoingVersion
 from storage.weights import WeightBoard
@@ -190,8 +190,8 @@ def test_the_publisher_sends_two_copies_however_many_hosts_there_are(tmp_path: P
             await asyncio.gather(*(host.fetch() for host in hosts))
             for host in hosts:
                 check(host)
-                assert host.mirror.fetched().num_bytes == publisher.board.open(VERSION).manifest.num_bytes
-                assert host.mirror.fetched() == Fetched()
+                assert host.mirror.take_stats().num_bytes == publisher.board.open(VERSION).manifest.num_bytes
+                assert host.mirror.take_stats() == TransferStats()
             assert wires.sent_by(publisher.board) == dict.fromkeys(range(NUM_PIECES), FAN_OUT)
             for host in hosts:
                 assert max(wires.sent_by(host.board).values(), default=0) <= FAN_OUT
@@ -311,7 +311,7 @@ def test_processes_of_one_host_fetch_once(tmp_path: Path, wires: Wires) -> None:
             await asyncio.gather(*fetches)
             check(second)
             assert wires.sent_by(publisher.board) == dict.fromkeys(range(NUM_PIECES), 1)
-            assert sorted(host.mirror.fetched().num_bytes > 0 for host in (first, second)) == [False, True]
+            assert sorted(host.mirror.take_stats().num_bytes > 0 for host in (first, second)) == [False, True]
 
     run(test)
 

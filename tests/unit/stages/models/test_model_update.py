@@ -23,7 +23,7 @@ from stages.models.spec import read_config
 from stages.models.trainer import learning_rate
 from stages.models.weights import stage_tensors
 from stages.ppo.config import KLConfig, PPOConfig
-from stages.ppo.micro_batches import minibatches
+from stages.ppo.micro_batches import minibatch_rows
 from storage.records import Advantages, ReferenceLogprobs
 from storage.weights import WeightBoard
 from tests.reference import oracles
@@ -120,7 +120,7 @@ def test_update_policy_equals_one_written_by_hand(tmp_path: Path, frozen_blocks:
     ref = torch.from_numpy(batch.reference.ref_logprobs)[:, 1:]
     advantages = torch.from_numpy(batch.advantages.advantages)[:, 1:]
     losses, norms = [], []
-    for rows in (rows for epoch in minibatches(ROWS, 2, 2, SEED, 0) for rows in epoch):
+    for rows in (rows for epoch in minibatch_rows(ROWS, 2, 2, SEED, 0) for rows in epoch):
         logp = model(tokens[rows]).logits[:, :-1].log_softmax(-1)
         new = logp.gather(2, tokens[rows, 1:, None])[..., 0]
         ratio = (new - prox[rows]).exp()
@@ -169,7 +169,7 @@ def test_update_critic_equals_one_written_by_hand(tmp_path: Path) -> None:
     mask = torch.from_numpy(batch.advantages.loss_mask)[:, 1:]
     returns = torch.from_numpy(batch.advantages.returns)[:, 1:]
     losses = []
-    for rows in (rows for epoch in minibatches(ROWS, 2, 2, SEED, 0) for rows in epoch):
+    for rows in (rows for epoch in minibatch_rows(ROWS, 2, 2, SEED, 0) for rows in epoch):
         v = head(body(tokens[rows]).last_hidden_state)[:, :-1, 0]
         clipped = v.clamp(-0.2, 0.2)  # around the old values, which are 0
         loss = torch.max((v - returns[rows]) ** 2, (clipped - returns[rows]) ** 2)[mask[rows]].mean() / 2
@@ -368,7 +368,7 @@ def test_a_minibatch_without_a_token_makes_no_optimizer_step(tmp_path: Path) -> 
 def test_an_empty_minibatch_leaves_the_other_as_if_it_were_alone(tmp_path: Path, empty: int) -> None:
     """The same weights and the same means as an update of one minibatch in which only the same rows count; where the
     empty one comes first, the other is still the one before which no step was made."""
-    rows = minibatches(ROWS, 2, 1, SEED, 0)[0][empty]
+    rows = minibatch_rows(ROWS, 2, 1, SEED, 0)[0][empty]
     found = []
     for number in (2, 1):
         ppo = PPOConfig(epochs=1, minibatches=number, proximal="loglinear")
@@ -534,7 +534,7 @@ def test_versions_made_while_the_critic_warmed_up_are_one_to_the_interpolation(t
 def test_a_step_whose_gradient_is_not_finite_is_skipped_and_counted(tmp_path: Path) -> None:
     with opened(tmp_path, model_config(), PPOConfig(epochs=1, minibatches=2)) as host:
         policy, _ = batches(host)
-        batch = poisoned(policy, minibatches(ROWS, 2, 1, SEED, 0)[0][0][0])  # in the first of the two minibatches
+        batch = poisoned(policy, minibatch_rows(ROWS, 2, 1, SEED, 0)[0][0][0])  # in the first of the two minibatches
         before = weights(host)
         metrics = host.update_policy(0, batch)
         host.mark_clean(Role.POLICY)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stages.ppo.micro_batches import balanced, micro_batches, minibatches
+from stages.ppo.micro_batches import micro_batches, minibatch_rows, split_balanced
 
 
 def test_each_epoch_holds_each_row_once_and_reshuffles() -> None:
-    epochs = minibatches(num_rows=24, minibatches=3, epochs=4, seed=7, step=5)
+    epochs = minibatch_rows(num_rows=24, minibatches=3, epochs=4, seed=7, step=5)
     assert [len(e) for e in epochs] == [3] * 4
     orders = [np.concatenate(e).tolist() for e in epochs]
     assert all(sorted(o) == list(range(24)) for o in orders)
@@ -19,7 +19,7 @@ def test_each_epoch_holds_each_row_once_and_reshuffles() -> None:
 
 def test_the_cut_is_a_function_of_seed_and_step() -> None:
     def order(seed: int, step: int) -> list[int]:
-        return np.concatenate(minibatches(24, 3, 1, seed, step)[0]).tolist()
+        return np.concatenate(minibatch_rows(24, 3, 1, seed, step)[0]).tolist()
 
     assert order(7, 5) == order(7, 5)
     assert order(7, 5) != order(7, 6)
@@ -29,7 +29,7 @@ def test_the_cut_is_a_function_of_seed_and_step() -> None:
 
 def test_rows_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="25 rows do not divide into 3"):
-        minibatches(25, 3, 1, 0, 0)
+        minibatch_rows(25, 3, 1, 0, 0)
 
 
 def test_micro_batches_hold_like_numbers_of_tokens_longest_first() -> None:
@@ -61,6 +61,6 @@ def test_micro_batches_hold_each_row_once_within_the_budget(seed: int) -> None:
 
 def test_balanced_parts_have_nearly_the_same_sums() -> None:
     lengths = np.random.default_rng(0).integers(10, 400, 64)
-    sums = [int(lengths[part].sum()) for part in balanced(lengths, 4)]
+    sums = [int(lengths[part].sum()) for part in split_balanced(lengths, 4)]
     assert max(sums) - min(sums) <= lengths.min()
-    assert [part.tolist() for part in balanced(np.array([3, 3]), 4)] == [[0], [1], [], []]
+    assert [part.tolist() for part in split_balanced(np.array([3, 3]), 4)] == [[0], [1], [], []]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stages.models.hf_files import ByteTokenizer, Tokenizer
-from stages.preferences.data import JudgedRows, drawn_pairs, epoch_groups, step_groups, tokenise_judgements
+from stages.preferences.data import JudgedRows, draw_pairs, epoch_groups, step_groups, tokenise_judgements
 from storage.config import PreferencesConfig
 from storage.preferences import JudgedPair, Judgement, PreferencesError, RatedText
 
@@ -92,12 +92,12 @@ def test_drawn_pairs_are_all_where_they_are_few_and_alike_where_they_are_many() 
     drawn as often (27.3 times in 100 draws of 3 of 11, a standard deviation of 4.5)."""
     ratings = np.array([1.0, 3.0, 2.0, 0.5, 3.0, 1.5])
     loop = {(i, j) for i in range(6) for j in range(6) if ratings[i] - ratings[j] >= 1}
-    found = drawn_pairs(ratings, 1.0, 1000, 0)
+    found = draw_pairs(ratings, 1.0, 1000, 0)
     assert {*zip(found.better.tolist(), found.worse.tolist(), strict=True)} == loop
     assert len(found) == len(loop) == 11
     counts = dict.fromkeys(loop, 0)
     for seed in range(100):
-        some = drawn_pairs(ratings, 1.0, 3, seed)
+        some = draw_pairs(ratings, 1.0, 3, seed)
         for pair in zip(some.better.tolist(), some.worse.tolist(), strict=True):
             counts[pair] += 1
     assert sum(counts.values()) == 300

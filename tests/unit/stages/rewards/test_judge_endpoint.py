@@ -22,7 +22,7 @@ import pytest
 
 from stages.rewards.judges import endpoint
 from stages.rewards.judges.answers import AnswerCache, question_key
-from stages.rewards.judges.budget import Budget, Spending, Spent
+from stages.rewards.judges.budget import Budget, JudgeUsage, UsageFile
 from stages.rewards.judges.endpoint import retry_after_s
 from stages.rewards.judges.rewards import JudgeReward
 from stages.rewards.judges.rubric import Answer
@@ -41,7 +41,7 @@ _MADE: list[JudgeReward] = []
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "_SHORTEST_S", 0.002)
+    monkeypatch.setattr(endpoint, "_MIN_WAIT_S", 0.002)
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_rubbish_is_counted_and_gets_the_stated_score() -> None:
         Reply('{"error": "overloaded"}'),
         Reply("[1]"),
         Reply("[" * 100_000),
-        Reply("x" * (endpoint._LARGEST + 1)),
+        Reply("x" * (endpoint._MAX_RESPONSE_BYTES + 1)),
         Reply("slow down", 429, {"Retry-After": "nan"}),
     ],
     ids=lambda reply: f"{reply.status} {reply.body[:40] or 'cut'} {dict(reply.headers)}",
@@ -207,7 +207,7 @@ def test_a_token_that_is_impossible_is_none_of_the_likeliest() -> None:
 
 @pytest.mark.usefixtures("own_clock")
 def test_a_server_that_asks_for_no_pause_is_not_hammered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "_SHORTEST_S", 20.0)
+    monkeypatch.setattr(endpoint, "_MIN_WAIT_S", 20.0)
     busy = Reply("later", 429, {"Retry-After": "0"})
     with serving(lambda body: busy) as served, pytest.raises(RewardFailed, match="HTTP 429"):
         judge_of(served)(samples("a"))
@@ -357,20 +357,20 @@ def test_workers_share_a_budget(tmp_path: Path) -> None:
     """Neither worker can send a request that the other has reserved; at the end each may count the other's try as a
     request."""
     budget = Budget(max_requests=200)
-    spendings = [Spending(budget, tmp_path, "x") for _ in range(4)]
+    spendings = [UsageFile(budget, tmp_path, "x") for _ in range(4)]
 
-    def send(spending: Spending) -> int:
+    def send(spending: UsageFile) -> int:
         sent = 0
         with suppress(BudgetSpent):
             while True:
-                spending.request()
+                spending.count_request()
                 sent += 1
         return sent
 
     with ThreadPoolExecutor(4) as pool:
         sent = sum(pool.map(send, spendings))
     assert 200 - 3 <= sent <= 200
-    assert spendings[0].total() == Spending(budget, tmp_path, "x").total() == Spent(requests=sent)
+    assert spendings[0].total() == UsageFile(budget, tmp_path, "x").total() == JudgeUsage(requests=sent)
 
 
 def test_a_budget_of_money_counts_the_servers_tokens(tmp_path: Path) -> None:

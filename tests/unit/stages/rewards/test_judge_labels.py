@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from stages.rewards.judges.labels import Candidates, label, pairs_of
+from stages.rewards.judges.labels import Candidates, comparable_pairs, label_pairs
 from stages.rewards.judges.rubric import Answer, Question, Rubric, make_rubric
 
 
@@ -36,15 +36,15 @@ def candidates(*responses: str) -> Candidates:
 
 
 def test_pairs_leave_out_what_cannot_be_compared() -> None:
-    pairs, dropped = pairs_of(candidates("a", " a", "", "b"), 0, 0, None)
+    pairs, dropped = comparable_pairs(candidates("a", " a", "", "b"), 0, 0, None)
     assert pairs == [(0, 3), (1, 3)]
     assert dropped == Counter(blank=3, equal=1)
-    assert pairs_of(candidates("a"), 0, 0, None) == ([], Counter(alone=1))
+    assert comparable_pairs(candidates("a"), 0, 0, None) == ([], Counter(alone=1))
 
 
 def test_drawn_pairs_depend_on_seed_and_prompt_alone() -> None:
     many = candidates(*map(str, range(8)))
-    drawn = [pairs_of(many, number, seed, 5)[0] for number, seed in ((0, 0), (0, 0), (1, 0), (0, 1))]
+    drawn = [comparable_pairs(many, number, seed, 5)[0] for number, seed in ((0, 0), (0, 0), (1, 0), (0, 1))]
     assert all(len(set(pairs)) == 5 for pairs in drawn)
     assert drawn[0] == drawn[1]
     assert drawn[0] not in drawn[2:]
@@ -54,7 +54,7 @@ def test_a_pairwise_judge_names_the_better_with_both_orders_verdicts() -> None:
     """A judge that says A to both orders has made a tie; two of a prompt are asked for together with another's."""
     first, second = candidates("aaa", "a", "bb", "cc"), candidates("?", "x", "xx")
     asked = [(first, [(0, 1), (1, 2), (2, 3)]), (second, [(0, 1), (1, 2)])]
-    (rows, dropped), (others, left) = label(rubric("group"), by_length, asked, 0.0, "m")
+    (rows, dropped), (others, left) = label_pairs(rubric("group"), by_length, asked, 0.0, "m")
     assert rows == [
         {
             "prompt": "p",
@@ -83,7 +83,7 @@ def test_orders_are_told_apart_whichever_response_was_chosen() -> None:
         return [Answer("", one(question.messages[-1]["content"])) for question in questions]
 
     for order in ([(0, 1)], [(1, 0)]):
-        ((rows, _),) = label(rubric("group"), leaning, [(candidates("long", "s"), order)], 0.0, "m")
+        ((rows, _),) = label_pairs(rubric("group"), leaning, [(candidates("long", "s"), order)], 0.0, "m")
         assert rows[0]["chosen"] == "long"
         assert rows[0]["margin"] == pytest.approx(0.6)
         assert rows[0]["verdicts"] == {
@@ -99,7 +99,7 @@ def test_a_graded_judge_grades_each_response_once() -> None:
         asked.extend(question.messages[-1]["content"] for question in questions)
         return by_length(questions)
 
-    ((rows, dropped),) = label(
+    ((rows, dropped),) = label_pairs(
         rubric(None), ask, [(candidates("a", "bbbb", "cc", "?"), [(0, 1), (0, 2), (0, 3)])], 2.0, "m"
     )
     assert sorted(asked) == ["p|?", "p|a", "p|bbbb", "p|cc"]

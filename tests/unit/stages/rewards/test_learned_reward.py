@@ -19,7 +19,7 @@ from stages.models.hf_weights import write_model
 from stages.models.reward_model import TokenRows
 from stages.models.spec import SCORE_WEIGHT
 from stages.rewards.config import PartConfig, RewardPartsConfig, reward_model_parts
-from stages.rewards.learned import EACH_ALONE, HERE, Holds, Loading, ModelReward
+from stages.rewards.learned import ONE_ROW_PER_PASS, PROCESS_MODELS, LoadSettings, ModelKind, ModelReward
 from stages.rewards.protocol import Sample, Scored
 from stages.rewards.registry import UnfitReward, build_reward
 from tests.support.families import random_model
@@ -80,17 +80,17 @@ def test_models_that_sleep_free_their_weights_and_score_the_same(
 ) -> None:
     """On a CPU, where the mechanism is that of a GPU: a local judge's model beside a reward model."""
     monkeypatch.setattr("stages.models.reward_model.has_own_memory", lambda: True)
-    judge = Loading(Holds.LANGUAGE, path, "float32", EACH_ALONE)
-    reward, model = make(path), HERE.take(judge)
+    judge = LoadSettings(ModelKind.LANGUAGE, path, "float32", ONE_ROW_PER_PASS)
+    reward, model = make(path), PROCESS_MODELS.acquire(judge)
     rows = TokenRows.of([[1, 2, 3], [4, 5]])
     before = reward(samples()), model.likeliest(rows, 3)
     for _ in range(2):
-        HERE.sleep()
+        PROCESS_MODELS.sleep()
         weights = [p for one in (reward._model, model) for p in one._model.parameters()]
         assert weights
         assert not any(parameter.untyped_storage().nbytes() for parameter in weights)
         assert (reward(samples()), model.likeliest(rows, 3)) == before
-    HERE.give_back(judge)
+    PROCESS_MODELS.release(judge)
 
 
 def test_a_row_by_itself_has_the_same_bits_in_any_company(path: str, make: Callable[..., ModelReward]) -> None:

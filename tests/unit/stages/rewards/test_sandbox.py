@@ -20,7 +20,7 @@ from reasoning_gym.utils import extract_answer
 
 from pipeline.config.paths import RunPaths
 from stages.prompts import read_source
-from stages.rewards.config import NOTHING, Allowed, PartConfig, RewardPartsConfig, parts_problems
+from stages.rewards.config import NO_PERMISSIONS, PartConfig, Permissions, RewardPartsConfig, parts_problems
 from stages.rewards.protocol import RewardFailed, Sample, Scored
 from stages.rewards.reasoning import ReasoningReward
 from stages.rewards.reasoning_tasks import last_tagged
@@ -188,7 +188,7 @@ def test_unprotected_answers_are_evaluated_only_if_trusted(
 # ---- users' own ------------------------------------------------------------------------------------------------------
 
 
-def own(name: str, allowed: Allowed = NOTHING, directory: Path | None = None, **args: object) -> UserReward:
+def own(name: str, allowed: Permissions = NO_PERMISSIONS, directory: Path | None = None, **args: object) -> UserReward:
     made = build_reward(f"{OWN}:{name}", args, "reward", 60.0, directory, allowed)
     assert isinstance(made, UserReward)
     return made
@@ -224,7 +224,7 @@ def test_a_users_own_has_what_its_part_names(way: tuple[str, ...], tmp_path: Pat
     keys = RunPaths(tmp_path / "run").attached
     keys.mkdir(parents=True)
     (keys / "key").write_text("secret")
-    allowed = Allowed(network=True, environment=(KEY,), writes=(str(tmp_path),))
+    allowed = Permissions(network=True, environment=(KEY,), writes=(str(tmp_path),))
     with socket.socket() as listening, closing(own("does", allowed, tmp_path / "run")) as reward:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -257,9 +257,12 @@ def test_what_is_no_message_ends_the_batch_with_a_word(way: tuple[str, ...]) -> 
 
 @pytest.mark.parametrize(
     ("allowed", "key"),
-    [(Allowed(environment=("NO_SUCH_VARIABLE",)), "environment"), (Allowed(writes=("/no/such/folder",)), "writes")],
+    [
+        (Permissions(environment=("NO_SUCH_VARIABLE",)), "environment"),
+        (Permissions(writes=("/no/such/folder",)), "writes"),
+    ],
 )
-def test_what_cannot_be_granted_is_refused(allowed: Allowed, key: str) -> None:
+def test_what_cannot_be_granted_is_refused(allowed: Permissions, key: str) -> None:
     with pytest.raises(UnfitReward, match="there is no such") as refusal:
         own("vowels", allowed)
     assert refusal.value.problem.key == f"reward.{key}"

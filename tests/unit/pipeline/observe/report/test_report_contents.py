@@ -10,9 +10,9 @@ import pytest
 
 from pipeline.observe.evaluations import Comparison, VariantSummary
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.report.facts import failures, run_facts, state_of
-from pipeline.observe.report.gather import gather, run_incidents, timeline_columns
-from pipeline.observe.report.page import contents
+from pipeline.observe.report.facts import failure_texts, progress_text, run_facts
+from pipeline.observe.report.gather import read_contents, run_incidents, timeline_columns
+from pipeline.observe.report.page import page_contents
 from pipeline.observe.report.samples import SampleBudget
 from pipeline.observe.report.source import RunSource, VariantSource
 from pipeline.observe.summary import TrainerLoss
@@ -23,7 +23,7 @@ from tests.support.report_runs import WrittenRun, write_run
 def test_headline_by_hand(plain: RunSource) -> None:
     """8 rows score 0.1 v + row / 100, and even ones 0.01 more after version 0. From v0 to v4: 0.4 and on even rows
     0.41, so the differences have mean 0.405 and standard deviation 0.005 sqrt(8 / 7)."""
-    found = {h.key: h for h in gather(plain, SampleBudget()).contents.headlines}
+    found = {h.key: h for h in read_contents(plain, SampleBudget()).contents.headlines}
     error = np.std(np.arange(8) / 100, ddof=1) / np.sqrt(8)
     assert found["held_out"].value.startswith(f"0.035 ± {error:.3f} → 0.440 ± ")
     assert found["held_out"].detail == "v0 → v4, 8 prompts, ± standard error"
@@ -36,7 +36,7 @@ def test_headline_by_hand(plain: RunSource) -> None:
 
 
 def test_curves_have_a_number_for_each_step_and_nothing_of_what_is_off(plain: RunSource) -> None:
-    curves = gather(plain, SampleBudget()).contents.curves
+    curves = read_contents(plain, SampleBudget()).contents.curves
     assert (curves.steps, curves.of_steps) == ([0, 1, 2, 3], 4)
     assert curves.metrics["reward/mean"] == [0.035, 0.135, 0.235, 0.335]
     assert curves.metrics["reward/tone/mean"] == pytest.approx([0.0, 0.1, 0.2, 0.3])
@@ -52,7 +52,7 @@ def test_a_variant_has_its_curves_beside_its_parents(plain: RunSource, compared:
     variant = VariantSource(
         "thin", "d", {"seed": 1, "ppo.clip": 0.1}, VariantSummary.from_json(written), plain.sameness
     )
-    page = contents([plain, variant], [gather(one, SampleBudget()) for one in (plain, variant)])
+    page = page_contents([plain, variant], [read_contents(one, SampleBudget()) for one in (plain, variant)])
     curves = page.runs[1].curves
     assert (curves.steps, curves.of_steps, curves.metrics["reward/mean"]) == ([2, 3], 2, [0.2, 0.3])
     assert curves.held_out == ({} if compared is None else {"eval/reward_mean": [(4, 0.5, None)]})
@@ -74,7 +74,7 @@ def test_a_timeline_is_columns_of_milliseconds() -> None:
         finished("score", 0, 14.25, 0.25, "judge-0"),
         Event(15.0, EventKind.RUN_STARTED, detail="resume"),
     ]
-    found = timeline_columns(events, {Address("generate", 0, 1): "v0"}, [], most=10)
+    found = timeline_columns(events, {Address("generate", 0, 1): "v0"}, [], max_executions=10)
     assert [(lane.gang, lane.worker) for lane in found.lanes] == [
         ("engine", "engine-0"), ("engine", "engine-0"), ("judge", "judge-0")]  # fmt: skip
     assert (found.start, found.duration_ms, found.of_executions) == (10.0, 4250, 3)
@@ -118,12 +118,12 @@ def test_facts_say_who_began_the_run() -> None:
 
 def test_how_far_a_run_came() -> None:
     started, ended = Event(0.0, EventKind.RUN_STARTED), Event(1.0, EventKind.RUN_FINISHED)
-    assert state_of([started, ended], 4, 4) == "finished: 4 steps"
-    assert state_of([started, ended, started], 2, 4) == "not finished: 2 of 4 steps"
+    assert progress_text([started, ended], 4, 4) == "finished: 4 steps"
+    assert progress_text([started, ended, started], 2, 4) == "not finished: 2 of 4 steps"
     failed, again = (Event(2.0, kind, "score", 2, 1) for kind in (EventKind.FAILED, EventKind.SUBMITTED))
-    assert state_of([started, failed], 2, 4) == "failed: 2 of 4 steps"
-    assert state_of([started, failed, again], 2, 4) == "not finished: 2 of 4 steps", "it is tried again"
-    assert state_of([started, failed, started], 2, 4) == "not finished: 2 of 4 steps"
+    assert progress_text([started, failed], 2, 4) == "failed: 2 of 4 steps"
+    assert progress_text([started, failed, again], 2, 4) == "not finished: 2 of 4 steps", "it is tried again"
+    assert progress_text([started, failed, started], 2, 4) == "not finished: 2 of 4 steps"
 
 
 def test_what_failed_and_was_not_made_again_is_said_first() -> None:
@@ -132,23 +132,23 @@ def test_what_failed_and_was_not_made_again_is_said_first() -> None:
 
     retried = [event(1.0, EventKind.FAILED, "score", "its worker died"), event(2.0, EventKind.FINISHED, "score")]
     raised = event(3.0, EventKind.FAILED, "value", "ValueError: <b>\nTraceback")
-    assert failures([*retried, raised]) == ["value of step 2 failed: ValueError: <b>"]
-    assert failures([*retried, raised, Event(4.0, EventKind.RUN_STARTED)]) == []
+    assert failure_texts([*retried, raised]) == ["value of step 2 failed: ValueError: <b>"]
+    assert failure_texts([*retried, raised, Event(4.0, EventKind.RUN_STARTED)]) == []
 
 
 def test_a_run_that_died_at_step_0(tmp_path: Path) -> None:
-    shown = gather(write_run(tmp_path, WrittenRun(done=0)), SampleBudget()).contents
+    shown = read_contents(write_run(tmp_path, WrittenRun(done=0)), SampleBudget()).contents
     assert shown.state == "not finished: 0 of 4 steps"
     assert (shown.timeline, shown.held_out, shown.mismatches) == (None, None, [])
     assert (shown.samples.rows, shown.curves.steps) == ([], [])
     assert "no step was finished: there are no curves" in shown.remarks
     assert "no version was evaluated before this was written: there are no held-out scores" in shown.remarks
-    never = gather(write_run(tmp_path / "never", WrittenRun(eval_every=0)), SampleBudget()).contents
+    never = read_contents(write_run(tmp_path / "never", WrittenRun(eval_every=0)), SampleBudget()).contents
     assert "no version was evaluated (evaluate.every=0): there are no held-out scores" in never.remarks
 
 
 def test_a_run_without_a_critic_says_so(tmp_path: Path) -> None:
-    shown = gather(
+    shown = read_contents(
         write_run(tmp_path, WrittenRun(steps=1, rows=2, critic=False, eval_every=0)), SampleBudget()
     ).contents
     assert {row.values is None for row in shown.samples.rows} == {True}
@@ -159,7 +159,7 @@ def test_a_run_without_a_critic_says_so(tmp_path: Path) -> None:
 def test_rows_that_were_let_go_are_missed_and_the_curves_are_not(tmp_path: Path) -> None:
     source = write_run(tmp_path, WrittenRun(steps=2, eval_every=0))
     source.history.store.drop(1)
-    shown = gather(source, SampleBudget()).contents
+    shown = read_contents(source, SampleBudget()).contents
     assert {row.step for row in shown.samples.rows} == {1}
     assert shown.samples.of_rows == 8
     assert shown.curves.steps == [0, 1]
@@ -170,13 +170,13 @@ def test_a_damaged_array_costs_its_step(tmp_path: Path) -> None:
     source = write_run(tmp_path, WrittenRun(steps=2, eval_every=0))
     for chunk in (tmp_path / "rollouts.zarr/step_000001/tokens").glob("c.*"):
         chunk.write_bytes(b"torn")
-    shown = gather(source, SampleBudget()).contents
+    shown = read_contents(source, SampleBudget()).contents
     assert {row.step for row in shown.samples.rows} == {0}
     assert any(remark.startswith("the rows of step 1 cannot be read") for remark in shown.remarks)
 
 
 def test_few_steps_are_read_of_a_long_run(plain: RunSource) -> None:
-    shown = gather(plain, SampleBudget(steps=3)).contents
+    shown = read_contents(plain, SampleBudget(steps=3)).contents
     assert (shown.samples.read_steps, shown.samples.of_steps, shown.samples.of_rows) == (3, 4, 32)
     assert {row.step for row in shown.samples.rows} == {0, 2, 3}
 
@@ -185,11 +185,11 @@ def test_no_password_of_a_command_is_in_a_report(tmp_path: Path) -> None:
     """Settings are redacted where they are read: tests/integration/test_secrets.py looks at all files."""
     began = Event(0.0, EventKind.RUN_STARTED, command="stageline run tracking.uri=https://secret@host")
     source = write_run(tmp_path, WrittenRun(done=0, events=(began,)))
-    shown = gather(source, SampleBudget()).contents
+    shown = read_contents(source, SampleBudget()).contents
     assert "stageline run tracking.uri=https://***@host" in [fact.value for fact in shown.facts]
 
 
 def test_of_huge_steps_few_are_held_at_once(plain: RunSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.observe.report.gather._MOST_READ_BYTES", 1)
-    shown = gather(plain, SampleBudget()).contents.samples
+    monkeypatch.setattr("pipeline.observe.report.gather._MAX_READ_BYTES", 1)
+    shown = read_contents(plain, SampleBudget()).contents.samples
     assert (shown.read_steps, shown.of_steps) == (3, 4)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.observe.html import embedded
+from pipeline.observe.html import to_embedded_json
 from pipeline.observe.report.comparison import HeldOutScores, LeftOut, compare_runs
-from pipeline.observe.report.page import report
+from pipeline.observe.report.page import build_report
 from pipeline.observe.report.source import RunSource, Sameness
 from tests.support.report_runs import SAME, WORDS, WrittenRun, write_run
 
@@ -36,7 +36,9 @@ class Elements(HTMLParser):
 
 def test_hostile_text_stays_in_its_data(tmp_path: Path) -> None:
     words = ("<pad>", *[HOSTILE] * 7)
-    page = report([write_run(tmp_path, WrittenRun(name="<b>&amp;</b>", words=words, steps=1, rows=2, eval_every=0))])
+    page = build_report(
+        [write_run(tmp_path, WrittenRun(name="<b>&amp;</b>", words=words, steps=1, rows=2, eval_every=0))]
+    )
     parser = Elements()
     parser.feed(page.decode())
     tags = [tag for tag, _ in parser.found]
@@ -45,7 +47,7 @@ def test_hostile_text_stays_in_its_data(tmp_path: Path) -> None:
 
 
 def test_the_page_loads_nothing(plain: RunSource) -> None:
-    page = report([plain])
+    page = build_report([plain])
     parser = Elements()
     parser.feed(page.decode())
     policy = next(a["content"] for tag, a in parser.found if a.get("http-equiv") == "Content-Security-Policy")
@@ -56,14 +58,14 @@ def test_the_page_loads_nothing(plain: RunSource) -> None:
 
 def test_what_is_no_number_and_no_record_has_no_place() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
-        embedded({"x": float("nan")})
+        to_embedded_json({"x": float("nan")})
     with pytest.raises(TypeError, match="PosixPath"):
-        embedded({"x": Path()})
+        to_embedded_json({"x": Path()})
 
 
 def test_a_page_keeps_its_size_by_showing_fewer_rows(tmp_path: Path) -> None:
     source = write_run(tmp_path, WrittenRun(steps=2, rows=64, eval_every=0, words=tuple(word * 400 for word in WORDS)))
-    whole, small = report([source]), report([source], most_bytes=400_000)
+    whole, small = build_report([source]), build_report([source], max_bytes=400_000)
     assert len(small) <= 400_000 < len(whole)
     rows = contents_of(small)["runs"][0]["samples"]
     assert 16 <= len(rows["rows"]) < len(contents_of(whole)["runs"][0]["samples"]["rows"])
@@ -73,7 +75,7 @@ def test_a_page_keeps_its_size_by_showing_fewer_rows(tmp_path: Path) -> None:
 def test_several_runs_share_the_page(plain: RunSource, tmp_path: Path) -> None:
     """The first ends at 0.44 by version 4, the other at 0.84 by version 2 of a gain of 0.4 a version."""
     second = write_run(tmp_path, WrittenRun("other", steps=2, gain=0.4, settings={"seed": 2}))
-    shown = contents_of(report([plain, second]))
+    shown = contents_of(build_report([plain, second]))
     assert [run["name"] for run in shown["runs"]] == ["plain", "other"]
     assert {"key": "seed", "values": ["1", "2"]} in shown["comparison"]["config"]
     (paired,) = shown["comparison"]["paired"]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from pipeline.observe.curves import evenly, number
+from pipeline.observe.curves import even_indices, round_or_none
 from pipeline.observe.report.comparison import worst_mismatches
-from pipeline.observe.report.samples import SampleBudget, pieces, sample, shortened
+from pipeline.observe.report.samples import SampleBudget, choose_samples, shorten, token_texts
 from pipeline.observe.rows import StageRows
 from stages.models.hf_files import ByteTokenizer
 from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Scores, Values
@@ -59,7 +59,7 @@ def test_without_recomputed_log_probs_the_samplers_are_taken_and_there_is_no_mis
 
 
 def test_a_shown_row() -> None:
-    shown = sample([step_rows()], 1, decode, SampleBudget())
+    shown = choose_samples([step_rows()], 1, decode, SampleBudget())
     first, second = shown.rows
     assert (shown.of_rows, shown.read_steps, shown.of_steps) == (2, 1, 1)
     assert (first.step, first.row, first.prompt, first.tokens) == (3, 4, "ab", ["c", "d"])
@@ -72,7 +72,7 @@ def test_a_shown_row() -> None:
 def test_few_of_many_rows_are_even_and_the_extremes_are_among_them() -> None:
     """100 steps of 2 rows: the highest score is in a row that an even sample of 10 would miss."""
     read = [step_rows(step=i, scores=(0.1, 0.9 if i == 37 else 0.2)) for i in range(100)]
-    shown = sample(read, 50_000, decode, SampleBudget(rows=16))
+    shown = choose_samples(read, 50_000, decode, SampleBudget(rows=16))
     assert (len(shown.rows), shown.of_rows) == (16, 100_000)
     assert [row.step for row in shown.rows if row.extreme == "highest score"] == [37]
     even = [row.step for row in shown.rows if not row.extreme]
@@ -81,14 +81,14 @@ def test_few_of_many_rows_are_even_and_the_extremes_are_among_them() -> None:
 
 
 def test_long_responses_are_cut_and_there_are_fewer_of_them() -> None:
-    shown = sample([step_rows(step=i) for i in range(100)], 100, decode, SampleBudget(tokens=20, row_tokens=1))
+    shown = choose_samples([step_rows(step=i) for i in range(100)], 100, decode, SampleBudget(tokens=20, row_tokens=1))
     assert {len(row.tokens) for row in shown.rows} == {1}
     assert max(row.length for row in shown.rows) == 2
     assert len(shown.rows) == 20
 
 
 def test_worst_mismatches_by_size() -> None:
-    found = worst_mismatches([step_rows(), step_rows(step=5)], decode, most=3)
+    found = worst_mismatches([step_rows(), step_rows(step=5)], decode, max_count=3)
     assert [(m.step, m.row, m.position, m.token) for m in found] == [(3, 5, 0, "e"), (5, 5, 0, "e"), (3, 4, 0, "c")]
     assert (found[0].sampler, found[0].policy) == (-0.5, -1.5)
     assert [m.staleness for m in found] == [1, 3, 1]
@@ -101,18 +101,18 @@ def torn(text: str) -> tuple[Callable[[Sequence[int]], str], list[int]]:
 @pytest.mark.parametrize("text", ["plain", "naïve 日本", "\x02\x00", ""])
 def test_pieces_are_the_whole_text(text: str) -> None:
     decoder, tokens = torn(text)
-    found = pieces(decoder, tokens)
+    found = token_texts(decoder, tokens)
     assert "".join(found) == text
     assert len(found) == len(tokens)
 
 
 def test_a_character_of_several_tokens_belongs_to_its_last() -> None:
-    assert pieces(*torn("aé€")) == ["a", "", "é", "", "", "€"]
+    assert token_texts(*torn("aé€")) == ["a", "", "é", "", "", "€"]
 
 
 def test_bytes_that_are_no_text_end_nowhere() -> None:
     """A random model samples them: each must not wait for the rest of the response."""
-    found = pieces(decode, [0xE2, 0x28, 0xFF, 0xFF, 0xFF, 0xFF, 0x61])
+    found = token_texts(decode, [0xE2, 0x28, 0xFF, 0xFF, 0xFF, 0xFF, 0x61])
     assert len(found) == 7
     assert found[-1].endswith("a")
 
@@ -120,21 +120,21 @@ def test_bytes_that_are_no_text_end_nowhere() -> None:
 def test_words_whose_text_depends_on_the_one_before() -> None:
     """Sentencepiece: no space before the first token of what is decoded."""
     words = {1: "a", 2: "b", 3: "c"}
-    assert pieces(lambda tokens: " ".join(words[t] for t in tokens), [1, 2, 3]) == ["a", " b", " c"]
+    assert token_texts(lambda tokens: " ".join(words[t] for t in tokens), [1, 2, 3]) == ["a", " b", " c"]
 
 
 def test_numbers_are_short_and_finite() -> None:
-    assert [number(x) for x in (0.1234567, float("nan"), float("inf"), None)] == [0.12346, None, None, None]
+    assert [round_or_none(x) for x in (0.1234567, float("nan"), float("inf"), None)] == [0.12346, None, None, None]
 
 
 @pytest.mark.parametrize(
     ("total", "most", "expected"), [(3, 5, [0, 1, 2]), (10, 4, [0, 3, 6, 9]), (9, 1, [8]), (0, 3, []), (4, 0, [])]
 )
 def test_evenly(total: int, most: int, expected: list[int]) -> None:
-    assert evenly(total, most) == expected
+    assert even_indices(total, most) == expected
 
 
 def test_the_middle_of_a_long_prompt_is_left_out_and_that_is_said() -> None:
-    assert shortened("x" * 10, 10) == "x" * 10
-    found = shortened("a" * 600 + "b" * 3000 + "c" * 600, 1200)
+    assert shorten("x" * 10, 10) == "x" * 10
+    found = shorten("a" * 600 + "b" * 3000 + "c" * 600, 1200)
     assert found == "a" * 600 + " […3,000 characters left out…] " + "c" * 600

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import uuid
 from pathlib import Path
 
 import pytest
@@ -22,9 +24,10 @@ from pipeline.graph.graph import GraphSpec, run_nodes
 from pipeline.observe.history import History
 from storage import files
 from storage.address import Address
-from storage.checkpoints import Checkpoints
+from storage.checkpoints import MANIFEST, Checkpoints
 from storage.commits import provenance_here
 from storage.config import Layout, Layouts
+from storage.exports import RECORD, write_sums
 from storage.ledger import Ledger
 from storage.rollouts import RolloutStore
 from tests.support.configs import arguments, write_config
@@ -45,6 +48,10 @@ def config(tmp_path: Path) -> RunConfig:
 @pytest.fixture
 def begun(config: RunConfig) -> Preflight:
     """All four steps are committed, with checkpoints of versions 2 and 4."""
+    return begin(config)
+
+
+def begin(config: RunConfig) -> Preflight:
     checked = preflight(config)
     prepare(config, checked, resume=False, from_checkpoint=False)
     store = open_history(config).store
@@ -58,7 +65,7 @@ def begun(config: RunConfig) -> Preflight:
 
 
 def save(config: RunConfig, role: str, version: int, digest: str) -> None:
-    checkpoints = Checkpoints(RunPaths(config.run_dir).checkpoints)
+    checkpoints = config.stored.checkpoints()
     directory = checkpoints.begin(role, version)
     (directory / "model.bin").write_text(digest)
     checkpoints.finish(role, version, directory, {"digest": digest})
@@ -88,6 +95,28 @@ def test_a_damaged_record_does_not_keep_a_run_from_going_back(config: RunConfig,
     assert any("resumed from checkpoint v2: " in warning for warning in ready.warnings)
     assert updates(config) == [0, 1]
     assert len([path for path in (paths.root / "damaged").rglob("*") if path.is_file()]) == 1
+
+
+def test_what_is_in_an_object_store_is_archived_there(config: RunConfig) -> None:
+    """The directory has neither checkpoints nor exports; the newest checkpoint of the critic has lost its bytes."""
+    config.storage.url = f"memory://{uuid.uuid4().hex}"  # fsspec's, of this process
+    checked, exports = begin(config), config.stored.exports()
+    for version in (2, 4):
+        exports.staged(version).mkdir(parents=True)
+        write_sums(exports.staged(version))
+        exports.finish(version, exports.staged(version))
+    for kind in ("checkpoints", "weights"):
+        shutil.rmtree(config.run_dir / kind)
+    root = config.stored.root
+    files.write(root, "checkpoints/critic/v000004/model.bin", b"critic5")
+    ready = prepare(config, checked, resume=True, from_checkpoint=True)
+    assert any("resumed from checkpoint v2: " in warning for warning in ready.warnings)
+    assert updates(config) == [0, 1]
+    assert config.stored.checkpoints().versions("policy") == config.stored.checkpoints().versions("critic") == [2]
+    assert exports.versions() == [2]
+    archived = {key.split("/", 1)[1] for key in files.keys(root.below("archive"))}
+    assert {f"checkpoints/{role}/v000004/{MANIFEST}" for role in ROLES} | {f"weights/v000004/{RECORD}"} <= archived
+    assert f"ledger/{Address('update_policy', 3)}.json" in archived
 
 
 def test_a_file_where_a_directory_must_be_is_refused_by_its_path(config: RunConfig, begun: Preflight) -> None:

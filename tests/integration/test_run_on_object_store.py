@@ -80,7 +80,7 @@ def test_commands_read_the_run_where_it_is(
     run, twin = str(remote.run_dir), str(local.run_dir)
     assert "6 of 6 steps" in said("status", run)
     assert "sound" in said("check", run)
-    assert "advantage/step_000003" in said("inspect", run, "--step", "3")
+    assert "step 3 of remote" in said("inspect", run, "--step", "3")
     assert "identical" in said("replay", run, "--updates", "0:2")
     said("report", run, "--out", str(tmp_path / "report.html"))
     said("export", run, "--rollouts", str(tmp_path / "rows.parquet"))

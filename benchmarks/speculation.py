@@ -8,6 +8,11 @@ ratio to no drafts. That tokens and log-probs are the same bits on every side is
 The learned head is trained first, on responses to other prompts, for --train seconds; the engines' estimates of costs
 and acceptance are warmed up on other prompts too. Last, the same prompts once more with other noise, as in a second
 epoch (same weights: the best case), where lookup finds the responses of the first.
+
+`--run CONFIG` measures whole runs of a config instead, without drafts and with those of `--drafters`, in turn in every
+repeat. Seconds are those of the steps after two that warm up; tokens per second are those of the engine while it
+generates. Runs with and without drafts have the same commits, which is asserted. `--json` also has the share of right
+guesses in every step: it shows whether the drafts follow the policy.
 """
 
 from __future__ import annotations
@@ -17,15 +22,20 @@ import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from benchmarks.harness import arguments, measured_load, report, write_json
+from benchmarks.overlap import WARM_UP_STEPS, Measured, measure
+from pipeline.config.loading import load_config
+from pipeline.driver.results import open_history
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.drafts.calibration import BRANCHES, make_student
@@ -97,6 +107,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train", type=float, default=120.0, help="seconds of training the head")
     parser.add_argument("--train-rows", type=int, default=256, help="responses of each workload and mode to train on")
     parser.add_argument("--branches", type=int, default=BRANCHES, help="guesses of the head for each position")
+    parser.add_argument("--run", type=Path, metavar="CONFIG", help="measure whole runs of this config")
+    parser.add_argument("--drafters", nargs="+", choices=SIDES[1:], default=["ngram", "both"], help="those of --run")
+    parser.add_argument("--change", nargs="+", default=[], metavar="KEY=VALUE", help="changes of --run's config")
     parser.set_defaults(repeats=5)
 
 
@@ -197,8 +210,86 @@ def summary(rates: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {"none": statistics.median(plain), **ratios}
 
 
+# ---- whole runs ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """One run's steps after the warm-up."""
+
+    steps: Measured
+    tokens: float
+    busy_s: float
+    """Tokens of a step that the engine sampled, and its seconds."""
+    acceptance: list[float]
+    """Right guesses / guesses of every step of the run; 0 without guesses."""
+    gained: list[float]
+    """Tokens per row and pass of every step of the run."""
+    outputs: dict[str, str]
+    """Address -> content of every commit."""
+
+
+def measure_run(options: argparse.Namespace, drafter: str, name: str, runs: Path) -> MeasuredRun:
+    changes = [*options.change, f"engine.embedded.speculation.drafter={drafter}", f"name={name}", f"runs_dir={runs}",
+               "tracking={uri: null, report: false}", "cluster.dashboard=null"]  # fmt: skip
+    config = load_config([options.run], changes)
+    steps = measure(config)
+    history = open_history(config)
+    metrics = [history.read_step_metrics(step) for step in range(config.steps)]
+    acceptance, gained = [], []
+    for one in metrics:
+        guesses = {kind: n for name, n in one.items() if (kind := name.removeprefix("generate/drafted/")) != name}
+        right = sum(n * one[f"generate/acceptance/{kind}"] for kind, n in guesses.items())
+        fed = sum(int(name.rpartition("/")[2]) * share for name, share in one.items() if "/draft_length/" in name)
+        acceptance.append(right / sum(guesses.values()) if guesses else 0.0)
+        gained.append(1 + fed * acceptance[-1])
+    measured = metrics[WARM_UP_STEPS : config.steps - config.staleness]
+    busy_s = [one["generate/busy_s"] for one in measured]
+    tokens = [one["generate/busy_s"] * one["generate/tokens_per_busy_s"] for one in measured]
+    outputs = {str(commit.address): commit.content for commit in history.ledger.list()}
+    return MeasuredRun(steps, sum(tokens) / len(measured), sum(busy_s) / len(measured), acceptance, gained, outputs)
+
+
+def compare_runs(options: argparse.Namespace) -> None:
+    sides = ("none", *options.drafters)
+    found: dict[str, list[MeasuredRun]] = {side: [] for side in sides}
+    with tempfile.TemporaryDirectory(prefix="stageline-speculation-") as folder:
+        for repeat in range(options.repeats):
+            first = repeat % len(sides)
+            for side in sides[first:] + sides[:first]:
+                one = measure_run(options, side, f"{side}-{repeat}", Path(folder))
+                found[side].append(one)
+                assert one.outputs == found[sides[first]][repeat].outputs, f"{side}: drafts changed the run"
+                print(f"{side}: {one.steps.step_s:.3f} s a step", file=sys.stderr, flush=True)
+    rows: list[tuple[str, ...]] = []
+    figures: dict[str, float] = {}
+    for side, repeats in found.items():
+        pairs = list(zip(repeats, found["none"], strict=True))
+        of_side = {
+            "step_s": statistics.median(one.steps.step_s for one in repeats),
+            "cpu_s": statistics.median(one.steps.cpu_s for one in repeats),
+            "generate_s": statistics.median(one.busy_s for one in repeats),
+            "tokens_per_s": statistics.median(one.tokens / one.busy_s for one in repeats),
+            "speedup_step": statistics.median(plain.steps.step_s / one.steps.step_s for one, plain in pairs),
+            "speedup_cpu": statistics.median(plain.steps.cpu_s / one.steps.cpu_s for one, plain in pairs),
+            "speedup_generate": statistics.median(plain.busy_s / one.busy_s for one, plain in pairs),
+            "others": max(one.steps.others for one in repeats),
+        }
+        figures |= {f"{side}/{name}": value for name, value in of_side.items()}
+        for step, (acceptance, gained) in enumerate(zip(repeats[0].acceptance, repeats[0].gained, strict=True)):
+            figures |= {f"{side}/acceptance/{step}": acceptance, f"{side}/tokens_per_pass/{step}": gained}
+        shown = ("step_s", "speedup_step", "cpu_s", "speedup_cpu", "generate_s", "speedup_generate", "tokens_per_s")
+        rows.append((side, *(f"{of_side[name]:.3g}" for name in shown), f"{of_side['others']:.0%}"))
+    columns = ("drafts", "s/step", "times", "CPU s/step", "times", "gen. s", "times", "tok/s", "others' load")
+    report(f"runs of {options.run} with drafts", columns, rows, [f"{options.repeats} repeats, medians; {CORES} cores"])
+    write_json(options.json, figures)
+
+
 def main() -> None:
     options = arguments(__doc__ or "", add_options)
+    if options.run is not None:
+        compare_runs(options)
+        return
     if options.quick:
         options.repeats, options.new, options.train, options.rows = 1, 16, 2.0, [1, 4]
         options.train_rows = 48

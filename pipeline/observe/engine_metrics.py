@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # the protocol imports torch, which the driver does not load
     from stages.engines.protocol import EngineStats
 
 _COUNT = "engine/"
-_DRAFTED, _ACCEPTED, _LENGTH = "engine/drafted/", "engine/accepted/", "engine/draft_length/"
+DRAFTED, _ACCEPTED, _LENGTH = "engine/drafted/", "engine/accepted/", "engine/draft_length/"
 _FETCH_S, _FETCHED_BYTES = "engine/fetch_s", "engine/fetched_bytes"
 _KV_PEAK, _PEAK_BYTES = "engine/kv_peak_fraction", "engine/peak_bytes"
 
@@ -43,7 +43,7 @@ def shard_metrics(
         "engine/preemptions": float(stats.preemptions),
         _KV_PEAK: stats.kv_peak_fraction,
         _PEAK_BYTES: float(peak_bytes),
-        **{f"{_DRAFTED}{kind}": float(n) for kind, n in stats.drafted_tokens.items()},
+        **{f"{DRAFTED}{kind}": float(n) for kind, n in stats.drafted_tokens.items()},
         **{f"{_ACCEPTED}{kind}": float(n) for kind, n in stats.accepted_tokens.items()},
         **{f"{_LENGTH}{length}": float(n) for length, n in stats.draft_lengths.items()},
     }
@@ -86,7 +86,7 @@ def step_metrics(shards: Iterable[Mapping[str, float]]) -> dict[str, float]:
         "generate/shared_fraction": _ratio(total["engine/shared_tokens"], prompts),
     }
     for name, value in total.items():
-        kind = name.removeprefix(_DRAFTED)
+        kind = name.removeprefix(DRAFTED)
         if kind != name:
             metrics[f"generate/drafted/{kind}"] = value
             metrics[f"generate/acceptance/{kind}"] = _ratio(total.get(f"{_ACCEPTED}{kind}", 0.0), value)

@@ -18,7 +18,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -87,10 +87,12 @@ def calibrate(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: s
         # a node's children wait for its worker's turnaround, too, so it is subtracted from their overhead
         speeds["turnaround_s"] = usual_mean(gaps)
         speeds["overhead_s"] = max(0.0, speeds.get("overhead_s", usual.overhead_s) - speeds["turnaround_s"])
+    if drafted := [one.drafted for one in runs if one.drafted is not None]:
+        speeds["tokens_per_pass"] = fmean(passes.tokens_per_pass for passes in drafted)
+        speeds["drafts_per_pass"] = fmean(passes.drafts_per_pass for passes in drafted)
     return replace(
         usual,
         description="measured in " + ", ".join(one.name for one in runs),
-        tokens_per_pass=fmean(one.tokens_per_pass for one in runs),
         prompt_tokens=fmean(one.prompt_tokens for one in runs),
         extrapolated=extrapolated,
         **speeds,
@@ -120,7 +122,7 @@ def samples_of(runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Cal
     """Return the measured nodes of all runs, with their rooflines."""
     found = []
     for one in runs:
-        calibration = replace(usual, tokens_per_pass=one.tokens_per_pass)
+        calibration = usual if one.drafted is None else replace(usual, **asdict(one.drafted))
         costs = costs_of(one.run, cluster, calibration, one.prompt_tokens)
         for node, work in works_of(one, costs):
             links = sum(work.links.values()) / usual.link_efficiency

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from pipeline.config.loading import load_file
 from pipeline.errors import ConfigError, refusal, together
-from storage.problems import Constraint, above, at_least, setting, setting_problems
+from storage.problems import Constraint, Problem, above, at_least, setting, setting_problems
 
 CALIBRATION = "--calibration"
 """The option that names a calibration file. Errors have it as their key."""
@@ -73,7 +73,9 @@ class Calibration:
     """Additional seconds of a shard's store and commit if its worker has other shards at the same time. They compete
     with the engine for Python's interpreter."""
     tokens_per_pass: float = setting(1.0, at_least(1))
-    """Tokens that a row gains in a decoding pass: above 1 with speculation."""
+    """Tokens that a row gains in a decoding pass with speculation. Used for configs with a drafter."""
+    drafts_per_pass: float = setting(0.0, at_least(0))
+    """Tokens that are drafted for a row in a decoding pass, right or wrong. Used for configs with a drafter."""
     prompt_tokens: float | None = setting(None, above(0))
     """Mean length of the prompts that were measured; null: unknown."""
     extrapolated: list[str] = setting([])
@@ -172,8 +174,12 @@ def load_calibration(file: str | Path) -> Calibration:
             CALIBRATION, f"given {str(file)!r}; no such file (`stageline calibrate RUN --write` makes one)"
         )
     found: Calibration = load_file(Calibration, path)
-    if problems := [refusal(problem) for problem in setting_problems(found)]:
-        raise together(problems)
+    problems = [*setting_problems(found)]
+    if found.tokens_per_pass > 1 + found.drafts_per_pass:
+        need = f"a row gains a token and its right drafts: at most 1 + drafts_per_pass = {1 + found.drafts_per_pass:g}"
+        problems.append(Problem("tokens_per_pass", found.tokens_per_pass, need))
+    if problems:
+        raise together([refusal(problem) for problem in problems])
     return found
 
 

@@ -249,6 +249,7 @@ def _engine_speed(run: PlannedRun, cluster: HardwareCluster, calibration: Calibr
     engine = config.engine
     threads = next(config.placement.gangs[g.name].threads for g in config.gangs() if Role.GENERATE in g.roles)
     flops, bytes_per_s = rank_peaks(run, cluster, engine.dtype, threads)
+    drafts = engine.embedded.speculation.drafter != "none"
     return decode_speed(
         run.spec,
         flops=flops,
@@ -260,7 +261,8 @@ def _engine_speed(run: PlannedRun, cluster: HardwareCluster, calibration: Calibr
         max_rows=engine.max_rows,
         kv_bytes=float(engine.kv_budget_mb << 20),
         link=link_of(cluster, config.replica_ranks),
-        tokens_per_pass=calibration.tokens_per_pass,
+        tokens_per_pass=calibration.tokens_per_pass if drafts else 1.0,
+        drafts_per_pass=calibration.drafts_per_pass if drafts else 0.0,
     )
 
 

@@ -1,9 +1,10 @@
 """Seconds of decoding, with rows that join and leave the batch in flight: a fluid simulation on a clock of passes.
 
-In a pass every row of the batch gains a token (`tokens_per_pass` with speculation). A pass is limited by the engine's
-memory bandwidth or by its arithmetic:
+In a pass every row of the batch feeds its last token and gains the next one. With speculation it also feeds
+`drafts_per_pass` guesses and gains `tokens_per_pass` tokens. A pass is limited by the engine's memory bandwidth or by
+its arithmetic:
 
-    pass = max(weights + context * context_s,  rows * token_s) / efficiency  +  collectives  +  call_s
+    pass = max(weights + context * context_s,  fed tokens * token_s) / efficiency  +  collectives  +  call_s
 
     weights      all weights are read once, however many rows there are: few rows cost nearly as much as many
     context_s    the keys and values of one token are read; `context` counts the tokens so far of all rows
@@ -23,8 +24,8 @@ comes after max(p, g) stage times. Weights are read once for each group.
 The rows of all shards of a replica are one queue (`RowQueue`): the rows of a later shard wait while the batch is full.
 
 Not modelled: prefill that is cut into chunks (it delays the rows in flight for its whole time here), keys and values
-shared by rows of one prompt, preemption, rows that migrate, the drafts of speculation and its rejected tokens, the
-gathering of logits over tensor-parallel ranks. Pure.
+shared by rows of one prompt, preemption, rows that migrate, the time in which drafts are made, the gathering of logits
+over tensor-parallel ranks. Pure.
 """
 
 from __future__ import annotations
@@ -75,13 +76,21 @@ class DecodeSpeed:
     groups: int = 1
     """Groups of rows, which take their passes in turn."""
     tokens_per_pass: float = 1.0
+    """Tokens that a row gains in a pass."""
+    drafts_per_pass: float = 0.0
+    """Further tokens that a row feeds in a pass beside its last one: the guesses that are verified."""
+
+    @property
+    def fed_per_pass(self) -> float:
+        """Tokens that a row feeds in a pass."""
+        return 1.0 + self.drafts_per_pass
 
     def memory_s(self, context: float) -> tuple[float, float]:
         """Return the seconds of a pass for reading weights, and for reading `context` tokens' keys and values."""
         return self.weights_s, context * self.context_s
 
     def arithmetic_s(self, rows: float, context: float) -> float:
-        return rows * self.token_s + context * self.attention_s
+        return self.fed_per_pass * (rows * self.token_s + context * self.attention_s)
 
     def prefill_s(self, prompt: float) -> float:
         """Return the seconds in which a prompt's keys and values and its next token are computed."""
@@ -89,7 +98,7 @@ class DecodeSpeed:
 
     def links_s(self, rows: float) -> float:
         """Return the seconds of a pass in collectives and sends."""
-        num_bytes = rows / self.groups * self.row_bytes
+        num_bytes = rows * self.fed_per_pass / self.groups * self.row_bytes
         return self.reduces * all_reduce_s(self.link, self.ranks, num_bytes) + (
             self.sends * send_s(self.link, num_bytes) if self.sends else 0.0
         )
@@ -146,6 +155,7 @@ def decode_speed(
     kv_bytes: float,
     link: Link,
     tokens_per_pass: float = 1.0,
+    drafts_per_pass: float = 0.0,
 ) -> DecodeSpeed:
     """Return the roofline of a replica.
 
@@ -157,6 +167,7 @@ def decode_speed(
         groups: groups of rows that are in the pipeline's stages at once.
         kv_bytes: memory of keys and values of all ranks together. Each has an equal part.
         link: the link between the ranks.
+        tokens_per_pass, drafts_per_pass: see `DecodeSpeed`.
     """
     blocks, output = spec.num_layers * matrix_numbers(spec), spec.vocab_size * spec.hidden_size
     rounds = max(pipeline, groups)  # stage times until a group's next token
@@ -179,6 +190,7 @@ def decode_speed(
         sends=rounds if pipeline > 1 else 0,
         groups=groups,
         tokens_per_pass=tokens_per_pass,
+        drafts_per_pass=drafts_per_pass,
     )
 
 
@@ -325,7 +337,7 @@ class RowQueue(Generic[Shard]):
         speed, rows = self._speed, len(self._flight)
         middle = self._context + rows * count * speed.tokens_per_pass / 2
         read, read_kv = speed.memory_s(middle)
-        computed = speed.arithmetic_s(rows * speed.tokens_per_pass, middle)
+        computed = speed.arithmetic_s(rows, middle)
         links = count * speed.links_s(rows)
         if computed > read + read_kv:
             return Decoded(arithmetic=count * computed, links=links, passes=count)

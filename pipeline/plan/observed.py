@@ -18,6 +18,7 @@ from statistics import fmean
 from pipeline.config.identity import Identity
 from pipeline.config.memory import PlannedRun
 from pipeline.graph.graph import Node, run_nodes
+from pipeline.observe.engine_metrics import DRAFTED
 from pipeline.observe.history import History
 from pipeline.observe.journal import Event
 from pipeline.observe.timeline import Box, read_boxes
@@ -45,6 +46,14 @@ class Observed:
 
 
 @dataclass(frozen=True)
+class DraftedPasses:
+    """A row's mean in the decoding passes of a run with speculation; the fields of `Calibration`."""
+
+    tokens_per_pass: float
+    drafts_per_pass: float
+
+
+@dataclass(frozen=True)
 class ObservedRun:
     """The executed nodes of a run, with its settings."""
 
@@ -60,7 +69,8 @@ class ObservedRun:
     """Steps that have ended."""
     prompt_tokens: float
     """Mean length of a prompt."""
-    tokens_per_pass: float
+    drafted: DraftedPasses | None
+    """None: the run had no speculation."""
     gpu: str
     """Name of the run's GPUs as the driver reports it; empty on CPUs."""
     processor: str
@@ -106,7 +116,7 @@ def observe(
         [refits[box.address] for box in kept if refits.get(box.address)],
         len(history.finished_steps()),
         prompts,
-        _tokens_per_pass(run, history) if run.config.engine.embedded.speculation.drafter != "none" else 1.0,
+        _drafted(run, history) if run.config.engine.embedded.speculation.drafter != "none" else None,
         _item(identity, "device"),
         _item(identity, "instructions"),
         _turnarounds(found, nodes),
@@ -206,13 +216,16 @@ def _engine_commits(history: History) -> Iterator[Commit]:
         yield from history.ledger.list(stage)
 
 
-def _tokens_per_pass(run: PlannedRun, history: History) -> float:
-    """Return the tokens that a row gained in a decoding pass, from the engines' counts."""
-    tokens = passes = 0.0
+def _drafted(run: PlannedRun, history: History) -> DraftedPasses:
+    """Return the tokens that a row gained and the tokens that were drafted for it in a pass, from the engines'
+    counts."""
+    tokens = passes = drafts = 0.0
     for commit in history.ledger.list("generate"):
         tokens += commit.metrics.get("engine/tokens", 0.0)
         passes += commit.metrics.get("engine/full_decode_steps", 0.0) * run.config.engine.max_rows
-    return max(1.0, tokens / passes) if passes else 1.0
+        drafts += sum(number for name, number in commit.metrics.items() if name.startswith(DRAFTED))
+    fed = 1.0 + (drafts / passes if passes else 0.0)
+    return DraftedPasses(min(max(1.0, tokens / passes), fed) if passes else 1.0, fed - 1.0)
 
 
 def _item(identity: Identity | None, name: str) -> str:

@@ -3,6 +3,7 @@ that are timed before the first row."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -28,8 +29,11 @@ from stages.models.hf_weights import read_weights
 from stages.models.spec import EMBEDDING, FINAL_NORM, read_spec
 
 _GUESSES = 32
-"""Number of tokens in the passes that measure the cost of a long context. With so many tokens, attention takes a large
-part of the pass."""
+"""Most tokens in the passes that measure the cost of a long context. With so many tokens, attention takes a large part
+of the pass."""
+_PROPORTIONAL = 3.0
+"""If a pass takes this many times as long as one of a quarter of its size, larger ones are not timed: their time grows
+nearly in proportion to their size, so drafts do not pay there. Timing them takes seconds on a slow processor."""
 HEAD_VOCAB = 4096
 """Size of the learned head's vocabulary. It consists of the most frequent tokens of the responses."""
 LENGTHS: Literal["measured", "longest"] = "measured"
@@ -146,16 +150,21 @@ def read_teacher(path: str) -> Teacher:
 
 
 def measure_costs(runner: Runner, pool: BlockPool, *, max_seq: int, threads: int) -> PassCosts:
-    """Return the costs of passes, timed for each calibrated size at short context, and for one size at the longest
+    """Return the costs of passes, timed for the calibrated sizes at short context, and for one size at the longest
     context."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
+    seconds: dict[int, float] = {}
     try:
-        seconds = {size: time_pass(runner, pool, size) for size in CALIBRATED}
-        longest = time_pass(runner, pool, _GUESSES, max_seq - 1)
+        for size in CALIBRATED:
+            seconds[size] = time_pass(runner, pool, size)
+            if seconds[size] > _PROPORTIONAL * seconds.get(size // 4, math.inf):
+                break
+        guesses = min(_GUESSES, size)
+        longest = time_pass(runner, pool, guesses, max_seq - 1)
     finally:
         torch.set_num_threads(before)
-    return PassCosts(seconds, (longest - seconds[_GUESSES]) / (_GUESSES * max_seq))
+    return PassCosts(seconds, (longest - seconds[guesses]) / (guesses * max_seq))
 
 
 def time_pass(runner: Runner, pool: BlockPool, num_tokens: int, position: int = 0, repeats: int = 5) -> float:

@@ -89,8 +89,10 @@ class Speculation:
         """Return the guesses that are worth verifying for `rows`, which decode in the next pass. `num_other_tokens`:
         number of further tokens that the pass feeds, such as prompts."""
         measured = self._lengths == "measured"
+        if measured and not self._trials.allows(len(rows)):
+            return {}
         limits = {row: limit for row in rows if (limit := min(self._longest, row.num_left - 1)) > 0}
-        if not limits or (measured and not self._trials.allows(len(rows))):
+        if not limits:
             return {}
         num_tokens = len(rows) + num_other_tokens
         context = sum(len(row.tokens) for row in rows) / len(rows)

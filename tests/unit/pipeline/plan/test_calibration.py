@@ -26,7 +26,7 @@ from pipeline.plan.calibration import (
     typical,
 )
 from pipeline.plan.cost import costs_of
-from pipeline.plan.observed import Observed, ObservedRun
+from pipeline.plan.observed import DraftedPasses, Observed, ObservedRun
 from tests.support.plans import costs, nodes_by_stage, planned
 
 CLUSTER = read_cluster("1xcpu")
@@ -52,6 +52,7 @@ def executed(
     gpu: str = "",
     processor: str = "avx2",
     truth: Calibration = TRUE,
+    drafted: DraftedPasses | None = None,
 ) -> ObservedRun:
     """A run of the tiny model with the true speeds and random noise of mean 1."""
     run = planned("tiny", f"steps={steps}", *changes, on_gpus=False)
@@ -64,7 +65,8 @@ def executed(
         seconds = noise * true.seconds(node, [] if node.stage == "publish" else lengths)
         nodes.append(Observed(node, seconds, [] if node.stage == "publish" else lengths, "one", clock))
         clock += seconds + 1.0
-    return ObservedRun(name, run, nodes, [0.01, 0.02, 0.09], [true.refit_s()] * steps, steps, 12.0, 1.0, gpu, processor)
+    waits, refits = [0.01, 0.02, 0.09], [true.refit_s()] * steps
+    return ObservedRun(name, run, nodes, waits, refits, steps, 12.0, drafted, gpu, processor)
 
 
 def runs(scatter: float) -> list[ObservedRun]:
@@ -90,6 +92,20 @@ def test_the_runs_themselves_are_predicted() -> None:
     for stage, measured, predicted, number in compared(given, CLUSTER, calibrate(given, CLUSTER, "cpu")):
         assert predicted == pytest.approx(measured, rel=0.2), stage
         assert number >= 1
+
+
+def test_drafts_are_those_of_the_runs_that_made_some() -> None:
+    """Two runs of three drafted; the means are theirs. A config without a drafter has none of them."""
+    speculating = "engine.embedded.speculation.drafter=ngram"
+    observed = [executed("one", scatter=0.0)]
+    for passes in (DraftedPasses(1.5, 1.0), DraftedPasses(2.5, 4.0)):
+        truth = replace(TRUE, tokens_per_pass=passes.tokens_per_pass, drafts_per_pass=passes.drafts_per_pass)
+        observed.append(executed(f"drafted-{passes}", speculating, scatter=0.0, truth=truth, drafted=passes))
+    found = calibrate(observed, CLUSTER, "cpu")
+    assert (found.tokens_per_pass, found.drafts_per_pass) == (2.0, 2.5)
+    assert found.generate.scatter == pytest.approx(0.0, abs=0.02), "one speed explains the passes of all three"
+    for changes, fed in ([], 1.0), ([speculating], 3.5):
+        assert costs_of(planned("tiny", *changes, on_gpus=False), CLUSTER, found, 12.0).engine.fed_per_pass == fed
 
 
 def test_a_stalled_node_counts_less() -> None:
@@ -193,7 +209,9 @@ def test_a_calibration_survives_its_file(tmp_path: Path) -> None:
     assert load_calibration(file) == calibrate(runs(0.1), CLUSTER, "cpu")
 
 
-@pytest.mark.parametrize("changed", ["efficiency: 1.5", "efficiency: 0.0", "call_s: -1.0", "speed: 1.0"])
+@pytest.mark.parametrize(
+    "changed", ["efficiency: 1.5", "efficiency: 0.0", "call_s: -1.0", "speed: 1.0", "tokens_per_pass: 1.5"]
+)
 def test_a_file_with_a_wrong_number_is_refused(tmp_path: Path, changed: str) -> None:
     file = tmp_path / "here.yaml"
     file.write_text(f"description: x\nhardware: cpu\ngenerate: {{{changed}}}\n")

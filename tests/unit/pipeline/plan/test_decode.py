@@ -119,6 +119,15 @@ def test_speculation_saves_passes() -> None:
     assert found.passes == 20
 
 
+def test_drafts_pay_while_memory_limits_a_pass() -> None:
+    """A row gains 2 tokens for the arithmetic of 4, 0.2 s each; weights take 1 s. One row: 1 s a pass, as without.
+    Two rows: 1.6 s for 4 tokens, against 1 s for 2. Four rows: 3.2 s for 8, against 1 s for 4."""
+    plain = replace(SPEED, token_s=0.2, context_s=0.0)
+    drafted = replace(plain, tokens_per_pass=2.0, drafts_per_pass=3.0)
+    seconds = [[decode(speed, 0, rows).roofline for speed in (plain, drafted)] for rows in ([10], [10, 10], [10] * 4)]
+    assert seconds == [pytest.approx(pair) for pair in ([10, 5], [10, 8], [10, 16])]
+
+
 TINY = read_spec("random:tiny")
 
 

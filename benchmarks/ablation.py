@@ -45,7 +45,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from benchmarks.harness import arguments, gemm_gflops, measured_load, report, write_json
+from benchmarks.harness import arguments, gemm_gflops, measured_load, report, this_hardware, write_json
 from benchmarks.ppo_step import MODEL, ROOT, TRL, Measured, peer_python, run_job
 from benchmarks.small_model import small_model
 from pipeline.cli.main import main as stageline
@@ -237,8 +237,8 @@ class Bench:
         spread = statistics.stdev(map(math.log, new))
         lengths = f"lognormal:{statistics.fmean(new)},{spread}" if spread else f"fixed:{new[0]}"
         commands = (
-            ["calibrate", *runs, "--hardware", "1xcpu", "--write", calibration],
-            ["plan", str(file), "name=planned", "--devices", f"{CORES}xcpu", "--calibration", calibration,
+            ["calibrate", *runs, "--hardware", f"1x{CORES}x{this_hardware()}", "--write", calibration],
+            ["plan", str(file), "name=planned", "--devices", f"{CORES}x{this_hardware()}", "--calibration", calibration,
              "--lengths", lengths, "--write", plan],
         )  # fmt: skip
         with redirect_stdout(StringIO()) as printed:

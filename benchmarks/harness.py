@@ -23,7 +23,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.errors import ConfigError
 from pipeline.observe.provenance import git_commit
+from stages.native.fingerprint import machine_numerics
 
 PACKAGES = ("torch", "triton", "megatron-core", "transformers", "dask", "zarr")
 
@@ -106,6 +108,19 @@ def gemm_gflops(threads: int, dtype: torch.dtype = torch.float32, size: int = 15
     finally:
         torch.set_num_threads(before)
     return 2 * size**3 / statistics.median(seconds) / 1e9
+
+
+def this_hardware() -> str:
+    """Return the name in conf/hardware of the node without GPUs whose processor is most like this machine's. Raises
+    ConfigError if there is none."""
+    flags = machine_numerics()["instructions"].split()
+    kinds = {"amx_bf16": "cpu", "avx512_bf16": "cpu-zen4", "avx2": "cpu-zen3"}
+    found = next((kind for flag, kind in kinds.items() if flag in flags), None)
+    if found is None:
+        raise ConfigError(
+            "--hardware", f"no file of conf/hardware has a processor without {', '.join(kinds)}: give one"
+        )
+    return found
 
 
 def machine() -> dict[str, str | int | float]:

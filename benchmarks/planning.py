@@ -23,6 +23,7 @@ import argparse
 import heapq
 import itertools
 import math
+import os
 import statistics
 import sys
 import tempfile
@@ -32,7 +33,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from benchmarks.harness import arguments, measured_load, report, write_json
+from benchmarks.harness import arguments, measured_load, report, this_hardware, write_json
 from pipeline.cli.calibrate import read_observed_run
 from pipeline.config.hardware import hardware_of, read_cluster
 from pipeline.config.loading import load_config
@@ -40,7 +41,6 @@ from pipeline.config.memory import planned_run
 from pipeline.config.role_models import read_model, role_models
 from pipeline.driver.results import open_history
 from pipeline.driver.run import run
-from pipeline.errors import ConfigError
 from pipeline.graph.graph import Node, step_nodes
 from pipeline.plan.calibrate import calibrate
 from pipeline.plan.calibration import Calibration, scaled, typical
@@ -186,8 +186,9 @@ class Measured:
     """Share of the machine that other processes used."""
 
 
-def measure(name: str, changes: Sequence[str], folder: str, steps: int) -> Measured:
-    """Run a variant; seconds from one publication to the next, over the steps after the warm-up."""
+def measure(name: str, changes: Sequence[str], folder: str, steps: int, hardware: str) -> Measured:
+    """Run a variant; seconds from one publication to the next, over the steps after the warm-up. `hardware`: this
+    machine."""
     fixed = (f"name={name}", f"runs_dir={folder}", f"steps={steps}")
     config = load_config(["conf/run/tiny.yaml"], [*COMMON, *changes, *fixed])
     with measured_load() as load:
@@ -195,7 +196,7 @@ def measure(name: str, changes: Sequence[str], folder: str, steps: int) -> Measu
     ledger = open_history(config).ledger
     first, last = (ledger.get(Address("publish", version)) for version in (WARM_UP_STEPS, steps))
     step_s = (last.finished - first.finished) / (steps - WARM_UP_STEPS)
-    return Measured(step_s, read_observed_run(str(config.run_dir), on_gpus=False), load().others)
+    return Measured(step_s, read_observed_run(str(config.run_dir), read_cluster(hardware)), load().others)
 
 
 def simulated_step_s(one: ObservedRun, calibration: Calibration, hardware: str) -> float:
@@ -206,30 +207,21 @@ def simulated_step_s(one: ObservedRun, calibration: Calibration, hardware: str) 
     return (times[-1] - times[WARM_UP_STEPS]) / (len(times) - 1 - WARM_UP_STEPS)
 
 
-def hardware_with_instructions(instructions: str) -> str:
-    """Return the node without GPUs whose processor has these instructions. Raises ConfigError if none has."""
-    flags = instructions.split()
-    if any(flag.startswith("amx") for flag in flags):
-        return "1xcpu"
-    if "avx512_bf16" in flags:
-        return "1xcpu-zen4"
-    raise ConfigError("--hardware", "no file in conf/hardware has a processor without avx512_bf16: give one")
-
-
 def runs_here(options: argparse.Namespace) -> tuple[list[tuple[str, ...]], dict[str, float]]:
     """Return the rows of the table and the figures by name."""
     found: dict[str, list[Measured]] = {}
     variants = dict(list(VARIANTS.items())[:4]) if options.quick else VARIANTS
+    cluster = options.hardware or f"1x{os.cpu_count() or 1}x{this_hardware()}"
     with tempfile.TemporaryDirectory(prefix="stageline-planning-") as scratch:
         for repeat in range(1 if options.quick else options.repeats):
             for place, (name, changes) in enumerate(variants.items()):
-                measured = measure(f"variant-{place}-repeat-{repeat}", changes, scratch, 8 if options.quick else 16)
+                steps = 8 if options.quick else 16
+                measured = measure(f"variant-{place}-repeat-{repeat}", changes, scratch, steps, cluster)
                 found.setdefault(name, []).append(measured)
                 print(f"{name}: {measured.step_s:.3f} s a step", file=sys.stderr, flush=True)
     seconds = {name: statistics.median(one.step_s for one in of) for name, of in found.items()}
     calibrating = list(variants)[:2]
     sources = [one.observed for name in calibrating for one in found[name]]
-    cluster = options.hardware or hardware_with_instructions(sources[0].processor)
     calibration = calibrate(sources, read_cluster(cluster), hardware_of(cluster))
     predicted = {name: simulated_step_s(of[0].observed, calibration, cluster) for name, of in found.items()}
     rows, figures = list[tuple[str, ...]](), dict[str, float]()
@@ -256,7 +248,7 @@ def _ratio(seconds: dict[str, float], pair: tuple[str, str]) -> float:
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", action="store_true", help="also run variants on this machine, which must be quiet")
     parser.add_argument(
-        "--hardware", help="what this machine is, for --runs (default: by its processor's instructions)"
+        "--hardware", help="what this machine is, for --runs, as in 1x2xcpu (default: by its processor's instructions)"
     )
 
 

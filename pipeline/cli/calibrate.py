@@ -43,6 +43,7 @@ from pipeline.plan.calibration import (
     to_yaml,
     typical,
 )
+from pipeline.plan.cores import shared_cores
 from pipeline.plan.cost import costs_of
 from pipeline.plan.observed import ObservedRun, observe
 from pipeline.plan.scenario import scenario_of
@@ -58,7 +59,7 @@ def command(options: argparse.Namespace) -> int:
     if options.step_seconds is None:
         if options.lengths is not None:
             raise ConfigError("--lengths", "a run's own lengths count: leave it out, or give --step-seconds")
-        runs = [read_observed_run(run_dir, on_gpus=cluster.gpus > 0) for run_dir in options.sources]
+        runs = [read_observed_run(run_dir, cluster) for run_dir in options.sources]
         calibration = calibrate(runs, cluster, hardware)
         output_console().print(speeds_table(calibration))
         output_console().print(comparison_table(runs, cluster, calibration))
@@ -99,14 +100,16 @@ def calibrate_to_step_time(options: argparse.Namespace, cluster: HardwareCluster
     return scaled(assumed, played.steady_s, seconds, f"assumed speeds, scaled to a step of {seconds:g} s")
 
 
-def read_observed_run(run_dir: str, *, on_gpus: bool) -> ObservedRun:
-    """Return the executed nodes of the run in a directory. Raises ConfigError if there is no run, or it never began."""
+def read_observed_run(run_dir: str, cluster: HardwareCluster) -> ObservedRun:
+    """Return the executed nodes of the run in a directory, which ran on a cluster. Raises ConfigError if there is no
+    run, or it never began."""
     config = read_saved_config(run_dir)
     paths = RunPaths(config.run_dir)
     if not journal_exists(paths.events):
         raise ConfigError(run_dir, f"holds no journal ({paths.events.name}): this run never began")
-    run = read_planned_run(config, on_gpus=on_gpus)
-    return observe(run_dir, run, open_history(config), read_events(paths.events), read_identity(paths.root))
+    run, identity = read_planned_run(config, on_gpus=cluster.gpus > 0), read_identity(paths.root)
+    cores = shared_cores(run, cluster)
+    return observe(run_dir, run, open_history(config), read_events(paths.events), identity, cores)
 
 
 def read_planned_run(config: RunConfig, *, on_gpus: bool) -> PlannedRun:

@@ -95,9 +95,9 @@ def _given(
     saved = read_saved_config(options.from_run)
     # a new run cannot have the old one's directory
     config = load_yaml(to_yaml(saved), [f"name={saved.name}-planned", *options.sources])
-    observed = read_observed_run(options.from_run, on_gpus=cluster.gpus > 0)
+    whole_nodes = replace(cluster, gpus_per_node=cluster.hardware.gpus_per_node)  # those that the run had
+    observed = read_observed_run(options.from_run, whole_nodes)
     if options.calibration is None:
-        whole_nodes = replace(cluster, gpus_per_node=cluster.hardware.gpus_per_node)  # those that the run had
         calibration = calibrate([observed], whole_nodes, hardware)
     else:
         calibration = calibration_of(options.calibration, hardware, cluster)
@@ -144,7 +144,7 @@ def devices_of(text: str, nodes_of: int | None) -> tuple[str, HardwareCluster, i
     if not hardware.gpus_per_node:
         if devices > most:
             raise ConfigError(DEVICES, f"given {text!r}; plans without GPUs are for one node: at most {most} cores")
-        return match[2], HardwareCluster(1, 0, hardware), devices
+        return match[2], HardwareCluster(1, 0, hardware, devices), devices
     return match[2], HardwareCluster(devices // per_node, per_node, hardware), devices
 
 
@@ -164,17 +164,15 @@ def _refusals(cluster: HardwareCluster, text: str) -> Callable[[RunConfig], str 
 
 def _table(found: Found, config: RunConfig) -> Table:
     """Return a table of the plans, the best first."""
-    table = Table(title="Plans", title_justify="left", title_style="bold")
-    headings = ("", "gangs", "staleness", "shards", "devices", "s/step", "samples / device-hour", "limited by")
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
+    table = Table(title="Plans", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for heading in ("", "gangs", "staleness", "devices", "s/step", "samples /\ndevice-hour", "limited by"):
+        table.add_column(heading, no_wrap=True)
     for number, plan in enumerate(found.plans, 1):
         per_hour = 3600 * config.rollout.rows / plan.played.mean_s / plan.devices
         row = (
             str(number),
             plan.form,
             str(plan.config.staleness),
-            str(plan.config.rollout.shards),
             str(plan.devices),
             f"{plan.played.mean_s:.3g}",
             f"{per_hour:,.0f}",
@@ -185,8 +183,9 @@ def _table(found: Found, config: RunConfig) -> Table:
 
 
 def _placement(plan: Plan, on_gpus: bool) -> Iterator[str]:
-    """Yield each gang of a plan in words."""
+    """Yield the shards and each gang of a plan in words."""
     config = plan.config
+    yield f"shards {config.rollout.shards}"
     for name in (GENERATE, TRAIN, CRITIC):
         gang = config.placement.gangs.get(name)
         if gang is None:

@@ -21,7 +21,10 @@ FOLDER = Path(__file__).resolve().parents[2] / "conf/hardware"
 AS = "--as"
 """The option that names a cluster. Errors have it as their key."""
 _TEXT = re.compile(r"(?:(\d+)x)?(\d+)x(\S+)")
-_FORM = "NODESxGPUSxHARDWARE, as in 16x8xH100-80; GPUSxHARDWARE for a single node; NODESxcpu for nodes without GPUs"
+_FORM = (
+    "NODESxGPUSxHARDWARE, as in 16x8xH100-80; GPUSxHARDWARE for a single node; NODESxcpu for nodes without GPUs, "
+    "NODESxCORESxcpu for some of their cores"
+)
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,8 @@ class HardwareCluster:
     gpus_per_node: int
     """GPUs that are used of each node."""
     hardware: HardwareConfig
+    some_cores: int = 0
+    """Cores that are used of each node without GPUs; 0: all. The run has all of the node's memory."""
 
     @property
     def share(self) -> float:
@@ -161,8 +166,8 @@ class HardwareCluster:
 
     @property
     def cores(self) -> int:
-        """Cores of a node."""
-        return max(1, int(self.hardware.cores * self.share))
+        """Cores that are used of a node."""
+        return self.some_cores or max(1, int(self.hardware.cores * self.share))
 
 
 def hardware_of(text: str) -> str:
@@ -182,12 +187,12 @@ def read_cluster(text: str, option: str = AS) -> HardwareCluster:
     first, last = match[1], int(match[2])
     hardware = load_hardware(match[3], option)
     whole = hardware.gpus_per_node
-    nodes, gpus = (int(first), last) if first is not None else ((1, last) if whole else (last, 0))
+    nodes, per_node = (int(first), last) if first is not None else ((1, last) if whole else (last, 0))
+    gpus, some_cores = (per_node, 0) if whole else (0, per_node)
     if nodes < 1 or (whole and gpus < 1):
         raise ConfigError(option, f"given {text!r}; must have 1 node or more, and 1 GPU or more a node")
-    if gpus > whole:
-        need = f"at most {whole}" if whole else "0: it has none"
-        raise ConfigError(
-            option, f"given {text!r}; a node of {match[3]} ({hardware.description}) has {whole} GPUs: {need}"
-        )
-    return HardwareCluster(nodes, gpus, hardware)
+    most, what = (whole, "GPUs") if whole else (hardware.cores, "cores")
+    if per_node > most:
+        need = f"a node of {match[3]} ({hardware.description}) has {most} {what}: at most {most}"
+        raise ConfigError(option, f"given {text!r}; {need}")
+    return HardwareCluster(nodes, gpus, hardware, some_cores)

@@ -23,6 +23,7 @@ before the child begins.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -316,7 +317,7 @@ class Attempts:
             for warning in outcome.warnings:
                 journal.append(Event(outcome.finished, EventKind.WARNED, **where, detail=warning))
         if node.stage == "publish":
-            journal.append_now(EventKind.PUBLISHED, **_event_fields(node.address))
+            journal.append_now(EventKind.PUBLISHED, **_event_fields(node.address), cpu_s=time.process_time())
         self._on_done(node, first)
 
     def _handle_failure(self, attempt: Attempt) -> None:

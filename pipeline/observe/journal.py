@@ -90,6 +90,9 @@ class Event:
     version: int | None = None
     """The version of the weights to sample with. Only SUBMITTED of stage `generate` has it, if `rollout.versions` is
     `latest`."""
+    cpu_s: float | None = None
+    """Processor seconds that the driver's process, with the scheduler, has used since its start. Only PUBLISHED has
+    it."""
 
     def to_json(self) -> str:
         return codec.encode({k: v for k, v in vars(self).items() if v is not None}, separators=(",", ":"))

@@ -92,6 +92,7 @@ def calibrate(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: s
         speeds["drafts_per_pass"] = fmean(passes.drafts_per_pass for passes in drafted)
     return replace(
         usual,
+        driver_s=fmean(one.driver_s for one in runs),
         description="measured in " + ", ".join(one.name for one in runs),
         prompt_tokens=fmean(one.prompt_tokens for one in runs),
         extrapolated=extrapolated,

@@ -72,6 +72,9 @@ class Calibration:
     beside_s: float = setting(0.0, at_least(0))
     """Additional seconds of a shard's store and commit if its worker has other shards at the same time. They compete
     with the engine for Python's interpreter."""
+    driver_s: float = setting(0.0, at_least(0))
+    """Processor seconds of the driver and the scheduler for each node. They count where workers share the driver's
+    cores."""
     tokens_per_pass: float = setting(1.0, at_least(1))
     """Tokens that a row gains in a decoding pass with speculation. Used for configs with a drafter."""
     drafts_per_pass: float = setting(0.0, at_least(0))
@@ -161,6 +164,7 @@ def scaled(calibration: Calibration, predicted_s: float, step_s: float, descript
         overhead_s=calibration.overhead_s * factor,
         turnaround_s=calibration.turnaround_s * factor,
         beside_s=calibration.beside_s * factor,
+        driver_s=calibration.driver_s * factor,
         extrapolated=list(KINDS),
         **speeds,
     )

@@ -19,13 +19,25 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from pipeline.config.hardware import HardwareCluster
 from pipeline.config.memory import PlannedRun
 from pipeline.graph.graph import STAGE_ROLES, Gang, Node
 from pipeline.plan.calibration import STAGE_KIND, Calibration, StageSpeed
 from pipeline.plan.decode import Decoded, DecodeSpeed, PassRates, RowQueue, decode, decode_speed
-from pipeline.plan.links import link_of, send_s
-from pipeline.plan.training import ARITHMETIC, WEIGHTS, GangSpeed, Rows, Work, forward_work, gang_speed, rows_of
+from pipeline.plan.links import Numbers, link_of, send_s
+from pipeline.plan.training import (
+    ARITHMETIC,
+    WEIGHTS,
+    GangSpeed,
+    Rows,
+    Work,
+    forward_work,
+    gang_speed,
+    rows_of,
+    rows_of_shards,
+)
 from pipeline.plan.training import update_work as work_of_update
 from stages.models.flops import forward_flops
 from stages.models.memory import DTYPE_BYTES, GangModels, published_tensors
@@ -63,7 +75,15 @@ class Costs:
             lengths: tokens of the responses that the node works on: those of its shard, or of the whole step for
                 `advantage` and updates; empty for `publish`.
         """
-        return math.fsum(self.parts(node, lengths).values())
+        return self._total(self.work(node, lengths), self.speed_of(node.stage)) + self.calibration.turnaround_s
+
+    def seconds_of_shards(self, node: Node, lengths: Sequence[Sequence[int]]) -> list[float]:
+        """Return `seconds` of a node's stage for several shards of its step, from the response tokens of each. All have
+        as many rows. Not for stages that decode."""
+        work = self._work(node.stage, rows_of_shards(self.prompt_tokens, np.array(lengths)))
+        total = self._total(work, self.speed_of(node.stage)) + self.calibration.turnaround_s
+        found: list[float] = np.broadcast_to(total, len(lengths)).tolist()
+        return found
 
     def parts(self, node: Node, lengths: Sequence[int]) -> dict[str, float]:
         """Return the seconds by their cause: arithmetic, weights read, collectives, bubble and so on."""
@@ -84,7 +104,7 @@ class Costs:
 
     def decoding_s(self, decoded: Decoded) -> float:
         """Return the seconds of decoding on one replica, without a node's fixed costs."""
-        return math.fsum(self._timed(decoding_work(decoded), replace(self.calibration.generate, node_s=0.0)).values())
+        return self._total(decoding_work(decoded), replace(self.calibration.generate, node_s=0.0))
 
     def after_rows_s(self, *, beside: bool) -> float:
         """Return the seconds of a shard besides those of its rows: store, commit and turnaround. `beside`: True if its
@@ -94,7 +114,7 @@ class Costs:
 
     def refit_s(self) -> float:
         """Return the seconds in which a replica loads new weights, before its first shard of another version."""
-        return math.fsum(self._timed(self.refit_work(), self.calibration.refit).values())
+        return self._total(self.refit_work(), self.calibration.refit)
 
     def refit_work(self) -> Work:
         """Return the work of loading new weights: each rank of a replica loads its share."""
@@ -107,10 +127,15 @@ class Costs:
 
     def timed(self, work: Work, stage: str) -> float:
         """Return the seconds of a stage's work in a node, without its worker's turnaround."""
-        return math.fsum(self._timed(work, self.speed_of(stage)).values())
+        return self._total(work, self.speed_of(stage))
+
+    def _total(self, work: Work, speed: StageSpeed) -> Numbers:
+        """Return the calibrated seconds of some work, with those of calls and of the node."""
+        links = sum(work.links.values()) / self.calibration.link_efficiency
+        return sum(work.parts.values()) / speed.efficiency + links + work.calls * speed.call_s + speed.node_s
 
     def _timed(self, work: Work, speed: StageSpeed) -> dict[str, float]:
-        """Return the calibrated seconds of some work by part, with those of calls and of the node."""
+        """Return the parts of `_total` that are not 0, by their cause."""
         found = {name: seconds / speed.efficiency for name, seconds in work.parts.items()}
         found |= {name: seconds / self.calibration.link_efficiency for name, seconds in work.links.items()}
         found |= {CALLS: work.calls * speed.call_s, FIXED: speed.node_s}
@@ -120,13 +145,15 @@ class Costs:
 
     def work(self, node: Node, lengths: Sequence[int]) -> Work:
         """Return the work of a node. A shard is assumed to have its replica for itself."""
-        stage, config = node.stage, self.run.config
-        gang = self.gang_of(stage)
-        if stage in ("generate", "evaluate"):
+        if node.stage in ("generate", "evaluate"):
             return decoding_work(decode(self.engine, self.prompt_tokens, lengths))
-        if stage in ("canary", "canary_logprob"):
-            lengths = lengths[: config.mismatch.rows]
-        rows = rows_of(self.prompt_tokens, lengths)
+        if node.stage in ("canary", "canary_logprob"):
+            lengths = lengths[: self.run.config.mismatch.rows]
+        return self._work(node.stage, rows_of(self.prompt_tokens, lengths))
+
+    def _work(self, stage: str, rows: Rows) -> Work:
+        """Return the work of a stage that computes models over rows, scores them, or publishes."""
+        config, gang = self.run.config, self.gang_of(stage)
         match stage:
             case "canary":
                 return Work({PREFILL: rows.tokens * self.engine.token_s}, {}, 1.0)

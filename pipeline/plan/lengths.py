@@ -8,11 +8,13 @@ busy with few rows, and a pass with few rows costs nearly as much as one with ma
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 from typing import ClassVar, Protocol
+
+import numpy as np
 
 from pipeline.errors import ConfigError
 
@@ -56,8 +58,8 @@ class LognormalLengths:
     seed: int = 0
 
     def rows(self, step: int, shard: int, count: int) -> list[int]:
-        draw, location = _generator(self.seed, step, shard), math.log(self.median)
-        return [max(1, min(self.most, round(draw.lognormvariate(location, self.sigma)))) for _ in range(count)]
+        first, last = shard * count, (shard + 1) * count
+        return _lognormal(self, step, _DRAWN * -(-last // _DRAWN))[first:last]
 
     @property
     def mean(self) -> float:
@@ -79,7 +81,9 @@ class EmpiricalLengths:
     seed: int = 0
 
     def rows(self, step: int, shard: int, count: int) -> list[int]:
-        return _generator(self.seed, step, shard).choices(self.tokens, k=count)
+        first, last = shard * count, (shard + 1) * count
+        places = _uniform(self.seed, step, _DRAWN * -(-last // _DRAWN))[first:last]
+        return [self.tokens[int(place * len(self.tokens))] for place in places]
 
 
 @dataclass(frozen=True)
@@ -94,9 +98,24 @@ class SameLengths:
         return [self.tokens[(first + n) % len(self.tokens)] for n in range(count)]
 
 
-def _generator(seed: int, step: int, shard: int) -> random.Random:
-    """Return the random generator of a shard. Its draws depend on the seed, the step and the shard alone."""
-    return random.Random((seed * 1_000_003 + step) * 1_000_003 + shard)
+_DRAWN = 1024
+"""Numbers that are drawn at once for a step. Each shard has its part of them."""
+
+
+@lru_cache(maxsize=8)
+def _lognormal(lengths: LognormalLengths, step: int, count: int) -> list[int]:
+    """Return the first lengths of a step. More of them begin with the same ones."""
+    normal = np.random.default_rng((lengths.seed, step)).standard_normal(count)
+    tokens = np.exp(math.log(lengths.median) + lengths.sigma * normal)
+    found: list[int] = np.clip(np.rint(tokens), 1, lengths.most).astype(int).tolist()
+    return found
+
+
+@lru_cache(maxsize=8)
+def _uniform(seed: int, step: int, count: int) -> list[float]:
+    """Return the first numbers of a step, at least 0 and below 1. More of them begin with the same ones."""
+    found: list[float] = np.random.default_rng((seed, step)).random(count).tolist()
+    return found
 
 
 def lognormal_with_mean(mean: float, sigma: float, most: int, seed: int = 0) -> LognormalLengths:

@@ -15,9 +15,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from pipeline.config.hardware import HardwareCluster
 
+Numbers = Any
+"""A number; or an array with one for each of several shards, whose costs are computed together."""
 LAUNCH_S = 6.6e-6
 """Seconds of a collective before its first hop (NCCL, src/graph/tuning.cc: baseLat, ring, LL)."""
 _PCIE_LATENCY_S = 1.0e-6
@@ -48,22 +53,32 @@ def link_of(cluster: HardwareCluster, ranks: int, stride: int = 1) -> Link:
     return Link(hardware.link_latency_s, hardware.links * hardware.link_bytes_per_s / hardware.gpus_per_node, LAUNCH_S)
 
 
-def all_reduce_s(link: Link, ranks: int, num_bytes: float) -> float:
+def smaller(one: Numbers, other: Numbers) -> Numbers:
+    """Return the smaller number, or the smaller one of each place."""
+    return np.minimum(one, other) if isinstance(one, np.ndarray) or isinstance(other, np.ndarray) else min(one, other)
+
+
+def larger(one: Numbers, other: Numbers) -> Numbers:
+    """Return the larger number, or the larger one of each place."""
+    return np.maximum(one, other) if isinstance(one, np.ndarray) or isinstance(other, np.ndarray) else max(one, other)
+
+
+def all_reduce_s(link: Link, ranks: int, num_bytes: Numbers) -> Numbers:
     """Return the seconds in which every rank gets the sum of `num_bytes`; 0 for one rank."""
     if ranks <= 1:
         return 0.0
     ring = 2 * (ranks - 1) * link.latency_s + 2 * (ranks - 1) / ranks * num_bytes / link.bytes_per_s
     tree = 2 * math.log2(ranks) * link.latency_s + 2 * num_bytes / link.bytes_per_s
-    return link.launch_s + min(ring, tree)
+    return link.launch_s + smaller(ring, tree)
 
 
-def gather_s(link: Link, ranks: int, num_bytes: float) -> float:
+def gather_s(link: Link, ranks: int, num_bytes: Numbers) -> Numbers:
     """Return the seconds of an all-gather or a reduce-scatter of `num_bytes` in all; 0 for one rank."""
     if ranks <= 1:
         return 0.0
     return link.launch_s + (ranks - 1) * (link.latency_s + num_bytes / ranks / link.bytes_per_s)
 
 
-def send_s(link: Link, num_bytes: float) -> float:
+def send_s(link: Link, num_bytes: Numbers) -> Numbers:
     """Return the seconds in which one rank sends `num_bytes` to the next."""
     return link.launch_s + link.latency_s + num_bytes / link.bytes_per_s

@@ -4,6 +4,8 @@
     store ────► lengths of the responses ────┼─► Observed, one for each node
     graph ────► nodes and their parents ─────┘
 
+Where workers share cores, a node's seconds are those that it would have taken alone (`cores`).
+
 The first node of each stage on a worker is left out: it compiles, allocates and fills caches. Of several attempts
 at a node, as after the loss of a worker, only the last one is used.
 """
@@ -13,16 +15,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 
 from pipeline.config.identity import Identity
 from pipeline.config.memory import PlannedRun
 from pipeline.graph.graph import Node, run_nodes
 from pipeline.observe.engine_metrics import DRAFTED
 from pipeline.observe.history import History
-from pipeline.observe.journal import Event
+from pipeline.observe.journal import Event, EventKind
 from pipeline.observe.timeline import Box, read_boxes
 from pipeline.plan.calibration import ENGINE_STAGES
+from pipeline.plan.cores import work_at, working_threads
 from storage.address import Address
 from storage.commits import Commit
 from storage.records import Rollout
@@ -34,11 +37,12 @@ class Observed:
 
     node: Node
     seconds: float
+    """Seconds of work: less than the time from its start to its end if it had to share cores."""
     lengths: Sequence[int]
     """Tokens of the responses that the node worked on."""
     worker: str = ""
     start_s: float = 0.0
-    """Time at which the node began, after its engine had loaded new weights."""
+    """Time at which the node began, after its engine had loaded new weights, on the clock of work (`cores`)."""
     store_s: float = 0.0
     """Part of `seconds` on store and ledger; 0: not measured."""
     beside: bool = False
@@ -78,6 +82,8 @@ class ObservedRun:
     turnarounds: Sequence[float] = ()
     """Seconds between two consecutive nodes of a worker, for pairs in which the second node's parents had ended before
     the first node did."""
+    driver_s: float = 0.0
+    """Processor seconds of the driver and the scheduler for each node."""
 
     @property
     def lengths(self) -> list[int]:
@@ -86,41 +92,71 @@ class ObservedRun:
 
 
 def observe(
-    name: str, run: PlannedRun, history: History, events: Iterable[Event], identity: Identity | None
+    name: str,
+    run: PlannedRun,
+    history: History,
+    events: Iterable[Event],
+    identity: Identity | None,
+    cores: int | None = None,
 ) -> ObservedRun:
-    """Return the nodes that a run executed, from its history and its journal's events. Raises StoreError if rows cannot
-    be read."""
-    found = [box for box in read_boxes(events) if box.rank == 0]
+    """Return the nodes that a run executed, from its history and its journal's events. `cores`: those that its workers
+    shared; None: each had enough. Raises StoreError if rows cannot be read."""
+    log = list(events)
+    found, driver_s = [box for box in read_boxes(log) if box.rank == 0], _driver_s(log)
     last = {box.address: box for box in found}  # of several attempts the last one was committed
     nodes = {node.address: node for node in run_nodes(history.spec)}
     lengths, prompts = _rows(history, [node for node in nodes.values() if node.address in last])
     kept, crowded = _warm(found, last, nodes), _beside(found)
     refits = {commit.address: commit.metrics.get("engine/refit_s", 0.0) for commit in _engine_commits(history)}
-    observed = [
-        Observed(
-            nodes[box.address],
-            max(0.0, box.end_s - box.start_s - refits.get(box.address, 0.0)),
-            _lengths_of(nodes[box.address], history, lengths),
-            box.worker,
-            box.start_s + refits.get(box.address, 0.0),
-            box.store_s,
-            box.address in crowded,
+    threads = working_threads(run.config)
+    work = {} if cores is None else work_at(found, threads, cores, driver_s)
+    observed, loads = list[Observed](), list[float]()
+    for box in kept:
+        refit, start, end, rate = refits.get(box.address, 0.0), box.start_s, box.end_s, 1.0
+        if box.gang in threads and end > start:
+            start, end = work.get(start, start), work.get(end, end)
+            rate = (end - start) / (box.end_s - box.start_s)
+        loads += [refit * rate] if refit else []
+        observed.append(
+            Observed(
+                nodes[box.address],
+                max(0.0, end - start - refit * rate),
+                _lengths_of(nodes[box.address], history, lengths),
+                box.worker,
+                start + refit * rate,
+                box.store_s * rate,
+                box.address in crowded,
+            )
         )
-        for box in kept
-    ]
     return ObservedRun(
         name,
         run,
         observed,
         _waits(kept, found, nodes),
-        [refits[box.address] for box in kept if refits.get(box.address)],
+        loads,
         len(history.finished_steps()),
         prompts,
         _drafted(run, history) if run.config.engine.embedded.speculation.drafter != "none" else None,
         _item(identity, "device"),
         _item(identity, "instructions"),
         _turnarounds(found, nodes),
+        driver_s,
     )
+
+
+def _driver_s(log: Sequence[Event]) -> float:
+    """Return the driver's processor seconds for each node: the median over the steps of a single driver."""
+    found, nodes = list[float](), 0
+    before: float | None = None
+    for event in log:
+        if event.kind is EventKind.RUN_STARTED:
+            before = None
+        nodes += event.kind is EventKind.FINISHED and event.rank == 0
+        if event.kind is EventKind.PUBLISHED and event.cpu_s is not None:
+            if before is not None and nodes:
+                found.append((event.cpu_s - before) / nodes)
+            nodes, before = 0, event.cpu_s
+    return median(found) if found else 0.0
 
 
 def _warm(found: Sequence[Box], last: Mapping[Address, Box], nodes: Mapping[Address, Node]) -> list[Box]:

@@ -12,13 +12,19 @@ from typing import Any
 
 from pipeline.config.hardware import HardwareCluster
 from pipeline.config.memory import PlannedRun, workers_memory
-from pipeline.graph.graph import Node
+from pipeline.graph.graph import SHARDED, Node
 from pipeline.observe.journal import Event, EventKind
 from pipeline.observe.timeline import run_timeline
+from pipeline.plan.cores import shared_cores, working_threads
 from pipeline.plan.cost import Costs
 from pipeline.plan.lengths import Lengths
 from pipeline.plan.simulate import Execution, Failures, Scenario, Stragglers
 from pipeline.workers.messages import worker_name
+
+_BY_SHARD = frozenset(SHARDED) - {"generate"}
+"""Stages whose nodes are computed for all shards of a step together."""
+_MOST_KEPT = 64
+"""Stages and steps whose seconds are kept."""
 
 
 def scenario_of(
@@ -34,12 +40,15 @@ def scenario_of(
     return Scenario(
         spec=config.graph(),
         gangs=config.gangs(),
-        costs=_RememberedCosts(costs) if lengths.same_every_step else costs,
+        costs=_RememberedCosts(costs, lengths),
         lengths=lengths,
         rows_per_shard=config.rows_per_shard,
         eval_rows_per_shard=config.eval_rows_per_shard,
         in_flight=config.in_flight,
         device_sharing=config.placement.device_sharing,
+        cores=shared_cores(costs.run, costs.cluster),
+        threads=working_threads(config),
+        driver_s=costs.calibration.driver_s,
         hand_over_s=hand_over_s(costs.run, costs.cluster),
         stragglers=stragglers,
         failures=failures,
@@ -64,19 +73,38 @@ def hand_over_s(run: PlannedRun, cluster: HardwareCluster) -> dict[str, float]:
 
 
 class _RememberedCosts:
-    """Costs of nodes whose lengths are the same in every step. The seconds of each are computed once."""
+    """Costs of a run's nodes, each computed once: forward passes and scores for all shards of a step together, and if
+    all steps have the same lengths, everything for all steps."""
 
-    def __init__(self, costs: Costs) -> None:
-        self._costs = costs
-        self._known: dict[tuple[str, int], float] = {}
+    def __init__(self, costs: Costs, lengths: Lengths) -> None:
+        self._costs, self._lengths = costs, lengths
+        self._of_shards: dict[tuple[str, int], list[float]] = {}
+        """Seconds of each shard, by stage and step. All steps are step 0 if they have the same lengths."""
+        self._of_nodes: dict[tuple[str, int], float] = {}
+        """Seconds of other nodes by stage and shard, if all steps have the same lengths."""
         self.engine_queue, self.after_rows_s = costs.engine_queue, costs.after_rows_s
         self.overhead, self.refit_s = costs.overhead, costs.refit_s
 
     def seconds(self, node: Node, lengths: Sequence[int]) -> float:
-        key = node.stage, node.address.shard
-        if key not in self._known:
-            self._known[key] = self._costs.seconds(node, lengths)
-        return self._known[key]
+        address, same = node.address, self._lengths.same_every_step
+        if address.stage in _BY_SHARD:
+            key = address.stage, 0 if same else address.step
+            if key not in self._of_shards:
+                if len(self._of_shards) >= _MOST_KEPT:
+                    del self._of_shards[next(iter(self._of_shards))]  # the oldest, of a step that is over
+                self._of_shards[key] = self._seconds_of_shards(node)
+            return self._of_shards[key][address.shard]
+        if not same:
+            return self._costs.seconds(node, lengths)
+        key = address.stage, address.shard
+        if key not in self._of_nodes:
+            self._of_nodes[key] = self._costs.seconds(node, lengths)
+        return self._of_nodes[key]
+
+    def _seconds_of_shards(self, node: Node) -> list[float]:
+        config, step = self._costs.run.config, node.address.step
+        rows = [self._lengths.rows(step, shard, config.rows_per_shard) for shard in range(config.rollout.shards)]
+        return self._costs.seconds_of_shards(node, rows)
 
 
 def journal_events(executions: Iterable[Execution]) -> Iterator[Event]:

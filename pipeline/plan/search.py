@@ -49,7 +49,8 @@ class Plan:
     devices: int
     """Devices that it uses."""
     bounds: Mapping[str, float]
-    """Lower bounds of the step time, by the name of a gang, or `latency` for the chain of a step's nodes."""
+    """Lower bounds of the step time: by the name of a gang, `devices` that gangs take in turn, and `latency`, the chain
+    of a step's nodes."""
     played: Played
     value: float
     """Value of the objective; less is better."""
@@ -164,10 +165,10 @@ def _least_work(options: Sequence[Option]) -> list[Option]:
 
 
 def _bounds(space: Space, form: Form, options: Sequence[Option], scoring: Option, staleness: int) -> dict[str, float]:
-    """Return lower bounds of the mean step time, by the name of a gang or `latency`."""
+    """Return lower bounds of the mean step time (`Plan.bounds`)."""
     work = {option.gang: option.busy_s for option in options}
     if form.shares_devices:
-        work = {"shared devices": sum(work.values())}
+        work = {"devices": sum(work.values())}
     seconds = {stage: s for option in (*options, scoring) for stage, s in option.seconds.items()}
     engine, trainer = options[0], next(option for option in options if option.gang == TRAIN)
     forward = [stage for stage in ("score", "reference", "logprob", "value") if stage in seconds]

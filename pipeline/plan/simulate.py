@@ -17,6 +17,8 @@ the replicas that run them are those of a run whose nodes take these seconds. Th
   row has ended. A shard of another version waits until they have ended (unless the engine updates in flight), and then
   the replica loads that version, which takes `Costs.refit_s`.
 - A hand-over of shared devices takes the sum of both gangs' `hand_over_s`.
+- Workers that share the cores of a host (`Scenario.cores`) run slower while they have more threads than there are
+  cores (`cores.SharedClock`). The driver is one of them: each commit is `driver_s` of work for it.
 - A worker that fails loses its nodes. It is back after `rebuild_s`; a trainer then also repeats its updates since the
   last checkpoint.
 
@@ -45,6 +47,7 @@ from pipeline.graph.dispatch import Dispatch, Submit
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import SHARDED, UPDATE_STAGE, Gang, GraphSpec, Mode, Node
 from pipeline.plan.calibration import ENGINE_STAGES
+from pipeline.plan.cores import SharedClock
 from pipeline.plan.decode import RowQueue
 from pipeline.plan.lengths import Lengths
 from stages.models.protocol import Role
@@ -117,6 +120,13 @@ class Scenario:
     in_flight: bool = False
     """True if engines load new weights while rows are in flight (`rollout.versions: inflight`)."""
     device_sharing: Sequence[Sequence[str]] = ()
+    cores: int | None = None
+    """Cores that all workers share; None: each has cores or devices of its own."""
+    threads: Mapping[str, int] = field(default_factory=dict)
+    """Threads of a working replica, or of all ranks of a parallel group together, by gang. A gang that is not named
+    needs no cores."""
+    driver_s: float = 0.0
+    """Seconds of the driver's work on these cores after each node."""
     hand_over_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds in which a gang's workers free their devices, or take them again; 0 for a gang that is not named."""
     stragglers: Stragglers | None = None
@@ -238,9 +248,10 @@ class _Kind(IntEnum):
     UP = 3
     FAILURE = 4
     ROWS_ENDED = 5
+    BOOKED = 6
 
 
-_READY, _END, _HANDED_OVER, _UP, _FAILURE, _ROWS_ENDED = _Kind
+_READY, _END, _HANDED_OVER, _UP, _FAILURE, _ROWS_ENDED, _BOOKED = _Kind
 _ORDERED, _SLOT, _FREE = Mode
 # Names of the module are found faster than members of an enum, and these are looked up for every node.
 
@@ -248,11 +259,12 @@ _ORDERED, _SLOT, _FREE = Mode
 class _Worker:
     """Owns the queues and the running nodes of a replica, or of an ordered gang."""
 
-    __slots__ = ("busy_s", "busy_since", "engine", "queue", "running", "shards", "stamp", "threads", "version")
+    __slots__ = ("busy_s", "busy_since", "cores", "engine", "queue", "running", "shards", "stamp", "threads", "version")
 
-    def __init__(self, threads: int, engine: RowQueue[Execution] | None) -> None:
-        self.threads, self.engine = threads, engine
-        """`engine`: rows of a replica; None for other workers."""
+    def __init__(self, threads: int, cores: int, engine: RowQueue[Execution] | None) -> None:
+        self.threads, self.cores, self.engine = threads, cores, engine
+        """`threads`: most nodes at once; `cores`: cores that it works with; `engine`: rows of a replica, None for other
+        workers."""
         self.queue: list[tuple[float, int, Execution]] = []
         self.shards: list[tuple[float, int, Execution]] = []
         """Nodes that hold a slot and wait for the engine."""
@@ -275,10 +287,19 @@ class _Simulation:
         self._gangs = {gang.name: gang for gang in scenario.gangs}
         self._dispatch = Dispatch(scenario.gangs, scenario.device_sharing)
         self._flow = Flow(scenario.spec, self._dispatch, on_step=self._step_over, on_unread=lambda version: None)
-        self._now, self._sequence = 0.0, 0
+        self._now = self._done = 0.0
+        """`_done`: the clock of nodes' work. It differs from the time only if workers share cores."""
+        self._sequence = 0
         self._heap: list[tuple[float, int, _Kind, object, int]] = []
+        self._shared = None if scenario.cores is None else SharedClock(scenario.cores)
+        self._unbooked = 0
+        """Commits that the driver has not handled, if its work counts."""
+        self._work = self._heap if self._shared is None else []
+        """Ends of nodes and of rows, in the order of `_done`."""
         self._workers = {
-            (gang.name, index): _Worker(gang.max_running_nodes, self._engine_of(gang))
+            (gang.name, index): _Worker(
+                gang.max_running_nodes, scenario.threads.get(gang.name, 0), self._engine_of(gang)
+            )
             for gang in scenario.gangs
             for index in range(1 if gang.is_ordered else gang.workers)
         }
@@ -323,10 +344,15 @@ class _Simulation:
                     hand_over = self._scenario.hand_over_s
                     seconds = hand_over.get(one.giver, 0.0) + hand_over.get(one.taker, 0.0)
                     self._push(self._now + seconds, _HANDED_OVER, one.giver)
-            assert heap, "nothing runs, and the run is not finished"
-            self._now, _, kind, subject, stamp = heapq.heappop(heap)
+            if self._shared is None:
+                assert heap, "nothing runs, and the run is not finished"
+                self._now, _, kind, subject, stamp = heapq.heappop(heap)
+                self._done = self._now
+            else:
+                kind, subject, stamp = self._next_of_both(self._shared)
             self._gap = Gap.BOOKKEEPING
-            asks = kind is not _READY and kind is not _ROWS_ENDED  # these two tell Dispatch nothing
+            # these three tell Dispatch nothing
+            asks = kind is not _READY and kind is not _ROWS_ENDED and kind is not _BOOKED
             if kind is _END:
                 assert isinstance(subject, Execution)
                 if not subject.is_lost:
@@ -340,6 +366,8 @@ class _Simulation:
                 if not subject.is_lost:
                     self._cause = subject.cause
                     self._enqueue(subject)
+            elif kind is _BOOKED:
+                self._booked()
             elif kind is _HANDED_OVER:
                 assert isinstance(subject, str)
                 self._cause, self._gap = self._last_of.get(subject), Gap.HAND_OVER
@@ -352,6 +380,20 @@ class _Simulation:
             else:
                 self._fail()
         return self._result()
+
+    def _next_of_both(self, clock: SharedClock) -> tuple[_Kind, object, int]:
+        """Go to the next event of either heap. Return its kind, subject and stamp."""
+        assert self._heap or self._work, "nothing runs, and the run is not finished"
+        ends = clock.time_of(self._work[0][0]) if self._work else math.inf
+        if self._heap and self._heap[0][0] <= ends:
+            self._now, _, kind, subject, stamp = heapq.heappop(self._heap)
+            self._done = clock.advance(self._now)
+        else:
+            done, _, kind, subject, stamp = heapq.heappop(self._work)
+            self._now = max(self._now, ends)
+            clock.advance(self._now)
+            self._done = clock.work = done  # not a rounding error before or after it
+        return kind, subject, stamp
 
     # ---- Nodes -------------------------------------------------------------------------------------------------------
 
@@ -424,6 +466,8 @@ class _Simulation:
             worker.version = node.version
         if not worker.running:
             worker.busy_since = self._now
+            if self._shared is not None:
+                self._shared.add(worker.cores, self._now)
         elif worker.engine is not None:
             for other in (one, *worker.running):
                 other.beside = True
@@ -432,11 +476,14 @@ class _Simulation:
             seconds = self._costs.seconds(node, one.lengths)
             if self._scenario.stragglers is not None:
                 seconds *= self._straggling(node.address)
-            self._push(self._now + refit_s + seconds, _END, one)
+            if worker.cores:
+                self._push_work(self._done + refit_s + seconds, _END, one)
+            else:
+                self._push(self._now + refit_s + seconds, _END, one)
             return
         if refit_s:
-            worker.engine.pause(refit_s, self._now)
-        worker.engine.add(one, one.lengths, self._now)
+            worker.engine.pause(refit_s, self._done)
+        worker.engine.add(one, one.lengths, self._done)
         self._predict_rows(worker)
 
     def _straggling(self, address: Address) -> float:
@@ -475,6 +522,20 @@ class _Simulation:
             self._watch(one)
         self._dispatch.mark_done(address)
         self._flow.on_node_done(node)
+        if self._shared is not None and self._scenario.driver_s:
+            self._unbooked += 1
+            if self._unbooked == 1:
+                self._shared.add(1, now)
+                self._push_work(self._done + self._scenario.driver_s, _BOOKED, None)
+
+    def _booked(self) -> None:
+        """Handle that the driver has done its work for a commit. It takes the next one, if there is any."""
+        assert self._shared is not None
+        self._unbooked -= 1
+        if self._unbooked:
+            self._push_work(self._done + self._scenario.driver_s, _BOOKED, None)
+        else:
+            self._shared.add(-1, self._now)
 
     # ---- Rows of the shards that share a replica -----------------------------------------------------------------
 
@@ -484,15 +545,16 @@ class _Simulation:
         worker.stamp += 1
         at = worker.engine.next_end()
         if at is not None:
-            self._push(at, _ROWS_ENDED, worker, worker.stamp)
+            self._push_work(at, _ROWS_ENDED, worker, worker.stamp)
 
     def _rows_ended(self, worker: _Worker) -> None:
         """Handle that all rows of some shards have ended. Their output is stored next."""
         assert worker.engine is not None
         for one, _ in worker.engine.finish():
             assert isinstance(one, Execution)
-            seconds = self._now - one.started_s + self._costs.after_rows_s(beside=one.beside)
-            self._push(one.started_s + seconds * self._straggling(one.submit.node.address), _END, one)
+            after = self._costs.after_rows_s(beside=one.beside)
+            late = (self._straggling(one.submit.node.address) - 1) * (self._now - one.started_s + after)
+            self._push_work(self._done + after + late, _END, one)
         self._predict_rows(worker)
 
     def _leave(self, one: Execution, worker: _Worker) -> None:
@@ -500,6 +562,8 @@ class _Simulation:
         worker.running.remove(one)
         if not worker.running:
             worker.busy_s += self._now - worker.busy_since
+            if self._shared is not None:
+                self._shared.add(-worker.cores, self._now)
 
     # ---- Failures ------------------------------------------------------------------------------------------------
 
@@ -563,6 +627,11 @@ class _Simulation:
     def _push(self, at: float, kind: _Kind, subject: object, stamp: int = 0) -> None:
         self._sequence += 1
         heapq.heappush(self._heap, (at, self._sequence, kind, subject, stamp))
+
+    def _push_work(self, done: float, kind: _Kind, subject: object, stamp: int = 0) -> None:
+        """Push an event for the time at which the clock of work reaches `done`."""
+        self._sequence += 1
+        heapq.heappush(self._work, (done, self._sequence, kind, subject, stamp))
 
     def _result(self) -> Played:
         path: list[Execution] = []

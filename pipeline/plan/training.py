@@ -43,8 +43,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from pipeline.config.hardware import HardwareCluster
-from pipeline.plan.links import all_reduce_s, gather_s, link_of, send_s
+from pipeline.plan.links import Numbers, all_reduce_s, gather_s, larger, link_of, send_s, smaller
 from stages.models.config import OptimizerConfig
 from stages.models.flops import forward_flops, matrix_numbers
 from stages.models.layouts import adapter_parameters
@@ -64,13 +66,13 @@ _BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
 
 @dataclass(frozen=True)
 class Work:
-    """Work of one node."""
+    """Work of one node, or of the nodes of several shards."""
 
-    parts: dict[str, float]
+    parts: dict[str, Numbers]
     """Seconds at the hardware's peaks, by limit (`ARITHMETIC`, ...)."""
-    links: dict[str, float]
+    links: dict[str, Numbers]
     """Seconds of collectives at the links' full bandwidth."""
-    calls: float = 0.0
+    calls: Numbers = 0.0
     """Number of passes, micro-batches or rows, each with a fixed cost."""
 
     @property
@@ -97,14 +99,15 @@ def _sum(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows that go through a model together."""
+    """Rows that go through a model together; or the rows of several shards of `count` rows each, with arrays of
+    numbers."""
 
     count: int
-    tokens: float
+    tokens: Numbers
     """Tokens of prompts and responses."""
-    squares: float
+    squares: Numbers
     """Sum of the rows' squared lengths."""
-    sampled: float
+    sampled: Numbers
     """Tokens of the responses."""
 
     def share(self, parts: int) -> Rows:
@@ -119,6 +122,13 @@ def rows_of(prompt: float, lengths: Sequence[int]) -> Rows:
     sampled = sum(lengths)
     squares = sum((prompt + length) ** 2 for length in lengths)
     return Rows(len(lengths), len(lengths) * prompt + sampled, squares, sampled)
+
+
+def rows_of_shards(prompt: float, lengths: np.ndarray) -> Rows:
+    """Return the rows of several shards. `lengths`: tokens of the responses (shards, rows)."""
+    whole, sampled = prompt + lengths, lengths.sum(axis=1)
+    count = lengths.shape[1]
+    return Rows(count, count * prompt + sampled, (whole * whole).sum(axis=1), sampled)
 
 
 @dataclass(frozen=True)
@@ -153,7 +163,7 @@ def gang_speed(
 class _Pass:
     """A pass of rows through a role's model."""
 
-    operations: float
+    operations: Numbers
     """Operations of all rows on all ranks."""
     moved: float
     """Bytes of weights and gradients that a rank reads and writes for a micro-batch."""
@@ -162,7 +172,7 @@ class _Pass:
     two."""
     sends: int = 1
     """Sends of hidden states to the next stage, or of their gradients."""
-    depth: float = 1.0
+    depth: Numbers = 1.0
     """Blocks that are computed, as a share of the model's. A call takes the same share of its fixed cost."""
 
     def plus(self, other: _Pass) -> _Pass:
@@ -219,7 +229,7 @@ def _depth(gang: GangSpeed, role: Role, *, trunk: bool) -> float:
     return 1.0 if trunk or not own else own / (own + gang.models.model.frozen_blocks)
 
 
-def _num_widths(rows: float) -> float:
+def _num_widths(rows: Numbers) -> Numbers:
     """Return the expected number of different widths among rows whose widths lie evenly between a length and its
     double."""
     return _WIDTHS * (1 - (1 - 1 / _WIDTHS) ** rows)
@@ -241,7 +251,7 @@ def _backward_pass(gang: GangSpeed, role: Role, rows: Rows) -> _Pass:
     return _Pass(operations, moved, halves, depth=forward.depth).plus(_Pass(*again, sends=0))
 
 
-def _forward(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> float:
+def _forward(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> Numbers:
     """Return the operations of a forward pass."""
     spec, is_critic = gang.models.spec_of(role), role is Role.CRITIC
     blocks = gang.models.num_blocks(role) + (gang.models.model.frozen_blocks if trunk else 0)
@@ -249,7 +259,7 @@ def _forward(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> float:
     return forward_flops(spec, blocks, rows.tokens, rows.squares, outputs=outputs, num_outputs=num_outputs)
 
 
-def _backward(gang: GangSpeed, role: Role, rows: Rows) -> float:
+def _backward(gang: GangSpeed, role: Role, rows: Rows) -> Numbers:
     """Return the operations of a backward pass: two products for each product of the forward pass, or one if its weight
     is frozen. With LoRA the adapters' own products are added, with those of their forward pass."""
     found, model = 2 * _forward(gang, role, rows, trunk=False), gang.models.model
@@ -275,8 +285,9 @@ def _sweep(gang: GangSpeed, role: Role, optimizer: OptimizerConfig, rows: Rows, 
     stages = layout.pipeline
     mine = rows.share(models.data_ranks)
     count = micro_batches(mine, optimizer)
-    stage, limit = _stage(gang, optimizer, rows, passes)
-    parts, links, turns = {limit: count * stage}, dict[str, float](), count + stages - 1
+    stage, is_computed = _stage(gang, optimizer, rows, passes)
+    links, turns = dict[str, Numbers](), count + stages - 1
+    parts: dict[str, Numbers] = {ARITHMETIC: count * stage * is_computed, WEIGHTS: count * stage * (1 - is_computed)}
     hidden = mine.tokens / count * models.spec_of(role).hidden_size * models.dtype_bytes
     if layout.tensor > 1:
         link, ranks = link_of(gang.cluster, layout.tensor), layout.tensor
@@ -289,25 +300,26 @@ def _sweep(gang: GangSpeed, role: Role, optimizer: OptimizerConfig, rows: Rows, 
     return Work(parts, links, turns * passes.depth)
 
 
-def _stage(gang: GangSpeed, optimizer: OptimizerConfig, rows: Rows, passes: _Pass) -> tuple[float, str]:
-    """Return the seconds of one micro-batch in one pipeline stage, and what limits them."""
+def _stage(gang: GangSpeed, optimizer: OptimizerConfig, rows: Rows, passes: _Pass) -> tuple[Numbers, Numbers]:
+    """Return the seconds of one micro-batch in one pipeline stage, and 1 if arithmetic limits them or 0 if memory
+    does."""
     if not rows.count:
-        return 0.0, ARITHMETIC
+        return 0.0, 1
     layout, mine = gang.models.layout, rows.share(gang.models.data_ranks)
     count = micro_batches(mine, optimizer)
     # a CPU's threads and 16-bit products gain nothing where a micro-batch has few numbers
-    parts = max(1.0, mine.tokens / count * gang.models.spec.hidden_size // _GRAIN)
-    rate = min(gang.flops, parts * gang.small_flops)
+    parts = larger(1.0, mine.tokens / count * gang.models.spec.hidden_size // _GRAIN)
+    rate = smaller(gang.flops, parts * gang.small_flops)
     computed = passes.operations * mine.count / rows.count / (layout.tensor * layout.pipeline * count) / rate
     moved = passes.moved / gang.bytes_per_s
-    return (computed, ARITHMETIC) if computed >= moved else (moved, WEIGHTS)
+    return larger(computed, moved), 1 * (computed >= moved)
 
 
-def micro_batches(rows: Rows, optimizer: OptimizerConfig) -> int:
+def micro_batches(rows: Rows, optimizer: OptimizerConfig) -> Numbers:
     """Return the number of micro-batches of one rank's rows: the fewest within `micro_batch_tokens` and
     `micro_batch_rows`, if all rows have the mean length."""
-    fit = max(1, int(optimizer.micro_batch_tokens / (rows.tokens / rows.count)))
-    return -(-rows.count // min(fit, optimizer.micro_batch_rows or fit))
+    fit = larger(1, optimizer.micro_batch_tokens / (rows.tokens / rows.count) // 1)
+    return -(-rows.count // smaller(fit, optimizer.micro_batch_rows or fit))
 
 
 def _optimizer_step(gang: GangSpeed, role: Role) -> Work:

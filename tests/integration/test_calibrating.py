@@ -9,6 +9,7 @@ import pytest
 from pipeline.cli.answers import BAD_INPUT, SUCCESS
 from pipeline.cli.calibrate import read_observed_run
 from pipeline.cli.main import main
+from pipeline.config.hardware import read_cluster
 from pipeline.config.loading import load_config
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
@@ -27,7 +28,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 def test_all_nodes_but_the_first_of_each_stage_on_a_worker_are_observed(config: RunConfig) -> None:
     """Every gang has one worker here."""
-    found = read_observed_run(str(config.run_dir), on_gpus=False)
+    found = read_observed_run(str(config.run_dir), read_cluster("1xcpu"))
     every = [node.address for node in run_nodes(config.graph())]
     seen = {one.node.address for one in found.nodes}
     for stage in STAGE_KIND:
@@ -39,7 +40,7 @@ def test_all_nodes_but_the_first_of_each_stage_on_a_worker_are_observed(config: 
 
 
 def test_a_node_is_observed_with_the_lengths_of_its_rows(config: RunConfig) -> None:
-    found = {one.node.address: one for one in read_observed_run(str(config.run_dir), on_gpus=False).nodes}
+    found = {one.node.address: one for one in read_observed_run(str(config.run_dir), read_cluster("1xcpu")).nodes}
     store, last = open_history(config).store, STEPS - 1
     shards = [store.read(Address("generate", last, shard)).response_lengths.tolist() for shard in range(2)]
     assert [found[Address("generate", last, shard)].lengths for shard in range(2)] == shards

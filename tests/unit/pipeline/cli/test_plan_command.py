@@ -47,8 +47,18 @@ def test_the_time_to_a_number_of_samples_counts_the_price_of_staleness(capsys: p
     assert main(["plan", *CONFIG, *given, "--staleness-price", "1000"]) == 0
     out = capsys.readouterr().out
     assert "time to 1,600 samples" in out
-    first = next(line for line in out.splitlines() if line.lstrip("│┃ ").startswith("1 "))
-    assert first.split("│")[3].strip() == "0", "staleness of the best plan"
+    first = next(line for line in out.splitlines() if line.startswith("1 "))
+    assert first.split()[-5] == "0", "staleness of the best plan"
+
+
+@pytest.mark.parametrize("devices", ["2xcpu", "8xH100-80"])
+def test_the_table_of_plans_fits_into_80_columns(devices: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *CONFIG, "--devices", devices]) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    table = lines[lines.index("Plans") : next(n for n, line in enumerate(lines) if line.startswith("1: "))]
+    assert all(len(line) <= 80 and "…" not in line for line in table)
+    rows = table[3:]  # after the title and two lines of headings
+    assert [row.split()[0] for row in rows] == [str(number) for number in range(1, len(rows) + 1)], "a line each"
 
 
 def test_a_plan_without_a_config_and_without_a_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

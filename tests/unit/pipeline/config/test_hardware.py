@@ -48,6 +48,8 @@ def test_a_part_of_a_node_has_its_share_of_memory_and_cores() -> None:
 def test_nodes_without_gpus() -> None:
     assert read_cluster("4xcpu") == read_cluster("4x0xcpu")
     assert (read_cluster("4xcpu").nodes, read_cluster("4xcpu").gpus) == (4, 0)
+    assert (read_cluster("4xcpu").cores, read_cluster("4x2xcpu").cores) == (112, 2)
+    assert read_cluster("4x2xcpu").gpus == 0
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_nodes_without_gpus() -> None:
         ("8xTPU-v5", "A100-80, B200, GB200, H100-80, H200, cpu"),
         ("8xnowhere/own.yaml", "no such file"),
         ("2x16xH100-80", "at most 8"),
-        ("2x8xcpu", "it has none"),
+        ("2x113xcpu", "at most 112"),
         ("0x8xH100-80", "1 node or more"),
         ("2x0xH100-80", "1 GPU or more"),
     ],

@@ -41,6 +41,21 @@ def test_every_node_of_a_shipped_config_has_a_cost(name: str) -> None:
     assert found.refit_s() > 0
 
 
+@pytest.mark.parametrize("name", ["tiny", "tiny, frozen", *ON_GPUS])
+def test_shards_that_are_computed_together_take_as_long_as_each_alone(name: str) -> None:
+    """Short and long rows: memory or arithmetic limits them, one or several micro-batches, one or several threads."""
+    file, _, more = name.partition(", ")
+    changes = ["model.frozen_blocks=2", "placement.gangs.train.threads=2"] if more else []
+    cluster = CLUSTERS.get(file, "1xcpu")
+    found = costs(file, cluster, *changes, calibration=typical("any", on_gpus=cluster in CLUSTERS.values()))
+    count = found.run.config.rows_per_shard
+    shards = [[1] * count, [7 * n + 1 for n in range(count)], [4096] * count]
+    for stage, node in nodes_by_stage(found).items():
+        if stage in ("score", "reference", "logprob", "value"):
+            alone = [found.seconds(node, lengths) for lengths in shards]
+            assert found.seconds_of_shards(node, shards) == pytest.approx(alone, rel=1e-12), stage
+
+
 def test_an_update_on_one_rank_is_its_operations_at_the_peak() -> None:
     """Arithmetic limits it if the memory is fast: 16 rows of 16 + 8 tokens, each trained on once."""
     found = costs("tiny", "1xcpu", *TINY, "ppo.epochs=1")

@@ -1,0 +1,95 @@
+"""Cores that the workers of a host share: a clock that runs slower while more threads work than there are cores.
+
+Linux gives every runnable thread the same share of the cores (its fair scheduler, Documentation/scheduler/
+sched-design-CFS.rst and sched-eevdf.rst: an ideal processor runs n tasks at 1/n of its speed each). While the running
+nodes have T threads on C cores, each node therefore advances at the rate
+
+    r = min(1, C / T)
+
+(egalitarian processor sharing, Kleinrock 1976, Queueing Systems II, section 4.4). The rate is the same for all nodes,
+so one clock has the progress of all: a node that takes s seconds alone ends when the clock has advanced by s.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from pipeline.config.hardware import HardwareCluster
+from pipeline.config.memory import PlannedRun
+from pipeline.config.run import RunConfig
+from pipeline.observe.timeline import Box, Interval, merge_intervals
+from stages.models.protocol import MODEL_ROLES, Role
+
+
+class SharedClock:
+    """Owns the clock of a host's work. Time only moves forward."""
+
+    def __init__(self, cores: int, now: float = 0.0) -> None:
+        self._cores, self._threads, self._rate = cores, 0, 1.0
+        self._now = now
+        self.work = 0.0
+        """Seconds of work that a node which ran from the start has done, up to the last call."""
+
+    def advance(self, now: float) -> float:
+        """Go to a time. Return `work`."""
+        self.work += (now - self._now) * self._rate
+        self._now = now
+        return self.work
+
+    def add(self, threads: int, now: float) -> None:
+        """Let some more threads work from now on, or fewer if negative."""
+        self.advance(now)
+        self._threads += threads
+        self._rate = min(1.0, self._cores / max(1, self._threads))
+
+    def time_of(self, work: float) -> float:
+        """Return the time at which the clock reaches `work` if no threads come or go."""
+        return self._now + (work - self.work) / self._rate
+
+
+def shared_cores(run: PlannedRun, cluster: HardwareCluster) -> int | None:
+    """Return the cores that all workers of a run share; None if they compute on GPUs, or on several hosts, where cores
+    are taken to be enough."""
+    return None if run.on_gpus or cluster.nodes > 1 else cluster.cores
+
+
+def working_threads(config: RunConfig) -> dict[str, int]:
+    """Return the threads of a working replica, or of all ranks of a parallel group together, for each gang that
+    computes models. Rewards without models mostly wait."""
+    found = {}
+    for gang in config.gangs():
+        if gang.roles & {Role.GENERATE, *MODEL_ROLES} or (Role.SCORE in gang.roles and config.scoring_models()):
+            processes = config.replica_ranks if Role.GENERATE in gang.roles else 1
+            ranks = gang.workers if gang.is_ordered else 1
+            found[gang.name] = config.placement.gangs[gang.name].threads * processes * ranks
+    return found
+
+
+def work_at(boxes: Sequence[Box], threads: Mapping[str, int], cores: int, driver_s: float = 0.0) -> dict[float, float]:
+    """Return the clock of work at each start and end of some boxes.
+
+    Args:
+        threads: of a worker, by gang.
+        driver_s: seconds that the driver works with one thread after each end.
+    """
+    periods: dict[tuple[str, str], list[Interval]] = {}
+    for box in boxes:
+        periods.setdefault((box.gang, box.worker), []).append((box.start_s, box.end_s))
+    changes = [(time, 0) for box in boxes for time in (box.start_s, box.end_s)]
+    for (gang, _), intervals in periods.items():
+        number = threads.get(gang, 0)
+        for start, end in merge_intervals(intervals):
+            changes += [(start, number), (end, -number)]
+    until = -math.inf
+    for end in sorted(box.end_s for box in boxes):
+        start, until = max(end, until), max(end, until) + driver_s
+        changes += [(start, 1), (until, -1)]
+    changes.sort()
+    clock, found = SharedClock(cores, changes[0][0] if changes else 0.0), dict[float, float]()
+    for time, change in changes:
+        clock.add(change, time)
+        found[time] = clock.work
+    return found

@@ -1,4 +1,4 @@
-"""The memory of training and the savings of each option, in three tables.
+"""The memory of training and the savings of each option, in four tables.
 
 Recomputation: bytes that a micro-batch's blocks keep for the backward pass, and seconds of a policy update, by
 `layout.recompute` and `recompute_modules`.
@@ -13,6 +13,9 @@ The loss: the most bytes allocated at a time by log-probs and their backward pas
 block of the vocabulary at a time with the output layer's gradient added up, against logits that exist whole
 (`F.linear`, `log_softmax`, `gather`, as a plain implementation has it) with a frozen output layer and no entropy, which
 favours that side.
+
+State: bytes of the policy's weights, gradients, masters and moments for each parameter, after an update, by
+`gradients_dtype` and `moments_dtype`; and the CPU seconds of a second update of the same rows.
 
 LoRA: bytes of the policy's optimizer state (masters and moments) after an update, with adapters against every
 parameter.
@@ -30,6 +33,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -40,7 +44,7 @@ from stages.models.build import output_weight
 from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, OptimizerConfig, SamplingConfig
 from stages.models.forward import cut_micro_batches, hidden_states
 from stages.models.host import MegatronHost
-from stages.models.memory import GangModels, MicroBatchSize, kept_bytes, state_bytes
+from stages.models.memory import GangModels, MicroBatchSize, kept_bytes, state_bytes, trained_parameters
 from stages.models.offload import storages
 from stages.models.protocol import PolicyBatch, Rank, Role
 from stages.models.spec import RANDOM_TINY, read_spec
@@ -55,6 +59,15 @@ SAMPLED = (256, 1024, 2048)
 """Tokens of a micro-batch that go through the output layer."""
 LORA_RANK = 16
 ROLES = frozenset({Role.POLICY, Role.REFERENCE})
+STATES: tuple[tuple[Literal["float32", "bfloat16"], ...], ...] = (
+    ("float32", "float32", "float32"),
+    ("float32", "float32", "bfloat16"),
+    ("bfloat16", "float32", "float32"),
+    ("bfloat16", "bfloat16", "float32"),
+    ("bfloat16", "float32", "bfloat16"),
+    ("bfloat16", "bfloat16", "bfloat16"),
+)
+"""Dtypes of weights, gradients and moments."""
 ARMS = {
     "none": LayoutConfig(),
     "core_attn": LayoutConfig(recompute="selective"),
@@ -108,10 +121,17 @@ def measured_bytes(host: MegatronHost, batch: PolicyBatch) -> int:
     return found
 
 
-def opened(model: ModelConfig, layout: LayoutConfig, threads: int, steps: int, folder: Path) -> MegatronHost:
+def opened(
+    model: ModelConfig,
+    layout: LayoutConfig,
+    threads: int,
+    steps: int,
+    folder: Path,
+    roles: frozenset[Role] = ROLES,
+) -> MegatronHost:
     ppo = PPOConfig(epochs=1, minibatches=1, proximal="sampler")
     rank = Rank(0, 1, f"file://{folder}/{time.monotonic_ns()}", threads)
-    return MegatronHost(model, SamplingConfig(), ppo, layout, ROLES, rank, seed=0, total_steps=steps)
+    return MegatronHost(model, SamplingConfig(), ppo, layout, roles, rank, seed=0, total_steps=steps)
 
 
 def measure(
@@ -177,6 +197,24 @@ def optimizer_bytes(model: ModelConfig, threads: int, folder: Path) -> int:
     return found
 
 
+def state_of(model: ModelConfig, threads: int, folder: Path) -> tuple[int, int, float]:
+    """Return the bytes of the policy's state, measured and predicted, and the CPU seconds of its second update."""
+    host = opened(model, LayoutConfig(), threads, 2, folder, frozenset({Role.POLICY}))
+    seconds = 0.0
+    for step in range(2):
+        batch, began = batch_of(read_spec(model.path).vocab_size, step), time.process_time()
+        host.update_policy(step, batch)
+        host.mark_clean(Role.POLICY)
+        seconds = time.process_time() - began
+    measured = sum(host.state_bytes().values())
+    host.close()
+    return measured, sum(state_bytes(policy_of(model), 0).values()), seconds
+
+
+def policy_of(model: ModelConfig) -> GangModels:
+    return GangModels(read_spec(model.path), model, LayoutConfig(), frozenset({Role.POLICY}), 1)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
@@ -202,6 +240,7 @@ def main() -> None:
     report_recomputation(options.threads, base, kept, seconds, figures)
     with tempfile.TemporaryDirectory(prefix="stageline-memory-") as folder:
         report_loss([64] if options.quick else SAMPLED, base, options, Path(folder), figures)
+        report_state(base, options, Path(folder), figures)
         report_adapters(base, options, Path(folder), figures)
     write_json(options.json, figures)
 
@@ -258,6 +297,24 @@ def report_loss(
     report(title, ("sampled tokens", "by blocks, MiB", "whole logits, MiB", "change"), rows, [])
 
 
+def report_state(base: ModelConfig, options: argparse.Namespace, folder: Path, figures: dict[str, float]) -> None:
+    rows = []
+    for dtype, gradients, moments in STATES:
+        optimizer = replace(base.policy, gradients_dtype=gradients, moments_dtype=moments)
+        model = replace(base, dtype=dtype, policy=optimizer)
+        measured, predicted, seconds = state_of(model, options.threads, folder)
+        number = trained_parameters(policy_of(model), Role.POLICY, 0).of_dtype
+        rows.append(
+            (dtype, gradients, moments, f"{predicted / number:.2f}", f"{measured / number:.2f}", f"{seconds:.2f}")
+        )
+        name = f"state/{dtype}/{gradients}/{moments}"
+        figures[f"{name}/predicted_bytes"] = predicted
+        figures[f"{name}/measured_bytes"] = measured
+        figures[f"{name}/update_cpu_s"] = seconds
+    columns = ("weights", "gradients", "moments", "predicted", "measured", "CPU s/update")
+    report("bytes of the policy's state for each parameter", columns, rows, [])
+
+
 def report_adapters(base: ModelConfig, options: argparse.Namespace, folder: Path, figures: dict[str, float]) -> None:
     rows = []
     for dtype in options.dtypes:
@@ -265,7 +322,7 @@ def report_adapters(base: ModelConfig, options: argparse.Namespace, folder: Path
         for name, lora in {"all": LoraConfig(), "lora": LoraConfig(rank=LORA_RANK)}.items():
             model = replace(base, dtype=dtype, lora=lora)
             found[name] = figures[f"{dtype}/{name}/optimizer_bytes"] = optimizer_bytes(model, options.threads, folder)
-            state = state_bytes(GangModels(read_spec(base.path), model, LayoutConfig(), frozenset({Role.POLICY}), 1), 0)
+            state = state_bytes(policy_of(model), 0)
             figures[f"{dtype}/{name}/predicted_optimizer_bytes"] = state["float32 masters"] + state["Adam moments"]
         cells = (
             f"{found['all'] / 2**20:.1f}",

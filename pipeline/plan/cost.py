@@ -165,12 +165,12 @@ class Costs:
                 return self._publication(gang)
             case "update_policy" | "update_critic":
                 role = STAGE_ROLES[stage]
-                optimizer = config.model.critic if role is Role.CRITIC else config.model.policy
+                optimizer = config.model.optimizer_of(role)
                 numbers = {"epochs": config.ppo.epochs, "minibatches": config.ppo.minibatches}
                 return work_of_update(self.models[gang.name], role, optimizer, rows, **numbers)
             case _:
                 role = STAGE_ROLES[stage]
-                optimizer = config.model.critic if role is Role.CRITIC else config.model.policy
+                optimizer = config.model.optimizer_of(role)
                 trunk = stage in self.trunk_stages
                 return forward_work(self.models[gang.name], role, optimizer, rows, trunk=trunk)
 

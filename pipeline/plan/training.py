@@ -8,12 +8,12 @@ micro-batches. With F operations of all rows:
     training          F is 3 forward passes, and what is recomputed; frozen blocks and, with LoRA, the gradients of
                       frozen weights are left out
     weights           a forward pass reads them, a backward pass reads them once for the gradients of its inputs, and
-                      adds the trained ones' gradients in float32 (read and written)
+                      adds the trained ones' gradients (read and written)
     tensor parallel   all-reduces of a micro-batch's hidden states in each block: 2 forward, 2 backward, and those of
                       the recomputed modules. With sequence parallelism each is a reduce-scatter and an all-gather,
                       and the backward pass gathers the inputs of two linears once more (not with a CPU's kernels, which
                       keep the gathered inputs)
-    data parallel     gradients in float32 are all-reduced once for each optimizer step; with ZeRO-1 they are
+    data parallel     gradients are all-reduced once for each optimizer step; with ZeRO-1 they are
                       reduce-scattered, and the weights are gathered
     optimizer         bytes of gradients, masters and moments, each read and written once
     calls             micro-batches, each with a fixed cost. The frozen blocks are called once for each width of a
@@ -239,7 +239,8 @@ def _backward_pass(gang: GangSpeed, role: Role, rows: Rows) -> _Pass:
     """Return a backward pass, with what it recomputes."""
     models, layout = gang.models, gang.models.layout
     number, forward = models.dtype_bytes, _forward_pass(gang, role, rows, trunk=False)
-    operations, moved = _backward(gang, role, rows), gang.numbers[role] * number + gang.trained[role] * 8
+    operations, moved = _backward(gang, role, rows), gang.numbers[role] * number
+    moved += gang.trained[role] * 2 * models.gradient_bytes(role)
     halves = 6 if layout.sequence_parallel and models.portable else 4
     if layout.recompute == "full":
         again = (forward.operations, forward.moved, forward.halves)
@@ -327,8 +328,9 @@ def _optimizer_step(gang: GangSpeed, role: Role) -> Work:
     models, layout = gang.models, gang.models.layout
     numbers, shards = gang.trained[role], models.data_ranks if layout.distributed_optimizer else 1
     # gradients: read for the norm and the step, and zeroed; masters and both moments: read and written; the weights
-    state = 3 * 8 if models.dtype_bytes == 4 else 3 * 8 + models.dtype_bytes
-    return Work({OPTIMIZER: numbers * (12 + state / shards) / gang.bytes_per_s}, {})
+    gradients, state = 3 * models.gradient_bytes(role), 8 + 4 * models.moment_bytes(role)
+    state += 0 if models.dtype_bytes == 4 else models.dtype_bytes
+    return Work({OPTIMIZER: numbers * (gradients + state / shards) / gang.bytes_per_s}, {})
 
 
 def _exchanges(gang: GangSpeed, role: Role, steps: int, forward_s: float, backward_s: float) -> float:
@@ -341,12 +343,12 @@ def _exchanges(gang: GangSpeed, role: Role, steps: int, forward_s: float, backwa
     numbers, data = gang.trained[role], models.data_ranks
     if data == 1:
         return 0.0
-    link = link_of(gang.cluster, data, layout.tensor)
+    link, to_add = link_of(gang.cluster, data, layout.tensor), models.gradient_bytes(role) * numbers
     if layout.distributed_optimizer:
-        gradients = gather_s(link, data, 4 * numbers)
+        gradients = gather_s(link, data, to_add)
         weights = gather_s(link, data, models.dtype_bytes * numbers)
     else:
-        gradients, weights = all_reduce_s(link, data, 4 * numbers), 0.0
+        gradients, weights = all_reduce_s(link, data, to_add), 0.0
     if not models.portable:
         return steps * (gradients + weights)
     buckets = max(1, math.ceil(numbers / max(_BUCKET, _BUCKET_PER_RANK * data)))

@@ -14,6 +14,8 @@ Offload = Literal["none", "gradients", "idle"]
 RECOMPUTE_MODULES = ("core_attn", "mlp")
 """The modules of a dense model that Megatron can recompute. `core_attn` saves next to nothing, since the fused
 attention keeps no scores; `mlp` saves the most. (Megatron 0.16 recomputes `layernorm` with Transformer Engine only.)"""
+MOST_BETA = 1 - 2**-8
+"""Largest beta with which a moment of 8 significant bits decays when gradients vanish: see `stages/models/adamw.py`."""
 LORA_TARGETS = ("qkv", "proj", "fc1", "fc2")
 """Linear layers of a block that can have adapters: queries, keys and values; attention's output; gate and up; down."""
 
@@ -68,6 +70,13 @@ class OptimizerConfig:
     """Most tokens per forward and backward pass, unless one row is longer. Gradients do not depend on it."""
     micro_batch_rows: int | None = setting(None, at_least(1))
     """Most rows per forward and backward pass; null: as many as the tokens allow."""
+    gradients_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the gradients' buffer, and in which data-parallel ranks add them up. bfloat16 needs bfloat16 weights and
+    saves 2 bytes a parameter. Each micro-batch and each rank then rounds the sum to 8 bits, so few large micro-batches
+    suit it."""
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which AdamW's moments are stored; its arithmetic is float32 always. bfloat16 saves 4 bytes a
+    parameter."""
 
 
 @dataclass
@@ -104,8 +113,9 @@ class ModelConfig:
     Its size may differ from the policy's. Its vocabulary must begin with the policy's. With `frozen_blocks` it must
     have the policy's architecture and frozen blocks."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Dtype of the models' forward and backward passes. Master weights and optimizer state are float32. On a CPU
-    float16 runs in plain torch, several times as slow as the others."""
+    """Dtype of the models' forward and backward passes. Master weights are float32, and so are gradients and moments
+    unless `policy` or `critic` says otherwise. On a CPU float16 runs in plain torch, several times as slow as the
+    others."""
     tf32: bool = False
     """CUDA only: round the operands of float32 products to TF32's 10 bits."""
     deterministic: bool = True
@@ -151,6 +161,10 @@ class ModelConfig:
         """Return the path of the model that a role (`protocol.Role`) starts from."""
         return {"reference": self.reference_path, "critic": self.critic_path}.get(role) or self.path
 
+    def optimizer_of(self, role: str) -> OptimizerConfig:
+        """Return the settings of a trained role's optimizer."""
+        return self.critic if role == "critic" else self.policy
+
     def own_blocks(self, num_layers: int, *, is_critic: bool) -> int:
         """Return the number of a role's blocks above the frozen ones, given its model's `num_layers`."""
         above = num_layers - self.frozen_blocks
@@ -185,8 +199,8 @@ def model_problems(config: ModelConfig) -> Iterator[Problem]:
     if set(config.reuse_forward) - {"policy", "critic"} or len(set(config.reuse_forward)) < len(config.reuse_forward):
         yield Problem("model.reuse_forward", config.reuse_forward, "must name policy, critic, or both, each once")
     yield from _lora_problems(config.lora)
-    yield from _optimizer_problems("model.policy", config.policy)
-    yield from _optimizer_problems("model.critic", config.critic)
+    yield from _optimizer_problems("model.policy", config.policy, config.dtype)
+    yield from _optimizer_problems("model.critic", config.critic, config.dtype)
 
 
 def _lora_problems(config: LoraConfig) -> Iterator[Problem]:
@@ -202,12 +216,21 @@ def _lora_problems(config: LoraConfig) -> Iterator[Problem]:
         yield from unread_problems("model.lora", config, why, ("alpha", "targets"))
 
 
-def _optimizer_problems(key: str, config: OptimizerConfig) -> Iterator[Problem]:
+def _optimizer_problems(key: str, config: OptimizerConfig, dtype: str) -> Iterator[Problem]:
     if 0 <= config.lr < config.min_lr:
         yield Problem(f"{key}.min_lr", config.min_lr, f"must be from 0 to {key}.lr = {config.lr}: it is a rate itself")
     elif config.min_lr and config.decay == "constant":
         need = f"nothing decays under {key}.decay=constant: use 0, or decay=linear or cosine"
         yield Problem(f"{key}.min_lr", config.min_lr, need)
+    if config.gradients_dtype == "bfloat16" and dtype != "bfloat16":
+        need = f"gradients are float32 or of the weights' dtype: needs model.dtype=bfloat16 (given {dtype})"
+        yield Problem(f"{key}.gradients_dtype", config.gradients_dtype, need)
+    if config.moments_dtype == "bfloat16" and max(config.betas, default=0) > MOST_BETA:
+        need = (
+            f"8 bits round each step of a moment back if its beta is above {MOST_BETA}, so that it never decays "
+            f"(given {key}.betas={config.betas}): smaller betas, or float32"
+        )
+        yield Problem(f"{key}.moments_dtype", config.moments_dtype, need)
 
 
 @dataclass

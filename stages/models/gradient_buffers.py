@@ -33,12 +33,13 @@ Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, LossStats]]
 [N, H]."""
 
 
-def in_buffers(model: GPTModel, blueprint: Blueprint) -> DistributedDataParallel:
-    """Return the model with its gradients (and under the distributed optimizer its weights) in Megatron's buffers."""
+def in_buffers(model: GPTModel, blueprint: Blueprint, *, in_fp32: bool) -> DistributedDataParallel:
+    """Return the model with its gradients (and under the distributed optimizer its weights) in Megatron's buffers.
+    `in_fp32`: gradients are float32, not of the weights' dtype."""
     sharded, overlapping = blueprint.layout.distributed_optimizer, overlaps(blueprint)
     options = DistributedDataParallelConfig(
         use_distributed_optimizer=sharded,
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=in_fp32,
         overlap_grad_reduce=overlapping,
         overlap_param_gather=overlapping and sharded,
     )

@@ -5,7 +5,7 @@ Shape suffixes of modules: N tokens of all rows, one after another; B rows of on
 groups of them that share keys and values, D head dimension, H hidden size, F features.
 
 With kernels for CPUs the parallel linears and the embedding are replaced too. Megatron's linears compute a weight's
-gradient as a tensor of the weight's dtype, and a hook adds it to the parameter's float32 `main_grad`. That takes three
+gradient as a tensor of the weight's dtype, and a hook adds it to the parameter's `main_grad`. That takes three
 passes over memory as large as the model for every micro-batch. Here the product adds to `main_grad` directly (in
 bfloat16, whose products torch rounds to bfloat16, with one more pass). Shape suffixes of linears: N rows, K inputs, M
 outputs.
@@ -302,7 +302,12 @@ class _Embedding(torch.autograd.Function):
         rows, inside = ctx.saved_tensors
         total_VH = ctx.main_grad if ctx.main_grad is not None else torch.zeros(ctx.shape)
         # sequential, in the order of the tokens, so the bits are the same every time
-        total_VH.index_add_(0, rows[inside], grad[inside].float())
+        if total_VH.dtype == torch.float32:
+            total_VH.index_add_(0, rows[inside], grad[inside].float())
+        else:  # rounded once for each row, not once for each token
+            used, number = torch.unique(rows[inside], return_inverse=True)
+            sums_UH = torch.zeros(len(used), ctx.shape[1]).index_add_(0, number, grad[inside].float())
+            total_VH[used] += sums_UH
         return (total_VH.to(ctx.dtype) if ctx.main_grad is None else None), None, None
 
 
@@ -337,7 +342,7 @@ class _Linear(torch.autograd.Function):
 def add_weight_gradient(
     total_MK: Tensor, grad_NM: Tensor, x_NK: Tensor, products: Products, kernels: BlockKernels
 ) -> None:
-    """Add grad.T @ x to `total` (float32). All rows of grad and x are flattened to one axis."""
+    """Add grad.T @ x to `total`. All rows of grad and x are flattened to one axis."""
     if grad_NM.dtype == torch.float32 and products is Products.TORCH:
         total_MK.addmm_(grad_NM.flatten(0, -2).T, x_NK.flatten(0, -2))
     else:

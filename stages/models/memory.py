@@ -1,9 +1,10 @@
 r"""Predict the memory that the models of one rank take, in bytes, from the architecture and the layout alone.
 
     parameters       this rank's parts of all models that are placed on the gang
-    gradients        float32, for every trained parameter; whole on each data-parallel rank
+    gradients        for every trained parameter, in `gradients_dtype`; whole on each data-parallel rank
     masters          float32 copies of 16-bit parameters                \  divided over the data-parallel ranks
-    Adam moments     two float32 numbers for every trained parameter    /   with the distributed optimizer
+    Adam moments     two numbers for every trained parameter, in        /   with the distributed optimizer
+                     `moments_dtype`
     activations      kept for the backward pass: per block (`block_activations`) x blocks x micro-batches in flight
     logits           kept logits, the blocks of the vocabulary at work, and the output layer's gradient; minus the
                      recomputed transformer block, which needs its memory only after the output layer's backward pass
@@ -116,6 +117,14 @@ class GangModels:
     def dtype_bytes(self) -> int:
         return DTYPE_BYTES[self.model.dtype]
 
+    def gradient_bytes(self, role: Role) -> int:
+        """Return the bytes of a role's gradient of one parameter in `model.dtype`."""
+        return DTYPE_BYTES[self.model.optimizer_of(role).gradients_dtype]
+
+    def moment_bytes(self, role: Role) -> int:
+        """Return the bytes of one of a parameter's two moments."""
+        return DTYPE_BYTES[self.model.optimizer_of(role).moments_dtype]
+
     @property
     def trained(self) -> Collection[Role]:
         return self.roles & {Role.POLICY, Role.CRITIC}
@@ -227,14 +236,18 @@ def _state_bytes(gang: GangModels, stage: int) -> dict[str, int]:
     buffers to multiples of the data-parallel size; this is not counted."""
     wide = gang.dtype_bytes == 4
     shards = gang.data_ranks if gang.layout.distributed_optimizer else 1
-    trained = [trained_parameters(gang, role, stage) for role in gang.trained]
-    in_dtype, float32 = sum(c.of_dtype for c in trained), sum(c.float32 for c in trained)
+    in_dtype = float32 = gradients = moments = 0
+    for role in gang.trained:
+        count = trained_parameters(gang, role, stage)
+        in_dtype, float32 = in_dtype + count.of_dtype, float32 + count.float32
+        gradients += gang.gradient_bytes(role) * count.of_dtype + 4 * count.float32
+        moments += 2 * gang.moment_bytes(role) * (count.of_dtype + count.float32)
     held = trunk_parameters(gang) + _held_parameters(gang, stage)
     return {
         "parameters": gang.dtype_bytes * held + 4 * float32,
-        GRADIENTS: 4 * (in_dtype + float32),
+        GRADIENTS: gradients,
         "float32 masters": 0 if wide else 4 * -(-in_dtype // shards),
-        "Adam moments": 8 * -(-(in_dtype + float32) // shards),
+        "Adam moments": -(-moments // shards),
     }
 
 
@@ -464,13 +477,14 @@ def adapter_bytes(gang: GangModels) -> int:
 def checkpoint_bytes(gang: GangModels, stage: int, *, is_pinned: bool) -> int:
     """Return the bytes of a rank's copies for a checkpoint of all trained roles. The rank keeps their memory for
     the next checkpoint. The copies are weights, masters and moments: 14 bytes per parameter of a 16-bit model, 12 of a
-    float32 model. Each data-parallel rank copies a share."""
+    float32 model, 4 less with bfloat16 moments. Each data-parallel rank copies a share."""
     whole = 0
     for role in gang.trained:
-        kinds = (4, 4, 4) if gang.dtype_bytes == 4 else (gang.dtype_bytes, 4, 4, 4)
+        moments = (gang.moment_bytes(role),) * 2
+        kinds = (4, *moments) if gang.dtype_bytes == 4 else (gang.dtype_bytes, 4, *moments)
         for elements in _trained_sizes(gang, role, stage):
             whole += sum(pinned(number * elements) if is_pinned else number * elements for number in kinds)
-        whole += 3 * 4 * trained_parameters(gang, role, stage).float32
+        whole += (4 + sum(moments)) * trained_parameters(gang, role, stage).float32
     return -(-whole // gang.data_ranks)
 
 

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stages.models import host as host_module
 from stages.models import parallel
-from stages.models.config import LayoutConfig, ModelConfig, Offload, OptimizerConfig, SamplingConfig
+from stages.models.config import LayoutConfig, ModelConfig, Offload, SamplingConfig
 from stages.models.fake_gpu import Collective, NoNumbers, Recorder, fake_device, recording, replaced
 from stages.models.host import MegatronHost
 from stages.models.memory import MicroBatchSize
@@ -59,9 +59,6 @@ class TracedGang:
     def num_batches(self) -> int:
         """Number of micro-batches of an update on each data-parallel rank."""
         return max(2, self.layout.pipeline)
-
-    def optimizer(self, role: Role) -> OptimizerConfig:
-        return self.model.critic if role is Role.CRITIC else self.model.policy
 
 
 @dataclass(frozen=True)
@@ -179,7 +176,7 @@ def worst_batch(gang: TracedGang, role: Role) -> TraceBatch:
     """Return the micro-batch that needs the most memory. Its rows have one prompt token and the longest response, since
     the output layer is computed for response tokens. If the longest row alone exceeds `micro_batch_tokens`, it is this
     row."""
-    optimizer = gang.optimizer(role)
+    optimizer = gang.model.optimizer_of(role)
     new, most = gang.sampling.max_new_tokens, gang.max_prompt_tokens + gang.sampling.max_new_tokens
     length = most if most > optimizer.micro_batch_tokens else new + 1
     fitting = max(1, optimizer.micro_batch_tokens // length)

@@ -31,10 +31,10 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from torch import Tensor
-from torch.nn import Parameter
 
 from stages.models import weights as gather
-from stages.models.build import Blueprint
+from stages.models.adamw import BlockAdamW, attach_gradients, gradient_norm, initial_state
+from stages.models.build import DTYPES, Blueprint
 from stages.models.checkpoints import (
     MOMENTS,
     Snapshot,
@@ -115,7 +115,9 @@ class Trainer:
         sharded = blueprint.layout.distributed_optimizer
         bf16 = blueprint.dtype is torch.bfloat16
         model.config.finalize_model_grads_func = finalize_model_grads
-        self._ddp = in_buffers(model, blueprint)
+        self._moments_dtype = DTYPES[config.moments_dtype]
+        self._gradients_in_fp32 = config.gradients_dtype == "float32"
+        self._ddp = in_buffers(model, blueprint, in_fp32=self._gradients_in_fp32)
         # Megatron would prefer the FusedAdam of Transformer Engine or Apex. Checkpoints cannot hold its state.
         megatron.core.optimizer.USING_PYTORCH_OPTIMIZER = True
         self._optimizer = get_megatron_optimizer(
@@ -140,9 +142,12 @@ class Trainer:
         if self._scaler is not None:
             model.config.grad_scale_func = self._optimizer.scale_loss
             self._first_scale = scale_state(self._scaler)
-        for group in self._adam.param_groups:
-            # fused: one pass over memory instead of a dozen; Megatron does not pass the flag on
-            group["foreach"], group["fused"] = False, True
+        if self._moments_dtype is torch.float32 and self._gradients_in_fp32:
+            for group in self._adam.param_groups:
+                # fused: one pass over memory instead of a dozen; Megatron does not pass the flag on
+                group["foreach"], group["fused"] = False, True
+        else:
+            inner.optimizer = BlockAdamW(self._adam.param_groups, self._moments_dtype)
         self.weights = Residence(model.parameters)
         self.optimizer_state = Residence(self._beside_weights)
         """Master weights and moments, which `sleep` offloads separately from the weights."""
@@ -259,11 +264,7 @@ class Trainer:
         self._forget_forwards()
         self._adam.state.clear()
         for master in masters_of(inner) if common["adam_steps"] is not None else ():
-            step = torch.tensor(common["adam_steps"], dtype=torch.float32, device=master.tensor.device)
-            self._adam.state[master.tensor] = {
-                "step": step,
-                **{moment: torch.zeros_like(master.tensor) for moment in MOMENTS},
-            }
+            self._adam.state[master.tensor] = initial_state(master.tensor, common["adam_steps"], self._moments_dtype)
         read_state(sharded_state(self.model, inner, self._blueprint), directory)
         self.version, self.dirty = common["version"], False
         self._skipped_in_a_row = common["skipped_in_a_row"]
@@ -374,13 +375,18 @@ class Trainer:
             The norm, and True if the gradients overflowed and the loss scale could still be lowered (it now has been).
             Both are the same on all ranks.
         """
-        can_be_lowered = self._scaler is not None and not at_minimum(self._scaler)
-        overflow = bool(self._optimizer.prepare_grads()) and can_be_lowered
-        norm = float(self._optimizer.get_grad_norm())
+        (inner,) = self._optimizer.chained_optimizers
+        overflow = False
+        if self._gradients_in_fp32:
+            can_be_lowered = self._scaler is not None and not at_minimum(self._scaler)
+            overflow = bool(self._optimizer.prepare_grads()) and can_be_lowered
+            norm = float(self._optimizer.get_grad_norm())
+        else:
+            attach_gradients(inner)
+            norm = gradient_norm(inner)
         if math.isfinite(norm):
             if self.config.max_grad_norm > 0:
-                (inner,) = self._optimizer.chained_optimizers
-                _scale_gradients(inner.get_parameters(), self.config.max_grad_norm / (norm + 1e-6))
+                _scale_gradients(self._adam, min(1.0, self.config.max_grad_norm / (norm + 1e-6)))
             self._optimizer.step_with_ready_grads()
         return norm, overflow
 
@@ -419,10 +425,13 @@ def _norm_metrics(norms: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _scale_gradients(parameters: Sequence[Parameter], factor: float) -> None:
-    """Multiply gradients by `factor` in place if it is below 1. (Without a CUDA kernel Megatron's own clipping
-    allocates new gradients.)"""
-    if factor < 1:
+def _scale_gradients(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Multiply the gradients of the next step by `factor`. (Without a CUDA kernel Megatron's own clipping allocates new
+    gradients.)"""
+    if isinstance(optimizer, BlockAdamW):
+        optimizer.factor = factor
+    elif factor < 1:
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
 
 

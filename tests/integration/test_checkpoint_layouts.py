@@ -42,6 +42,8 @@ class Case:
     kernels: Literal["auto", "portable"] = "auto"
     sizes: Mapping[str, int] | None = None
     """Sizes of a model of its own, which the ranks do not divide."""
+    state: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of gradients and moments."""
 
 
 CASES = {
@@ -56,12 +58,24 @@ CASES = {
         LayoutConfig(tensor=2, sequence_parallel=True), sizes={"num_key_value_heads": 1, "intermediate_size": 57}
     ),
     "PP2, distributed optimizer": Case(LayoutConfig(pipeline=2, distributed_optimizer=True)),
+    "DP2, bfloat16 state": Case(LayoutConfig(), state="bfloat16"),
+    "DP2, distributed optimizer, bfloat16 state": Case(
+        LayoutConfig(distributed_optimizer=True), kernels="portable", state="bfloat16"
+    ),
+    "TP2, SP, bfloat16 state": Case(
+        LayoutConfig(tensor=2, sequence_parallel=True),
+        sizes={"num_attention_heads": 3, "num_key_value_heads": 3},
+        state="bfloat16",
+    ),
+    "PP2, bfloat16 state": Case(LayoutConfig(pipeline=2), state="bfloat16"),
 }
 
 
 def make_host(case: Case, directory: Path, rank: Rank, layout: LayoutConfig) -> MegatronHost:
     """`directory`: the case's own."""
-    optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, micro_batch_rows=2)
+    optimizer = OptimizerConfig(
+        lr=1e-3, weight_decay=0.1, micro_batch_rows=2, gradients_dtype=case.state, moments_dtype=case.state
+    )
     model = ModelConfig(
         path=str(directory / "model") if case.sizes else "random:tiny",
         dtype=case.dtype,
@@ -186,13 +200,28 @@ def test_what_one_layout_wrote_another_has_bit_for_bit(root: Path, name: str) ->
     host = make_host(case, directory, Rank(0, 1, f"file://{directory}/rendezvous1", 1), LayoutConfig())
     try:
         assert_equal(directory / "A", directory / "B")
-        kinds = {key.split(".")[1] for key in plain(directory / "A")}
+        saved = plain(directory / "A")
+        moments = {tensor.dtype for key, tensor in saved.items() if key.split(".")[1].startswith("exp_avg")}
+        assert moments == {getattr(torch, case.state)}
+        kinds = {key.split(".")[1] for key in saved}
         assert kinds == {"weights", "exp_avg", "exp_avg_sq"} | ({"masters"} if case.dtype != "float32" else set())
         load(host, directory / "C")
         assert [host.version(role) for role in TRAINED] == [3, 3]
         assert [host.digest(role) for role in TRAINED] == (directory / "digests").read_text().split("\n")
         save(host, directory / "D")
         assert_equal(directory / "C", directory / "D")
+    finally:
+        host.close()
+
+
+def test_moments_of_another_dtype_are_refused(root: Path, tmp_path: Path) -> None:
+    host = make_host(
+        dataclasses.replace(CASES["DP2"], state="bfloat16"), tmp_path, Rank(0, 1, f"file://{tmp_path}/rendezvous", 1),
+        LayoutConfig(),
+    )  # fmt: skip
+    try:
+        with pytest.raises(StateError, match=r"exp_avg\..* is torch.float32 .*, needed is torch.bfloat16"):
+            host.load(Role.POLICY, root / "0" / "A" / "policy")
     finally:
         host.close()
 

@@ -45,11 +45,13 @@ class Case:
     micro_batch_rows: int = 2
     ranks: int = RANKS
     kernels: Any = "auto"
+    state: Any = "float32"
+    """Dtype of gradients and moments."""
 
     @property
     def alone(self) -> str:
         """The name of the one rank that it must equal."""
-        return f"one rank, {'tied' if self.tied else 'untied'}, {self.dtype}"
+        return f"one rank, {'tied' if self.tied else 'untied'}, {self.dtype}, {self.state}"
 
 
 def layout(**settings: Any) -> LayoutConfig:
@@ -73,8 +75,17 @@ CASES = {
         layout(tensor=2, sequence_parallel=True), dtype="bfloat16", kernels="portable"
     ),
     "PP2 x DP2, ZeRO-1, bfloat16": Case(layout(pipeline=2, distributed_optimizer=True), dtype="bfloat16"),
+    "TP2, SP x DP2, ZeRO-1, bfloat16 state, portable": Case(
+        layout(tensor=2, sequence_parallel=True, distributed_optimizer=True),
+        dtype="bfloat16", kernels="portable", state="bfloat16",
+    ),
+    "PP2 x DP2, bfloat16 state": Case(layout(pipeline=2), dtype="bfloat16", state="bfloat16"),
+    "TP2 x PP2, bfloat16 state": Case(layout(tensor=2, pipeline=2), dtype="bfloat16", state="bfloat16"),
+}  # fmt: skip
+ALONE = {
+    case.alone: Case(tied=case.tied, dtype=case.dtype, micro_batch_rows=5, ranks=1, state=case.state)
+    for case in CASES.values()
 }
-ALONE = {case.alone: Case(tied=case.tied, dtype=case.dtype, micro_batch_rows=5, ranks=1) for case in CASES.values()}
 FLOAT32 = [name for name, case in CASES.items() if case.dtype == "float32"]
 BFLOAT16 = [name for name in CASES if name not in FLOAT32]
 
@@ -98,7 +109,9 @@ def head() -> tuple[torch.Tensor, torch.Tensor]:
 def opened(
     case: Case, index: int, untied: Path, rendezvous: Path, optimizer: OptimizerConfig, ppo: PPOConfig
 ) -> MegatronHost:
-    optimizer = dataclasses.replace(optimizer, micro_batch_rows=case.micro_batch_rows)
+    optimizer = dataclasses.replace(
+        optimizer, micro_batch_rows=case.micro_batch_rows, gradients_dtype=case.state, moments_dtype=case.state
+    )
     path = "random:tiny" if case.tied else str(untied)
     model = ModelConfig(path=path, dtype=case.dtype, kernels=case.kernels, policy=optimizer, critic=optimizer)
     rank = Rank(index, case.ranks, f"file://{rendezvous}", 1)

@@ -77,7 +77,7 @@ class BlockKernels(Protocol):
         ...
 
     def accumulate(self, total: Tensor, part: Tensor) -> None:
-        """Add `part`, which may have a smaller dtype, to `total`."""
+        """Add `part`, which may have another dtype, to `total`."""
         ...
 
 
@@ -190,6 +190,9 @@ class NativeBlockKernels:
         return _Add.apply(x, y, self.library)
 
     def accumulate(self, total: Tensor, part: Tensor) -> None:
+        if total.dtype is torch.bfloat16:
+            total += part
+            return
         part = part.contiguous()
         expect("total", total, total.shape)
         expect("part", part, total.shape, _FLOATS)
@@ -221,7 +224,8 @@ class _Norm(torch.autograd.Function):
         grad, dx, width = grad.contiguous(), torch.empty_like(x), x.shape[-1]
         parts, total = x.new_empty(_NORM_PARTS, width), None
         if ctx.needs_input_grad[1]:
-            total = ctx.main_grad if ctx.main_grad is not None else x.new_zeros(width)
+            adds = ctx.main_grad is not None and ctx.main_grad.dtype is torch.float32
+            total = ctx.main_grad if adds else x.new_zeros(width)
             expect("main_grad", total, (width,))
         expect("grad", grad, x.shape, (torch.float32,) if weight_H.dtype == torch.float32 else _FLOATS)
         ctx.library.norm_gradient(
@@ -229,8 +233,12 @@ class _Norm(torch.autograd.Function):
             scales.data_ptr(), dx.data_ptr(), None if total is None else total.data_ptr(), parts.data_ptr(),
             len(scales), width,
         )  # fmt: skip
-        returned = None if total is None or ctx.main_grad is not None else total.to(weight_H.dtype)
-        return dx, returned, None, None, None
+        if total is None or total is ctx.main_grad:
+            return dx, None, None, None, None
+        if ctx.main_grad is not None:
+            ctx.main_grad.add_(total)
+            return dx, None, None, None, None
+        return dx, total.to(weight_H.dtype), None, None, None
 
 
 class _Gate(torch.autograd.Function):

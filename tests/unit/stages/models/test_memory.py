@@ -16,7 +16,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stages.models.config import LayoutConfig, LoraConfig, ModelConfig
+from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, OptimizerConfig
 from stages.models.flops import update_flops
 from stages.models.forward import cut_micro_batches, hidden_states
 from stages.models.hf_conversion import PARTS, from_hf
@@ -85,6 +85,37 @@ def test_state_is_predicted_to_the_byte(tmp_path: Path, dtype: Any, frozen_block
         train(host)
         found = host.state_bytes()
     assert found == state_bytes(gang(model), 0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gradients", "moments", "expected"),
+    [
+        ("float32", "float32", "float32", 16),
+        ("float32", "float32", "bfloat16", 12),
+        ("bfloat16", "float32", "float32", 18),
+        ("bfloat16", "bfloat16", "float32", 16),
+        ("bfloat16", "float32", "bfloat16", 14),
+        ("bfloat16", "bfloat16", "bfloat16", 12),
+    ],
+)
+def test_the_bytes_of_a_trained_parameter(
+    tmp_path: Path, dtype: Any, gradients: Any, moments: Any, expected: int
+) -> None:
+    """Of the policy. The critic has other dtypes, and a head of 65 parameters that is float32 under all of them."""
+    policy, critic = OptimizerConfig(gradients_dtype=gradients, moments_dtype=moments), OptimizerConfig()
+    model = ModelConfig(path="random:tiny", dtype=dtype, policy=policy, critic=critic)
+    with opened(tmp_path, model) as host:
+        train(host)
+        assert host.state_bytes() == state_bytes(gang(model), 0)
+        taken = host._trainers[Role.POLICY].snapshot()
+    alone = gang(model, roles=frozenset({Role.POLICY}))
+    number = trained_parameters(alone, Role.POLICY, 0).of_dtype
+    assert sum(state_bytes(alone, 0).values()) == expected * number
+    with opened(tmp_path, dataclasses.replace(model, policy=critic, critic=policy)) as host:
+        train(host)
+        assert host.state_bytes() == state_bytes(gang(host._blueprint.model), 0)
+    copied = sum(shard.data.nbytes for shards in taken.tensors.values() for shard in shards)
+    assert copied == checkpoint_bytes(alone, 0, is_pinned=False)
 
 
 @pytest.mark.parametrize("offload", ["gradients", "idle"])

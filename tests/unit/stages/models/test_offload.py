@@ -34,8 +34,11 @@ def own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "as_numpy", lambda tensor: as_numpy(tensor.clone()))
 
 
-def model_config(dtype: Any = "bfloat16", frozen_blocks: int = 0) -> ModelConfig:
-    optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, micro_batch_rows=3)
+def model_config(dtype: Any = "bfloat16", frozen_blocks: int = 0, state: Any = "float32") -> ModelConfig:
+    """`state`: dtype of gradients and moments."""
+    optimizer = OptimizerConfig(
+        lr=1e-3, weight_decay=0.1, micro_batch_rows=3, gradients_dtype=state, moments_dtype=state
+    )
     return ModelConfig(
         path="random:tiny",
         dtype=dtype,
@@ -92,12 +95,17 @@ def nodes(host: Any, directory: Path) -> list[Any]:
 
 @pytest.mark.usefixtures("own_memory")
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-@pytest.mark.parametrize(("dtype", "frozen_blocks"), [("bfloat16", 0), ("float32", 2)])
-def test_offloading_changes_no_bit(tmp_path: Path, layout: LayoutConfig, dtype: str, frozen_blocks: int) -> None:
-    found = []
+@pytest.mark.parametrize(
+    ("dtype", "frozen_blocks", "state"),
+    [("bfloat16", 0, "float32"), ("float32", 2, "float32"), ("bfloat16", 1, "bfloat16")],
+)
+def test_offloading_changes_no_bit(
+    tmp_path: Path, layout: LayoutConfig, dtype: str, frozen_blocks: int, state: str
+) -> None:
+    config, found = model_config(dtype, frozen_blocks, state), []
     for offload in ("none", "gradients", "idle"):
         (tmp_path / offload).mkdir()
-        with opened(tmp_path / offload, model_config(dtype, frozen_blocks), layout=layout, offload=offload) as host:
+        with opened(tmp_path / offload, config, layout=layout, offload=offload) as host:
             found.append(nodes(host, tmp_path / offload))
     for other in found[1:]:
         np.testing.assert_equal(other, found[0])

@@ -1,0 +1,104 @@
+"""AdamW with gradients and moments in bfloat16, and float32 arithmetic.
+
+torch's AdamW has gradients and moments of the dtype of the tensor that it updates, here the float32 master. Megatron's
+own optimizer for smaller ones (`use_precision_aware_optimizer`) needs Transformer Engine. Here a step converts one
+block of a tensor at a time to float32, so nothing as large as a tensor is allocated:
+
+    g = factor · gradient                m = β1 m + (1 − β1) g                v = β2 v + (1 − β2) g²
+    θ = (1 − lr · decay) θ − lr (m / (1 − β1ᵗ)) / (sqrt(v / (1 − β2ᵗ)) + eps)         (Loshchilov & Hutter 2019)
+
+θ is updated with the m and v of the block, which are rounded to nearest only where they are stored.
+
+A bfloat16 number has 8 significant bits, so a stored moment stays as it is while its change is below 2⁻⁸ of it. With
+β ≤ 1 − 2⁻⁸ (`MOST_BETA` in `config`) it still decays when gradients vanish. It comes to rest within 2⁻⁸ / (1 − β) of
+its right value: within 8 % for a β of 0.95.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from stages.models.checkpoints import MOMENTS, masters_of
+
+_BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}
+"""Elements of a block: on a CPU few enough for its cache, on a GPU enough to keep it busy."""
+
+
+class BlockAdamW(torch.optim.Optimizer):
+    """AdamW whose gradients may be bfloat16, and whose moments have `moments_dtype`."""
+
+    def __init__(self, param_groups: list[dict[str, Any]], moments_dtype: torch.dtype) -> None:
+        """`param_groups`: those of torch's AdamW, with all of its settings."""
+        super().__init__(param_groups, {})
+        self.moments_dtype = moments_dtype
+        self.factor = 1.0
+        """Factor that the next step multiplies gradients by, in float32."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for master in group["params"]:
+                if master.grad is not None:
+                    self._update(master, group)
+
+    def _update(self, master: Tensor, group: dict[str, Any]) -> None:
+        if master not in self.state:
+            self.state[master] = initial_state(master, 0, self.moments_dtype)
+        state, lr, (beta1, beta2) = self.state[master], group["lr"], group["betas"]
+        number = state["step"].item() + 1
+        state["step"] += 1
+        unbiased1, unbiased2 = 1 - beta1**number, 1 - beta2**number
+        for block, gradient, *moments in _blocks(master, master.grad, *(state[name] for name in MOMENTS)):
+            g, (m, v) = gradient.float(), (moment.float() for moment in moments)
+            g = g * self.factor if self.factor != 1 else g
+            m.lerp_(g, 1 - beta1)
+            v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            block.mul_(1 - lr * group["weight_decay"])
+            block.addcdiv_(m, v.div(unbiased2).sqrt_().add_(group["eps"]), value=-lr / unbiased1)
+            if self.moments_dtype is not torch.float32:  # otherwise m and v are the moments themselves
+                for moment, found in zip(moments, (m, v), strict=True):
+                    moment.copy_(found)
+
+
+def initial_state(master: Tensor, steps: float, moments_dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return AdamW's state of a tensor after `steps` steps, with moments of 0."""
+    step = torch.tensor(steps, dtype=torch.float32, device=master.device)
+    return {"step": step, **{name: torch.zeros_like(master, dtype=moments_dtype) for name in MOMENTS}}
+
+
+def attach_gradients(optimizer: MegatronOptimizer) -> None:
+    """Give every master its gradient in Megatron's buffer, in the buffer's dtype. (Megatron's `prepare_grads` would
+    copy all of them to float32.)"""
+    for master in masters_of(optimizer):
+        buffer = master.parameter.main_grad.view(-1)[master.start : master.start + master.tensor.numel()]
+        master.tensor.grad_dtype = None  # of any dtype
+        master.tensor.grad = buffer.view_as(master.tensor)
+
+
+@torch.no_grad()
+def gradient_norm(optimizer: MegatronOptimizer) -> float:
+    """Return the norm of the masters' gradients over all ranks. Squares are float32. (Megatron's own norm rounds each
+    tensor's to the gradients' dtype.) A collective call."""
+    group = optimizer.get_grad_stats_parallel_group()
+    gradients = optimizer.get_main_grads_for_grad_norm()
+    device = optimizer.get_parameters()[0].device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        for (block,) in _blocks(gradient):
+            total += block.float().square().sum()
+    dist.all_reduce(total, group=group)
+    return float(total.sqrt().item())
+
+
+def _blocks(*tensors: Tensor) -> Iterator[list[Tensor]]:
+    """Yield views of the same elements of contiguous tensors of one size, a block at a time."""
+    size = _BLOCK["cpu" if tensors[0].is_cpu else "cuda"]
+    flat = [tensor.detach().view(-1) for tensor in tensors]
+    for start in range(0, flat[0].numel(), size):
+        yield [tensor[start : start + size] for tensor in flat]

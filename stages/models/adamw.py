@@ -33,9 +33,11 @@ _BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}
 class BlockAdamW(torch.optim.Optimizer):
     """AdamW whose gradients may be bfloat16, and whose moments have `moments_dtype`."""
 
-    def __init__(self, param_groups: list[dict[str, Any]], moments_dtype: torch.dtype) -> None:
-        """`param_groups`: those of torch's AdamW, with all of its settings."""
-        super().__init__(param_groups, {})
+    def __init__(self, replaced: torch.optim.Optimizer, moments_dtype: torch.dtype) -> None:
+        """`replaced`: torch's AdamW, whose tensors and settings this optimizer gets."""
+        super().__init__([torch.empty(0)], {})
+        # not by the constructor: Megatron's shards of float32 weights are views, which it would refuse
+        self.param_groups = replaced.param_groups
         self.moments_dtype = moments_dtype
         self.factor = 1.0
         """Factor that the next step multiplies gradients by, in float32."""
@@ -77,7 +79,8 @@ def attach_gradients(optimizer: MegatronOptimizer) -> None:
     copy all of them to float32.)"""
     for master in masters_of(optimizer):
         buffer = master.parameter.main_grad.view(-1)[master.start : master.start + master.tensor.numel()]
-        master.tensor.grad_dtype = None  # of any dtype
+        if buffer.dtype is not master.tensor.dtype:
+            master.tensor.grad_dtype = buffer.dtype
         master.tensor.grad = buffer.view_as(master.tensor)
 
 

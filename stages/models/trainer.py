@@ -147,7 +147,7 @@ class Trainer:
                 # fused: one pass over memory instead of a dozen; Megatron does not pass the flag on
                 group["foreach"], group["fused"] = False, True
         else:
-            inner.optimizer = BlockAdamW(self._adam.param_groups, self._moments_dtype)
+            inner.optimizer = BlockAdamW(self._adam, self._moments_dtype)
         self.weights = Residence(model.parameters)
         self.optimizer_state = Residence(self._beside_weights)
         """Master weights and moments, which `sleep` offloads separately from the weights."""

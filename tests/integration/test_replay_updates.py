@@ -17,6 +17,7 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from storage.address import Address
 from storage.ledger import Ledger
+from tests.support.runs import QUIET, finish_in
 
 CHANGED = ["ppo.kl.coef=0.5", "model.policy.lr=0.0005"]
 
@@ -44,6 +45,23 @@ def test_a_range_of_updates_has_the_committed_digests(overlapped: RunConfig, sai
     assert "critic: from the start weights" in lines
     assert lines[-1] == "identical: updates 1:4 of policy and critic, in this process"
     assert sorted(overlapped.run_dir.rglob("*")) == before, "a replay writes nothing to the run"
+
+
+SMALL = {
+    "all": "model={dtype: bfloat16, policy: {gradients_dtype: bfloat16, moments_dtype: bfloat16}, "
+    "critic: {gradients_dtype: bfloat16, moments_dtype: bfloat16}}",
+    "moments of a float32 model": "model={policy: {moments_dtype: bfloat16}, critic: {moments_dtype: bfloat16}}",
+}
+
+
+@pytest.mark.parametrize("what", SMALL)
+def test_a_run_with_state_in_bfloat16_repeats_itself(folder: Path, what: str, said: pytest.CaptureFixture[str]) -> None:
+    """From the start weights, and from the checkpoint of step 2 with its moments."""
+    run = str(finish_in(folder, f"bfloat16-{what[:3]}", "steps=3", SMALL[what], *QUIET).run_dir)
+    assert main(["check", run]) == 0
+    for updates in ("0:3", "2:3"):
+        assert main(["replay", run, "--updates", updates]) == 0
+        assert said.readouterr().out.splitlines()[-1].startswith(f"identical: updates {updates} of policy and critic")
 
 
 def test_difference(overlapped: RunConfig, said: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,12 +25,11 @@ HALF_ULP = 2**-8
 
 
 def optimizer_of(*masters: Tensor, moments: torch.dtype, decay: float = DECAY, betas: Any = BETAS) -> BlockAdamW:
-    group = {"params": list(masters), "lr": LR, "betas": betas, "eps": EPS, "weight_decay": decay}
-    return BlockAdamW([group], moments)
+    return BlockAdamW(torch.optim.AdamW(masters, lr=LR, betas=betas, eps=EPS, weight_decay=decay), moments)
 
 
 def give(master: Tensor, gradient: Tensor) -> None:
-    master.grad_dtype = None
+    master.grad_dtype = gradient.dtype
     master.grad = gradient
 
 

@@ -47,17 +47,17 @@ class BlockAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for master in group["params"]:
                 if master.grad is not None:
-                    self._update(master, group)
+                    self._update(master, master.grad, group)
 
-    def _update(self, master: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, master: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         if master not in self.state:
             self.state[master] = initial_state(master, 0, self.moments_dtype)
         state, lr, (beta1, beta2) = self.state[master], group["lr"], group["betas"]
         number = state["step"].item() + 1
         state["step"] += 1
         unbiased1, unbiased2 = 1 - beta1**number, 1 - beta2**number
-        for block, gradient, *moments in _blocks(master, master.grad, *(state[name] for name in MOMENTS)):
-            g, (m, v) = gradient.float(), (moment.float() for moment in moments)
+        for block, of_gradient, *moments in _blocks(master, gradient, *(state[name] for name in MOMENTS)):
+            g, (m, v) = of_gradient.float(), (moment.float() for moment in moments)
             g = g * self.factor if self.factor != 1 else g
             m.lerp_(g, 1 - beta1)
             v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
@@ -78,7 +78,8 @@ def attach_gradients(optimizer: MegatronOptimizer) -> None:
     """Give every master its gradient in Megatron's buffer, in the buffer's dtype. (Megatron's `prepare_grads` would
     copy all of them to float32.)"""
     for master in masters_of(optimizer):
-        buffer = master.parameter.main_grad.view(-1)[master.start : master.start + master.tensor.numel()]
+        whole: Tensor = master.parameter.main_grad  # type: ignore[attr-defined]
+        buffer = whole.view(-1)[master.start : master.start + master.tensor.numel()]
         if buffer.dtype is not master.tensor.dtype:
             master.tensor.grad_dtype = buffer.dtype
         master.tensor.grad = buffer.view_as(master.tensor)

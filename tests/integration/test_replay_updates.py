@@ -47,17 +47,15 @@ def test_a_range_of_updates_has_the_committed_digests(overlapped: RunConfig, sai
     assert sorted(overlapped.run_dir.rglob("*")) == before, "a replay writes nothing to the run"
 
 
-SMALL = {
-    "all": "model={dtype: bfloat16, policy: {gradients_dtype: bfloat16, moments_dtype: bfloat16}, "
-    "critic: {gradients_dtype: bfloat16, moments_dtype: bfloat16}}",
-    "moments of a float32 model": "model={policy: {moments_dtype: bfloat16}, critic: {moments_dtype: bfloat16}}",
-}
+MOMENTS = ("model.policy.moments_dtype=bfloat16", "model.critic.moments_dtype=bfloat16")
+GRADIENTS = ("model.policy.gradients_dtype=bfloat16", "model.critic.gradients_dtype=bfloat16")
+SMALL = {"moments": MOMENTS, "both": ("model.dtype=bfloat16", *GRADIENTS, *MOMENTS)}
 
 
 @pytest.mark.parametrize("what", SMALL)
 def test_a_run_with_state_in_bfloat16_repeats_itself(folder: Path, what: str, said: pytest.CaptureFixture[str]) -> None:
     """From the start weights, and from the checkpoint of step 2 with its moments."""
-    run = str(finish_in(folder, f"bfloat16-{what[:3]}", "steps=3", SMALL[what], *QUIET).run_dir)
+    run = str(finish_in(folder, f"bfloat16-{what}", "steps=3", *SMALL[what], *QUIET).run_dir)
     assert main(["check", run]) == 0
     for updates in ("0:3", "2:3"):
         assert main(["replay", run, "--updates", updates]) == 0

@@ -32,6 +32,11 @@ def gang(path: str, ranks: int, *, tokens: int, new: int, dtype: Any = "bfloat16
     )
 
 
+def with_small_state(given: TracedGang) -> TracedGang:
+    optimizer = replace(given.model.policy, gradients_dtype="bfloat16", moments_dtype="bfloat16")
+    return replace(given, model=replace(given.model, policy=optimizer, critic=optimizer))
+
+
 def traced(given: TracedGang) -> list[TracedRank]:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return [process.submit(trace_stage, given, s).result() for s in range(given.layout.pipeline)]
@@ -105,6 +110,7 @@ MANY = {"tokens": 8192, "new": 1024, "sequence_parallel": True, "distributed_opt
             gang("random:tiny", 1, tokens=2048, new=127, dtype="float32", recompute="selective"),
             id="float32, shared keys, recomputed attention",
         ),
+        pytest.param(with_small_state(gang("random:tiny", 1, tokens=2048, new=127)), id="bfloat16 state"),
         pytest.param(gang("random:8b-shape", 4, tensor=4, **MANY), id="8B", marks=pytest.mark.full),
         pytest.param(
             gang("random:70b-shape", 64, tensor=8, pipeline=4, recompute="full", **MANY),

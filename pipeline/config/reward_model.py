@@ -47,7 +47,7 @@ class ScorerConfig:
     path: str = "???"
     """A directory in Hugging Face layout (a family of `stages.models.spec`), or `random:tiny`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of forward and backward; master weights and optimizer state are float32."""
+    """Dtype of forward and backward; master weights are float32."""
     blocks: int | None = setting(None, at_least(1))
     """Number of lowest blocks that the scorer keeps, for a student smaller than its start model; null: all."""
     frozen_blocks: int = setting(0, at_least(0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
 from typing import Literal
 
 from storage.problems import Problem, above, at_least, between, bucket_url, setting, unread_problems
@@ -50,7 +51,7 @@ class EvaluationPromptsConfig:
     format: Literal["plain", "chat"] | None = None
     """Format, as `prompts.format`; null: the same."""
     field: str | None = None
-    """Field or column of the prompt, as `prompts.field`; null: the same."""
+    """Field or column of the prompt, as `prompts.field`; null: the same (in a .txt file: each line is a prompt)."""
     max: int | None = setting(None, at_least(2, ": an evaluation reports a spread"))
     """Largest number of prompts, from the start of the source; null: all."""
 
@@ -63,7 +64,7 @@ class EvaluationPromptsConfig:
             training,
             url=self.url,
             format=self.format or training.format,
-            field=self.field or training.field,
+            field=self.field or ("prompt" if PurePosixPath(self.url).suffix == ".txt" else training.field),
             held_out=0,
         )
 

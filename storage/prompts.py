@@ -12,6 +12,7 @@ The prompts of a step are a pure function of (seed, step), so a resumed run need
 
 from __future__ import annotations
 
+import codecs
 import csv
 import importlib
 import io
@@ -120,7 +121,7 @@ def _content(url: str) -> bytes:
 
 def _lines(url: str) -> Iterator[tuple[str, str]]:
     """Yield (URL and line number, line) for the lines that are not blank."""
-    content = _content(url)
+    content = _content(url).removeprefix(codecs.BOM_UTF8)  # which some editors write
     # Split at newlines alone: str.splitlines would also split at characters that may stand inside a text.
     for number, line in enumerate(content.split(b"\n"), start=1):
         where = f"{url} line {number}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -33,6 +34,8 @@ class Command:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    # Megatron recommends Transformer Engine and Apex when it is imported. Its errors are still shown.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     options = _parse(arguments)
     module, _, function = COMMANDS[options.command].function.partition(":")
     command = getattr(importlib.import_module(module), function or "command")

@@ -17,6 +17,7 @@ from pipeline.cli.opened_run import OpenedRun, open_run
 from pipeline.config.loading import load_yaml, to_yaml
 from pipeline.config.paths import refuse_foreign
 from pipeline.config.run import RunConfig
+from pipeline.observe.text import print_plain
 
 
 def load_config(*sources: str | os.PathLike[str]) -> RunConfig:
@@ -30,9 +31,11 @@ def run(
     *,
     callbacks: Collection[Callable[[int, Mapping[str, float]], None]] = (),
     resume: bool = False,
+    overwrite: bool = False,
     quiet: bool = False,
 ) -> OpenedRun:
-    """Run a config to its last step and return the finished run. Call it in the main thread.
+    """Run a config to its last step and return the finished run. Call it in the main thread. An earlier run of this
+    name of which no update was committed is moved aside.
 
     Args:
         config: is checked again, so it may have been changed since it was loaded. It is not modified.
@@ -40,6 +43,7 @@ def run(
             version when its evaluation is over. They get copies in the driver's process, so they cannot change the
             run's numbers. An exception in a callback ends the run, which can be resumed.
         resume: continue the run if its directory has it already, instead of raising ConfigError.
+        overwrite: move an earlier run of this name aside, also one with updates.
         quiet: print nothing.
 
     Raises:
@@ -51,9 +55,14 @@ def run(
     goes_on = resume and has_begun(checked)
     if goes_on:
         refuse_foreign(checked.run_dir)
-    driver = import_module("pipeline.driver.run")  # loads Dask, which is not needed to read a run
+    program = import_module("pipeline.cli.run")  # loads Dask, which is not needed to read a run
+    console = Console(quiet=quiet)
+    if not goes_on:
+        moved = program.move_earlier_run_aside(checked, overwrite=overwrite, user_agreed=True)
+        if moved is not None:
+            print_plain(console, moved)
     with _hide_main_module():
-        driver.run(checked, Console(quiet=quiet), resume=goes_on, callbacks=callbacks)
+        program.run(checked, console, resume=goes_on, callbacks=callbacks)
     return open_run(checked.run_dir)
 
 

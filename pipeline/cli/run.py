@@ -46,7 +46,9 @@ from storage.files import REFUSING, TRANSIENT, refusal
 def command(options: argparse.Namespace) -> int:
     """Start a run."""
     config = config_from_sources(options.sources)
-    _move_earlier_run_aside(config, overwrite=options.overwrite, user_agreed=options.yes)
+    moved = move_earlier_run_aside(config, overwrite=options.overwrite, user_agreed=options.yes)
+    if moved is not None:
+        print_note(moved)
     return execute(config, resume=False, json_lines=options.json_lines)
 
 
@@ -112,9 +114,10 @@ def execute(
     return SUCCESS
 
 
-def _move_earlier_run_aside(config: RunConfig, *, overwrite: bool, user_agreed: bool) -> None:
+def move_earlier_run_aside(config: RunConfig, *, overwrite: bool, user_agreed: bool) -> str | None:
     """Move an earlier run of this name aside if no update of it was committed, or if `overwrite` is True and the user
-    agrees. Otherwise do nothing: the start of the run refuses a directory that holds a run.
+    agrees (`user_agreed`, or asked at the terminal). Return a sentence that says where it is now, or None if nothing was
+    moved: the start of the run refuses a directory that holds a run.
 
     Raises:
         ConfigError: the new run cannot work (then nothing is moved), the user does not agree, or the earlier run cannot
@@ -122,22 +125,22 @@ def _move_earlier_run_aside(config: RunConfig, *, overwrite: bool, user_agreed: 
     """
     paths = RunPaths(config.run_dir)
     if not (holds_run(paths) or paths.config.exists()) or paths.variant.exists() or _is_reward_training(paths):
-        return
+        return None
     if paths.root.is_symlink() or paths.job.exists():  # a Slurm job may start it again at any time
         if overwrite:
             need = f"{paths.root} is a link, or belongs to a Slurm job: choose another name=..., or remove it"
             raise ConfigError("--overwrite", f"given; {need}")
-        return
+        return None
     if config.storage.url is not None:  # what is there cannot be moved aside; the start of the run refuses it
         if overwrite:
             need = f"the run's data at {config.storage.url} is not moved: choose another storage.url, and name"
             raise ConfigError("--overwrite", f"given; {need}")
-        return
+        return None
     refuse_foreign(paths.root)
     stages = {address.stage for address in config.stored.ledger().addresses()}
     updated = bool(stages.intersection(UPDATE_STAGE.values()))
     if updated and not overwrite:
-        return
+        return None
     preflight(config)
     if updated and not user_agreed:
         _require_confirmation(
@@ -152,7 +155,7 @@ def _move_earlier_run_aside(config: RunConfig, *, overwrite: bool, user_agreed: 
             need = f"{paths.root} cannot be moved to {aside} ({error.strerror}): choose another name=..."
             raise ConfigError("name", f"given {config.name!r}; {need}") from error
     why = "" if updated else ", of which no update was committed"
-    print_note(f"the earlier run of this name{why} is in {aside} now")
+    return f"the earlier run of this name{why} is in {aside} now"
 
 
 def _is_reward_training(paths: RunPaths) -> bool:

@@ -155,16 +155,15 @@ def _steps_problems(change: Change, config: RunConfig) -> Iterator[Problem]:
 
 def _continue_hint(change: Change, config: RunConfig) -> str:
     """Return a sentence with the command of a new run that continues from this run's last version, for a user who wants
-    more steps. Return "" if fewer steps are wanted, or the model has LoRA or random weights."""
-    if (
-        change.after <= change.before or config.model.lora.rank or config.model.path.startswith("random:")
-    ):  # no tokenizer
+    more steps. Return "" if fewer steps are wanted, or the model has random weights (and so no tokenizer)."""
+    if change.after <= change.before or config.model.path.startswith("random:"):
         return ""
     run, name, first = config.run_dir, f"{config.name}-{change.after}", config.model
-    shared = first.frozen_blocks > 0  # shared with the reference: its files must then be the policy's
+    # shared with the reference, so its files must be the policy's; an export holds merged weights, without adapters
+    shared = first.frozen_blocks > 0 or first.lora.rank > 0
     reference = "null" if shared else first.reference_path or first.path
     url = "" if config.storage.url is None else f" storage.url={config.storage.url}-{change.after}"
-    towards = " (the KL is then to that version, since the reference shares model.frozen_blocks)" if shared else ""
+    towards = " (the KL is then to that version, since the reference shares the frozen weights)" if shared else ""
     return (
         f". A new run, with schedules and a critic of its own, begins with its last version{towards}: `stageline run "
         f"{run}/config.yaml name={name} steps={change.after - change.before} "

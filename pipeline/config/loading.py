@@ -112,6 +112,8 @@ SYNONYMS = {
     "evaluate.every": ("eval_steps", "test_freq"),
     "evaluate.prompts.url": ("eval_dataset", "val_files"),
     "tracking.uri": ("report_to",),
+    "tracking.also": ("report_to", "logger", "loggers"),
+    "engine.kind": ("use_vllm", "vllm_mode"),
 }
 """Key -> names that other systems have for it (docs/coming-from.md)."""
 _TRUNCATES = (
@@ -186,8 +188,16 @@ def _unknown_keys(source: Any, schema: Any, name: str, root_schema: type, prefix
             if not meant and key in UNSUPPORTED:
                 yield ConfigError(path, f"no such key (in {name}): it {UNSUPPORTED[key]}")
                 continue
-            meant = meant or [f"{prefix}{k}" for k in map(str, schema)]
-            yield ConfigError(path, f"no such key (in {name}); did you mean {', '.join(meant)}?")
+            if not meant and isinstance(source[key], DictConfig):  # another system's section: look for its keys
+                leaves = [leaf.rpartition(".")[2] for leaf, _ in _leaves(source[key])]
+                found = [setting for leaf in leaves for setting in _suggestions(leaf, "", [], root_schema)]
+                meant = [*dict.fromkeys(found)][:_MAX_SUGGESTIONS]
+            if meant:
+                yield ConfigError(path, f"no such key (in {name}); did you mean {', '.join(meant)}?")
+                continue
+            there = f"{prefix[:-1] or 'a config'} has {', '.join(map(str, schema))}"
+            further = "" if prefix else "; docs/coming-from.md has the names that other systems use"
+            yield ConfigError(path, f"no such key (in {name}); {there}{further}")
         elif not OmegaConf.is_missing(source, key) and not OmegaConf.is_interpolation(source, key):
             kind = _type_of(path, root_schema)
             if _is_single(kind) and isinstance(source[key], DictConfig):

@@ -329,13 +329,13 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
         raise ConfigError(
             "name",
             f"given {config.name!r}; {paths.root} holds a run with another config ({paths.config}). Choose another "
-            "name=..., or give --overwrite, which moves that directory aside",
+            "name=..., or give --overwrite (in Python: overwrite=True), which moves that directory aside",
         )
     elif not resume and holds_run(paths):
         raise ConfigError(
             "name",
             f"given {config.name!r}; {paths.root} holds this run already: `stageline resume {paths.root}` continues "
-            "it, another name=... starts a new one, --overwrite moves it aside",
+            "it, another name=... starts a new one, --overwrite (in Python: overwrite=True) moves it aside",
         )
     had_url = identity is not None and identity.latest.config["storage"].get("url") is not None
     check_stored(config.stored, resume=resume, had_url=had_url)

@@ -293,8 +293,6 @@ def result_paths(config: RunConfig, summary: Summary) -> dict[str, Path | str]:
         command = f"stageline export {paths.root} --version best"
         where["best weights"] = exported if exported.is_dir() else command
     where["rollouts"] = config.stored.rollouts
-    if config.tracking.uri is not None:
-        where["compare runs"] = tracking_links(config)["MLflow"]
     return where | sink_hints(config.tracking.also, paths.root)
 
 

@@ -286,7 +286,7 @@ def _print_results(run: Run, summary: Summary) -> None:
         )
     else:
         pairs = chosen(response_pairs(run.history, run.decode, last_questions(RunPaths(run.config.run_dir).prompts)))
-        run.screen.console.print(end_of_run_text(summary, pairs, where))
+        run.screen.console.print(end_of_run_text(summary, pairs, where), soft_wrap=True)
 
 
 def _executor_settings(config: RunConfig) -> ExecutorSettings:

@@ -80,14 +80,14 @@ def responses_table(pairs: Sequence[ResponsePair]) -> Table:
 
 def end_of_run_text(summary: Summary, pairs: Sequence[ResponsePair], paths: Mapping[str, Path | str]) -> RenderableType:
     """Return what is printed at the end of a run: its results, responses before and after training, the paths of its
-    files and pages, and a last line with the numbers that matter most."""
-    where = Table.grid(padding=(0, 2))
-    for label, path in paths.items():
-        where.add_row(plain_text(label, "dim"), plain_text(path))
+    files and pages, and a last line with the numbers that matter most. Print it with `soft_wrap=True`, so that paths
+    can be copied."""
     parts: list[RenderableType] = [summary_table(summary)]
     if pairs:
         parts.append(responses_table(pairs))
-    return Group(*parts, where, last_line(summary, paths.get("report")))
+    width = max(map(len, paths), default=0) + 2
+    parts += [plain_text(f"{label:<{width}}", "dim").append_text(plain_text(path)) for label, path in paths.items()]
+    return Group(*parts, last_line(summary, paths.get("report")))
 
 
 def last_line(summary: Summary, report: Path | str | None) -> Text:

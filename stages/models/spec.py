@@ -371,14 +371,21 @@ def is_random(path: str) -> bool:
 def cached_in_hub(path: str) -> str:
     """Return the directory of a model in this account's Hugging Face cache. Return `path` itself unless `path` is the
     name (`org/model`) of a cached model and not the path of an existing file. Nothing is downloaded."""
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or Path(path).exists():
+    if not _HUB_NAME.fullmatch(path) or Path(path).exists():
         return path
-    caches = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    home = Path(os.environ.get("HF_HOME", f"{caches}/huggingface"))
-    stored = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser() / f"models--{path.replace('/', '--')}"
+    stored = _hub_cache() / f"models--{path.replace('/', '--')}"
     newest = stored / "refs/main"
     snapshot = stored / "snapshots" / newest.read_text("utf8").strip() if newest.is_file() else stored
     return str(snapshot) if (snapshot / "config.json").is_file() else path
+
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def _hub_cache() -> Path:
+    caches = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = Path(os.environ.get("HF_HOME", f"{caches}/huggingface"))
+    return Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
 
 
 def stored_bytes(path: str) -> int:
@@ -393,7 +400,11 @@ def read_config(path: str) -> dict[str, Any]:
     file = Path(path) / "config.json"
     if not file.is_file():
         known = ", ".join(map(repr, _RANDOM))
-        raise FileNotFoundError(f"no model at {path!r}: no {file} (give a Hugging Face directory, or one of {known})")
+        is_name = _HUB_NAME.fullmatch(path) is not None
+        cache = f"; nor is its main revision in {_hub_cache()} (`hf download {path}`)" if is_name else ""
+        raise FileNotFoundError(
+            f"no model at {path!r}: no {file}{cache} (give a Hugging Face directory, or one of {known})"
+        )
     return dict(json.loads(file.read_text()))
 
 

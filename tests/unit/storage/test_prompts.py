@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from storage.config import PromptsConfig
+from storage.config import EvaluationPromptsConfig, PromptsConfig
 from storage.prompts import PromptItem, PromptsError, batch_indices, load_texts, split
 
 CHAT = [{"role": "user", "content": "2+2?"}]
@@ -100,8 +100,18 @@ def test_a_source_that_cannot_be_opened(url: str) -> None:
 def test_lines_of_a_text_are_prompts_unless_a_column_is_asked_for(tmp_path: Path) -> None:
     url = source(tmp_path / "p.txt", "one\ttwo\n\nthree\n")
     assert load_texts(PromptsConfig(url)) == [PromptItem("one\ttwo", None, {}), PromptItem("three", None, {})]
+    marked = source(tmp_path / "marked.txt", "\ufeffone\n")
+    assert load_texts(PromptsConfig(marked))[0].text == "one"
     columns = source(tmp_path / "columns.txt", "one\ttwo\nthree\tfour\n")
     assert load_texts(PromptsConfig(columns, field="1"))[0] == PromptItem("two", None, {"0": "one"})
+
+
+def test_lines_of_a_text_are_evaluated_whatever_the_column_of_the_prompts_that_are_trained_on() -> None:
+    training = PromptsConfig("p.tsv", field="2")
+    text, table = (EvaluationPromptsConfig(url).source(training) for url in ("e.txt", "e.tsv"))
+    assert text is not None
+    assert table is not None
+    assert (text.field, table.field) == ("prompt", "2")
 
 
 def test_csv_is_what_a_spreadsheet_writes(tmp_path: Path) -> None:

@@ -261,6 +261,22 @@ def test_a_run_without_an_update_makes_way(sources: list[str], earlier: Path) ->
         (earlier / "config.yaml").write_text("name: x\n")
 
 
+def test_a_run_started_from_python_makes_way_too(
+    sources: list[str], earlier: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = stageline.load_config(*sources)
+    with pytest.raises(stageline.ConfigError):  # nothing ran here, so there is no run to open
+        stageline.run(config)
+    assert (earlier.with_name(f"{earlier.name}-replaced-1") / "config.yaml").exists()
+    assert "the earlier run of this name, of which no update was committed is in" in capsys.readouterr().out
+    (earlier / "config.yaml").write_text("name: x\n")
+    commit_update(earlier)
+    with pytest.raises(stageline.ConfigError):
+        stageline.run(config, overwrite=True, quiet=True)
+    assert (earlier.with_name(f"{earlier.name}-replaced-2") / "ledger/update_critic").is_dir()
+    assert capsys.readouterr().out == ""
+
+
 def test_a_run_makes_no_way_for_one_that_cannot_work(sources: list[str], earlier: Path) -> None:
     assert main(["run", *sources, "model.path=nowhere"]) == 2
     assert [one.name for one in earlier.parent.iterdir()] == [earlier.name]

@@ -353,12 +353,25 @@ def test_a_bad_config_is_refused_by_its_key(base: Path, monkeypatch: pytest.Monk
         ("kl_coeff=0.1", "ppo.kl.coef?"),  # another system's, misspelt
         ("num_generations=8", "rollout.responses_per_prompt?"),
         ("reward_fn=f", "reward.kind?"),
+        ("report_to=wandb", "tracking.uri, tracking.also?"),
     ],
 )
 def test_an_unknown_key_is_refused_with_one_spelt_alike(base: Path, change: str, suggestion: str) -> None:
     with pytest.raises(ConfigError, match=rf"no such key.*did you mean {re.escape(suggestion)}") as refusal:
         load(base, change)
     assert refusal.value.key == change.partition("=")[0]
+
+
+def test_a_key_in_another_systems_section_is_recognised(base: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no such key.*did you mean ppo\.advantage\?"):
+        load(base, "algorithm.adv_estimator=grpo")
+
+
+def test_an_unknown_key_like_no_other_is_refused_with_what_its_section_has(base: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no such key.*; ppo has advantage, .*, minibatches"):
+        load(base, "ppo.zzzz=1")
+    with pytest.raises(ConfigError, match=r"no such key.*; a config has name, .*; docs/coming-from\.md"):
+        load(base, "zzzz=1")
 
 
 @pytest.mark.parametrize("key", ["sampling.top_p", "top_k", "sampling.stop"])
@@ -495,7 +508,9 @@ def test_exported_versions(base: Path, changes: tuple[str, ...], expected: list[
 
 def test_a_saved_config_with_settings_of_another_version_is_refused(base: Path) -> None:
     text = to_yaml(load(base)).replace("  critic:\n", "  value:\n")
-    with pytest.raises(ConfigError, match=r"^model\.value: no such key \(in the saved config\); .*model\.critic\?"):
+    with pytest.raises(
+        ConfigError, match=r"^model\.value: no such key \(in the saved config\); did you mean model\.policy\."
+    ):
         load_yaml(text)
 
 

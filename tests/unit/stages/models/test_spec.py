@@ -193,6 +193,8 @@ def test_a_models_name_is_its_newest_directory_in_the_hub_cache(
     assert cached_in_hub("org/a-model.1") == str(stored / "snapshots/def")
     assert cached_in_hub("org/another") == "org/another"
     assert cached_in_hub("random:tiny") == "random:tiny"
+    with pytest.raises(FileNotFoundError, match=r"nor is its main revision in .* \(`hf download org/another`\)"):
+        read_config("org/another")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org/a-model.1").mkdir(parents=True)
     assert cached_in_hub("org/a-model.1") == "org/a-model.1", "a directory of that name comes first"

@@ -116,8 +116,8 @@ def execute(
 
 def move_earlier_run_aside(config: RunConfig, *, overwrite: bool, user_agreed: bool) -> str | None:
     """Move an earlier run of this name aside if no update of it was committed, or if `overwrite` is True and the user
-    agrees (`user_agreed`, or asked at the terminal). Return a sentence that says where it is now, or None if nothing was
-    moved: the start of the run refuses a directory that holds a run.
+    agrees (`user_agreed`, or asked at the terminal). Return a sentence that says where it is now. Return None if
+    nothing was moved: the start of the run refuses a directory that holds a run.
 
     Raises:
         ConfigError: the new run cannot work (then nothing is moved), the user does not agree, or the earlier run cannot

@@ -86,8 +86,13 @@ def end_of_run_text(summary: Summary, pairs: Sequence[ResponsePair], paths: Mapp
     if pairs:
         parts.append(responses_table(pairs))
     width = max(map(len, paths), default=0) + 2
-    parts += [plain_text(f"{label:<{width}}", "dim").append_text(plain_text(path)) for label, path in paths.items()]
-    return Group(*parts, last_line(summary, paths.get("report")))
+    for line in (
+        *(plain_text(f"{label:<{width}}", "dim").append_text(plain_text(path)) for label, path in paths.items()),
+        last_line(summary, paths.get("report")),
+    ):
+        line.overflow = None  # the console's choice: soft_wrap leaves the line whole
+        parts.append(line)
+    return Group(*parts)
 
 
 def last_line(summary: Summary, report: Path | str | None) -> Text:

@@ -27,7 +27,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 
@@ -45,13 +45,15 @@ from pipeline.graph.graph import Node, step_nodes
 from pipeline.plan.calibrate import calibrate
 from pipeline.plan.calibration import Calibration, scaled, typical
 from pipeline.plan.cost import Costs, costs_of
-from pipeline.plan.lengths import EmpiricalLengths, lognormal_with_mean
+from pipeline.plan.lengths import EmpiricalLengths, Lengths, lognormal_with_mean
 from pipeline.plan.observed import ObservedRun
 from pipeline.plan.scenario import scenario_of
 from pipeline.plan.simulate import play
 from storage.address import Address
 
 ROLLOUTS, LONGEST = 1024, 1024
+STEPS_DRAWN = 8
+"""Steps of random lengths that a prediction is the mean of: one draw of 1,024 lengths moves a step by several percent."""
 SIGMA, PROMPT = 0.7, 200.0
 """Assumed: spread of the lengths (of their logarithm), tokens of a prompt."""
 
@@ -92,22 +94,30 @@ def predicted_steps(table: Sequence[PublishedStep], *, pipeline: int = 8, sigma:
 
 
 def step_s(row: PublishedStep, calibration: Calibration, *, pipeline: int, sigma: float) -> float:
-    """Return the predicted seconds of a synchronous step: shards of `rows_at_once` go to the engine that is free first;
-    then both forward passes, both updates side by side, and publication."""
+    """Return the predicted seconds of a synchronous step, the mean over `STEPS_DRAWN` steps of random lengths. Shards
+    of `rows_at_once` go to the engine that is free first. Then come both forward passes, both updates side by side, and
+    publication."""
     costs = _costs(row, calibration, pipeline)
     lengths = lognormal_with_mean(row.mean_tokens, sigma, LONGEST)
     stages: dict[str, list[Node]] = {}
     for node in step_nodes(costs.run.config.graph(), 1):
         stages.setdefault(node.stage, []).append(node)
+    drawn = [_drawn_step_s(row, costs, stages, lengths, step) for step in range(STEPS_DRAWN)]
+    return statistics.fmean(drawn) + costs.seconds(stages["publish"][0], []) + costs.refit_s()
+
+
+def _drawn_step_s(
+    row: PublishedStep, costs: Costs, stages: Mapping[str, Sequence[Node]], lengths: Lengths, step: int
+) -> float:
     free = [0.0] * row.actor_nodes
     every: list[int] = []
     for node in stages["generate"]:
-        shard = lengths.rows(1, node.address.shard, row.rows_at_once)
+        shard = lengths.rows(step, node.address.shard, row.rows_at_once)
         heapq.heappush(free, heapq.heappop(free) + costs.seconds(node, shard))
         every += shard
     after = [costs.seconds(stages[stage][0], every) for stage in ("reference", "logprob")]
     updates = max(costs.seconds(stages[stage][0], every) for stage in ("update_policy", "update_critic"))
-    return math.fsum([max(free), *after, updates, costs.seconds(stages["publish"][0], []), costs.refit_s()])
+    return math.fsum([max(free), *after, updates])
 
 
 def _costs(row: PublishedStep, calibration: Calibration, pipeline: int) -> Costs:

@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 
+from stages.models.numerics import cpu_multiplies
+
 _TYPICAL_ROWS = 32
 """Approximate number of rows for which oneDNN should choose its blocking."""
 
@@ -66,7 +68,7 @@ def pack(
         dense = old.to_dense() if old.is_mkldnn else old.clone()
         for start, part in parts.items():
             dense[start : start + len(part)] = part.to(dtype)
-    if wide and not dense.is_cuda:
+    if not dense.is_cuda and (wide or not _is_multiplied_on_cpu(dtype)):
         dense = dense.float()
     return torch.ops.mkldnn._reorder_linear_weight(dense, _TYPICAL_ROWS) if dense.device.type == "cpu" else dense
 
@@ -79,16 +81,20 @@ def unpack(packed: torch.Tensor) -> Float[torch.Tensor, "out in"]:
 def linear(
     x: Float[torch.Tensor, "rows in"], packed: torch.Tensor, dtype: torch.dtype
 ) -> Float[torch.Tensor, "rows out"]:
-    """Return x W^T as `dtype`. This must be the dtype of the packed weight; on CUDA it may also be float32."""
+    """Return x W^T as `dtype`. This must be the dtype of the packed weight. On CUDA it may also be float32. On a CPU
+    without products of `dtype` the weight is packed as float32."""
     x = x.to(packed.dtype)
-    if packed.dtype != dtype:
-        assert packed.is_cuda, "packed for products of another dtype"
+    if packed.is_cuda and packed.dtype != dtype:
         return torch.mm(x, packed.t(), out_dtype=dtype)
     if not packed.is_mkldnn:
         return F.linear(x, packed)
-    if x.shape[0] == 1:
-        return torch.ops.mkldnn._linear_pointwise(x.expand(2, -1).contiguous(), packed, None, "none", [], "")[:1]
-    return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+    assert packed.dtype == dtype or not _is_multiplied_on_cpu(dtype), "packed for products of another dtype"
+    rows = x.expand(2, -1).contiguous() if x.shape[0] == 1 else x
+    return torch.ops.mkldnn._linear_pointwise(rows, packed, None, "none", [], "")[: x.shape[0]].to(dtype)
+
+
+def _is_multiplied_on_cpu(dtype: torch.dtype) -> bool:
+    return dtype.itemsize == 4 or cpu_multiplies(dtype)
 
 
 def all_finite(tensor: torch.Tensor) -> bool:

@@ -150,10 +150,10 @@ MISTAKES = {
 REFUSED_KEYS = """
 import json, sys
 sys.modules |= dict.fromkeys(("torch", "megatron", "transformers", "dask", "distributed"))
-from pipeline.cli.answers import config_of
+from pipeline.cli.answers import config_from_sources
 from pipeline.errors import ConfigError
 try:
-    config_of(sys.argv[1:])
+    config_from_sources(sys.argv[1:])
 except ConfigError as error:
     json.dump([one.key for one in error.each], sys.stdout)
 """

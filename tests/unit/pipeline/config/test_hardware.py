@@ -13,7 +13,7 @@ from pipeline.errors import ConfigError
 @pytest.mark.parametrize("name", hardware_names())
 def test_a_shipped_file_loads_and_every_number_has_a_source(name: str) -> None:
     config = load_hardware(name)
-    assert config.bf16_flops > config.fp32_flops
+    assert config.bf16_flops > config.fp32_flops or not config.gpu  # an old CPU computes both alike
     lines = [line for line in (FOLDER / f"{name}.yaml").read_text("utf8").splitlines() if not line.startswith("#")]
     values = {key.strip(): rest for key, _, rest in (line.partition(":") for line in lines)}
     assert bool(config.gpu) == bool(config.gpus_per_node)

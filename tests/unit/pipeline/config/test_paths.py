@@ -42,7 +42,7 @@ def test_the_driver_needs_twelve_for_each_worker_and_a_rank_sixteen_for_each_of_
 
 @pytest.mark.parametrize(("needed", "given"), [(50, 100), (300, 300), (900, 500)])
 def test_the_soft_limit_is_raised_as_far_as_the_hard_one(needed: int, given: int) -> None:
-    ask = f"limit(100, 500)\nfrom pipeline.config.fitting import *\nallow_descriptors({needed})\nprint(soft())"
+    ask = f"limit(100, 500)\nfrom pipeline.config.fitting import *\nraise_descriptor_limit({needed})\nprint(soft())"
     assert said(ask) == (0, f"{given}\n")
 
 

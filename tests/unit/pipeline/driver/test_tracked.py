@@ -76,7 +76,7 @@ def test_no_password_is_tracked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "secret" not in tracker.artifacts[0].read_text("utf8")
     assert opened["tags"]["mlflow.source.name"] == "stageline run c.yaml"
     assert "| weights |" not in opened["tags"]["mlflow.note.content"], "nothing is exported yet"
-    assert opened["if_abandoned"]["stageline.ended"].startswith("killed")
+    assert opened["tags_if_abandoned"]["stageline.ended"].startswith("killed")
     assert "stageline.ended" not in opened["tags"]
 
 
@@ -93,7 +93,7 @@ def test_a_resumed_run_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (opened,) = tracker.given
     assert (opened["tags"]["stageline.ended"], opened["tags"]["stageline.resumes"]) == ("not yet", "1")
     assert "**Result:** running, resumed for the 1. time" in opened["tags"]["mlflow.note.content"]
-    assert "**Result:** killed" in opened["if_abandoned"]["mlflow.note.content"]
+    assert "**Result:** killed" in opened["tags_if_abandoned"]["mlflow.note.content"]
 
 
 def test_parameters_that_the_run_reads(tmp_path: Path) -> None:

@@ -142,13 +142,13 @@ def test_a_host_that_is_not_fit(tmp_path: Path, changes: dict[str, Any], said: s
     assert not [*host_problems(setting.request("train", 0, clock=96.0), setting.config, 100.0, local_versions(), 0)]
 
 
-@pytest.mark.parametrize("slow", ["gpu_identities", "_look_at_directory", "_free_bytes"])
+@pytest.mark.parametrize("slow", ["gpu_identities", "_directory_fault", "_free_bytes"])
 def test_a_hosts_clock_is_read_after_the_slow_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
     """Asking for GPUs loads torch, and the run's directory may be far away: neither is the clock's fault."""
     setting, now, answer = (
         Setting(tmp_path),
         [100.0],
-        {"gpu_identities": [], "_look_at_directory": "", "_free_bytes": GIB},
+        {"gpu_identities": [], "_directory_fault": "", "_free_bytes": GIB},
     )
 
     def take_long(*_: object) -> object:

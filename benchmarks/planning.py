@@ -53,7 +53,7 @@ from storage.address import Address
 
 ROLLOUTS, LONGEST = 1024, 1024
 STEPS_DRAWN = 8
-"""Steps of random lengths that a prediction is the mean of: one draw of 1,024 lengths moves a step by several percent."""
+"""Steps of random lengths that a prediction is the mean of: one draw of 1,024 lengths moves a step by some percent."""
 SIGMA, PROMPT = 0.7, 200.0
 """Assumed: spread of the lengths (of their logarithm), tokens of a prompt."""
 

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stages.models.config import ModelConfig
+from stages.native.fingerprint import cpu_multiplies
 
 LOG = logging.getLogger("stageline.products")
 
@@ -103,14 +104,6 @@ def multiply(x_NK: Tensor, weight_MK: Tensor, products: Products) -> Tensor:
         # as one matrix: with more axes matmul checks gradients and strides to choose between two products
         return torch.mm(x_NK.flatten(0, -2), weight_MK.T).view(*x_NK.shape[:-1], len(weight_MK))
     return torch.ops.mkldnn._linear_pointwise(x_NK, weight_MK, None, "none", [], "")
-
-
-@cache
-def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Return True if oneDNN has products of this 16-bit type on this processor."""
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def multiply_bfloat16(x_NK: Tensor, weight_MK: Tensor) -> Tensor:

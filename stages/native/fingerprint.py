@@ -19,6 +19,7 @@ import hashlib
 import os
 import platform
 import re
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -62,6 +63,14 @@ def machine_numerics() -> dict[str, str]:
         items["device"] = f"{torch.cuda.get_device_name()} (capability {major}.{minor})"
         items["cuda"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
     return items
+
+
+@cache
+def cpu_multiplies(dtype: torch.dtype) -> bool:
+    """Return True if oneDNN has products of this 16-bit type on this processor."""
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def _processor_flags() -> frozenset[str]:

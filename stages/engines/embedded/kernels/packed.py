@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 
-from stages.models.numerics import cpu_multiplies
+from stages.native.fingerprint import cpu_multiplies
 
 _TYPICAL_ROWS = 32
 """Approximate number of rows for which oneDNN should choose its blocking."""

@@ -13,7 +13,8 @@ critic are trained whole. Every arm has both cores. Each is one idea added to an
     streaming    gangs of their own, four shards: a shard is scored while others are generated (not with reuse)
     overlap      staleness 1; generation, scores and the reference in gangs of their own, beside the training
     drafts       looked-up and learned drafts, where they pay
-    migration    two replicas with a core each, two shards; the last rows of a step move to one of them (not with reuse)
+    replicas     two replicas of the engine with a core each, two shards (not with reuse)
+    migration    the same, and rows move between them where the measured cost of a pass says that it pays
     plan         gangs, threads and staleness as `stageline plan` chooses them, calibrated on two other arms
     TRL          TRL's PPOTrainer in an environment of its own (`--peer DIR`, `--no-peer`)
 
@@ -135,11 +136,17 @@ ARMS = (
         changes=("engine.embedded.speculation.drafter=both",),
     ),
     Arm(
-        "migration",
+        "replicas",
         "overlap",
-        "where replicas own their devices and a free one can take other work",
+        "where replicas own their devices: two on one memory read all weights twice",
         placed(GANGS.format(1, 2, 1, TRAINER), **APART),
-        ("rollout.shards=2", "model.reuse_forward=[]", "cluster.migrate_rows_below=8"),
+        ("rollout.shards=2", "model.reuse_forward=[]"),
+    ),
+    Arm(
+        "migration",
+        "replicas",
+        "where replicas own their devices, and rows end at very different lengths",
+        changes=("cluster.migrate_rows=true",),
     ),
     Arm("plan", "overlap", "where there are more devices to divide than two cores", planned=True),
 )

@@ -1,24 +1,29 @@
-"""Rows that move between two replicas: what a move costs, and what it gains in a long tail.
+"""Rows that move between replicas: what a move costs, and what it gains in a long tail.
 
-Two worker processes with an engine each (bfloat16, one thread), on this machine, over Dask's connections, with the code
+Worker processes with an engine each (bfloat16, one thread), on this machine, over Dask's connections, with the code
 that a run moves rows with (`pipeline.workers.row_migration`, `pipeline.graph.migration`).
 
-1. A row of so many tokens moves: from when it is asked for until the target has computed its next token. With its keys
-   and values, or fed again. Beside it what of that was the transfer, and what the plan would choose.
-2. A tail: 8 uneven rows on each replica. Seconds until one replica is free, and until all rows are done, with moves
-   (fewer than 5 rows left) and without, in turn.
+1. A row of so many tokens moves: how long it stands still, from when it is taken out until the target has computed its
+   next token. With its keys and values, copied before, or fed again. Beside it the time for which passes at both ends
+   waited for the copies.
+2. A tail while other work waits: 8 uneven rows on each of two replicas. Seconds until one replica is free, and until
+   all rows are done, with moves and without, in turn.
+3. A tail while nothing waits: three replicas of `random:tiny` whose passes sleep as long as a device would take, so
+   that they do not share cores. The planner knows the rows' limit, not their lengths. Seconds until all rows are done:
+   without moves, with moves, and without moves from the best assignment that could be chosen if lengths were known.
 """
 
 from __future__ import annotations
 
+import itertools
 import queue
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +35,29 @@ from pipeline.workers.messages import REPORTS, MigrationDone, MigrationOrder, Re
 from pipeline.workers.replica_rows import ReplicaRows
 from pipeline.workers.row_migration import open_for_rows, order_migration
 from stages.engines.config import EngineConfig
+from stages.engines.embedded.batch import Batch
 from stages.engines.embedded.build import build_embedded
-from stages.engines.embedded.migration import AcceptedRows, MigratedRow, MigratingEngine
+from stages.engines.embedded.migration import CopiedPart, MigratedRow, MigratingEngine
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS
 from stages.engines.protocol import Request
-from stages.engines.row_loads import MigrationRequest
+from stages.engines.row_loads import EngineLoad, MigrationRequest, PassCost, RowKey
 from stages.models.config import SamplingConfig
 from stages.models.spec import RANDOM_TINY
 from storage import codec
 
 MODEL = Path("assets/smollm2-135m-instruct")
-SLOTS, BELOW = 16, 5
+SLOTS = 16
 LENGTHS, QUICK_LENGTHS = (64, 256, 1024, 1900), (32, 128)
 TAIL = ((24, 36, 48, 60, 72, 84, 96, 240), (24, 36, 48, 60, 72, 96, 200, 240))
 """New tokens of each row, by replica."""
+THREE = ((20, 26, 34, 40), (48, 56, 66, 78), (90, 120, 160, 220))
+LIMIT = 220
+DEVICE = PassCost(0.020, 0.006)
+"""What a pass takes in the third part."""
 CAPACITY = 64
 """Tokens that a measured row gets."""
+NUM_PROMPT = 32
+"""Tokens of a prompt in a tail."""
 SETTLED = 8
 """Passes of a row before it is asked for."""
 
@@ -53,35 +65,53 @@ SETTLED = 8
 class Replica:
     """Owns the engine of a worker process; stands for `VersionedEngine`, with one version only."""
 
-    def __init__(self, path: str, max_seq: int) -> None:
+    def __init__(self, path: str, max_seq: int, device: PassCost | None) -> None:
         config = EngineConfig(max_rows=SLOTS, dtype="bfloat16", kv_budget_mb=1024)
         engine = build_embedded(path, config, max_seq=max_seq, threads=1, migratable=True)
         assert isinstance(engine, MigratingEngine)
         self.engine = engine
         self.migratable = self
         self.num_calls_migrated = 0
-        self.watch_load, self.deliver, self.wanted = engine.watch_load, engine.deliver, engine.wanted
-        self.give_back = engine.give_back
+        self.deliver, self.wanted, self.give_back = engine.deliver, engine.wanted, engine.give_back
+        self.copy_out, self.write_in, self.drop_parts = engine.copy_out, engine.write_in, engine.drop_parts
+        self.migrate_in, self.version = engine.migrate_in, engine.version
+        self.limit = 0
+        """Tokens that each row may have as far as the planner hears; 0: it hears the truth."""
         self.asked: list[float] = []
-        """When rows were asked for."""
+        """When rows were taken out."""
         self.passes: list[float] = []
         """When passes were done."""
         self.running: threading.Thread | None = None
         collect = self.engine._runner.collect
+
+        submit = self.engine._runner.submit
 
         def timed() -> Any:
             draws = collect()
             self.passes.append(time.perf_counter())
             return draws
 
+        def slept(batch: Batch) -> None:
+            ends = time.perf_counter() + device.seconds(len(batch.drawn))  # type: ignore[union-attr]
+            submit(batch)
+            time.sleep(max(ends - time.perf_counter(), 0.0))
+
         self.engine._runner.collect = timed  # type: ignore[method-assign]
+        if device is not None:
+            self.engine._runner.submit = slept  # type: ignore[method-assign]
 
-    def migrate_out(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]:
+    def watch_load(self, listener: Callable[[EngineLoad], None]) -> None:
+        def listen(load: EngineLoad) -> None:
+            if self.limit:
+                rows = [replace(row, left=self.limit - (row.tokens - NUM_PROMPT)) for row in load.rows]
+                load = replace(load, rows=tuple(rows))
+            listener(load)
+
+        self.engine.watch_load(listen)
+
+    def migrate_out(self, rows: Collection[MigrationRequest], copied: Mapping[RowKey, CopiedPart]) -> list[MigratedRow]:
         self.asked.append(time.perf_counter())
-        return self.engine.migrate_out(rows)
-
-    def migrate_in(self, moved: Sequence[MigratedRow]) -> AcceptedRows:
-        return self.engine.migrate_in(moved)
+        return self.engine.migrate_out(rows, copied)
 
     def rows_left(self) -> None:
         """No shard waits for another version."""
@@ -92,17 +122,18 @@ class Replica:
         return nullcontext()
 
 
-def build(index: int, path: str, max_seq: int) -> None:
+def build(index: int, path: str, max_seq: int, device: PassCost | None) -> None:
     """Makes this worker process a replica."""
     worker = get_worker()
-    worker.replica = Replica(path, max_seq)
+    worker.replica = Replica(path, max_seq, device)
     spec = WorkerSpec("bench", index, 1, 0, "", "", "")
-    open_for_rows(worker, spec, ReplicaRows(worker.replica, SLOTS + 1, timeout_s=30.0))
+    open_for_rows(worker, spec, ReplicaRows(worker.replica, timeout_s=30.0))
 
 
-def start(requests: list[Request], passes: int) -> None:
+def start(requests: list[Request], passes: int, limit: int = 0) -> None:
     """Begins to generate; returns after so many passes."""
     replica: Replica = get_worker().replica
+    replica.limit = limit
     replica.passes.clear()
     replica.asked.clear()
     results = replica.engine.generate(requests)
@@ -125,19 +156,19 @@ def clear() -> None:
 
 
 def times() -> tuple[list[float], list[float]]:
-    """(when rows were asked for, when passes were done)"""
+    """(when rows were taken out, when passes were done)"""
     replica: Replica = get_worker().replica
     return list(replica.asked), list(replica.passes)
 
 
 @dataclass
-class Pair:
-    """The two replicas as the driver sees them."""
+class Pool:
+    """The replicas as the driver sees them."""
 
     client: Client
     addresses: list[str]
-    news: queue.SimpleQueue[RowsReport | MigrationDone | None] = field(default_factory=queue.SimpleQueue)
-    """Reports of the replicas; None: the rows that were started on one are done."""
+    news: queue.SimpleQueue[RowsReport | MigrationDone | int] = field(default_factory=queue.SimpleQueue)
+    """Reports of the replicas; a number: the rows that were started on that replica are done."""
 
     def call(self, index: int, function: Any, *args: Any) -> Any:
         return self.client.submit(function, *args, workers=[self.addresses[index]], pure=False).result()
@@ -150,81 +181,119 @@ def request(number: int, num_prompt: int, new: int) -> Request:
 
 @dataclass(frozen=True)
 class Moved:
-    """Seconds: of a row's standstill, of the transfer, and of a pass at the target; and bytes."""
+    """Seconds: of a row's standstill, in which passes at both ends waited for copies, and of a pass at the target; and
+    bytes."""
 
     standstill: float
-    transfer: float
+    held: float
     one_pass: float
     num_bytes: int
 
 
-def move_one(pair: Pair, number: int, length: int, with_cache: bool) -> Moved:
+def move_one(pool: Pool, number: int, length: int, with_cache: bool) -> Moved:
     """Moves a row that has `length` tokens when it goes."""
     row = request(number, length - SETTLED, CAPACITY)
-    pair.call(1, clear)
-    pair.call(0, start, [row], SETTLED)
+    pool.call(1, clear)
+    pool.call(0, start, [row], SETTLED)
     order_migration(
-        pair.client,
-        pair.addresses[0],
-        MigrationOrder(number, "bench", 0, 0, pair.addresses[1], (MigrationRequest((1, 1, number), with_cache),)),
+        pool.client,
+        pool.addresses[0],
+        MigrationOrder(number, "bench", 0, 0, pool.addresses[1], (MigrationRequest((1, 1, number), with_cache),)),
     )
-    over = pair.news.get()
+    over = pool.news.get()
     while not isinstance(over, MigrationDone):
-        over = pair.news.get()
+        over = pool.news.get()
     assert over.num_rows == 1, over
-    pair.call(0, finish)
-    (asked,), _ = pair.call(0, times)
-    _, passes = pair.call(1, times)
+    pool.call(0, finish)
+    (asked,), _ = pool.call(0, times)
+    _, passes = pool.call(1, times)
     first = 0 if with_cache else -(-length // BATCH_PROMPT_TOKENS) - 1
     steps = [after - before for before, after in zip(passes[first:], passes[first + 1 :], strict=False)]
-    return Moved(passes[first] - asked, over.seconds, statistics.median(steps), over.num_bytes)
+    return Moved(passes[first] - asked, over.held_s, statistics.median(steps), over.num_bytes)
 
 
-def run_tail(pair: Pair, number: int, tail: Sequence[Sequence[int]], below: int) -> tuple[float, float, int]:
-    """(seconds until a replica was free, seconds until all rows were done, rows that moved)"""
-    while not pair.news.empty():
-        pair.news.get()
-    tails = MigrationPlanner(below)
+@dataclass(frozen=True)
+class Tail:
+    """Seconds until a replica was free and until all rows were done, and the number of rows that moved."""
+
+    free_s: float
+    total_s: float
+    num_moved: int
+
+
+def run_tail(
+    pool: Pool,
+    number: int,
+    tail: Sequence[Sequence[int]],
+    planner: MigrationPlanner | None,
+    waiting: int = 0,
+    limit: int = 0,
+) -> Tail:
+    """Runs rows of so many new tokens on each replica. `planner`: moves them. `waiting`: number of other nodes."""
+    while not pool.news.empty():
+        pool.news.get()
+    replicas = range(len(tail))
     began = time.perf_counter()
     for index, lengths in enumerate(tail):
-        rows = [request(number + 100 * index + i, 32, new) for i, new in enumerate(lengths)]
-        pair.client.submit(start, rows, 1, workers=[pair.addresses[index]], pure=False).result()
-    ends = [pair.client.submit(finish, workers=[a], pure=False) for a in pair.addresses]
-    for end in ends:
-        end.add_done_callback(lambda _: pair.news.put(None))
-    free, moved, running = 0.0, 0, len(ends)
-    while running:
-        news = pair.news.get()
-        if news is None:
-            running -= 1
+        rows = [request(number + 100 * index + i, NUM_PROMPT, new) for i, new in enumerate(lengths)]
+        pool.client.submit(start, rows, 1, limit, workers=[pool.addresses[index]], pure=False).result()
+    ends = [pool.client.submit(finish, workers=[a], pure=False) for a in pool.addresses]
+    for index, end in enumerate(ends):
+        end.add_done_callback(lambda _, index=index: pool.news.put(index))
+    free, moved, busy = 0.0, 0, set(replicas)
+    while busy:
+        news = pool.news.get()
+        if isinstance(news, int):
+            busy.discard(news)
+        elif planner is None:
+            pass
         elif isinstance(news, MigrationDone):
-            tails.arrived(news.number, news.num_bytes, news.seconds)
+            planner.arrived(news.number, news.num_rows, news.num_bytes, news.held_s, news.standstill_s)
             moved += news.num_rows
         else:
-            tails.update_load(news.index, news.load)
-            if not free and not news.load.rows:
-                free = time.perf_counter() - began
-        for order, move in tails.next_migrations([0, 1], []):
-            target = pair.addresses[move.target]
+            planner.update_load(news.index, news.load, time.perf_counter())
+        if isinstance(news, RowsReport) and not free and not news.load.rows:
+            free = time.perf_counter() - began
+        orders = (
+            planner.next_migrations(replicas, busy, {1: waiting} if waiting else {}, time.perf_counter())
+            if planner
+            else []
+        )
+        for order, move in orders:
             order_migration(
-                pair.client,
-                pair.addresses[move.source],
-                MigrationOrder(order, "bench", move.source, 0, target, move.rows),
+                pool.client,
+                pool.addresses[move.source],
+                MigrationOrder(order, "bench", move.source, 0, pool.addresses[move.target], move.rows),
             )
-    return free, max(end.result() for end in ends) - began, moved
+    return Tail(free, max(end.result() for end in ends) - began, moved)
+
+
+def best_assignment(lengths: Sequence[int], num_replicas: int, cost: PassCost) -> list[list[int]]:
+    """Return the rows' lengths by replica under the assignment that ends first."""
+
+    def end_s(part: Sequence[int]) -> float:
+        return cost.floor_s * max(part, default=0) + cost.row_s * sum(part)
+
+    best: list[list[int]] = [list(lengths), *([] for _ in range(num_replicas - 1))]
+    for others in itertools.product(range(num_replicas), repeat=len(lengths) - 1):
+        parts: list[list[int]] = [[] for _ in range(num_replicas)]
+        for length, replica in zip(lengths, (0, *others), strict=True):
+            parts[replica].append(length)
+        best = min(best, parts, key=lambda parts: max(map(end_s, parts)))
+    return best
 
 
 @contextmanager
-def two_replicas(path: str, max_seq: int) -> Iterator[Pair]:
+def replicas(num: int, path: str, max_seq: int, device: PassCost | None = None) -> Iterator[Pool]:
     with (
-        LocalCluster(n_workers=2, threads_per_worker=4, dashboard_address=None, memory_limit=0) as cluster,
+        LocalCluster(n_workers=num, threads_per_worker=4, dashboard_address=None, memory_limit=0) as cluster,
         Client(cluster) as client,
     ):
-        pair = Pair(client, sorted(client.scheduler_info(n_workers=-1)["workers"]))
-        client.subscribe_topic(REPORTS, lambda event: pair.news.put(codec.decode(Report, event[1])))
-        for index in range(2):
-            pair.call(index, build, index, path, max_seq)
-        yield pair
+        pool = Pool(client, sorted(client.scheduler_info(n_workers=-1)["workers"]))
+        client.subscribe_topic(REPORTS, lambda event: pool.news.put(codec.decode(Report, event[1])))
+        for index in range(num):
+            pool.call(index, build, index, path, max_seq, device)
+        yield pool
 
 
 def main() -> None:
@@ -237,7 +306,7 @@ def main() -> None:
     number = 0
     path = RANDOM_TINY if options.quick else str(MODEL)
     with (
-        two_replicas(path, max(*lengths, 240) + CAPACITY if not options.quick else 256) as pair,
+        replicas(2, path, max(*lengths, 240) + CAPACITY if not options.quick else 256) as pool,
         measured_load() as load,
     ):
         tail = [[max(1, new // 2) for new in part] for part in TAIL] if options.quick else TAIL
@@ -246,39 +315,66 @@ def main() -> None:
             for _ in range(repeats + 1):  # the first opens connections and touches memory
                 for with_cache in (True, False):
                     number += 1
-                    seconds[with_cache].append(move_one(pair, number, length, with_cache))
+                    seconds[with_cache].append(move_one(pool, number, length, with_cache))
                     print(f"{length} {with_cache}: {seconds[with_cache][-1]}", file=sys.stderr, flush=True)
             carried, fed = (
                 statistics.median(m.standstill for m in seconds[with_cache][1:]) for with_cache in (True, False)
             )
             moved = seconds[True][1:]
-            transfer = statistics.median(m.transfer for m in moved)
+            held = statistics.median(m.held for m in moved)
             one_pass = statistics.median(m.one_pass for m in moved)
             mib = moved[0].num_bytes / 2**20
-            cells = (mib, carried * 1e3, transfer * 1e3, fed * 1e3, one_pass * 1e3, fed / carried)
+            cells = (mib, carried * 1e3, carried / one_pass, held * 1e3, fed * 1e3, one_pass * 1e3)
             rows.append((str(length), *(f"{cell:.1f}" for cell in cells)))
             figures |= {
                 f"{length}/carried_s": carried,
-                f"{length}/transfer_s": transfer,
+                f"{length}/held_s": held,
                 f"{length}/fed_again_s": fed,
                 f"{length}/pass_s": one_pass,
                 f"{length}/mib": mib,
             }
-        arms: dict[str, list[tuple[float, float, int]]] = {"stay": [], "move": []}
+        arms: dict[str, list[Tail]] = {"stay": [], "move": []}
         for _ in range(repeats):
-            for arm, below in (("stay", 0), ("move", BELOW)):
+            for arm in arms:
                 number += 1000
-                arms[arm].append(run_tail(pair, number, tail, below))
+                planner = MigrationPlanner(node_s=sum(map(max, tail)) * 1.0) if arm == "move" else None
+                arms[arm].append(run_tail(pool, number, tail, planner, waiting=1))
                 print(f"{arm}: {arms[arm][-1]}", file=sys.stderr, flush=True)
         for arm, results in arms.items():
-            free, total = (statistics.median(result[i] for result in results) for i in (0, 1))
-            tails.append((arm, f"{free:.2f}", f"{total:.2f}", "/".join(str(result[2]) for result in results)))
+            free, total = (
+                statistics.median(each) for each in zip(*((t.free_s, t.total_s) for t in results), strict=True)
+            )
+            tails.append((arm, f"{free:.2f}", f"{total:.2f}", "/".join(str(result.num_moved) for result in results)))
             figures |= {f"tail/{arm}/free_s": free, f"tail/{arm}/total_s": total}
+    best = best_assignment([new for part in THREE for new in part], len(THREE), DEVICE)
+    three: dict[str, list[Tail]] = {"stay": [], "move": [], "best assignment": []}
+    with replicas(len(THREE), RANDOM_TINY, NUM_PROMPT + LIMIT, DEVICE) as pool:
+        run_tail(pool, number := number + 1000, THREE, None)  # each measures its passes
+        for _ in range(repeats):
+            for arm in three:
+                number += 1000
+                parts = best if arm == "best assignment" else THREE
+                three[arm].append(
+                    run_tail(pool, number, parts, MigrationPlanner() if arm == "move" else None, limit=LIMIT)
+                )
+                print(f"three, {arm}: {three[arm][-1]}", file=sys.stderr, flush=True)
+    three_rows = []
+    best_s = statistics.median(t.total_s for t in three["best assignment"])
+    for arm, results in three.items():
+        total = statistics.median(t.total_s for t in results)
+        three_rows.append((arm, f"{total:.2f}", f"{total / best_s:.3f}", "/".join(str(t.num_moved) for t in results)))
+        figures[f"three/{arm}/total_s"] = total
     others = f"{repeats} repeats, medians; others' load {load().others:.0%}"
-    columns = ("tokens", "MiB", "carried, ms", "of it transfer", "fed again, ms", "a pass, ms", "fed / carried")
+    columns = ("tokens", "MiB", "carried, ms", "in passes", "passes waited, ms", "fed again, ms", "a pass, ms")
     report("moving a row: how long it stands still", columns, rows, [others])
     report(
-        f"a tail of {sum(map(len, tail))} rows on two replicas",
+        f"three replicas, {DEVICE.floor_s * 1e3:.0f} + {DEVICE.row_s * 1e3:.0f} ms a row and pass; nothing waits",
+        ("rows", "all done, s", "/ best assignment", "rows moved"),
+        three_rows,
+        [others],
+    )
+    report(
+        f"a tail of {sum(map(len, tail))} rows on two replicas; other work waits",
         ("rows", "one replica free, s", "all done, s", "rows moved"),
         tails,
         [others],

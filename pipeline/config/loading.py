@@ -52,7 +52,8 @@ from storage.redaction import redacted
 
 MOVED = {
     "cluster.host": ["cluster.address=HOST"],
-    "cluster.move_rows_below": ["cluster.migrate_rows_below"],
+    "cluster.migrate_rows_below": ["cluster.migrate_rows=true"],
+    "cluster.move_rows_below": ["cluster.migrate_rows=true"],
     "cluster.port": ["cluster.address=:PORT"],
     "cluster.scheduler_file": ["`stageline worker RUN`, which finds the file in the run's directory"],
     "engine.embedded.cuda_graphs": ["engine.cuda_graphs"],

@@ -166,13 +166,12 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
     if config.alarms.staleness_steps is not None and config.rollout.versions == "exact":
         need = "every row is at the bound by design under rollout.versions=exact: latest, or null"
         yield Problem("alarms.staleness_steps", config.alarms.staleness_steps, need)
-    below = config.cluster.migrate_rows_below
     generating = config.placement.roles[Role.GENERATE]
     workers = config.placement.gangs[generating].workers
-    if below and workers == 1:
+    if config.cluster.migrate_rows and workers == 1:
         key = f"placement.gangs.{generating}.workers"
-        need = f"needs {key} of 2 or more (given {workers}); with one replica set it to 0"
-        yield Problem("cluster.migrate_rows_below", below, need)
+        need = f"needs {key} of 2 or more (given {workers}); with one replica: false"
+        yield Problem("cluster.migrate_rows", True, need)
 
 
 def _unread_problems(config: RunConfig) -> Iterator[Problem]:
@@ -281,14 +280,16 @@ PLAIN_TEMPERATURES = (0.0, 1.0)
 def _engine_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield a problem for each setting that the engine's capabilities do not allow. The checked capabilities do not
     depend on the device. (`preflight.py` tells which guarantees an accepted run lacks.)"""
-    can, below = config.capabilities(), config.cluster.migrate_rows_below
+    can = config.capabilities()
     if config.in_flight and "inflight" not in can.updates:
         others = _other_engines_text(config, lambda c: "inflight" in c.updates)
         need = f"it cannot load new weights under rows in flight: must be exact or latest{others}"
         yield _engine_problem(config, "rollout.versions", config.rollout.versions, need)
-    if below and not can.migration:
-        need = f"its rows cannot move between replicas: must be 0{_other_engines_text(config, lambda c: c.migration)}"
-        yield _engine_problem(config, "cluster.migrate_rows_below", below, need)
+    if config.cluster.migrate_rows and not can.migration:
+        need = (
+            f"its rows cannot move between replicas: must be false{_other_engines_text(config, lambda c: c.migration)}"
+        )
+        yield _engine_problem(config, "cluster.migrate_rows", True, need)
     if is_random(config.model.path) and "tensors" not in can.sources:
         need = "it reads the model from files: needs a Hugging Face directory"
         yield _engine_problem(config, "model.path", config.model.path, need)

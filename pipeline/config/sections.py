@@ -101,8 +101,6 @@ def checkpoint_problems(config: CheckpointConfig) -> Iterator[Problem]:
 _HIGHEST_PORT = 65535
 _LISTENING = re.compile(r"(\[(?P<v6>[^\s/\[\]]+)\]|(?P<host>[^\s/:\[\]]*))(:(?P<port>\d{1,5}))?")
 _ADDRESS = re.compile(r"[^\s/:\[\]]*:(\d{1,5})")
-FEWEST_TO_GATHER = 3
-"""The smallest `migrate_rows_below` with an effect: at 3, two rows on two replicas are brought together."""
 _WHAT_THERE_IS = ", or null for what there is"
 
 
@@ -170,15 +168,10 @@ class ClusterConfig:
     container, has."""
     device_memory_gb: float | None = setting(None, above(0, _WHAT_THERE_IS))
     """Memory of a GPU that a run may be predicted to take, in units of 2^30 bytes; null: all that it has."""
-    migrate_rows_below: int = setting(
-        0,
-        Constraint(
-            f"0 (rows stay where they are) or {FEWEST_TO_GATHER} or more: two rows on two replicas are the fewest that "
-            "can be brought together",
-            lambda rows: rows == 0 or rows >= FEWEST_TO_GATHER,
-        ),
-    )
-    """If fewer rows than this are left on all replicas together, they move to fewer replicas. 0: never."""
+    migrate_rows: bool = False
+    """True: rows in flight move between the replicas of the engine when the measured cost of a pass says that all ends
+    sooner: from loaded to idle replicas, or to fewer replicas while other work waits for one. Tokens and log-probs stay
+    the same."""
 
 
 def listening(config: ClusterConfig) -> tuple[str | None, int]:

@@ -141,6 +141,7 @@ class Executor:
             match self._next_notice():
                 case Outcome() as outcome:
                     self._attempts.on_report(outcome)
+                    self._migration.on_node_done(outcome)
                 case _FutureEnded(future, worker, address) if address is not None:
                     self._attempts.on_future_end(worker, address, future)
                 case _FutureEnded(future, worker):

@@ -31,6 +31,7 @@ from pipeline.workers.messages import (
     MigrationDone,
     MigrationOrder,
     MirrorSpec,
+    Outcome,
     RowsReport,
     SleepReport,
     worker_name,
@@ -128,15 +129,18 @@ class MigrationOrders:
         self._context = context
         self._supervision = supervision
         self._pool = context.gang_of_role(Role.GENERATE)
-        self._migration_planner = MigrationPlanner(context.cluster.migrate_rows_below)
+        self._migration_planner = MigrationPlanner(context.gangs[self._pool].concurrent_shards)
 
     def order_migrations(self) -> None:
-        """Order replicas to send rows away, if few rows are left and the planner finds a useful move."""
+        """Order replicas to send rows away, if the planner finds that all work ends sooner then."""
         dispatch, pool = self._context.dispatch, self._pool
-        if not self._migration_planner.below:
+        if not self._context.cluster.migrate_rows:
             return
         for number, move in self._migration_planner.next_migrations(
-            dispatch.replicas_up(pool), dispatch.versions_waiting_for_slot(pool)
+            dispatch.replicas_up(pool),
+            dispatch.busy_replicas(pool),
+            dispatch.versions_waiting_for_slot(pool),
+            self._context.now(),
         ):
             incarnation = self._supervision.spec((pool, move.source)).incarnation
             target = self._supervision.address((pool, move.target))
@@ -150,14 +154,22 @@ class MigrationOrders:
         if not self._supervision.is_present(worker, report.incarnation):
             return ()
         if isinstance(report, RowsReport):
-            self._migration_planner.update_load(report.index, report.load)
+            self._migration_planner.update_load(report.index, report.load, self._context.now())
         else:
-            self._migration_planner.arrived(report.number, report.num_bytes, report.seconds)
-            detail = f"{report.num_rows} rows, {report.num_bytes} bytes of keys and values, {report.seconds:.3f} s"
+            self._migration_planner.arrived(
+                report.number, report.num_rows, report.num_bytes, report.held_s, report.standstill_s
+            )
+            detail = f"{report.num_rows} rows, {report.num_bytes} bytes of keys and values; passes waited "
+            detail += f"{report.held_s:.3f} s for copies; rows stood still for {report.standstill_s:.3f} s"
             detail += f"; refused: {report.refusal}" if report.refusal is not None else ""
             name = self._supervision.spec(worker).name
             self._context.journal.append_now(EventKind.ROWS_MIGRATED, gang=report.gang, worker=name, detail=detail)
         return report.waiting
+
+    def on_node_done(self, outcome: Outcome) -> None:
+        """Learn from a finished shard how long one takes."""
+        if outcome.address.stage == "generate":
+            self._migration_planner.node_took(outcome.finished - outcome.started)
 
     def on_worker_down(self, worker: WorkerKey) -> None:
         """Forget the rows of a worker that is lost or a suspect."""

@@ -27,6 +27,7 @@ stay finished, since their output is in the store.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -283,11 +284,11 @@ class Dispatch:
         """Return the usable replicas of a pool."""
         return frozenset(self._gangs[gang].free_slots)
 
-    def versions_waiting_for_slot(self, gang: str) -> set[int]:
-        """Return the versions of the weights needed by nodes that wait only for a slot of this pool. Canaries do not
-        count: their few rows are no reason to keep other rows where they are."""
+    def versions_waiting_for_slot(self, gang: str) -> Counter[int]:
+        """Return how many nodes wait only for a slot of this pool, by the version of the weights that they need.
+        Canaries do not count: their few rows are no reason to keep other rows where they are."""
         waiting = self._ready[gang, _SLOT].nodes()
-        return {self._version_to_use(node) for node in waiting if node.stage != "canary"}
+        return Counter(self._version_to_use(node) for node in waiting if node.stage != "canary")
 
     def is_up(self, gang: str) -> bool:
         """Return True if a gang, or any replica of a pool, takes work."""

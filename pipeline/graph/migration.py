@@ -1,135 +1,311 @@
-"""Plan which rows migrate between replicas when few are left, so that some replicas are free sooner.
+"""Plan which rows migrate between replicas, so that all work of a pool ends sooner.
 
     replicas ──their rows, measured costs──► MigrationPlanner (last reports) ──plan_migrations──► orders to sources
-    dispatch ──nodes that could start────────┘
+    dispatch ──replicas with shards, nodes that wait──┘
 
-A decoding pass costs nearly the same for one row as for a few. If the last rows of a pool are spread over its replicas,
-all replicas are busy with the work of one. Events in, instructions out: no clock, no I/O, no Dask.
+A decoding pass over n rows takes floor_s + row_s * n seconds (`PassCost`, fitted to each replica's passes). A replica
+whose rows need l_1 .. l_n more passes is therefore done after
+
+    end = floor_s * max(l_i) + row_s * sum(l_i)              (more passes if it has more rows than run at once)
+
+and all work of a pool after
+
+    max(latest end, (sum of all ends + seconds of the nodes that wait for a slot) / number of replicas).
+
+The first part falls if rows spread: a loaded replica gives rows to idle ones. The second part falls if rows gather: a
+pass costs nearly the same for one row as for a few, so replicas that are emptied can begin the next nodes. Both plans
+and staying are compared, with the cost of the migrations. Events in, instructions out: no clock, no I/O, no Dask.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
-from stages.engines.row_loads import EngineLoad, MigrationRequest, RowLoad
+from stages.engines.row_loads import COPY_POSITIONS, EngineLoad, MigrationRequest, RowLoad
 
-BANDWIDTH_PRIOR = 200e6
-"""Assumed bandwidth between two replicas (bytes per second) before one was measured: that of a slow network."""
-HANDLING_S = 0.02
-"""Seconds that a migration costs a row besides its bytes: waiting for passes to end on both sides, and messages."""
-_LEARNING_RATE = 0.5
+MIN_GAIN = 0.03
+"""Part of the predicted time of the rows that a plan must save. Measured times scatter, and rows may end early."""
 _MEASURABLE_BYTES = 1 << 20
-"""The time of a smaller migration says more about messages than about bandwidth."""
+"""Smaller copies say little about the time of larger ones."""
 
 
 @dataclass(frozen=True)
 class Migration:
-    """An instruction: these rows migrate from one replica to another."""
+    """An instruction: these rows migrate from one replica to another, in turn."""
 
     source: int
     target: int
     rows: tuple[MigrationRequest, ...]
 
 
-def plan_migrations(loads: Mapping[int, EngineLoad], bytes_per_s: float, below: int) -> list[Migration]:
-    """Return the migrations to order, if fewer than `below` rows are left on all replicas together.
+@dataclass(frozen=True)
+class CopyCost:
+    """The measured cost of migrations. The values here stand for it before there was one."""
 
-    Replicas with the fewest rows are emptied first, into those with the most rows. A replica sends all rows that
-    are worth a migration or none, and only into free places of replicas that hold rows of the same version. So every
-    migration leaves one replica fewer with rows, and no row comes back. Rows that are nearly done stay, since they end
-    sooner than they would migrate."""
-    if sum(len(load.rows) for load in loads.values()) >= below:
-        return []
+    bytes_per_s: float = 200e6
+    """Bytes of keys and values for which the passes of a replica wait for a second, at either end."""
+    standstill_s: float = 0.02
+    """Seconds that a row stands still."""
+
+
+def plan_migrations(
+    loads: Mapping[int, EngineLoad],
+    copies: CopyCost = CopyCost(),
+    closed: Collection[int] = (),
+    waiting_s: float = 0.0,
+) -> list[Migration]:
+    """Return the migrations to order: those of the plan that ends soonest, if it saves `MIN_GAIN` of the rows' time.
+
+    Rows go to replicas with the same version of the weights, and only into free places. A replica sends rows or
+    receives some, never both. Without a measured cost nothing migrates.
+
+    Args:
+        loads: load of each replica of the pool, by index.
+        closed: replicas that must not receive rows while they have none, since they have work that shows no rows yet.
+        waiting_s: seconds of one replica that the nodes take which wait for a slot.
+    """
     moves: list[Migration] = []
-    for version in sorted({load.version for load in loads.values()}):
-        busy = {i: load for i, load in loads.items() if load.version == version and load.rows}
-        moves += _gather(busy, bytes_per_s)
+    costs = [load.cost for load in loads.values() if load.cost is not None]
+    if not costs:
+        return moves
+    known = {i: load if load.cost is not None else replace(load, cost=costs[0]) for i, load in loads.items()}
+    for version in sorted({load.version for load in loads.values() if load.rows}):
+        group = {i: one for i, one in known.items() if one.version == version and (one.rows or i not in closed)}
+        stay, level, gather = (_Plan(group, copies, waiting_s) for _ in range(3))
+        _level(level)
+        if waiting_s:
+            _gather(gather)
+        best = min(stay, level, gather, key=_Plan.end_s)
+        if stay.end_s() - best.end_s() > MIN_GAIN * (stay.end_s() - waiting_s / len(group)):
+            moves += best.migrations()
     return moves
 
 
-def _gather(busy: Mapping[int, EngineLoad], bytes_per_s: float) -> list[Migration]:
-    """Return the migrations among replicas that hold rows of one version."""
-    moves: list[Migration] = []
-    free = {i: load.max_rows - len(load.rows) for i, load in busy.items()}
-    by_rows = sorted(busy, key=lambda i: (len(busy[i].rows), -i))
-    receivers: set[int] = set()
+class _Side:
+    """A replica under a plan: its rows, and when it has finished them."""
+
+    def __init__(self, load: EngineLoad) -> None:
+        self.load = load
+        self.passes = {row.key: row.left for row in load.rows}
+        """Passes that each row needs here. A row that arrives also needs those during which it stands still."""
+        self.held_s = 0.0
+        """Seconds in which passes wait for keys and values that are read or written, or for tokens fed again."""
+        self.copying = 0
+        """Passes until the rows that leave have been copied, one after the other."""
+        self.sends = self.receives = False
+
+    @property
+    def num_free(self) -> int:
+        return max(self.load.max_rows - len(self.passes), 0)
+
+    def end_s(self, total: int | None = None, longest: int | None = None) -> float:
+        """Return the seconds until all rows are done. `total` and `longest` replace the sum and the maximum of the
+        passes of the rows."""
+        total = sum(self.passes.values()) if total is None else total
+        longest = max(self.passes.values(), default=0) if longest is None else longest
+        assert self.load.cost is not None
+        passes = max(longest, -(-total // self.load.max_rows))
+        return self.held_s + self.load.cost.floor_s * passes + self.load.cost.row_s * total
+
+
+@dataclass(frozen=True)
+class _Price:
+    """The cost of a row's migration. The source is held up for `read_s`, the target for `write_s`."""
+
+    request: MigrationRequest
+    copying: int
+    """Passes of the source between which parts of the row are copied."""
+    passes: int
+    """Passes of the target during which the row stands still."""
+    read_s: float
+    write_s: float
+
+
+class _Plan:
+    """Owns the replicas of one version under a plan, and the rows that it moves."""
+
+    def __init__(self, group: Mapping[int, EngineLoad], copies: CopyCost, waiting_s: float) -> None:
+        self.sides = {i: _Side(load) for i, load in group.items()}
+        self._copies, self._waiting_s = copies, waiting_s
+        self._moved: dict[tuple[int, int], list[MigrationRequest]] = {}
+
+    def end_s(self) -> float:
+        """Return the seconds until all work is done (see the module docstring)."""
+        ends = [side.end_s() for side in self.sides.values()]
+        return max(*ends, (sum(ends) + self._waiting_s) / len(ends)) if self._waiting_s else max(ends)
+
+    def price(self, row: RowLoad, source: int, target: int) -> _Price | None:
+        """Return what a migration costs, or None if the row may be done before it has migrated. Its keys and values
+        are copied while it goes on, or the target feeds its tokens again, whichever holds up fewer passes."""
+        giving, taking = self.sides[source].load, self.sides[target].load
+        copy_s = row.cached * giving.position_bytes / self._copies.bytes_per_s if row.cached else math.inf
+        fed_s = row.tokens * (taking.prefill_s or giving.prefill_s or giving.pass_s)
+        with_cache = 2 * copy_s <= fed_s
+        standstill_s = self._copies.standstill_s + (0.0 if with_cache else fed_s)
+        copying = -(-row.cached // COPY_POSITIONS) if with_cache else 0
+        min_left = math.ceil(standstill_s / giving.pass_s)
+        if row.left < self.sides[source].copying + copying + min_left:
+            return None
+        request = MigrationRequest(row.key, with_cache, min_left)
+        held = (copy_s, copy_s) if with_cache else (0.0, fed_s)
+        return _Price(request, copying, math.ceil(standstill_s / self._pass_s_with_another(target)), *held)
+
+    def _pass_s_with_another(self, target: int) -> float:
+        side = self.sides[target]
+        assert side.load.cost is not None
+        return side.load.cost.seconds(min(len(side.passes) + 1, side.load.max_rows))
+
+    def move(self, row: RowLoad, source: int, target: int, price: _Price) -> None:
+        giving, taking = self.sides[source], self.sides[target]
+        del giving.passes[row.key]
+        taking.passes[row.key] = row.left + price.passes
+        giving.held_s += price.read_s
+        giving.copying += price.copying
+        taking.held_s += price.write_s
+        giving.sends = taking.receives = True
+        self._moved.setdefault((source, target), []).append(price.request)
+
+    def migrations(self) -> list[Migration]:
+        return [Migration(source, target, tuple(rows)) for (source, target), rows in self._moved.items()]
+
+
+def _level(plan: _Plan) -> None:
+    """Move rows one by one from the replica that ends last to the one that ends first, as long as the later of the two
+    ends sooner than the first did before."""
+    while True:
+        source = max(plan.sides, key=lambda i: plan.sides[i].end_s())
+        giving = plan.sides[source]
+        targets = [i for i, side in plan.sides.items() if i != source and side.num_free and not side.sends]
+        if giving.receives or not targets:
+            return
+        target = min(targets, key=lambda i: plan.sides[i].end_s())
+        best = _row_to_move(plan, giving, source, target)
+        if best is None:
+            return
+        plan.move(*best)
+
+
+def _row_to_move(plan: _Plan, giving: _Side, source: int, target: int) -> tuple[RowLoad, int, int, _Price] | None:
+    """Return the row whose migration makes the later end of the two replicas soonest. None if none does."""
+    taking = plan.sides[target]
+    total, *longest = sum(giving.passes.values()), *sorted(giving.passes.values(), reverse=True)[:2], 0
+    their_total, their_longest = sum(taking.passes.values()), max(taking.passes.values(), default=0)
+    best, soonest = None, giving.end_s()
+    for row in giving.load.rows:
+        price = plan.price(row, source, target) if row.key in giving.passes else None
+        if price is None:
+            continue
+        here, there = giving.passes[row.key], row.left + price.passes
+        source_end_s = price.read_s + giving.end_s(total - here, longest[1] if here == longest[0] else longest[0])
+        target_end_s = price.write_s + taking.end_s(their_total + there, max(their_longest, there))
+        if max(source_end_s, target_end_s) < soonest:
+            best, soonest = (row, source, target, price), max(source_end_s, target_end_s)
+    return best
+
+
+def _gather(plan: _Plan) -> None:
+    """Empty the replicas with the fewest rows into free places of those with the most. A replica sends all rows that
+    are worth it, or none. Rows that are nearly done stay, since they end sooner than they would migrate."""
+    busy = [i for i, side in plan.sides.items() if side.passes]
+    by_rows = sorted(busy, key=lambda i: (len(plan.sides[i].passes), -i))
     for position, source in enumerate(by_rows):
-        others = by_rows[position + 1 :]
-        if source in receivers or not others:
+        giving = plan.sides[source]
+        places = [i for i in by_rows[:position:-1] for _ in range(plan.sides[i].num_free)]
+        if giving.receives or not places:
             continue
-        wanted = [w for row in busy[source].rows if (w := _worth(row, busy[source], busy[others[-1]], bytes_per_s))]
-        if not wanted or len(wanted) > sum(max(free[i], 0) for i in others):
+        wanted = [row for row in giving.load.rows if plan.price(row, source, places[0])]
+        if len(wanted) > len(places):
             continue
-        for target in reversed(others):
-            part, wanted = wanted[: max(free[target], 0)], wanted[max(free[target], 0) :]
-            if part:
-                moves.append(Migration(source, target, tuple(part)))
-                free[target] -= len(part)
-                receivers.add(target)
-    return moves
+        for row, target in zip(wanted, places, strict=False):
+            price = plan.price(row, source, target)
+            if price is not None:
+                plan.move(row, source, target, price)
 
 
-def _worth(row: RowLoad, source: EngineLoad, target: EngineLoad, bytes_per_s: float) -> MigrationRequest | None:
-    """Return how the row should migrate, or None if that is not worth it. Either its keys and values are sent too, or
-    the target feeds its tokens again, whichever is faster. A row migrates only if it may run for longer than that
-    takes."""
-    if source.pass_s == 0.0:
-        return None  # not measured yet
-    carried_s = row.cached * source.position_bytes / bytes_per_s if row.cached else math.inf
-    fed_s = row.tokens * (target.prefill_s or source.prefill_s or source.pass_s)
-    cost_s = HANDLING_S + min(carried_s, fed_s)
-    min_left = math.ceil(cost_s / source.pass_s)
-    return MigrationRequest(row.key, carried_s <= fed_s, min_left) if row.left >= min_left else None
+def _nearer(known: float, measured: float) -> float:
+    """Return the geometric mean of a value and a new measurement."""
+    return math.sqrt(known * measured)
 
 
 @dataclass
 class MigrationPlanner:
     """Owns the last load that each replica of a pool reported, and the migrations under way."""
 
-    below: int
-    bytes_per_s: float = BANDWIDTH_PRIOR
-    _loads: dict[int, EngineLoad] = field(default_factory=dict)
-    """Last report of each replica. A replica that has not reported since it was built is missing."""
+    concurrent_shards: int = 1
+    """Nodes that a replica works on at once."""
+    copies: CopyCost = CopyCost()
+    node_s: float = 0.0
+    """Running mean of the seconds that a node takes; 0 before the first one."""
+    _loads: dict[int, tuple[EngineLoad, float]] = field(default_factory=dict)
+    """Last report of each replica, and its time. A replica that has not reported since it was built is missing."""
     _under_way: dict[int, Migration] = field(default_factory=dict)
     """Migrations by their number."""
+    _outdated: set[int] = field(default_factory=set)
+    """Replicas whose rows have changed by a migration since they reported."""
     _ordered: int = 0
+    _seen: object = None
+    """What the last plan was made from."""
+    _num_reports: int = 0
 
-    def update_load(self, replica: int, load: EngineLoad) -> None:
+    def update_load(self, replica: int, load: EngineLoad, now_s: float) -> None:
         """Record the load that a replica reports."""
-        self._loads[replica] = load
+        self._loads[replica] = load, now_s
+        self._outdated.discard(replica)
+        self._num_reports += 1
+
+    def node_took(self, seconds: float) -> None:
+        """Record how long a node was worked on."""
+        self.node_s = _nearer(self.node_s, seconds) if self.node_s else seconds
 
     def replica_lost(self, replica: int) -> None:
         """Forget a replica that is lost or overdue, and the migrations whose source it is. Its next report makes it
         take part again."""
         self._loads.pop(replica, None)
-        for number, move in list(self._under_way.items()):
-            if move.source == replica:
-                del self._under_way[number]
+        self._outdated.discard(replica)
+        self._num_reports += 1
+        for number in [number for number, move in self._under_way.items() if move.source == replica]:
+            self._ended(number, moved=False)
 
-    def arrived(self, number: int, num_bytes: int, seconds: float) -> None:
-        """Record that a migration is over: its rows were accepted or came back."""
-        self._under_way.pop(number, None)
-        if num_bytes >= _MEASURABLE_BYTES and seconds > 0:
-            self.bytes_per_s *= (num_bytes / seconds / self.bytes_per_s) ** _LEARNING_RATE
+    def arrived(self, number: int, num_rows: int, num_bytes: int, held_s: float, standstill_s: float) -> None:
+        """Record that a migration is over: so many of its rows were accepted. `num_bytes` were copied before, for which
+        the passes of both replicas waited `held_s` seconds together. The rows stood still for `standstill_s` seconds
+        together."""
+        self._ended(number, moved=num_rows > 0)
+        if num_rows and num_bytes >= _MEASURABLE_BYTES and held_s > 0:
+            rate, each_s = 2 * num_bytes / held_s, standstill_s / num_rows
+            self.copies = CopyCost(_nearer(self.copies.bytes_per_s, rate), _nearer(self.copies.standstill_s, each_s))
 
-    def next_migrations(self, usable: Collection[int], startable: Iterable[int]) -> list[tuple[int, Migration]]:
+    def _ended(self, number: int, *, moved: bool) -> None:
+        move = self._under_way.pop(number, None)
+        self._num_reports += 1
+        if move is not None and not moved:
+            self._outdated -= {move.source, move.target}
+
+    def next_migrations(
+        self, usable: Collection[int], busy: Collection[int], waiting: Mapping[int, int], now_s: float
+    ) -> list[tuple[int, Migration]]:
         """Return the migrations to order now, each with its number.
 
         Args:
             usable: replicas that get work.
-            startable: versions of the nodes that wait only for a slot. Rows of such a version stay where they are,
+            busy: replicas that have a node, whether or not its rows have been reported.
+            waiting: version -> number of nodes that wait only for a slot. Rows of such a version stay where they are,
                 since more rows will join them.
+            now_s: time of the call. Reported rows have moved on since their report.
         """
-        loads = {i: load for i, load in self._loads.items() if i in usable}
-        if self._under_way or len(loads) < len(usable):
-            return []  # rows are moving, or a replica that has not reported may have many
-        waiting = set(startable)
+        seen = self._num_reports, frozenset(usable), frozenset(busy), tuple(sorted(waiting.items()))
+        if self._under_way or self._outdated or not self._loads.keys() >= {*usable} or seen == self._seen:
+            return []  # rows are moving, a replica that has not reported may have many, or nothing is new
+        self._seen = seen
+        loads = {i: load.later(now_s - at) for i, (load, at) in self._loads.items() if i in usable}
         loads = {i: load for i, load in loads.items() if load.version not in waiting or not load.rows}
+        waiting_s = sum(waiting.values()) * self.node_s / self.concurrent_shards
         orders = []
-        for move in plan_migrations(loads, self.bytes_per_s, self.below):
+        for move in plan_migrations(loads, self.copies, busy, waiting_s):
             self._under_way[self._ordered] = move
+            self._outdated |= {move.source, move.target}
             orders.append((self._ordered, move))
             self._ordered += 1
         return orders

@@ -230,9 +230,11 @@ class MigrationDone:
     num_rows: int
     """Number of accepted rows."""
     num_bytes: int
-    """Bytes of the keys and values that were sent; 0 if no row was accepted."""
-    seconds: float
-    """Seconds from the first byte to the answer."""
+    """Bytes of the keys and values that were copied while their rows went on decoding."""
+    held_s: float
+    """Seconds in which the passes of both replicas waited for these copies."""
+    standstill_s: float
+    """Seconds from when a row was taken out until it was accepted, summed over the rows."""
     waiting: tuple[Address, ...]
     """See `RowsReport`."""
     refusal: str | None = None

@@ -227,9 +227,8 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
         engine = _build_engine(config, spec)
         parts.numerics |= {f"engine.{name}": value for name, value in engine.numerics.items()}
         parts.engine = VersionedEngine(engine, parts.board, in_flight=config.in_flight, fetch=parts.fetch_weights)
-        if config.cluster.migrate_rows_below:
-            message_timeout_s = min(MESSAGE_TIMEOUT_S, config.cluster.deadline_s / 4)
-            parts.rows = ReplicaRows(parts.engine, config.cluster.migrate_rows_below, message_timeout_s)
+        if config.cluster.migrate_rows:
+            parts.rows = ReplicaRows(parts.engine, min(MESSAGE_TIMEOUT_S, config.cluster.deadline_s / 4))
     if gang.roles & MODEL_ROLES:
         parts.updates = _build_updates(parts, _build_host(config, spec, gang.roles & MODEL_ROLES), same_layout)
         parts.numerics |= parts.updates.host.numerics()
@@ -270,7 +269,7 @@ def _build_engine(config: RunConfig, spec: WorkerSpec) -> GenerationEngine:
         max_seq=config.seq,
         threads=config.placement.gangs[spec.gang].threads,
         eos_token_ids=config.model.eos_token_ids,
-        migratable=config.cluster.migrate_rows_below > 0,
+        migratable=config.cluster.migrate_rows,
         in_flight=config.in_flight,
         device_sharing=config.shares_devices(spec.gang),
         on_lost=partial(_end_process, spec.log),

@@ -6,12 +6,12 @@ engine (`MigratingEngine`) ◄── ReplicaRows: which shard, which version ◄
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from pipeline.workers.versioned_engine import VersionedEngine
-from stages.engines.embedded.migration import AcceptedRows, MigratedRow, key_of
+from stages.engines.embedded.migration import AcceptedRows, CopiedPart, MigratedRow, MigratingEngine, key_of
 from stages.engines.protocol import Completion
 from stages.engines.row_loads import EngineLoad, MigrationRequest, RowKey
 from storage.address import Address
@@ -26,16 +26,40 @@ class Shard:
     finished_elsewhere: int = 0
 
 
+class ArrivingRow:
+    """Owns what has arrived of another replica's row."""
+
+    def __init__(self, engine: MigratingEngine) -> None:
+        self._engine = engine
+        self._parts_of: RowKey | None = None
+        self._accepted: AcceptedRows | None = None
+
+    def write_in(self, part: CopiedPart) -> float:
+        """See `MigratingEngine.write_in`."""
+        self._parts_of = part.key
+        return self._engine.write_in(part)
+
+    def migrate_in(self, migrated: Sequence[MigratedRow]) -> AcceptedRows:
+        """See `MigratingEngine.migrate_in`."""
+        self._accepted = self._engine.migrate_in(migrated)
+        return self._accepted
+
+    def close(self) -> None:
+        """Drop the row, or its parts if it has not arrived."""
+        if self._accepted is not None:
+            self._accepted.close()
+        elif self._parts_of is not None:
+            self._engine.drop_parts(self._parts_of)
+
+
 class ReplicaRows:
     """Tracks where the rows of this process's shards are, and is the only caller of `MigratingEngine`'s migration."""
 
-    def __init__(self, engine: VersionedEngine, below: int, timeout_s: float) -> None:
-        """`below`: report the rows here to the driver while there are fewer than this. `timeout_s`: seconds without a
-        message after which a replica that accepted rows counts as lost."""
+    def __init__(self, engine: VersionedEngine, timeout_s: float) -> None:
+        """`timeout_s`: seconds without a message after which a replica that accepted rows counts as lost."""
         assert engine.migratable is not None, "this engine's rows cannot migrate"
         self._engine, self._rows = engine, engine.migratable
         self.timeout_s = timeout_s
-        self._below = below
         self._lock = threading.Lock()
         """Guards the fields below. No method of the engine is called under it."""
         self._shards: list[Shard] = []
@@ -63,8 +87,8 @@ class ReplicaRows:
             return tuple(s.address for s in self._shards if s.keys & gone and not s.keys & self._here)
 
     def watch(self, report: Callable[[EngineLoad, tuple[Address, ...]], None]) -> None:
-        """From now on call `report(rows here, self.waiting)` whenever the rows here change and are fewer than the
-        constructor's `below`, and once when they are that many again. Call this before rows migrate."""
+        """From now on call `report(rows here, self.waiting)` whenever the engine reports its load. Call this before
+        rows migrate."""
 
         def listen(here: EngineLoad) -> None:
             self._engine.rows_left()  # all unfinished rows of a call may be elsewhere now
@@ -72,11 +96,20 @@ class ReplicaRows:
                 self._here = frozenset(row.key for row in here.rows)
             report(here, self.waiting)
 
-        self._rows.watch_load(self._below, listen)
+        self._rows.watch_load(listen)
 
-    def migrate_out(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]:
-        """Take rows out of the engine for another replica."""
-        migrated = self._rows.migrate_out(rows)
+    @property
+    def version(self) -> int:
+        """Version of the weights that the rows here continue with."""
+        return self._rows.version
+
+    def copy_out(self, key: RowKey, start: int) -> CopiedPart | None:
+        """See `MigratingEngine.copy_out`."""
+        return self._rows.copy_out(key, start)
+
+    def migrate_out(self, rows: Collection[MigrationRequest], copied: Mapping[RowKey, CopiedPart]) -> list[MigratedRow]:
+        """Take rows out of the engine for another replica (see `MigratingEngine.migrate_out`)."""
+        migrated = self._rows.migrate_out(rows, copied)
         self._engine.rows_left()
         with self._lock:
             self._elsewhere.update((one.ticket, key_of(one.request)) for one in migrated)
@@ -84,11 +117,11 @@ class ReplicaRows:
         return migrated
 
     @contextmanager
-    def migrate_in(self, migrated: Sequence[MigratedRow]) -> Iterator[AcceptedRows]:
-        """Return a context in which rows of another replica continue here. Its end stops those that are not finished.
-        Raises RequestError for rows that cannot be accepted."""
-        with self._engine.resident({one.version for one in migrated}), closing(self._rows.migrate_in(migrated)) as rows:
-            yield rows
+    def arriving(self, version: int) -> Iterator[ArrivingRow]:
+        """Return a context in which a row of another replica arrives and continues here. Its end stops the row if it is
+        not finished. Raises RequestError if rows of this version cannot continue here."""
+        with self._engine.resident({version}), closing(ArrivingRow(self._rows)) as arriving:
+            yield arriving
 
     def deliver(self, ticket: int, completion: Completion) -> None:
         """Give the caller of a row its completion, which another replica has finished."""

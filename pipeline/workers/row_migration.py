@@ -3,15 +3,20 @@ the scheduler or the driver.
 
     driver          source (its shards wait)                   target
     ──────          ────────────────────────                   ──────
-    order ────────► takes the rows out, connects ──rows──────► accepts them
-          ◄─done──                               ◄─accepted───    (or: refused, with the reason)
-                    returns each to its caller   ◄─finished───  each finished row; a heartbeat every second
-                    rows whose caller has left   ──dropped────► drops them
-                    connection lost or silent:                  connection lost: drops all
-                    continues them itself
+    order ────────► for each of its rows, in turn:
+                    connects; copies a part, the row
+                    goes on decoding, the next ... ──parts───► keeps them
+                    "is all there?"                ──────────► yes    (or: refused, with the reason)
+                    takes the row out              ──rest────► accepts it
+          ◄─done──                               ◄─accepted──     (or: refused, with the reason)
+                    returns it to its caller     ◄─finished──  when it is finished; a heartbeat every second
+                    its caller has left          ──dropped───► drops it
+                    connection lost or silent:                 connection lost: drops it
+                    continues it itself
 
-The source keeps everything that it needs to continue a row, since it commits the row's shard. When the connection ends,
-each side acts alone, and what the target still computes is discarded. Arrays are sent as frames, without a copy.
+Until the row is taken out nothing has happened to it, whoever dies. From then on the source keeps everything that it
+needs to continue the row, since it commits the row's shard. When the connection ends, each side acts alone, and what
+the target still computes is discarded. Arrays are sent as frames, without a copy.
 """
 
 from __future__ import annotations
@@ -21,7 +26,8 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distributed import Client, Status, Worker
@@ -29,11 +35,12 @@ from distributed.comm import Comm, connect
 from distributed.protocol import to_serialize
 
 from pipeline.workers.messages import REPORTS, MigrationDone, MigrationOrder, RowsReport, WorkerSpec
+from stages.engines.row_loads import COPY_POSITIONS, MigrationRequest
 from storage import codec
 
 if TYPE_CHECKING:  # they import torch, which the driver does not load
-    from pipeline.workers.replica_rows import ReplicaRows
-    from stages.engines.embedded.migration import AcceptedRows
+    from pipeline.workers.replica_rows import ArrivingRow, ReplicaRows
+    from stages.engines.embedded.migration import AcceptedRows, CopiedPart
 
 MIGRATE, ACCEPT = "stageline_migrate_rows", "stageline_accept_rows"
 """Names of the Dask handlers."""
@@ -58,109 +65,203 @@ def open_for_rows(worker: Worker, spec: WorkerSpec, rows: ReplicaRows) -> None:
     def report(message: RowsReport | MigrationDone) -> None:
         worker.log_event(REPORTS, codec.encode(message))
 
+    def start(task: asyncio.Task[None]) -> None:
+        sending.add(task)
+        task.add_done_callback(sending.discard)
+
     async def migrate(order: bytes) -> None:
         sent: MigrationOrder = pickle.loads(order)
         if (sent.gang, sent.index, sent.incarnation) == (spec.gang, spec.index, spec.incarnation):
-            task = asyncio.create_task(_send(worker, rows, sent, report))
-            sending.add(task)
-            task.add_done_callback(sending.discard)
+            start(asyncio.create_task(_Sender(worker, rows, start).carry_out(sent, report)))
 
-    async def accept(comm: Comm, migrated: list[Any]) -> Status:
-        await _receive(comm, rows, migrated)
+    async def accept(comm: Comm, version: int) -> Status:
+        await _receive(comm, rows, version)
         return Status.dont_reply
 
     worker.handlers |= {MIGRATE: migrate, ACCEPT: accept}
     rows.watch(lambda load, waiting: report(RowsReport(spec.gang, spec.index, spec.incarnation, load, waiting)))
 
 
-async def _send(
-    worker: Worker, rows: ReplicaRows, order: MigrationOrder, report: Callable[[MigrationDone], None]
-) -> None:
-    """Run the source's side of a migration until no row is left in the target."""
-    migrated = await asyncio.to_thread(rows.migrate_out, order.rows)
-    left = {one.ticket for one in migrated}
-    num_bytes = sum(one.cache.nbytes for one in migrated if one.cache is not None)
-    comm: Comm | None = None
+# ---- the source ------------------------------------------------------------------------------------------
 
-    def done(num_rows: int, seconds: float, refusal: str | None = None) -> None:
+
+@dataclass
+class _Sender:
+    """Owns the source's side of a migration order, and counts what it costs."""
+
+    worker: Worker
+    rows: ReplicaRows
+    start: Callable[[asyncio.Task[None]], None]
+    """Keeps a task until it is done."""
+    num_rows: int = 0
+    num_bytes: int = 0
+    held_s: float = 0.0
+    standstill_s: float = 0.0
+
+    async def carry_out(self, order: MigrationOrder, report: Callable[[MigrationDone], None]) -> None:
+        """Send the rows of an order in turn, up to the first one that the target refuses. Then report."""
+        refusal: str | None = None
+        try:
+            for request in order.rows:
+                refusal = await self._send(order.target, request)
+                if refusal is not None:
+                    break
+        except (OSError, TimeoutError):
+            refusal = "it did not answer"
+        except RuntimeError as error:
+            refusal = str(error)  # the engine here has stopped
         numbers = (order.number, order.gang, order.index, order.incarnation)
-        report(MigrationDone(*numbers, num_rows, num_bytes if num_rows else 0, seconds, rows.waiting, refusal))
+        counts = (self.num_rows, self.num_bytes, self.held_s, self.standstill_s)
+        report(MigrationDone(*numbers, *counts, self.rows.waiting, refusal))
 
-    answered = False
+    async def _send(self, target: str, request: MigrationRequest) -> str | None:
+        """Send a row, unless it has ended by then. Return the reason if the target refuses it. Raises OSError or
+        TimeoutError if the target is lost. The row continues here then."""
+        timeout_s = self.rows.timeout_s
+        comm: Comm = await connect(target, timeout=timeout_s, **self.worker.connection_args)
+        ticket: int | None = None
+        accepted = False
+        try:
+            await comm.write({"op": ACCEPT, "version": self.rows.version})
+            part = await self._copy(comm, request) if request.with_cache else None
+            if request.with_cache and part is None:
+                return None
+            answer = await _asked(comm, {"complete": True}, timeout_s)
+            if "refused" in answer:
+                return str(answer["refused"])
+            began = time.perf_counter()
+            migrated = await asyncio.to_thread(
+                self.rows.migrate_out, [request], {} if part is None else {part.key: part}
+            )
+            if not migrated:
+                return None
+            ticket = migrated[0].ticket
+            held_s = float(answer["held_s"])
+            answer = await _asked(comm, {"migrated": to_serialize(migrated)}, timeout_s)
+            if "refused" in answer:
+                return str(answer["refused"])
+            accepted = True
+            self.num_rows, self.held_s = self.num_rows + 1, self.held_s + held_s
+            self.standstill_s += time.perf_counter() - began
+            self.start(asyncio.create_task(_collect(comm, self.rows, ticket)))
+            return None
+        finally:
+            if not accepted:
+                comm.abort()
+                if ticket is not None:
+                    await asyncio.to_thread(self.rows.give_back, [ticket])
+
+    async def _copy(self, comm: Comm, request: MigrationRequest) -> CopiedPart | None:
+        """Send keys and values of a row while it goes on decoding, up to its last full block. Return the last part.
+        None if the row has ended or does not decode."""
+        part = await asyncio.to_thread(self.rows.copy_out, request.key, 0)
+        while part is not None:
+            self.held_s += part.held_s
+            if part.cache is not None:
+                self.num_bytes += part.cache.nbytes
+                await asyncio.wait_for(comm.write({"part": to_serialize(part)}), self.rows.timeout_s)
+            if part.stop - part.start < COPY_POSITIONS:
+                break
+            part = await asyncio.to_thread(self.rows.copy_out, request.key, part.stop)
+        return part
+
+
+async def _asked(comm: Comm, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """Send a message and return the answer. Raises OSError or TimeoutError if the other side is lost."""
+    await asyncio.wait_for(comm.write(message), timeout_s)
+    answer: dict[str, Any] = await asyncio.wait_for(comm.read(), timeout_s)
+    return answer
+
+
+async def _collect(comm: Comm, rows: ReplicaRows, ticket: int) -> None:
+    """Return a row that another replica has accepted to its caller when it is finished. If the other replica is lost or
+    cannot finish it, continue it here."""
+    delivered = False
     try:
-        if left:
-            comm = await connect(order.target, timeout=rows.timeout_s, **worker.connection_args)
-            started = time.perf_counter()
-            await asyncio.wait_for(comm.write({"op": ACCEPT, "migrated": to_serialize(migrated)}), rows.timeout_s)
-            del migrated
-            answer = await asyncio.wait_for(comm.read(), rows.timeout_s)
-            refusal = answer.get("refused")
-            if refusal is None:
-                done(len(left), time.perf_counter() - started)
-                answered = True
-                await _collect(comm, rows, left)
-            else:
-                done(0, 0.0, refusal)
-                answered = True
+        while not delivered:
+            message = await asyncio.wait_for(comm.read(), rows.timeout_s)
+            for _, completion in message["finished"]:
+                if completion is None:
+                    return
+                rows.deliver(ticket, completion)
+                delivered = True
+            if not delivered and not rows.wanted({ticket}):
+                await comm.write({"dropped": [ticket]})
+                return
     except (OSError, TimeoutError):
         pass  # the target is lost or silent
     finally:
-        if comm is not None:
-            comm.abort()
-        if left:
-            await asyncio.to_thread(rows.give_back, left)
-        if not answered:
-            done(0, 0.0, "it did not answer" if left else None)
+        comm.abort()
+        if not delivered:
+            await asyncio.to_thread(rows.give_back, [ticket])
 
 
-async def _collect(comm: Comm, rows: ReplicaRows, left: set[int]) -> None:
-    """Return finished rows to their callers until none is left. Raises OSError or TimeoutError if the target is
-    lost."""
-    while left:
+# ---- the target ------------------------------------------------------------------------------------------
+
+
+async def _receive(comm: Comm, rows: ReplicaRows, version: int) -> None:
+    """Run the target's side of a row's migration to its end."""
+    arrival = ExitStack()
+    try:
+        incoming = await _arrived(comm, rows, version, arrival)
+        if incoming is not None:
+            await _host(comm, incoming)
+    except (OSError, TimeoutError):
+        pass  # the source is lost or silent
+    finally:
+        comm.abort()
+        await asyncio.to_thread(arrival.close)
+
+
+async def _arrived(comm: Comm, rows: ReplicaRows, version: int, arrival: ExitStack) -> AcceptedRows | None:
+    """Take the parts of a row, then the row. Return None if it is refused, or does not come. Raises OSError or
+    TimeoutError if the source is lost."""
+    refusal: str | None = None
+    held_s = 0.0
+    arriving: ArrivingRow | None = None
+    try:
+        arriving = await asyncio.to_thread(arrival.enter_context, rows.arriving(version))
+    except (ValueError, RuntimeError) as error:
+        refusal = str(error)
+    while True:
         message = await asyncio.wait_for(comm.read(), rows.timeout_s)
-        for ticket, completion in message["finished"]:
-            if completion is None:
-                await asyncio.to_thread(rows.give_back, [ticket])
-            else:
-                rows.deliver(ticket, completion)
-            left.discard(ticket)
-        unwanted = left - rows.wanted(left)
-        if unwanted:
-            left -= unwanted
-            await comm.write({"dropped": sorted(unwanted)})
+        incoming: AcceptedRows | None = None
+        try:
+            if arriving is not None and refusal is None:
+                if "part" in message:
+                    held_s += await asyncio.to_thread(arriving.write_in, message["part"])
+                elif "migrated" in message:
+                    incoming = await asyncio.to_thread(arriving.migrate_in, message["migrated"])
+        except (ValueError, RuntimeError) as error:  # refused, or the engine stopped
+            refusal = str(error)
+        if "part" in message:
+            continue  # a refusal is told when the source asks
+        if refusal is not None:
+            await comm.write({"refused": refusal})
+            return None
+        await comm.write({"held_s": held_s})
+        if incoming is not None:
+            return incoming
 
 
-async def _receive(comm: Comm, rows: ReplicaRows, migrated: list[Any]) -> None:
-    """Run the target's side of a migration to its end."""
+async def _host(comm: Comm, incoming: AcceptedRows) -> None:
+    """Send a row's completion when it is finished, and heartbeats until then. Raises OSError if the source is lost."""
     finished: asyncio.Queue[tuple[int, Any] | None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    accepted: asyncio.Future[AcceptedRows] = loop.create_future()
 
-    def refuse(error: Exception) -> None:
-        if not accepted.done():
-            accepted.set_exception(error)
-
-    def host() -> None:
+    def wait() -> None:
         """Run in a thread, since it waits for the engine."""
         try:
-            with rows.migrate_in(migrated) as incoming:
-                loop.call_soon_threadsafe(accepted.set_result, incoming)
-                for item in incoming:
-                    loop.call_soon_threadsafe(finished.put_nowait, item)
-        except (ValueError, RuntimeError) as error:  # refused, or the engine stopped
-            loop.call_soon_threadsafe(refuse, error)
+            for item in incoming:
+                loop.call_soon_threadsafe(finished.put_nowait, item)
+        except RuntimeError:
+            pass  # the engine has stopped
         finally:
             loop.call_soon_threadsafe(finished.put_nowait, None)
 
-    threading.Thread(target=host, name="incoming-rows", daemon=True).start()
-    try:
-        incoming = await accepted
-    except (ValueError, RuntimeError) as error:
-        await comm.write({"refused": str(error)})
-        return
+    threading.Thread(target=wait, name="incoming-rows", daemon=True).start()
     listening = asyncio.create_task(_listen(comm, incoming))
     try:
-        await comm.write({"accepted": len(migrated)})
         while not listening.done():
             item: Any = ()
             with suppress(TimeoutError):
@@ -171,7 +272,6 @@ async def _receive(comm: Comm, rows: ReplicaRows, migrated: list[Any]) -> None:
     finally:
         incoming.close()
         listening.cancel()
-        comm.abort()
 
 
 async def _listen(comm: Comm, incoming: AcceptedRows) -> None:

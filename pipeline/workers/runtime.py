@@ -140,7 +140,7 @@ def runtime_for(config: RunConfig, roles: Role | Collection[Role]) -> Iterator[S
     settings = only.placement.gangs[gangs[0]]
     one_rank = was_held_in_one_process(config, held)
     settings.workers, settings.layout, settings.offload = 1, LayoutConfig(), "none"
-    only.cluster.migrate_rows_below = 0  # there is no other replica
+    only.cluster.migrate_rows = False  # there is no other replica
     only.placement.device_sharing = []
     only.placement.gangs = {"replay": settings, "elsewhere": replace(settings, device="auto")}
     only.placement.roles = {r.value: "replay" if r in held else "elsewhere" for r in Role}

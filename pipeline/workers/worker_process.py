@@ -189,7 +189,7 @@ def nanny_options(
 ) -> dict[str, Any]:
     """Return the options of a worker's nanny, without its address. `shared`: other processes compute on its host too.
     `gpus`: see `worker_environment`."""
-    waiting = gang.concurrent_shards if config.cluster.migrate_rows_below and Role.GENERATE in gang.roles else 0
+    waiting = gang.concurrent_shards if config.cluster.migrate_rows and Role.GENERATE in gang.roles else 0
     return {
         "name": worker_name(gang.name, index),
         "protocol": "tls://",

@@ -1,15 +1,67 @@
-"""Records for planning migrations: the rows that an engine has in flight, and the rows that it shall give to another
-engine.
+"""Records for planning migrations: the rows that an engine has in flight, what its passes cost, and the rows that it
+shall give to another engine.
 
 Uses only the standard library, since the driver, which plans migrations, does not load torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from statistics import median
 
 RowKey = tuple[int, int, int]
 """(seed, step, row): the identity of a row, and a part of the key of its noise."""
+COPY_POSITIONS = 128
+"""Maximum number of positions whose keys and values are copied between two passes. A whole number of cache blocks."""
+SMALLEST_SPREAD = 1.5
+"""A line is fitted if the largest number of rows is this many times the smallest one. Through numbers that lie closer
+together, the scatter of the times would give any slope."""
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """Seconds of a decoding pass as a function of its rows: floor_s + row_s * rows."""
+
+    floor_s: float
+    """Seconds that a pass takes however few rows it has: mainly reading the weights."""
+    row_s: float
+    """Seconds that each row adds."""
+
+    def seconds(self, rows: int) -> float:
+        """Return the seconds of a pass over this many rows."""
+        return self.floor_s + self.row_s * rows
+
+
+def spread_suffices(numbers: Collection[int]) -> bool:
+    """Return True if a line can be fitted to times of passes with these numbers of rows."""
+    return bool(numbers) and max(numbers) >= SMALLEST_SPREAD * min(numbers)
+
+
+def fit_pass_cost(seconds: Mapping[int, Collection[float]]) -> PassCost | None:
+    """Fit seconds = floor_s + row_s * rows to measured passes. Return None if their numbers of rows are too similar.
+
+    The fit is the weighted least-squares line through the median of each number of rows, so a pass that was interrupted
+    does not matter. Neither part is negative: if the best line has a negative part, that part is 0 and the other one is
+    fitted alone.
+
+    Args:
+        seconds: number of rows -> seconds of each measured pass with that many rows. The number of passes is the weight
+            of their median.
+    """
+    points = [(rows, median(times), len(times)) for rows, times in seconds.items()]
+    if not spread_suffices([rows for rows, _, _ in points]):
+        return None
+    weight = sum(w for _, _, w in points)
+    mean_rows = sum(w * rows for rows, _, w in points) / weight
+    mean_s = sum(w * s for _, s, w in points) / weight
+    slope = sum(w * (rows - mean_rows) * (s - mean_s) for rows, s, w in points)
+    slope /= sum(w * (rows - mean_rows) ** 2 for rows, _, w in points)
+    if slope < 0:
+        return PassCost(mean_s, 0.0)
+    if mean_s < slope * mean_rows:
+        return PassCost(0.0, sum(w * rows * s for rows, s, w in points) / sum(w * rows**2 for rows, _, w in points))
+    return PassCost(mean_s - slope * mean_rows, slope)
 
 
 @dataclass(frozen=True)
@@ -34,10 +86,28 @@ class EngineLoad:
     rows: tuple[RowLoad, ...]
     position_bytes: int
     """Bytes of one position's keys and values in all layers."""
-    pass_s: float
-    """Running mean of the seconds of a pass that only decodes; 0 before the first one."""
+    cost: PassCost | None
+    """Cost of a pass that only decodes. None until passes with different numbers of rows were measured."""
     prefill_s: float
     """Running mean of the seconds per prompt token that is fed; 0 before the first one."""
+
+    @property
+    def pass_s(self) -> float:
+        """Seconds of a pass over the rows that run now. Only for a load whose `cost` is known."""
+        assert self.cost is not None
+        return self.cost.seconds(min(len(self.rows), self.max_rows))
+
+    def later(self, seconds: float) -> EngineLoad:
+        """Return the load after this many seconds of passes over the same rows. Every row is taken to be unfinished."""
+        if self.cost is None or not self.rows:
+            return self
+        passes = int(seconds / self.pass_s)
+        return replace(self, rows=tuple(_after(row, min(passes, row.left - 1)) for row in self.rows))
+
+
+def _after(row: RowLoad, passes: int) -> RowLoad:
+    cached = row.cached + passes if row.cached else 0
+    return replace(row, tokens=row.tokens + passes, cached=cached, left=row.left - passes)
 
 
 @dataclass(frozen=True)

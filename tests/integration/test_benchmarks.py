@@ -39,7 +39,7 @@ CUTS = {
     "generation": Cut(lines="whole = m.workload; m.workload = lambda *_: whole(2, 16_000, 16)"),
     "judge": Cut(lines="m.LATENCIES_S = (0.01,)"),
     "memory": Cut("--updates 1 --dtypes bfloat16 --threads 1", "m.SAMPLED = (64,)"),
-    "migration": Cut(lines="m.LENGTHS, m.TAIL = (32,), ((2, 4), (2, 8))"),
+    "migration": Cut(lines="m.LENGTHS, m.TAIL, m.THREE = (32,), ((2, 4), (2, 8)), ((2, 4), (4, 6), (8, 12))"),
     "overlap": Cut(lines=f"m.STEPS, m.ARMS = ('steps=4',), m.ARMS[:2]; m.WORKLOADS = {FEWER_FROZEN}"),
     "pages": Cut("--steps 3"),
     "pipeline_decode": Cut(lines="m.NUM_ROWS = (2,)"),

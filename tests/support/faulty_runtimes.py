@@ -18,7 +18,7 @@ from pipeline.config.loading import load_yaml
 from pipeline.workers.messages import Call, Outcome, WorkerSpec
 from pipeline.workers.runtime import StageRuntime
 from stages.engines.embedded.batch import Batch
-from stages.engines.embedded.migration import AcceptedRows, MigratedRow
+from stages.engines.embedded.migration import AcceptedRows, CopiedPart, MigratedRow, MigratingEngine
 from stages.models.protocol import PolicyBatch
 from storage import files
 from storage.address import Address
@@ -77,8 +77,10 @@ class RestlessRuntime(StageRuntime):
         super().sleep()
 
 
-PASS_S = 0.01
-"""Before a move: hundreds of passes give the driver seconds to order it."""
+TOKEN_S = 0.004
+"""Seconds that each token of a batch takes before a move. So it pays to move a row to the replica that has fewer, and
+to copy its keys and values instead of feeding its tokens again. Hundreds of passes give the driver seconds to order
+it."""
 
 
 class HeldRuntime(StageRuntime):
@@ -95,31 +97,61 @@ class HeldRuntime(StageRuntime):
         if self.parts.engine is None:
             return
         config = self.parts.config
-        control = config.run_dir / "control"
-        replicas = config.placement.gangs[spec.gang].workers
-        engine = self.parts.engine._engine
-        runner = engine._runner
-        accept, submit = engine.migrate_in, runner.submit
-        accepted = False
+        self._control = config.run_dir / "control"
+        self._replicas = config.placement.gangs[spec.gang].workers
+        self._accepted = False
+        self._hold(self.parts.engine._engine)
+
+    def _hold(self, engine: MigratingEngine) -> None:
+        accept, submit = engine.migrate_in, engine._runner.submit
 
         def migrate_in(migrated: Sequence[MigratedRow]) -> AcceptedRows:
-            nonlocal accepted
-            incoming: AcceptedRows = accept(migrated)
-            accepted = True
-            staged = control / f".taken@{spec.name}"
-            staged.write_text(str(os.getpid()))
-            staged.rename(control / f"taken@{spec.name}")
+            incoming = accept(migrated)
+            self._accepted = True
+            self._tell("taken")
             return incoming
 
         def held(batch: Batch) -> None:
-            (control / f"begun@{spec.name}").touch()
-            while len(list(control.glob("begun@*"))) < replicas or (accepted and (control / "hold").exists()):
+            (self._control / f"begun@{self.parts.spec.name}").touch()
+            while len(list(self._control.glob("begun@*"))) < self._replicas or (self._accepted and self._holds):
                 time.sleep(0.01)
-            if not list(control.glob("taken@*")):
-                time.sleep(PASS_S)
+            if not list(self._control.glob("taken@*")):
+                time.sleep(TOKEN_S * len(batch.ids))
             submit(batch)
 
-        engine.migrate_in, runner.submit = migrate_in, held
+        engine.migrate_in, engine._runner.submit = migrate_in, held  # type: ignore[method-assign]
+
+    @property
+    def _holds(self) -> bool:
+        return (self._control / "hold").exists()
+
+    def _tell(self, what: str) -> None:
+        name = f"{what}@{self.parts.spec.name}"
+        (self._control / f".{name}").write_text(str(os.getpid()))
+        (self._control / f".{name}").rename(self._control / name)
+
+
+class HeldCopyRuntime(HeldRuntime):
+    """A runtime as `HeldRuntime`, but a replica stands still after the first part of the first row that it gets. It
+    goes on computing passes.
+
+    - `copying@<worker>`: written by the replica then: its process id
+    - `hold`: while it is there, the replica does not go on with that row
+    """
+
+    def _hold(self, engine: MigratingEngine) -> None:
+        super()._hold(engine)
+        write = engine.write_in
+
+        def write_in(part: CopiedPart) -> float:
+            seconds = write(part)
+            if self._holds:
+                self._tell("copying")
+            while self._holds:
+                time.sleep(0.01)
+            return seconds
+
+        engine.write_in = write_in  # type: ignore[method-assign]
 
 
 class LateRuntime(StageRuntime):

@@ -4,7 +4,7 @@ luck."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 
@@ -12,9 +12,9 @@ import torch
 
 from stages.engines.embedded.batch import Batch
 from stages.engines.embedded.build import build_embedded
-from stages.engines.embedded.migration import MigratedRow, MigratingEngine, key_of
+from stages.engines.embedded.migration import CopiedPart, MigratedRow, MigratingEngine, key_of
 from stages.engines.protocol import Completion, Request
-from stages.engines.row_loads import MigrationRequest
+from stages.engines.row_loads import COPY_POSITIONS, MigrationRequest
 from stages.models.config import SamplingConfig
 from stages.models.spec import RANDOM_TINY
 from tests.support.engine_settings import embedded
@@ -58,9 +58,11 @@ class Gate:
             self._changed.notify_all()
 
 
-def build(max_rows: int = 8, kernels: str = "auto", path: str = RANDOM_TINY, **config: object) -> MigratingEngine:
+def build(
+    max_rows: int = 8, kernels: str = "auto", path: str = RANDOM_TINY, max_seq: int = MAX_SEQ, **config: object
+) -> MigratingEngine:
     settings = embedded(max_rows, kernels=kernels, **config)
-    return build_embedded(path, settings, max_seq=MAX_SEQ, threads=1, device=CPU, migratable=True)
+    return build_embedded(path, settings, max_seq=max_seq, threads=1, device=CPU, migratable=True)
 
 
 def requests(num: int = 5, new: int = 40, version: int = 0) -> list[Request]:
@@ -94,14 +96,34 @@ def pause_after(engine: MigratingEngine, batches: int, rows: list[Request]) -> t
     return results, gate
 
 
-def give(engine: MigratingEngine, gate: Gate, rows: list[Request], with_cache: bool = True) -> list[MigratedRow]:
-    """Gives rows away as soon as the batch that is under way is through."""
+def give(
+    engine: MigratingEngine,
+    gate: Gate,
+    rows: list[Request],
+    with_cache: bool = True,
+    after: Collection[CopiedPart] = (),
+) -> list[MigratedRow]:
+    """Gives rows away as soon as the batch that is under way is through. `after`: the last parts that were copied."""
     wanted = [MigrationRequest(key_of(row), with_cache) for row in rows]
     with ThreadPoolExecutor(1) as thread:
-        giving = thread.submit(engine.migrate_out, wanted)
+        giving = thread.submit(engine.migrate_out, wanted, {part.key: part for part in after})
         until(lambda: engine._admission.num_pausing > 0)
         gate.open()
         return giving.result(timeout=60)
+
+
+def copy_parts(source: MigratingEngine, gate: Gate, target: MigratingEngine, row: Request) -> CopiedPart:
+    """The first phase: all parts of a row, as a courier takes them. The source runs one batch between two parts."""
+    part = None
+    while part is None or part.stop - part.start == COPY_POSITIONS:
+        with ThreadPoolExecutor(1) as thread:
+            copying = thread.submit(source.copy_out, key_of(row), 0 if part is None else part.stop)
+            until(lambda: source._admission.num_pausing > 0)
+            gate.let(1)
+            part = copying.result(timeout=60)
+        assert part is not None
+        target.write_in(part)
+    return part
 
 
 def carry(source: MigratingEngine, target: MigratingEngine, migrated: list[MigratedRow]) -> None:

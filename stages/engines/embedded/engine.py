@@ -355,24 +355,40 @@ class EmbeddedEngine:
         """Return all rows that were accepted and are unfinished. Call this between batches."""
         return (*self._scheduler.running, *self._scheduler.waiting, *self._admission.queued)
 
-    def take_out(self, row: Row, with_cache: bool) -> np.ndarray | None:
-        """Remove an unfinished row from the queue or from the scheduler. Return a copy of its keys and values (see
-        `Runner.read_cache`) if `with_cache` is set and the row has any. Call this between batches."""
-        cache = self._runner.read_cache(row.blocks, row.num_cached) if with_cache and row.num_cached else None
+    def copy_cache(self, row: Row, start: int, stop: int) -> np.ndarray | None:
+        """Return a copy of a row's keys and values (see `Runner.read_cache`) from position `start`, the first one of a
+        block, to `stop`. None if that is none. Call this between batches."""
+        if stop <= start:
+            return None
+        return self._runner.read_cache(row.blocks[start // BLOCK_TOKENS :], stop - start)
+
+    def take_out(self, row: Row) -> None:
+        """Remove an unfinished row from the queue or from the scheduler. Call this between batches."""
         if not self._admission.withdraw(row):
             self._scheduler.remove(row)
         self._detach(row)
         self._admission.finished(1)
-        return cache
 
-    def put_in(self, row: Row, cache: np.ndarray | None) -> None:
-        """Continue a row from another engine. `cache`: its keys and values, or None. If there is a cache, a free slot
-        and enough blocks, the row runs at once. Otherwise it is queued, and its tokens are fed again. Call this between
-        batches."""
-        if cache is not None and self._scheduler.admit_with_blocks(row, blocks_for(cache.shape[3])):
-            self._runner.write_cache(row.blocks, cache)
-            row.num_cached = cache.shape[3]
+    def store_cache(self, cache: np.ndarray) -> list[int] | None:
+        """Write keys and values of another engine's row into blocks, and return these. Return None if there are too few
+        free ones. The caller passes them to `put_in` or `free_blocks`. Call this between batches."""
+        blocks = self._scheduler.take_blocks(blocks_for(cache.shape[3]))
+        if blocks is not None:
+            self._runner.write_cache(blocks, cache)
+        return blocks
+
+    def free_blocks(self, blocks: Sequence[int]) -> None:
+        """Release blocks of `store_cache`. Call this between batches."""
+        self._scheduler.pool.release(blocks)
+
+    def put_in(self, row: Row, blocks: list[int], num_cached: int) -> None:
+        """Continue a row from another engine. `blocks` hold the keys and values of its first `num_cached` positions. If
+        there are any and a slot is free, the row runs at once. Otherwise it is queued, the blocks are released, and its
+        tokens are fed again. Call this between batches."""
+        if num_cached and self._scheduler.admit_with_blocks(row, blocks):
+            row.num_cached = num_cached
         else:
+            self.free_blocks(blocks)
             self._scheduler.waiting.append(row)
         row.call.num_local_rows += 1
         self._admission.num_unfinished += 1

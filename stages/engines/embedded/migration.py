@@ -1,12 +1,19 @@
-"""An engine whose rows can continue in another engine. Rows leave and arrive between two batches.
+"""An engine whose rows can continue in another engine. Rows leave and arrive between two batches, in two phases.
 
     source                                             target
     ──────                                             ──────
+    copy_out:    copies a part of a row's keys and
+                 values between two batches; the row
+                 goes on decoding                ─────► write_in: keeps the part in blocks of its own
+                 ... until few positions are left ...
     migrate_out: removes rows between two batches
-                 callers keep waiting           ─────► migrate_in: adds them (keys imported, or computed again),
-                 the engine may refit or sleep                     sampled with the same noise
+                 callers keep waiting           ─────► migrate_in: adds them (the rest is imported, or all tokens are
+                 the engine may refit or sleep                     fed again), sampled with the same noise
     deliver:     returns a row to its caller    ◄───── (ticket, Completion) as each finishes
     give_back:   the target is lost, the rows continue here
+
+The first phase is only there so that a row stands still for a short time in the second. It may be left out, and it may
+end at any point: then the row never left its source.
 
 A migrated row's tokens and log-probs have the same bits as without the migration: noise is keyed by the row, and keys
 and values are copied, or computed again by kernels whose results depend only on the row. The callers of the rows notice
@@ -22,19 +29,33 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Int32
 
 from stages.engines.embedded.engine import EmbeddedEngine
+from stages.engines.embedded.kernels.blocks import BLOCK_TOKENS
 from stages.engines.embedded.rows import GenerateCall, Row
 from stages.engines.embedded.scheduler import Chunk
 from stages.engines.protocol import Completion, EngineStats, Request, RequestError, RowsLost
-from stages.engines.row_loads import EngineLoad, MigrationRequest, RowKey, RowLoad
+from stages.engines.row_loads import (
+    COPY_POSITIONS,
+    EngineLoad,
+    MigrationRequest,
+    PassCost,
+    RowKey,
+    RowLoad,
+    fit_pass_cost,
+    spread_suffices,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,13 +72,44 @@ class MigratedRow:
     logprobs: Float32[np.ndarray, " new"]
     versions: Int32[np.ndarray, " new"]
     cache: Float32[np.ndarray, "layers 2 kv_heads positions dim"] | None
-    """Keys and values of the first positions, in a layout that depends on no engine. None: the other engine feeds the
-    row's tokens again."""
+    """Keys and values of the positions from `num_copied` on, in a layout that depends on no engine. None: there are
+    none. Without any keys and values the other engine feeds the row's tokens again."""
+    num_copied: int = 0
+    """Number of first positions whose keys and values the other engine has already."""
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens of the prompt and of the response so far."""
         return len(self.request.tokens) + len(self.tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class CopiedPart:
+    """A part of a row's keys and values, while the row goes on decoding."""
+
+    key: RowKey
+    version: int
+    """Version of the weights that made them."""
+    start: int
+    """First position: a multiple of `BLOCK_TOKENS`, as is `stop`."""
+    cache: Float32[np.ndarray, "layers 2 kv_heads positions dim"] | None
+    """None if there is no full block more."""
+    held_s: float
+    """Seconds in which the engine computed nothing because of the copy."""
+
+    @property
+    def stop(self) -> int:
+        """Position after the last one."""
+        return self.start + (0 if self.cache is None else self.cache.shape[3])
+
+
+@dataclass
+class _StoredParts:
+    """The parts of a row that have arrived, in blocks of the cache."""
+
+    version: int
+    blocks: list[int]
+    num_positions: int = 0
 
 
 def key_of(request: Request) -> RowKey:
@@ -73,6 +125,8 @@ class MigratingEngine(EmbeddedEngine):
         """Take the arguments of `EmbeddedEngine`."""
         self._outgoing, self._times = OutgoingRows(), BatchTimes()
         self._watch: LoadWatch | None = None
+        self._stored: dict[RowKey, _StoredParts] = {}
+        """Parts of rows that have not arrived yet."""
         self._num_out = self._num_in = 0
         """Numbers of rows that left and arrived since `stats` was last called."""
         super().__init__(*args, **settings)
@@ -90,42 +144,106 @@ class MigratingEngine(EmbeddedEngine):
         with self.lock:
             return self._outgoing.num_calls
 
-    def watch_load(self, below: int, listener: Callable[[EngineLoad], None]) -> None:
+    def watch_load(self, listener: Callable[[EngineLoad], None]) -> None:
         """Report the engine's load to `listener` from now on, in the engine's thread.
 
-        The first report is made at once. Another report follows when the number of rows here changes, but only if the
-        old or the new number is below `below`. A report also follows, under the same condition, when the first batch
-        has been timed. An exception of the listener stops the engine."""
+        The first report is made at once. Another one follows when rows have migrated, when the cost of a pass is known
+        for the first time, and when the number of rows here has changed by an eighth: few reports while there are many
+        rows, and one for each of the last rows. An exception of the listener stops the engine."""
         with self.lock:
-            self._watch = LoadWatch(below, listener)
+            self._watch = LoadWatch(listener)
             self.lock.notify_all()
 
-    def migrate_out(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]:
+    def copy_out(self, key: RowKey, start: int) -> CopiedPart | None:
+        """Return a copy of a row's keys and values from position `start` on: full blocks, at most `COPY_POSITIONS`. The
+        row stays. Return None if it is not here or does not decode. Raises RuntimeError if the engine has stopped."""
+        with self.between_batches():
+            began = time.perf_counter()
+            row = next((row for row in self.rows_here() if key_of(row.request) == key), None)
+            if row is None or row.unwanted or not row.decodes or row.num_cached < start:
+                return None
+            stop = min(start + COPY_POSITIONS, row.num_cached // BLOCK_TOKENS * BLOCK_TOKENS)
+            cache = self.copy_cache(row, start, stop)
+            return CopiedPart(key, self.version, start, cache, time.perf_counter() - began)
+
+    def migrate_out(
+        self, rows: Collection[MigrationRequest], copied: Mapping[RowKey, CopiedPart] = MappingProxyType({})
+    ) -> list[MigratedRow]:
         """Take rows out of this engine, each with everything that another engine needs to continue it.
 
-        A row is skipped if it is not here, if fewer than `min_left` tokens are left to sample, or if no caller waits
-        for it. The rows that leave no longer count as in flight here, unless they are given back. Raises RuntimeError
-        if the engine has stopped."""
+        A row is skipped if it is not here, if fewer than `min_left` tokens are left to sample, if no caller waits
+        for it, or if the weights have changed since a part was copied. The rows that leave no longer count as in flight
+        here, unless they are given back. Raises RuntimeError if the engine has stopped.
+
+        `copied`: the last part of each row that was copied before; the other engine has all up to its end."""
         migrated = []
         asked_for = {one.key: one for one in rows}
         with self.between_batches():
             for row in self.rows_here():
-                asked = asked_for.get(key_of(row.request))
+                key = key_of(row.request)
+                asked, part = asked_for.get(key), copied.get(key)
                 if asked is None or row.num_left < asked.min_left or row.unwanted:
                     continue
-                cache = self.take_out(row, asked.with_cache)
-                version = self.version
-                migrated.append(pack_row(row, self._outgoing.add(row, version), version, cache))
+                if part is not None and part.version != self.version:
+                    continue
+                num_copied = 0 if part is None else part.stop
+                cache = self.copy_cache(row, num_copied, row.num_cached) if asked.with_cache else None
+                self.take_out(row)
+                ticket = self._outgoing.add(row, self.version)
+                migrated.append(pack_row(row, ticket, self.version, cache, num_copied))
             self._num_out += len(migrated)
+            self._rows_changed()
         return migrated
+
+    def write_in(self, part: CopiedPart) -> float:
+        """Keep a part of a row that may arrive. Return the seconds in which the engine computed nothing because of it.
+
+        Raises:
+            RequestError: the part belongs to other weights or another model, does not follow the last one, or there is
+                no memory for it. All parts of this row are dropped.
+            RuntimeError: the engine is asleep or has stopped.
+        """
+        with self.between_batches():
+            began = time.perf_counter()
+            self.check_awake()
+            stored = self._stored.setdefault(part.key, _StoredParts(part.version, []))
+            problem = self._problem(part, stored)
+            blocks = self.store_cache(part.cache) if problem is None and part.cache is not None else []
+            if problem is not None or blocks is None:
+                self._drop_stored(part.key)
+                raise RequestError(f"row {part.key[2]} {problem or 'finds no free memory for its keys and values'}")
+            stored.blocks += blocks
+            stored.num_positions = part.stop
+            return time.perf_counter() - began
+
+    def _problem(self, part: CopiedPart, stored: _StoredParts) -> str | None:
+        layers, heads, dim = self.cache_shape
+        if not part.version == stored.version == self.version:
+            return f"brings keys and values of version {part.version}; version {self.version} is resident"
+        if part.start != stored.num_positions:
+            return f"brings keys and values from position {part.start} on; {stored.num_positions} are here"
+        expected = (layers, 2, heads, part.stop - part.start, dim)
+        if part.cache is not None and (part.cache.shape != expected or part.stop % BLOCK_TOKENS):
+            return f"brings keys and values of shape {part.cache.shape}; here they are {expected}"
+        return None
+
+    def drop_parts(self, key: RowKey) -> None:
+        """Forget the parts of a row that will not arrive. Does nothing if there are none or the engine has stopped."""
+        with suppress(RuntimeError), self.between_batches():
+            self._drop_stored(key)
+
+    def _drop_stored(self, key: RowKey) -> None:
+        stored = self._stored.pop(key, None)
+        if stored is not None:
+            self.free_blocks(stored.blocks)
 
     def migrate_in(self, migrated: Sequence[MigratedRow]) -> AcceptedRows:
         """Continue rows of another engine. If no slot is free, they are queued. Return an iterable over their
         completions.
 
         Raises:
-            RequestError: a row needs another version, has keys of another model, or is too long. None of the rows is
-                taken.
+            RequestError: a row needs another version, has keys of another model, is too long, or the parts that were
+                sent before are not here. None of the rows is taken.
             RuntimeError: the engine is asleep or has stopped.
         """
         for one in migrated:
@@ -134,12 +252,29 @@ class MigratingEngine(EmbeddedEngine):
         with self.between_batches():
             self.check_awake()
             for one in migrated:
-                check_migrated(one, self.version, self.cache_shape)
+                check_migrated(one, self.version, self.cache_shape, self._num_stored(key_of(one.request)))
             rows = {unpack_row(one, call, self.eos_ids): one for one in migrated}
             for row, one in rows.items():
-                self.put_in(row, one.cache)
+                stored = self._stored.pop(key_of(one.request), None)
+                blocks = stored.blocks if stored is not None else []
+                rest = [] if one.cache is None else self.store_cache(one.cache)
+                num_cached = one.num_copied + (0 if one.cache is None or rest is None else one.cache.shape[3])
+                self.put_in(row, [*blocks, *(rest or [])], num_cached)
             self._num_in += len(rows)
+            self._rows_changed()
         return AcceptedRows(call, {row: one.ticket for row, one in rows.items()})
+
+    def _num_stored(self, key: RowKey) -> int:
+        """Return the number of positions of a row whose keys and values of the resident version are here."""
+        stored = self._stored.get(key)
+        return stored.num_positions if stored is not None and stored.version == self.version else 0
+
+    def sleep(self) -> None:
+        """See `EmbeddedEngine.sleep`. Raises RuntimeError also while parts of rows arrive."""
+        with self.lock:
+            if self._stored:
+                raise RuntimeError(f"{len(self._stored)} rows are arriving; let them finish first")
+            super().sleep()
 
     def deliver(self, ticket: int, completion: Completion) -> None:
         """Return a completion to the caller of a row that was taken out. Does nothing if no row with this ticket is
@@ -160,6 +295,7 @@ class MigratingEngine(EmbeddedEngine):
                     row.call.results.put(None)
                 elif version == self.version:
                     self.take_back(row)
+                    self._rows_changed()
                 else:
                     row.call.results.put((row, self._lost(row)))
 
@@ -174,10 +310,15 @@ class MigratingEngine(EmbeddedEngine):
             f"version {self.version} is resident"
         )
 
+    def _rows_changed(self) -> None:
+        """Make a report due, since rows have migrated. The caller holds the lock."""
+        if self._watch is not None:
+            self._watch.rows_migrated = True
+
     # ---- the engine's loop ----
 
     def _observe(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        self._times.observe(chunks, seconds)
+        self._times.observe(chunks, seconds, 1 + len(self._running_batches))
 
     def _wants_report(self) -> bool:
         return self._watch is not None and self._watch.due(self._admission.num_unfinished, self._times)
@@ -196,6 +337,8 @@ class MigratingEngine(EmbeddedEngine):
 # ---- rows that left or arrived, and the engine's load ----------------------------------------------------
 
 _LEARNING_RATE = 0.2
+_RECENT_PASSES = 9
+"""Number of times that are kept for each number of rows."""
 _BULK_TOKENS = 8
 """Minimum number of prompt tokens in a batch that is used to measure the time per prompt token."""
 
@@ -269,38 +412,54 @@ class AcceptedRows:
 
 
 class BatchTimes:
-    """Running means of the time of a decoding pass and of feeding one prompt token, in seconds."""
+    """Owns the times of the recent decoding passes, by number of rows, and the running mean of the seconds that feeding
+    one prompt token takes."""
 
     def __init__(self) -> None:
-        self.pass_s = 0.0
         self.prefill_s = 0.0
+        self.cost_known = False
+        """True if `cost` returns one."""
+        self._pass_s = 0.0
+        """Seconds of the last decoding pass."""
+        self._passes: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT_PASSES))
 
-    def observe(self, chunks: Collection[Chunk], seconds: float) -> None:
+    def observe(self, chunks: Collection[Chunk], seconds: float, num_groups: int = 1) -> None:
+        """Record a batch. `num_groups`: number of batches under way together. The rows of all of them have gone through
+        a pass after as many times `seconds`."""
         fed = sum(chunk.count for chunk in chunks if not chunk.decodes)
         if not fed:
-            self.pass_s += (seconds - self.pass_s) * (_LEARNING_RATE if self.pass_s else 1.0)
+            self._pass_s = seconds
+            self._passes[len(chunks) * num_groups].append(seconds * num_groups)
+            self.cost_known = self.cost_known or spread_suffices(self._passes)
         elif fed >= _BULK_TOKENS:
             decoding = any(chunk.decodes for chunk in chunks)
-            each = max(seconds - (self.pass_s if decoding else 0.0), 0.1 * seconds) / fed
+            each = max(seconds - (self._pass_s if decoding else 0.0), 0.1 * seconds) / fed
             self.prefill_s += (each - self.prefill_s) * (_LEARNING_RATE if self.prefill_s else 1.0)
+
+    def cost(self) -> PassCost | None:
+        """Return the fitted cost of a decoding pass. None until passes with different numbers of rows were timed."""
+        return fit_pass_cost(self._passes)
 
 
 class LoadWatch:
-    """Owns the listener to the engine's load, and the state of the last report: the number of rows, and whether a batch
-    had been timed by then."""
+    """Owns the listener to the engine's load, and the state of the last report: the number of rows, and whether the
+    cost of a pass was known."""
 
-    def __init__(self, below: int, listener: Callable[[EngineLoad], None]) -> None:
-        self._below, self._listener = below, listener
+    def __init__(self, listener: Callable[[EngineLoad], None]) -> None:
+        self._listener = listener
         self._reported: tuple[int, bool] | None = None
+        self.rows_migrated = False
+        """True if rows have left or arrived since the last report."""
 
     def due(self, num_rows: int, times: BatchTimes) -> bool:
         """Return True if a report is due for this number of rows (see `MigratingEngine.watch_load`)."""
-        if self._reported is None:
+        if self._reported is None or self.rows_migrated:
             return True
-        return (num_rows, times.pass_s > 0) != self._reported and min(num_rows, self._reported[0]) < self._below
+        before, was_known = self._reported
+        return abs(num_rows - before) >= max(1, before // 8) or times.cost_known != was_known
 
     def notify(self, load: EngineLoad) -> None:
-        self._reported = len(load.rows), load.pass_s > 0
+        self._reported, self.rows_migrated = (len(load.rows), load.cost is not None), False
         self._listener(load)
 
 
@@ -321,7 +480,7 @@ def engine_load(
         max_rows=max_rows,
         rows=tuple(RowLoad(key_of(r.request), len(r.tokens), r.num_cached, r.num_left) for r in reported),
         position_bytes=2 * layers * heads * dim * np.dtype(np.float32).itemsize,
-        pass_s=times.pass_s,
+        cost=times.cost(),
         prefill_s=times.prefill_s,
     )
 
@@ -329,7 +488,7 @@ def engine_load(
 # ---- packing ---------------------------------------------------------------------------------------------
 
 
-def pack_row(row: Row, ticket: int, version: int, cache: np.ndarray | None) -> MigratedRow:
+def pack_row(row: Row, ticket: int, version: int, cache: np.ndarray | None, num_copied: int) -> MigratedRow:
     """Return a row as a `MigratedRow`."""
     return MigratedRow(
         ticket=ticket,
@@ -339,6 +498,7 @@ def pack_row(row: Row, ticket: int, version: int, cache: np.ndarray | None) -> M
         logprobs=np.array(row.logprobs, np.float32),
         versions=np.array(row.versions, np.int32),
         cache=cache,
+        num_copied=num_copied,
     )
 
 
@@ -352,11 +512,13 @@ def unpack_row(migrated: MigratedRow, call: GenerateCall, eos_ids: Set[int]) -> 
     return row
 
 
-def check_migrated(migrated: MigratedRow, version: int, cache_shape: tuple[int, int, int]) -> None:
+def check_migrated(migrated: MigratedRow, version: int, cache_shape: tuple[int, int, int], num_stored: int) -> None:
     """Check that this engine can continue a row. Raises RequestError, naming the row, if it cannot. `cache_shape`:
-    layers, key/value heads, head dimension."""
+    layers, key/value heads, head dimension. `num_stored`: number of the row's positions that were sent before."""
     problem = None
     layers, heads, dim = cache_shape
+    positions = migrated.cache.shape[3] if migrated.cache is not None and migrated.cache.ndim == 5 else 0
+    expected = (layers, 2, heads, positions, dim)
     if migrated.version != version:
         problem = f"goes on with version {migrated.version} of the weights; version {version} is resident"
     elif (
@@ -366,10 +528,11 @@ def check_migrated(migrated: MigratedRow, version: int, cache_shape: tuple[int, 
         < migrated.request.sampling.max_new_tokens
     ):
         problem = f"arrives with {len(migrated.tokens)} tokens of {migrated.request.sampling.max_new_tokens}"
-    elif migrated.cache is not None:
-        positions = migrated.cache.shape[3] if migrated.cache.ndim == 5 else 0
-        expected = (layers, 2, heads, positions, dim)
-        if migrated.cache.shape != expected or not 0 < positions < migrated.num_tokens:
-            problem = f"brings keys and values of shape {migrated.cache.shape}; here they are {expected}"
+    elif migrated.num_copied != num_stored:
+        problem = f"brings keys and values from position {migrated.num_copied} on; {num_stored} are here"
+    elif migrated.cache is not None and (
+        migrated.cache.shape != expected or not 0 < migrated.num_copied + positions < migrated.num_tokens
+    ):
+        problem = f"brings keys and values of shape {migrated.cache.shape}; here they are {expected}"
     if problem is not None:
         raise RequestError(f"row {migrated.request.row} {problem}")

@@ -137,12 +137,19 @@ class Scheduler:
             self.remove(row)
         return abandoned
 
-    def admit_with_blocks(self, row: Row, num_blocks: int) -> bool:
-        """Start a row at once, with blocks for the keys and values that it brings. Return False, without a change, if
-        no slot is free. Return False also if there are too few blocks for the row and one more for each running row."""
-        if len(self.running) >= self.max_rows or num_blocks + len(self.running) + 1 > self.pool.num_free:
+    def take_blocks(self, num_blocks: int) -> list[int] | None:
+        """Return blocks for keys and values from another engine. Return None, without a change, unless one more block
+        for each running row is left."""
+        if num_blocks + len(self.running) + 1 > self.pool.num_free:
+            return None
+        return [self.pool.take() for _ in range(num_blocks)]
+
+    def admit_with_blocks(self, row: Row, blocks: list[int]) -> bool:
+        """Start a row at once, with blocks that hold its keys and values. Return False, without a change, if no slot is
+        free."""
+        if len(self.running) >= self.max_rows:
             return False
-        row.blocks = [self.pool.take() for _ in range(num_blocks)]
+        row.blocks = blocks
         self.running.append(row)
         return True
 

@@ -113,9 +113,7 @@ def build_remote(
     """
     assert config.python is not None, "checked with the config"
     if migratable:  # `pipeline/config/rules.py` refuses such a config before
-        raise ValueError(
-            f"rows of engine.kind={config.kind} cannot migrate between replicas (cluster.migrate_rows_below)"
-        )
+        raise ValueError(f"rows of engine.kind={config.kind} cannot migrate between replicas (cluster.migrate_rows)")
     files = _model_files(path, max_seq)
     with ExitStack() as stack:
         server = ServerProcess(interpreter(config.python), log, modules)

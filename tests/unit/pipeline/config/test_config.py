@@ -178,7 +178,7 @@ REFUSED = {
     "engine.vllm.compile=true": "engine.vllm.compile",
     "VLLM rollout.versions=inflight engine.pipeline_parallel=2": "rollout.versions",
     "engine.kind=vllm engine.python=x": "model.path",
-    "VLLM cluster.migrate_rows_below=4": "cluster.migrate_rows_below",
+    "VLLM cluster.migrate_rows=true": "cluster.migrate_rows",
     "TRTLLM sampling.temperature=0.7": "sampling.temperature",
     "TRTLLM sampling.min_new_tokens=2": "sampling.min_new_tokens",
     "TRTLLM evaluate.every=2 evaluate.temperature=0.5": "evaluate.temperature",
@@ -228,8 +228,7 @@ REFUSED = {
     "placement.gangs.train.workers=3": "placement.gangs.train.workers",
     "placement.gangs.train={workers: 3, layout: {tensor: 2}}": "placement.gangs.train.workers",
     # rows that move
-    "cluster.migrate_rows_below=2": "cluster.migrate_rows_below",
-    "cluster.migrate_rows_below=8": "cluster.migrate_rows_below",
+    "cluster.migrate_rows=true": "cluster.migrate_rows",
     # placement
     "placement.device_sharing=[[generate]]": "placement.device_sharing.0",
     "placement.device_sharing=[[generate,trian]]": "placement.device_sharing.0",
@@ -346,6 +345,7 @@ def test_a_bad_config_is_refused_by_its_key(base: Path, monkeypatch: pytest.Monk
     [
         ("stalenes=1", "staleness"),
         ("ppo.center_scores=true", "reward.normalize.mean"),  # an old name
+        ("cluster.migrate_rows_below=8", "cluster.migrate_rows=true?"),
         ("engine.kernels=torch", "engine.embedded.kernels"),  # the same word elsewhere
         ("placement.gangs.train.worker=2", "placement.gangs.train.workers"),
         ("learning_rate=1e-5", "model.policy.lr, model.critic.lr?"),  # another system's

@@ -129,9 +129,9 @@ def test_a_canary_that_waits_for_a_slot_keeps_no_rows_where_they_are() -> None:
     canary = Node((0, 9), Address("canary", 0), (), (), 0)
     machine.dispatch.admit([*shards(2), canary])
     assert machine.step() == ["generate 0.0 > gen.0"]
-    assert machine.dispatch.versions_waiting_for_slot("gen") == {0}
+    assert machine.dispatch.versions_waiting_for_slot("gen") == {0: 1}
     assert machine.done("generate", shard=0) == ["generate 0.1 > gen.0"]
-    assert machine.dispatch.versions_waiting_for_slot("gen") == set()
+    assert machine.dispatch.versions_waiting_for_slot("gen") == {}
     assert machine.done("generate", shard=1) == ["canary 0.0 > gen.0"]
 
 
@@ -140,7 +140,7 @@ def test_a_node_that_only_waits_gives_its_slot_up_once() -> None:
     machine = Machine(pool(workers=2))
     machine.dispatch.admit(shards(5))
     assert machine.step() == ["generate 0.0 > gen.0", "generate 0.1 > gen.1"]
-    assert machine.dispatch.versions_waiting_for_slot("gen") == {0}
+    assert machine.dispatch.versions_waiting_for_slot("gen") == {0: 3}
     for _ in range(2):
         machine.dispatch.release_slot(Address("generate", 0, 0))
     assert machine.step() == ["generate 0.2 > gen.0"]
@@ -148,7 +148,7 @@ def test_a_node_that_only_waits_gives_its_slot_up_once() -> None:
     assert machine.done("generate", shard=2) == ["generate 0.3 > gen.0"]
     machine.dispatch.release_slot(Address("generate", 0, 1))
     assert machine.step() == ["generate 0.4 > gen.1"]
-    assert machine.dispatch.versions_waiting_for_slot("gen") == set()
+    assert machine.dispatch.versions_waiting_for_slot("gen") == {}
     assert machine.lost("generate", shard=1) == {"generate 0.1"}
     assert machine.step() == [], "it has no slot to come back to yet"
     machine.dispatch.release_slot(Address("generate", 0, 9))

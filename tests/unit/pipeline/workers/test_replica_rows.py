@@ -64,7 +64,7 @@ def run(engine: VersionedEngine, rows: list[Request], inside: threading.Event) -
 
 
 def rows_of(engine: VersionedEngine) -> ReplicaRows:
-    rows = ReplicaRows(engine, below=100, timeout_s=1.0)
+    rows = ReplicaRows(engine, timeout_s=1.0)
     rows.watch(lambda load, waiting: None)
     return rows
 
@@ -79,11 +79,12 @@ def test_the_next_version_loads_with_all_rows_elsewhere(replicas: tuple[Versione
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(run, source, rows, inside)
         assert inside.wait(60)
-        moved = leaving.migrate_out([MigrationRequest(key_of(r), True) for r in rows])
+        moved = leaving.migrate_out([MigrationRequest(key_of(r), True) for r in rows], {})
         assert len(moved) == 3
         newer = run(source, requests(2, version=1, new=4), threading.Event())  # would wait for ever if they counted
         assert {v for c in newer.values() for v in c.versions.tolist()} == {1}
-        with arriving.migrate_in(moved) as incoming:
+        with arriving.arriving(0) as one:
+            incoming = one.migrate_in(moved)
             assert (target._inside, target._version) == (1, 0)
             for ticket, completion in incoming:
                 assert completion is not None
@@ -100,7 +101,7 @@ def test_one_row_at_home_keeps_the_version(replicas: tuple[VersionedEngine, Vers
     with ThreadPoolExecutor(2) as threads:
         running = threads.submit(run, source, rows, inside)
         assert inside.wait(60)
-        [moved] = leaving.migrate_out([MigrationRequest(key_of(rows[0]), True)])
+        [moved] = leaving.migrate_out([MigrationRequest(key_of(rows[0]), True)], {})
         newer = threads.submit(run, source, requests(1, version=1, new=4), threading.Event())
         until(lambda: source._version == 1)  # the other row has finished at home
         assert newer.result(timeout=60)[0].versions.tolist() == [1] * 4
@@ -118,12 +119,32 @@ def test_rows_of_another_version_are_refused(replicas: tuple[VersionedEngine, Ve
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(run, source, rows, inside)
         assert inside.wait(60)
-        moved = leaving.migrate_out([MigrationRequest(key_of(rows[0]), True)])
+        moved = leaving.migrate_out([MigrationRequest(key_of(rows[0]), True)], {})
         run(target, requests(1, version=2, new=2), threading.Event())
-        with pytest.raises(RequestError, match="2 is resident"), arriving.migrate_in(moved):
+        with pytest.raises(RequestError, match="2 is resident"), arriving.arriving(0):
             pytest.fail("they were accepted")
         assert target._inside == 0
         leaving.give_back([one.ticket for one in moved])
+        assert len(running.result(timeout=60)[0].tokens) == 230
+
+
+def test_parts_of_a_row_keep_the_version_until_it_has_come(replicas: tuple[VersionedEngine, VersionedEngine]) -> None:
+    """Their source is lost before the row comes: its blocks are free again, and the next version may load."""
+    source, target = replicas
+    leaving, arriving = rows_of(source), rows_of(target)
+    [row], inside = requests(1, version=0), threading.Event()
+    run(target, requests(1, version=0, new=2), threading.Event())
+    with ThreadPoolExecutor(2) as threads:
+        running = threads.submit(run, source, [row], inside)
+        assert inside.wait(60)
+        part = until(lambda: (found := leaving.copy_out(key_of(row), 0)) and found.cache is not None and found)
+        with arriving.arriving(leaving.version) as one:
+            one.write_in(part)
+            newer = threads.submit(run, target, requests(1, version=1, new=2), threading.Event())
+            assert (target._inside, target._version) == (1, 0)
+            assert arriving._rows._scheduler.pool.num_used == part.stop // 16
+        assert newer.result(timeout=60)[0].versions.tolist() == [1, 1]
+        assert arriving._rows._scheduler.pool.num_used == 0
         assert len(running.result(timeout=60)[0].tokens) == 230
 
 
@@ -136,8 +157,9 @@ def test_unawaited_incoming_rows_let_the_next_version_in(replicas: tuple[Version
     with ThreadPoolExecutor(2) as threads:
         running = threads.submit(run, source, rows, inside)
         assert inside.wait(60)
-        moved = leaving.migrate_out([MigrationRequest(key_of(r), False) for r in rows])
-        with arriving.migrate_in(moved) as incoming:
+        moved = leaving.migrate_out([MigrationRequest(key_of(r), False) for r in rows], {})
+        with arriving.arriving(0) as one:
+            incoming = one.migrate_in(moved)
             newer = threads.submit(run, target, requests(1, version=1, new=2), threading.Event())
             incoming.close()
             assert list(incoming) == []
@@ -151,7 +173,7 @@ def test_shards_that_only_wait_are_known(replicas: tuple[VersionedEngine, Versio
     source, target = replicas
     run(target, requests(1, version=0, new=2), threading.Event())
     told: list[tuple[EngineLoad, tuple[Address, ...]]] = []
-    rows = ReplicaRows(source, below=100, timeout_s=1.0)
+    rows = ReplicaRows(source, timeout_s=1.0)
     rows.watch(lambda load, waiting: told.append((load, waiting)))
     asked, inside = requests(3, version=0), threading.Event()
     with ThreadPoolExecutor(1) as thread, rows.shard(SHARD, map(key_of, asked)) as shard:
@@ -159,15 +181,15 @@ def test_shards_that_only_wait_are_known(replicas: tuple[VersionedEngine, Versio
         assert inside.wait(60)
         until(lambda: bool(told) and len(told[-1][0].rows) == 3)
         assert told[-1][1] == ()
-        first = rows.migrate_out([MigrationRequest(key_of(asked[0]), True)])
+        first = rows.migrate_out([MigrationRequest(key_of(asked[0]), True)], {})
         assert rows.waiting == ()
-        others = rows.migrate_out([MigrationRequest(key_of(r), True) for r in asked[1:]])
+        others = rows.migrate_out([MigrationRequest(key_of(r), True) for r in asked[1:]], {})
         assert rows.waiting == (SHARD,)
         until(lambda: told[-1] == (told[-1][0], (SHARD,)) and not told[-1][0].rows)
         rows.give_back([one.ticket for one in others])
         until(lambda: told[-1][1] == ())
-        with rows_of(target).migrate_in(first) as incoming:
-            for ticket, completion in incoming:
+        with rows_of(target).arriving(0) as one:
+            for ticket, completion in one.migrate_in(first):
                 rows.deliver(ticket, completion)  # type: ignore[arg-type]
         running.result(timeout=60)
         assert shard.finished_elsewhere == 1

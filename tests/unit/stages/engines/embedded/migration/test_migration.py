@@ -17,11 +17,21 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.engines.config import SpeculationConfig
 from stages.engines.embedded.migration import MigratedRow, MigratingEngine, key_of
-from stages.engines.protocol import RequestError, RowsLost
-from stages.engines.row_loads import EngineLoad, MigrationRequest
+from stages.engines.protocol import Request, RequestError, RowsLost
+from stages.engines.row_loads import COPY_POSITIONS, EngineLoad, MigrationRequest
 from stages.models.config import SamplingConfig
 from tests.support.engines import assert_same_bits, by_row
-from tests.support.migrating_engines import Gate, at_home, build, carry, engines, give, pause_after, requests
+from tests.support.migrating_engines import (
+    Gate,
+    at_home,
+    build,
+    carry,
+    copy_parts,
+    engines,
+    give,
+    pause_after,
+    requests,
+)
 from tests.support.processors import KERNELS
 from tests.support.waiting import until
 
@@ -202,6 +212,152 @@ def test_a_row_that_is_nearly_done_stays() -> None:
         assert_same_bits(by_row(results), at_home(rows))
 
 
+# ---- two phases ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model with positions for 2,048 tokens."""
+    folder = tmp_path_factory.mktemp("long")
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=2048,
+        initializer_range=0.3,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_long_row_stands_still_for_two_passes_at_most(long_model: str) -> None:
+    """1,900 tokens travel in parts while the row goes on decoding. When it is taken out less than a block and what it
+    has sampled since the last part are left, and the target, which is busy with rows of its own, gets it after the
+    batch that is under way."""
+    sampling = SamplingConfig(60, 60)
+    row = Request(0, 1, 2, tuple(3 + i * i % 90 for i in range(1880)), 0, sampling)
+    own = Request(7, 1, 2, (5, 6, 7), 0, sampling)
+    with engines(2, path=long_model, max_seq=1960, kv_budget_mb=16) as (source, target):
+        expected = by_row(source.generate([row]))
+        theirs = by_row(target.generate([own]))
+        results, gate = pause_after(source, 20, [row])
+        busy, target_gate = pause_after(target, 2, [own])
+        with ThreadPoolExecutor(1) as thread:
+            before = len(source._scheduler.running[0].tokens)
+            part = None
+            while part is None or part.stop - part.start == COPY_POSITIONS:
+                copying = thread.submit(source.copy_out, key_of(row), 0 if part is None else part.stop)
+                until(lambda: source._admission.num_pausing > 0)
+                gate.let(1)
+                part = copying.result(timeout=60)
+                assert part is not None
+                if part.cache is not None:
+                    writing = thread.submit(target.write_in, part)
+                    until(lambda: target._admission.num_pausing > 0)
+                    target_gate.let(1)
+                    assert writing.result(timeout=60) > 0
+            parts = -(-1900 // COPY_POSITIONS)
+            assert len(source._scheduler.running[0].tokens) - before == parts, "it has gone on decoding at each part"
+            [moved] = give(source, gate, [row], after=[part])
+            assert moved.num_copied == part.stop > 1880
+            assert moved.cache is not None
+            assert moved.cache.shape[3] <= 16 + 2, "the rest is small"
+            target.stats()  # counts from here on
+            arriving = thread.submit(target.migrate_in, [moved])
+            until(lambda: target._admission.num_pausing > 0)
+            target_gate.let(1)
+            incoming = arriving.result(timeout=60)
+            assert target.stats().decode_steps <= 2
+            assert target._scheduler.running[-1].num_cached == moved.num_tokens > 1900, "it is in the next batch"
+            target_gate.open()
+        for ticket, completion in incoming:
+            assert completion is not None
+            source.deliver(ticket, completion)
+        assert_same_bits(by_row(results), expected)
+        assert_same_bits(by_row(busy), theirs)
+        assert target.stats().prompt_tokens == 0, "nothing was computed again"
+        assert (source._scheduler.pool.num_used, target._scheduler.pool.num_used) == (0, 0)
+
+
+def test_a_row_that_ends_while_it_is_copied_leaves_nothing_behind() -> None:
+    rows = requests(2, new=20)
+    with engines(2) as (source, target):
+        results, gate = pause_after(source, 17, rows)
+        part = copy_parts(source, gate, target, rows[1])
+        assert part.cache is not None
+        gate.open()
+        assert_same_bits(by_row(results), at_home(rows))
+        assert source.copy_out(part.key, part.stop) is None
+        assert source.migrate_out([MigrationRequest(part.key, True)], {part.key: part}) == []
+        assert target._scheduler.pool.num_used == part.stop // 16
+        with pytest.raises(RuntimeError, match="1 rows are arriving"):
+            target.sleep()
+        target.drop_parts(part.key)
+        assert target._scheduler.pool.num_used == 0
+        target.sleep()
+
+
+def test_a_row_that_is_preempted_while_it_is_copied_migrates_all_the_same() -> None:
+    """Its keys are gone at its source and would be computed again, with the same bits, so the parts stay right."""
+    rows = requests(2, new=60)
+    with engines(2) as (source, target):
+        results, gate = pause_after(source, 30, rows)
+        part = copy_parts(source, gate, target, rows[1])
+        with ThreadPoolExecutor(1) as thread:
+
+            def give_preempted() -> list[MigratedRow]:
+                with source.between_batches():
+                    source._scheduler._drop_blocks(source._scheduler.running[1])
+                    return source.migrate_out([MigrationRequest(part.key, True)], {part.key: part})
+
+            giving = thread.submit(give_preempted)
+            until(lambda: source._admission.num_pausing > 0)
+            gate.open()
+            [moved] = giving.result(timeout=60)
+        assert moved.cache is None
+        carry(source, target, [moved])
+        assert_same_bits(by_row(results), at_home(rows))
+
+
+def test_a_row_stays_if_the_weights_change_while_it_is_copied() -> None:
+    rows = requests(2, new=30)
+    with engines(2) as (source, target):
+        results, gate = pause_after(source, 17, rows)
+        part = dataclasses.replace(copy_parts(source, gate, target, rows[1]), version=1)
+        assert give(source, gate, rows[1:], after=[part]) == []
+        assert_same_bits(by_row(results), at_home(rows))
+
+
+def test_refused_are_parts_that_do_not_fit() -> None:
+    """All parts of the row are dropped then."""
+    rows = requests(2)
+    with closing(build()) as source, closing(build(kv_budget_mb=1)) as target:
+        _, gate = pause_after(source, 20, rows)
+        part = copy_parts(source, gate, target, rows[1])
+        assert part.cache is not None
+        target.drop_parts(part.key)
+        cases: list[tuple[dict[str, object], str]] = [
+            ({"version": 3}, "row 1 brings keys and values of version 3; version 0 is resident"),
+            ({"start": 16}, "row 1 brings keys and values from position 16 on; 0 are here"),
+            ({"cache": part.cache[:1]}, "row 1 brings keys and values of shape"),
+            ({"cache": part.cache[:, :, :, :5]}, "row 1 brings keys and values of shape"),
+            ({"cache": np.concatenate([part.cache] * 64, axis=3)}, "row 1 finds no free memory"),
+        ]
+        for change, message in cases:
+            with pytest.raises(RequestError, match=message):
+                target.write_in(dataclasses.replace(part, **change))  # type: ignore[arg-type]
+            assert target._scheduler.pool.num_used == 0
+        [moved] = give(source, gate, rows[1:], after=[part])
+        with pytest.raises(RequestError, match=rf"row 1 brings keys and values from position {part.stop} on; 0 are"):
+            target.migrate_in([moved])
+        source.give_back([moved.ticket])
+
+
 # ---- whoever goes away --------------------------------------------------------------------------------------------
 
 
@@ -315,20 +471,24 @@ def test_refused_are_rows_that_cannot_go_on_here() -> None:
 # ---- what is reported ---------------------------------------------------------------------------------------------
 
 
-def test_rows_are_reported_while_they_are_few() -> None:
+def watched(engine: MigratingEngine, lengths: list[int]) -> list[EngineLoad]:
+    """Run rows that end after so many tokens, and return what the engine reports of them."""
     reports: list[EngineLoad] = []
+    engine.watch_load(reports.append)
+    until(lambda: len(reports) == 1)
+    rows = [Request(i, 1, 2, (5, 6, 7 + i), 0, SamplingConfig(n, n)) for i, n in enumerate(lengths)]
+    assert len(by_row(engine.generate(rows))) == len(rows)
+    until(lambda: len(reports) > 1 and not reports[-1].rows)
+    return reports
+
+
+def test_the_last_rows_are_reported_one_by_one() -> None:
+    """The cost of a pass is known as soon as passes over 5, 4 and 3 rows were timed."""
     with engines(1) as (engine,):
-        engine.watch_load(3, reports.append)
-        until(lambda: len(reports) == 1)
-        rows = [
-            dataclasses.replace(r, sampling=SamplingConfig(n, n))
-            for r, n in zip(requests(5), (4, 8, 12, 16, 20), strict=True)
-        ]
-        assert len(by_row(engine.generate(rows))) == 5
-        until(lambda: len(reports) == 5)
-        assert [len(here.rows) for here in reports] == [0, 5, 2, 1, 0]
-        assert [here.pass_s > 0 for here in reports] == [False, False, True, True, True]
-    here = reports[2]
+        reports = watched(engine, [4, 8, 12, 16, 20])
+    assert [len(here.rows) for here in reports] == [0, 5, 4, 3, 3, 2, 1, 0]
+    assert [here.cost is not None for here in reports] == [False] * 4 + [True] * 4
+    here = reports[5]
     assert (here.version, here.max_rows, here.position_bytes) == (0, 8, 2 * 4 * 2 * 16 * 4)
     assert [row.key for row in here.rows] == [(1, 2, 3), (1, 2, 4)]
     assert [row.left for row in here.rows] == [4, 8]
@@ -337,28 +497,40 @@ def test_rows_are_reported_while_they_are_few() -> None:
     assert here.prefill_s > 0
 
 
+def test_many_rows_are_reported_by_the_eighth() -> None:
+    """Of 40 rows one ends in each of 40 passes."""
+    with engines(1, max_rows=40, kv_budget_mb=16) as (engine,):
+        reports = watched(engine, list(range(2, 42)))
+    numbers = [len(here.rows) for here in reports]
+    assert numbers == [0, 40, 35, 31, 28, 25, 22, 20, 18, 16, 14, *range(13, -1, -1)]
+
+
+def test_rows_that_migrate_are_reported_at_once() -> None:
+    """One row of 20 is less than an eighth."""
+    rows = requests(20, new=30)
+    with engines(2, max_rows=20, kv_budget_mb=16) as (source, target):
+        heard: dict[str, list[int]] = {"source": [], "target": []}
+        source.watch_load(lambda load: heard["source"].append(len(load.rows)))
+        target.watch_load(lambda load: heard["target"].append(len(load.rows)))
+        results, gate = pause_after(source, 3, rows)
+        migrated = give(source, gate, rows[:1])
+        until(lambda: 19 in heard["source"])
+        carry(source, target, migrated)
+        assert_same_bits(by_row(results), at_home(rows))
+        until(lambda: heard["target"] == [0, 1, 0])
+
+
 def test_rows_whose_tokens_are_given_are_nobody_elses() -> None:
     """Canaries are to say what this engine makes of them: whoever orders moves does not hear of them."""
     reports: list[EngineLoad] = []
     with engines(1) as (engine,):
-        engine.watch_load(3, reports.append)
+        engine.watch_load(reports.append)
         until(lambda: len(reports) == 1)
         drawn, given = requests(2, new=8)
         given = dataclasses.replace(given, forced=(7,) * 8)
         assert len(by_row(engine.generate([drawn, given]))) == 2
-        until(lambda: len(reports) == 4)
-        assert [[row.key for row in here.rows] for here in reports] == [[], [(1, 2, 0)], [(1, 2, 0)], []]
-
-
-def test_the_first_pace_is_news_too() -> None:
-    """Rows that end together change nothing for hundreds of batches; how long those take, somebody waits to hear."""
-    reports: list[EngineLoad] = []
-    with engines(1) as (engine,):
-        engine.watch_load(100, reports.append)
-        until(lambda: len(reports) == 1)
-        assert len(by_row(engine.generate(requests(3, new=6)))) == 3
-        until(lambda: len(reports) == 4)
-        assert [(len(here.rows), here.pass_s > 0) for here in reports] == [(0, False), (3, False), (3, True), (0, True)]
+        until(lambda: len(reports) == 3)
+        assert [[row.key for row in here.rows] for here in reports] == [[], [(1, 2, 0)], []]
 
 
 def test_rows_of_a_deep_model_move(tmp_path: Path) -> None:

@@ -110,7 +110,13 @@ MANY = {"tokens": 8192, "new": 1024, "sequence_parallel": True, "distributed_opt
             gang("random:tiny", 1, tokens=2048, new=127, dtype="float32", recompute="selective"),
             id="float32, shared keys, recomputed attention",
         ),
-        pytest.param(with_small_state(gang("random:tiny", 1, tokens=2048, new=127)), id="bfloat16 state"),
+        pytest.param(
+            with_small_state(gang("random:tiny", 1, tokens=2048, new=127)),
+            id="bfloat16 state",
+            marks=pytest.mark.xfail(
+                reason="the float32 blocks of BlockAdamW's step are not predicted: 10.4 % low", strict=True
+            ),
+        ),
         pytest.param(gang("random:8b-shape", 4, tensor=4, **MANY), id="8B", marks=pytest.mark.full),
         pytest.param(
             gang("random:70b-shape", 64, tensor=8, pipeline=4, recompute="full", **MANY),

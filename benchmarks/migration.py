@@ -53,7 +53,7 @@ TAIL = ((24, 36, 48, 60, 72, 84, 96, 240), (24, 36, 48, 60, 72, 96, 200, 240))
 THREE = ((20, 26, 34, 40), (48, 56, 66, 78), (90, 120, 160, 220))
 LIMIT = 220
 DEVICE = PassCost(0.020, 0.006)
-"""What a pass takes in the third part."""
+"""Seconds of a pass in the third part."""
 CAPACITY = 64
 """Tokens that a measured row gets."""
 NUM_PROMPT = 32

@@ -246,7 +246,7 @@ class MigrationPlanner:
     """Replicas whose rows have changed by a migration since they reported."""
     _ordered: int = 0
     _seen: object = None
-    """What the last plan was made from."""
+    """The inputs of the last plan."""
     _num_reports: int = 0
 
     def update_load(self, replica: int, load: EngineLoad, now_s: float) -> None:

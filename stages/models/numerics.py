@@ -97,7 +97,7 @@ def rows_multiple(dtype: torch.dtype, device: torch.device) -> int:
 
 def multiply(x_NK: Tensor, weight_MK: Tensor, products: Products) -> Tensor:
     """Return x @ weight.T, where x may have more axes before its last."""
-    if x_NK.dtype.itemsize < 4 and x_NK.is_cpu and not cpu_multiplies(x_NK.dtype):
+    if x_NK.is_cpu and not cpu_multiplies(x_NK.dtype):
         in_float32, _ = choose_by_vendor(_cpu_vendor())
         return multiply(x_NK.float(), weight_MK.float(), in_float32).to(x_NK.dtype)
     if products is Products.TORCH:

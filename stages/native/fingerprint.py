@@ -67,10 +67,10 @@ def machine_numerics() -> dict[str, str]:
 
 @cache
 def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Return True if oneDNN has products of this 16-bit type on this processor."""
+    """Return True if oneDNN has products of this type on this processor. float32 it always has."""
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return dtype != torch.float16 or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def _processor_flags() -> frozenset[str]:

@@ -31,9 +31,9 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 CHANGES = (*QUIET, "steps=6", "export.every=2")
 STORED = ("ledger", "rollouts.zarr", "attempts")
-"""What a run's directory has only without `storage.url`."""
+"""Folders that a run's directory has only without `storage.url`."""
 FETCHED = ("checkpoints", "weights")
-"""What it has a copy of."""
+"""Folders that it holds copies of the store's data in."""
 
 
 @pytest.fixture(scope="module")

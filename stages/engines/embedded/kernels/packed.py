@@ -68,7 +68,7 @@ def pack(
         dense = old.to_dense() if old.is_mkldnn else old.clone()
         for start, part in parts.items():
             dense[start : start + len(part)] = part.to(dtype)
-    if not dense.is_cuda and (wide or not _is_multiplied_on_cpu(dtype)):
+    if not dense.is_cuda and (wide or not cpu_multiplies(dtype)):
         dense = dense.float()
     return torch.ops.mkldnn._reorder_linear_weight(dense, _TYPICAL_ROWS) if dense.device.type == "cpu" else dense
 
@@ -88,13 +88,9 @@ def linear(
         return torch.mm(x, packed.t(), out_dtype=dtype)
     if not packed.is_mkldnn:
         return F.linear(x, packed)
-    assert packed.dtype == dtype or not _is_multiplied_on_cpu(dtype), "packed for products of another dtype"
+    assert packed.dtype == dtype or not cpu_multiplies(dtype), "packed for products of another dtype"
     rows = x.expand(2, -1).contiguous() if x.shape[0] == 1 else x
     return torch.ops.mkldnn._linear_pointwise(rows, packed, None, "none", [], "")[: x.shape[0]].to(dtype)
-
-
-def _is_multiplied_on_cpu(dtype: torch.dtype) -> bool:
-    return dtype.itemsize == 4 or cpu_multiplies(dtype)
 
 
 def all_finite(tensor: torch.Tensor) -> bool:

@@ -232,7 +232,7 @@ def planner(*counts: int, version: int = 0, node_s: float = OTHER_WORK_S) -> Mig
 
 
 def ordered(made: MigrationPlanner, num: int, waiting: Sequence[int] = (9,)) -> list[tuple[int, Migration]]:
-    """What it orders `num` replicas now, while a node of each version of `waiting` waits."""
+    """Return the orders that `num` replicas get now, while a node of each version in `waiting` waits."""
     return made.next_migrations(range(num), range(num), dict.fromkeys(waiting, 1), 0.0)
 
 

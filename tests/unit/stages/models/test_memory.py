@@ -101,7 +101,7 @@ def test_state_is_predicted_to_the_byte(tmp_path: Path, dtype: Any, frozen_block
 def test_the_bytes_of_a_trained_parameter(
     tmp_path: Path, dtype: Any, gradients: Any, moments: Any, expected: int
 ) -> None:
-    """Of the policy. The critic has other dtypes, and a head of 65 parameters that is float32 under all of them."""
+    """The case compares the policy. The critic has other dtypes, and a head of 65 parameters that is always float32."""
     policy, critic = OptimizerConfig(gradients_dtype=gradients, moments_dtype=moments), OptimizerConfig()
     model = ModelConfig(path="random:tiny", dtype=dtype, policy=policy, critic=critic)
     with opened(tmp_path, model) as host:

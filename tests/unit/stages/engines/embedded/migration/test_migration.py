@@ -498,7 +498,7 @@ def test_the_last_rows_are_reported_one_by_one() -> None:
 
 
 def test_many_rows_are_reported_by_the_eighth() -> None:
-    """Of 40 rows one ends in each of 40 passes."""
+    """There are 40 rows, and one of them ends in each of 40 passes."""
     with engines(1, max_rows=40, kv_budget_mb=16) as (engine,):
         reports = watched(engine, list(range(2, 42)))
     numbers = [len(here.rows) for here in reports]

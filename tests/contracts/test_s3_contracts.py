@@ -7,7 +7,7 @@ What they rest on there is the conditional PUT (If-None-Match), which moto has s
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,18 +25,9 @@ from storage.ledger import Ledger
 from storage.rollouts import RolloutStore
 from tests.contracts.test_ledger_contract import LedgerContract, commit_at
 from tests.contracts.test_rollout_store_contract import LAYOUTS, PROVENANCE, StoreContract, assert_same, rollout
-from tests.support.s3_server import Faults, s3fs, serving
+from tests.support.s3_server import Faults, s3fs
 
-
-@pytest.fixture(scope="module")
-def faults() -> Faults:
-    return Faults()
-
-
-@pytest.fixture(scope="module")
-def bucket(faults: Faults) -> Iterator[str]:
-    with serving(faults) as url:
-        yield url
+pytest_plugins = ("tests.support.s3_server",)  # the fixtures `bucket` and `faults`
 
 
 class TestS3Ledger(LedgerContract):

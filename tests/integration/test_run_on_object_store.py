@@ -24,9 +24,10 @@ from storage import files
 from tests.support.paths import ROOT
 from tests.support.run_results import outputs
 from tests.support.runs import QUIET, arguments, configure, finish
-from tests.support.s3_server import Faults, serving
+from tests.support.s3_server import Faults
 from tests.support.waiting import until
 
+pytest_plugins = ("tests.support.s3_server",)  # the fixtures `bucket` and `faults`
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 CHANGES = (*QUIET, "steps=6", "export.every=2")
@@ -34,17 +35,6 @@ STORED = ("ledger", "rollouts.zarr", "attempts")
 """Folders that a run's directory has only without `storage.url`."""
 FETCHED = ("checkpoints", "weights")
 """Folders that it holds copies of the store's data in."""
-
-
-@pytest.fixture(scope="module")
-def faults() -> Faults:
-    return Faults()
-
-
-@pytest.fixture(scope="module")
-def bucket(faults: Faults) -> Iterator[str]:
-    with serving(faults) as url:
-        yield url
 
 
 @pytest.fixture(scope="module")

@@ -108,3 +108,16 @@ def serving(faults: Faults) -> Iterator[str]:
     server.shutdown()
     server.server_close()
     thread.join()
+
+
+@pytest.fixture(scope="module")
+def faults() -> Faults:
+    """The faults of the module's server, none at first."""
+    return Faults()
+
+
+@pytest.fixture(scope="module")
+def bucket(faults: Faults) -> Iterator[str]:
+    """The URL of a bucket on a server of the module's own."""
+    with serving(faults) as url:
+        yield url

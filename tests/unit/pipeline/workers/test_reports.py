@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 import pytest
 
 from pipeline.workers.messages import FailureKind, MigrationDone, Outcome, RankFailure, Report, RowsReport, SleepReport
-from stages.engines.row_loads import EngineLoad, RowLoad
+from stages.engines.row_loads import EngineLoad, PassCost, RowLoad
 from storage import codec
 from storage.address import Address, Ref
 
@@ -25,10 +25,9 @@ OUTCOME = Outcome(
 FAILURE = RankFailure(
     REF.address, "a1-x", "train-2", 3, 2, FailureKind.MISSING, "RanksMissing", "«where»", (1, 4), True
 )
-NEWS = RowsReport(
-    "generate", 1, 2, EngineLoad(5, 8, (RowLoad((0, 7, 31), 90, 64, 12),), 1024, 0.01, 1e-5), (HERE, THERE)
-)
-OVER = MigrationDone(3, "generate", 0, 1, 4, 1 << 40, 0.5, (THERE,), "no room")
+LOAD = EngineLoad(5, 8, (RowLoad((0, 7, 31), 90, 64, 12),), 1024, PassCost(0.01, 2e-3), 1e-5)
+NEWS = RowsReport("generate", 1, 2, LOAD, (HERE, THERE))
+OVER = MigrationDone(3, "generate", 0, 1, 4, 1 << 40, 0.5, 0.75, (THERE,), "no room")
 
 
 SLEPT = SleepReport("train", 1, 2, 3, 0.25, "RuntimeError: a shard runs")
@@ -41,7 +40,7 @@ SLEPT = SleepReport("train", 1, 2, 3, 0.25, "RuntimeError: a shard runs")
         replace(OUTCOME, ref=None, warnings=()),
         *(replace(FAILURE, kind=kind) for kind in FailureKind),
         NEWS,
-        replace(NEWS, waiting=()),
+        replace(NEWS, load=replace(LOAD, cost=None), waiting=()),
         OVER,
         replace(OVER, refusal=None),
         SLEPT,

@@ -10,6 +10,7 @@ The limit of a workload takes the fewest of any arm and repeat, so no arm can pa
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
@@ -52,6 +53,11 @@ ARMS = (
     Arm("sync, each gang all cores", 0, gangs(CORES, CORES)),
     Arm("async, one thread each", 1, gangs(1, 1)),
     Arm("async, training all cores", 1, gangs(1, CORES)),
+    Arm(
+        "async, the reference beside them",
+        1,
+        (*gangs(1, CORES), "placement.gangs.reference={threads: 1}", "placement.roles.reference=reference"),
+    ),
 )
 WORKLOADS: dict[str, tuple[str, ...]] = {
     "demo (training dominates)": (),
@@ -64,7 +70,7 @@ WORKLOADS: dict[str, tuple[str, ...]] = {
         "model.frozen_blocks=28",
     ),
 }
-STEPS, QUICK = ("steps=7",), ("steps=4", "prompts.held_out=8")
+QUICK = ("steps=4", "prompts.held_out=8")
 
 
 @dataclass(frozen=True)
@@ -92,9 +98,14 @@ def measure(config: RunConfig) -> Measured:
 
 
 def main() -> None:
-    options = arguments(__doc__ or "")
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--steps", type=int, default=7, help="steps of a run; the first two and the last do not count"
+        )
+
+    options = arguments(__doc__ or "", add_options)
     base = ["conf/run/tiny.yaml"] if options.quick else ["conf/run/demo.yaml"]
-    common = QUICK if options.quick else STEPS
+    common = QUICK if options.quick else (f"steps={options.steps}",)
     workloads = {"tiny": ()} if options.quick else WORKLOADS
     arms = ARMS[:2] if options.quick else ARMS
     repeats = 1 if options.quick else options.repeats

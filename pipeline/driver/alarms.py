@@ -41,7 +41,7 @@ class Alarms:
     ) -> None:
         self._limits = config.alarms
         self._staleness_bound = config.staleness
-        self._fixed_length = config.sampling.min_new_tokens == config.sampling.max_new_tokens
+        self._fixed_length = config.sampling.has_fixed_length
         self._critic_warmup_steps = config.ppo.critic_warmup_steps
         self._trainer_gang = config.placement.roles[Role.POLICY.value]
         self._engine_gang = config.placement.roles[Role.GENERATE.value]

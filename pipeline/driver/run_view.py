@@ -167,6 +167,7 @@ def open_progress(config: RunConfig, screen: Screen, links: Mapping[str, str], f
         workers={worker_name(gang.name, index): gang.name for gang in gangs for index in range(gang.workers)},
         rebuilt_together=ordered_gang_names(gangs),
         json_lines=screen.json_lines,
+        has_fixed_length=config.sampling.has_fixed_length,
     )
 
 

@@ -28,6 +28,7 @@ from rich.text import Text
 
 from pipeline.observe.graph_view import GangView, work_text
 from pipeline.observe.journal import Event, EventKind
+from pipeline.observe.learning import TRUNCATED_FRACTION
 from pipeline.observe.metric_catalogue import RECENT_STEPS, find_unhealthy_numbers, terminal_numbers
 from pipeline.observe.text import escape_control_characters, plain_text, sparkline
 from storage.redaction import redacted, redacted_text
@@ -91,7 +92,9 @@ class Progress:
         first_step: the step at which a resumed run continues.
         workers: the gang of each worker that will be built.
         rebuilt_together: gangs whose workers are all built at the same time.
-        json_lines: True if a program reads the output."""
+        json_lines: True if a program reads the output.
+        has_fixed_length: True if all responses end at the length limit by configuration. The fraction of responses cut
+            there is then not shown."""
 
     def __init__(
         self,
@@ -104,7 +107,9 @@ class Progress:
         workers: Mapping[str, str] | None = None,
         rebuilt_together: Collection[str] = (),
         json_lines: bool = False,
+        has_fixed_length: bool = False,
     ) -> None:
+        self._has_fixed_length = has_fixed_length
         self._run_name = run_name
         self._num_steps = num_steps
         self._links = dict(links)
@@ -162,7 +167,9 @@ class Progress:
         self._durations_s.append(now - self._last_step_at)
         self._last_step_at = now
         self._done = step + 1
-        self._recent.append(dict(metrics))
+        self._recent.append(
+            {name: x for name, x in metrics.items() if not (self._has_fixed_length and name == TRUNCATED_FRACTION)}
+        )
         if self._first_entropy is None:
             self._first_entropy = metrics.get("policy/entropy")
         if not self.has_live_panel:

@@ -246,6 +246,11 @@ class SamplingConfig:
     suppress_token_ids: list[int] = setting([])
     """Tokens that are never sampled. The trainer's distributions exclude them too."""
 
+    @property
+    def has_fixed_length(self) -> bool:
+        """True if every response has the same number of tokens."""
+        return self.min_new_tokens == self.max_new_tokens
+
 
 def sampling_problems(config: SamplingConfig) -> Iterator[Problem]:
     """Yield the problems of section `sampling` that do not depend on other sections."""

@@ -164,3 +164,12 @@ def test_the_start_of_the_workers_does_not_count_as_a_step() -> None:
 def test_time_left_is_the_mean_of_the_last_five() -> None:
     assert estimate_seconds_left([], 3) is None
     assert estimate_seconds_left([100.0, 1.0, 2.0, 3.0, 4.0, 5.0], 2) == 6.0
+
+
+def test_responses_of_a_fixed_length_are_not_shown_as_cut() -> None:
+    for fixed in (False, True):
+        out = io.StringIO()
+        progress = Progress("sums", 4, {}, Console(file=out, width=200), now=_Clock(), has_fixed_length=fixed)
+        progress.on_step(0, {"reward/mean": 0.5, "group/equal_fraction": 0.25, "response/truncated_fraction": 1.0})
+        assert ("cut 1 " in out.getvalue()) is not fixed
+        assert ("!!" in out.getvalue()) is not fixed

@@ -368,6 +368,22 @@ class RowQueue(Generic[Shard]):
         return found
 
 
+def least_work(speed: DecodeSpeed, prompt: float, lengths: Sequence[int]) -> Decoded:
+    """Return a lower bound of the work of decoding these responses, whatever the order of the rows and whatever rows of
+    other steps are in the batch: every pass has `max_rows` rows.
+
+    A pass costs the larger of memory and arithmetic, so all passes together cost at least the larger sum."""
+    row_passes = sum(lengths) / speed.tokens_per_pass
+    passes = row_passes / speed.max_rows
+    context = sum(length / speed.tokens_per_pass * (prompt + length / 2) for length in lengths)
+    read, read_kv = passes * speed.weights_s, context * speed.context_s
+    computed = speed.fed_per_pass * (row_passes * speed.token_s + context * speed.attention_s)
+    prefill, links = len(lengths) * speed.prefill_s(prompt), passes * speed.links_s(speed.max_rows)
+    if computed > read + read_kv:
+        return Decoded(arithmetic=computed, prefill=prefill, links=links, passes=passes)
+    return Decoded(weights=read, context=read_kv, prefill=prefill, links=links, passes=passes)
+
+
 def decode(speed: DecodeSpeed, prompt: float, lengths: Sequence[int]) -> Decoded:
     """Return the work of decoding responses of these lengths to prompts of `prompt` tokens, on a replica that has no
     other rows."""

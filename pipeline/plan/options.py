@@ -20,7 +20,7 @@ from pipeline.config.placement import GangConfig
 from pipeline.config.run import RunConfig
 from pipeline.graph.graph import SHARDED, Node, step_nodes
 from pipeline.plan.cost import costs_of
-from pipeline.plan.decode import decode
+from pipeline.plan.decode import least_work
 from pipeline.plan.space import GENERATE, SCORE, Form, Space, assembled, gang_settings, graph_of_steps
 from stages.models.config import LayoutConfig
 from stages.models.layouts import layout_problems
@@ -44,6 +44,7 @@ class Option:
 
     gang: str
     devices: int
+    """GPUs of the gang, or threads of all its workers on a host without GPUs."""
     settings: GangConfig
     changes: Mapping[str, Any]
     """Settings outside of the placement: `policy` and `critic` (micro_batch_tokens), and the engine's."""
@@ -51,6 +52,8 @@ class Option:
     """Seconds of each node of a step, by stage."""
     busy_s: float
     """Lower bound of the seconds that a step keeps the gang busy."""
+    generate_s: float
+    """Lower bound of the seconds from the start of a step's generation to its end, if the gang does nothing else."""
 
 
 class Options:
@@ -203,24 +206,31 @@ def _option(
     sampled = _SAMPLED if space.sampled(config.rollout.shards) else config.rollout.shards
     seconds: dict[str, list[float]] = {}
     together = list[int]()
-    overheads = busy = 0.0
-    for node in step_nodes(graph_of_steps(config), 1):
+    overheads = busy = generating = 0.0
+    graph = graph_of_steps(config)
+    in_first_step = {node.stage for node in step_nodes(graph, 0)}
+    for node in step_nodes(graph, 1):
         if node.role not in gang.roles or node.address.shard >= sampled:
             continue
         stands_for = config.rollout.shards / sampled if node.stage in SHARDED else 1.0
+        if node.stage not in in_first_step:  # canaries: the mean of a run has them in all steps but the first
+            stands_for *= 1 - 1 / graph.steps
         lengths = _lengths_of(space, config, node)
         alone = costs.seconds(node, lengths)
         seconds.setdefault(node.stage, []).append(alone)
         if node.stage == "generate" and gang.concurrent_shards > 1:
             together += lengths
             continue
-        busy += stands_for * alone / (1 if gang.is_ordered else gang.workers)
+        share = stands_for * alone / (1 if gang.is_ordered else gang.workers)
+        busy += share
+        generating += share if node.stage == "generate" else 0.0
         overheads += stands_for * costs.overhead(node) if gang.is_ordered and gang.workers > 1 else 0.0
-    if together:  # the bound assumes that one queue has all rows at once, and that no shard waits for its store
-        stands_for, of_rows = config.rollout.shards / sampled, decode(costs.engine, costs.prompt_tokens, together)
-        busy += stands_for * costs.decoding_s(of_rows) / gang.workers
+    if together:  # the bound assumes that the batch is always full, and that all slots always have other nodes to run
+        work = least_work(costs.engine, costs.prompt_tokens, together)
+        generating = config.rollout.shards / sampled * costs.decoding_s(work) / gang.workers
+        busy = max(generating, busy / gang.concurrent_shards)
     by_stage = {stage: tuple(values) for stage, values in seconds.items()}
-    return Option(name, devices, settings, changes, by_stage, busy + overheads)
+    return Option(name, devices, settings, changes, by_stage, busy + overheads, generating)
 
 
 def _lengths_of(space: Space, config: RunConfig, node: Node) -> Sequence[int]:

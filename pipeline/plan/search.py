@@ -9,6 +9,7 @@ Lower bounds of the mean step time, each of which holds for every schedule:
 
     work     a gang runs the nodes of a step one after the other; replicas of a pool share them at best evenly.
              The work of gangs that share devices adds up.
+    cores    the gangs of a host without GPUs share its cores: the sum of threads x seconds of all gangs, over the cores
     latency  publish[v] -> generate[v + eta] -> ... -> publish[v + eta + 1] is a chain of eta + 1 steps
 
 So the result is the best of the space whenever the search ends because of the bounds (`Found.exact`). Lengths are drawn
@@ -49,8 +50,8 @@ class Plan:
     devices: int
     """Devices that it uses."""
     bounds: Mapping[str, float]
-    """Lower bounds of the step time: by the name of a gang, `devices` that gangs take in turn, and `latency`, the chain
-    of a step's nodes."""
+    """Lower bounds of the step time: by the name of a gang, `devices` that gangs take in turn, `cores` that gangs
+    share, and `latency`, the chain of a step's nodes."""
     played: Played
     value: float
     """Value of the objective; less is better."""
@@ -106,12 +107,9 @@ class Combination:
     options: Sequence[Option]
     shards: int
     staleness: int
+    devices: int
+    """Devices that the gangs use together."""
     bounds: Mapping[str, float]
-
-    @property
-    def devices(self) -> int:
-        of_gangs = [option.devices for option in self.options]
-        return max(of_gangs) if self.form.shares_devices else sum(of_gangs)
 
     @property
     def bound_s(self) -> float:
@@ -144,11 +142,12 @@ def combinations(space: Space, watch: Callable[[str], None] = lambda text: None)
             needed = [option.devices for option in options]
             if form.shares_devices and len(set(needed)) > 1:
                 continue
-            if (max(needed) if form.shares_devices else sum(needed)) > space.devices:
+            used = space.used_devices(form, needed)
+            if used is None:
                 continue
             for staleness in space.staleness:
                 bounds = _bounds(space, form, options, scoring, staleness)
-                found.append(Combination(form, options, shards, staleness, bounds))
+                found.append(Combination(form, options, shards, staleness, used, bounds))
     if not found:
         raise ConfigError(DEVICES, _fits_nowhere(space, nothing))
     return found, exact
@@ -169,16 +168,18 @@ def _bounds(space: Space, form: Form, options: Sequence[Option], scoring: Option
     work = {option.gang: option.busy_s for option in options}
     if form.shares_devices:
         work = {"devices": sum(work.values())}
+    if space.cores is not None:
+        work["cores"] = sum(option.devices * option.busy_s for option in options) / space.cores
     seconds = {stage: s for option in (*options, scoring) for stage, s in option.seconds.items()}
     engine, trainer = options[0], next(option for option in options if option.gang == TRAIN)
     forward = [stage for stage in ("score", "reference", "logprob", "value") if stage in seconds]
     after = seconds["advantage"][0] + seconds["update_policy"][0] + seconds["publish"][0]
     after += 5 * space.calibration.overhead_s
-    first, one = min(seconds["generate"]), max(min(seconds[stage]) for stage in forward)
+    first, one = max(seconds["generate"]), max(min(seconds[stage]) for stage in forward)
     chain = first + one + after
     if not staleness:  # nothing of a step runs before its version is published
         all_forward = sum(sum(trainer.seconds[stage]) for stage in forward if stage in trainer.seconds)
-        chain = max(chain, engine.busy_s + one + after, first + all_forward + after)
+        chain = max(chain, engine.generate_s + one + after, min(seconds["generate"]) + all_forward + after)
     return work | {"latency": chain / (staleness + 1)}
 
 

@@ -1,8 +1,9 @@
 """The space of plans: divisions of the roles into gangs, numbers of devices, and configs made of their settings.
 
-    forms       gangs of roles: engine | trainer;  engine | policy + reference | critic;  engine and trainer on the same
-                devices
-    counts_of   numbers of devices that a gang may have
+    forms       gangs of roles: engine | trainer;  engine | policy + reference | critic;  engine | policy + critic |
+                reference;  engine and trainer on the same devices
+    counts_of   numbers of devices that a gang may have. Gangs have their own GPUs. Gangs on the cores of one host may
+                have more threads together than there are cores: they share the cores (`cores`)
     assembled   the config with settings of each gang
 
 `options` has the settings of one gang, and `search` finds the best combination. Pure.
@@ -25,7 +26,7 @@ from pipeline.plan.calibration import Calibration
 from pipeline.plan.lengths import Lengths, SameLengths
 from stages.models.protocol import Role
 
-GENERATE, TRAIN, CRITIC, SCORE = "generate", "train", "critic", "score"
+GENERATE, TRAIN, CRITIC, REFERENCE, SCORE = "generate", "train", "critic", "reference", "score"
 """Names of the gangs of a plan."""
 STEPS = 12
 """Steps that are simulated."""
@@ -68,6 +69,19 @@ class Space:
         return shards > _EXACT_SHARDS
 
     @property
+    def cores(self) -> int | None:
+        """Cores that all gangs share; None if each gang has GPUs of its own."""
+        return None if self.run.on_gpus else self.devices
+
+    def used_devices(self, form: Form, devices: Sequence[int]) -> int | None:
+        """Return the number of devices that gangs with so many each use together; None if there are too few. Gangs on
+        cores may have up to twice as many threads as there are cores."""
+        used = max(devices) if form.shares_devices else sum(devices)
+        if self.cores is not None and used <= 2 * self.cores:
+            return min(used, self.cores)
+        return used if used <= self.devices else None
+
+    @property
     def device_bytes(self) -> float:
         given = self.base.cluster.device_memory_gb
         return min(self.cluster.device_bytes, math.inf if given is None else given * GIB)
@@ -101,6 +115,8 @@ def forms(config: RunConfig) -> list[Form]:
     if config.has_critic:
         divided = {TRAIN: models - {Role.CRITIC}, CRITIC: frozenset({Role.CRITIC})}
         found.append(Form("critic apart", divided))
+    divided = {TRAIN: models - {Role.REFERENCE}, REFERENCE: frozenset({Role.REFERENCE})}
+    found.append(Form("reference apart", divided))
     return found
 
 
@@ -115,7 +131,11 @@ def device_counts(devices: int, per_node: int) -> list[int]:
 
 
 def counts_of(space: Space) -> list[int]:
-    return device_counts(space.devices, max(1, space.cluster.gpus_per_node or space.cluster.cores))
+    """Return the numbers of GPUs, or of threads on a host without GPUs, that a gang may have: on a host with more than
+    8 cores 1, 2, 3, 4, 6, 8, 12, ... threads."""
+    if space.cores is None:
+        return device_counts(space.devices, space.cluster.gpus_per_node)
+    return device_counts(space.devices, 8 if space.devices <= 8 else 1)
 
 
 # ---- whole configs ---------------------------------------------------------------------------------------------------
@@ -197,7 +217,7 @@ def gang_settings(space: Space, roles: frozenset[Role]) -> GangConfig:
     """Return the threads of the config's own gang with the first of these roles, and its offload for a gang of policy
     and critic. Its other settings may not suit another gang, so they are defaults."""
     placement = space.base.placement
-    first = next(role for role in (Role.GENERATE, Role.POLICY, Role.CRITIC) if role in roles)
+    first = next(role for role in (Role.GENERATE, Role.POLICY, Role.CRITIC, Role.REFERENCE) if role in roles)
     given = placement.gangs[placement.roles[first]]
     offload = given.offload if {Role.POLICY, Role.CRITIC} <= roles else "none"
     return GangConfig(threads=given.threads, offload=offload, weights_dir=None)

@@ -24,22 +24,25 @@ from tests.support.paths import TINY, TINY_PROMPTS
 H100 = "H100-80"
 
 
-def space(devices: int, *changes: str, file: str = str(TINY)) -> Space:
+def space(devices: int, *changes: str, file: str = str(TINY), hardware: str = H100) -> Space:
     config = load_config([file], [f"prompts.url={TINY_PROMPTS}", *changes])
-    hardware = load_hardware(H100)
-    nodes = max(1, devices // hardware.gpus_per_node)
-    cluster = HardwareCluster(nodes, min(devices, hardware.gpus_per_node), hardware)
-    run = planned_run(config, check_shapes(config, on_gpus=True), on_gpus=True)
+    loaded, on_gpus = load_hardware(hardware), hardware == H100
+    if on_gpus:
+        nodes = max(1, devices // loaded.gpus_per_node)
+        cluster = HardwareCluster(nodes, min(devices, loaded.gpus_per_node), loaded)
+    else:
+        cluster = HardwareCluster(1, 0, loaded, devices)
+    run = planned_run(config, check_shapes(config, on_gpus=on_gpus), on_gpus=on_gpus)
     lengths = FixedLengths(config.sampling.max_new_tokens)
-    return space_of(run, cluster, typical(H100, on_gpus=True), lengths, devices)
+    return space_of(run, cluster, typical(hardware, on_gpus=on_gpus), lengths, devices)
 
 
-def random_space(draw: random.Random, devices: int) -> Space:
-    """A tiny model on GPUs that are a thousand times slower, so that no fixed cost hides its arithmetic."""
+def random_space(draw: random.Random, devices: int, hardware: str = H100) -> Space:
+    """A tiny model on devices that are a thousand times slower, so that no fixed cost hides its arithmetic."""
     changes = (
         ["ppo.advantage=group", "ppo.kl.where=loss", "rollout.responses_per_prompt=4"] if draw.random() < 0.5 else []
     )
-    found = space(devices, f"rollout.shards={draw.choice((1, 2, 4))}", *changes)
+    found = space(devices, f"rollout.shards={draw.choice((1, 2, 4))}", *changes, hardware=hardware)
     speeds = {
         kind: StageSpeed(
             10 ** draw.uniform(-5, -3), call_s=10 ** draw.uniform(-4, -2), node_s=10 ** draw.uniform(-3, -1)
@@ -58,9 +61,12 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_steps")
-@pytest.mark.parametrize("seed", range(20))
-def test_the_search_finds_what_playing_everything_finds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = random_space(random.Random(seed), devices=3 if seed % 4 == 0 else 2)
+@pytest.mark.parametrize(("hardware", "seed"), [*((H100, seed) for seed in range(20)), *(("cpu", n) for n in range(5))])
+def test_the_search_finds_what_playing_everything_finds(
+    hardware: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = 3 if seed % 4 == 0 and hardware == H100 else 2
+    given = random_space(random.Random(seed), devices, hardware)
     objective = Objective(per_device=seed % 3 == 0, staleness_price=0.1 * (seed % 2))
     found = search(given, objective, lambda config: None, most=10**6)
     monkeypatch.setattr(pipeline.plan.options, "pareto", list)  # nothing is pruned
@@ -72,8 +78,9 @@ def test_the_search_finds_what_playing_everything_finds(seed: int, monkeypatch: 
 
 @pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize("seed", range(5))
-def test_no_play_is_shorter_than_its_bounds(seed: int) -> None:
-    given = random_space(random.Random(100 + seed), devices=2)
+@pytest.mark.parametrize("hardware", [H100, "cpu"])
+def test_no_play_is_shorter_than_its_bounds(hardware: str, seed: int) -> None:
+    given = random_space(random.Random(100 + seed), 2, hardware)
     for one in combinations(given)[0]:
         assert played_plan(given, Objective(), one).played.mean_s >= one.bound_s * (1 - 1e-9)
 
@@ -111,6 +118,17 @@ def test_a_price_of_staleness_can_make_a_synchronous_plan_the_best() -> None:
     for plan in dear:
         if plan.config.staleness:
             assert plan.value > free[plan.form, plan.config.staleness].value
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_gangs_on_a_host_may_have_more_threads_than_it_has_cores() -> None:
+    given = random_space(random.Random(4), 2, "cpu")
+    of_gangs = {
+        tuple((option.gang, option.settings.threads) for option in one.options): one.devices
+        for one in combinations(given)[0]
+    }
+    assert of_gangs[("generate", 1), ("train", 2), ("reference", 1)] == 2
+    assert ((("generate", 2), ("train", 2), ("reference", 2))) not in of_gangs  # more than twice the cores
 
 
 def test_the_numbers_of_devices_of_few_are_among_those_of_more() -> None:

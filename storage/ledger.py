@@ -36,6 +36,7 @@ from storage.errors import DamagedCommit, MissingOutput, StoreError
 from storage.files import until_seen
 
 _SEGMENTS_KEPT = 2
+_COMMITS_KEPT = 4096
 _KEY = re.compile(r"(?P<stage>[^/]+)/step_(?P<step>\d{6,})/shard_(?P<shard>\d{4,})\.json")
 
 
@@ -46,19 +47,23 @@ Keys = list[str]
 
 
 class Ledger:
-    """The ledger of a run. Holds no handle and caches only segments, which never change. Every call asks the
-    filesystem, so all processes see the same ledger."""
+    """The ledger of a run. Holds no handle. It caches segments, and the commits of an object store, where a read takes a
+    round trip. Neither ever changes. Everything else asks the filesystem, so all processes see the same ledger."""
 
     def __init__(self, url: str, durability: Durability = files.DEFAULT) -> None:
         """`url`: the ledger's directory (a run's `ledger/`), a path or the URL of an object store."""
         self.url = url
         self._root = files.open_root(url, durability)
         self._segments: OrderedDict[int, Segment] = OrderedDict()
+        self._commits: OrderedDict[Address, Commit] = OrderedDict()
+        """Commits in an object store that were read or written last."""
         self._of_stage: dict[tuple[int, str | None], tuple[Address, ...]] = {}
         self._reading = threading.Lock()
 
     def find(self, address: Address) -> Commit | None:
         """Return the commit at an address, or None. Raises DamagedCommit, naming the file, if the record is damaged."""
+        if (known := self._commits.get(address)) is not None:
+            return known
         key, data = _key(address), files.read(self._root, _key(address))
         if data is None:
             key, data = segment_key(first_step(address.step)), self._closed(address)
@@ -68,7 +73,16 @@ class Ledger:
         commit = decode(data, where)
         if commit.address != address:
             raise DamagedCommit(f"{where}: holds the commit record of {commit.address}")
+        self._remember(commit)
         return commit
+
+    def _remember(self, commit: Commit) -> None:
+        if self._root.fs is None:
+            return
+        with self._reading:
+            self._commits[commit.address] = commit
+            if len(self._commits) > _COMMITS_KEPT:
+                self._commits.popitem(last=False)
 
     def await_seen(self, address: Address) -> Commit | None:
         """Return `find(address)`, waiting for a commit that exists but that this host may not see yet
@@ -94,6 +108,7 @@ class Ledger:
         data = encode(commit)
         if files.write_new(self._root, _key(commit.address), data, before):
             if self._closed(commit.address) is None:
+                self._remember(commit)
                 return commit
             files.remove(self._root, _key(commit.address))  # its step is in a segment, so its file name was free again
         winner = self.find(commit.address)
@@ -210,6 +225,7 @@ class Ledger:
         aside = files.open_root(url, self._root.durability)
         key = f"{_key(address)}.{uuid.uuid4().hex[:8]}"
         data = files.read(self._root, _key(address))
+        self._commits.pop(address, None)
         if data is not None:
             files.write(aside, key, data)
             files.remove(self._root, _key(address))

@@ -38,7 +38,7 @@ from pipeline.plan.calibrate import calibrate
 from pipeline.plan.calibration import Calibration
 from pipeline.plan.lengths import EmpiricalLengths, Lengths
 from pipeline.plan.search import DEVICES, Found, Objective, Plan, search
-from pipeline.plan.space import CRITIC, GENERATE, STEPS, TRAIN, space_of
+from pipeline.plan.space import CRITIC, GENERATE, REFERENCE, STEPS, TRAIN, space_of
 
 _TEXT = re.compile(r"(\d+)x(?!\d+x)(\S+)")
 
@@ -186,7 +186,7 @@ def _placement(plan: Plan, on_gpus: bool) -> Iterator[str]:
     """Yield the shards and each gang of a plan in words."""
     config = plan.config
     yield f"shards {config.rollout.shards}"
-    for name in (GENERATE, TRAIN, CRITIC):
+    for name in (GENERATE, TRAIN, CRITIC, REFERENCE):
         gang = config.placement.gangs.get(name)
         if gang is None:
             continue

@@ -47,7 +47,7 @@ Keys = list[str]
 
 
 class Ledger:
-    """The ledger of a run. Holds no handle. It caches segments, and the commits of an object store, where a read takes a
+    """The ledger of a run. Holds no handle. It caches segments, and commits of an object store, where a read takes a
     round trip. Neither ever changes. Everything else asks the filesystem, so all processes see the same ledger."""
 
     def __init__(self, url: str, durability: Durability = files.DEFAULT) -> None:

@@ -97,9 +97,14 @@ def _parquet(url: str) -> Iterator[Row]:
         with fsspec.open(url, "rb") as stream:
             rows = parquet.read_table(stream).to_pylist()
     except (OSError, ValueError, ImportError, pyarrow.ArrowException) as error:
-        raise RowsError(f"cannot read {url}: {error}") from error
+        raise RowsError(f"cannot read {url}: {_reason(error, url)}") from error
     for number, row in enumerate(rows):
         yield f"{url} row {number}", row
+
+
+def _reason(error: Exception, url: str) -> str:
+    """Return what an error says. fsspec's error of a web page is only the address, and its cause says why."""
+    return str(error.__cause__ or error) if str(error) == url else str(error)
 
 
 def _text(url: str) -> str:
@@ -115,7 +120,7 @@ def _content(url: str) -> bytes:
         with fsspec.open(url, "rb") as stream:
             content: bytes = stream.read()
     except (OSError, ValueError, ImportError) as error:
-        raise RowsError(f"cannot read {url}: {error}") from error
+        raise RowsError(f"cannot read {url}: {_reason(error, url)}") from error
     return content
 
 

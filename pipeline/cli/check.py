@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
@@ -75,7 +76,7 @@ def command(options: argparse.Namespace) -> int:
             f"note: a step has {per_step} prompts (rollout.rows={config.rollout.rows}), but there are {train} to train "
             "on: every step repeats some"
         )
-    for note in [*device_notes(config, gpus_here()), *config.judge_notes()]:
+    for note in [*device_notes(config, gpus_here(), os.cpu_count() or 1), *config.judge_notes()]:
         print_line(f"note: {note}")
     evaluated = "held out" if config.evaluation_source is None else "to evaluate on"
     print_line(f"{options.target}: would run ({train} prompts to train on, {held_out} {evaluated})")

@@ -106,7 +106,7 @@ SYNONYMS = {
     "ppo.lam": ("gae_lambda", "lambd"),
     "ppo.entropy_coef": ("entropy_coeff",),
     "engine.max_rows": ("max_num_seqs",),
-    "steps": ("max_steps", "total_episodes", "total_training_steps"),
+    "steps": ("max_steps", "num_train_epochs", "total_episodes", "total_epochs", "total_training_steps"),
     "name": ("experiment_name", "run_name"),
     "runs_dir": ("output_dir",),
     "checkpoint.every": ("save_freq", "save_steps"),

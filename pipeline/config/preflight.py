@@ -585,17 +585,26 @@ def may_share_gpus(config: RunConfig, num_gpus: int) -> bool:
     return num_gpus == 1 if share is None else share
 
 
-def device_notes(config: RunConfig, num_gpus: int) -> list[str]:
-    """Return a note if the gangs of a local run share a GPU because their host has no other."""
-    gangs = [gang.name for gang in config.gangs() if gang.gpus]
-    if config.cluster.kind != "local" or config.placement.oversubscribe is not None or len(gangs) < 2:
+def device_notes(config: RunConfig, num_gpus: int, num_cores: int) -> list[str]:
+    """Return notes about a local run: gangs that share a GPU because their host has no other, and workers that have
+    more threads than the host has cores."""
+    if config.cluster.kind != "local":
         return []
+    notes = [
+        f"placement.gangs.{name}.threads={gang.threads}, but this host has {num_cores} cores: more threads are slower"
+        for name, gang in config.placement.gangs.items()
+        if gang.threads > num_cores
+    ]
+    gangs = [gang.name for gang in config.gangs() if gang.gpus]
+    if config.placement.oversubscribe is not None or len(gangs) < 2:
+        return notes
     together = set(gangs) <= {name for group in config.placement.device_sharing for name in group}
     if together or num_gpus != 1:
-        return []
+        return notes
     return [
+        *notes,
         f"the gangs {', '.join(gangs)} share their host's only GPU and its memory. placement.device_sharing="
-        f"[[{','.join(gangs)}]] would let them have it one at a time; placement.oversubscribe=false refuses this"
+        f"[[{','.join(gangs)}]] would let them have it one at a time; placement.oversubscribe=false refuses this",
     ]
 
 

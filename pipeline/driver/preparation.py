@@ -18,6 +18,7 @@ on different processors, as long as each gang's stay the same.
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -279,7 +280,7 @@ def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpo
     """
     paths, stored, history = RunPaths(config.run_dir), config.stored, open_history(config)
     rewind = None
-    warnings = [*device_notes(config, gpus_here()), *config.judge_notes()]
+    warnings = [*device_notes(config, gpus_here(), os.cpu_count() or 1), *config.judge_notes()]
     aside: dict[Address, str] = {}
     if from_checkpoint:
         aside = quarantine_damaged_commits(history.ledger, stored)

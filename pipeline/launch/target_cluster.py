@@ -264,7 +264,7 @@ def _on_one_node(config: RunConfig) -> bool:
 def _notes(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> Iterator[str]:
     """Yield notes for the user: GPUs that gangs share, nodes that are not used, and things that were not checked."""
     if _on_one_node(config):
-        yield from device_notes(config, num_gpus)
+        yield from device_notes(config, num_gpus, cluster.cores)
     if _on_one_node(config) and cluster.nodes > 1:
         yield f"cluster.kind=local uses one of the {cluster.nodes} nodes; attached, or a section slurm, uses more"
     path = config.model.path

@@ -379,7 +379,7 @@ def cached_in_hub(path: str) -> str:
     return str(snapshot) if (snapshot / "config.json").is_file() else path
 
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def _hub_cache() -> Path:

@@ -207,6 +207,13 @@ def test_gangs_that_need_more_gpus_than_there_are_are_refused(folder: Path, monk
     preflight(load(folder, gangs, roles, "placement.oversubscribe=true"))
 
 
+def test_more_threads_than_cores_are_noted(folder: Path) -> None:
+    config = load(folder, "placement.gangs.all.threads=3")
+    (note,) = device_notes(config, 0, 2)
+    assert note.startswith("placement.gangs.all.threads=3, but this host has 2 cores")
+    assert device_notes(config, 0, 4) == []
+
+
 def test_on_a_single_gpu_gangs_share_it_and_are_told_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not if the config forbids it, or if they share it one at a time."""
     give_gpus(monkeypatch, 1)
@@ -214,9 +221,9 @@ def test_on_a_single_gpu_gangs_share_it_and_are_told_so(folder: Path, monkeypatc
     roles = "placement.roles={generate: all, score: train, reference: train, policy: train, critic: train}"
     config = load(folder, gangs, roles)
     preflight(config)
-    (note,) = device_notes(config, 1)
+    (note,) = device_notes(config, 1, 64)
     assert "the gangs all, train share their host's only GPU" in note
-    assert device_notes(load(folder, gangs, roles, "placement.device_sharing=[[all,train]]"), 1) == []
+    assert device_notes(load(folder, gangs, roles, "placement.device_sharing=[[all,train]]"), 1, 64) == []
     with pytest.raises(ConfigError, match="the gangs need 2 GPUs"):
         preflight(load(folder, gangs, roles, "placement.oversubscribe=false"))
 

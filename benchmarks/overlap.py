@@ -4,6 +4,9 @@ Whole runs through the real path (Dask, Zarr, ledger), arms taken in turn, repea
 seconds per step, and an arm's is the median of its repeats. The synchronous arm gives every stage all cores in turn
 (and scoring still overlaps generation): comparing with a one-thread serial schedule would flatter the overlap.
 
+`--plan` adds the placement that `stageline plan` chooses for these cores. It is calibrated on the runs of the first two
+arms of each repeat.
+
 The limit: no step is shorter than 1 / n of the processor seconds that all processes of the run spend in it on n cores.
 The limit of a workload takes the fewest of any arm and repeat, so no arm can pass it.
 """
@@ -16,14 +19,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.harness import arguments, gemm_gflops, measured_load, own_cpu_s, report, write_json
+from benchmarks.harness import arguments, gemm_gflops, measured_load, own_cpu_s, report, this_hardware, write_json
+from pipeline.cli.main import main as stageline
 from pipeline.config.loading import load_config
 from pipeline.config.run import RunConfig
 from pipeline.driver.run import run
@@ -59,6 +64,8 @@ ARMS = (
         (*gangs(1, CORES), "placement.gangs.reference={threads: 1}", "placement.roles.reference=reference"),
     ),
 )
+PLANNED = Arm("as planned", 1, ())
+"""`--plan`. Its staleness is what the plan says."""
 WORKLOADS: dict[str, tuple[str, ...]] = {
     "demo (training dominates)": (),
     "long responses (balanced)": (
@@ -97,8 +104,27 @@ def measure(config: RunConfig) -> Measured:
     return Measured((ended_s - began_s) / steps, (cpu_after - cpu_before) / steps, load().others)
 
 
+def write_plan(runs: Sequence[Path], before: Path, folder: Path) -> Path:
+    """Calibrate on some runs, plan the run `before` anew for this machine's cores, and return the plan's file."""
+    calibration, plan = folder / "calibration.yaml", folder / "plan.yaml"
+    hardware = f"{CORES}x{this_hardware()}"
+    commands = (
+        ["calibrate", *map(str, runs), "--hardware", f"1x{hardware}", "--write", str(calibration)],
+        ["plan", str(before / "config.yaml"), "--devices", hardware, "--calibration", str(calibration),
+         "--write", str(plan)],
+    )  # fmt: skip
+    with redirect_stdout(StringIO()) as printed:
+        done = all(stageline(command) == 0 for command in commands)
+    print(printed.getvalue(), file=sys.stderr)
+    if not done:
+        raise SystemExit("no plan was found")
+    return plan
+
+
 def main() -> None:
     def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+        parser.add_argument("--plan", action="store_true", help="also measure the placement that `plan` chooses")
         parser.add_argument(
             "--steps", type=int, default=7, help="steps of a run; the first two and the last do not count"
         )
@@ -106,8 +132,9 @@ def main() -> None:
     options = arguments(__doc__ or "", add_options)
     base = ["conf/run/tiny.yaml"] if options.quick else ["conf/run/demo.yaml"]
     common = QUICK if options.quick else (f"steps={options.steps}",)
-    workloads = {"tiny": ()} if options.quick else WORKLOADS
+    workloads = {"tiny": ()} if options.quick else {name: WORKLOADS[name] for name in options.workloads}
     arms = ARMS[:2] if options.quick else ARMS
+    shown = [*arms, *([PLANNED] if options.plan else [])]
     repeats = 1 if options.quick else options.repeats
     figures: dict[str, float] = {}
     rows = []
@@ -115,22 +142,23 @@ def main() -> None:
         found: dict[tuple[str, str], list[Measured]] = {}
         for repeat in range(repeats):
             for place, (workload, changes) in enumerate(workloads.items()):
-                for arm in arms:
-                    fixed = (
-                        f"name=workload-{place}-arm-{arms.index(arm)}-repeat-{repeat}",
-                        f"runs_dir={Path(scratch)}",
-                        f"staleness={arm.staleness}",
-                        "evaluate.every=0",
-                    )
-                    quiet = ("tracking.uri=null", "tracking.report=false", "cluster.dashboard=null")
-                    overrides = [*common, *changes, *arm.overrides, *fixed, *quiet]
-                    measured = measure(load_config(base, overrides))
+                names = {arm.name: f"workload-{place}-arm-{arms.index(arm)}-repeat-{repeat}" for arm in arms}
+                for arm in shown:
+                    fixed = ("evaluate.every=0", "tracking={uri: null, report: false}", "cluster.dashboard=null")
+                    if arm is PLANNED:
+                        runs = [Path(scratch, names[one.name]) for one in arms[:2]]
+                        plan = write_plan(runs, runs[1], Path(scratch))
+                        config = load_config([str(plan)], [*common, *fixed, f"name=plan-{place}-repeat-{repeat}"])
+                    else:
+                        own = (f"name={names[arm.name]}", f"runs_dir={Path(scratch)}", f"staleness={arm.staleness}")
+                        config = load_config(base, [*common, *changes, *arm.overrides, *fixed, *own])
+                    measured = measure(config)
                     found.setdefault((workload, arm.name), []).append(measured)
                     print(f"{workload}: {arm.name}: {measured.step_s:.2f} s a step", file=sys.stderr, flush=True)
     for workload in workloads:
-        step_s = {arm: statistics.median(m.step_s for m in found[workload, arm.name]) for arm in arms}
+        step_s = {arm: statistics.median(m.step_s for m in found[workload, arm.name]) for arm in shown}
         best_sync = min(seconds for arm, seconds in step_s.items() if arm.synchronous)
-        limit = min(m.cpu_s for arm in arms for m in found[workload, arm.name]) / CORES
+        limit = min(m.cpu_s for arm in shown for m in found[workload, arm.name]) / CORES
         for arm, seconds in step_s.items():
             others = max(m.others for m in found[workload, arm.name])
             rows.append(

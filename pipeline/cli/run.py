@@ -154,7 +154,7 @@ def move_earlier_run_aside(config: RunConfig, *, overwrite: bool, user_agreed: b
         except OSError as error:
             need = f"{paths.root} cannot be moved to {aside} ({error.strerror}): choose another name=..."
             raise ConfigError("name", f"given {config.name!r}; {need}") from error
-    why = "" if updated else ", of which no update was committed"
+    why = "" if updated else ", which committed no update,"
     return f"the earlier run of this name{why} is in {aside} now"
 
 

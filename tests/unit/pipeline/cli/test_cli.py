@@ -268,7 +268,7 @@ def test_a_run_started_from_python_makes_way_too(
     with pytest.raises(stageline.ConfigError):  # nothing ran here, so there is no run to open
         stageline.run(config)
     assert (earlier.with_name(f"{earlier.name}-replaced-1") / "config.yaml").exists()
-    assert "the earlier run of this name, of which no update was committed is in" in capsys.readouterr().out
+    assert "the earlier run of this name, which committed no update, is in" in capsys.readouterr().out
     (earlier / "config.yaml").write_text("name: x\n")
     commit_update(earlier)
     with pytest.raises(stageline.ConfigError):

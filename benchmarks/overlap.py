@@ -106,6 +106,7 @@ def measure(config: RunConfig) -> Measured:
 
 def write_plan(runs: Sequence[Path], before: Path, folder: Path) -> Path:
     """Calibrate on some runs, plan the run `before` anew for this machine's cores, and return the plan's file."""
+    folder.mkdir()
     calibration, plan = folder / "calibration.yaml", folder / "plan.yaml"
     hardware = f"{CORES}x{this_hardware()}"
     commands = (
@@ -147,7 +148,7 @@ def main() -> None:
                     fixed = ("evaluate.every=0", "tracking={uri: null, report: false}", "cluster.dashboard=null")
                     if arm is PLANNED:
                         runs = [Path(scratch, names[one.name]) for one in arms[:2]]
-                        plan = write_plan(runs, runs[1], Path(scratch))
+                        plan = write_plan(runs, runs[1], Path(scratch, f"plan-{place}-{repeat}"))
                         config = load_config([str(plan)], [*common, *fixed, f"name=plan-{place}-repeat-{repeat}"])
                     else:
                         own = (f"name={names[arm.name]}", f"runs_dir={Path(scratch)}", f"staleness={arm.staleness}")

@@ -31,7 +31,7 @@ from pipeline.config.memory import (
     planned_run,
     workers_memory,
 )
-from pipeline.config.preflight import check_run, device_notes, engine_line, unproven_guarantees
+from pipeline.config.preflight import check_run, device_notes, guarantee_lines
 from pipeline.config.reward_trial import try_rewards
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
@@ -89,13 +89,8 @@ def _show_engine(config: RunConfig) -> None:
 
 
 def _show_guarantees(config: RunConfig, device: Device) -> None:
-    missing = unproven_guarantees(config, device)
-    if not missing:
-        print_line(f"engine {config.engine.kind} on {device}: a run repeats bit for bit, and leaves nothing unproven")
-        return
-    print_line(engine_line(config, device))
-    for one in missing:
-        print_line(f"not proven: {one}")
+    for line in guarantee_lines(config, device):
+        print_line(line)
 
 
 def _show_network(config: RunConfig) -> None:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from pipeline.config.identity import config_sections, identity_faults, read_identity
 from pipeline.config.paths import RunPaths
-from pipeline.config.preflight import engine_line, recorded_devices, unproven_guarantees
+from pipeline.config.preflight import guarantee_lines, recorded_devices
 from pipeline.config.run import RunConfig
 from pipeline.driver.integrity import lineage_faults, unneeded_outputs
 from pipeline.driver.results import open_history
@@ -504,8 +504,7 @@ def _unproven_lines(evidence: RunContent) -> Iterator[str]:
     except StoreError:
         return  # `check_identity` reports it
     for device in recorded_devices(evidence.config, identity):
-        yield engine_line(evidence.config, device)
-        yield from (f"not proven: {missing}" for missing in unproven_guarantees(evidence.config, device))
+        yield from guarantee_lines(evidence.config, device)
 
 
 def _notes(evidence: RunContent, damaged: Mapping[Address, str]) -> Iterator[str]:

@@ -89,6 +89,15 @@ def engine_line(config: RunConfig, device: Device) -> str:
     return f"engine {config.engine.kind} on {device}: {config.capabilities(device)}{elsewhere}"
 
 
+def guarantee_lines(config: RunConfig, device: Device) -> list[str]:
+    """Return lines for users about a run's guarantees: one line if it lacks none, otherwise the engine's
+    line and each missing guarantee."""
+    missing = unproven_guarantees(config, device)
+    if not missing:
+        return [f"engine {config.engine.kind} on {device}: a run repeats bit for bit, and leaves nothing unproven"]
+    return [engine_line(config, device), *(f"not proven: {each}" for each in missing)]
+
+
 def unproven_guarantees(config: RunConfig, device: Device) -> list[str]:
     """Return a sentence, with its reason, for each guarantee that a run of this config lacks."""
     can = config.capabilities(device)

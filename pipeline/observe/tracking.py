@@ -455,7 +455,7 @@ class _Writer:
                 return
             if not self._down:  # else the writer has warned already, and gives up soon
                 LOG.warning(
-                    "%s takes the rest of the run; at most %.0f s, and a few where it cannot be reached",
+                    "sending the rest of the run to %s: at most %.0f s, or a few if it cannot be reached",
                     self._target, timeout_s - ANNOUNCE_S,
                 )  # fmt: skip
             timeout_s -= ANNOUNCE_S

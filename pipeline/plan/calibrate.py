@@ -8,6 +8,9 @@ The method is least squares of relative errors. Outliers count less (Huber's wei
 the usual proportions (`typical`, scaled to these runs). If the nodes differ in all three terms, the data decides. If
 not (one run with shards of equal size), the proportions stay as assumed and the kind is listed as extrapolated.
 
+On CPUs, if runs had different numbers of threads, these numbers are fitted for many values of `thread_share`, and the
+one with the smallest errors is taken.
+
 The journal tells how long a node worked on store and ledger. The fit then explains only the rest of its seconds, and
 `node_s` is the mean of these times plus the seconds per node that the fit finds.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -31,6 +34,7 @@ from pipeline.plan.cost import Costs, costs_of, decoding_work
 from pipeline.plan.decode import Decoded, RowQueue
 from pipeline.plan.observed import Observed, ObservedRun
 from pipeline.plan.training import Work
+from stages.models.protocol import Role
 
 FEWEST_STEPS = 4
 """Fewest steps of a run to calibrate from. The first node of each stage on a worker is left out, and three more steps
@@ -41,6 +45,8 @@ _PULL = 0.1
 """Weight of the usual proportions in the fit, where one measured node has the weight 1."""
 _INDISTINCT = 30.0
 """Condition number of the fit's columns above which it cannot tell their coefficients apart."""
+_THREAD_SHARES = tuple(share / 20 for share in range(20, -1, -1))
+"""Shares of the arithmetic that threads may divide, to choose from."""
 _OUTLIER = 0.2
 """Relative error above which a node counts less."""
 
@@ -65,22 +71,9 @@ def calibrate(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: s
     that is too short, or that ran on another machine."""
     _check(runs, cluster, hardware)
     usual = typical(hardware, on_gpus=cluster.gpus > 0)
-    samples = samples_of(runs, cluster, usual)
-    speeds: dict[str, Any] = {}
-    for _ in range(_ROUNDS):  # the work between a shard's start and its end depends on the engine's speed
-        if decoded := [sample for sample in samples if sample.kind == "generate"]:
-            guess = replace(usual, generate=fit(decoded, usual.generate)[0])
-            samples = samples_of(runs, cluster, guess)
-    extrapolated = []
-    for kind in KINDS:
-        usual_speed: StageSpeed = getattr(usual, kind)
-        if of_kind := [sample for sample in samples if sample.kind == kind]:
-            speeds[kind], distinct = fit(of_kind, usual_speed)
-        else:
-            speeds[kind], distinct = usual_speed, False
-        extrapolated += [] if distinct else [kind]
-    if shards := [sample for sample in samples if sample.kind == "generate"]:
-        speeds["beside_s"] = _stores(shards)[1]
+    shares = _THREAD_SHARES if not cluster.gpus and _differ_in_threads(runs) else (usual.thread_share,)
+    fits = [_fit_kinds(runs, cluster, replace(usual, thread_share=share)) for share in shares]
+    usual, speeds, extrapolated = min(fits, key=lambda each: _error(each[1]))
     if waits := [wait for one in runs for wait in one.waits]:
         speeds["overhead_s"] = usual_mean(waits)
     if gaps := [gap for one in runs for gap in one.turnarounds]:
@@ -98,6 +91,46 @@ def calibrate(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: s
         extrapolated=extrapolated,
         **speeds,
     )
+
+
+def _differ_in_threads(runs: Sequence[ObservedRun]) -> bool:
+    """Return True if gangs with the same roles had different numbers of threads."""
+    threads: dict[frozenset[Role], set[int]] = {}
+    for one in runs:
+        for gang in one.run.config.gangs():
+            threads.setdefault(gang.roles, set()).add(one.run.config.placement.gangs[gang.name].threads)
+    return any(len(numbers) > 1 for numbers in threads.values())
+
+
+def _fit_kinds(
+    runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Calibration
+) -> tuple[Calibration, dict[str, Any], list[str]]:
+    """Return `usual`, the fitted fields of a calibration by name, and the kinds of work whose numbers are partly
+    assumed."""
+    samples = samples_of(runs, cluster, usual)
+    for _ in range(_ROUNDS):  # the work between a shard's start and its end depends on the engine's speed
+        if decoded := [sample for sample in samples if sample.kind == "generate"]:
+            guess = replace(usual, generate=fit(decoded, usual.generate)[0])
+            samples = samples_of(runs, cluster, guess)
+    speeds: dict[str, Any] = {}
+    extrapolated = []
+    for kind in KINDS:
+        usual_speed: StageSpeed = getattr(usual, kind)
+        if of_kind := [sample for sample in samples if sample.kind == kind]:
+            speeds[kind], distinct = fit(of_kind, usual_speed)
+        else:
+            speeds[kind], distinct = usual_speed, False
+        extrapolated += [] if distinct else [kind]
+    if shards := [sample for sample in samples if sample.kind == "generate"]:
+        speeds["beside_s"] = _stores(shards)[1]
+    return usual, speeds, extrapolated
+
+
+def _error(speeds: Mapping[str, Any]) -> float:
+    """Return the mean square of the relative errors of the nodes whose arithmetic threads divide."""
+    fitted = [speeds[kind] for kind in ("generate", "forward", "update")]
+    measured = [speed for speed in fitted if speed.scatter is not None]
+    return sum(speed.nodes * speed.scatter**2 for speed in measured) / max(1, sum(speed.nodes for speed in measured))
 
 
 def _check(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: str) -> None:

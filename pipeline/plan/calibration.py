@@ -63,6 +63,8 @@ class Calibration:
     """Loading of new weights into an engine."""
     score: StageSpeed = field(default_factory=StageSpeed)
     advantage: StageSpeed = field(default_factory=StageSpeed)
+    thread_share: float = setting(1.0, Constraint("from 0 to 1", lambda share: 0 <= share <= 1))
+    """Share of the arithmetic on CPUs that a worker's threads divide among themselves. One thread does the rest."""
     link_efficiency: float = setting(1.0, _SHARE)
     """Share of the links' bandwidth that collectives reach."""
     overhead_s: float = setting(0.0, at_least(0))

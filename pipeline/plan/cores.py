@@ -9,6 +9,12 @@ nodes have T threads on C cores, each node therefore advances at the rate
 (egalitarian processor sharing, Kleinrock 1976, Queueing Systems II, section 4.4). The rate is the same for all nodes,
 so one clock has the progress of all: a node that takes s seconds alone ends when the clock has advanced by s.
 
+Threads that wait for each other use no core. If a node's t threads divide the share f of its work, the node is
+
+    speedup(t) = 1 / (1 - f + f / t)        (Amdahl 1967)
+
+times as fast as with one thread, and counts as so many threads. f is calibrated (`Calibration.thread_share`).
+
 Pure.
 """
 
@@ -24,11 +30,16 @@ from pipeline.observe.timeline import Box, Interval, merge_intervals
 from stages.models.protocol import MODEL_ROLES, Role
 
 
+def thread_speedup(threads: int, share: float) -> float:
+    """Return how many times as fast `threads` threads are as one, if they divide this share of the work."""
+    return 1.0 / (1.0 - share + share / threads)
+
+
 class SharedClock:
     """Owns the clock of a host's work. Time only moves forward."""
 
     def __init__(self, cores: int, now: float = 0.0) -> None:
-        self._cores, self._threads, self._rate = cores, 0, 1.0
+        self._cores, self._threads, self._rate = cores, 0.0, 1.0
         self._now = now
         self.work = 0.0
         """Seconds of work that a node which ran from the start has done, up to the last call."""
@@ -39,11 +50,11 @@ class SharedClock:
         self._now = now
         return self.work
 
-    def add(self, threads: int, now: float) -> None:
+    def add(self, threads: float, now: float) -> None:
         """Let some more threads work from now on, or fewer if negative."""
         self.advance(now)
         self._threads += threads
-        self._rate = min(1.0, self._cores / max(1, self._threads))
+        self._rate = min(1.0, self._cores / max(1.0, self._threads))
 
     def time_of(self, work: float) -> float:
         """Return the time at which the clock reaches `work` if no threads come or go."""
@@ -56,19 +67,22 @@ def shared_cores(run: PlannedRun, cluster: HardwareCluster) -> int | None:
     return None if run.on_gpus or cluster.nodes > 1 else cluster.cores
 
 
-def working_threads(config: RunConfig) -> dict[str, int]:
-    """Return the threads of a working replica, or of all ranks of a parallel group together, for each gang that
-    computes models. Rewards without models mostly wait."""
+def working_threads(config: RunConfig, share: float) -> dict[str, float]:
+    """Return the threads that compute at the same time in a working replica, or in all ranks of a parallel group
+    together, for each gang that computes models. Rewards without models mostly wait. `share`: see `thread_speedup`."""
     found = {}
     for gang in config.gangs():
         if gang.roles & {Role.GENERATE, *MODEL_ROLES} or (Role.SCORE in gang.roles and config.scoring_models()):
             processes = config.replica_ranks if Role.GENERATE in gang.roles else 1
             ranks = gang.workers if gang.is_ordered else 1
-            found[gang.name] = config.placement.gangs[gang.name].threads * processes * ranks
+            threads = thread_speedup(config.placement.gangs[gang.name].threads, share)
+            found[gang.name] = threads * processes * ranks
     return found
 
 
-def work_at(boxes: Sequence[Box], threads: Mapping[str, int], cores: int, driver_s: float = 0.0) -> dict[float, float]:
+def work_at(
+    boxes: Sequence[Box], threads: Mapping[str, float], cores: int, driver_s: float = 0.0
+) -> dict[float, float]:
     """Return the clock of work at each start and end of some boxes.
 
     Args:
@@ -78,7 +92,7 @@ def work_at(boxes: Sequence[Box], threads: Mapping[str, int], cores: int, driver
     periods: dict[tuple[str, str], list[Interval]] = {}
     for box in boxes:
         periods.setdefault((box.gang, box.worker), []).append((box.start_s, box.end_s))
-    changes = [(time, 0) for box in boxes for time in (box.start_s, box.end_s)]
+    changes = [(time, 0.0) for box in boxes for time in (box.start_s, box.end_s)]
     for (gang, _), intervals in periods.items():
         number = threads.get(gang, 0)
         for start, end in merge_intervals(intervals):
@@ -86,7 +100,7 @@ def work_at(boxes: Sequence[Box], threads: Mapping[str, int], cores: int, driver
     until = -math.inf
     for end in sorted(box.end_s for box in boxes):
         start, until = max(end, until), max(end, until) + driver_s
-        changes += [(start, 1), (until, -1)]
+        changes += [(start, 1.0), (until, -1.0)]
     changes.sort()
     clock, found = SharedClock(cores, changes[0][0] if changes else 0.0), dict[float, float]()
     for time, change in changes:

@@ -25,6 +25,7 @@ from pipeline.config.hardware import HardwareCluster
 from pipeline.config.memory import PlannedRun
 from pipeline.graph.graph import STAGE_ROLES, Gang, Node
 from pipeline.plan.calibration import STAGE_KIND, Calibration, StageSpeed
+from pipeline.plan.cores import thread_speedup
 from pipeline.plan.decode import Decoded, DecodeSpeed, PassRates, RowQueue, decode, decode_speed
 from pipeline.plan.links import Numbers, link_of, send_s
 from pipeline.plan.training import (
@@ -238,20 +239,26 @@ def costs_of(
     config = run.config
     prompt = prompt_tokens or calibration.prompt_tokens or float(config.prompts.max_tokens)
     gangs = {gang.name: gang for gang in config.gangs()}
-    models = {name: _gang_speed(run, cluster, gang) for name, gang in gangs.items() if gang.roles & MODEL_ROLES}
+    models = {
+        name: _gang_speed(run, cluster, calibration, gang) for name, gang in gangs.items() if gang.roles & MODEL_ROLES
+    }
     engine = _engine_speed(run, cluster, calibration)
     return Costs(run, cluster, calibration, prompt, gangs, models, engine, _trunk_stages(run, gangs))
 
 
-def rank_peaks(run: PlannedRun, cluster: HardwareCluster, dtype: str, threads: int) -> tuple[float, float]:
-    """Return (FLOP/s, bytes/s) of one rank: of a GPU, or of `threads` cores. Cores share the memory's bandwidth, and
-    one thread alone may use all of it, so this is an upper bound."""
+def rank_peaks(
+    run: PlannedRun, cluster: HardwareCluster, dtype: str, threads: int, thread_share: float
+) -> tuple[float, float]:
+    """Return (FLOP/s, bytes/s) of one rank: of a GPU, or of `threads` cores that divide the share `thread_share` of
+    the arithmetic. Cores share the memory's bandwidth, and one thread alone may use all of it, so this is an upper
+    bound."""
     hardware = cluster.hardware
     rate = hardware.fp32_flops if dtype == "float32" else hardware.bf16_flops
-    return rate * (1 if run.on_gpus else min(threads, cluster.cores)), hardware.memory_bytes_per_s
+    speedup = 1.0 if run.on_gpus else thread_speedup(min(threads, cluster.cores), thread_share)
+    return rate * speedup, hardware.memory_bytes_per_s
 
 
-def _gang_speed(run: PlannedRun, cluster: HardwareCluster, gang: Gang) -> GangSpeed:
+def _gang_speed(run: PlannedRun, cluster: HardwareCluster, calibration: Calibration, gang: Gang) -> GangSpeed:
     config = run.config
     settings = config.placement.gangs[gang.name]
     data = gang.workers // (settings.layout.tensor * settings.layout.pipeline)
@@ -266,8 +273,8 @@ def _gang_speed(run: PlannedRun, cluster: HardwareCluster, gang: Gang) -> GangSp
         run.own_specs,
         portable,
     )
-    flops, bytes_per_s = rank_peaks(run, cluster, config.model.dtype, settings.threads)
-    small_flops = math.inf if run.on_gpus else rank_peaks(run, cluster, "float32", 1)[0]
+    flops, bytes_per_s = rank_peaks(run, cluster, config.model.dtype, settings.threads, calibration.thread_share)
+    small_flops = math.inf if run.on_gpus else rank_peaks(run, cluster, "float32", 1, 1.0)[0]
     return gang_speed(models, cluster, flops, small_flops, bytes_per_s)
 
 
@@ -275,7 +282,7 @@ def _engine_speed(run: PlannedRun, cluster: HardwareCluster, calibration: Calibr
     config = run.config
     engine = config.engine
     threads = next(config.placement.gangs[g.name].threads for g in config.gangs() if Role.GENERATE in g.roles)
-    flops, bytes_per_s = rank_peaks(run, cluster, engine.dtype, threads)
+    flops, bytes_per_s = rank_peaks(run, cluster, engine.dtype, threads, calibration.thread_share)
     drafts = engine.embedded.speculation.drafter != "none"
     return decode_speed(
         run.spec,

@@ -108,7 +108,7 @@ def observe(
     lengths, prompts = _rows(history, [node for node in nodes.values() if node.address in last])
     kept, crowded = _warm(found, last, nodes), _beside(found)
     refits = {commit.address: commit.metrics.get("engine/refit_s", 0.0) for commit in _engine_commits(history)}
-    threads = working_threads(run.config)
+    threads = working_threads(run.config, share=1.0)
     work = {} if cores is None else work_at(found, threads, cores, driver_s)
     observed, loads = list[Observed](), list[float]()
     for box in kept:

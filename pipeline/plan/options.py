@@ -19,6 +19,7 @@ from pipeline.config.memory import PlannedRun, engine_memory, row_cache_bytes, w
 from pipeline.config.placement import GangConfig
 from pipeline.config.run import RunConfig
 from pipeline.graph.graph import SHARDED, Node, step_nodes
+from pipeline.plan.cores import working_threads
 from pipeline.plan.cost import costs_of
 from pipeline.plan.decode import least_work
 from pipeline.plan.space import GENERATE, SCORE, Form, Space, assembled, gang_settings, graph_of_steps
@@ -45,6 +46,8 @@ class Option:
     gang: str
     devices: int
     """GPUs of the gang, or threads of all its workers on a host without GPUs."""
+    used_cores: float
+    """Cores that the gang keeps busy while all of its workers run, on a host without GPUs."""
     settings: GangConfig
     changes: Mapping[str, Any]
     """Settings outside of the placement: `policy` and `critic` (micro_batch_tokens), and the engine's."""
@@ -230,7 +233,9 @@ def _option(
         generating = config.rollout.shards / sampled * costs.decoding_s(work) / gang.workers
         busy = max(generating, busy / gang.concurrent_shards)
     by_stage = {stage: tuple(values) for stage, values in seconds.items()}
-    return Option(name, devices, settings, changes, by_stage, busy + overheads, generating)
+    used = working_threads(config, space.calibration.thread_share).get(name, 0.0)
+    used *= 1 if gang.is_ordered else gang.workers
+    return Option(name, devices, used, settings, changes, by_stage, busy + overheads, generating)
 
 
 def _lengths_of(space: Space, config: RunConfig, node: Node) -> Sequence[int]:

@@ -47,7 +47,7 @@ def scenario_of(
         in_flight=config.in_flight,
         device_sharing=config.placement.device_sharing,
         cores=shared_cores(costs.run, costs.cluster),
-        threads=working_threads(config),
+        threads=working_threads(config, costs.calibration.thread_share),
         driver_s=costs.calibration.driver_s,
         hand_over_s=hand_over_s(costs.run, costs.cluster),
         stragglers=stragglers,

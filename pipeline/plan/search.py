@@ -9,7 +9,8 @@ Lower bounds of the mean step time, each of which holds for every schedule:
 
     work     a gang runs the nodes of a step one after the other; replicas of a pool share them at best evenly.
              The work of gangs that share devices adds up.
-    cores    the gangs of a host without GPUs share its cores: the sum of threads x seconds of all gangs, over the cores
+    cores    the gangs of a host without GPUs share its cores: the sum of busy cores x seconds of all gangs, divided by
+             the cores
     latency  publish[v] -> generate[v + eta] -> ... -> publish[v + eta + 1] is a chain of eta + 1 steps
 
 So the result is the best of the space whenever the search ends because of the bounds (`Found.exact`). Lengths are drawn
@@ -169,7 +170,7 @@ def _bounds(space: Space, form: Form, options: Sequence[Option], scoring: Option
     if form.shares_devices:
         work = {"devices": sum(work.values())}
     if space.cores is not None:
-        work["cores"] = sum(option.devices * option.busy_s for option in options) / space.cores
+        work["cores"] = sum(option.used_cores * option.busy_s for option in options) / space.cores
     seconds = {stage: s for option in (*options, scoring) for stage, s in option.seconds.items()}
     engine, trainer = options[0], next(option for option in options if option.gang == TRAIN)
     forward = [stage for stage in ("score", "reference", "logprob", "value") if stage in seconds]

@@ -122,7 +122,7 @@ class Scenario:
     device_sharing: Sequence[Sequence[str]] = ()
     cores: int | None = None
     """Cores that all workers share; None: each has cores or devices of its own."""
-    threads: Mapping[str, int] = field(default_factory=dict)
+    threads: Mapping[str, float] = field(default_factory=dict)
     """Threads of a working replica, or of all ranks of a parallel group together, by gang. A gang that is not named
     needs no cores."""
     driver_s: float = 0.0
@@ -261,7 +261,7 @@ class _Worker:
 
     __slots__ = ("busy_s", "busy_since", "cores", "engine", "queue", "running", "shards", "stamp", "threads", "version")
 
-    def __init__(self, threads: int, cores: int, engine: RowQueue[Execution] | None) -> None:
+    def __init__(self, threads: int, cores: float, engine: RowQueue[Execution] | None) -> None:
         self.threads, self.cores, self.engine = threads, cores, engine
         """`threads`: most nodes at once; `cores`: cores that it works with; `engine`: rows of a replica, None for other
         workers."""

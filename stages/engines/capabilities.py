@@ -76,18 +76,28 @@ class Capabilities:
     """True if these capabilities were observed on this device. False if the engine's code was never run there."""
 
     def __str__(self) -> str:
-        said = {
-            "draws": self.draws,
-            "the same in any company": self.invariance,
-            "distributions": self.distributions,
-            "updates": "|".join(sorted(self.updates)),
-            "after a failed refit": self.failed_refit,
-            "sleep": self.sleeps,
-        }
-        no = [word for word, has in (("scores", self.scores), ("drafts", self.speculation)) if not has]
-        no += [] if self.migration else ["migration"]
-        text = ", ".join(f"{name} {value}" for name, value in said.items()) + (f"; no {', '.join(no)}" if no else "")
-        return text if self.measured else f"{text}; never measured on this device"
+        parts = [
+            f"draws are {self.draws}",
+            _INVARIANCE_TEXT[self.invariance],
+            f"distributions: {self.distributions}",
+            f"new weights by {' or '.join(sorted(self.updates))}",
+            f"a failed load of weights {_FAILED_REFIT_TEXT[self.failed_refit]}",
+            f"sleep frees {_SLEEP_TEXT[self.sleeps]}",
+        ]
+        missing = [word for word, has in (("scores", self.scores), ("drafts", self.speculation)) if not has]
+        missing += [] if self.migration else ["migration"]
+        parts += [f"no {', '.join(missing)}"] if missing else []
+        parts += [] if self.measured else ["never measured on this device"]
+        return "; ".join(parts)
+
+
+_INVARIANCE_TEXT = {
+    "bits": "other rows of a batch change no bit",
+    "tokens": "other rows of a batch change log-probs by rounding, and tokens only at ties",
+    "none": "other rows of a batch may change tokens",
+}
+_FAILED_REFIT_TEXT = {"kept": "keeps the old ones", "rebuild": "needs a new engine"}
+_SLEEP_TEXT = {"nothing": "nothing", "cache": "the cache", "weights": "the cache and the weights"}
 
 
 def embedded_capabilities(config: EngineConfig, device: Device) -> Capabilities:

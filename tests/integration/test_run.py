@@ -310,7 +310,9 @@ def test_mlflow_has_the_run(overlapped: RunConfig) -> None:
     assert run.data.params == tracked_params(overlapped) | {"runs_dir": "runs"}
     assert run.data.params.items() <= (flatten(overlapped) | {"runs_dir": "runs"}).items()
     assert {"host", "config_hash", "run_dir", "mlflow.user", "mlflow.source.name"} <= run.data.tags.keys()
-    assert run.data.tags["engine"].startswith("engine embedded on cpu: draws keyed, the same in any company bits")
+    assert run.data.tags["engine"].startswith(
+        "engine embedded on cpu: draws are keyed; other rows of a batch change no bit"
+    )
     assert run.data.tags["not_proven"] == "nothing"
     assert run.data.tags["stageline.ended"] == "finished"
     assert "**Result:** finished after 4 steps" in run.data.tags["mlflow.note.content"]

@@ -82,6 +82,6 @@ def test_a_lost_servers_shard_is_made_again(
         # Under staleness the engine is given the tokens of older versions, and scores them with this one.
         assert ledger.get(Address("canary", step)).metrics["mismatch/canary_mean_abs"] < 1e-4
     (said,) = [event.detail for event in read_events(paths.events) if event.kind is EventKind.ENGINE]
-    assert "engine vllm on cpu: draws keyed, the same in any company tokens" in (said or "")
+    assert "engine vllm on cpu: draws are keyed; other rows of a batch change log-probs by rounding" in (said or "")
     assert "Not proven: the run repeats to rounding" in (said or "")
     assert np.isfinite(ledger.get(Address("update_policy", 1)).metrics["policy/grad_norm"])

@@ -100,7 +100,7 @@ def test_an_engine_of_unknown_numerics_has_the_proximal_policy_recomputed() -> N
 
 def test_one_line_says_what_the_engine_can_do() -> None:
     line = engine_line(load(*TRTLLM), "cuda")
-    assert line.startswith("engine tensorrt_llm on cuda: draws seeded, the same in any company none")
+    assert line.startswith("engine tensorrt_llm on cuda: draws are seeded; other rows of a batch may change tokens")
     assert "no scores, drafts, migration" in line
     assert line.endswith("; never measured on this device; its Python is x")
     assert "never measured" not in engine_line(load(), "cpu")

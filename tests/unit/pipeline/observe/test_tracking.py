@@ -110,7 +110,7 @@ def test_a_down_server_loses_nothing_and_costs_one_warning(
             resumed.log_dataset(Dataset("prompts.jsonl", "d1", "/data/prompts.jsonl", "training", 60))
             resumed.log_table(table)
             resumed.log_model("tiny-chat", tmp_path)
-    said = [r.getMessage() for r in caplog.records if "takes the rest of the run" not in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "sending the rest of the run" not in r.getMessage()]
     assert [text[:29] for text in said] == ["MLflow refused metric bad*nam"]
     # A writer that died before it noted its progress delivers everything again: nothing may change.
     (run_dir / "mlflow_spool.state.json").unlink()

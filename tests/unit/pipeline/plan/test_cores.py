@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.graph.graph import Gang, GraphSpec
 from pipeline.observe.timeline import Box
-from pipeline.plan.cores import SharedClock, work_at, working_threads
+from pipeline.plan.cores import SharedClock, thread_speedup, work_at, working_threads
 from pipeline.plan.decode import DecodeSpeed, RowQueue
 from pipeline.plan.lengths import FixedLengths
 from pipeline.plan.scenario import scenario_of
@@ -141,7 +141,9 @@ def test_threads_of_gangs() -> None:
     gangs = "{generate: {workers: 3, threads: 2}, score: {threads: 4}, all: {workers: 2, threads: 3}}"
     roles = "{generate: generate, score: score, reference: all, policy: all, critic: all}"
     run = planned("tiny", f"placement.gangs={gangs}", f"placement.roles={roles}", on_gpus=False)
-    assert working_threads(run.config) == {"generate": 2, "all": 6}
+    assert working_threads(run.config, share=1.0) == {"generate": 2, "all": 6}
+    assert working_threads(run.config, share=0.0) == {"generate": 1, "all": 2}
+    assert thread_speedup(4, 0.8) == pytest.approx(1 / (0.2 + 0.8 / 4))
     assert scenario_of(costs("tiny", "1x3xcpu"), FixedLengths(4)).cores == 3
     assert scenario_of(costs("tiny", "2x3xcpu"), FixedLengths(4)).cores is None
     assert scenario_of(costs("tiny", "1x8xH100-80"), FixedLengths(4)).cores is None

@@ -72,7 +72,7 @@ class Replica:
         self.engine = engine
         self.migratable = self
         self.num_calls_migrated = 0
-        self.deliver, self.wanted, self.give_back = engine.deliver, engine.wanted, engine.give_back
+        self.deliver, self.tickets_awaited, self.give_back = engine.deliver, engine.tickets_awaited, engine.give_back
         self.copy_out, self.write_in, self.drop_parts = engine.copy_out, engine.write_in, engine.drop_parts
         self.migrate_in, self.version = engine.migrate_in, engine.version
         self.limit = 0

@@ -26,7 +26,7 @@ class ConfigError(ValueError):
         return str(self).removeprefix(f"{self.key}: ")
 
     @property
-    def each(self) -> list[ConfigError]:
+    def errors(self) -> list[ConfigError]:
         """The errors that this one stands for."""
         return [ConfigError(self.key, self._alone), *self._others] if self._others else [self]
 
@@ -41,21 +41,21 @@ def refusal(problem: Problem) -> ConfigError:
     return ConfigError(problem.key, f"given {given!r}; {problem.need}")
 
 
-def together(errors: Sequence[ConfigError]) -> ConfigError:
+def join_errors(errors: Sequence[ConfigError]) -> ConfigError:
     """Return several errors as one, a line each. Its key is the first error's. Only the first error of each key is
     kept."""
     by_key: dict[str, ConfigError] = {}
-    for error in (one for several in errors for one in several.each):
+    for error in (one for several in errors for one in several.errors):
         by_key.setdefault(error.key, error)
     first, *others = by_key.values()
     return ConfigError(first.key, first.message, others) if others else first
 
 
-def all_of(*checks: Callable[[], Any]) -> list[Any]:
+def run_checks(*checks: Callable[[], Any]) -> list[Any]:
     """Run all checks and return their results. Raises ConfigError with the errors of all checks that fail."""
     results, errors = _tried(checks)
     if errors:
-        raise together(errors)
+        raise join_errors(errors)
     return results
 
 

@@ -133,7 +133,7 @@ def _scored(part: Part, samples: Sequence[Sample]) -> tuple[dict[str, np.ndarray
     for rows in _batches(part, samples):
         batch = [samples[row] for row in rows]
         given = _call(part, batch)
-        named = _named(part, given)
+        named = scores_by_part(part, given)
         if isinstance(given, Scored):
             measured |= given.measured.keys()
         if found and named.keys() != found.keys():
@@ -151,7 +151,7 @@ def _call(part: Part, batch: Sequence[Sample]) -> Sequence[float] | Scored:
         raise type(error)(f"reward {part.name!r}: {error}") from error
 
 
-def _named(part: Part, given: Sequence[float] | Scored) -> dict[str, Sequence[float]]:
+def scores_by_part(part: Part, given: Sequence[float] | Scored) -> dict[str, Sequence[float]]:
     if not isinstance(given, Scored):
         return {"": given}
     if not given.parts:

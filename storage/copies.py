@@ -36,7 +36,7 @@ class Copies:
             self.remove(key)
         paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
         del paths[self.marker]
-        files.each(place, lambda name: files.upload(place, name, paths[name]), paths)
+        files.map_items(place, lambda name: files.upload(place, name, paths[name]), paths)
         fault = self.fault(key, {name: path.stat().st_size for name, path in paths.items()})
         if fault is not None:
             raise StoreError(f"{fault}, after it was uploaded")
@@ -48,7 +48,7 @@ class Copies:
         names = files.sizes(place).keys()
         if self.marker not in names:
             raise StoreError(f"{self.root.at(key)}: no complete copy")
-        files.each(place, lambda name: files.download(place, name, directory / name), names - {self.marker})
+        files.map_items(place, lambda name: files.download(place, name, directory / name), names - {self.marker})
         files.download(place, self.marker, directory / self.marker)
 
     def complete(self, below: str = "") -> Iterator[str]:

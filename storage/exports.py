@@ -108,7 +108,7 @@ class Exports:
         uploaded = () if self._copies is None else map(Path, self._copies.complete())
         return sorted({version for path in (*local, *uploaded) if (version := version_of(path)) is not None})
 
-    def begun(self, before: int) -> list[int]:
+    def clear_unfinished(self, before: int) -> list[int]:
         """Return the versions below `before` whose exports were begun and not finished, and remove what is left of
         finished ones. No process may be writing any of them."""
         staged = (int(path.name[2:]) for path in self.root.glob(".v*") if path.name[2:].isdecimal())

@@ -109,7 +109,7 @@ _MOST_REQUESTS = 8
 """Most requests of `each` at once. Clients keep some ten connections."""
 
 
-def each(root: Root, act: Callable[[Item], Answer], items: Iterable[Item]) -> list[Answer]:
+def map_items(root: Root, act: Callable[[Item], Answer], items: Iterable[Item]) -> list[Answer]:
     """Return `act(item)` of every item, in their order. Requests to an object store are made at the same time, because
     each takes a round trip. In a local directory the calls are made one after the other."""
     found = list(items)
@@ -446,8 +446,8 @@ def retried(act: Callable[[], Answer], path: str, retry_s: float) -> Answer:
             now = time.monotonic()
             give_up = now + retry_s if give_up is None else give_up
             if now + pause_s > give_up:
-                raise StoreUnavailable(f"{path}: {_said(error)}, still so after {retry_s:g} s of trying") from error
-            print(f"{path}: {_said(error)}; trying again in {pause_s:g} s", file=sys.stderr, flush=True)
+                raise StoreUnavailable(f"{path}: {_reason(error)}, still so after {retry_s:g} s of trying") from error
+            print(f"{path}: {_reason(error)}; trying again in {pause_s:g} s", file=sys.stderr, flush=True)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_S)
 
@@ -504,11 +504,11 @@ def until_seen(look: Callable[[], Answer | None], retry_s: float) -> Answer | No
 def refusal(error: Exception, path: str) -> StoreRefused:
     """Return a permanent error as StoreRefused, with a message for the person who must act."""
     return StoreRefused(
-        f"{path}: {_said(error)}. What is committed is whole and stays; put this right, and the run can be resumed"
+        f"{path}: {_reason(error)}. What is committed is whole and stays; put this right, and the run can be resumed"
     )
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     number = error.errno if isinstance(error, OSError) else None
     if number and not error.__cause__:  # an object store's client raises it from the server's answer, which says more
         return f"{os.strerror(number)} ({errno.errorcode.get(number, '')})"

@@ -68,12 +68,12 @@ def _foreign(path: Path, *, is_above: bool) -> str | None:
         return None  # as in /tmp: others can add entries, but not replace this user's
     if found.st_mode & stat.S_IWOTH:
         return "can be written by every user"
-    if found.st_mode & stat.S_IWGRP and (others := next(_others_in(found.st_gid), None)) is not None:
+    if found.st_mode & stat.S_IWGRP and (others := next(_shared_group(found.st_gid), None)) is not None:
         return f"can be written by {others}"
     return None
 
 
-def _others_in(group: int) -> Iterator[str]:
+def _shared_group(group: int) -> Iterator[str]:
     """Yield the group's name if accounts other than this user and root may be in it. A group without listed members
     that has this user's name is the user's own, as Linux makes one for each account."""
     try:

@@ -183,14 +183,14 @@ class RolloutStore:
         after the commit, and by any number of processes at once."""
         group, source = _group(commit.address), attempt_key(commit.address, commit.attempt)
         metadata = self._metadata(commit)
-        there = files.each(self._data, lambda key: files.exists(self._data, key), metadata)
+        there = files.map_items(self._data, lambda key: files.exists(self._data, key), metadata)
         write_metadata(self._run, {key: metadata[key] for key, found in zip(metadata, there, strict=True) if not found})
 
         def put_in_place(block: tuple[str, Template, int]) -> None:
             key = f"{block[0]}/{block[1].key(block[2])}"
             files.move(self._run, f"attempts/{source}/{in_attempt(key)}", f"rollouts.zarr/{group}/{key}")
 
-        files.each(self._run, put_in_place, self._blocks(commit))
+        files.map_items(self._run, put_in_place, self._blocks(commit))
         files.remove_tree(self._attempts, source)
 
     def recover(self, *, discard: bool = True) -> int:
@@ -240,13 +240,13 @@ class RolloutStore:
             return kept
         expected = list(self._blocks(commit))
         keys = [f"{name}/{template.key(shard)}" for name, template, shard in expected]
-        chunks = files.each(self._data, lambda key: self._chunk(commit, key), keys)
+        chunks = files.map_items(self._data, lambda key: self._chunk(commit, key), keys)
         blocks: dict[str, list[np.ndarray]] = {}
         for (name, template, shard), key, data in zip(expected, keys, chunks, strict=True):
             where = self._data.at(f"{_group(address)}/{key}")
             if data is None:
                 what = f"array {name} of {address}: shard {shard} ({where})"
-                raise _why_absent(address, what, self.dropped_before())
+                raise _absent_error(address, what, self.dropped_before())
             try:
                 blocks.setdefault(name, []).append(template.decode(data))
             except (ValueError, RuntimeError) as error:
@@ -387,7 +387,7 @@ class RolloutStore:
         files.remove_tree(self._attempts, attempt_key(address, attempt))
 
 
-def _why_absent(address: Address, what: str, before: int) -> StoreError:
+def _absent_error(address: Address, what: str, before: int) -> StoreError:
     """Return the error for a missing array. `before`: the first step whose arrays were not deleted."""
     if dropped(address, before):
         return DroppedOutput(

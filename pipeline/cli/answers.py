@@ -22,7 +22,7 @@ from pipeline.config.identity import FILE, read_identity
 from pipeline.config.loading import is_setting, load_config, load_yaml, read_run_config, readable_config
 from pipeline.config.paths import RunPaths, refuse_foreign
 from pipeline.config.run import RunConfig
-from pipeline.errors import ConfigError, StageFailed, together
+from pipeline.errors import ConfigError, StageFailed, join_errors
 from pipeline.observe.journal import journal_exists
 from pipeline.observe.text import escape_control_characters, print_plain
 from pipeline.workers.messages import ReplayMismatch
@@ -156,12 +156,12 @@ def config_from_sources(sources: Sequence[str], *, runs_here: bool = True) -> Ru
     try:
         return load_config(files, overrides)
     except ConfigError as error:
-        refused = [one.key for one in error.each]
+        refused = [one.key for one in error.errors]
         config = readable_config(files, overrides, refused) if runs_here else None
         if config is None:
             raise
         read_errors = import_module("pipeline.config.preflight").read_errors  # loads much, and rarely needed
-        raise together([error, *read_errors(config, refused)]) from error
+        raise join_errors([error, *read_errors(config, refused)]) from error
 
 
 def _refuse_settings_as_files(files: Sequence[str]) -> None:

@@ -35,7 +35,7 @@ from pipeline.config.preflight import check_run, device_notes, guarantee_lines
 from pipeline.config.reward_trial import try_rewards
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
-from pipeline.errors import ConfigError, refusal, together
+from pipeline.errors import ConfigError, join_errors, refusal
 from pipeline.launch.target_cluster import TargetCheck, check_target
 from pipeline.observe.tables import MemoryColumn, memory_table, placement_table
 from stages.engines.capabilities import Device
@@ -196,7 +196,7 @@ def _check_on_target(config: RunConfig, target: str, text: str) -> int:
     output_console().print(placement_table([*_placement_rows(config, found)]))
     _show_prediction(found.run, found.limits, found.hosts)
     if found.problems:
-        raise together([refusal(problem) for problem in found.problems])
+        raise join_errors([refusal(problem) for problem in found.problems])
     _show_guarantees(config, "cuda" if found.run.on_gpus else "cpu")
     for note in found.notes:
         print_line(f"note: {note}")

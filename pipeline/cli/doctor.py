@@ -31,7 +31,7 @@ from pipeline.doctor.ladder import (
     run_tests,
 )
 from pipeline.errors import ConfigError
-from stages.engines.config import OTHER_ENVIRONMENTS, interpreter, made_interpreter
+from stages.engines.config import OTHER_ENVIRONMENTS, find_interpreter, interpreter
 from stages.models.spec import read_spec
 
 TESTS = (
@@ -146,7 +146,7 @@ def _print_result(result: DoctorResult) -> None:
 
 def _engine_pythons(given: Sequence[str]) -> dict[str, str]:
     """Return kind -> Python of the other engines: those given as KIND=PYTHON, and else those that `make` installed."""
-    found = {kind: python for kind in OTHER_ENVIRONMENTS if (python := made_interpreter(kind)) is not None}
+    found = {kind: python for kind in OTHER_ENVIRONMENTS if (python := find_interpreter(kind)) is not None}
     for text in given:
         kind, _, python = text.partition("=")
         if kind not in OTHER_ENVIRONMENTS or not python:

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from pipeline.cli.answers import SUCCESS, config_from_sources, output_console, print_line
 from pipeline.config.preflight import check_fields, check_parts, evaluation_prompts, open_tokenizer
 from pipeline.config.run import RunConfig
-from pipeline.errors import ConfigError, StageFailed, together
+from pipeline.errors import ConfigError, StageFailed, join_errors
 from pipeline.observe.evaluations import standard_error
 from stages.engines.embedded.sampling import ban, noise_keys, sample
 from stages.engines.protocol import Completion, Request
@@ -120,7 +120,7 @@ def _check_token_ids(config: RunConfig, path: str) -> None:
         return
     if read_vocabulary(path) != read_vocabulary(cached_in_hub(config.model.path)):
         need = f"{path} has other tokens than {config.model.path}: give its own ids, or []"
-        raise together([ConfigError(key, f"given {ids}; {need}") for key, ids in given.items() if ids])
+        raise join_errors([ConfigError(key, f"given {ids}; {need}") for key, ids in given.items() if ids])
 
 
 def _load_model(path: str, config: RunConfig) -> Any:

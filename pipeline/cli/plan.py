@@ -51,7 +51,7 @@ def command(options: argparse.Namespace) -> int:
         raise ConfigError("--samples", f"given {options.samples}; must be {need}")
     file = None if options.write is None else checked_output_path("--write", options.write, ".yaml", replaces=True)
     hardware, cluster, devices = devices_of(options.devices, options.nodes_of)
-    config, calibration, lengths = _given(options, hardware, cluster)
+    config, calibration, lengths = _read_inputs(options, hardware, cluster)
     on_gpus = cluster.gpus_per_node > 0
     run = planned_run(config, check_shapes(config, on_gpus=on_gpus), on_gpus=on_gpus)
     objective = Objective(options.objective == "samples_per_device_hour", options.staleness_price)
@@ -79,7 +79,7 @@ def command(options: argparse.Namespace) -> int:
     return SUCCESS
 
 
-def _given(
+def _read_inputs(
     options: argparse.Namespace, hardware: str, cluster: HardwareCluster
 ) -> tuple[RunConfig, Calibration, Lengths]:
     """Return the config to plan, the speeds and the lengths of responses. With `--from` all three are those of the run,

@@ -307,7 +307,7 @@ def check_checkpoints(run: RunContent) -> Answer:
                 counted += 1
                 fault = _checkpoint_fault(run, checkpoints, role, Address(stage, version - 1))
                 if fault is not None:
-                    faults.append(stored.named(f"checkpoint v{version} of the {role}: {fault}"))
+                    faults.append(stored.replace_places(f"checkpoint v{version} of the {role}: {fault}"))
                 checkpoints.forget(role, version)
     return f"{counted} checkpoints", faults
 
@@ -345,7 +345,7 @@ def check_exports(run: RunContent) -> Answer:
                 continue
             summed = directory is not None and has_sums(directory)
             without += not summed
-            faults += map(stored.named, export_faults(exports.place(version)) if summed else ())
+            faults += map(stored.replace_places, export_faults(exports.place(version)) if summed else ())
             exports.forget(version)
     return f"{len(versions)} exports" + (f", {without} of them without sums" if without else ""), faults
 

@@ -243,7 +243,7 @@ def _layouts(run: PlannedRun, gang: Gang) -> Iterator[LayoutConfig]:
     """Yield the layouts that can divide the gang's models and rows."""
     config = run.config
     given = config.placement.gangs[gang.name].layout
-    models = {role: run.own_specs.get(role, run.spec) for role in gang.roles & MODEL_ROLES}
+    models = {role: run.separate_specs.get(role, run.spec) for role in gang.roles & MODEL_ROLES}
     recomputes = (
         LayoutConfig(),
         LayoutConfig(recompute="selective", recompute_modules=["mlp"]),

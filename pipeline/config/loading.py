@@ -42,8 +42,8 @@ from pipeline.config.reward_model import (
 )
 from pipeline.config.rules import run_problems, set_default, validate
 from pipeline.config.run import RunConfig
-from pipeline.errors import ConfigError, OtherProgramsConfig, all_of, refusal, together
-from stages.engines.config import interpreter, made_interpreter
+from pipeline.errors import ConfigError, OtherProgramsConfig, join_errors, refusal, run_checks
+from stages.engines.config import find_interpreter, interpreter
 from stages.models.spec import cached_in_hub
 from storage import files
 from storage.config import Durability
@@ -405,7 +405,7 @@ def load_file(schema: type, file: str | os.PathLike[str]) -> Any:
 
 def _sources(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str]) -> list[Source]:
     reading = [*(partial(_read_file, file) for file in files), *(partial(_read_override, word) for word in overrides)]
-    return all_of(*reading)
+    return run_checks(*reading)
 
 
 def load_yaml(text: str, overrides: Iterable[str] = (), *, source_name: str = "the saved config") -> RunConfig:
@@ -478,12 +478,12 @@ def _load(schema: type, sources: Sequence[Source]) -> Any:
     try:
         missing = sorted(OmegaConf.missing_keys(merged))
     except OmegaConfBaseException as error:  # a reference to a missing key
-        raise together([*errors, ConfigError(_key_of(error), first_line(error))]) from error
+        raise join_errors([*errors, ConfigError(_key_of(error), first_line(error))]) from error
     for key in missing:
         if not any(key in str(error) for error in errors):  # an error about it was found already, or suggests it
             errors.append(ConfigError(key, f"has no value; set it in the config file or as {key}=..."))
     if errors:
-        raise together([*errors, *_other_problems(schema, merged, missing, [error.key for error in errors])])
+        raise join_errors([*errors, *_other_problems(schema, merged, missing, [error.key for error in errors])])
     return _to_object(merged)
 
 
@@ -498,7 +498,7 @@ def _merge(schema: type, sources: Sequence[Source]) -> tuple[Any, list[ConfigErr
     found = [source_errors(source, name, schema) for name, source in sources]
     errors = [error for of_source in found for error in of_source]
     if meant or not errors:
-        raise together(meant or [ConfigError("config", f"these files and settings do not go together: {failed}")])
+        raise join_errors(meant or [ConfigError("config", f"these files and settings do not go together: {failed}")])
     sound = [
         (name, OmegaConf.create(_without(OmegaConf.to_container(source), {error.key for error in of_source})))
         for (name, source), of_source in zip(sources, found, strict=True)
@@ -507,7 +507,7 @@ def _merge(schema: type, sources: Sequence[Source]) -> tuple[Any, list[ConfigErr
     try:
         return _merge_one_by_one(schema, sound), errors
     except (OmegaConfBaseException, TypeError):
-        raise together(errors) from None
+        raise join_errors(errors) from None
 
 
 def _merge_one_by_one(schema: type, sources: Sequence[Source]) -> Any:
@@ -573,7 +573,7 @@ def _default_placement(sources: Sequence[Source]) -> DictConfig:
 def _to_run_config(config: Any) -> RunConfig:
     assert isinstance(config, RunConfig)
     if config.engine.python is None:
-        config.engine.python = made_interpreter(config.engine.kind)
+        config.engine.python = find_interpreter(config.engine.kind)
     model = config.model
     model.path = cached_in_hub(model.path)  # now, because the name may later mean another directory
     model.reference_path = model.reference_path and cached_in_hub(model.reference_path)

@@ -155,7 +155,7 @@ class PlannedRun:
         return self.model.spec
 
     @property
-    def own_specs(self) -> dict[Role, ModelSpec]:
+    def separate_specs(self) -> dict[Role, ModelSpec]:
         return {role: model.spec for role, model in self.own.items()}
 
 
@@ -170,7 +170,7 @@ class WorkerMemory:
     @property
     def total(self) -> int:
         """Most bytes in use at one time, on the device and the host together."""
-        return self._most(self.items)
+        return self._peak_of(self.items)
 
     @property
     def device_items(self) -> dict[str, int]:
@@ -180,12 +180,12 @@ class WorkerMemory:
     @property
     def on_device(self) -> int:
         """Most bytes at one time on all of the worker's GPUs together."""
-        return self._most(self.device_items)
+        return self._peak_of(self.device_items)
 
     @property
     def on_host(self) -> int:
         """Most bytes in the host's memory at one time."""
-        return self._most(self.items.keys() & _ON_HOST) if self.on_gpu else self.total
+        return self._peak_of(self.items.keys() & _ON_HOST) if self.on_gpu else self.total
 
     @property
     def remaining(self) -> int:
@@ -204,7 +204,7 @@ class WorkerMemory:
         kept = self.items if names is None else names
         return sum(self.items[name] for name in kept if phase in _PHASES.get(name, _ALWAYS))
 
-    def _most(self, names: Iterable[str]) -> int:
+    def _peak_of(self, names: Iterable[str]) -> int:
         kept = [*names]
         return max(self.at(phase, kept) for phase in Phase)
 
@@ -340,7 +340,7 @@ def _model_items(run: PlannedRun, gang: Gang, stage: int, *, first: bool) -> dic
     roles = gang.roles & MODEL_ROLES
     portable = run.on_gpus or config.model.kernels == "portable"
     models = GangModels(
-        run.spec, config.model, layout, roles, data, settings.offload, run.own_specs, portable, run.on_gpus
+        run.spec, config.model, layout, roles, data, settings.offload, run.separate_specs, portable, run.on_gpus
     )
     optimizers = {Role.POLICY: config.model.policy, Role.CRITIC: config.model.critic}
     batches = {role: largest_micro_batch(optimizer, config) for role, optimizer in optimizers.items()}

@@ -47,7 +47,7 @@ from pipeline.config.role_models import (
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import SQLITE, TrackingConfig
 from pipeline.config.stored import check_stored
-from pipeline.errors import ConfigError, all_of, refusal, refusals, together
+from pipeline.errors import ConfigError, join_errors, refusal, refusals, run_checks
 from stages.engines.capabilities import Capabilities, Device, able
 from stages.engines.config import OTHER_ENVIRONMENTS
 from stages.engines.embedded.division import check_division
@@ -173,7 +173,7 @@ def check_run(config: RunConfig, *, resume: bool) -> Preflight:
     saved = RunPaths(config.run_dir).prompts if resume else None
     directory = partial(check_run_directory, config, resume=resume)
     check_secrets(config)
-    checked: Preflight = all_of(directory, lambda: preflight(config, saved))[1]
+    checked: Preflight = run_checks(directory, lambda: preflight(config, saved))[1]
     return checked
 
 
@@ -208,8 +208,8 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
         model = _check_model(config)
     except ConfigError as error:
         source = [partial(_read_items, config)] if saved is None else []
-        raise together([error, *refusals(*source, lambda: _check_rewards(config, None), *others)]) from error
-    _, tokenised, models, rewards, *_ = all_of(
+        raise join_errors([error, *refusals(*source, lambda: _check_rewards(config, None), *others)]) from error
+    _, tokenised, models, rewards, *_ = run_checks(
         lambda: _check_context(config, model),
         lambda: _check_prompts(config, saved),
         lambda: _check_roles(config, model),
@@ -222,7 +222,7 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
         limits = memory_limits(config)
         planned = planned_run(config, models, on_gpus=limits.num_devices > 0)
         if too_little := [refusal(problem) for problem in memory_problems(planned, limits)]:
-            raise together(too_little)
+            raise join_errors(too_little)
     found: Preflight = tokenised
     check_fields(config, rewards, found.prompts)
     return replace(found, sandboxes={part.key: part.protections for part in rewards if part.protections})
@@ -238,7 +238,7 @@ def check_shapes(config: RunConfig, *, on_gpus: bool) -> Mapping[Role, ModelSpec
     model = read_model("model.path", config.model.path, weights=False)
     for problem in blocks_problems(config.model, Role.POLICY, model):
         raise refusal(problem)
-    models: Mapping[Role, ModelSpec] = all_of(
+    models: Mapping[Role, ModelSpec] = run_checks(
         lambda: _check_roles(config, model, weights=False),
         lambda: _check_context(config, model),
         lambda: _check_token_ids(config, model),
@@ -262,7 +262,7 @@ def read_errors(config: RunConfig, refused: Collection[str]) -> list[ConfigError
     """Read the model, the prompts and the rewards of a config with refused settings, and return the errors. Errors that
     name a setting in `refused` are left out."""
     reading = (partial(_check_model, config), partial(_read_items, config), partial(_check_rewards, config, None))
-    errors = [error for several in refusals(*reading) for error in several.each]
+    errors = [error for several in refusals(*reading) for error in several.errors]
     return [error for error in errors if not mentions(Problem(error.key, None, error.message), refused)]
 
 
@@ -525,7 +525,7 @@ def _check_rewards(config: RunConfig, policy: ModelSpec | None) -> list[_BuiltPa
     a reward model does not suit the policy, or if a judge's answers cannot be stored. `policy`: None if its model
     could not be read; reward models are then not compared with it."""
     sections = {"reward": config.reward, "evaluate.reward": config.evaluate.reward}
-    of_sections = all_of(
+    of_sections = run_checks(
         *(partial(check_parts, section, key, config.reward.trust_answers) for key, section in sections.items())
     )
     if policy is not None:
@@ -558,7 +558,7 @@ def prompts_scored_by(config: RunConfig, prompts: PromptTable, section: str) -> 
     both. `section`: reward or evaluate.reward."""
     if section != "reward":
         return [prompts.held_out]
-    return [prompts.train] if config.evaluate.reward.given else [prompts.train, prompts.held_out]
+    return [prompts.train] if config.evaluate.reward.is_given else [prompts.train, prompts.held_out]
 
 
 def check_fields(config: RunConfig, rewards: Sequence[_BuiltPart], prompts: PromptTable) -> None:
@@ -652,7 +652,7 @@ def _read_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptTable:
     if config.evaluation_source is None:
         return _tokenised(config, tokenizer, config.prompts)
     training: PromptTable
-    training, evaluated = all_of(
+    training, evaluated = run_checks(
         lambda: _tokenised(config, tokenizer, replace(config.prompts, held_out=0)),
         lambda: evaluation_prompts(config, tokenizer),
     )
@@ -683,7 +683,7 @@ def _tokenised(config: RunConfig, tokenizer: Tokenizer, source: PromptsConfig, s
 def _read_items(config: RunConfig) -> None:
     """Read the sources of the prompts. Raises ConfigError if that is impossible."""
     sources = {"prompts": config.prompts, "evaluate.prompts": config.evaluation_source}
-    all_of(*(partial(_items, source, section) for section, source in sources.items() if source is not None))
+    run_checks(*(partial(_items, source, section) for section, source in sources.items() if source is not None))
 
 
 def _items(source: PromptsConfig, section: str) -> list[PromptItem]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.config.sections import TrackingConfig, tracking_problems
-from pipeline.errors import refusal, together
+from pipeline.errors import join_errors, refusal
 from stages.engines.config import OTHER_ENVIRONMENTS, EngineConfig, engine_problems
 from stages.models.config import (
     LayoutConfig,
@@ -115,7 +115,7 @@ def validate_reward_model(config: RewardModelConfig) -> None:
     """Raise ConfigError with every value that cannot work. Reads no model and no data."""
     problems = list(reward_model_problems(config))
     if problems:
-        raise together([refusal(problem) for problem in problems])
+        raise join_errors([refusal(problem) for problem in problems])
 
 
 def reward_model_problems(config: RewardModelConfig) -> Iterator[Problem]:
@@ -205,7 +205,7 @@ def validate_labelling(config: LabelConfig) -> None:
     """Raise ConfigError with every value that cannot work. Reads no data."""
     problems = list(labelling_problems(config))
     if problems:
-        raise together([refusal(problem) for problem in problems])
+        raise join_errors([refusal(problem) for problem in problems])
 
 
 def labelling_problems(config: LabelConfig) -> Iterator[Problem]:

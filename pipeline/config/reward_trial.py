@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline.config.preflight import Preflight, prompts_scored_by
 from pipeline.config.run import RunConfig
-from pipeline.errors import ConfigError, all_of
+from pipeline.errors import ConfigError, run_checks
 from stages.rewards.config import RewardPartsConfig
 from stages.rewards.protocol import Part, RewardFailed
 from stages.rewards.registry import build_parts, close_parts
@@ -40,7 +40,7 @@ def try_rewards(config: RunConfig, checked: Preflight) -> list[TrialResult]:
     """Try the parts of `reward`, and of the reward of held-out prompts if that is another. Raises ConfigError with the
     key path of every part that fails."""
     sections = {"reward": config.reward} | dict([config.held_out_reward])
-    found = all_of(*(partial(_try_section, config, checked, *one) for one in sections.items()))
+    found = run_checks(*(partial(_try_section, config, checked, *one) for one in sections.items()))
     return [tried for of_section in found for tried in of_section]
 
 
@@ -51,7 +51,7 @@ def _try_section(config: RunConfig, checked: Preflight, key: str, section: Rewar
     try:
         cheap = [part for part in parts if named[part.name][1].kind not in COSTLY]
         where = [(part, *named[part.name]) for part in cheap]
-        return all_of(*(partial(_try_part, checked, rows, part, at, one.kind) for part, at, one in where))
+        return run_checks(*(partial(_try_part, checked, rows, part, at, one.kind) for part, at, one in where))
     finally:
         close_parts(parts)
 

@@ -27,7 +27,7 @@ from pipeline.config.sections import (
     tracking_problems,
 )
 from pipeline.config.slurm import slurm_placement_problems, slurm_problems
-from pipeline.errors import refusal, together
+from pipeline.errors import join_errors, refusal
 from pipeline.graph.graph import Gang
 from stages.engines.capabilities import Capabilities, able
 from stages.engines.config import engine_problems
@@ -44,7 +44,7 @@ def validate(config: RunConfig) -> None:
     """Raise ConfigError with every value that cannot work. Reads no model and no data; `preflight` does."""
     problems = list(run_problems(config))
     if problems:
-        raise together([refusal(problem) for problem in problems])
+        raise join_errors([refusal(problem) for problem in problems])
 
 
 def run_problems(config: RunConfig) -> Iterator[Problem]:

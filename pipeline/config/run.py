@@ -205,7 +205,7 @@ class RunConfig:
     @property
     def held_out_reward(self) -> tuple[str, RewardPartsConfig]:
         """(Key path, section) of the reward that scores held-out responses."""
-        given = self.evaluate.reward.given
+        given = self.evaluate.reward.is_given
         return ("evaluate.reward", self.evaluate.reward) if given else ("reward", self.reward)
 
     def reward_models(self) -> dict[str, Mapping[str, Any]]:

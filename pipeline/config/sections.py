@@ -241,7 +241,7 @@ def evaluate_problems(config: EvaluateConfig) -> Iterator[Problem]:
             yield Problem("evaluate.temperature", config.temperature, idle)
         if config.prompts.url is not None:
             yield Problem("evaluate.prompts.url", config.prompts.url, idle)
-        if config.reward.given:
+        if config.reward.is_given:
             yield Problem("evaluate.reward", config.reward.kind or [*config.reward.parts], idle)
 
 

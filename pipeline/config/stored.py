@@ -103,7 +103,7 @@ class RunStorage:
         with tempfile.TemporaryDirectory(prefix="stageline-") as folder:
             yield replace(self, directory=Path(folder))
 
-    def named(self, text: str) -> str:
+    def replace_places(self, text: str) -> str:
         """Return a text in which files of the directory are named by their places in the object store."""
         return text if self.url is None else text.replace(str(self.directory), self.url)
 

@@ -175,7 +175,7 @@ def check_evaluations(config: RunConfig, history: History) -> None:
 # ---- Compacting the ledger -------------------------------------------------------------------------------
 
 
-def all_committed(spec: GraphSpec, ledger: Ledger, unneeded: Collection[Address] = frozenset()) -> bool:
+def is_complete(spec: GraphSpec, ledger: Ledger, unneeded: Collection[Address] = frozenset()) -> bool:
     """Return True if every node of the run, except the unneeded ones, has its commit."""
     first = ledger.closed_until()
     # Read closed records too: a segment before closed ones may have been reopened.

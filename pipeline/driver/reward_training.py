@@ -51,8 +51,8 @@ from stages.preferences.training import (
     TrainingOutcome,
     TrainingParts,
     TrainingProgress,
+    add_teacher_scores,
     summary_of,
-    taught,
     train_reward_model,
     training_steps,
 )
@@ -161,7 +161,9 @@ def _train_rank(
     try:
         with joined.missing_ranks.collectives_of("the training of the reward model"):
             if config.teacher.paths:
-                parts = taught(parts, [_open_teacher(config, path, rank, joined) for path in config.teacher.paths])
+                parts = add_teacher_scores(
+                    parts, [_open_teacher(config, path, rank, joined) for path in config.teacher.paths]
+                )
             model = RewardModel(
                 config.trained_model(config.start_path),
                 config.layout,

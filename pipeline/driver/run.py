@@ -47,7 +47,7 @@ from pipeline.driver.results import (
     result_paths,
     track_prompts,
 )
-from pipeline.driver.retention import LedgerCompactor, Retention, all_committed
+from pipeline.driver.retention import LedgerCompactor, Retention, is_complete
 from pipeline.driver.run_view import (
     current_gang_views,
     first_and_latest_means,
@@ -77,7 +77,7 @@ from pipeline.observe.journal import Event, EventKind, Journal, read_run_starts
 from pipeline.observe.live import Progress, Screen
 from pipeline.observe.node_events import NodeEvents
 from pipeline.observe.provenance import dashboard_tags, driver_origin
-from pipeline.observe.rows import chosen, response_pairs
+from pipeline.observe.rows import choose_pairs, response_pairs
 from pipeline.observe.summary import Summary
 from pipeline.observe.tables import end_of_run_text
 from pipeline.observe.tracking import Tracker
@@ -242,7 +242,7 @@ def _start_run(run: Run) -> Iterator[StartedRun | None]:
     config, ready, history = run.config, run.prepared, run.history
     paths = RunPaths(config.run_dir)
     tracked = report_missed_metrics(history, run.tracker, read_run_starts(paths.events))
-    if all_committed(config.graph(), history.ledger, ready.repairs.unneeded_outputs):
+    if is_complete(config.graph(), history.ledger, ready.repairs.unneeded_outputs):
         for warning in ready.warnings:
             run.screen.print_event("warning", f"WARNING: {warning}", text=warning)
         with published_weights(config, history.ledger):
@@ -285,7 +285,9 @@ def _print_results(run: Run, summary: Summary) -> None:
             "done", "", summary=asdict(summary), paths={label: str(path) for label, path in where.items()}
         )
     else:
-        pairs = chosen(response_pairs(run.history, run.decode, last_questions(RunPaths(run.config.run_dir).prompts)))
+        pairs = choose_pairs(
+            response_pairs(run.history, run.decode, last_questions(RunPaths(run.config.run_dir).prompts))
+        )
         run.screen.console.print(end_of_run_text(summary, pairs, where), soft_wrap=True)
 
 

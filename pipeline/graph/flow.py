@@ -10,8 +10,8 @@ from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.graph import (
     GraphSpec,
     Node,
+    find_lost_inputs,
     generation_versions,
-    lost_after_reading,
     resumed_generation_version,
     resumed_weight_readers,
     step_nodes,
@@ -80,7 +80,7 @@ class Flow:
             step, nodes = self._next, step_nodes(self._spec, self._next)
             done: list[Node] = []
             if self._is_resumed:
-                self._reopened |= lost_after_reading(nodes, self._committed)
+                self._reopened |= find_lost_inputs(nodes, self._committed)
                 nodes = [self._adapt_to_resume(with_missing_parents(node, self._reopened)) for node in nodes]
                 done = [node for node in nodes if self._is_committed(node)]
             self._next += 1

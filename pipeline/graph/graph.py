@@ -278,7 +278,7 @@ _TRAINED_FROM = {
 """The stages whose commits a role's update needs before it can run again."""
 
 
-def lost_after_reading(nodes: Iterable[Node], committed: Set[Address]) -> set[Address]:
+def find_lost_inputs(nodes: Iterable[Node], committed: Set[Address]) -> set[Address]:
     """Return the nodes of one step that lost their commits after an update had read them."""
     nodes = list(nodes)
     return {

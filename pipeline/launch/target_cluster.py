@@ -23,7 +23,7 @@ from pipeline.config.memory import MemoryLimits, PlannedRun, planned_run
 from pipeline.config.preflight import check_shapes, device_notes, may_share_gpus
 from pipeline.config.run import RunConfig
 from pipeline.config.slurm import SlurmConfig
-from pipeline.errors import refusal, together
+from pipeline.errors import join_errors, refusal
 from pipeline.graph.graph import Gang
 from pipeline.launch.script import NodeGroup, job_shape
 from stages.models.spec import is_random
@@ -51,7 +51,7 @@ def require_fitting_target(config: RunConfig, cluster: HardwareCluster, text: st
         ConfigError: `check_target` raised it, or the cluster has too little memory."""
     found = check_target(config, cluster, text)
     if found.problems:
-        raise together([refusal(problem) for problem in found.problems])
+        raise join_errors([refusal(problem) for problem in found.problems])
     return found
 
 
@@ -74,7 +74,7 @@ def check_target(config: RunConfig, cluster: HardwareCluster, text: str) -> Targ
     models = check_shapes(config, on_gpus=num_gpus > 0)
     gangs, sharing = config.gangs(), config.placement.device_sharing
     if problems := [*_node_problems(config, cluster, num_gpus)]:
-        raise together([refusal(problem) for problem in problems])
+        raise join_errors([refusal(problem) for problem in problems])
     hosts = place_workers(config, cluster, num_gpus)
     available = dict.fromkeys(hosts.values(), num_gpus)
     share = may_share_gpus(config, num_gpus) if _on_one_node(config) else bool(config.placement.oversubscribe)

@@ -277,7 +277,7 @@ def response_pairs(history: History, decode: Decode, user_messages: Sequence[str
     ]
 
 
-def chosen(pairs: Sequence[ResponsePair]) -> list[ResponsePair]:
+def choose_pairs(pairs: Sequence[ResponsePair]) -> list[ResponsePair]:
     """Choose three pairs by the change of their scores: the largest gain, the median and the largest loss. If there are
     fewer pairs, return all.
 

@@ -140,14 +140,14 @@ def memory_table(title: str, columns: Sequence[MemoryColumn], limit: float | Non
     large = max(column.total for column in columns) >= 10 * 2**30
     size, digits = (2**30, 1) if large else (2**20, 0)
 
-    def shown(number: float) -> str:
+    def format_bytes(number: float) -> str:
         return f"{number / size:,.{digits}f}" if number else ""
 
     title = f"{title}, {'GiB' if large else 'MiB'}"
-    title += f" of {shown(limit)}" if limit is not None and math.isfinite(limit) else ""
+    title += f" of {format_bytes(limit)}" if limit is not None and math.isfinite(limit) else ""
     items = [*dict.fromkeys(name for column in columns for name in column.items)]
-    rows = [(item, *(shown(column.items.get(item, 0)) for column in columns)) for item in items]
-    rows.append(("most at one time", *(shown(column.total) for column in columns)))
+    rows = [(item, *(format_bytes(column.items.get(item, 0)) for column in columns)) for item in items]
+    rows.append(("most at one time", *(format_bytes(column.total) for column in columns)))
     headings = ("item", *(column.heading for column in columns))
     table = Table(title=title, title_justify="left")
     for number, cells in enumerate(zip(headings, *rows, strict=True)):

@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from pipeline.config.loading import load_file
-from pipeline.errors import ConfigError, refusal, together
+from pipeline.errors import ConfigError, join_errors, refusal
 from storage.problems import Constraint, Problem, above, at_least, setting, setting_problems
 
 CALIBRATION = "--calibration"
@@ -185,7 +185,7 @@ def load_calibration(file: str | Path) -> Calibration:
         need = f"a row gains a token and its right drafts: at most 1 + drafts_per_pass = {1 + found.drafts_per_pass:g}"
         problems.append(Problem("tokens_per_pass", found.tokens_per_pass, need))
     if problems:
-        raise together([refusal(problem) for problem in problems])
+        raise join_errors([refusal(problem) for problem in problems])
     return found
 
 

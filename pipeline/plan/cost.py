@@ -270,7 +270,7 @@ def _gang_speed(run: PlannedRun, cluster: HardwareCluster, calibration: Calibrat
         gang.roles & MODEL_ROLES,
         data,
         settings.offload,
-        run.own_specs,
+        run.separate_specs,
         portable,
     )
     flops, bytes_per_s = rank_peaks(run, cluster, config.model.dtype, settings.threads, calibration.thread_share)

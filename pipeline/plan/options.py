@@ -175,7 +175,7 @@ def _layouts(space: Space, roles: frozenset[Role], shards: int, devices: int) ->
                 distributed_optimizer=data > 1,
                 recompute_modules=list(saving.recompute_modules),
             )
-            specs = {role: space.run.own_specs.get(role, space.run.spec) for role in roles & MODEL_ROLES}
+            specs = {role: space.run.separate_specs.get(role, space.run.spec) for role in roles & MODEL_ROLES}
             if not any(any(layout_problems(config.model, role, spec, layout)) for role, spec in specs.items()):
                 yield replace(given, workers=devices, layout=layout, concurrent_shards=1)
 

@@ -345,7 +345,7 @@ def _config_of(file: SchedulerFile, path: Path) -> RunConfig:
     try:
         return load_yaml(file.config)
     except ConfigError as error:
-        first = error.each[0]  # one line is enough for a refusal
+        first = error.errors[0]  # one line is enough for a refusal
         raise WorkerRefused(f"host {host_name()}: this version cannot read the config in {path}: {first}") from error
 
 

@@ -138,6 +138,6 @@ class ReplicaRows:
                 self._elsewhere.pop(ticket, None)
         self._rows.give_back(tickets)
 
-    def wanted(self, tickets: Collection[int]) -> set[int]:
+    def tickets_awaited(self, tickets: Collection[int]) -> set[int]:
         """Return those of the tickets whose callers still wait for the row."""
-        return self._rows.wanted(tickets)
+        return self._rows.tickets_awaited(tickets)

@@ -126,7 +126,7 @@ class _Sender:
             part = await self._copy(comm, request) if request.with_cache else None
             if request.with_cache and part is None:
                 return None
-            answer = await _asked(comm, {"complete": True}, timeout_s)
+            answer = await _request(comm, {"complete": True}, timeout_s)
             if "refused" in answer:
                 return str(answer["refused"])
             began = time.perf_counter()
@@ -137,7 +137,7 @@ class _Sender:
                 return None
             ticket = migrated[0].ticket
             held_s = float(answer["held_s"])
-            answer = await _asked(comm, {"migrated": to_serialize(migrated)}, timeout_s)
+            answer = await _request(comm, {"migrated": to_serialize(migrated)}, timeout_s)
             if "refused" in answer:
                 return str(answer["refused"])
             accepted = True
@@ -166,7 +166,7 @@ class _Sender:
         return part
 
 
-async def _asked(comm: Comm, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+async def _request(comm: Comm, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """Send a message and return the answer. Raises OSError or TimeoutError if the other side is lost."""
     await asyncio.wait_for(comm.write(message), timeout_s)
     answer: dict[str, Any] = await asyncio.wait_for(comm.read(), timeout_s)
@@ -185,7 +185,7 @@ async def _collect(comm: Comm, rows: ReplicaRows, ticket: int) -> None:
                     return
                 rows.deliver(ticket, completion)
                 delivered = True
-            if not delivered and not rows.wanted({ticket}):
+            if not delivered and not rows.tickets_awaited({ticket}):
                 await comm.write({"dropped": [ticket]})
                 return
     except (OSError, TimeoutError):

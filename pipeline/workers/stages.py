@@ -381,7 +381,7 @@ def _begin_export(parts: WorkerParts, version: int) -> bool:
 def _unfinished_exports(parts: WorkerParts, before: int) -> list[int]:
     """Return the versions below `before` whose exports a dead process began and did not finish. Later versions are
     exported when they are published again."""
-    return parts.config.stored.exports().begun(before)
+    return parts.config.stored.exports().clear_unfinished(before)
 
 
 def _export(parts: WorkerParts, version: int, board: WeightBoard | None = None) -> None:

@@ -140,7 +140,7 @@ def _graphs_problems(config: EngineConfig) -> Iterator[Problem]:
         yield from unread_problems("engine", config, without, ("cuda_graphs",))
 
 
-def made_interpreter(kind: str) -> str | None:
+def find_interpreter(kind: str) -> str | None:
     """Return the path of the Python interpreter that `make engine-...` has installed for this kind of engine, or None
     if there is none."""
     python = Path(".engines", kind, "bin", "python")

@@ -251,7 +251,7 @@ def check_ability(request: Request, can: Capabilities) -> None:
         raise RequestError(f"row {request.row} {problem}")
 
 
-def begun(results: Iterator[Completion | None]) -> Iterator[Completion]:
+def start_generator(results: Iterator[Completion | None]) -> Iterator[Completion]:
     """Start a generator by taking its first item, which is None, and return it. If a generator is closed before it was
     started, its `finally` does not run, and the engine would keep its rows."""
     next(results)

@@ -33,7 +33,7 @@ class PassCost:
         return self.floor_s + self.row_s * rows
 
 
-def spread_suffices(numbers: Collection[int]) -> bool:
+def can_fit_line(numbers: Collection[int]) -> bool:
     """Return True if a line can be fitted to times of passes with these numbers of rows."""
     return bool(numbers) and max(numbers) >= SMALLEST_SPREAD * min(numbers)
 
@@ -50,7 +50,7 @@ def fit_pass_cost(seconds: Mapping[int, Collection[float]]) -> PassCost | None:
             of their median.
     """
     points = [(rows, median(times), len(times)) for rows, times in seconds.items()]
-    if not spread_suffices([rows for rows, _, _ in points]):
+    if not can_fit_line([rows for rows, _, _ in points]):
         return None
     weight = sum(w for _, _, w in points)
     mean_rows = sum(w * rows for rows, _, w in points) / weight
@@ -102,10 +102,10 @@ class EngineLoad:
         if self.cost is None or not self.rows:
             return self
         passes = int(seconds / self.pass_s)
-        return replace(self, rows=tuple(_after(row, min(passes, row.left - 1)) for row in self.rows))
+        return replace(self, rows=tuple(_advance_row(row, min(passes, row.left - 1)) for row in self.rows))
 
 
-def _after(row: RowLoad, passes: int) -> RowLoad:
+def _advance_row(row: RowLoad, passes: int) -> RowLoad:
     cached = row.cached + passes if row.cached else 0
     return replace(row, tokens=row.tokens + passes, cached=cached, left=row.left - passes)
 

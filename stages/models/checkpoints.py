@@ -258,7 +258,7 @@ def sharded_state(model: GPTModel, optimizer: MegatronOptimizer, blueprint: Blue
     several ranks hold the same tensor, one of them is marked to write it. The ranks take turns from tensor to tensor,
     so that each writes a share."""
     rank = blueprint.parallel_rank
-    named = {p: (i, name, block) for i, (name, block, p) in enumerate(_named(model, blueprint))}
+    named = {p: (i, name, block) for i, (name, block, p) in enumerate(_trained_parameters(model, blueprint))}
     shards: list[ShardedTensor] = []
 
     def add(kind: str, parameter: Parameter, tensor: Tensor, start: int, *, is_run: bool) -> None:
@@ -333,7 +333,7 @@ def rectangles(start: int, end: int, columns: int) -> Iterator[tuple[int, int, i
         yield row, 0, 1, end - start
 
 
-def _named(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, int | None, Parameter]]:
+def _trained_parameters(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, int | None, Parameter]]:
     """Yield the trained parameters. The last stage's copy of a tied embedding gets the embedding's name."""
     for name, block, parameter in named_by_block(model, blueprint.model.frozen_blocks):
         if not parameter.requires_grad:

@@ -190,14 +190,14 @@ class HFPart:
     """(First element along `axis` in the whole tensor, number of elements) of each rank's part if the parts differ in
     length. Empty: all parts have the length of `tensor`, padding included."""
 
-    def whole(self, gather: Gather) -> Tensor:
+    def gather_tensor(self, gather: Gather) -> Tensor:
         """Return the whole tensor, a view if possible. Not for parts that differ in length."""
         assert not self.spans
         if self.axis is None:
             return self.tensor
         return _join(gather(self.tensor), self.axis).narrow(self.axis, 0, self.size).reshape(self.shape)
 
-    def own(self, tp_rank: int) -> tuple[int, Tensor]:
+    def local_part(self, tp_rank: int) -> tuple[int, Tensor]:
         """Return (index of this rank's first element along `axis` in the whole tensor, its part without padding)."""
         if self.axis is None:
             return 0, self.tensor
@@ -273,9 +273,11 @@ def to_hf(
     if possible."""
     if adapted_weight(name)[0] in _QKV and name in SPLIT_AXES:  # parts may differ in length: the fused weight's do not
         parameter = _join(gather(parameter), 0)
-        yield from ((part.name, part.whole(lambda own: [own])) for part in hf_parts(name, block, parameter, spec, 0))
+        yield from (
+            (part.name, part.gather_tensor(lambda own: [own])) for part in hf_parts(name, block, parameter, spec, 0)
+        )
         return
-    yield from ((part.name, part.whole(gather)) for part in hf_parts(name, block, parameter, spec, 0))
+    yield from ((part.name, part.gather_tensor(gather)) for part in hf_parts(name, block, parameter, spec, 0))
 
 
 def _parts_of_a_group(

@@ -107,7 +107,7 @@ class FastTokenizer:
 
     @property
     def pad_id(self) -> int:
-        return _there(self.pad)
+        return _require_pad(self.pad)
 
     @property
     def vocab_size(self) -> int:
@@ -141,7 +141,7 @@ class HubTokenizer:
 
     @property
     def pad_id(self) -> int:
-        return _there(self.pad)
+        return _require_pad(self.pad)
 
     @property
     def vocab_size(self) -> int:
@@ -165,7 +165,7 @@ class HubTokenizer:
         return None if backend is None else _token_bytes(backend)
 
 
-def _there(pad: int | None) -> int:
+def _require_pad(pad: int | None) -> int:
     if pad is None:
         raise PadTokenError(
             "the tokenizer has no pad token that is no EOS, and no special token without another use: name a token "

@@ -132,13 +132,13 @@ def _random_weights(path: str) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(_RANDOM_SEED)
     dtype = getattr(torch, str(read_config(path)["dtype"]))
 
-    def made(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def make_tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) == 1:
             return torch.ones(shape, dtype=dtype)
         std = _LARGE_STD if path != RANDOM_TINY else _TINY_EMBEDDING_STD if name == EMBEDDING else _TINY_LINEAR_STD
         return torch.randn(shape, generator=generator, dtype=dtype).mul_(std)
 
-    return {name: made(name, shape) for name, shape in tensor_shapes(read_spec(path)).items()}
+    return {name: make_tensor(name, shape) for name, shape in tensor_shapes(read_spec(path)).items()}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

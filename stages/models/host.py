@@ -338,7 +338,7 @@ class MegatronHost:
         held = self._ppo.critic_warmup_steps if role is Role.POLICY else 0
         self._last_updates.pop(role, None)
         if step < held:
-            return _named(role, trainer.advance(step))
+            return prefix_metrics(role, trainer.advance(step))
         cut = minibatch_rows(batch.rollout.num_rows, self._ppo.minibatches, self._ppo.epochs, self._seed, step)
         work = [self._minibatch(batch, rows, trainer.config, loss) for epoch in cut for rows in epoch]
         lr = learning_rate(trainer.config, step - held, self._total_steps - held)
@@ -353,7 +353,7 @@ class MegatronHost:
                 self._blueprints[role], role, batch.rollout.response_mask[rows], seconds, self._peak_flops
             )
         metrics["peak_memory_bytes"] = float(max(gather.from_all_ranks(peak_bytes())))
-        return gather.summarise_over_ranks(self._parallel_rank, stats) | _named(role, metrics)
+        return gather.summarise_over_ranks(self._parallel_rank, stats) | prefix_metrics(role, metrics)
 
     def _minibatch(
         self, batch: PolicyBatch | CriticBatch, rows: np.ndarray, config: OptimizerConfig, loss: MinibatchLoss
@@ -378,7 +378,7 @@ def _distribution(sampling: SamplingConfig, model: ModelConfig, spec: ModelSpec,
     )
 
 
-def _named(role: Role, metrics: Mapping[str, float]) -> dict[str, float]:
+def prefix_metrics(role: Role, metrics: Mapping[str, float]) -> dict[str, float]:
     return {f"{role}/{name}": value for name, value in metrics.items()}
 
 

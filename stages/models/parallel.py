@@ -241,7 +241,7 @@ class CollectiveWatch:
             found = answer.get(timeout=min(self._timeout_s, _LONGEST_ANSWER_S) + _ANSWER_S)
         except Empty:
             return RanksMissing(
-                where, (0,), self._said((0,), ["0 (which keeps the gang's notes, and does not answer)"])
+                where, (0,), self._missing_text((0,), ["0 (which keeps the gang's notes, and does not answer)"])
             )
         if isinstance(found, dist.DistNetworkError):
             raise found
@@ -259,9 +259,9 @@ class CollectiveWatch:
         return tuple(index for index, note in notes.items() if not self._notes.check([note]))
 
     def _detail(self, missing: tuple[int, ...]) -> str:
-        return self._said(missing, [f"{index} (last seen at {self._last_seen(index)})" for index in missing])
+        return self._missing_text(missing, [f"{index} (last seen at {self._last_seen(index)})" for index in missing])
 
-    def _said(self, missing: tuple[int, ...], last: list[str]) -> str:
+    def _missing_text(self, missing: tuple[int, ...], last: list[str]) -> str:
         ranks = "rank" if len(last) == 1 else "ranks"
         return (
             f"{ranks} {', '.join(last)} of {self._size} did not come to a collective: not within "

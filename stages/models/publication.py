@@ -105,8 +105,8 @@ def own_slabs(model: GPTModel, blueprint: Blueprint) -> list[Slab]:
         return [_slab(p.name, p.shape, p.tensor.dtype, p.shape, 0, None) for p in _own_parts(model, blueprint)]
     slabs = []
     for part in _own_parts(model, blueprint):
-        first, own = part.own(blueprint.parallel_rank.tensor_rank)
-        slabs.append(_slab(part.name, part.shape, own.dtype, tuple(own.shape), first, part.axis))
+        first, local = part.local_part(blueprint.parallel_rank.tensor_rank)
+        slabs.append(_slab(part.name, part.shape, local.dtype, tuple(local.shape), first, part.axis))
     return slabs
 
 
@@ -115,7 +115,7 @@ def own_blocks(model: GPTModel, blueprint: Blueprint, slabs: list[Slab]) -> Iter
     collective."""
     rank, tensors = blueprint.parallel_rank, iter(list[Tensor]())
     if not blueprint.model.lora.rank:
-        tensors = (part.own(rank.tensor_rank)[1] for part in _own_parts(model, blueprint))
+        tensors = (part.local_part(rank.tensor_rank)[1] for part in _own_parts(model, blueprint))
     elif not rank.data_rank:
         tensors = (tensor for _, tensor in merged_tensors(model, blueprint))
     for tensor, slab in zip(tensors, slabs, strict=True):  # tensors first: all ranks must take part in the merging

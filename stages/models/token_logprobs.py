@@ -113,7 +113,7 @@ class _TokenLogprobs(torch.autograd.Function):
         target_logit_N = torch.zeros_like(largest_KN[0])
         for k, block in enumerate(blocks):
             z_NW = _logits(operand_NH, weight_VH[block], early_N, _cut(distribution, block), products)
-            inside_N, column_N = _inside(target_N, block)
+            inside_N, column_N = _columns_in_block(target_N, block)
             target_logit_N += torch.where(inside_N, z_NW.gather(1, column_N[:, None])[:, 0], 0)
             torch.amax(z_NW, 1, out=largest_KN[k])
             kept_bytes -= z_NW.nbytes
@@ -171,7 +171,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_NW *= logp_NW.neg_()
             else:
                 grad_NW = logp_NW.exp_().mul_(-by_logprob_N[:, None])
-            inside_N, column_N = _inside(target_N, block)
+            inside_N, column_N = _columns_in_block(target_N, block)
             grad_NW.scatter_add_(1, column_N[:, None], torch.where(inside_N, by_logprob_N, 0)[:, None])
             grad_NW = grad_NW.to(weight_VH.dtype)
             if grad_hidden_NH is not None:
@@ -225,7 +225,7 @@ def _add_product(sum_NH: Tensor, grad_NW: Tensor, weight_WH: Tensor, products: P
         sum_NH += input_gradient(grad_NW, weight_WH, products)
 
 
-def _inside(target_N: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+def _columns_in_block(target_N: Tensor, block: slice) -> tuple[Tensor, Tensor]:
     """Return two tensors [N]: True for each target in the block, and the target's column in the block (0 if
     outside)."""
     inside_N = (target_N >= block.start) & (target_N < block.stop)

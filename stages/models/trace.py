@@ -108,7 +108,7 @@ def trace_stage(gang: TracedGang, stage: int) -> TracedRank:
     phases: list[TracedPhase] = []
     index = stage * gang.num_ranks // gang.layout.pipeline  # Megatron orders ranks by tensor, data, then pipeline
     numbers = NoNumbers()
-    with recording(numbers) as recorder, _alone(recorder):
+    with recording(numbers) as recorder, _fake_gang(recorder):
 
         @contextmanager
         def phase(name: str) -> Iterator[None]:
@@ -214,7 +214,7 @@ _BACKEND = "cpu:fake,fakegpu:fake"
 
 
 @contextmanager
-def _alone(recorder: Recorder) -> Iterator[None]:
+def _fake_gang(recorder: Recorder) -> Iterator[None]:
     """Return a context in which a host joins a gang without other processes, and gets empty tensors of the right shapes
     instead of weights from files."""
     device = fake_device()

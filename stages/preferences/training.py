@@ -191,7 +191,7 @@ def _beside_teacher(scores: np.ndarray, judged: JudgedRows, targets: np.ndarray)
     }
 
 
-def taught(parts: TrainingParts, teachers: Sequence[RewardModel]) -> TrainingParts:
+def add_teacher_scores(parts: TrainingParts, teachers: Sequence[RewardModel]) -> TrainingParts:
     """Return the parts with the teachers' mean scores of all rows (a collective call)."""
 
     def scored(judged: JudgedRows) -> JudgedRows:

@@ -71,7 +71,7 @@ class RewardPartsConfig:
     """Parts by name; the score is their weighted sum."""
 
     @property
-    def given(self) -> bool:
+    def is_given(self) -> bool:
         return bool(self.kind is not None or self.args or self.parts)
 
     def parts_by_name(self, key: str) -> Mapping[str, tuple[str, PartConfig]]:
@@ -95,7 +95,7 @@ class RewardConfig(RewardPartsConfig):
 
 def reward_problems(config: RewardConfig) -> Iterator[Problem]:
     """Yield the problems of section `reward` that do not depend on other sections."""
-    if not config.given:
+    if not config.is_given:
         need = (
             "a run needs a reward: reward.kind=NAME for one part, or reward.parts={NAME: {kind: .., weight: .., args: "
             "{..}}, ..}"

@@ -67,7 +67,7 @@ def test_it_fits_on_a_cluster_or_the_refusal_names_why(
     try:
         refused = {problem.key for problem in check_target(config, read_cluster(cluster), cluster).problems}
     except ConfigError as error:
-        refused = {one.key for one in error.each}
+        refused = {one.key for one in error.errors}
     assert refused == REFUSED.get((path.stem, cluster), set())
 
 

@@ -151,7 +151,7 @@ def _keep(chunk: Chunk, draws: Sequence[Draw], version: int) -> list[int]:
             break
         row.append(token, logprob, version)
         kept.append(place)
-        next_guess = chunk.drafts.after(place - 1, token) if row.finished is None else None
+        next_guess = chunk.drafts.find_child(place - 1, token) if row.finished is None else None
         place = None
         if next_guess is not None:
             if next_guess == len(kept) - 1 and not row.num_to_refeed:  # in the main chain

@@ -44,7 +44,7 @@ from stages.engines.embedded.kernels.blocks import BLOCK_TOKENS, blocks_for
 from stages.engines.embedded.rows import DraftTree, GenerateCall, Row
 from stages.engines.embedded.runner import Runner
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS, Chunk, Scheduler
-from stages.engines.protocol import Completion, EngineStats, Request, RequestError, begun, check_request
+from stages.engines.protocol import Completion, EngineStats, Request, RequestError, check_request, start_generator
 
 
 class EmbeddedEngine:
@@ -242,7 +242,7 @@ class EmbeddedEngine:
                         f"version {self.version} is resident"
                     )
             self._admission.accept([Row(request, call, self.eos_ids) for request in rows])
-        return begun(self._results(call, len(rows)))
+        return start_generator(self._results(call, len(rows)))
 
     def _results(self, call: GenerateCall, num_rows: int) -> Iterator[Completion | None]:
         try:

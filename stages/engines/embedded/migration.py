@@ -53,8 +53,8 @@ from stages.engines.row_loads import (
     PassCost,
     RowKey,
     RowLoad,
+    can_fit_line,
     fit_pass_cost,
-    spread_suffices,
 )
 
 
@@ -288,7 +288,7 @@ class MigratingEngine(EmbeddedEngine):
         """Continue rows that were taken out, in this engine again. If the engine's weights have changed since a row
         left, its caller gets RowsLost instead."""
         with self.lock:
-            for left in map(self._outgoing.pop, self._outgoing.wanted(tickets)):
+            for left in map(self._outgoing.pop, self._outgoing.tickets_awaited(tickets)):
                 assert left is not None
                 row, version = left
                 if self.has_stopped:
@@ -297,14 +297,14 @@ class MigratingEngine(EmbeddedEngine):
                     self.take_back(row)
                     self._rows_changed()
                 else:
-                    row.call.results.put((row, self._lost(row)))
+                    row.call.results.put((row, self._lost_error(row)))
 
-    def wanted(self, tickets: Collection[int]) -> set[int]:
+    def tickets_awaited(self, tickets: Collection[int]) -> set[int]:
         """Return the tickets of rows that are out and whose callers still wait."""
         with self.lock:
-            return self._outgoing.wanted(tickets)
+            return self._outgoing.tickets_awaited(tickets)
 
-    def _lost(self, row: Row) -> RowsLost:
+    def _lost_error(self, row: Row) -> RowsLost:
         return RowsLost(
             f"row {row.request.row} came back unfinished, and version {row.request.version} of the weights is gone: "
             f"version {self.version} is resident"
@@ -371,7 +371,7 @@ class OutgoingRows:
         ticket."""
         return self._rows.pop(ticket, None)
 
-    def wanted(self, tickets: Collection[int]) -> set[int]:
+    def tickets_awaited(self, tickets: Collection[int]) -> set[int]:
         """Return the tickets whose rows are still wanted, and forget the other rows."""
         for ticket in tickets:
             if ticket in self._rows and self._rows[ticket][0].unwanted:
@@ -430,7 +430,7 @@ class BatchTimes:
         if not fed:
             self._pass_s = seconds
             self._passes[len(chunks) * num_groups].append(seconds * num_groups)
-            self.cost_known = self.cost_known or spread_suffices(self._passes)
+            self.cost_known = self.cost_known or can_fit_line(self._passes)
         elif fed >= _BULK_TOKENS:
             decoding = any(chunk.decodes for chunk in chunks)
             each = max(seconds - (self._pass_s if decoding else 0.0), 0.1 * seconds) / fed

@@ -55,7 +55,7 @@ class DraftTree:
             path.append(parent)
         return path[::-1]
 
-    def after(self, guess: int, token: int) -> int | None:
+    def find_child(self, guess: int, token: int) -> int | None:
         """Return the index of the guess with this token whose parent is `guess` (-1: the row). Return None if there is
         none."""
         for other, (each, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):

@@ -37,9 +37,9 @@ from stages.engines.protocol import (
     EngineStats,
     Request,
     RequestError,
-    begun,
     check_ability,
     check_request,
+    start_generator,
 )
 from stages.engines.remote.process import ServerProcess
 from stages.engines.remote.weights import ModelFiles
@@ -151,7 +151,7 @@ class RemoteEngine:
                 self._calls.update(dict.fromkeys(call.requests, call))
                 self._given = max(self._given, 1 + max(call.requests))
                 self._send(message)
-        return begun(self._results(call, len(rows)))
+        return start_generator(self._results(call, len(rows)))
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """See `GenerationEngine`. Tensors that cannot be loaded are refused before anything is sent to the server. If
@@ -209,16 +209,16 @@ class RemoteEngine:
             if message is None:
                 raise ConnectionResetError
             if message["kind"] == "failed":
-                raise self._lost(f"could not start: {message.get('error')}")
+                raise self._lost_error(f"could not start: {message.get('error')}")
             if message.get("protocol") != PROTOCOL:
-                raise self._lost(f"speaks protocol {message.get('protocol')}, this side {PROTOCOL}")
+                raise self._lost_error(f"speaks protocol {message.get('protocol')}, this side {PROTOCOL}")
             return read_ready(message)
         except TimeoutError as error:
-            raise self._lost(str(error)) from error
+            raise self._lost_error(str(error)) from error
         except OSError as error:
-            raise self._lost(f"ended at its start {self._server.how_it_ended()}") from error
+            raise self._lost_error(f"ended at its start {self._server.describe_end()}") from error
         except ProtocolError as error:
-            raise self._lost(f"cannot be talked to: {error}") from error
+            raise self._lost_error(f"cannot be talked to: {error}") from error
 
     def _first_answer(self) -> dict[str, Any] | None:
         """Return the server's answer to `hello`: the first message that is not a beat. Return None if the server has
@@ -244,10 +244,10 @@ class RemoteEngine:
         except TimeoutError:
             reason = f"sent nothing for {self._settings.message_timeout_s:g} s"
         except ConnectionResetError:  # it was killed before it had read all that this side sent
-            reason = f"ended {self._server.how_it_ended()}"
+            reason = f"ended {self._server.describe_end()}"
         except Exception as error:  # any error: the waiting callers must learn of it
             reason = f"cannot be talked to: {error}"
-        lost = self._lost(reason)
+        lost = self._lost_error(reason)
         try:
             if not self._closing:
                 self._server.close()
@@ -268,7 +268,7 @@ class RemoteEngine:
         while True:
             message = self._server.channel.receive(self._settings.message_timeout_s)
             if message is None:
-                return f"ended {self._server.how_it_ended()}"
+                return f"ended {self._server.describe_end()}"
             kind = message["kind"]
             if kind == "failed":
                 return f"failed: {message.get('error')}"
@@ -368,7 +368,7 @@ class RemoteEngine:
         collect both tracebacks."""
         return EngineLost(f"the engine has stopped: {self._failure}" if not self._closing else "the engine has stopped")
 
-    def _lost(self, event: str) -> EngineLost:
+    def _lost_error(self, event: str) -> EngineLost:
         return EngineLost(f"{self._about_server(event)}; its last output:{self._server.last_lines()}")
 
     def _about_server(self, event: str) -> str:

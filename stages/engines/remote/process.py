@@ -158,7 +158,7 @@ class ServerProcess:
         except OSError:
             return ""
 
-    def how_it_ended(self) -> str:
+    def describe_end(self) -> str:
         """Return how a server ended that has closed the connection, as the end of a sentence: its exit status, or that
         it still runs."""
         try:

@@ -124,7 +124,7 @@ class Sandbox:
             child.end()
             raise SandboxEnded(f"what its process answered is no message ({error})") from None
         except (EOFError, OSError):
-            raise SandboxEnded(child.how_it_ended()) from None
+            raise SandboxEnded(child.describe_end()) from None
 
     def close(self) -> None:
         """Kill the process and all that it started. A second call does nothing."""
@@ -146,7 +146,7 @@ class _Child:
         self._thread.start()
         self._started.wait()
 
-    def how_it_ended(self) -> str:
+    def describe_end(self) -> str:
         """Return how the process ended, as text."""
         self._thread.join(_NOTICE_S)
         code = None if self.process is None else self.process.poll()

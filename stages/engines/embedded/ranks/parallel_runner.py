@@ -206,7 +206,9 @@ class ParallelRunner:
             slices = [shard_tensors(share, self._spec, tensors) for share in self._shares]
             for rank in ranks:
                 own = slices[rank.spec.rank]
-                self._send(rank, Prepare(number, tuple((n, self._kept(t), tuple(t.shape)) for n, t in own.items())))
+                self._send(
+                    rank, Prepare(number, tuple((n, self._stored_dtype(t), tuple(t.shape)) for n, t in own.items()))
+                )
             problems = self._answers(ranks)
             for rank in [rank for rank in ranks if rank.spec.name not in problems]:
                 self._send(rank, not problems)
@@ -214,7 +216,7 @@ class ParallelRunner:
             if not problems:
                 for rank in ranks:
                     for tensor in slices[rank.spec.rank].values():
-                        whole = tensor.detach().to("cpu", self._kept(tensor)).contiguous()
+                        whole = tensor.detach().to("cpu", self._stored_dtype(tensor)).contiguous()
                         self._processes.attempt(partial(send_bytes, rank.weights, whole))
                 try:
                     weights = self._model.prepare(slices[0])
@@ -240,7 +242,7 @@ class ParallelRunner:
         answers = {rank.spec.name: self._processes.attempt(rank.weights.recv) for rank in ranks}
         return {name: problem for name, problem in answers.items() if problem is not None}
 
-    def _kept(self, tensor: torch.Tensor) -> torch.dtype:
+    def _stored_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         """Return the dtype in which a tensor is sent to the ranks and stored there."""
         return torch.float32 if tensor.ndim == 1 else self._dtype
 

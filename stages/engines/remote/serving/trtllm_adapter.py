@@ -300,10 +300,10 @@ def find_api(*, sleeps: bool) -> TrtllmApi:
     if sleeps:
         own_config = getattr(llmapi, "SleepConfig", None)
         options = {"enable_sleep": True} if own_config is None else {"sleep_config": own_config()}
-        tags = _sleep_tags(_found(version, _MEMORY, "ExecutorMemoryType"), version)
+        tags = _sleep_tags(_find_attribute(version, _MEMORY, "ExecutorMemoryType"), version)
     return TrtllmApi(
         version=version,
-        make_llm=_found(version, _ASYNC_LLM, "AsyncLLM"),
+        make_llm=_find_attribute(version, _ASYNC_LLM, "AsyncLLM"),
         sampling_params=_attribute(version, package, "SamplingParams"),
         kv_cache_config=_attribute(version, llmapi, "KvCacheConfig"),
         sleep_options=options,
@@ -357,7 +357,7 @@ def _sleep_tags(kinds: Any, version: str) -> tuple[str, ...]:
     return named["KV_CACHE"], named[weights]
 
 
-def _found(version: str, modules: tuple[str, ...], name: str) -> Any:
+def _find_attribute(version: str, modules: tuple[str, ...], name: str) -> Any:
     """Return the attribute `name` of the first module that has it. Raises MissingFeatureError if no module has it.
     Raises RuntimeError if a module exists but cannot be imported, for example because it needs another package."""
     for module in modules:

@@ -334,7 +334,7 @@ def test_a_bad_config_is_refused_by_its_key(base: Path, monkeypatch: pytest.Monk
         load(base, *overrides)
     assert refusal.value.key == REFUSED[changes]
     named = [line.partition(": ")[0] for line in str(refusal.value).splitlines()]
-    assert named == [error.key for error in refusal.value.each]
+    assert named == [error.key for error in refusal.value.errors]
     assert len(named) == len({*named})
     sections = {field.name for field in dataclasses.fields(RunConfig)}
     assert changes == "=1" or {key.partition(".")[0] for key in named} <= sections

@@ -18,7 +18,7 @@ from pipeline.config.loading import config_hash, load_config, load_yaml, to_yaml
 from pipeline.config.placement import DEFAULT_PLACEMENT
 from pipeline.config.preflight import check_run, check_run_directory, preflight
 from pipeline.config.run import RunConfig
-from pipeline.errors import ConfigError, all_of, together
+from pipeline.errors import ConfigError, join_errors, run_checks
 from storage.prompts import held_out_by_default
 from tests.support.paths import ROOT
 
@@ -80,7 +80,7 @@ def test_values_are_looked_at_beside_what_is_refused(base: Path, overrides: tupl
     with pytest.raises(ConfigError) as caught:
         load(base, *overrides)
     assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == keys
-    assert [error.key for error in caught.value.each] == keys
+    assert [error.key for error in caught.value.errors] == keys
 
 
 MISTAKES = {
@@ -155,7 +155,7 @@ from pipeline.errors import ConfigError
 try:
     config_from_sources(sys.argv[1:])
 except ConfigError as error:
-    json.dump([one.key for one in error.each], sys.stdout)
+    json.dump([one.key for one in error.errors], sys.stdout)
 """
 """Prints the keys that are refused. Without torch no model can be loaded, and without Dask no worker can start."""
 
@@ -183,7 +183,7 @@ def test_what_the_disk_refuses_is_said_at_once(base: Path, tmp_path: Path) -> No
     config = load(base, write_prompts(tmp_path, 3), *changes)
     with pytest.raises(ConfigError) as caught:
         preflight(config)
-    assert {error.key for error in caught.value.each} >= {"sampling.suppress_token_ids", "reward.args.limit"}
+    assert {error.key for error in caught.value.errors} >= {"sampling.suppress_token_ids", "reward.args.limit"}
     assert "prompts.field" in str(caught.value)
 
 
@@ -194,22 +194,22 @@ def test_a_model_that_is_not_there_hides_nothing_else(base: Path, tmp_path: Path
     (tmp_path / "a/events.jsonl").touch()
     with pytest.raises(ConfigError) as caught:
         check_run(load(base, *changes, "evaluate.reward.kind=nope"), resume=False)
-    assert {error.key for error in caught.value.each} == {
+    assert {error.key for error in caught.value.errors} == {
         "name", "model.path", "prompts.url", "reward.kind", "evaluate.reward.kind",
     }  # fmt: skip
 
 
 def test_one_error_stays_as_it_is_and_of_each_key_one_thing_is_said() -> None:
     one, other = ConfigError("a", "x"), ConfigError("b", "y")
-    assert str(together([one])) == "a: x"
-    assert str(together([one, other, ConfigError("a", "z")])) == "a: x\nb: y"
+    assert str(join_errors([one])) == "a: x"
+    assert str(join_errors([one, other, ConfigError("a", "z")])) == "a: x\nb: y"
 
     def refuse() -> Any:
         raise other
 
-    assert all_of(lambda: 1, lambda: 2) == [1, 2]
+    assert run_checks(lambda: 1, lambda: 2) == [1, 2]
     with pytest.raises(ConfigError, match=r"^b: y$"):
-        all_of(lambda: 1, refuse)
+        run_checks(lambda: 1, refuse)
 
 
 # ---- in the words of the settings ------------------------------------------------------------------------------------

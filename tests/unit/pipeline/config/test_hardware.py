@@ -80,9 +80,9 @@ def test_a_users_own_file_is_checked_as_a_whole(tmp_path: Path) -> None:
     own.write_text(text.replace("cores: 112", "core: 48").replace("links: 8", "links: many"))
     with pytest.raises(ConfigError) as caught:
         read_cluster(f"2x4x{own}")
-    assert {error.key for error in caught.value.each} == {"core", "links"}, "core suggests cores"
+    assert {error.key for error in caught.value.errors} == {"core", "links"}, "core suggests cores"
     own.write_text(text.replace("device_memory_gib: 79.1", "device_memory_gib: 0").replace("gpus: 8", "gpus: 0"))
     with pytest.raises(ConfigError) as caught:
         read_cluster(f"2x4x{own}")
-    assert {error.key for error in caught.value.each} == {"device_memory_gib", "nvlink_gpus"}
-    assert all(str(own) in str(error) for error in caught.value.each)
+    assert {error.key for error in caught.value.errors} == {"device_memory_gib", "nvlink_gpus"}
+    assert all(str(own) in str(error) for error in caught.value.errors)

@@ -154,7 +154,7 @@ def test_a_reward_needs_its_fields_in_the_prompts_that_it_scores_alone(folder: P
 def test_wrong_files_of_both_sources_are_said_together(folder: Path) -> None:
     with pytest.raises(ConfigError) as refusal:
         preflight(load(folder, *evaluated(folder, [], "prompts.url=gone.jsonl")))
-    assert [error.key for error in refusal.value.each] == ["prompts.url", "evaluate.prompts.url"]
+    assert [error.key for error in refusal.value.errors] == ["prompts.url", "evaluate.prompts.url"]
 
 
 def test_a_rank_that_no_linear_can_have_is_refused_by_what_is_adapted(folder: Path) -> None:

@@ -102,7 +102,7 @@ def test_settings_of_other_responses_are_refused(change: str, key: str) -> None:
     """The responses of a file are neither a run's nor sampled."""
     with pytest.raises(ConfigError) as refused:
         load_label_config([ROOT / "conf/label/kinder.yaml"], ["responses.url=x.jsonl", change])
-    assert [error.key for error in refused.value.each] == [key]
+    assert [error.key for error in refused.value.errors] == [key]
 
 
 def test_a_run_in_its_directory_is_told_whose_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,7 +134,7 @@ TWO_RANKS = "placement.gangs.score={workers: 2, layout: {tensor: 2}}"
 def refused_keys(folder: Path, *changes: str) -> set[str]:
     with pytest.raises(ConfigError) as refused:
         preflight(load(folder, *changes))
-    return {error.key for error in refused.value.each}
+    return {error.key for error in refused.value.errors}
 
 
 def test_a_layout_of_the_gang_that_scores_is_checked_with_its_models(folder: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.driver.retention import LedgerCompactor, all_committed
+from pipeline.driver.retention import LedgerCompactor, is_complete
 from pipeline.graph.graph import GraphSpec, run_nodes, step_nodes, window_size
 from storage.address import Address
 from storage.commits import Commit, provenance_here
@@ -52,7 +52,7 @@ def test_a_resumed_driver_goes_on_from_the_first_open_step(tmp_path: Path) -> No
     go_on(ledger, range(SPAN + 12))
     books = go_on(ledger, range(SPAN, SPEC.steps))
     assert books.first_step == ledger.closed_until() == 2 * SPAN
-    assert all_committed(SPEC, Ledger(str(tmp_path)))
+    assert is_complete(SPEC, Ledger(str(tmp_path)))
 
 
 @pytest.mark.parametrize("missing", [Address("publish", 2 * SPAN), Address("update_critic", SPEC.steps - 1)])
@@ -63,9 +63,9 @@ def test_a_hole_is_noticed(tmp_path: Path, missing: Address) -> None:
             commit(ledger, node.address)
     ledger.close(0, [address for address in ledger.addresses() if address.step < SPAN])
     ledger.close(SPAN, [address for address in ledger.addresses() if SPAN <= address.step < 2 * SPAN])
-    assert not all_committed(SPEC, ledger)
+    assert not is_complete(SPEC, ledger)
     commit(ledger, missing)
-    assert all_committed(SPEC, ledger)
+    assert is_complete(SPEC, ledger)
 
 
 def test_a_segment_that_was_opened_again_does_not_hide_those_after_it(tmp_path: Path) -> None:
@@ -78,4 +78,4 @@ def test_a_segment_that_was_opened_again_does_not_hide_those_after_it(tmp_path: 
     books = LedgerCompactor(SPEC, ledger)
     assert books.first_step == 0
     assert set(ledger.addresses(from_step=books.first_step)) == {node.address for node in run_nodes(SPEC)}
-    assert all_committed(SPEC, ledger)
+    assert is_complete(SPEC, ledger)

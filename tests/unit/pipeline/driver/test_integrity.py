@@ -20,7 +20,7 @@ from pipeline.driver.integrity import (
     quarantine_damaged_commits,
     repair_store,
 )
-from pipeline.driver.retention import LedgerCompactor, all_committed
+from pipeline.driver.retention import LedgerCompactor, is_complete
 from pipeline.errors import StageFailed
 from pipeline.graph.graph import GraphSpec, run_nodes, step_nodes
 from pipeline.observe.history import History
@@ -261,7 +261,7 @@ def test_a_damaged_record_of_a_dropped_output_is_not_needed(lean: History, paths
     assert repairs.unneeded_outputs == {lost}
     assert not repairs.expected_digests
     assert history.ledger.closed_until() == 2 * SPAN, "what was closed is closed again"
-    assert all_committed(LONG, history.ledger, repairs.unneeded_outputs)
+    assert is_complete(LONG, history.ledger, repairs.unneeded_outputs)
     assert LedgerCompactor(LONG, history.ledger, repairs.unneeded_outputs).first_step == 2 * SPAN
     again = repair_store(replace(lean, ledger=Ledger(str(paths.root / "ledger"))), RunStorage(paths.root))
     assert len(again.warnings) == (lost.step >= 2 * SPAN), "of a closed step nobody asks any more"
@@ -304,7 +304,7 @@ def test_a_run_closes_its_books_without_what_is_lost(lean: History, paths: RunPa
                 history.store.commit_only(node.address, provenance_here(seed=0, config_hash=""))
         books.on_step_finished(step, [node.address for node in step_nodes(longer, step)])
     assert history.ledger.closed_until() == 3 * SPAN
-    assert all_committed(longer, history.ledger)
+    assert is_complete(longer, history.ledger)
     assert history.newest_version() == longer.steps
 
 

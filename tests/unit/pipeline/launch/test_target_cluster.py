@@ -80,7 +80,7 @@ def test_a_job_has_the_nodes_that_slurm_would_give() -> None:
     assert refused.value.key == "slurm.gangs"
     with pytest.raises(ConfigError) as refused:
         checked("4x2xH100-80", *GANGS, shape)
-    assert {error.key for error in refused.value.each} == {"slurm.gangs.train.nodes", "slurm.gangs.generate.nodes"}
+    assert {error.key for error in refused.value.errors} == {"slurm.gangs.train.nodes", "slurm.gangs.generate.nodes"}
 
 
 def test_nodes_without_gpus_are_filled_by_cores() -> None:

@@ -174,10 +174,10 @@ def test_given_back_rows_go_on_at_home() -> None:
     with engines(1) as (source,):
         results, gate = pause_after(source, 5, rows)
         migrated = give(source, gate, rows[:3])
-        assert source.wanted([m.ticket for m in migrated]) == {m.ticket for m in migrated}
+        assert source.tickets_awaited([m.ticket for m in migrated]) == {m.ticket for m in migrated}
         source.give_back([m.ticket for m in migrated])
         assert_same_bits(by_row(results), at_home(rows))
-        assert source.wanted([m.ticket for m in migrated]) == set()
+        assert source.tickets_awaited([m.ticket for m in migrated]) == set()
         source.give_back([m.ticket for m in migrated])
         source.deliver(migrated[0].ticket, at_home(rows[:1])[0])  # it was not dead after all: too late
         assert source.stats().rows == 4
@@ -389,7 +389,7 @@ def test_a_caller_that_goes_away_meanwhile_frees_both_sides() -> None:
         target_gate = Gate(target)
         incoming = target.migrate_in(migrated)
         target_gate.let(2)
-        kept = source.wanted([m.ticket for m in migrated])
+        kept = source.tickets_awaited([m.ticket for m in migrated])
         assert kept == {m.ticket for m in migrated if m.request.row == 2}
         incoming.drop({m.ticket for m in migrated} - kept)
         target_gate.open()

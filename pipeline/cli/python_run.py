@@ -22,7 +22,10 @@ from pipeline.observe.text import print_plain
 
 def load_config(*sources: str | os.PathLike[str]) -> RunConfig:
     """Return the config of YAML files and `key=value` changes, merged as on the command line. Raises ConfigError with
-    everything that is wrong."""
+    everything that is wrong, and TypeError for a list or a mapping in place of a text."""
+    for source in sources:
+        if not isinstance(source, str | os.PathLike):
+            raise TypeError(f'give each file and each change as an argument ("run.yaml", "seed=1"), not {source!r}')
     return config_from_sources([os.fspath(source) for source in sources])
 
 
@@ -35,7 +38,7 @@ def run(
     quiet: bool = False,
 ) -> OpenedRun:
     """Run a config to its last step and return the finished run. Call it in the main thread. An earlier run of this
-    name of which no update was committed is moved aside.
+    name that committed no update is moved aside.
 
     Args:
         config: is checked again, so it may have been changed since it was loaded. It is not modified.

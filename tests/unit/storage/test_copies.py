@@ -110,9 +110,9 @@ def test_exports_are_uploaded_before_they_get_their_name(tmp_path: Path, store: 
         staged.mkdir(parents=True)
         (staged / "model.safetensors").write_text(f"weights {version}")
         write_sums(staged)
-        assert here.begun(9) == [version]
+        assert here.clear_unfinished(9) == [version]
         here.finish(version, staged)
-    assert here.begun(9) == []
+    assert here.clear_unfinished(9) == []
     assert there.versions() == [1, 2]
     assert there.fetch(3) is None
     fetched = there.fetch(2)
@@ -132,8 +132,8 @@ def test_an_export_that_was_uploaded_but_not_renamed_is_finished(tmp_path: Path,
     exports.staged(1).mkdir()
     write_sums(exports.staged(1))
     exports.finish(1, exports.staged(1)).rename(exports.staged(1))  # as if the process had died before the rename
-    assert exports.begun(1) == []
+    assert exports.clear_unfinished(1) == []
     assert exports.staged(1).exists(), "it may be in progress"
-    assert exports.begun(2) == []
+    assert exports.clear_unfinished(2) == []
     assert not exports.staged(1).exists()
     assert exports.fetch(1) == exports.place(1)

@@ -17,7 +17,7 @@ from pipeline.observe.evaluations import EvaluatedVersion
 from pipeline.observe.history import History
 from pipeline.observe.provenance import result_text
 from pipeline.observe.report.facts import headlines
-from pipeline.observe.rows import ResponsePair, chosen, response_pairs, samples_table
+from pipeline.observe.rows import ResponsePair, choose_pairs, response_pairs, samples_table
 from pipeline.observe.summary import EvalSummary, StalenessSummary, Summary, TrainerLoss, summary_lines
 from pipeline.observe.tables import (
     InspectRow,
@@ -187,10 +187,10 @@ def test_the_first_evaluation_is_paired_with_the_last(history: History) -> None:
 
 def test_those_shown_are_chosen_by_how_much_the_score_changed() -> None:
     pairs = [ResponsePair("p", "b", 0.0, "a", change) for change in (0.5, -1.0, 2.0, 0.25, 1.0)]
-    assert [pair.after_score for pair in chosen(pairs)] == [2.0, 0.5, -1.0]
-    assert [pair.after_score for pair in chosen(pairs[:2])] == [0.5, -1.0]
-    assert chosen(pairs[:1]) == pairs[:1]
-    assert chosen([]) == []
+    assert [pair.after_score for pair in choose_pairs(pairs)] == [2.0, 0.5, -1.0]
+    assert [pair.after_score for pair in choose_pairs(pairs[:2])] == [0.5, -1.0]
+    assert choose_pairs(pairs[:1]) == pairs[:1]
+    assert choose_pairs([]) == []
 
 
 def test_the_table_is_one_that_mlflow_reads() -> None:

@@ -27,7 +27,12 @@ def make_row(num_tokens: int, new: int = 30) -> Row:
 def test_a_tree_by_hand() -> None:
     assert (len(FILM), FILM.depths, FILM.is_chain) == (5, [0, 1, 2, 1, 0], False)
     assert [FILM.path_to(guess) for guess in range(5)] == [[0], [0, 1], [0, 1, 2], [0, 3], [4]]
-    assert [FILM.after(-1, 14), FILM.after(0, 13), FILM.after(1, 13), FILM.after(-1, 11)] == [4, 3, None, None]
+    assert [FILM.find_child(-1, 14), FILM.find_child(0, 13), FILM.find_child(1, 13), FILM.find_child(-1, 11)] == [
+        4,
+        3,
+        None,
+        None,
+    ]
     assert FILM.first(3) == chain((10, 11, 12))
     assert FILM.only([4, 0, 3]) == DraftTree((14, 10, 13), (-1, -1, 1))
 

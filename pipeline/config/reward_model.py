@@ -93,7 +93,8 @@ class RewardModelConfig:
 
     @property
     def start_path(self) -> str:
-        """Directory of the start model; for a student, the directory of its blocks."""
+        """Directory of the model that training starts from. A student (`model.blocks`) starts from a copy of the lowest
+        blocks, which the run makes."""
         return self.model.path if self.model.blocks is None else str(self.run_dir / ".student")
 
     def trained_model(self, path: str | None = None) -> ModelConfig:

@@ -269,7 +269,7 @@ class RunConfig:
 
     @property
     def _export_periods(self) -> list[int]:
-        """Numbers of versions of whose multiples each is exported."""
+        """Periods in versions. Each multiple of one of them is exported."""
         evaluated = self.graph().eval_every if self.storage.keep.rollouts is not None else 0
         return [period for period in (self.steps, self.export.every, evaluated) if period]
 

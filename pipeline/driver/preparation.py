@@ -138,7 +138,8 @@ def check_identity(
 
 
 def _replaced_identity(config: RunConfig, prompts: PromptTable, ledger: Ledger) -> IdentityCheck:
-    """Return the identity of a run whose identity.json is gone. Raises ConfigError if commits are of another config."""
+    """Return a new identity for a run whose identity.json is missing. Raises ConfigError if the run has commits of
+    another config."""
     stated, made = new_identity(config, prompts), {commit.provenance.config_hash for commit in ledger.list()}
     others = sorted(made - {stated.identity.latest.config_hash})
     if others:

@@ -382,7 +382,8 @@ class _Simulation:
         return self._result()
 
     def _next_of_both(self, clock: SharedClock) -> tuple[_Kind, object, int]:
-        """Go to the next event of either heap. Return its kind, subject and stamp."""
+        """Advance to the earliest event: one at a fixed time, or the end of a node on shared cores. Return its kind,
+        subject and stamp."""
         assert self._heap or self._work, "nothing runs, and the run is not finished"
         ends = clock.time_of(self._work[0][0]) if self._work else math.inf
         if self._heap and self._heap[0][0] <= ends:

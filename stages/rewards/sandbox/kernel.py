@@ -248,15 +248,15 @@ class _Filter:
         self._look(number, (self._EQUAL, 1, 0, value))
 
     def unless_flagged(self, number: int, bit: int) -> None:
-        """Refuse a call whose first argument lacks a bit."""
+        """Refuse a call if its first argument lacks `bit`."""
         self._look(number, (self._ANY_BIT, 1, 0, bit))
 
     def if_flagged(self, number: int, bit: int) -> None:
-        """Refuse a call whose first argument has a bit."""
+        """Refuse a call if its first argument has `bit`."""
         self._look(number, (self._ANY_BIT, 0, 1, bit))
 
     def if_second(self, number: int, value: int) -> None:
-        """Refuse a call whose second argument is a value."""
+        """Refuse a call if its second argument is `value`."""
         refusal = (self._RETURN, 0, 0, self._ERROR | errno.EPERM)
         looked = [(self._LOAD, 0, 0, self._SECOND_ARGUMENT_AT), (self._EQUAL, 0, 1, value), refusal]
         self._program += [(self._EQUAL, 0, 4, number), *looked, (self._LOAD, 0, 0, self._NUMBER_AT)]

@@ -262,7 +262,7 @@ def _forward(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> Numbers
 
 def _backward(gang: GangSpeed, role: Role, rows: Rows) -> Numbers:
     """Return the operations of a backward pass. Each product of the forward pass needs two (the gradients of its input
-    and its weight), or one if its weight is frozen. With LoRA the adapters' products, forward and backward, are added."""
+    and its weight), or one if its weight is frozen. With LoRA the adapters' products of both passes are added."""
     found, model = 2 * _forward(gang, role, rows, trunk=False), gang.models.model
     spec, blocks = gang.models.spec_of(role), gang.models.num_blocks(role)
     if model.lora.rank:

@@ -174,8 +174,8 @@ async def _request(comm: Comm, message: dict[str, Any], timeout_s: float) -> dic
 
 
 async def _collect(comm: Comm, rows: ReplicaRows, ticket: int) -> None:
-    """Wait until another replica has finished a row that it accepted, and give the row to its caller. If that replica is
-    lost or cannot finish the row, continue the row here."""
+    """Wait until another replica has finished a row that it accepted, and give the row to its caller. If that replica
+    is lost or cannot finish the row, continue the row here."""
     delivered = False
     try:
         while not delivered:

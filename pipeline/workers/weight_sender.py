@@ -194,7 +194,7 @@ def _answer(connection: socket.socket, board: WeightBoard, context: ssl.SSLConte
 
 
 def serving_context(certificate: Mapping[str, str]) -> ssl.SSLContext:
-    """Return the TLS settings of a sender. Like Dask's, they refuse everybody who has not the run's certificate."""
+    """Return the TLS settings of a sender. Like Dask's, they refuse everybody without the run's certificate."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cadata=certificate["ca_file"])
     context.verify_mode = ssl.CERT_REQUIRED
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # Dask's certificates lack extensions that Python 3.13 asks for

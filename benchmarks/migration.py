@@ -131,7 +131,7 @@ def build(index: int, path: str, max_seq: int, device: PassCost | None) -> None:
 
 
 def start(requests: list[Request], passes: int, limit: int = 0) -> None:
-    """Begins to generate; returns after so many passes."""
+    """Begins to generate; returns after so many passes, or at once if there are no rows."""
     replica: Replica = get_worker().replica
     replica.limit = limit
     replica.passes.clear()
@@ -139,7 +139,7 @@ def start(requests: list[Request], passes: int, limit: int = 0) -> None:
     results = replica.engine.generate(requests)
     replica.running = threading.Thread(target=lambda: list(results))
     replica.running.start()
-    while len(replica.passes) < passes:
+    while requests and len(replica.passes) < passes:
         time.sleep(0.001)
 
 

@@ -23,8 +23,8 @@ from storage.config import PromptsConfig
 TASK = "reasoning-gym:countdown?size=64&seed=1&instruction=tags"
 FORKS = """
 import os, statistics, time
-from stages.rewards.reasoning_tasks import Answers
-Answers("tags")
+from stages.rewards.reasoning_tasks import TaskScorer
+TaskScorer("tags")
 found = []
 for _ in range(41):
     start = time.perf_counter()

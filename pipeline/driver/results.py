@@ -293,7 +293,7 @@ def result_paths(config: RunConfig, summary: Summary) -> dict[str, Path | str]:
         command = f"stageline export {paths.root} --version best"
         where["best weights"] = exported if exported.is_dir() else command
     where["rollouts"] = config.stored.rollouts
-    return where | sink_hints(config.tracking.also, paths.root)
+    return where | tracking_links(config) | sink_hints(config.tracking.also, paths.root)
 
 
 # ---- Report ----------------------------------------------------------------------------------------------

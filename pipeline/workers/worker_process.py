@@ -104,10 +104,12 @@ def wait_policy(shared: bool) -> str:
 
 
 def worker_environment(threads: int, shared: bool, gpus: str | None = None) -> dict[str, str]:
-    """Return the environment of a worker's process, in addition to the forkserver's. `shared`: the process shares its
-    cores. `gpus`: `CUDA_VISIBLE_DEVICES`, so that libraries in the process see only its own devices, numbered from 0.
-    None: inherit the value of this process."""
+    """Return the environment of a worker's process, in addition to the forkserver's. It contains this process's own
+    variables, because they may have changed since the forkserver started (in a notebook that sets credentials after its
+    first run, say). `shared`: the process shares its cores. `gpus`: `CUDA_VISIBLE_DEVICES`, so that libraries in the
+    process see only its own devices, numbered from 0. None: inherit the value of this process."""
     return {
+        **{name: value for name, value in os.environ.items() if name not in FORKSERVER_ENVIRONMENT},
         **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),

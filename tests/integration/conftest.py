@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pipeline.config.run import RunConfig
 from tests.support.runs import finish_in
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _judge_key() -> Iterator[None]:
-    """Workers inherit the environment that their forkserver was started with."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TEST_JUDGE_KEY", "sk-not-to-be-written")
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -203,9 +203,9 @@ def learn_with_an_idle_parameter(root: Path, directory: Path, index: int) -> Non
     """Train a model with a parameter that no loss depends on: both ranks notice, neither waits for ever."""
     in_buffers = gradient_buffers.in_buffers
 
-    def with_another(model: GPTModel, blueprint: Blueprint) -> Any:
+    def with_another(model: GPTModel, blueprint: Blueprint, *, in_fp32: bool) -> Any:
         model.output_layer.register_parameter("idle", Parameter(torch.zeros(3)))
-        return in_buffers(model, blueprint)
+        return in_buffers(model, blueprint, in_fp32=in_fp32)
 
     with patch.object(trainer_module, "in_buffers", with_another):
         host = opened(Case(), root, directory / "rendezvous", index, 2)

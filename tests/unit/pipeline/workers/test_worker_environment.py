@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.workers.worker_process import FORKSERVER_ENVIRONMENT, trainer_environment
+from pipeline.workers.worker_process import FORKSERVER_ENVIRONMENT, trainer_environment, worker_environment
 from stages.models.protocol import Role
 from tests.support.waiting import TIMEOUT_S
 
@@ -54,6 +54,14 @@ def test_only_trainers_with_gpus_get_cudas_settings(monkeypatch: pytest.MonkeyPa
     for roles, gpus in (({Role.POLICY}, None), ({Role.POLICY}, ""), ({Role.GENERATE}, "0"), ({Role.SCORE}, "0")):
         assert trainer_environment(roles, gpus) == {}
     assert trainer_environment({Role.GENERATE, Role.POLICY}, "0") == {}, "its engine captures graphs"
+
+
+def test_a_worker_has_variables_that_were_set_after_the_forkserver_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "set-in-a-notebook")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    environment = worker_environment(1, shared=True)
+    assert environment["AWS_ACCESS_KEY_ID"] == "set-in-a-notebook"
+    assert "HF_HUB_OFFLINE" not in environment, "the forkserver's own value stays"
 
 
 def test_a_users_own_values_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,7 +245,7 @@ def experiment_page(config: RunConfig) -> str | None:
     return None if uri is None or number is None else opening_hint(uri, number)
 
 
-def tracking_links(config: RunConfig) -> Mapping[str, str]:
+def tracking_links(config: RunConfig) -> dict[str, str]:
     """Return how to open the run in MLflow, under the label to show. Empty if it is not tracked."""
     uri = config.tracking.uri
     return {} if uri is None else {"MLflow": experiment_page(config) or opening_hint(uri)}

@@ -7,7 +7,7 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,13 @@ def judged_by(folder: Path, name: str, url: str, silence_s: int = 120) -> Path:
     return file
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _key() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TEST_JUDGE_KEY", KEY)
+        yield
+
+
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> RunConfig:
     """By another judge that answers alike."""
@@ -65,9 +72,8 @@ def undisturbed(folder: Path) -> RunConfig:
 
 
 def test_a_judge_that_vanishes_stops_the_run_which_goes_on_where_it_was(
-    folder: Path, undisturbed: RunConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, undisturbed: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("TEST_JUDGE_KEY", KEY)
     left, lock, gone = ANSWERED, threading.Lock(), True
 
     def judge(body: Mapping[str, Any]) -> Reply:
@@ -116,10 +122,9 @@ def test_a_judge_that_vanishes_stops_the_run_which_goes_on_where_it_was(
 
 
 def test_a_budget_ends_the_run_which_goes_on_with_a_larger_one(
-    folder: Path, undisturbed: RunConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, undisturbed: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It ends as by `alarms.stop`, says why and how to go on; what was sent before the end counts after it."""
-    monkeypatch.setenv("TEST_JUDGE_KEY", KEY)
     with serving(graded) as served:
         file = str(judged_by(folder, "budgeted", served.url))
         sources = [file, *arguments(folder, "budgeted")[1:], *CHANGES, *QUIET]

@@ -51,7 +51,7 @@ from torch.nn import Parameter
 from torch.nn.attention.varlen import varlen_attn
 
 from stages.models.kernels.blocks import BlockKernels, HeadSizes, RotaryAngles, rotate
-from stages.models.numerics import Products, input_gradient, multiply, weight_gradient
+from stages.models.numerics import Products, add_product, input_gradient, multiply, weight_gradient
 from stages.models.spec import ModelSpec
 
 _SHARES_KEYS = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -311,32 +311,44 @@ class _Embedding(torch.autograd.Function):
         return (total_VH.to(ctx.dtype) if ctx.main_grad is None else None), None, None
 
 
-def cpu_linear(x_NK: Tensor, weight_MK: Tensor, products: Products, kernels: BlockKernels) -> Tensor:
-    """Return x @ weight.T, differentiable. x may have more axes before its last."""
-    product: Tensor = _Linear.apply(x_NK, weight_MK, products, kernels)
+def cpu_linear(
+    x_NK: Tensor, weight_MK: Tensor, products: Products, kernels: BlockKernels, total_NM: Tensor | None = None
+) -> Tensor:
+    """Return x @ weight.T, differentiable, or total + x @ weight.T. x may have more axes before its last. `total` is
+    changed where autograd allows it."""
+    if total_NM is not None and total_NM._is_view():  # an all-reduce returns its input, of which autograd makes a view
+        return total_NM + cpu_linear(x_NK, weight_MK, products, kernels)
+    product: Tensor = _Linear.apply(x_NK, weight_MK, products, kernels, total_NM)
     return product
 
 
 class _Linear(torch.autograd.Function):
-    """x @ weight.T. The gradient of a weight with a `main_grad` is added there and not returned. The input is kept only
-    if the weight needs a gradient."""
+    """x @ weight.T, or total + x @ weight.T. The gradient of a weight with a `main_grad` is added there and not
+    returned. The input is kept only if the weight needs a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x_NK: Tensor, weight_MK: Tensor, products: Products, kernels: BlockKernels) -> Tensor:
+    def forward(
+        ctx: Any, x_NK: Tensor, weight_MK: Tensor, products: Products, kernels: BlockKernels, total_NM: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(x_NK if ctx.needs_input_grad[1] else None, weight_MK)
         ctx.products, ctx.kernels, ctx.main_grad = products, kernels, getattr(weight_MK, "main_grad", None)
-        return multiply(x_NK, weight_MK, products)
+        if total_NM is None:
+            return multiply(x_NK, weight_MK, products)
+        add_product(total_NM, x_NK, weight_MK, products)
+        ctx.mark_dirty(total_NM)
+        return total_NM
 
     @staticmethod
     def backward(ctx: Any, grad_NM: Tensor) -> tuple[Tensor | None, ...]:
         x_NK, weight_MK = ctx.saved_tensors
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        needs_x, needs_weight, *_, needs_total = ctx.needs_input_grad
         weight_grad_MK = None
         if needs_weight and ctx.main_grad is None:
             weight_grad_MK = weight_gradient(grad_NM, x_NK, ctx.products)
         elif needs_weight:
             add_weight_gradient(ctx.main_grad, grad_NM, x_NK, ctx.products, ctx.kernels)
-        return input_gradient(grad_NM, weight_MK, ctx.products) if needs_x else None, weight_grad_MK, None, None
+        x_grad_NK = input_gradient(grad_NM, weight_MK, ctx.products) if needs_x else None
+        return x_grad_NK, weight_grad_MK, None, None, grad_NM if needs_total else None
 
 
 def add_weight_gradient(

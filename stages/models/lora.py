@@ -44,7 +44,6 @@ from stages.models.kernels.blocks import BlockKernels
 from stages.models.layers import cpu_linear
 from stages.models.layouts import SIDES, SPLIT_BY_ROWS, TARGET_PARTS, adapter_shapes, target_parts
 from stages.models.numerics import Products
-from stages.models.numerics import multiply as matrix_product
 from stages.models.parallel import ParallelRank
 from stages.models.protocol import Role
 from stages.models.spec import ModelSpec, layer_shapes, layer_tensor
@@ -60,7 +59,8 @@ LINEARS = {
 FrozenWeights = dict[tuple[str, int | None], Parameter]
 """The frozen parameters of a rank that the roles' models share, by (name within the block or model, block)."""
 
-_Multiply = Callable[[Tensor, Tensor], Tensor]
+_Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(x, weight, total) -> total + x @ weight.T; a total of None is zero. It may be changed."""
 
 
 class Adapter(Module):
@@ -97,8 +97,10 @@ class Adapter(Module):
         # the side that is whole on each rank; if ranks have only parts of the sequence, Megatron adds up its gradients
         (self.A if by_rows else self.B).sequence_parallel = sharded  # type: ignore[attr-defined]
 
-    def forward(self, x_N1K: Tensor) -> Tensor:
-        inner_N1R = self.multiply(x_N1K, self.A)
+    def forward(self, x_N1K: Tensor, product_N1M: Tensor) -> Tensor:
+        """Return the linear's product plus the adapter's. The former may be changed: an addition of its own would read
+        and write the linear's whole output once more, which takes longer than the narrow products."""
+        inner_N1R = self.multiply(x_N1K, self.A, None)
         if self.by_rows:
             # A is whole on each rank, B has the rank's outputs; the backward pass adds the ranks' gradients up
             exchange = gather_from_sequence_parallel_region if self.sharded else copy_to_tensor_model_parallel_region
@@ -107,7 +109,7 @@ class Adapter(Module):
                 reduce_scatter_to_sequence_parallel_region if self.sharded else reduce_from_tensor_model_parallel_region
             )
         wide_MR = self.B if self.parts == 1 else self.B.repeat(1, self.parts).masked_fill(self.other_MR, 0)
-        return self.multiply(exchange(inner_N1R) * self.scale, wide_MR)
+        return self.multiply(exchange(inner_N1R) * self.scale, wide_MR, product_N1M)
 
 
 def add_adapters(
@@ -121,10 +123,12 @@ def add_adapters(
 ) -> None:
     """Add an adapter without values to each target linear of every block."""
 
-    def multiply(x: Tensor, weight: Tensor) -> Tensor:
-        if kernels.portable:
-            return matrix_product(x, weight, Products.TORCH)
-        return cpu_linear(x, weight, products, kernels)
+    def multiply(x: Tensor, weight: Tensor, total: Tensor | None) -> Tensor:
+        if not kernels.portable:
+            return cpu_linear(x, weight, products, kernels, total)
+        rows = x.flatten(0, -2)
+        product = rows @ weight.T if total is None else torch.addmm(total.flatten(0, -2), rows, weight.T)
+        return product.view(*x.shape[:-1], len(weight))
 
     for target in lora.targets:
         name, by_rows = LINEARS[target], target in SPLIT_BY_ROWS
@@ -192,8 +196,7 @@ def _add_adapter(
     linear: Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
     product, bias = output
-    adapter: Module = linear.get_submodule("lora")
-    return product + adapter(inputs[0]), bias
+    return linear.get_submodule("lora")(inputs[0], product), bias
 
 
 def _part_of_rows(name: str, spec: ModelSpec, rank: ParallelRank) -> Tensor:

@@ -102,8 +102,19 @@ def multiply(x_NK: Tensor, weight_MK: Tensor, products: Products) -> Tensor:
         return multiply(x_NK.float(), weight_MK.float(), in_float32).to(x_NK.dtype)
     if products is Products.TORCH:
         # as one matrix: with more axes matmul checks gradients and strides to choose between two products
-        return torch.mm(x_NK.flatten(0, -2), weight_MK.T).view(*x_NK.shape[:-1], len(weight_MK))
+        product = torch.mm(x_NK.flatten(0, -2), weight_MK.T)
+        # not `view`: autograd lets nobody add to a view that was made in a Function
+        return torch.ops.aten._unsafe_view(product, (*x_NK.shape[:-1], len(weight_MK)))
     return torch.ops.mkldnn._linear_pointwise(x_NK, weight_MK, None, "none", [], "")
+
+
+def add_product(total_NM: Tensor, x_NK: Tensor, weight_MK: Tensor, products: Products) -> None:
+    """Add x @ weight.T to `total`, in one pass over it where the library can. `total` and x may have more axes before
+    their last."""
+    if products is Products.TORCH and (not x_NK.is_cpu or cpu_multiplies(x_NK.dtype)):
+        total_NM.view(-1, len(weight_MK)).addmm_(x_NK.flatten(0, -2), weight_MK.T)
+    else:
+        total_NM += multiply(x_NK, weight_MK, products)
 
 
 def multiply_bfloat16(x_NK: Tensor, weight_MK: Tensor) -> Tensor:

@@ -24,11 +24,12 @@ pytestmark = pytest.mark.processes
 
 def two_replicas(folder: Path, name: str, *overrides: str) -> RunConfig:
     """One shard of 8 rows each. Steps 0 and 1 have the same weights, and no row moves while a shard with its weights
-    waits: rows of step 1 or 2 move first, when one replica has fewer than the other. Another step follows."""
+    waits: rows of step 1 or 2 move first, when one replica has fewer than the other; on a busy machine later ones.
+    """
     gangs = placement(
         "{generate: {workers: 2}, score: {}, train: {}}", generate="generate", score="score", others="train"
     )
-    rows = ("steps=4", "sampling.max_new_tokens=160", "engine.max_rows=16", "evaluate.every=0")
+    rows = ("steps=8", "sampling.max_new_tokens=160", "engine.max_rows=16", "evaluate.every=0")
     return configure(folder, name, gangs, *rows, *QUIET, *overrides)
 
 

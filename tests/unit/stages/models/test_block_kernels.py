@@ -115,10 +115,10 @@ def test_sums(name: str, dtype: torch.dtype) -> None:
 def test_gradients_of_weights_go_where_megatron_collects_them(name: str, dtype: torch.dtype) -> None:
     kernels, tolerance = KERNELS[name](), DTYPES[dtype]
     weight, x, grad = (drawn(*shape, dtype=dtype) for shape in ((F_, H), (N, 1, H), (N, 1, F_)))
-    alone = torch.autograd.grad(linears._Linear.apply(x, weight, Products.TORCH, kernels), weight, grad)[0]
+    alone = torch.autograd.grad(linears.cpu_linear(x, weight, Products.TORCH, kernels), weight, grad)[0]
     weight.main_grad = torch.ones(F_, H)
     with pytest.raises(RuntimeError, match="unused"):  # it is not returned
-        torch.autograd.grad(linears._Linear.apply(x, weight, Products.TORCH, kernels), weight, grad)
+        torch.autograd.grad(linears.cpu_linear(x, weight, Products.TORCH, kernels), weight, grad)
     torch.testing.assert_close(weight.main_grad - 1, alone.float(), rtol=tolerance, atol=tolerance * 10)
 
 

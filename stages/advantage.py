@@ -94,7 +94,7 @@ def advantage(
     r = _whitened_rewards(token_rewards(shaped_scores, log_policy, log_ref, mask, kl_coef, cfg.kl), loss_mask, cfg)
     unwhitened, returns = _advantages_and_returns(r, values, mask, truncated, groups, cfg)
     a = masked_whiten(unwhitened, loss_mask) if whitens_advantages(cfg) else unwhitened
-    found = {
+    metrics = {
         "kl/coef": kl_coef,
         **_reward_metrics(scores, shaped_scores, token_kl(log_policy, log_ref, cfg.kl.estimator), kl_coef),
         **_ref_kl_metrics(rollout, log_policy, log_ref, cfg),
@@ -104,8 +104,8 @@ def advantage(
         **measure.response_metrics(rollout),
         **_policy_metrics(rollout, policy, step),
     }
-    next_coef = next_kl_coef(kl_coef, found.get("kl/ref", 0.0), rollout.num_rows, cfg.kl)
-    return _record(r, a, returns, loss_mask), _state(kl_coef, next_coef, running), found
+    next_coef = next_kl_coef(kl_coef, metrics.get("kl/ref", 0.0), rollout.num_rows, cfg.kl)
+    return _record(r, a, returns, loss_mask), _state(kl_coef, next_coef, running), metrics
 
 
 def check_staleness(rollout: Rollout, step: int, bound: int) -> None:
@@ -230,8 +230,8 @@ def _estimator_metrics(
 
 def _reward_metrics(scores: Scores, shaped_scores: torch.Tensor, kl: torch.Tensor, kl_coef: float) -> dict[str, float]:
     """Return the metrics of the scores, their parts and the rewards. `kl`: estimate of the KL at each token."""
-    found = measure.reward_metrics(scores.scores, shaped_scores.numpy(), kl.sum(dim=1).numpy(), kl_coef)
-    return measure.part_metrics(scores) | found
+    metrics = measure.reward_metrics(scores.scores, shaped_scores.numpy(), kl.sum(dim=1).numpy(), kl_coef)
+    return measure.part_metrics(scores) | metrics
 
 
 def _ref_kl_metrics(

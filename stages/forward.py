@@ -74,8 +74,8 @@ def canary_logprob(
     models: ModelHost, rollout: Rollout, *, rows: int, tokens: int = CANARY_TOKENS
 ) -> CanaryPolicyLogprobs | None:
     """Return the resident policy's log-probs of a shard's canary tokens; None on ranks other than 0."""
-    found = models.policy_logprobs(canary_rows(rollout, rows, tokens))
-    return None if found is None else CanaryPolicyLogprobs(_all_rows(found.policy_logprobs, rollout.num_rows))
+    record = models.policy_logprobs(canary_rows(rollout, rows, tokens))
+    return None if record is None else CanaryPolicyLogprobs(_all_rows(record.policy_logprobs, rollout.num_rows))
 
 
 def canary_requests(rollout: Rollout, sampling: SamplingConfig, *, seed: int, version: int) -> list[Request]:
@@ -111,15 +111,15 @@ def engine_logprobs(
     """
     requests = canary_requests(part, sampling, seed=seed, version=version)
     by_row = {completion.row: completion for completion in engine.generate(requests)}
-    found = np.zeros(part.tokens.shape, np.float32)
+    logprobs = np.zeros(part.tokens.shape, np.float32)
     for i, request in enumerate(requests):
         completion = by_row.get(request.row)
         if completion is None or tuple(completion.tokens.tolist()) != request.forced:
             raise RuntimeError(f"the engine did not score the tokens that it was given in row {request.row}")
         if set(completion.versions.tolist()) != {version}:
             raise RuntimeError(f"row {request.row} was scored by versions {set(completion.versions.tolist())}")
-        found[i, part.response_mask[i]] = completion.logprobs
-    return found
+        logprobs[i, part.response_mask[i]] = completion.logprobs
+    return logprobs
 
 
 def compared(

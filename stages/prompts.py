@@ -113,12 +113,12 @@ class PromptTable:
     def digest(self) -> str:
         """Return a shortened SHA-256 of the whole table. Two equal digests show that a source was read the same way
         twice."""
-        found = hashlib.sha256(json.dumps([self.pad_id, self.extra], default=str, sort_keys=True).encode())
+        digest = hashlib.sha256(json.dumps([self.pad_id, self.extra], default=str, sort_keys=True).encode())
         if self.messages is not None:
-            found.update(json.dumps(self.messages, sort_keys=True).encode())
+            digest.update(json.dumps(self.messages, sort_keys=True).encode())
         for array in (self.tokens, self.lengths, self.train, self.held_out):
-            found.update(f"{array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
-        return found.hexdigest()[:32]
+            digest.update(f"{array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()[:32]
 
 
 def last_questions(path: Path) -> list[str] | None:

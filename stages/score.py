@@ -41,7 +41,7 @@ def score(
         raise ValueError(f"{len(extras)} extras were given for {rollout.num_rows} rows")
     samples = samples_of(tokenizer, rollout, extras, messages)
     total = np.zeros(rollout.num_rows)
-    found: dict[str, np.ndarray] = {}
+    part_scores: dict[str, np.ndarray] = {}
     spread: dict[str, np.ndarray] = {}
     for part in parts:
         of_part, measured = _scored(part, samples)
@@ -49,13 +49,13 @@ def score(
         if disagreement is not None:
             spread[part.name] = disagreement
         for name, numbers in of_part.items():
-            found[f"{part.name}.{name}" if name else part.name] = numbers
+            part_scores[f"{part.name}.{name}" if name else part.name] = numbers
             if part.weight and name not in measured:
                 total += part.weight * numbers.astype(np.float64)
     with np.errstate(over="ignore"):
         scores = total.astype(np.float32)
     _check_finite("the weighted sum of all parts", scores, samples)
-    return Scores(scores=scores, parts=found, disagreement=spread)
+    return Scores(scores=scores, parts=part_scores, disagreement=spread)
 
 
 def follow(
@@ -128,7 +128,7 @@ def _scored(part: Part, samples: Sequence[Sample]) -> tuple[dict[str, np.ndarray
     """Return a part's numbers, float32 [rows], by the names that its reward gives them. An unnamed list of scores has
     the name "". An ensemble's disagreement is among the numbers. Also return the names of the numbers that are only
     measured and not added to the score."""
-    found: dict[str, np.ndarray] = {}
+    numbers_of: dict[str, np.ndarray] = {}
     measured: set[str] = set()
     for rows in _batches(part, samples):
         batch = [samples[row] for row in rows]
@@ -136,12 +136,12 @@ def _scored(part: Part, samples: Sequence[Sample]) -> tuple[dict[str, np.ndarray
         named = scores_by_part(part, given)
         if isinstance(given, Scored):
             measured |= given.measured.keys()
-        if found and named.keys() != found.keys():
-            raise RewardFailed(f"reward {part.name!r} gave {_listed(named)} and then {_listed(found)}")
+        if numbers_of and named.keys() != numbers_of.keys():
+            raise RewardFailed(f"reward {part.name!r} gave {_listed(named)} and then {_listed(numbers_of)}")
         for name, numbers in named.items():
             array = _numbers(f"reward {part.name!r}" + (f", part {name!r}" if name else ""), numbers, batch)
-            found.setdefault(name, np.zeros(len(samples), np.float32))[rows] = array
-    return found, measured
+            numbers_of.setdefault(name, np.zeros(len(samples), np.float32))[rows] = array
+    return numbers_of, measured
 
 
 def _call(part: Part, batch: Sequence[Sample]) -> Sequence[float] | Scored:

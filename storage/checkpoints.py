@@ -95,7 +95,7 @@ class Checkpoints:
             "role": role,
             "version": version,
             "meta": dict(meta),
-            "files": {name: asdict(found) for name, found in sorted(sums.items())},
+            "files": {name: asdict(file_sum) for name, file_sum in sorted(sums.items())},
         }
         fault = _faulty_size(path, document)
         if fault is not None:
@@ -150,16 +150,18 @@ class Checkpoints:
 
     def newest_first(self, role: str, at_most: int) -> list[int]:
         """Return the saved versions up to `at_most`, newest first. Their files may have been damaged since."""
-        found = {version_of(path.parent) for path in (self.root / role).glob(f"v*/{MANIFEST}")} | self._uploaded(role)
-        return sorted((version for version in found if version is not None and version <= at_most), reverse=True)
+        versions = {version_of(path.parent) for path in (self.root / role).glob(f"v*/{MANIFEST}")} | self._uploaded(
+            role
+        )
+        return sorted((version for version in versions if version is not None and version <= at_most), reverse=True)
 
     def versions(self, role: str) -> list[int]:
         """Return the versions with a complete checkpoint, ascending: the manifest can be read and every file has its
         size. With an object store only those that are complete there."""
         if self._copies is not None:
             return sorted(version for version in self._uploaded(role) if self._fault_there(role, version) is None)
-        found = reversed(self.newest_first(role, at_most=sys.maxsize))
-        return [version for version in found if _looks_whole(self.place(role, version))]
+        candidates = reversed(self.newest_first(role, at_most=sys.maxsize))
+        return [version for version in candidates if _looks_whole(self.place(role, version))]
 
     def _uploaded(self, role: str) -> set[int]:
         """Return the versions that were uploaded. Their files may have been damaged since."""
@@ -197,8 +199,8 @@ class Checkpoints:
         if fault is not None:
             raise StoreError(fault)
         for name, entry in list(document["files"].items())[share[0] :: share[1]]:
-            found = retried(partial(sum_file, path / name), str(path / name), self._retry_s)
-            if found.crc32 != entry["crc32"]:
+            measured = retried(partial(sum_file, path / name), str(path / name), self._retry_s)
+            if measured.crc32 != entry["crc32"]:
                 raise StoreError(f"{path}/{name}: is not what was saved")
         return meta
 

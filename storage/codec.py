@@ -53,13 +53,13 @@ def document(data: str | bytes, form: int, where: str) -> dict[str, Any]:
     """Return a JSON object without its field `format`. Raises StoreError, naming `where`, if `data` is no JSON object
     or has another format than `form`."""
     try:
-        found = json.loads(data)
+        content = json.loads(data)
     except ValueError as error:  # neither UTF-8 nor JSON
         raise StoreError(f"{where}: is not what was written ({error})") from error
-    stated = found.pop("format", None) if isinstance(found, dict) else None
+    stated = content.pop("format", None) if isinstance(content, dict) else None
     if stated != form:
         raise StoreError(f"{where}: format {stated!r}, this version reads {form}")
-    return dict(found)
+    return dict(content)
 
 
 def _checked(validate: Callable[[], Any]) -> Any:

@@ -60,13 +60,13 @@ def export_faults(directory: Path) -> Iterator[str]:
         return
     for name, entry in sums.items():
         try:
-            found = asdict(sum_file(directory / name))
+            measured = asdict(sum_file(directory / name))
         except OSError as error:
             yield f"{directory / name}: cannot be read ({error.strerror})"
             continue
-        if found["bytes"] != entry["bytes"]:
-            yield f"{directory / name}: has {found['bytes']} bytes of {entry['bytes']}"
-        elif found != entry:
+        if measured["bytes"] != entry["bytes"]:
+            yield f"{directory / name}: has {measured['bytes']} bytes of {entry['bytes']}"
+        elif measured != entry:
             yield f"{directory / name}: is not what was exported"
 
 

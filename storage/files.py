@@ -112,11 +112,11 @@ _MOST_REQUESTS = 8
 def map_items(root: Root, act: Callable[[Item], Answer], items: Iterable[Item]) -> list[Answer]:
     """Return `act(item)` of every item, in their order. Requests to an object store are made at the same time, because
     each takes a round trip. In a local directory the calls are made one after the other."""
-    found = list(items)
-    if root.fs is None or len(found) < 2:
-        return [act(item) for item in found]
-    with ThreadPoolExecutor(min(len(found), _MOST_REQUESTS)) as threads:
-        return list(threads.map(act, found))
+    listed = list(items)
+    if root.fs is None or len(listed) < 2:
+        return [act(item) for item in listed]
+    with ThreadPoolExecutor(min(len(listed), _MOST_REQUESTS)) as threads:
+        return list(threads.map(act, listed))
 
 
 def exists(root: Root, key: str) -> bool:
@@ -261,10 +261,10 @@ def keys(root: Root) -> Iterator[str]:
 def sizes(root: Root) -> dict[str, int]:
     """Return the size in bytes of every object below the root of an object store, by key."""
     try:
-        found = retried(lambda: root.fs.find(root.path, detail=True), root.path, root.durability.retry_s)
+        files = retried(lambda: root.fs.find(root.path, detail=True), root.path, root.durability.retry_s)
     except FileNotFoundError:
         return {}
-    return {path[len(root.path) + 1 :]: int(found[path]["size"]) for path in sorted(found)}
+    return {path[len(root.path) + 1 :]: int(files[path]["size"]) for path in sorted(files)}
 
 
 def upload(root: Root, key: str, file: Path) -> None:
@@ -492,13 +492,13 @@ def _refuses(error: Exception) -> bool:
 def until_seen(look: Callable[[], Answer | None], retry_s: float) -> Answer | None:
     """Return the first result of `look()` that is not None, or None after `retry_s`. A network filesystem may report
     a file of another host as missing for a while."""
-    found, pause_s, waited_s = look(), _SHORTEST_S, 0.0
-    while found is None and waited_s < retry_s:
+    answer, pause_s, waited_s = look(), _SHORTEST_S, 0.0
+    while answer is None and waited_s < retry_s:
         time.sleep(pause_s)
         waited_s += pause_s
         pause_s = min(2 * pause_s, _LONGEST_S)
-        found = look()
-    return found
+        answer = look()
+    return answer
 
 
 def refusal(error: Exception, path: str) -> StoreRefused:

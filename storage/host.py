@@ -32,15 +32,15 @@ def private_directory(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         path.mkdir(mode=_MODE)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode):
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
         raise StoreError(f"{path} is not a directory but a link or a file: remove it")
-    if found.st_uid != os.geteuid():
+    if status.st_uid != os.geteuid():
         raise StoreError(
-            f"{path} belongs to user {found.st_uid}, and this process to {os.geteuid()}: it is not opened, since its "
+            f"{path} belongs to user {status.st_uid}, and this process to {os.geteuid()}: it is not opened, since its "
             "owner decides what would be read from it"
         )
-    if stat.S_IMODE(found.st_mode) & ~_MODE:
+    if stat.S_IMODE(status.st_mode) & ~_MODE:
         path.chmod(_MODE)
 
 
@@ -59,16 +59,16 @@ def who_else_can_change(path: Path, *, all_below: bool) -> str | None:
 
 
 def _foreign(path: Path, *, is_above: bool) -> str | None:
-    found = path.lstat()
-    if found.st_uid not in (0, os.geteuid()):
-        return f"belongs to user {_name(found.st_uid)}"
-    if stat.S_ISLNK(found.st_mode):
+    status = path.lstat()
+    if status.st_uid not in (0, os.geteuid()):
+        return f"belongs to user {_name(status.st_uid)}"
+    if stat.S_ISLNK(status.st_mode):
         return None  # its mode means nothing
-    if is_above and found.st_mode & stat.S_ISVTX:
+    if is_above and status.st_mode & stat.S_ISVTX:
         return None  # as in /tmp: others can add entries, but not replace this user's
-    if found.st_mode & stat.S_IWOTH:
+    if status.st_mode & stat.S_IWOTH:
         return "can be written by every user"
-    if found.st_mode & stat.S_IWGRP and (others := next(_shared_group(found.st_gid), None)) is not None:
+    if status.st_mode & stat.S_IWGRP and (others := next(_shared_group(status.st_gid), None)) is not None:
         return f"can be written by {others}"
     return None
 
@@ -77,13 +77,13 @@ def _shared_group(group: int) -> Iterator[str]:
     """Yield the group's name if accounts other than this user and root may be in it. A group without listed members
     that has this user's name is the user's own, as Linux makes one for each account."""
     try:
-        found, me = grp.getgrgid(group), pwd.getpwuid(os.geteuid()).pw_name
+        entry, me = grp.getgrgid(group), pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
-        found, me = None, ""
-    if found is None:
+        entry, me = None, ""
+    if entry is None:
         yield f"group {group}"
-    elif {*found.gr_mem} - {me, "root"} or found.gr_name not in (me, "root"):
-        yield f"group {found.gr_name}"
+    elif {*entry.gr_mem} - {me, "root"} or entry.gr_name not in (me, "root"):
+        yield f"group {entry.gr_name}"
 
 
 def _name(user: int) -> str:

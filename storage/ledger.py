@@ -96,10 +96,10 @@ class Ledger:
 
     def get(self, address: Address) -> Commit:
         """Return the commit at an address that must have one. Raises MissingOutput, and what `find` raises."""
-        found = self.await_seen(address)
-        if found is None:
+        commit = self.await_seen(address)
+        if commit is None:
             raise MissingOutput(f"nothing is committed at {address} (looked for {self._root.at(_key(address))})")
-        return found
+        return commit
 
     def commit(self, commit: Commit, before: Callable[[], None] | None = None) -> Commit:
         """Make an output exist. Return the winner: `commit`, or an earlier commit; then the caller discards its own
@@ -125,11 +125,11 @@ class Ledger:
         """Return the addresses of all records, damaged ones included, in the order of `list`. Segments before
         `from_step` are not read."""
         keys = list(files.keys(self._root))
-        found = set(_addresses_of(keys))
+        addresses = set(_addresses_of(keys))
         for first in map(segment_of, keys):
             if first is not None and first + SPAN > from_step:
-                found.update(self._closed_addresses(first, stage))
-        return sorted(address for address in found if stage in (None, address.stage) and address.step >= from_step)
+                addresses.update(self._closed_addresses(first, stage))
+        return sorted(address for address in addresses if stage in (None, address.stage) and address.step >= from_step)
 
     def open_addresses(self) -> Addresses:
         """Return the addresses of records outside segments, in the order of `list`."""
@@ -193,10 +193,10 @@ class Ledger:
             data = files.read(self._root, segment_key(first))
             if data is None:
                 return None
-            found = self._segments[first] = decode_segment(data, self._root.at(segment_key(first)))
+            segment = self._segments[first] = decode_segment(data, self._root.at(segment_key(first)))
             if len(self._segments) > _SEGMENTS_KEPT:
                 self._segments.popitem(last=False)
-            return found
+            return segment
 
     def _closed_addresses(self, first: int, stage: str | None) -> Iterable[Address]:
         """Return the addresses in a segment, cached by stage."""

@@ -48,11 +48,11 @@ def open_lock(path: Path) -> IO[str]:
             raise
         raise StoreError(f"{path}, a lock, is a link or another user's: {error.strerror}. Have it removed") from error
     file = os.fdopen(descriptor, "r+")
-    found, me = os.fstat(descriptor), os.geteuid()
-    if found.st_uid != me and me != 0:
+    status, me = os.fstat(descriptor), os.geteuid()
+    if status.st_uid != me and me != 0:
         file.close()
-        raise StoreError(f"{path}, a lock, belongs to user {found.st_uid}, and this process to {me}. Have it removed")
-    if stat.S_IMODE(found.st_mode) != 0o600:
+        raise StoreError(f"{path}, a lock, belongs to user {status.st_uid}, and this process to {me}. Have it removed")
+    if stat.S_IMODE(status.st_mode) != 0o600:
         os.fchmod(descriptor, 0o600)
     return file
 
@@ -178,8 +178,8 @@ def holder(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     except PermissionError:  # another user's file: it has a name in it until that process ends normally
-        found = path.stat()
-        there = found.st_size > 0 and time.time() - found.st_mtime < STALE_S
+        status = path.stat()
+        there = status.st_size > 0 and time.time() - status.st_mtime < STALE_S
         return (lock_holder(path) or "another user's process") if there else None
     return None
 

@@ -92,10 +92,10 @@ def load_split(config: PreferencesConfig, seed: int) -> Split:
         raise PreferencesError(
             "data.url", f"given {config.url!r}; {len(units)} prompts are too few to train on some and hold out others"
         )
-    found: dict[str, list[Judgement]] = {"train": [], "validation": [], "held_out": []}
+    by_part: dict[str, list[Judgement]] = {"train": [], "validation": [], "held_out": []}
     for judgement in judgements:
-        found[of_unit.get(judgement.unit, "train")].append(judgement)
-    return Split(found["train"], found["validation"], found["held_out"] if given is None else given)
+        by_part[of_unit.get(judgement.unit, "train")].append(judgement)
+    return Split(by_part["train"], by_part["validation"], by_part["held_out"] if given is None else given)
 
 
 def load_judgements(config: PreferencesConfig, key: str, url: str) -> list[Judgement]:

@@ -83,8 +83,8 @@ def split_credentials(url: str) -> tuple[str, str, str]:
 
 def marked(content: Mapping[str, Any]) -> list[str]:
     """Return the key paths of flat settings whose secret was replaced by `MARK` and is lost."""
-    found = (MARK, f"://{MARK}@", f"={MARK}")
-    return [key for key, value in content.items() if str(value) == MARK or any(m in str(value) for m in found[1:])]
+    marks = (MARK, f"://{MARK}@", f"={MARK}")
+    return [key for key, value in content.items() if str(value) == MARK or any(m in str(value) for m in marks[1:])]
 
 
 def _hidden(value: Any) -> Any:

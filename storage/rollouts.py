@@ -184,7 +184,9 @@ class RolloutStore:
         group, source = _group(commit.address), attempt_key(commit.address, commit.attempt)
         metadata = self._metadata(commit)
         there = files.map_items(self._data, lambda key: files.exists(self._data, key), metadata)
-        write_metadata(self._run, {key: metadata[key] for key, found in zip(metadata, there, strict=True) if not found})
+        write_metadata(
+            self._run, {key: metadata[key] for key, exists in zip(metadata, there, strict=True) if not exists}
+        )
 
         def put_in_place(block: tuple[str, Template, int]) -> None:
             key = f"{block[0]}/{block[1].key(block[2])}"
@@ -220,7 +222,7 @@ class RolloutStore:
     def attempts(self) -> list[tuple[Address, str]]:
         """Return the attempts whose files are not at their chunk keys: running ones, and those of dead processes."""
         directories = sorted({key.split("/", 1)[0] for key in files.keys(self._attempts)})
-        return [found for found in map(of_attempt_key, directories) if found is not None]
+        return [attempt for attempt in map(of_attempt_key, directories) if attempt is not None]
 
     def finalise(self) -> None:
         """Move the files of all committed attempts to their chunk keys, and remove all attempts. For a driver at the
@@ -254,10 +256,10 @@ class RolloutStore:
                 raise StoreError(what) from error
         arrays = {name: parts[0] if len(parts) == 1 else np.concatenate(parts) for name, parts in blocks.items()}
         for name, array in arrays.items():
-            found = zlib.crc32(np.ascontiguousarray(array).data)
-            if found != commit.arrays[name].crc32:
+            crc32 = zlib.crc32(np.ascontiguousarray(array).data)
+            if crc32 != commit.arrays[name].crc32:
                 raise StoreError(
-                    f"array {name} of {address}: CRC-32 {found:08x}, committed as {commit.arrays[name].crc32:08x} "
+                    f"array {name} of {address}: CRC-32 {crc32:08x}, committed as {commit.arrays[name].crc32:08x} "
                     f"({self._data.at(_group(address))}/{name})"
                 )
         record = RECORD_TYPES[commit.kind].from_arrays(arrays)
@@ -347,9 +349,9 @@ class RolloutStore:
     def _metadata(self, commit: Commit) -> dict[str, bytes]:
         """Return the metadata by which plain readers find a commit's arrays: key -> content."""
         group = _group(commit.address)
-        found = {"zarr.json": GROUP_METADATA, f"{group}/zarr.json": GROUP_METADATA} if commit.arrays else {}
+        metadata = {"zarr.json": GROUP_METADATA, f"{group}/zarr.json": GROUP_METADATA} if commit.arrays else {}
         arrays = {name: template for name, template, _ in self._blocks(commit)}
-        return found | {f"{group}/{name}/zarr.json": t.described(describe(name)) for name, t in arrays.items()}
+        return metadata | {f"{group}/{name}/zarr.json": t.described(describe(name)) for name, t in arrays.items()}
 
     def _chunk(self, commit: Commit, key: str) -> bytes | None:
         """Return the content of a committed file, from its chunk key or from the attempt; None if it is missing. Looks
@@ -510,11 +512,11 @@ def write_root(
 ) -> None:
     """Write the root's attributes and arrays (name -> its dimension and its numbers, one axis). Files that already
     have the right content are not written again. No worker may run meanwhile."""
-    found = {"zarr.json": group_metadata(attributes)}
+    content = {"zarr.json": group_metadata(attributes)}
     for name, (dimension, array) in (arrays or {}).items():
-        found |= {f"{name}/{key}": data for key, data in encode_whole(array, dimension, describe(name)).items()}
+        content |= {f"{name}/{key}": data for key, data in encode_whole(array, dimension, describe(name)).items()}
     scratch = f"attempts/metadata-{uuid.uuid4().hex[:8]}"  # Zarr warns of files that it does not know
-    for key, data in found.items():
+    for key, data in content.items():
         if files.read(run, f"{_STORE}/{key}") != data:
             files.write(run, f"{scratch}/{key}", data)
             files.move(run, f"{scratch}/{key}", f"{_STORE}/{key}")

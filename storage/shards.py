@@ -73,13 +73,13 @@ class Template:
         if index.size != 2 * self.num_chunks:
             raise ValueError(f"{len(data)} bytes do not hold its index")
         rows = self.chunk[0]
-        found = np.empty((rows * self.num_chunks, *self.chunk[1:]), self.dtype)
+        array = np.empty((rows * self.num_chunks, *self.chunk[1:]), self.dtype)
         for number, (offset, size) in enumerate(index.reshape(-1, 2).tolist()):
             if offset + size > len(data) - index_bytes - _SUM_BYTES:
                 raise ValueError(f"inner chunk {number} is not there")
             plain = Blosc().decode(_checked(data[offset : offset + size], f"inner chunk {number}"))
-            found[rows * number : rows * (number + 1)] = np.frombuffer(plain, self.dtype).reshape(self.chunk)
-        return found
+            array[rows * number : rows * (number + 1)] = np.frombuffer(plain, self.dtype).reshape(self.chunk)
+        return array
 
     def key(self, shard: int) -> str:
         """Return the name of a shard's file in the array's directory: `c.3.0`."""
@@ -105,9 +105,9 @@ def _with_sum(data: bytes) -> bytes:
 def _checked(data: bytes, what: str) -> bytes:
     """Return `data` without its checksum. Raises ValueError if the checksum is wrong."""
     body, expected = data[:-_SUM_BYTES], int.from_bytes(data[-_SUM_BYTES:], "little")
-    found = google_crc32c.value(body)
-    if len(data) < _SUM_BYTES or found != expected:
-        raise ValueError(f"{what} has CRC-32C {found:08x}, stored as {expected:08x}")
+    crc32c = google_crc32c.value(body)
+    if len(data) < _SUM_BYTES or crc32c != expected:
+        raise ValueError(f"{what} has CRC-32C {crc32c:08x}, stored as {expected:08x}")
     return body
 
 

@@ -178,12 +178,12 @@ class OutgoingVersion:
 
     def __init__(self, board: WeightBoard, version: int, digest: str | None = None) -> None:
         """Open a version. `digest`: accept no other content. Raises MissingOutput if there is nothing to send."""
-        found = []
+        manifests = []
         for staged in filter(owner_alive, board.directory.glob(f"{stem(version)}-*{_STAGED}")):
             with contextlib.suppress(FileNotFoundError):
-                found.append(Manifest.from_json(staged.read_text()))
+                manifests.append(Manifest.from_json(staged.read_text()))
         whole = board.manifest(version)  # last: a version that arrives completely meanwhile is found here
-        for manifest in [whole, *found] if whole is not None else found:
+        for manifest in [whole, *manifests] if whole is not None else manifests:
             if digest in (None, manifest.digest):
                 self._path = board.directory / manifest.file
                 with contextlib.suppress(FileNotFoundError):

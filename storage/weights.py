@@ -223,7 +223,7 @@ class WeightBoard:
     def sums(self, attempt: WeightAttempt, places: Iterable[FilePlace]) -> dict[str, int]:
         """Return the sums of some tensors by name. All their parts must have been written."""
         buffer = memoryview(bytearray(_PIECE_BYTES))
-        found = {}
+        sums = {}
         with (self.directory / attempt.file).open("rb", 0) as stream:
             for place in places:
                 seen, left = xxhash.xxh3_64(), place.nbytes
@@ -233,8 +233,8 @@ class WeightBoard:
                     left -= count
                 if left:
                     raise StoreError(f"weights: {place.name} ends {left} bytes after the end of {attempt.file}")
-                found[place.name] = seen.intdigest()
-        return found
+                sums[place.name] = seen.intdigest()
+        return sums
 
     def finish(self, attempt: WeightAttempt, sums: Mapping[str, int]) -> Manifest:
         """Make a version exist. All its parts must have been written. Return the manifest that exists then: this one,

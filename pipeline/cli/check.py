@@ -178,29 +178,29 @@ def _reserve_text(target: TargetCheck) -> str:
 def _group_equal_hosts(hosts: Sequence[HostMemory]) -> Iterator[tuple[str, HostMemory]]:
     """Yield (name, host). Of hosts with the same memory only the first is yielded; its name tells how many others there
     are."""
-    found: list[list[HostMemory]] = []
+    groups: list[list[HostMemory]] = []
     for host in hosts:
-        same = next((group for group in found if group[0].items == host.items), None)
-        found.append([host]) if same is None else same.append(host)
-    for first, *others in found:
+        same = next((group for group in groups if group[0].items == host.items), None)
+        groups.append([host]) if same is None else same.append(host)
+    for first, *others in groups:
         yield first.host + (f" and {len(others)} more" if others else ""), first
 
 
 def _check_on_target(config: RunConfig, target: str, text: str) -> int:
     """Check a config against a cluster that is not here, and print its placement and memory."""
     cluster = read_cluster(text)
-    found = check_target(config, cluster, text)
+    checked = check_target(config, cluster, text)
     whole = f"{cluster.nodes} nodes" if cluster.nodes > 1 else "a node"
     gpus = f" with {cluster.gpus_per_node} GPUs" if cluster.gpus_per_node else ""
     print_line(f"{text}: {whole}{gpus} ({cluster.hardware.description})")
-    output_console().print(placement_table([*_placement_rows(config, found)]))
-    _show_prediction(found.run, found.limits, found.hosts)
-    if found.problems:
-        raise join_errors([refusal(problem) for problem in found.problems])
-    _show_guarantees(config, "cuda" if found.run.on_gpus else "cpu")
-    for note in found.notes:
+    output_console().print(placement_table([*_placement_rows(config, checked)]))
+    _show_prediction(checked.run, checked.limits, checked.hosts)
+    if checked.problems:
+        raise join_errors([refusal(problem) for problem in checked.problems])
+    _show_guarantees(config, "cuda" if checked.run.on_gpus else "cpu")
+    for note in checked.notes:
         print_line(f"note: {note}")
-    print_line(f"note: {_reserve_text(found)}")
+    print_line(f"note: {_reserve_text(checked)}")
     print_line(f"{target}: would fit")
     return SUCCESS
 

@@ -146,14 +146,14 @@ def _print_result(result: DoctorResult) -> None:
 
 def _engine_pythons(given: Sequence[str]) -> dict[str, str]:
     """Return kind -> Python of the other engines: those given as KIND=PYTHON, and else those that `make` installed."""
-    found = {kind: python for kind in OTHER_ENVIRONMENTS if (python := find_interpreter(kind)) is not None}
+    pythons = {kind: python for kind in OTHER_ENVIRONMENTS if (python := find_interpreter(kind)) is not None}
     for text in given:
         kind, _, python = text.partition("=")
         if kind not in OTHER_ENVIRONMENTS or not python:
             kinds = " or ".join(OTHER_ENVIRONMENTS)
             raise ConfigError("--engine", f"given {text!r}; must be KIND=PYTHON with KIND {kinds}")
-        found[kind] = python
-    return {kind: interpreter(python) for kind, python in found.items()}
+        pythons[kind] = python
+    return {kind: interpreter(python) for kind, python in pythons.items()}
 
 
 def _write(folder: Path, results: Sequence[DoctorResult]) -> None:

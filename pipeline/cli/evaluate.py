@@ -48,9 +48,9 @@ class EvaluatedModel:
 
 def command(options: argparse.Namespace) -> int:
     path = cached_in_hub(options.model)
-    found = evaluate_model(path, evaluation_config(path, options.prompts, options.reward, options.sources))
-    print_line(f"held-out reward of {path}, {found.rollout.num_rows} prompts")
-    output_console().print(_table(found))
+    evaluation = evaluate_model(path, evaluation_config(path, options.prompts, options.reward, options.sources))
+    print_line(f"held-out reward of {path}, {evaluation.rollout.num_rows} prompts")
+    output_console().print(_table(evaluation))
     return SUCCESS
 
 
@@ -180,8 +180,8 @@ class _Model:
             logprobs.append(logprob)
             ended |= torch.isin(tokens, eos)
             ids, seen = tokens[:, None], torch.cat([seen, torch.ones_like(tokens)[:, None]], 1)
-        found = zip(rows, torch.stack(drawn, 1).cpu().numpy(), torch.stack(logprobs, 1).cpu().numpy(), strict=True)
-        return [self._completion(row, tokens, numbers_of) for row, tokens, numbers_of in found]
+        generated = zip(rows, torch.stack(drawn, 1).cpu().numpy(), torch.stack(logprobs, 1).cpu().numpy(), strict=True)
+        return [self._completion(row, tokens, numbers_of) for row, tokens, numbers_of in generated]
 
     def _completion(self, row: Request, tokens: np.ndarray, logprobs: np.ndarray) -> Completion:
         """Return a response up to its EOS."""

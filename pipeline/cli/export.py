@@ -107,6 +107,6 @@ def _best_version(config: RunConfig, history: History) -> int:
         return best.version
     if not evaluations:
         raise ConfigError("--version", "given 'best'; the run has no evaluation (evaluate.every)")
-    found = ", ".join(f"v{e.version}: {'unknown' if e.kl is None else f'{e.kl:.3g}'}" for e in evaluations)
-    need = f"no evaluated version has a KL of at most {budget:g} (evaluate.select.max_kl); they have {found}"
+    evaluated = ", ".join(f"v{e.version}: {'unknown' if e.kl is None else f'{e.kl:.3g}'}" for e in evaluations)
+    need = f"no evaluated version has a KL of at most {budget:g} (evaluate.select.max_kl); they have {evaluated}"
     raise ConfigError("--version", f"given 'best'; {need}")

@@ -57,24 +57,24 @@ def command(options: argparse.Namespace) -> int:
     objective = Objective(options.objective == "samples_per_device_hour", options.staleness_price)
     space = space_of(run, cluster, calibration, lengths, devices)
     with Console(stderr=True).status("") as status:
-        found = search(space, objective, _refusals(cluster, options.devices), watch=status.update)
+        result = search(space, objective, _refusals(cluster, options.devices), watch=status.update)
     what = "GPUs" if on_gpus else "cores of one node"
     print_line(f"{devices} {what}: {cluster.hardware.description}; speeds: {calibration.description}")
     if options.lengths is None and options.from_run is None:
         most = config.sampling.max_new_tokens
         print_line(f"every response is taken to be of {most} tokens (--lengths says otherwise)")
-    output_console().print(_table(found, config))
-    for number, plan in enumerate(found.plans, 1):
+    output_console().print(_table(result, config))
+    for number, plan in enumerate(result.plans, 1):
         print_line(f"{number}: {'; '.join(_placement(plan, on_gpus))}")
     print_line(f"s/step: wall time / steps of {STEPS} simulated steps, of which the first fill the pipeline")
     if options.samples is not None:
         steps = options.samples / config.rollout.rows
-        times = ", ".join(f"plan {n} {format_duration(steps * plan.value)}" for n, plan in enumerate(found.plans, 1))
+        times = ", ".join(f"plan {n} {format_duration(steps * plan.value)}" for n, plan in enumerate(result.plans, 1))
         print_line(f"time to {options.samples:,} samples, with the price of staleness: {times}")
-    for line in _verdict(found, options.staleness_price):
+    for line in _verdict(result, options.staleness_price):
         print_line(line)
     if file is not None:
-        write_config(file, _with_predictions(found.plans[0]))
+        write_config(file, _with_predictions(result.plans[0]))
         print_line(f"the first plan: {file}, for `stageline run` or `stageline submit`")
     return SUCCESS
 
@@ -162,12 +162,12 @@ def _refusals(cluster: HardwareCluster, text: str) -> Callable[[RunConfig], str 
     return refuse
 
 
-def _table(found: Found, config: RunConfig) -> Table:
+def _table(result: Found, config: RunConfig) -> Table:
     """Return a table of the plans, the best first."""
     table = Table(title="Plans", title_justify="left", title_style="bold", box=None, pad_edge=False)
     for heading in ("", "gangs", "staleness", "devices", "s/step", "samples /\ndevice-hour", "limited by"):
         table.add_column(heading, no_wrap=True)
-    for number, plan in enumerate(found.plans, 1):
+    for number, plan in enumerate(result.plans, 1):
         per_hour = 3600 * config.rollout.rows / plan.played.mean_s / plan.devices
         row = (
             str(number),
@@ -207,10 +207,10 @@ def _placement(plan: Plan, on_gpus: bool) -> Iterator[str]:
         yield ", ".join(words)
 
 
-def _verdict(found: Found, price: float) -> Iterator[str]:
+def _verdict(result: Found, price: float) -> Iterator[str]:
     """Yield lines for users: the step times of the best synchronous and the best asynchronous plan, the price of
     staleness from which the latter is worse, and how many combinations were searched."""
-    synchronous, asynchronous = found.best(synchronous=True), found.best(synchronous=False)
+    synchronous, asynchronous = result.best(synchronous=True), result.best(synchronous=False)
     if synchronous is not None and asynchronous is not None:
         slow, fast = synchronous.played.mean_s, asynchronous.played.mean_s
         eta = asynchronous.config.staleness
@@ -227,7 +227,7 @@ def _verdict(found: Found, price: float) -> Iterator[str]:
                 f"asynchrony loses if one version of staleness needs {(ratio - 1) / age:.1%} more samples or more "
                 f"(--staleness-price, given {price:g})"
             )
-    whole = "the whole space" if found.exact else "a bounded search: better plans may exist"
-    yield f"{found.considered} combinations fit, {found.simulated} were simulated ({whole})"
-    for reason, count in found.refused.items():
+    whole = "the whole space" if result.exact else "a bounded search: better plans may exist"
+    yield f"{result.considered} combinations fit, {result.simulated} were simulated ({whole})"
+    for reason, count in result.refused.items():
         yield f"{count} left out: {reason}"

@@ -43,8 +43,8 @@ def command(options: argparse.Namespace) -> int:
     cluster = read_cluster(options.hardware, "--hardware")
     calibration = calibration_of(options.calibration, hardware_of(options.hardware), cluster)
     lengths = lengths_of(options.lengths, config, options.seed)
-    found = require_fitting_target(config, cluster, options.hardware)
-    costs = costs_of(found.run, cluster, calibration)
+    checked = require_fitting_target(config, cluster, options.hardware)
+    costs = costs_of(checked.run, cluster, calibration)
     drawn: list[Execution] = []
     keeps = options.timeline is not None or options.trace_file is not None
     scenario = scenario_of(costs, lengths, stragglers=stragglers, failures=failures, seed=options.seed)
@@ -55,7 +55,7 @@ def command(options: argparse.Namespace) -> int:
             f"every response is taken to be of {config.sampling.max_new_tokens} tokens (--lengths says otherwise)"
         )
     output_console().print(_table(played, config))
-    for line in fullest_gpu_lines(found.run, workers_memory(found.run), found.hosts, found.limits):
+    for line in fullest_gpu_lines(checked.run, workers_memory(checked.run), checked.hosts, checked.limits):
         print_line(line)
     _write(options, config, played, drawn)
     return SUCCESS
@@ -88,13 +88,13 @@ def _stragglers(text: str | None) -> Stragglers | None:
         return None
     share, _, factor = text.partition(":")
     try:
-        found = Stragglers(float(share), float(factor))
+        stragglers = Stragglers(float(share), float(factor))
     except ValueError:
-        found = Stragglers(-1.0, 0.0)
-    if not (0 < found.share <= 1 and found.factor > 1):
+        stragglers = Stragglers(-1.0, 0.0)
+    if not (0 < stragglers.share <= 1 and stragglers.factor > 1):
         need = "must be SHARE:FACTOR, as in 0.05:3: a share of the nodes up to 1, and how much longer they take"
         raise ConfigError("--stragglers", f"given {text!r}; {need}")
-    return found
+    return stragglers
 
 
 def _failures(options: argparse.Namespace, config: RunConfig) -> Failures | None:

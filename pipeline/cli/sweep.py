@@ -98,19 +98,19 @@ def sweep_points(axes: Mapping[str, Sequence[str]], name: str) -> list[SweepPoin
         ConfigError: two runs would have the same name, or a name would be too long.
     """
     labels = {key: _short_key(key, [other for other in axes if other != key]) for key in axes}
-    found = []
+    points = []
     for values in itertools.product(*axes.values()):
         settings = dict(zip(axes, values, strict=True))
         parts = [f"{labels[key]}{re.sub(r'[^A-Za-z0-9_.-]+', '_', value)}" for key, value in settings.items()]
-        found.append(SweepPoint("-".join(parts), settings))
-    if len({point.suffix for point in found}) < len(found):
-        raise ConfigError("sweep", f"values that differ in marks alone would name the same run: {found[0].suffix}, …")
-    longest = max((f"{name}-{point.suffix}" for point in found), key=len)
+        points.append(SweepPoint("-".join(parts), settings))
+    if len({point.suffix for point in points}) < len(points):
+        raise ConfigError("sweep", f"values that differ in marks alone would name the same run: {points[0].suffix}, …")
+    longest = max((f"{name}-{point.suffix}" for point in points), key=len)
     if len(longest) > LONGEST_NAME:
         raise ConfigError(
             "name", f"given {name!r}; a run of the sweep would be called {longest}: at most {LONGEST_NAME}"
         )
-    return found
+    return points
 
 
 def _parsed_value(value: str) -> str:
@@ -153,19 +153,19 @@ def command(options: argparse.Namespace) -> int:
     files = [source for source in options.sources if "=" not in source]
     fixed, axes = parse_axes(changes)
     name = config_from_sources([*files, *fixed, *(f"{key}={values[0]}" for key, values in axes.items())]).name
-    found, submits = sweep_points(axes, name), has_slurm() and not options.here
+    points, submits = sweep_points(axes, name), has_slurm() and not options.here
     read = cluster_config if submits else config_from_sources
-    configs = [read([*files, *fixed, *point.changes(), f"name={name}-{point.suffix}"]) for point in found]
+    configs = [read([*files, *fixed, *point.changes(), f"name={name}-{point.suffix}"]) for point in points]
     if options.dry_run:
-        for config, point in zip(configs, found, strict=True):
+        for config, point in zip(configs, points, strict=True):
             print_line(f"{config.run_dir}: {' '.join(point.changes())}")
         return SUCCESS
     folder = RunPaths(configs[0].run_dir.with_name(f"{name}-sweep"))
     if submits:
-        return _submit(configs, found, folder, options.at_once)
+        return _submit(configs, points, folder, options.at_once)
     for config in configs:
         check_for_cluster(config)
-    return _run_one_by_one(_with_parent_run(configs, found, folder), found)
+    return _run_one_by_one(_with_parent_run(configs, points, folder), points)
 
 
 def _submit(

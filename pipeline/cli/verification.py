@@ -180,9 +180,9 @@ def check_row_numbers(run: RunContent) -> Answer:
     there, unless they were deleted."""
     faults: list[str] = []
     seen: dict[tuple[str, int], list[int]] = {}
-    for address, found in run.rows.items():
-        faults += found.prompt_faults
-        seen.setdefault((address.stage, address.step), []).extend(found.numbers)
+    for address, numbered in run.rows.items():
+        faults += numbered.prompt_faults
+        seen.setdefault((address.stage, address.step), []).extend(numbered.numbers)
     whole = {"generate": run.config.rollout.rows, "evaluate": run.config.held_out}
     shards = {"generate": run.config.rollout.shards, "evaluate": run.config.evaluate.shards}
     for (stage, step), rows in sorted(seen.items()):
@@ -217,14 +217,14 @@ def _prompts_of(config: RunConfig, table: PromptTable, address: Address) -> Prom
 
 
 def _prompt_faults(address: Address, rollout: Rollout, prompts: PromptBatch) -> Iterator[str]:
-    for name, found, expected in (
+    for name, stored, expected in (
         ("row", rollout.row, prompts.row),
         ("prompt_index", rollout.prompt_index, prompts.prompt_index),
         ("prompt_lengths", rollout.prompt_lengths, prompts.prompt_lengths),
     ):
-        if not np.array_equal(found, expected):
-            at = int(np.argmax(found != expected))
-            yield f"{address}: {name} {found[at]} at row {at}, the schedule says {expected[at]}"
+        if not np.array_equal(stored, expected):
+            at = int(np.argmax(stored != expected))
+            yield f"{address}: {name} {stored[at]} at row {at}, the schedule says {expected[at]}"
             return
     width = prompts.tokens.shape[1]
     inside = np.arange(width) < prompts.prompt_lengths[:, None]
@@ -236,8 +236,8 @@ def _prompt_faults(address: Address, rollout: Rollout, prompts: PromptBatch) -> 
 def check_staleness(run: RunContent) -> Answer:
     """Check that every sampled token of step i is of version max(0, i - eta), or under `latest` and `inflight` of a
     newer one up to i. All tokens of an evaluation must be of the evaluated version."""
-    tokens = sum(found.tokens for found in run.rows.values())
-    faults = [fault for found in run.rows.values() for fault in found.version_faults]
+    tokens = sum(rows.tokens for rows in run.rows.values())
+    faults = [fault for rows in run.rows.values() for fault in rows.version_faults]
     mode = run.config.rollout.versions
     return f"{tokens} tokens, {mode} versions, staleness bound {run.config.staleness}", faults
 

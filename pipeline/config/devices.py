@@ -175,12 +175,12 @@ def _follow_leader(
 ) -> dict[Worker, tuple[int, ...]]:
     """Return the GPUs of the workers of a gang that shares a leader's GPUs."""
     gpus = sorted({gpu for (gang, _), own in assigned.items() if gang == leader for gpu in own})
-    found, first = {}, 0
+    by_worker, first = {}, 0
     for unit in following:
         for index in unit.indices:
-            found[unit.gang.name, index] = tuple(gpus[(first + n) % len(gpus)] for n in range(unit.gpus_per_worker))
+            by_worker[unit.gang.name, index] = tuple(gpus[(first + n) % len(gpus)] for n in range(unit.gpus_per_worker))
             first += unit.gpus_per_worker
-    return found
+    return by_worker
 
 
 def _units(gangs: Sequence[Gang], hosts: Mapping[Worker, str], host: str) -> list[_Unit]:
@@ -197,7 +197,7 @@ def _units(gangs: Sequence[Gang], hosts: Mapping[Worker, str], host: str) -> lis
 def _assign_gpus(units: Sequence[_Unit], available: int) -> dict[Worker, tuple[int, ...]] | _Unit:
     """Return the GPUs of each worker, or the first unit that cannot be placed."""
     load = [0] * available
-    found: dict[Worker, tuple[int, ...]] = {}
+    assigned: dict[Worker, tuple[int, ...]] = {}
     taken: list[tuple[int, ...]] = []
     for unit in sorted(units, key=lambda unit: -unit.size):
         free = [gpu for gpu in range(available) if not load[gpu]]
@@ -214,8 +214,8 @@ def _assign_gpus(units: Sequence[_Unit], available: int) -> dict[Worker, tuple[i
         for gpu in gpus:
             load[gpu] += 1
         for number, index in enumerate(unit.indices):
-            found[unit.gang.name, index] = gpus[number * unit.gpus_per_worker : (number + 1) * unit.gpus_per_worker]
-    return found
+            assigned[unit.gang.name, index] = gpus[number * unit.gpus_per_worker : (number + 1) * unit.gpus_per_worker]
+    return assigned
 
 
 def _too_large_problem(unit: _Unit, host: str, available: int, total_text: str) -> Problem:

@@ -107,12 +107,12 @@ def fitting_layouts(
 ) -> list[LayoutConfig]:
     """Return the layouts of a gang with which the run is predicted to fit, the cheapest first: less recomputation, then
     fewer ranks per model."""
-    found, placement = [], run.config.placement
+    layouts, placement = [], run.config.placement
     for layout in _layouts(run, gang):
         gangs = {**placement.gangs, gang.name: replace(placement.gangs[gang.name], layout=layout)}
         if _fits(replace(run, config=replace(run.config, placement=replace(placement, gangs=gangs))), limits, hosts):
-            found.append(layout)
-    return found
+            layouts.append(layout)
+    return layouts
 
 
 def fitting_cache_mb(run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str] | None = None) -> int:

@@ -277,17 +277,17 @@ def write_identity(run_dir: Path, identity: Identity) -> None:
 def edited_settings(identity: Identity, saved: Mapping[str, Any]) -> list[Change]:
     """Return the differences of the saved config from the last statement. The list is also empty if the saved config is
     that of the statement before, because a driver may die between writing the statement and the config."""
-    found = [config_changes(statement.config, saved) for statement in identity.statements[-2:]]
-    return [] if [] in found else found[-1]
+    changes = [config_changes(statement.config, saved) for statement in identity.statements[-2:]]
+    return [] if [] in changes else changes[-1]
 
 
-def differences(stated: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+def differences(stated: Mapping[str, str], present: Mapping[str, str]) -> list[str]:
     """Return the items in which two mappings differ, each with both values."""
-    names = sorted(stated.keys() | found.keys())
+    names = sorted(stated.keys() | present.keys())
     return [
-        f"{name}: {found.get(name, 'none')} (was {stated.get(name, 'none')})"
+        f"{name}: {present.get(name, 'none')} (was {stated.get(name, 'none')})"
         for name in names
-        if stated.get(name) != found.get(name)
+        if stated.get(name) != present.get(name)
     ]
 
 

@@ -191,8 +191,8 @@ def _unknown_keys(source: Any, schema: Any, name: str, root_schema: type, prefix
                 continue
             if not meant and isinstance(source[key], DictConfig):  # another system's section: look for its keys
                 leaves = [leaf.rpartition(".")[2] for leaf, _ in _leaves(source[key])]
-                found = [setting for leaf in leaves for setting in _suggestions(leaf, "", [], root_schema)]
-                meant = [*dict.fromkeys(found)][:_MAX_SUGGESTIONS]
+                suggestions = [setting for leaf in leaves for setting in _suggestions(leaf, "", [], root_schema)]
+                meant = [*dict.fromkeys(suggestions)][:_MAX_SUGGESTIONS]
             if meant:
                 yield ConfigError(path, f"no such key (in {name}); did you mean {', '.join(meant)}?")
                 continue
@@ -495,13 +495,13 @@ def _merge(schema: type, sources: Sequence[Source]) -> tuple[Any, list[ConfigErr
     except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list in place of a mapping
         failed = first_line(error)
     meant = [error for name, source in sources for error in _other_command_error(source, name, schema)]
-    found = [source_errors(source, name, schema) for name, source in sources]
-    errors = [error for of_source in found for error in of_source]
+    errors_by_source = [source_errors(source, name, schema) for name, source in sources]
+    errors = [error for of_source in errors_by_source for error in of_source]
     if meant or not errors:
         raise join_errors(meant or [ConfigError("config", f"these files and settings do not go together: {failed}")])
     sound = [
         (name, OmegaConf.create(_without(OmegaConf.to_container(source), {error.key for error in of_source})))
-        for (name, source), of_source in zip(sources, found, strict=True)
+        for (name, source), of_source in zip(sources, errors_by_source, strict=True)
         if isinstance(source, DictConfig)
     ]
     try:

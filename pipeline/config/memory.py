@@ -226,15 +226,15 @@ class HostMemory:
 
 def workers_memory(run: PlannedRun) -> list[WorkerMemory]:
     """Return the predicted memory of every worker."""
-    found, known = [], dict[tuple[object, ...], dict[str, int]]()
+    workers, known = [], dict[tuple[object, ...], dict[str, int]]()
     for gang in run.config.gangs():
         for index in range(gang.workers):
             stage = _stage(run, gang, index)
             key = gang.name, stage, index == 0
             if key not in known:
                 known[key] = _items(run, gang, stage, first=index == 0)
-            found.append(WorkerMemory((gang.name, index), known[key], on_gpu=run.on_gpus and gang.gpus > 0))
-    return found
+            workers.append(WorkerMemory((gang.name, index), known[key], on_gpu=run.on_gpus and gang.gpus > 0))
+    return workers
 
 
 def worker_memory(run: PlannedRun, gang: Gang, index: int) -> WorkerMemory:
@@ -255,7 +255,7 @@ def hosts_memory(run: PlannedRun, workers: Sequence[WorkerMemory], hosts: Mappin
     """Return the predicted memory of every host that has workers. The driver is on the first one."""
     gangs = {gang.name: gang for gang in run.config.gangs()}
     alternating = {name for group in run.config.placement.device_sharing for name in group}
-    found = []
+    memory = []
     for number, host in enumerate(dict.fromkeys(hosts.values())):
         here = [worker for worker in workers if hosts[worker.worker] == host]
         items: dict[str, int] = {}
@@ -268,8 +268,8 @@ def hosts_memory(run: PlannedRun, workers: Sequence[WorkerMemory], hosts: Mappin
         shared = sum(Path(board or SHARED_MEMORY).is_relative_to(SHARED_MEMORY) for board in boards) * board_bytes(run)
         items |= {"model files": sum(files.values()), "published weights": len(boards) * board_bytes(run)}
         items |= {"driver": DRIVER_BYTES} if not number else {}
-        found.append(HostMemory(host, {name: size for name, size in items.items() if size}, shared))
-    return found
+        memory.append(HostMemory(host, {name: size for name, size in items.items() if size}, shared))
+    return memory
 
 
 def host_bytes(run: PlannedRun, workers: Sequence[WorkerMemory]) -> int:
@@ -297,10 +297,10 @@ def _boards(run: PlannedRun, here: Sequence[Worker]) -> set[str | None]:
 
 def _models_of(run: PlannedRun, gang: Gang) -> list[PlannedModel]:
     """Return the models whose files a gang's workers read."""
-    found = [run.own.get(role, run.model) for role in gang.roles & MODEL_ROLES]
-    frozen = found and run.config.model.frozen_blocks
-    found += [run.model] if Role.GENERATE in gang.roles or frozen else []
-    return found + ([scorer.model for scorer in run.scorers] if Role.SCORE in gang.roles else [])
+    models = [run.own.get(role, run.model) for role in gang.roles & MODEL_ROLES]
+    frozen = models and run.config.model.frozen_blocks
+    models += [run.model] if Role.GENERATE in gang.roles or frozen else []
+    return models + ([scorer.model for scorer in run.scorers] if Role.SCORE in gang.roles else [])
 
 
 def _items(run: PlannedRun, gang: Gang, stage: int, *, first: bool) -> dict[str, int]:
@@ -345,17 +345,17 @@ def _model_items(run: PlannedRun, gang: Gang, stage: int, *, first: bool) -> dic
     optimizers = {Role.POLICY: config.model.policy, Role.CRITIC: config.model.critic}
     batches = {role: largest_micro_batch(optimizer, config) for role, optimizer in optimizers.items()}
     rows = RowsSize(config.seq, config.rollout.rows, config.rollout.rows * config.steps)
-    found = rank_bytes(models, batches, stage, rows=rows, device="cuda" if run.on_gpus else "cpu")
-    found[OFFLOADED] = offloaded_bytes(models, stage)
+    items = rank_bytes(models, batches, stage, rows=rows, device="cuda" if run.on_gpus else "cpu")
+    items[OFFLOADED] = offloaded_bytes(models, stage)
     if config.checkpoint.every <= config.steps:
-        found[CHECKPOINTS] = checkpoint_bytes(models, stage, is_pinned=run.on_gpus)
+        items[CHECKPOINTS] = checkpoint_bytes(models, stage, is_pinned=run.on_gpus)
     if run.on_gpus:
-        found[NCCL] = communicators(layout, gang.workers) * NCCL_BYTES
+        items[NCCL] = communicators(layout, gang.workers) * NCCL_BYTES
     if Role.POLICY in roles:
-        found[PUBLICATION], found[ON_HOST] = publication_bytes(models, stage, on_gpu=run.on_gpus)
+        items[PUBLICATION], items[ON_HOST] = publication_bytes(models, stage, on_gpu=run.on_gpus)
         of_export = _converted_bytes(run) + adapter_bytes(models) if first else 0
-        found[EXPORTS if config.exports_in_training else EXPORT] = of_export
-    return found
+        items[EXPORTS if config.exports_in_training else EXPORT] = of_export
+    return items
 
 
 def _converted_bytes(run: PlannedRun) -> int:

@@ -114,7 +114,7 @@ def network_filesystem(path: Path, mounts: str | None = None) -> str | None:
     if mounts is None:
         mounts = MOUNTS.read_text("utf8", "replace") if MOUNTS.is_file() else ""
     resolved = path.resolve()
-    longest, found = -1, None
+    longest, longest_kind = -1, None
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
         fields, kind = before.split(), after.split()[:1]
@@ -122,8 +122,8 @@ def network_filesystem(path: Path, mounts: str | None = None) -> str | None:
             continue
         point = Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), fields[4]))
         if resolved.is_relative_to(point) and len(point.parts) >= longest:  # a later mount hides an earlier one
-            longest, found = len(point.parts), kind[0]
-    return found if found is not None and _NETWORK.fullmatch(found) else None
+            longest, longest_kind = len(point.parts), kind[0]
+    return longest_kind if longest_kind is not None and _NETWORK.fullmatch(longest_kind) else None
 
 
 # ---- Trust -----------------------------------------------------------------------------------------------

@@ -79,8 +79,8 @@ def recorded_devices(config: RunConfig, identity: Identity | None) -> list[Devic
     """Return the devices that a run's engines have computed on, as its identity records; CPU if it records none."""
     gang = gang_of_role(config.placement, Role.GENERATE)
     known = [] if identity is None else identity.numerics_of(gang)
-    found: list[Device] = sorted({engine_device(one.items) for one in known})
-    return found or ["cpu"]
+    devices: list[Device] = sorted({engine_device(one.items) for one in known})
+    return devices or ["cpu"]
 
 
 def engine_line(config: RunConfig, device: Device) -> str:
@@ -223,9 +223,9 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
         planned = planned_run(config, models, on_gpus=limits.num_devices > 0)
         if too_little := [refusal(problem) for problem in memory_problems(planned, limits)]:
             raise join_errors(too_little)
-    found: Preflight = tokenised
-    check_fields(config, rewards, found.prompts)
-    return replace(found, sandboxes={part.key: part.protections for part in rewards if part.protections})
+    results: Preflight = tokenised
+    check_fields(config, rewards, results.prompts)
+    return replace(results, sandboxes={part.key: part.protections for part in rewards if part.protections})
 
 
 def check_shapes(config: RunConfig, *, on_gpus: bool) -> Mapping[Role, ModelSpec]:
@@ -373,11 +373,11 @@ def holds_run(paths: RunPaths) -> bool:
 def _check_same_run(config: RunConfig, paths: RunPaths, identity: Identity) -> None:
     """Raise ConfigError if config.yaml was edited, or if this config changes a setting that a resumed run must keep."""
     if paths.config.exists():
-        found = edited_settings(identity, config_sections(read_run_config(paths.config)))
-        if found:
+        changes = edited_settings(identity, config_sections(read_run_config(paths.config)))
+        if changes:
             raise ConfigError(
                 str(paths.config),
-                f"differs from what {FILE} recorded: {'; '.join(map(str, found))}. Restore it, or remove the file, "
+                f"differs from what {FILE} recorded: {'; '.join(map(str, changes))}. Restore it, or remove the file, "
                 f"which is then written anew from {FILE}. What may change is given with the command: `stageline resume "
                 f"{paths.root} key=value`",
             )
@@ -493,9 +493,9 @@ def _check_engine(config: RunConfig) -> None:
     _check_engine_device(config, "cuda" if gpus_here() else "cpu")
     if python is None:
         return
-    found = environment_problem(python, ENVIRONMENTS[kind])
-    if found is not None:
-        need = f"{found}. `{OTHER_ENVIRONMENTS[kind]}` makes an environment, or engine.kind=embedded"
+    problem = environment_problem(python, ENVIRONMENTS[kind])
+    if problem is not None:
+        need = f"{problem}. `{OTHER_ENVIRONMENTS[kind]}` makes an environment, or engine.kind=embedded"
         raise ConfigError("engine.python", f"given {python!r}; {need}")
 
 
@@ -532,7 +532,7 @@ def _check_rewards(config: RunConfig, policy: ModelSpec | None) -> list[_BuiltPa
         check_reward_models(config, policy)
     for key, directory in config.answer_caches().items():
         check_writable(key, directory, Path(directory))
-    return [part for found in of_sections for part in found]
+    return [part for built in of_sections for part in built]
 
 
 def check_parts(section: RewardPartsConfig, key: str, trust_answers: bool) -> list[_BuiltPart]:

@@ -88,7 +88,7 @@ def _in_mapping(hint: Any) -> Any:
 
 def _docstrings(kind: type) -> dict[str, str]:
     """Return the docstring below each field of a class and its bases."""
-    found: dict[str, str] = {}
+    docstrings: dict[str, str] = {}
     for base in reversed([one for one in kind.__mro__ if dataclasses.is_dataclass(one)]):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         assert isinstance(definition, ast.ClassDef)
@@ -96,8 +96,8 @@ def _docstrings(kind: type) -> dict[str, str]:
             if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name):
                 text = after.value if isinstance(after, ast.Expr) else None
                 if isinstance(text, ast.Constant) and isinstance(text.value, str):
-                    found[before.target.id] = _prose(inspect.cleandoc(text.value))
-    return found
+                    docstrings[before.target.id] = _prose(inspect.cleandoc(text.value))
+    return docstrings
 
 
 def _type(hint: Any) -> str:

@@ -40,8 +40,8 @@ def try_rewards(config: RunConfig, checked: Preflight) -> list[TrialResult]:
     """Try the parts of `reward`, and of the reward of held-out prompts if that is another. Raises ConfigError with the
     key path of every part that fails."""
     sections = {"reward": config.reward} | dict([config.held_out_reward])
-    found = run_checks(*(partial(_try_section, config, checked, *one) for one in sections.items()))
-    return [tried for of_section in found for tried in of_section]
+    results = run_checks(*(partial(_try_section, config, checked, *one) for one in sections.items()))
+    return [tried for of_section in results for tried in of_section]
 
 
 def _try_section(config: RunConfig, checked: Preflight, key: str, section: RewardPartsConfig) -> list[TrialResult]:

@@ -40,11 +40,11 @@ def model_paths(config: RunConfig) -> dict[str, str]:
     given = [("model.path", model.path), ("model.reference_path", model.reference_path)]
     given += [("model.critic_path", model.critic_path)] if config.has_critic else []
     given += [(f"{where}.path", str(args["path"])) for where, args in config.reward_models().items()]
-    found: dict[str, str] = {}
+    keys: dict[str, str] = {}
     for key, path in given:
         if path is not None and not is_random(path):
-            found.setdefault(path, key)
-    return found
+            keys.setdefault(path, key)
+    return keys
 
 
 def check_exported(key: str, path: str) -> None:
@@ -74,12 +74,12 @@ def role_models(config: RunConfig, policy: ModelSpec, *, weights: bool = True) -
             config does not fit a model.
     """
     others = (Role.REFERENCE, Role.CRITIC) if config.has_critic else (Role.REFERENCE,)
-    found = dict.fromkeys((Role.POLICY, *others), policy)
+    specs = dict.fromkeys((Role.POLICY, *others), policy)
     for role in others:
         key, path = f"model.{role}_path", config.model.path_of(role)
         if path == config.model.path:
             continue
-        found[role] = other = read_model(key, path, weights=weights)
+        specs[role] = other = read_model(key, path, weights=weights)
         if role is Role.REFERENCE:
             check_output_layer(key, path)
         wrong = head_problem(path, other) if weights and role is Role.CRITIC else None
@@ -93,10 +93,10 @@ def role_models(config: RunConfig, policy: ModelSpec, *, weights: bool = True) -
             )
         if weights and config.model.frozen_blocks:
             _check_trunk(config, key, path, policy, other)
-    for role, spec in found.items():
+    for role, spec in specs.items():
         for problem in blocks_problems(config.model, role, spec):
             raise refusal(problem)
-    return found
+    return specs
 
 
 def check_reward_models(config: RunConfig, policy: ModelSpec) -> None:

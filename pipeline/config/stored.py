@@ -85,13 +85,13 @@ class RunStorage:
     def copied_after(self, version: int) -> list[str]:
         """Return the keys of all files of uploaded checkpoints and exports of later versions, manifests first. Empty
         without an object store."""
-        found = []
+        keys = []
         for kind in ("checkpoints", "weights") if self.url is not None else ():
             for key in files.keys(self.root.below(kind)):
                 versions = (version_of(Path(part)) for part in key.split("/"))
                 if any(one is not None and one > version for one in versions):
-                    found.append(f"{kind}/{key}")
-        return sorted(found, key=lambda key: key.rpartition("/")[2] not in (MANIFEST, RECORD))
+                    keys.append(f"{kind}/{key}")
+        return sorted(keys, key=lambda key: key.rpartition("/")[2] not in (MANIFEST, RECORD))
 
     @contextmanager
     def downloaded(self) -> Iterator[RunStorage]:
@@ -124,8 +124,8 @@ class Claim:
         data = None if self.number is None else files.read(self.stored.root, _claim_key(self.number + 1))
         if data is None:
             return None
-        found = json.loads(data)
-        return f"the driver in {found['directory']} on {found['host']}"
+        owner = json.loads(data)
+        return f"the driver in {owner['directory']} on {owner['host']}"
 
 
 def claim(stored: RunStorage) -> Claim:

@@ -93,10 +93,10 @@ def _test(settings: DoctorSettings, model: str, groups: Sequence[tuple[EngineJob
     facts = {f"{job.device or job.kind} {job.dtype}": dict(_facts(results[job])) for job in jobs}
     for job in jobs:
         _check_result(job, results[job], results[reference], facts)
-    found = results[jobs[0]]
-    refit = f"new weights at {_refit_rate(found) / 1e9:.2f} GB/s"
-    rates = f"start {found.start_s:.1f} s, {found.tokens_per_s:.0f} tokens/s, {refit}"
-    said = "draws as plain torch does" if found.draws == "keyed" else f"its draws are {found.draws}, not compared"
+    result = results[jobs[0]]
+    refit = f"new weights at {_refit_rate(result) / 1e9:.2f} GB/s"
+    rates = f"start {result.start_s:.1f} s, {result.tokens_per_s:.0f} tokens/s, {refit}"
+    said = "draws as plain torch does" if result.draws == "keyed" else f"its draws are {result.draws}, not compared"
     kinds = ", and in ".join(
         {"float32": "float32", "bfloat16": "bfloat16 but for rounding"}[job.dtype] for job in groups[0]
     )
@@ -181,7 +181,7 @@ def _run(groups: tuple[tuple[EngineJob, ...], ...], deadline_s: float) -> dict[E
             for group, result in zip(groups, results, strict=True)
         ]
         run_together(programs, deadline_s, TRAINING_ADVICE)
-        found: dict[EngineJob, EngineResult] = {}
+        by_job: dict[EngineJob, EngineResult] = {}
         for group, result in zip(groups, results, strict=True):
-            found |= dict(zip(group, decode(list[EngineResult], result.read_bytes()), strict=True))
-        return found
+            by_job |= dict(zip(group, decode(list[EngineResult], result.read_bytes()), strict=True))
+        return by_job

@@ -208,9 +208,11 @@ def _address(rendezvous: Path, timeout_s: float) -> tuple[str, int]:
 def main() -> int:
     end_with_parent()
     index, size, rendezvous, result, timeout_s, place = sys.argv[1:]
-    found = measure_all_reduce(int(index), int(size), Path(rendezvous), float(timeout_s), on_one_host=place == "here")
+    measured = measure_all_reduce(
+        int(index), int(size), Path(rendezvous), float(timeout_s), on_one_host=place == "here"
+    )
     if index == "0":
-        Path(result).write_text(encode(found))
+        Path(result).write_text(encode(measured))
     return 0
 
 

@@ -101,19 +101,19 @@ def _random_requests(vocabulary: int, longest: int) -> Iterator[Request]:
 def _generate_rows(engine: GenerationEngine, requests: Sequence[Request], version: int) -> list[GeneratedRow]:
     """Generate a row for each request with this version of the weights. Return the rows in the order of the
     requests."""
-    found = {row.row: row for row in engine.generate([replace(request, version=version) for request in requests])}
-    rows = (found[request.row] for request in requests)
+    generated = {row.row: row for row in engine.generate([replace(request, version=version) for request in requests])}
+    rows = (generated[request.row] for request in requests)
     return [GeneratedRow(row.tokens.tolist(), row.logprobs.tolist()) for row in rows]
 
 
 def main() -> int:
     end_with_parent()
     text, result = sys.argv[1:]
-    jobs, found = decode(list[EngineJob], text), []
+    jobs, results = decode(list[EngineJob], text), []
     for number, job in enumerate(jobs):
         print(f"engine {number + 1} of {len(jobs)}: {job}", flush=True)
-        found.append(measure_engine(job))
-    Path(result).write_text(encode(found))
+        results.append(measure_engine(job))
+    Path(result).write_text(encode(results))
     return 0
 
 

@@ -77,52 +77,52 @@ def driver(settings: DoctorSettings) -> Finding:
                 "install the driver's utilities (in the container, too)",
             )
         raise Absent("no NVIDIA driver")
-    found = list_gpus()
+    gpus = list_gpus()
     if torch.version.cuda is None:
         advice = "install a torch for CUDA, then `make install TORCH=system` (README)"
-        raise Fault(f"torch {torch.__version__} was built without CUDA, beside {len(found)} GPUs", advice)
+        raise Fault(f"torch {torch.__version__} was built without CUDA, beside {len(gpus)} GPUs", advice)
     speaks = _cuda_of_driver()
-    facts = {"driver": found[0].driver, "driver_cuda": speaks, "torch_cuda": torch.version.cuda}
+    facts = {"driver": gpus[0].driver, "driver_cuda": speaks, "torch_cuda": torch.version.cuda}
     if speaks is not None and _numbers(speaks)[0] < _numbers(torch.version.cuda)[0]:
         advice = f"update the driver to one for CUDA {torch.version.cuda}, or install a torch for CUDA {speaks}"
-        raise Fault(f"driver {found[0].driver} is for CUDA {speaks}, torch for {torch.version.cuda}", advice, **facts)
+        raise Fault(f"driver {gpus[0].driver} is for CUDA {speaks}, torch for {torch.version.cuda}", advice, **facts)
     if not torch.cuda.is_available():
         try:
             torch.cuda.init()
-            said = "torch gives no reason"
+            reason = "torch gives no reason"
         except (RuntimeError, AssertionError) as error:
-            said = str(error).strip().splitlines()[0]
+            reason = str(error).strip().splitlines()[0]
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         if shown in ("", "-1"):
-            raise Absent(f"CUDA_VISIBLE_DEVICES={shown} hides the {len(found)} GPUs, so the CPU is tested")
+            raise Absent(f"CUDA_VISIBLE_DEVICES={shown} hides the {len(gpus)} GPUs, so the CPU is tested")
         advice = (
             "unset CUDA_VISIBLE_DEVICES"
             if shown is not None
             else "look at `dmesg`; a reboot may be due after an update"
         )
-        raise Fault(f"nvidia-smi lists {len(found)} GPUs, but torch sees none: {said}", advice, visible=shown, **facts)
-    return Finding(f"driver {found[0].driver}, CUDA {torch.version.cuda}", facts)
+        raise Fault(f"nvidia-smi lists {len(gpus)} GPUs, but torch sees none: {reason}", advice, visible=shown, **facts)
+    return Finding(f"driver {gpus[0].driver}, CUDA {torch.version.cuda}", facts)
 
 
 def gpus(settings: DoctorSettings) -> Finding:
     """Test each GPU: its generation, errors of its memory, and the memory that other processes use."""
     if not torch.cuda.is_available():
         raise Absent("no GPU that torch can use")
-    found = visible_gpus()
-    facts = {"gpus": [vars(gpu) for gpu in found]}
+    visible = visible_gpus()
+    facts = {"gpus": [vars(gpu) for gpu in visible]}
     for index in range(torch.cuda.device_count()):
         if torch.cuda.get_device_capability(index) < MIN_CAPABILITY:
             name = torch.cuda.get_device_name(index)
             raise Fault(f"GPU {index} ({name}) has no bfloat16", "use an A100 or newer, or float16", **facts)
-    for gpu in found:
+    for gpu in visible:
         if gpu.uncorrected_errors:
             advice = f"drain the node and reset {gpu.uuid}; replace it if they come back"
             raise Fault(f"GPU {gpu.index} has {gpu.uncorrected_errors} uncorrected memory errors", advice, **facts)
         if gpu.used_bytes > MAX_USED_BYTES:
             advice = "end the processes that `nvidia-smi` lists, or leave this GPU out (CUDA_VISIBLE_DEVICES)"
             raise Fault(f"others use {gpu.used_bytes >> 20} MB of GPU {gpu.index}", advice, **facts)
-    names = sorted({gpu.name for gpu in found})
-    return Finding(f"{len(found)} x {', '.join(names)}, {found[0].total_bytes / 2**30:.0f} GB", facts)
+    names = sorted({gpu.name for gpu in visible})
+    return Finding(f"{len(visible)} x {', '.join(names)}, {visible[0].total_bytes / 2**30:.0f} GB", facts)
 
 
 def gpu_links(settings: DoctorSettings) -> Finding:
@@ -140,18 +140,18 @@ def gpu_links(settings: DoctorSettings) -> Finding:
         arguments = [*PROGRAM, str(result), *(f"cuda:{index}" for index in range(count))]
         advice = "look at `dmesg` for errors of the GPUs, and send the JSON report"
         run_together([Program("copies between GPUs", arguments)], settings.deadline_s, advice)
-        found = decode(CopyResult, result.read_bytes())
+        copied = decode(CopyResult, result.read_bytes())
     link = LINK_BYTES_PER_S * (2 if any(new in torch.cuda.get_device_name(0) for new in NEWER_LINKS) else 1)
-    facts = {"bytes_per_s": found.bytes_per_s, "wrong": found.wrong}
-    if found.wrong:
+    facts = {"bytes_per_s": copied.bytes_per_s, "wrong": copied.wrong}
+    if copied.wrong:
         advice = "drain the node: data is damaged on its way. Look at `dmesg` and at `nvidia-smi -q` for errors"
-        raise Fault(f"other bytes arrive than were sent: {', '.join(found.wrong)}", advice, **facts)
-    slow = list(slow_copies(found.bytes_per_s, links, link))
+        raise Fault(f"other bytes arrive than were sent: {', '.join(copied.wrong)}", advice, **facts)
+    slow = list(slow_copies(copied.bytes_per_s, links, link))
     if slow:
         advice = "look at `nvidia-smi nvlink -s` and at the fabric manager's log; the node may need a reset"
         raise Fault("; ".join(slow), advice, **facts)
-    hosts = min(rate for name, rate in found.bytes_per_s.items() if "host" in name)
-    between = min((rate for name, rate in found.bytes_per_s.items() if "host" not in name), default=None)
+    hosts = min(rate for name, rate in copied.bytes_per_s.items() if "host" in name)
+    between = min((rate for name, rate in copied.bytes_per_s.items() if "host" not in name), default=None)
     pairs = "" if between is None else f", {between / 1e9:.0f} GB/s or more between all pairs"
     return Finding(
         f"{hosts / 1e9:.0f} GB/s or more from and to the host{pairs}; the bytes that were sent arrive", facts
@@ -176,15 +176,15 @@ def slow_copies(rates: Mapping[str, float], links: Mapping[str, int], link: floa
 def parse_topology(text: str) -> dict[tuple[int, int], int]:
     """Return the number of NVLinks between pairs of GPUs, from the output of `nvidia-smi topo -m`. A cell NV18 stands
     for 18 links."""
-    found = {}
+    links = {}
     for row in text.splitlines():
         cells = re.sub(r"\x1b\[[0-9;]*m", "", row).split()
         if not cells or re.fullmatch(r"GPU\d+", cells[0]) is None or len(cells) < 2 or cells[1].startswith("GPU"):
             continue
         for target, cell in enumerate(cells[1:]):
             if (match := re.fullmatch(r"NV(\d+)", cell)) is not None:
-                found[int(cells[0][3:]), target] = int(match[1])
-    return found
+                links[int(cells[0][3:]), target] = int(match[1])
+    return links
 
 
 def visible_gpus() -> list[Gpu]:
@@ -204,12 +204,12 @@ def list_gpus() -> list[Gpu]:
         Fault: `nvidia-smi` fails or does not answer, or a Slurm job has no GPU.
         Absent: there is no GPU."""
     rows = csv.reader(io.StringIO(_smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")))
-    found = []
+    gpus = []
     for row in rows:
         index, uuid, name, of_driver, total, used, errors = (cell.strip() for cell in row)
         total_mib, used_mib, count = (int(text) if text.isdigit() else 0 for text in (total, used, errors))
-        found.append(Gpu(int(index), uuid, name, of_driver, total_mib << 20, used_mib << 20, count))
-    return found
+        gpus.append(Gpu(int(index), uuid, name, of_driver, total_mib << 20, used_mib << 20, count))
+    return gpus
 
 
 def _cuda_of_driver() -> str | None:

@@ -105,8 +105,10 @@ def load_lazily(test_path: str) -> Callable[[DoctorSettings], Finding]:
     module, _, name = test_path.partition(":")
 
     def test(settings: DoctorSettings) -> Finding:
-        found: Callable[[DoctorSettings], Finding] = getattr(importlib.import_module(f"pipeline.doctor.{module}"), name)
-        return found(settings)
+        loaded: Callable[[DoctorSettings], Finding] = getattr(
+            importlib.import_module(f"pipeline.doctor.{module}"), name
+        )
+        return loaded(settings)
 
     return test
 
@@ -130,8 +132,8 @@ def run_tests(
 def _run_test(test: DoctorTest, settings: DoctorSettings) -> DoctorResult:
     began = time.monotonic()
     try:
-        found = test.test(settings)
-        outcome: tuple[Status, str, str, Mapping[str, Any]] = (Status.OK, found.text, "", found.facts)
+        finding = test.test(settings)
+        outcome: tuple[Status, str, str, Mapping[str, Any]] = (Status.OK, finding.text, "", finding.facts)
     except Absent as error:
         outcome = Status.ABSENT, str(error), "", {}
     except Fault as error:

@@ -24,22 +24,24 @@ OPTIONAL = (
 
 def packages(settings: DoctorSettings) -> Finding:
     """Test that the required packages are installed, in the versions that Stageline needs."""
-    wrong, found = [], {}
+    wrong, installed = [], {}
     for text in requires("stageline") or []:
         wanted = Requirement(text)
         if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
             continue
         try:
-            found[wanted.name] = version(wanted.name)
+            installed[wanted.name] = version(wanted.name)
         except PackageNotFoundError:
             wrong.append(f"{wanted.name} is missing")
             continue
-        if not wanted.specifier.contains(found[wanted.name], prereleases=True):
-            wrong.append(f"{wanted.name} is {found[wanted.name]}, needs {wanted.specifier}")
+        if not wanted.specifier.contains(installed[wanted.name], prereleases=True):
+            wrong.append(f"{wanted.name} is {installed[wanted.name]}, needs {wanted.specifier}")
     if wrong:
-        raise Fault("; ".join(wrong), "run `make install` in the clone, or install these versions", versions=found)
+        raise Fault("; ".join(wrong), "run `make install` in the clone, or install these versions", versions=installed)
     optional = {name: _version_or_none(name) for name in OPTIONAL}
-    return Finding(f"{len(found)} packages, torch {found['torch']}", {"versions": found, "optional": optional})
+    return Finding(
+        f"{len(installed)} packages, torch {installed['torch']}", {"versions": installed, "optional": optional}
+    )
 
 
 def _version_or_none(name: str) -> str | None:

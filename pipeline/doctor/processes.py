@@ -111,5 +111,5 @@ def _lines(log: Path) -> list[str]:
 
 
 def _outputs(programs: Sequence[Program], logs: Sequence[Path]) -> dict[str, str]:
-    found = zip(programs, logs, strict=True)
-    return {program.label: log.read_text(errors="replace")[-MAX_OUTPUT_CHARS:] for program, log in found}
+    pairs = zip(programs, logs, strict=True)
+    return {program.label: log.read_text(errors="replace")[-MAX_OUTPUT_CHARS:] for program, log in pairs}

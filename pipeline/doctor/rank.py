@@ -168,14 +168,14 @@ def _peak_since(state: int, of_process: int) -> int:
 def main() -> int:
     end_with_parent()
     text, index, folder, result = sys.argv[1:]
-    found = []
+    results = []
     jobs = decode(list[RankJob], text)
     for number, job in enumerate(jobs):
         print(f"update {number + 1} of {len(jobs)}: {job}", flush=True)
         rendezvous = ALONE if job.size == 1 else f"file://{folder}/rendezvous-{number}"
-        found.append(run(job, int(index), rendezvous))
+        results.append(run(job, int(index), rendezvous))
     if index == "0":
-        Path(result).write_text(encode(found))
+        Path(result).write_text(encode(results))
     return 0
 
 

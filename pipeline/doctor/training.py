@@ -97,14 +97,14 @@ def layouts(settings: DoctorSettings) -> Finding:
 
 def publication(settings: DoctorSettings) -> Finding:
     """Test that weights published to shared memory are read back unchanged."""
-    found = _float32(settings)[_job(settings, publish=True)].published
-    assert found is not None
-    if not found.sound:
+    published = _float32(settings)[_job(settings, publish=True)].published
+    assert published is not None
+    if not published.sound:
         advice = "shared memory does not keep what is written to it: test this host's memory"
         raise Fault("published weights are not what was written", advice)
-    rate = found.num_bytes / max(found.seconds, 1e-9)
-    facts = {"bytes": found.num_bytes, "seconds": found.seconds}
-    return Finding(f"{found.num_bytes / 2**20:.1f} MB at {rate / 1e9:.2f} GB/s, the same bytes read back", facts)
+    rate = published.num_bytes / max(published.seconds, 1e-9)
+    facts = {"bytes": published.num_bytes, "seconds": published.seconds}
+    return Finding(f"{published.num_bytes / 2**20:.1f} MB at {rate / 1e9:.2f} GB/s, the same bytes read back", facts)
 
 
 def memory(settings: DoctorSettings) -> Finding:
@@ -113,21 +113,21 @@ def memory(settings: DoctorSettings) -> Finding:
     results = _float32(settings)
     facts, texts = dict[str, float](), list[str]()
     for job in _device_jobs(settings, "float32"):
-        found, state, peak = results[job], predicted_state_bytes(job), predicted_peak_bytes(job)
+        measured, state, peak = results[job], predicted_state_bytes(job), predicted_peak_bytes(job)
         where = f"GPU {job.device}: " if job.on_gpu else ""
         named = {
-            "state_bytes": found.state_bytes,
+            "state_bytes": measured.state_bytes,
             "predicted_state_bytes": state,
-            "peak_bytes": found.peak_bytes,
+            "peak_bytes": measured.peak_bytes,
             "predicted_peak_bytes": peak,
         }
         facts |= {f"{where}{name}": value for name, value in named.items()}
         text = (
-            f"{where}weights and optimizer {found.state_bytes / 2**20:.1f} MB (predicted {state / 2**20:.1f}), "
-            f"peak {found.peak_bytes / 2**20:.0f} MB (predicted {peak / 2**20:.0f})"
+            f"{where}weights and optimizer {measured.state_bytes / 2**20:.1f} MB (predicted {state / 2**20:.1f}), "
+            f"peak {measured.peak_bytes / 2**20:.0f} MB (predicted {peak / 2**20:.0f})"
         )
-        kept_close = 1 / STATE_SHARE <= found.state_bytes / state <= STATE_SHARE
-        peak_close = abs(found.peak_bytes - peak) <= PEAK_SHARE * peak + PEAK_BYTES
+        kept_close = 1 / STATE_SHARE <= measured.state_bytes / state <= STATE_SHARE
+        peak_close = abs(measured.peak_bytes - peak) <= PEAK_SHARE * peak + PEAK_BYTES
         if not (kept_close and peak_close):
             advice = "`stageline check` predicts memory wrongly here, so leave room. Send the JSON report"
             raise Fault(text, advice, **facts)
@@ -142,19 +142,19 @@ def _update(settings: DoctorSettings, dtype: Dtype) -> Finding:
         results = _run(tuple((job,) for job in jobs), settings.deadline_s)
     facts: dict[str, Mapping[str, object]] = {}
     for job in jobs:
-        found, where = results[job], f"GPU {job.device}" if job.on_gpu else "CPU"
-        differs, agrees = max_difference(reference, found), cosine_of_changes(reference, found)
+        result, where = results[job], f"GPU {job.device}" if job.on_gpu else "CPU"
+        differs, agrees = max_difference(reference, result), cosine_of_changes(reference, result)
         facts[where] = {
             "difference_nats": differs,
             "agreement": agrees,
-            "digests": found.digests,
-            "seconds": found.seconds,
+            "digests": result.digests,
+            "seconds": result.seconds,
         }
         if not (differs <= TOLERANCE[dtype] and agrees >= AGREEMENT[dtype]):
             advice = "a kernel computes wrong numbers here: try model.kernels=portable, model.products=torch"
             cause = f"differs from the reference by {differs:.2g} nats, and its changes agree with cosine {agrees:.2f}"
             raise Fault(f"an update in {dtype} on {where} {cause}", advice, **facts)
-        if len(set(found.digests)) > 1:
+        if len(set(result.digests)) > 1:
             advice = "replay and recovery compare bits: set model.deterministic=true, and look for faulty memory"
             raise Fault(f"an update in {dtype} on {where}, repeated, gives other bits", advice, **facts)
     largest, seconds = (
@@ -239,11 +239,11 @@ def _run(gangs: tuple[Gang, ...], deadline_s: float) -> dict[RankJob, RankResult
             made.mkdir()
         programs = [one for gang, made in zip(gangs, folders, strict=True) for one in _ranks(gang, made)]
         run_together(programs, deadline_s, ADVICE)
-        found: dict[RankJob, RankResult] = {}
+        by_job: dict[RankJob, RankResult] = {}
         for gang, made in zip(gangs, folders, strict=True):
             results = decode(list[RankResult], (made / "result.json").read_bytes())
-            found |= dict(zip(gang, results, strict=True))
-        return found
+            by_job |= dict(zip(gang, results, strict=True))
+        return by_job
 
 
 def _ranks(gang: Gang, folder: Path) -> Iterator[Program]:

@@ -115,13 +115,13 @@ def listening_address(interface: str | None, host: str | None) -> str:
     if host is None:
         return str(get_ip())
     try:
-        found = str(socket.getaddrinfo(host, None)[0][4][0])
-        with socket.socket(family_of(found)) as probe:
-            probe.bind((found, 0))
+        numeric = str(socket.getaddrinfo(host, None)[0][4][0])
+        with socket.socket(family_of(numeric)) as probe:
+            probe.bind((numeric, 0))
     except OSError as error:
         need = f"is no address of this host ({error}): a name or an address that workers reach it by"
         raise ConfigError("cluster.address", f"given {host!r}; {need}") from error
-    return found
+    return numeric
 
 
 def _check_port(host: str, port: int) -> None:
@@ -315,8 +315,8 @@ class WorkerRegistry:
         give_up = time.monotonic() + _SEEN_WITHIN_S
         while True:
             try:
-                found = await asyncio.to_thread(files.read, root, request.wrote)
-                if found is not None and found.decode() == self._file.nonce:
+                content = await asyncio.to_thread(files.read, root, request.wrote)
+                if content is not None and content.decode() == self._file.nonce:
                     await asyncio.to_thread(files.remove, root, request.wrote)
                     return []
             except (OSError, StoreError) as error:

@@ -101,18 +101,18 @@ def parent_futures(
     child: Node, worker: WorkerKey, attempts: Mapping[Address, Attempt], results: Mapping[Address, Result]
 ) -> list[Future]:
     """Return the parents' futures that a child on this worker depends on (see the module docstring)."""
-    found = []
+    futures = []
     for parent in child.parents:
         result = results.get(parent)
         if parent in attempts:
-            found.append(attempts[parent].future)
+            futures.append(attempts[parent].future)
         elif (
             result is not None
             and result.worker == worker
             and (child.scheduled_step % MAX_LINEAGE or result.scheduled_step == child.scheduled_step)
         ):
-            found += [result.future] if result.future.status not in _WITHOUT_RESULT else []
-    return found
+            futures += [result.future] if result.future.status not in _WITHOUT_RESULT else []
+    return futures
 
 
 def failed_with_parent(attempt: Attempt, attempts: Mapping[Address, Attempt]) -> bool:

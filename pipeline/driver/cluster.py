@@ -169,8 +169,8 @@ class Cluster:
     @property
     def scheduler(self) -> Scheduler:
         """The scheduler, which runs in this process, in its own thread."""
-        found: Scheduler = self._cluster.scheduler
-        return found
+        scheduler: Scheduler = self._cluster.scheduler
+        return scheduler
 
     def close(self) -> None:
         """End every worker at once, whatever it is doing. All results that count are committed, and a hung stage must

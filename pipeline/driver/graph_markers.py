@@ -116,9 +116,9 @@ class GraphMarkers(SchedulerPlugin):
         task = self._scheduler.new_task(marker_key(address), None, "released")
         task.priority, task.who_has = marker.priority, set()  # Dask's page of a task reads `who_has`
         for parent in marker.parents:
-            found = self._scheduler.tasks.get(marker_key(parent))
-            if found is not None:
-                task.add_dependency(found)
+            task_of_parent = self._scheduler.tasks.get(marker_key(parent))
+            if task_of_parent is not None:
+                task.add_dependency(task_of_parent)
         self._shown[address] = task
 
     def _announce(self, new: Sequence[Address]) -> None:

@@ -98,17 +98,17 @@ def repair_store(history: History, stored: RunStorage, damaged: Mapping[Address,
     looked_at = ledger.addresses(from_step=ledger.closed_until())  # the inputs of closed records are closed too
     by_step = sorted(looked_at, key=lambda address: address.step)  # reads each segment once
     commits = [commit for commit in map(ledger.find, by_step) if commit is not None]
-    found = {commit.address: commit for commit in commits}
+    known = {commit.address: commit for commit in commits}
     inputs = [one for commit in commits for one in commit.provenance.inputs]
-    for address in {one.address for one in inputs} - found.keys():
+    for address in {one.address for one in inputs} - known.keys():
         earlier = ledger.find(address)
-        found |= {} if earlier is None else {address: earlier}
-    faults = list(lineage_faults(commits, found))
+        known |= {} if earlier is None else {address: earlier}
+    faults = list(lineage_faults(commits, known))
     if faults:
         run_dir = stored.directory
         more = f" (and {len(faults) - 1} more: `stageline check {run_dir}` lists them)" if len(faults) > 1 else ""
         raise StoreError(f"{run_dir} cannot go on: {faults[0]}{more}")
-    expected = {one.address: one.content for one in inputs if one.address not in {*found, *lost}}
+    expected = {one.address: one.content for one in inputs if one.address not in {*known, *lost}}
     shards = [address for address in expected if address.stage == "generate"] if history.spec.uses_latest else []
     sampled_versions = {address: _sampling_version(history, address, stored.directory) for address in shards}
     # A node that runs again may read a version whose publication belongs to a closed step.
@@ -137,15 +137,15 @@ def _sampling_version(history: History, address: Address, run_dir: Path) -> int:
         generation_versions(history.spec, address.step),
         history.store.read_uncommitted(address, "token_versions"),
     )
-    found = [] if there is None else [v for v in np.unique(there).tolist() if v in allowed]
-    if len(found) != 1:
-        several = f"versions {found}, as they came" if found else "a version that nobody knows any more"
+    versions = [] if there is None else [v for v in np.unique(there).tolist() if v in allowed]
+    if len(versions) != 1:
+        several = f"versions {versions}, as they came" if versions else "a version that nobody knows any more"
         raise StoreError(
             f"{run_dir} cannot go on: the commit of {address} is lost, other outputs were made from it, and it was "
             f"sampled by {several}, so that it cannot be made again. `stageline resume "
             f"{run_dir} --from-checkpoint` goes back to before it was trained on"
         )
-    return int(found[0])
+    return int(versions[0])
 
 
 def lineage_faults(commits: Iterable[Commit], committed: Mapping[Address, Commit]) -> Iterator[str]:
@@ -236,17 +236,17 @@ def unneeded_outputs(
     saved = {role: _usable_checkpoints(history, checkpoints, role) for role in update_stages(history.spec)}
     floors = {role: min((v for v in versions if v >= before), default=before) for role, versions in saved.items()}
     there = {0, *saved[Role.POLICY]}  # versions that exist without running an update again
-    found: set[Address] = set()
+    unneeded: set[Address] = set()
     for step in range(max(0, from_step - 1), min(max(floors.values()), history.spec.steps)):
         lost = {n.address for n in step_nodes(history.spec, step) if n.address not in committed}
         gone = {a for a in lost if from_step <= a.step < _floor_of(a, floors)}
         gone -= {a for a in gone if a.stage in _FROM_WEIGHTS and a.step in there}
-        found |= {
+        unneeded |= {
             address
             for address in gone
             if address.stage not in _MADE_FROM_EVALUATE or Address("evaluate", address.step, address.shard) in gone
         }
-    return frozenset(found)
+    return frozenset(unneeded)
 
 
 def _usable_checkpoints(history: History, checkpoints: Checkpoints, role: Role) -> list[int]:
@@ -348,18 +348,18 @@ def execute_rewind(rewind: Rewind, history: History, stored: RunStorage) -> None
 def newest_sampled(history: History, committed: Collection[Address]) -> dict[Address, int | None]:
     """Return the newest version that sampled each shard. None for a shard whose commit is lost or damaged although
     outputs were made from it."""
-    found: dict[Address, int | None] = {}
+    newest: dict[Address, int | None] = {}
     for address in {replace(a, stage="generate") for a in committed if a.stage in SHARDED}:
         try:
             commit = history.ledger.find(address)
         except DamagedCommit:
             commit = None
-        found[address] = None if commit is None else max(commit.provenance.weight_versions)
-    return found
+        newest[address] = None if commit is None else max(commit.provenance.weight_versions)
+    return newest
 
 
 def _later_versions(directories: Iterator[Path], version: int) -> Iterator[Path]:
     for directory in directories:
-        found = version_of(directory)
-        if found is not None and found > version:
+        number = version_of(directory)
+        if number is not None and number > version:
             yield directory

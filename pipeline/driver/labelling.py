@@ -179,8 +179,8 @@ def _label_all(
             numbers = left[start : start + config.prompts_at_once]
             drawn = [comparable_pairs(candidates[n], n, config.seed, config.pairs_per_prompt) for n in numbers]
             asked = [(candidates[n], pairs) for n, (pairs, _) in zip(numbers, drawn, strict=True)]
-            found = label_pairs(judge.rubric, judge.ask, asked, config.min_margin, name)
-            for number, (rows, dropped), (_, before) in zip(numbers, found, drawn, strict=True):
+            labelled = label_pairs(judge.rubric, judge.ask, asked, config.min_margin, name)
+            for number, (rows, dropped), (_, before) in zip(numbers, labelled, drawn, strict=True):
                 line = {"number": number, "rows": rows, "dropped": dict(dropped + before)}
                 file.append(json.dumps(line, ensure_ascii=False))
             bar.update(task, advance=len(numbers))
@@ -288,12 +288,12 @@ def candidates_of_file(config: LabelConfig) -> list[Candidates]:
     given = config.responses
     assert given.url is not None
     try:
-        found = [_candidates_of_row(config, row) for row in read_rows(given.url)]
+        candidates = [_candidates_of_row(config, row) for row in read_rows(given.url)]
     except RowsError as error:
         raise ConfigError("responses.url", str(error)) from error
-    if not found:
+    if not candidates:
         raise ConfigError("responses.url", f"{given.url} holds no prompts")
-    return found
+    return candidates
 
 
 def sample_candidates(config: LabelConfig) -> list[Candidates]:
@@ -316,7 +316,7 @@ def sample_candidates(config: LabelConfig) -> list[Candidates]:
         raise ConfigError("prompts.max_tokens", f"given {config.prompts.max_tokens}; {need}")
     build = importlib.import_module("stages.engines.build").build_engine
     engine = build(path, config.engine, max_seq=seq, threads=config.threads)
-    found: dict[int, list[str]] = {}
+    responses_of: dict[int, list[str]] = {}
     try:
         indices = np.repeat(np.sort(np.concatenate([table.train, table.held_out])), per_prompt)
         for start in range(0, len(indices), _ROWS_AT_ONCE):
@@ -336,10 +336,10 @@ def sample_candidates(config: LabelConfig) -> list[Candidates]:
             for i, index in enumerate(part.tolist()):
                 first = int(rollout.prompt_lengths[i])
                 ids = rollout.tokens[i, first : first + int(rollout.response_lengths[i])].tolist()
-                found.setdefault(index, []).append(tokenizer.decode(ids))
+                responses_of.setdefault(index, []).append(tokenizer.decode(ids))
     finally:
         engine.close()
-    return [_candidates_of_prompt(table, tokenizer, index, responses) for index, responses in found.items()]
+    return [_candidates_of_prompt(table, tokenizer, index, responses) for index, responses in responses_of.items()]
 
 
 def _candidates_of_prompt(table: PromptTable, tokenizer: Tokenizer, index: int, responses: list[str]) -> Candidates:

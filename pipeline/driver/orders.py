@@ -218,13 +218,13 @@ class DeviceOrders:
         worker = report.gang, report.index
         if not self._supervision.is_present(worker, report.incarnation):
             return
-        found = next(
+        order = next(
             (one for one in self._leaving if one.number == report.number and worker in one.pending_workers), None
         )
-        if found is not None and report.error is not None:
+        if order is not None and report.error is not None:
             self._supervision.restart_lost(worker, f"did not leave its devices: {report.error}")
-        elif found is not None:
-            found.pending_workers.discard(worker)
+        elif order is not None:
+            order.pending_workers.discard(worker)
             self._finish_handovers()
 
     def on_worker_down(self, worker: WorkerKey) -> None:

@@ -99,9 +99,9 @@ def check_identity(
     identity = read_identity(config.run_dir)
     if identity is None:
         return _replaced_identity(config, prompts, ledger)
-    found = _model_files(config)
+    actual = _model_files(config)
     for name, stated in identity.models.items():
-        other = differences(stated, found[name])
+        other = differences(stated, actual[name])
         if other:
             key, path = _model_paths(config)[name]
             raise ConfigError(
@@ -222,16 +222,16 @@ def _model_paths(config: RunConfig) -> dict[str, tuple[str, str]]:
     """Return (config key of the path, path) of each model and rubric file. The name of an
     entry is the model's role, the config key of a reward model's arguments, or the config key of a rubric file."""
     model = config.model
-    found = {str(Role.POLICY): ("model.path", model.path)}
+    paths = {str(Role.POLICY): ("model.path", model.path)}
     for role, key, path in (
         (Role.REFERENCE, "model.reference_path", model.reference_path),
         (Role.CRITIC, "model.critic_path", model.critic_path),
     ):
         if role is Role.CRITIC and not config.has_critic:
             continue
-        found[str(role)] = found[str(Role.POLICY)] if path is None else (key, path)
+        paths[str(role)] = paths[str(Role.POLICY)] if path is None else (key, path)
     rewards = {where: (f"{where}.path", str(args["path"])) for where, args in config.scoring_models().items()}
-    return found | rewards | {key: (key, file) for key, file in config.rubric_files().items()}
+    return paths | rewards | {key: (key, file) for key, file in config.rubric_files().items()}
 
 
 def _model_files(config: RunConfig) -> dict[str, dict[str, str]]:

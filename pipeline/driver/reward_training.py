@@ -295,29 +295,32 @@ def _write_results(
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
     if config.tracking.report:
         plots = importlib.import_module("pipeline.observe.plots")  # matplotlib loads slowly
-        found: PartFigures = outcome.held_out
-        plots.plot_reward_model(shown.curves, found.margins, found.reliability, root / PLOT, config.name)
+        figures: PartFigures = outcome.held_out
+        plots.plot_reward_model(shown.curves, figures.margins, figures.reliability, root / PLOT, config.name)
 
 
 def _teacher_lines(summary: Mapping[str, Any]) -> list[str]:
     """Return a line that compares a student with its teacher, if there is one."""
     if "speed" not in summary:
         return []
-    found, speed = summary["held_out"], summary["speed"]
+    held_out, speed = summary["held_out"], summary["speed"]
     return [
-        f"beside its teacher: {found['accuracy_of_teachers']:.4f} of its accuracy {found['teacher_accuracy']:.4f}, "
-        f"agreement {found['agreement']:.4f}, spearman {found['spearman']:.4f}; {speed['student_cpu_s'] * 1e3:.2f} and "
+        f"beside its teacher: {held_out['accuracy_of_teachers']:.4f} of its accuracy "
+        f"{held_out['teacher_accuracy']:.4f}, agreement {held_out['agreement']:.4f}, spearman "
+        f"{held_out['spearman']:.4f}; {speed['student_cpu_s'] * 1e3:.2f} and "
         f"{speed['teacher_cpu_s'] * 1e3:.2f} CPU ms a row: {speed['speed_up']:.1f} times as fast"
     ]
 
 
 def _print_summary(console: Console, config: RewardModelConfig, summary: Mapping[str, Any]) -> None:
-    found, size = summary["held_out"], summary["sizes"]["held_out"]
+    held_out, size = summary["held_out"], summary["sizes"]["held_out"]
     lines = [
-        f"held out: accuracy {found['accuracy']:.4f} ± {found['accuracy_se']:.4f} on {size['pairs']} pairs of "
+        f"held out: accuracy {held_out['accuracy']:.4f} ± {held_out['accuracy_se']:.4f} on {size['pairs']} pairs of "
         f"{size['prompts']} unseen prompts",
         "".join(
-            f"{name} {found[name]:.4f}  " for name in ("ece", "margin", "correlation", "best_accuracy") if name in found
+            f"{name} {held_out[name]:.4f}  "
+            for name in ("ece", "margin", "correlation", "best_accuracy")
+            if name in held_out
         ),
         *_teacher_lines(summary),
         f"the model is in {summary['model']}; {summary['seconds']:.0f} s",

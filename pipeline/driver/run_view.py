@@ -145,14 +145,14 @@ _NO_READERS: tuple[Address, ...] = ()
 
 def watch_links(config: RunConfig, workers: Cluster) -> dict[str, str]:
     """Return the addresses at which the run can be watched, by the label to show."""
-    found = {}
+    links = {}
     if workers.dashboard is not None:
-        found["Graph"] = f"{workers.dashboard.removesuffix('/status')}/stageline"
-        found["Dask dashboard"] = workers.dashboard
+        links["Graph"] = f"{workers.dashboard.removesuffix('/status')}/stageline"
+        links["Dask dashboard"] = workers.dashboard
         job = slurm_job(os.environ)
         if job is not None:
-            found["to see it from elsewhere"] = tunnel_command(workers.dashboard, job.submitted_from)
-    return found | dict(tracking_links(config))
+            links["to see it from elsewhere"] = tunnel_command(workers.dashboard, job.submitted_from)
+    return links | dict(tracking_links(config))
 
 
 def open_progress(config: RunConfig, screen: Screen, links: Mapping[str, str], first_step: int) -> Progress:
@@ -179,8 +179,8 @@ def first_driver_start_s(config: RunConfig, now: float) -> float:
 def first_and_latest_means(history: History) -> list[tuple[int, float]]:
     """Return (version, mean score) of the first and the latest evaluated version of a resumed run."""
     versions = history.evaluated_versions()
-    found = (history.read_evaluation(version) for version in dict.fromkeys((*versions[:1], *versions[-1:])))
-    return [(evaluation.version, evaluation.mean) for evaluation in found if evaluation is not None]
+    evaluations = (history.read_evaluation(version) for version in dict.fromkeys((*versions[:1], *versions[-1:])))
+    return [(evaluation.version, evaluation.mean) for evaluation in evaluations if evaluation is not None]
 
 
 def current_gang_views(

@@ -145,11 +145,11 @@ class SchedulerWorkers(Protocol):
 def gang_metrics(workers: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, float]:
     """Return `system/GANG/*` from pairs of a gang and one worker's measurements: sums, except GPU utilisation, which is
     a mean."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    by_gang: dict[str, list[Mapping[str, Any]]] = {}
     for gang, measured in workers:
-        found.setdefault(gang, []).append(measured)
+        by_gang.setdefault(gang, []).append(measured)
     metrics = {}
-    for gang, all_of in sorted(found.items()):
+    for gang, all_of in sorted(by_gang.items()):
         metrics[f"system/{gang}/cpu_percent"] = sum(float(one.get("cpu", 0.0)) for one in all_of)
         metrics[f"system/{gang}/memory_bytes"] = sum(float(one.get("memory", 0.0)) for one in all_of)
         gpus = [one["gpu"] for one in all_of if one.get("gpu")]

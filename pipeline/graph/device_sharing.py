@@ -73,7 +73,7 @@ class DeviceSharing:
             is_busy: returns True if anything is handed out to a gang.
             first_ready: returns a gang's most urgent node that waits only for a worker.
         """
-        found = []
+        handovers = []
         for group in self._groups:
             holder = group.holder
             if holder is None or group.handover is not None or is_busy(holder) or first_ready(holder) is not None:
@@ -81,8 +81,8 @@ class DeviceSharing:
             taker = _most_urgent([gang for gang in group.gangs if gang != holder], first_ready)
             if taker is not None:
                 group.handover = Handover(holder, taker)
-                found.append(group.handover)
-        return found
+                handovers.append(group.handover)
+        return handovers
 
     def on_handed_over(self, giver: str) -> None:
         """Record that all workers of this gang have freed the devices."""

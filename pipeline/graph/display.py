@@ -301,6 +301,6 @@ class ObservedDispatch(Dispatch):
         left = {address: entry.node for address, entry in self._entries.items() if entry.state is not State.DONE}
         running = {address for address in left if self._queues.is_running(address)}
         gang_of = {role: state.gang.name for role, state in self._gang_of.items()}
-        found = find_waits(left, running, self._queues.nodes_before, gang_of)
-        up = {gang: wait for gang, wait in found.items() if self.is_up(gang)}
+        waits = find_waits(left, running, self._queues.nodes_before, gang_of)
+        up = {gang: wait for gang, wait in waits.items() if self.is_up(gang)}
         return {gang: replace(wait, devices_of=self._device_sharing.holder(gang)) for gang, wait in up.items()}

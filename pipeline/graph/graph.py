@@ -259,16 +259,16 @@ def lineage_of(address: Address, inputs: Iterable[Address], weight_versions: Ite
     """Return the addresses that an output was computed from: the stored `inputs` of its node, the state of the step
     before, and the origin of every version of the weights that it used. An engine's version comes from a publication, a
     trainer's from an update. Version 0 of a trainer is the config's model and has no address."""
-    found = list(inputs)
+    parents = list(inputs)
     if address.stage == "advantage" and address.step:
-        found.append(Address("advantage", address.step - 1))
+        parents.append(Address("advantage", address.step - 1))
     role = STAGE_ROLES[address.stage]
     if role is Role.GENERATE:
-        found += [Address("publish", version) for version in weight_versions]
+        parents += [Address("publish", version) for version in weight_versions]
     elif role in (Role.POLICY, Role.CRITIC):
         stage = "update_policy" if role is Role.POLICY else "update_critic"
-        found += [Address(stage, version - 1) for version in weight_versions if version]
-    return tuple(found)
+        parents += [Address(stage, version - 1) for version in weight_versions if version]
+    return tuple(parents)
 
 
 _TRAINED_FROM = {
@@ -424,12 +424,12 @@ def gangs_of(
     """Return the gangs of a placement. `roles` maps each role to a gang's name. `dividing`: names of gangs whose layout
     divides models. If such a gang has the scoring role, no engine, and no trained or reference model, it divides the
     models of its rewards."""
-    found = []
+    gangs = []
     for name in sorted(set(roles.values())):
         own = frozenset(role for role, gang in roles.items() if gang == name)
         scores = Role.SCORE in own and own.isdisjoint({Role.GENERATE, *MODEL_ROLES})
-        found.append(Gang(name, own, workers[name], concurrent_shards[name], scores and name in dividing))
-    return found
+        gangs.append(Gang(name, own, workers[name], concurrent_shards[name], scores and name in dividing))
+    return gangs
 
 
 # ---- Going back to an older version ----------------------------------------------------------------------------
@@ -459,21 +459,23 @@ def commits_to_recompute(
     for node in nodes:
         for parent in node.parents:
             children.setdefault(parent, []).append(node.address)
-    found = {Address(stage, step) for stage in UPDATE_STAGE.values() for step in range(version, spec.steps)}
+    addresses = {Address(stage, step) for stage in UPDATE_STAGE.values() for step in range(version, spec.steps)}
     for step in range(version, min(dropped_before, spec.steps)):
-        found |= {Address(stage, step, s) for stage in SHARDED for s in range(spec.shards)} | {Address(ADVANTAGE, step)}
-    found |= {address for address, newest in sampled.items() if newest is None or newest > version}
-    stack = list(found)
+        addresses |= {Address(stage, step, s) for stage in SHARDED for s in range(spec.shards)} | {
+            Address(ADVANTAGE, step)
+        }
+    addresses |= {address for address, newest in sampled.items() if newest is None or newest > version}
+    stack = list(addresses)
     while stack:
-        fresh = [child for child in children.get(stack.pop(), ()) if child not in found]
-        found.update(fresh)
+        fresh = [child for child in children.get(stack.pop(), ()) if child not in addresses]
+        addresses.update(fresh)
         stack += fresh
     order = [node.address for node in nodes]
     # Commits of an earlier, shorter config. For example, its last version was evaluated, and is not any more.
     strange = sorted(set(committed).difference(order))
     order += [address for address in strange if address.step > version]
-    found.update(strange)
-    return [address for address in reversed(order) if address in found and address in committed]
+    addresses.update(strange)
+    return [address for address in reversed(order) if address in addresses and address in committed]
 
 
 def can_rewind(

@@ -49,10 +49,10 @@ def require_fitting_target(config: RunConfig, cluster: HardwareCluster, text: st
 
     Raises:
         ConfigError: `check_target` raised it, or the cluster has too little memory."""
-    found = check_target(config, cluster, text)
-    if found.problems:
-        raise join_errors([refusal(problem) for problem in found.problems])
-    return found
+    checked = check_target(config, cluster, text)
+    if checked.problems:
+        raise join_errors([refusal(problem) for problem in checked.problems])
+    return checked
 
 
 def check_target(config: RunConfig, cluster: HardwareCluster, text: str) -> TargetCheck:
@@ -149,10 +149,10 @@ def _pack_groups(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> 
     of their own size, the largest first."""
     gangs = sorted(config.gangs(), key=lambda gang: -_size_of_gang(config, gang, num_gpus))
     groups = [group for gang in gangs for group in _groups(config, gang, num_gpus)]
-    found = _first_fit(config, cluster, num_gpus, groups)
-    if isinstance(found, _Group):
-        found = _first_fit(config, cluster, num_gpus, sorted(groups, key=lambda group: -group.size))
-    return found
+    packed = _first_fit(config, cluster, num_gpus, groups)
+    if isinstance(packed, _Group):
+        packed = _first_fit(config, cluster, num_gpus, sorted(groups, key=lambda group: -group.size))
+    return packed
 
 
 def _first_fit(
@@ -168,7 +168,7 @@ def _first_fit(
     sharing = {name: tuple(group) for group in placement.device_sharing for name in group}
     used: dict[str, list[int]] = {gang.name: [0] * cluster.nodes for gang in config.gangs()}
     loads = [0] * cluster.nodes
-    found: dict[Worker, int] = {}
+    nodes: dict[Worker, int] = {}
     for group in groups:
         name, size = group.gang.name, group.size if num_gpus else min(group.size, per_node)
         choices = []
@@ -183,8 +183,8 @@ def _first_fit(
         _, growth, node = min(choices)
         used[name][node] += size
         loads[node] += growth
-        found |= dict.fromkeys(((name, index) for index in group.indices), node)
-    return found
+        nodes |= dict.fromkeys(((name, index) for index in group.indices), node)
+    return nodes
 
 
 def _groups(config: RunConfig, gang: Gang, num_gpus: int) -> Iterator[_Group]:
@@ -213,9 +213,9 @@ def _node_problems(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -
         for group in shape.groups:
             yield from _group_problems(config, group, cluster, num_gpus)
     elif config.cluster.kind == "attached" and num_gpus:
-        found = [*_attached_problems(config, cluster, num_gpus)]
-        yield from found
-        packed = {} if found else _pack_groups(config, cluster, num_gpus)
+        problems = [*_attached_problems(config, cluster, num_gpus)]
+        yield from problems
+        packed = {} if problems else _pack_groups(config, cluster, num_gpus)
         if isinstance(packed, _Group):
             need = f"groups of {packed.size} GPUs that stay on a node find no room: there are {cluster.nodes} nodes of "
             need += f"{num_gpus} GPUs, and others take some of them: more nodes, fewer workers, or smaller groups"

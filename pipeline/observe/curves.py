@@ -92,7 +92,7 @@ def panels_to_draw(runs: Sequence[RunCurves], panels: Sequence[Panel] = PANELS) 
     A series whose name contains `*` is replaced by one series for each metric that matches. It is left out if fewer
     than two metrics match."""
     names = sorted({name for run in runs for name in (*run.metrics, *run.held_out)})
-    found = []
+    drawn = []
     for panel in panels:
         series: list[tuple[str, str]] = []
         for pattern, label in panel.series:
@@ -102,8 +102,8 @@ def panels_to_draw(runs: Sequence[RunCurves], panels: Sequence[Panel] = PANELS) 
             elif len(fitting) > 1:
                 series += [(name, f"{name.split('/')[1]}, {label}") for name in fitting]
         if series:
-            found.append(replace(panel, series=tuple(series)))
-    return found
+            drawn.append(replace(panel, series=tuple(series)))
+    return drawn
 
 
 # ---- numbers for JSON ------------------------------------------------------------------------------------

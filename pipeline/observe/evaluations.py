@@ -176,17 +176,17 @@ def compare(parent: Mapping[int, float], variant: Mapping[int, float]) -> Compar
 
     Raises:
         ValueError: they have no prompt in common."""
-    found = compare_paired(parent, variant)
-    if found is None:
+    paired = compare_paired(parent, variant)
+    if paired is None:
         raise ValueError("no prompt is in both")
     return Comparison(
-        num_prompts=found.num_prompts,
-        parent=found.mean_before,
-        variant=found.mean_after,
-        difference=found.gain,
-        paired_t=found.t_statistic,
-        better=found.num_better,
-        worse=found.num_worse,
+        num_prompts=paired.num_prompts,
+        parent=paired.mean_before,
+        variant=paired.mean_after,
+        difference=paired.gain,
+        paired_t=paired.t_statistic,
+        better=paired.num_better,
+        worse=paired.num_worse,
     )
 
 

@@ -291,8 +291,8 @@ class CurveCache:
         for version in range(newest + 1):
             if is_evaluated(self.spec, version) and version not in self._held_out:
                 shards = [Address("evaluate_score", version, s) for s in range(self.spec.eval_shards)]
-                found = [self.ledger.find(address) for address in shards]
-                scores = [c.metrics["score/mean"] for c in found if c is not None and "score/mean" in c.metrics]
+                commits = [self.ledger.find(address) for address in shards]
+                scores = [c.metrics["score/mean"] for c in commits if c is not None and "score/mean" in c.metrics]
                 if len(scores) == len(shards):
                     self._held_out[version] = sum(scores) / len(scores)
         return sorted(self._held_out.items())

@@ -64,8 +64,8 @@ class History:
         return self._existing_refs(self.addresses(step), known_commits)
 
     def _existing_refs(self, addresses: Iterable[Address], known_commits: Mapping[Address, Ref] = _NONE) -> list[Ref]:
-        found = (known_commits.get(address) or self._read(address) for address in addresses)
-        return [ref for ref in found if ref is not None]
+        refs = (known_commits.get(address) or self._read(address) for address in addresses)
+        return [ref for ref in refs if ref is not None]
 
     def _read(self, address: Address) -> Ref | None:
         try:
@@ -200,12 +200,12 @@ def evaluation_metrics(evaluation: Evaluation, first: Evaluation | None = None) 
 
     If `first` is given, the metrics include the gain over `first` and Student's t of the gain. Both are computed on the
     prompts that the two evaluations have in common."""
-    found = {EVALUATION_METRIC: evaluation.mean, "eval/kl": evaluation.kl, "eval/length_mean": evaluation.length}
+    metrics = {EVALUATION_METRIC: evaluation.mean, "eval/kl": evaluation.kl, "eval/length_mean": evaluation.length}
     parts = evaluation.parts if len(evaluation.parts) > 1 else {}
     gain = None if first is None else compare_paired(first.scores, evaluation.scores)
     if gain is not None:
-        found |= {"eval/gain": gain.gain, "eval/paired_t": gain.t_statistic}
-    return {n: v for n, v in found.items() if v is not None} | {f"eval/{n}/mean": v for n, v in parts.items()}
+        metrics |= {"eval/gain": gain.gain, "eval/paired_t": gain.t_statistic}
+    return {n: v for n, v in metrics.items() if v is not None} | {f"eval/{n}/mean": v for n, v in parts.items()}
 
 
 def canary_alarm_text(version: int, metrics: Mapping[str, float]) -> str | None:

@@ -35,8 +35,8 @@ def _digest(text: str) -> str:
 def to_embedded_json(shown: Any) -> str:
     """Return a value as JSON that is safe inside an HTML element, because it contains no `<`. Dataclasses become JSON
     objects."""
-    found = json.dumps(shown, default=_fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return found.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    text = json.dumps(shown, default=_fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _fields(value: Any) -> Any:

@@ -204,8 +204,8 @@ def _open_parts(path: Path, stack: ExitStack) -> list[tuple[Path, IO[bytes]]]:
 def _list_parts(path: Path) -> list[tuple[int, Path]]:
     """Return number and path of each full part, in order."""
     pattern = re.compile(re.escape(path.stem) + r"-(\d{6,})" + re.escape(path.suffix))
-    found = path.parent.iterdir() if path.parent.is_dir() else ()
-    return sorted((int(match[1]), part) for part in found if (match := pattern.fullmatch(part.name)))
+    files = path.parent.iterdir() if path.parent.is_dir() else ()
+    return sorted((int(match[1]), part) for part in files if (match := pattern.fullmatch(part.name)))
 
 
 def _part_path(path: Path, number: int) -> Path:

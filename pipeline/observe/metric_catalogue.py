@@ -333,22 +333,22 @@ def find_unhealthy_numbers(recent: Sequence[Mapping[str, float]], first_entropy:
         first_entropy: entropy of the first step of the run, if known."""
     if not recent:
         return []
-    last, found = recent[-1], []
+    last, unhealthy = recent[-1], []
     limits = (("policy/approx_kl", "approx_kl", MAX_APPROX_KL), ("policy/ratio_max", "ratio_max", MAX_RATIO))
     for name, label, limit in limits:
         if name in last and not last[name] <= limit:
-            found.append(f"{label} {last[name]:.4g} > {limit:g}")
+            unhealthy.append(f"{label} {last[name]:.4g} > {limit:g}")
     for name, label, _ in GROUPED_TERMINAL if GROUPED_TERMINAL[0][0] in last else ():
         if name in last and not last[name] < upper_limit(name):
-            found.append(f"{label} {last[name]:.3g} >= {upper_limit(name):g}")
+            unhealthy.append(f"{label} {last[name]:.3g} >= {upper_limit(name):g}")
     entropy = last.get("policy/entropy")
     if entropy is not None:
         floor = max(MIN_ENTROPY, MIN_ENTROPY_FRACTION * first_entropy) if first_entropy is not None else MIN_ENTROPY
         if not entropy >= floor:
-            found.append(f"entropy {entropy:.3g} < {floor:.3g}: collapsing")
+            unhealthy.append(f"entropy {entropy:.3g} < {floor:.3g}: collapsing")
     explained = [m["critic/explained_variance"] for m in recent if "critic/explained_variance" in m][
         -MAX_NEGATIVE_STEPS:
     ]
     if len(explained) == MAX_NEGATIVE_STEPS and not any(value >= 0 for value in explained):
-        found.append(f"explained variance {explained[-1]:.2f} < 0 for {MAX_NEGATIVE_STEPS} steps")
-    return found
+        unhealthy.append(f"explained variance {explained[-1]:.2f} < 0 for {MAX_NEGATIVE_STEPS} steps")
+    return unhealthy

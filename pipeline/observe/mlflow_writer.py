@@ -232,8 +232,8 @@ class SpoolWriter:
         if self.run_id is not None:  # even if the resumed config names another experiment
             return client.get_run(self.run_id)
         experiment_id = self._experiment_id(client, item["experiment"])
-        found = client.search_runs([experiment_id], f"tags.`{SPOOL_TAG}` = '{item['key']}'", max_results=1)
-        return found[0] if found else None
+        runs = client.search_runs([experiment_id], f"tags.`{SPOOL_TAG}` = '{item['key']}'", max_results=1)
+        return runs[0] if runs else None
 
     def _experiment_id(self, client: MlflowClient, name: str) -> str:
         experiment = client.get_experiment_by_name(name)

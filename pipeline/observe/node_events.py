@@ -71,9 +71,9 @@ class NodeEvents:
         """Update the state with one event."""
         self.latest_event_s = max(self.latest_event_s, event.t)
         self.losses.apply_event(event)
-        found = incident_of_event(event, self.losses)
-        if found is not None:
-            self.incidents.append(found)
+        incident = incident_of_event(event, self.losses)
+        if incident is not None:
+            self.incidents.append(incident)
         if event.kind in (EventKind.RUN_STARTED, EventKind.RUN_FINISHED):
             self.submitted.clear()
         if event.kind is EventKind.GANG_LOST:

@@ -110,8 +110,8 @@ def plot_reward_model(
     curves, right, last = figure.subplots(1, 3)
 
     def line(name: str) -> Points:
-        found = [(step, values[name]) for step, values in sorted(metrics.items()) if name in values]
-        return [(step, value) for step, value in found if math.isfinite(value)]
+        points = [(step, values[name]) for step, values in sorted(metrics.items()) if name in values]
+        return [(step, value) for step, value in points if math.isfinite(value)]
 
     validation = ("validation", line("validation/accuracy"))
     if calibration is None:

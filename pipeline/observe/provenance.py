@@ -42,12 +42,12 @@ def driver_origin() -> dict[str, str]:
     """Return the fields of a RUN_STARTED event: the driver's command line, its host and the commit of its code."""
     program, *arguments = sys.argv or [""]
     named = "python -m pipeline.cli" if program.endswith("__main__.py") else Path(program).name
-    found = {
+    origin = {
         "command": f"{named} {shlex.join(arguments)}".strip(),
         "host": platform.node(),
         "code": git_commit(),
     }
-    return {key: value for key, value in found.items() if value}
+    return {key: value for key, value in origin.items() if value}
 
 
 def short_command() -> str:

@@ -319,11 +319,11 @@ def _compare_evaluations(evaluations: Sequence[Evaluation]) -> EvalSummary | Non
     """Compare the first evaluation with the last, on the prompts that both have."""
     if not evaluations:
         return None
-    found = compare_paired(evaluations[0].scores, evaluations[-1].scores)
+    compared = compare_paired(evaluations[0].scores, evaluations[-1].scores)
     return (
         None
-        if found is None
-        else EvalSummary(found.mean_before, found.mean_after, found.num_prompts, found.t_statistic)
+        if compared is None
+        else EvalSummary(compared.mean_before, compared.mean_after, compared.num_prompts, compared.t_statistic)
     )
 
 

@@ -61,13 +61,13 @@ class Box:
 
 def read_boxes(events: Iterable[Event]) -> list[Box]:
     """Return the boxes of all finished executions, sorted by start."""
-    found = []
+    boxes = []
     for e in events:
         if e.kind is EventKind.FINISHED and e.stage is not None and e.step is not None and e.seconds is not None:
             address = Address(e.stage, e.step, e.shard or 0)
             worker, store_s = e.worker or "?", min(e.store_s or 0.0, e.seconds)
-            found.append(Box(address, e.gang or worker, worker, e.rank or 0, e.t - e.seconds, e.t, store_s))
-    return sorted(found, key=lambda box: (box.start_s, box.end_s))
+            boxes.append(Box(address, e.gang or worker, worker, e.rank or 0, e.t - e.seconds, e.t, store_s))
+    return sorted(boxes, key=lambda box: (box.start_s, box.end_s))
 
 
 def driver_periods(events: Iterable[Event]) -> list[Interval]:
@@ -123,14 +123,14 @@ def overlap_periods(all_boxes: Iterable[Box]) -> list[Interval]:
     """Return the disjoint periods in which at least two gangs were busy, in order."""
     periods = [period for of_gang in busy_periods(all_boxes).values() for period in of_gang]
     changes = sorted([(start, 1) for start, _ in periods] + [(end, -1) for _, end in periods])
-    found, num_busy, since = [], 0, 0.0
+    overlaps, num_busy, since = [], 0, 0.0
     for t, change in changes:
         before, num_busy = num_busy, num_busy + change
         if before < 2 <= num_busy:
             since = t
         elif num_busy < 2 <= before and t > since:
-            found.append((since, t))
-    return found
+            overlaps.append((since, t))
+    return overlaps
 
 
 def overlap_by_step(events: Iterable[Event]) -> dict[int, float]:
@@ -143,13 +143,13 @@ def overlap_by_step(events: Iterable[Event]) -> dict[int, float]:
     published = {e.step: e.t for e in log if e.kind is EventKind.PUBLISHED and e.step is not None}
     both = overlap_periods(read_boxes(log))
     ends = [end for _, end in both]
-    found = {}
+    seconds_of = {}
     for step, begin in sorted(published.items()):
         end = published.get(step + 1, begin)
         if end > begin and bisect_right(starts, end) == bisect_right(starts, begin):
             near = both[bisect_left(ends, begin) : bisect_left(ends, end) + 1]
-            found[step] = total_length(intersect_intervals(near, [(begin, end)])) / (end - begin)
-    return found
+            seconds_of[step] = total_length(intersect_intervals(near, [(begin, end)])) / (end - begin)
+    return seconds_of
 
 
 # ---- lanes -----------------------------------------------------------------------------------------------

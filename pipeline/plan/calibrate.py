@@ -154,7 +154,7 @@ def _check(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: str)
 
 def samples_of(runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Calibration) -> list[Measurement]:
     """Return the measured nodes of all runs, with their rooflines."""
-    found = []
+    measurements = []
     for one in runs:
         calibration = usual if one.drafted is None else replace(usual, **asdict(one.drafted))
         costs = costs_of(one.run, cluster, calibration, one.prompt_tokens)
@@ -163,10 +163,10 @@ def samples_of(runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Cal
             if node.seconds > links:
                 kind, seconds = STAGE_KIND[node.node.stage], node.seconds - links
                 stored = min(node.store_s, seconds)
-                found.append(Measurement(kind, seconds, work.roofline, work.calls, stored, _is_beside(node)))
+                measurements.append(Measurement(kind, seconds, work.roofline, work.calls, stored, _is_beside(node)))
         refit = costs.refit_work()
-        found += [Measurement("refit", seconds, refit.roofline, refit.calls) for seconds in one.refits]
-    return found
+        measurements += [Measurement("refit", seconds, refit.roofline, refit.calls) for seconds in one.refits]
+    return measurements
 
 
 def works_of(one: ObservedRun, costs: Costs) -> Iterator[tuple[Observed, Work]]:
@@ -200,9 +200,9 @@ def _replayed(
         left = min(in_queue, key=lambda place: ends[place], default=None)
         ended = queue.next_end() if in_queue else None
         if left is not None and ended is not None and min(ended, ends[left]) <= joins:
-            found = queue.finish() if ended <= ends[left] else [(left, queue.drop(left, ends[left]))]
-            in_queue.difference_update(place for place, _ in found)
-            yield from found
+            finished = queue.finish() if ended <= ends[left] else [(left, queue.drop(left, ends[left]))]
+            in_queue.difference_update(place for place, _ in finished)
+            yield from finished
         else:
             place = joining.popleft()
             queue.add(place, nodes[place].lengths, joins)
@@ -222,18 +222,18 @@ def fit(samples: Sequence[Measurement], usual: StageSpeed) -> tuple[StageSpeed, 
     start[0] = max(start[0], 1.0)
     used = columns.any(axis=0)
     least = np.array([1 / start[0], 0.0, 0.0])[used]
-    found, outlying = np.ones(int(used.sum())), np.ones(len(samples))
+    factors, outlying = np.ones(int(used.sum())), np.ones(len(samples))
     for _ in range(20):
         # errors are relative to the prediction: relative to the measurement, short nodes would count too much
-        predicted = (columns * start)[:, used] @ found + stored
+        predicted = (columns * start)[:, used] @ factors + stored
         scaled = (columns * start)[:, used] / predicted[:, None]
-        rows = np.vstack([scaled * outlying[:, None], np.sqrt(_PULL) * np.eye(len(found))])
-        target = np.concatenate([(seconds - stored) / predicted * outlying, np.full(len(found), np.sqrt(_PULL))])
-        found = least + _not_negative(rows, target - rows @ least)
+        rows = np.vstack([scaled * outlying[:, None], np.sqrt(_PULL) * np.eye(len(factors))])
+        target = np.concatenate([(seconds - stored) / predicted * outlying, np.full(len(factors), np.sqrt(_PULL))])
+        factors = least + _not_negative(rows, target - rows @ least)
         errors = np.abs(seconds / predicted - 1)
         outlying = np.sqrt(np.minimum(1.0, _OUTLIER / np.maximum(errors, 1e-12)))
     fitted = start.copy()
-    fitted[used] *= found
+    fitted[used] *= factors
     store_s, beside_s = _stores(samples)
     fitted[2] += store_s
     ratios = seconds / (columns @ fitted + beside_s * np.array([sample.beside for sample in samples]))
@@ -301,4 +301,4 @@ def compared(
             measured, predicted, number = sums.get(node.node.stage, (0.0, 0.0, 0))
             seconds = costs.timed(work, node.node.stage) + calibration.beside_s * _is_beside(node)
             sums[node.node.stage] = (measured + node.seconds, predicted + seconds, number + 1)
-    yield from ((stage, *found) for stage, found in sums.items())
+    yield from ((stage, *totals) for stage, totals in sums.items())

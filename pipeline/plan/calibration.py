@@ -179,14 +179,15 @@ def load_calibration(file: str | Path) -> Calibration:
         raise ConfigError(
             CALIBRATION, f"given {str(file)!r}; no such file (`stageline calibrate RUN --write` makes one)"
         )
-    found: Calibration = load_file(Calibration, path)
-    problems = [*setting_problems(found)]
-    if found.tokens_per_pass > 1 + found.drafts_per_pass:
-        need = f"a row gains a token and its right drafts: at most 1 + drafts_per_pass = {1 + found.drafts_per_pass:g}"
-        problems.append(Problem("tokens_per_pass", found.tokens_per_pass, need))
+    calibration: Calibration = load_file(Calibration, path)
+    problems = [*setting_problems(calibration)]
+    most = 1 + calibration.drafts_per_pass
+    if calibration.tokens_per_pass > most:
+        need = f"a row gains a token and its right drafts: at most 1 + drafts_per_pass = {most:g}"
+        problems.append(Problem("tokens_per_pass", calibration.tokens_per_pass, need))
     if problems:
         raise join_errors([refusal(problem) for problem in problems])
-    return found
+    return calibration
 
 
 def to_yaml(calibration: Calibration) -> str:

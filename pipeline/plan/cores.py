@@ -70,14 +70,14 @@ def shared_cores(run: PlannedRun, cluster: HardwareCluster) -> int | None:
 def working_threads(config: RunConfig, share: float) -> dict[str, float]:
     """Return the threads that compute at the same time in a working replica, or in all ranks of a parallel group
     together, for each gang that computes models. Rewards without models mostly wait. `share`: see `thread_speedup`."""
-    found = {}
+    threads_of = {}
     for gang in config.gangs():
         if gang.roles & {Role.GENERATE, *MODEL_ROLES} or (Role.SCORE in gang.roles and config.scoring_models()):
             processes = config.replica_ranks if Role.GENERATE in gang.roles else 1
             ranks = gang.workers if gang.is_ordered else 1
             threads = thread_speedup(config.placement.gangs[gang.name].threads, share)
-            found[gang.name] = threads * processes * ranks
-    return found
+            threads_of[gang.name] = threads * processes * ranks
+    return threads_of
 
 
 def work_at(
@@ -102,8 +102,8 @@ def work_at(
         start, until = max(end, until), max(end, until) + driver_s
         changes += [(start, 1.0), (until, -1.0)]
     changes.sort()
-    clock, found = SharedClock(cores, changes[0][0] if changes else 0.0), dict[float, float]()
+    clock, work_by_time = SharedClock(cores, changes[0][0] if changes else 0.0), dict[float, float]()
     for time, change in changes:
         clock.add(change, time)
-        found[time] = clock.work
-    return found
+        work_by_time[time] = clock.work
+    return work_by_time

@@ -83,14 +83,14 @@ class Costs:
         as many rows. Not for stages that decode."""
         work = self._work(node.stage, rows_of_shards(self.prompt_tokens, np.array(lengths)))
         total = self._total(work, self.speed_of(node.stage)) + self.calibration.turnaround_s
-        found: list[float] = np.broadcast_to(total, len(lengths)).tolist()
-        return found
+        seconds: list[float] = np.broadcast_to(total, len(lengths)).tolist()
+        return seconds
 
     def parts(self, node: Node, lengths: Sequence[int]) -> dict[str, float]:
         """Return the seconds by their cause: arithmetic, weights read, collectives, bubble and so on."""
-        found = self._timed(self.work(node, lengths), self.speed_of(node.stage))
-        fixed = found.get(FIXED, 0.0) + self.calibration.turnaround_s
-        return found | ({FIXED: fixed} if fixed else {})
+        parts = self._timed(self.work(node, lengths), self.speed_of(node.stage))
+        fixed = parts.get(FIXED, 0.0) + self.calibration.turnaround_s
+        return parts | ({FIXED: fixed} if fixed else {})
 
     def overhead(self, node: Node) -> float:
         """Return the seconds from the commits of a node's parents to its start on an idle worker: scheduling and
@@ -123,8 +123,8 @@ class Costs:
 
     def speed_of(self, stage: str) -> StageSpeed:
         """Return the calibrated speed of a stage."""
-        found: StageSpeed = getattr(self.calibration, STAGE_KIND[stage])
-        return found
+        speed: StageSpeed = getattr(self.calibration, STAGE_KIND[stage])
+        return speed
 
     def timed(self, work: Work, stage: str) -> float:
         """Return the seconds of a stage's work in a node, without its worker's turnaround."""
@@ -137,10 +137,10 @@ class Costs:
 
     def _timed(self, work: Work, speed: StageSpeed) -> dict[str, float]:
         """Return the parts of `_total` that are not 0, by their cause."""
-        found = {name: seconds / speed.efficiency for name, seconds in work.parts.items()}
-        found |= {name: seconds / self.calibration.link_efficiency for name, seconds in work.links.items()}
-        found |= {CALLS: work.calls * speed.call_s, FIXED: speed.node_s}
-        return {name: seconds for name, seconds in found.items() if seconds}
+        parts = {name: seconds / speed.efficiency for name, seconds in work.parts.items()}
+        parts |= {name: seconds / self.calibration.link_efficiency for name, seconds in work.links.items()}
+        parts |= {CALLS: work.calls * speed.call_s, FIXED: speed.node_s}
+        return {name: seconds for name, seconds in parts.items() if seconds}
 
     # ---- work, at the hardware's peaks ---------------------------------------------------------------------------
 
@@ -216,15 +216,15 @@ class Costs:
         return Work({COPIES: num_bytes / rate}, {})
 
 
-def decoding_work(found: Decoded) -> Work:
+def decoding_work(decoded: Decoded) -> Work:
     """Return the work of a node that decodes."""
     parts = {
-        WEIGHTS: found.weights,
-        CONTEXT: found.context,
-        ARITHMETIC: found.arithmetic,
-        PREFILL: found.prefill,
+        WEIGHTS: decoded.weights,
+        CONTEXT: decoded.context,
+        ARITHMETIC: decoded.arithmetic,
+        PREFILL: decoded.prefill,
     }
-    return Work(parts, {ENGINE_LINKS: found.links}, found.passes)
+    return Work(parts, {ENGINE_LINKS: decoded.links}, decoded.passes)
 
 
 def costs_of(
@@ -305,9 +305,9 @@ def _trunk_stages(run: PlannedRun, gangs: Mapping[str, Gang]) -> frozenset[str]:
     shard's rows, in the graph's order, and the stages of held-out rows and canaries."""
     if not run.config.model.frozen_blocks:
         return frozenset()
-    found = {"evaluate_reference", "canary_logprob"}  # rows that no other stage of the gang has seen
+    stages = {"evaluate_reference", "canary_logprob"}  # rows that no other stage of the gang has seen
     recomputes = run.config.proximal == "recompute"
     order = ["reference", *(["logprob"] if recomputes else []), "value"]
     for gang in gangs.values():
-        found |= {next((stage for stage in order if STAGE_ROLES[stage] in gang.roles), "")} - {""}
-    return frozenset(found if recomputes else found - {"canary_logprob"})
+        stages |= {next((stage for stage in order if STAGE_ROLES[stage] in gang.roles), "")} - {""}
+    return frozenset(stages if recomputes else stages - {"canary_logprob"})

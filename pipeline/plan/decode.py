@@ -262,16 +262,16 @@ class RowQueue(Generic[Shard]):
         if not self._ended:
             assert self._ahead is not None, "next_end comes first"
             vars(self).update(vars(self._ahead))
-        found, self._ended = self._ended, []
-        return found
+        ended, self._ended = self._ended, []
+        return ended
 
     def _copy(self) -> RowQueue[Shard]:
-        found: RowQueue[Shard] = object.__new__(RowQueue)  # `copy.copy` takes three times as long
-        vars(found).update(vars(self))
-        found._waiting, found._flight = self._waiting.copy(), self._flight.copy()
-        found._left, found._begun, found._ended = self._left.copy(), self._begun.copy(), self._ended.copy()
-        found._ahead = None
-        return found
+        copied: RowQueue[Shard] = object.__new__(RowQueue)  # `copy.copy` takes three times as long
+        vars(copied).update(vars(self))
+        copied._waiting, copied._flight = self._waiting.copy(), self._flight.copy()
+        copied._left, copied._begun, copied._ended = self._left.copy(), self._begun.copy(), self._ended.copy()
+        copied._ahead = None
+        return copied
 
     def _advance(self, now: float) -> None:
         """Go to a time."""
@@ -350,7 +350,7 @@ class RowQueue(Generic[Shard]):
 
     def _retire(self) -> bool:
         """Remove the rows that have ended. Return True if one was the last of its shard."""
-        found = False
+        retired = False
         # the first row of the heap ends now; the clock may differ from its end by rounding
         self._clock = self._flight[0][0]
         while self._flight and self._flight[0][0] <= self._clock:
@@ -364,8 +364,8 @@ class RowQueue(Generic[Shard]):
                 self._ended.append(
                     (shard, Decoded(*(now - then for now, then in zip(self._total, before, strict=True))))
                 )
-                found = True
-        return found
+                retired = True
+        return retired
 
 
 def least_work(speed: DecodeSpeed, prompt: float, lengths: Sequence[int]) -> Decoded:

@@ -107,15 +107,15 @@ def _lognormal(lengths: LognormalLengths, step: int, count: int) -> list[int]:
     """Return the first lengths of a step. More of them begin with the same ones."""
     normal = np.random.default_rng((lengths.seed, step)).standard_normal(count)
     tokens = np.exp(math.log(lengths.median) + lengths.sigma * normal)
-    found: list[int] = np.clip(np.rint(tokens), 1, lengths.most).astype(int).tolist()
-    return found
+    numbers: list[int] = np.clip(np.rint(tokens), 1, lengths.most).astype(int).tolist()
+    return numbers
 
 
 @lru_cache(maxsize=8)
 def _uniform(seed: int, step: int, count: int) -> list[float]:
     """Return the first numbers of a step, at least 0 and below 1. More of them begin with the same ones."""
-    found: list[float] = np.random.default_rng((seed, step)).random(count).tolist()
-    return found
+    numbers: list[float] = np.random.default_rng((seed, step)).random(count).tolist()
+    return numbers
 
 
 def lognormal_with_mean(mean: float, sigma: float, most: int, seed: int = 0) -> LognormalLengths:

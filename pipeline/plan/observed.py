@@ -102,14 +102,14 @@ def observe(
     """Return the nodes that a run executed, from its history and its journal's events. `cores`: those that its workers
     shared; None: each had enough. Raises StoreError if rows cannot be read."""
     log = list(events)
-    found, driver_s = [box for box in read_boxes(log) if box.rank == 0], _driver_s(log)
-    last = {box.address: box for box in found}  # of several attempts the last one was committed
+    boxes, driver_s = [box for box in read_boxes(log) if box.rank == 0], _driver_s(log)
+    last = {box.address: box for box in boxes}  # of several attempts the last one was committed
     nodes = {node.address: node for node in run_nodes(history.spec)}
     lengths, prompts = _rows(history, [node for node in nodes.values() if node.address in last])
-    kept, crowded = _warm(found, last, nodes), _beside(found)
+    kept, crowded = _warm(boxes, last, nodes), _beside(boxes)
     refits = {commit.address: commit.metrics.get("engine/refit_s", 0.0) for commit in _engine_commits(history)}
     threads = working_threads(run.config, share=1.0)
-    work = {} if cores is None else work_at(found, threads, cores, driver_s)
+    work = {} if cores is None else work_at(boxes, threads, cores, driver_s)
     observed, loads = list[Observed](), list[float]()
     for box in kept:
         refit, start, end, rate = refits.get(box.address, 0.0), box.start_s, box.end_s, 1.0
@@ -132,21 +132,21 @@ def observe(
         name,
         run,
         observed,
-        _waits(kept, found, nodes),
+        _waits(kept, boxes, nodes),
         loads,
         len(history.finished_steps()),
         prompts,
         _drafted(run, history) if run.config.engine.embedded.speculation.drafter != "none" else None,
         _item(identity, "device"),
         _item(identity, "instructions"),
-        _turnarounds(found, nodes),
+        _turnarounds(boxes, nodes),
         driver_s,
     )
 
 
 def _driver_s(log: Sequence[Event]) -> float:
     """Return the driver's processor seconds for each node: the median over the steps of a single driver."""
-    found, nodes = list[float](), 0
+    seconds, nodes = list[float](), 0
     before: float | None = None
     for event in log:
         if event.kind is EventKind.RUN_STARTED:
@@ -154,16 +154,16 @@ def _driver_s(log: Sequence[Event]) -> float:
         nodes += event.kind is EventKind.FINISHED and event.rank == 0
         if event.kind is EventKind.PUBLISHED and event.cpu_s is not None:
             if before is not None and nodes:
-                found.append((event.cpu_s - before) / nodes)
+                seconds.append((event.cpu_s - before) / nodes)
             nodes, before = 0, event.cpu_s
-    return median(found) if found else 0.0
+    return median(seconds) if seconds else 0.0
 
 
-def _warm(found: Sequence[Box], last: Mapping[Address, Box], nodes: Mapping[Address, Node]) -> list[Box]:
+def _warm(boxes: Sequence[Box], last: Mapping[Address, Box], nodes: Mapping[Address, Node]) -> list[Box]:
     """Return the boxes to measure: the last box of each node, without the first box of each stage on a worker."""
     seen: set[tuple[str, str]] = set()
     kept = []
-    for box in found:
+    for box in boxes:
         key = (box.worker, box.address.stage)
         if key in seen and box.address in nodes and last[box.address] is box:
             kept.append(box)
@@ -171,11 +171,11 @@ def _warm(found: Sequence[Box], last: Mapping[Address, Box], nodes: Mapping[Addr
     return kept
 
 
-def _beside(found: Sequence[Box]) -> set[Address]:
+def _beside(boxes: Sequence[Box]) -> set[Address]:
     """Return the nodes at whose time their worker ran others, too. `found` is sorted by start."""
     crowded: set[Address] = set()
     latest: dict[str, Box] = {}
-    for box in found:
+    for box in boxes:
         before = latest.get(box.worker)
         if before is not None and box.start_s < before.end_s:
             crowded |= {before.address, box.address}
@@ -213,12 +213,12 @@ def _lengths_of(node: Node, history: History, lengths: Mapping[Address, list[int
     return [length for shard in shards for length in lengths.get(Address("generate", where.step, shard), [])]
 
 
-def _waits(kept: Iterable[Box], found: Sequence[Box], nodes: Mapping[Address, Node]) -> list[float]:
+def _waits(kept: Iterable[Box], boxes: Sequence[Box], nodes: Mapping[Address, Node]) -> list[float]:
     """Return the seconds from the end of a node's last parent to the node's start, for each node whose worker had ended
     its earlier nodes by then."""
-    ends = {box.address: box.end_s for box in found}
+    ends = {box.address: box.end_s for box in boxes}
     by_worker: dict[str, list[Box]] = {}
-    for box in found:
+    for box in boxes:
         by_worker.setdefault(box.worker, []).append(box)
     waits = []
     for box in kept:
@@ -230,13 +230,13 @@ def _waits(kept: Iterable[Box], found: Sequence[Box], nodes: Mapping[Address, No
     return waits
 
 
-def _turnarounds(found: Sequence[Box], nodes: Mapping[Address, Node]) -> list[float]:
+def _turnarounds(boxes: Sequence[Box], nodes: Mapping[Address, Node]) -> list[float]:
     """Return the seconds between consecutive nodes of a worker, if the parents of the later node had ended before the
     earlier node. Engines run several nodes at once and are left out."""
-    ends = {box.address: box.end_s for box in found}
+    ends = {box.address: box.end_s for box in boxes}
     last: dict[str, Box] = {}
     gaps = []
-    for box in found:
+    for box in boxes:
         before = last.get(box.worker)
         if before is not None and box.address in nodes and box.address.stage not in ENGINE_STAGES:
             ready = max((ends.get(parent, math.inf) for parent in nodes[box.address].parents), default=math.inf)

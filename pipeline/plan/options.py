@@ -75,16 +75,16 @@ class Options:
         are left out, but not for gangs that share devices: their hand-overs may be faster with less memory."""
         key = form.gangs[gang], shards, devices, form.shares_devices
         if key not in self._known:
-            found = [*self._trainers(form, gang, shards, devices)]
-            self._known[key] = found if form.shares_devices else pareto(found)
+            trainers = [*self._trainers(form, gang, shards, devices)]
+            self._known[key] = trainers if form.shares_devices else pareto(trainers)
         return self._known[key]
 
     def engine(self, form: Form, shards: int, devices: int) -> list[Option]:
         """Return the options of the generating pool on a number of devices, as `trainer` does."""
         key = frozenset({Role.GENERATE}), shards, devices, form.shares_devices
         if key not in self._known:
-            found = [*self._engines(form, shards, devices)]
-            self._known[key] = found if form.shares_devices else pareto(found)
+            engines = [*self._engines(form, shards, devices)]
+            self._known[key] = engines if form.shares_devices else pareto(engines)
         return self._known[key]
 
     def _trainers(self, form: Form, gang: str, shards: int, devices: int) -> Iterator[Option]:
@@ -254,14 +254,14 @@ def pareto(options: Sequence[Option]) -> list[Option]:
     def numbers(option: Option) -> list[float]:
         return [option.busy_s, *itertools.chain.from_iterable(option.seconds[s] for s in sorted(option.seconds))]
 
-    found: dict[tuple[int, int, int | None], list[tuple[list[float], Option]]] = {}
+    best: dict[tuple[int, int, int | None], list[tuple[list[float], Option]]] = {}
     for option in sorted(options, key=numbers):
         slots = option.settings.concurrent_shards
         alike = option.settings.workers, slots, option.changes.get("max_rows") if slots > 1 else None
         own = numbers(option)
-        if not any(all(a <= b for a, b in zip(other, own, strict=True)) for other, _ in found.get(alike, ())):
-            found.setdefault(alike, []).append((own, option))
-    return [option for of_kind in found.values() for _, option in of_kind]
+        if not any(all(a <= b for a, b in zip(other, own, strict=True)) for other, _ in best.get(alike, ())):
+            best.setdefault(alike, []).append((own, option))
+    return [option for of_kind in best.values() for _, option in of_kind]
 
 
 def scoring_option(space: Space, form: Form, shards: int) -> Option:

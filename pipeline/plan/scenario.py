@@ -63,13 +63,13 @@ def hand_over_s(run: PlannedRun, cluster: HardwareCluster) -> dict[str, float]:
     if not run.on_gpus or not sharing:
         return {}
     gangs = {gang.name: gang for gang in run.config.gangs()}
-    found = dict.fromkeys(sorted(sharing), 0.0)
+    seconds = dict.fromkeys(sorted(sharing), 0.0)
     for worker in workers_memory(run):
         name = worker.worker[0]
         if name in sharing:
             gpus = max(1, gangs[name].gpus)
-            found[name] = max(found[name], worker.resting / gpus / cluster.hardware.pcie_bytes_per_s)
-    return found
+            seconds[name] = max(seconds[name], worker.resting / gpus / cluster.hardware.pcie_bytes_per_s)
+    return seconds
 
 
 class _RememberedCosts:

@@ -125,7 +125,7 @@ def combinations(space: Space, watch: Callable[[str], None] = lambda text: None)
     Raises:
         ConfigError: the models or the engine fit on no number of these devices.
     """
-    found: list[Combination] = []
+    fitting: list[Combination] = []
     known, counts = Options(space), counts_of(space)
     exact, nothing = True, set[str]()
     for form, shards in itertools.product(forms(space.base), space.shards):
@@ -148,10 +148,10 @@ def combinations(space: Space, watch: Callable[[str], None] = lambda text: None)
                 continue
             for staleness in space.staleness:
                 bounds = _bounds(space, form, options, scoring, staleness)
-                found.append(Combination(form, options, shards, staleness, used, bounds))
-    if not found:
+                fitting.append(Combination(form, options, shards, staleness, used, bounds))
+    if not fitting:
         raise ConfigError(DEVICES, _fits_nowhere(space, nothing))
-    return found, exact
+    return fitting, exact
 
 
 def _least_work(options: Sequence[Option]) -> list[Option]:
@@ -250,8 +250,8 @@ def search(
     simulated = 0
     for asynchronous in (False, True):
         of_kind = [one for one in every if bool(one.staleness) == asynchronous]
-        found, played, ended = _search(objective, play_one, accepts, of_kind, most)
-        plans += found
+        judged, played, ended = _search(objective, play_one, accepts, of_kind, most)
+        plans += judged
         simulated += played
         exact &= ended
     if not plans:

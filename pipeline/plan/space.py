@@ -109,15 +109,15 @@ def forms(config: RunConfig) -> list[Form]:
     """Return the ways to divide a config's roles into gangs. Only an engine that can free its
     devices shares them."""
     models = frozenset({Role.POLICY, Role.REFERENCE}) | ({Role.CRITIC} if config.has_critic else frozenset())
-    found = [Form("apart", {TRAIN: models})]
+    possible = [Form("apart", {TRAIN: models})]
     if config.capabilities().sleeps != "nothing":
-        found.append(Form("shared devices", {TRAIN: models}, shares_devices=True))
+        possible.append(Form("shared devices", {TRAIN: models}, shares_devices=True))
     if config.has_critic:
         divided = {TRAIN: models - {Role.CRITIC}, CRITIC: frozenset({Role.CRITIC})}
-        found.append(Form("critic apart", divided))
+        possible.append(Form("critic apart", divided))
     divided = {TRAIN: models - {Role.REFERENCE}, REFERENCE: frozenset({Role.REFERENCE})}
-    found.append(Form("reference apart", divided))
-    return found
+    possible.append(Form("reference apart", divided))
+    return possible
 
 
 def device_counts(devices: int, per_node: int) -> list[int]:

@@ -189,12 +189,12 @@ class _Pass:
 def forward_work(gang: GangSpeed, role: Role, optimizer: OptimizerConfig, rows: Rows, *, trunk: bool) -> Work:
     """Return the work of a forward pass of a role's model over rows. `trunk`: the frozen blocks are computed, too;
     otherwise their outputs are kept from an earlier pass."""
-    found = _forward_pass(gang, role, rows, trunk=trunk)
+    forward = _forward_pass(gang, role, rows, trunk=trunk)
     if trunk and rows.count:  # a call of the frozen blocks for each width of a micro-batch's rows
         mine, above = rows.share(gang.models.data_ranks), _depth(gang, role, trunk=False)
         widths = _num_widths(mine.count / micro_batches(mine, optimizer))
-        found = replace(found, depth=above + widths * (1 - above))
-    return _sweep(gang, role, optimizer, rows, found)
+        forward = replace(forward, depth=above + widths * (1 - above))
+    return _sweep(gang, role, optimizer, rows, forward)
 
 
 def update_work(
@@ -263,14 +263,14 @@ def _forward(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> Numbers
 def _backward(gang: GangSpeed, role: Role, rows: Rows) -> Numbers:
     """Return the operations of a backward pass. Each product of the forward pass needs two (the gradients of its input
     and its weight), or one if its weight is frozen. With LoRA the adapters' products of both passes are added."""
-    found, model = 2 * _forward(gang, role, rows, trunk=False), gang.models.model
+    operations, model = 2 * _forward(gang, role, rows, trunk=False), gang.models.model
     spec, blocks = gang.models.spec_of(role), gang.models.num_blocks(role)
     if model.lora.rank:
         adapters = adapter_parameters(spec, model.lora, tensor=1)
-        found += (6 * adapters - 2 * matrix_numbers(spec)) * blocks * rows.tokens
+        operations += (6 * adapters - 2 * matrix_numbers(spec)) * blocks * rows.tokens
     if role is not Role.CRITIC and (model.lora.rank or (spec.tied_embeddings and model.frozen_blocks)):
-        found -= 2.0 * spec.hidden_size * spec.vocab_size * rows.sampled  # the output layer is frozen
-    return found
+        operations -= 2.0 * spec.hidden_size * spec.vocab_size * rows.sampled  # the output layer is frozen
+    return operations
 
 
 def _mlp_numbers(gang: GangSpeed, role: Role) -> int:

@@ -384,12 +384,12 @@ def _own_address(file: SchedulerFile, interface: str | None) -> str:
     scheduler."""
     if interface is None:
         return route_address(get_address_host(file.address))
-    found = interface_address(interface)
-    if found is None:
+    address = interface_address(interface)
+    if address is None:
         raise WorkerRefused(
             f"host {host_name()}: it has no interface {interface!r} with an address; it has {', '.join(interfaces())}"
         )
-    return found
+    return address
 
 
 def _network_environment(address: str, *, given: bool) -> dict[str, str]:
@@ -460,13 +460,13 @@ class JoinRefused:
 
 def local_versions() -> dict[str, str]:
     """Return the versions that two processes must have in common to exchange objects."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in _MUST_AGREE:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            versions[package] = "not installed"
+    return versions
 
 
 def describe_host(file: SchedulerFile, gang: str, index: int, board: Path) -> JoinRequest:
@@ -504,8 +504,8 @@ def _directory_fault(file: SchedulerFile, wrote: str) -> str:
     folder = RunPaths(Path(file.run_dir)).attached
     root = files.open_root(str(folder))
     try:
-        found = files.read(root, file.shared.name)
-        if found is None or found.decode() != file.nonce:
+        content = files.read(root, file.shared.name)
+        if content is None or content.decode() != file.nonce:
             return (
                 f"{file.shared} is not what the driver wrote: is {file.run_dir} on a filesystem that both hosts mount?"
             )
@@ -557,8 +557,8 @@ def board_of_host(board: Path, driver_lock: Path | None = None) -> Iterator[None
 def _remove_boards_of_dead_runs(folder: Path) -> None:
     for path in folder.glob(f"{BOARD_PREFIX}*{_LOCK}"):
         with suppress(OSError):  # removed meanwhile, another user's, or the driver's filesystem is not mounted
-            found = path.lstat()
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                 continue
             with path.open("r+") as lock:
                 driver_lock = lock.read()
@@ -600,9 +600,9 @@ def _shared_lock(path: Path) -> IO[str]:
 
 def interface_address(interface: str) -> str | None:
     """Return the IPv4 address of an interface, or else its IPv6 address; None if it has neither."""
-    found = psutil.net_if_addrs().get(interface, [])
+    addresses = psutil.net_if_addrs().get(interface, [])
     for family in (socket.AF_INET, socket.AF_INET6):
-        for address in found:
+        for address in addresses:
             if address.family == family:
                 return str(address.address)
     return None
@@ -615,7 +615,9 @@ def interfaces() -> list[str]:
 
 def interface_with(address: str) -> str | None:
     """Return the interface that has an address; None if none has."""
-    names = (name for name, found in psutil.net_if_addrs().items() if any(one.address == address for one in found))
+    names = (
+        name for name, addresses in psutil.net_if_addrs().items() if any(one.address == address for one in addresses)
+    )
     return next(names, None)
 
 

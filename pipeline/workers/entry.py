@@ -237,11 +237,11 @@ class ForwardedCall:
 
     def wait_for_outcomes(self) -> list[Outcome]:
         """Wait for the other ranks and return their outcomes, by rank. Raises PeerFailed if a rank failed."""
-        found = [asked.result() for asked in self._asked]
-        failed = [index for index, outcome in enumerate(found, 1) if outcome is None]
+        outcomes = [asked.result() for asked in self._asked]
+        failed = [index for index, outcome in enumerate(outcomes, 1) if outcome is None]
         if failed:
             raise PeerFailed(f"ranks {failed} did not do their part")
-        return [outcome for outcome in found if outcome is not None]
+        return [outcome for outcome in outcomes if outcome is not None]
 
 
 def call_for_rank(call: Call, index: int) -> Call:

@@ -242,8 +242,8 @@ def _gpu_addresses() -> list[str]:
     if not torch.cuda.is_available():
         return []
     numbers = range(torch.cuda.device_count())
-    found: list[Any] = [torch.cuda.get_device_properties(number) for number in numbers]  # torch's stubs lack pci_*
-    return [f"{one.pci_domain_id:04x}:{one.pci_bus_id:02x}:{one.pci_device_id:02x}.0" for one in found]
+    gpus: list[Any] = [torch.cuda.get_device_properties(number) for number in numbers]  # torch's stubs lack pci_*
+    return [f"{one.pci_domain_id:04x}:{one.pci_bus_id:02x}:{one.pci_device_id:02x}.0" for one in gpus]
 
 
 def _build_scorer(config: RunConfig) -> Scorer:

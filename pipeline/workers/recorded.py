@@ -53,23 +53,23 @@ def train_recorded(
             rollout, scores, reference, policy, values, config.ppo, step, config.staleness, state, normalize,
             config.rollout.responses_per_prompt,
         )  # fmt: skip
-        found = {**metrics, "policy/proximal_recomputed": float(policy is not None)}
+        updated = {**metrics, "policy/proximal_recomputed": float(policy is not None)}
         batch = PolicyBatch(rollout, advantages, policy, reference, state["step_kl_coef"])
-        found |= host.update_policy(step, batch)
+        updated |= host.update_policy(step, batch)
         if values is not None:
-            found |= host.update_critic(step, CriticBatch(rollout, advantages, values))
+            updated |= host.update_critic(step, CriticBatch(rollout, advantages, values))
         digests = {}
         for role in update_stages(config.graph()):
             digests[str(role)] = host.digest(role)
             host.mark_clean(role)
-        yield RecordedStep(step, found, digests)
+        yield RecordedStep(step, updated, digests)
 
 
 def _logprobs(host: ModelHost, rollouts: list[Rollout]) -> PolicyLogprobs:
-    found: PolicyLogprobs = concatenate([record for rows in rollouts if (record := logprob(host, rows)) is not None])
-    return found
+    logprobs: PolicyLogprobs = concatenate([record for rows in rollouts if (record := logprob(host, rows)) is not None])
+    return logprobs
 
 
 def _values(host: ModelHost, rollouts: list[Rollout]) -> Values:
-    found: Values = concatenate([record for rows in rollouts if (record := value(host, rows)) is not None])
-    return found
+    every: Values = concatenate([record for rows in rollouts if (record := value(host, rows)) is not None])
+    return every

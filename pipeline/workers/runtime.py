@@ -72,9 +72,9 @@ class StageRuntime(Runtime):
         """Return the node's commit. If it has none, compute its output and commit it first. Return None on a rank that
         holds no part of the output."""
         parts = self.parts
-        found = parts.find_commit(call.address)
-        if found is not None:
-            return found
+        commit = parts.find_commit(call.address)
+        if commit is not None:
+            return commit
         started = time.time()
         output = binding.compute(parts, call)
         if output.record is None:

@@ -126,9 +126,9 @@ def read_scheduler_file(path: Path) -> SchedulerFile:
         raise StoreError(f"{path} is no scheduler file: {error}") from error
 
 
-def _check_owner(path: Path, found: os.stat_result) -> None:
-    if found.st_uid != os.geteuid():
-        raise StoreError(f"{path} belongs to user {found.st_uid}, and this process to {os.geteuid()}: it is not used")
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.geteuid():
+        raise StoreError(f"{path} belongs to user {status.st_uid}, and this process to {os.geteuid()}: it is not used")
 
 
 def _nearest_visible(path: Path) -> tuple[Path, os.stat_result]:

@@ -217,22 +217,22 @@ def compare_canaries(parts: WorkerParts, call: Call) -> StageOutput:
     theirs = trainers.policy_logprobs if isinstance(trainers, PolicyLogprobs) else trainers.canary_policy_logprobs
     limit = config.alarm_nats(parts.ledger.get(call.inputs[2]).metrics[DIFFERENCE] if call.version else None)
     part = canary_rows(rollout, config.mismatch.rows)
-    record, found = compared(part.sampler_logprobs, part, theirs, rollout.num_rows)
-    asked = not sampled_by(part, call.version) or found[DIFFERENCE] > limit
+    record, measured = compared(part.sampler_logprobs, part, theirs, rollout.num_rows)
+    asked = not sampled_by(part, call.version) or measured[DIFFERENCE] > limit
     if asked and config.capabilities().scores:  # an engine that cannot score has fresh rows only (`has_canaries`)
         keys = [(config.seed, CANARY_STEP, row) for row in part.row.tolist()]
         score = partial(engine_logprobs, part=part, sampling=config.sampling, seed=config.seed, version=call.version)
         logprobs, _ = _run_in_engine(parts, call, keys, score, exact=True)
-        record, found = compared(logprobs, part, theirs, rollout.num_rows)
-    difference = found[DIFFERENCE]
+        record, measured = compared(logprobs, part, theirs, rollout.num_rows)
+    difference = measured[DIFFERENCE]
     older = bool((part.token_versions[part.response_mask] < call.version).all())
-    alarm = differs(difference, limit, found[MOVED] if older else None)
+    alarm = differs(difference, limit, measured[MOVED] if older else None)
     if alarm and "mismatch" in config.alarms.stop:
         raise MismatchAlarm(
             f"engine and trainer differ by {difference:.3g} nats a token at version {call.version} of the weights; "
             f"the limit is {limit:.3g} (mismatch.alarm_nats), and alarms.stop lists mismatch"
         )
-    metrics = {**found, "mismatch/alarm_nats": limit, "mismatch/alarm": float(alarm)}
+    metrics = {**measured, "mismatch/alarm_nats": limit, "mismatch/alarm": float(alarm)}
     return StageOutput(record, metrics, weight_versions=(call.version,))
 
 
@@ -331,16 +331,16 @@ def publish_version(parts: WorkerParts, call: Call) -> Commit | None:
     version, config = call.version, parts.config
     started = time.time()
     host = require_part(parts.updates).model_at(Role.POLICY, version)
-    found = parts.find_commit(call.address)
+    commit = parts.find_commit(call.address)
     exported = config.exports(version) and _begin_export(parts, version)
     with parts.clock.bookkeeping():
         manifest = publish(host, parts.board, version)
     if version == config.steps:  # a resume after this commit has no node left that could finish the exports
         _write_exports(parts, version, exported)
         require_part(parts.updates).background.wait_for_all()
-    if manifest is not None and found is None:
+    if manifest is not None and commit is None:
         with parts.clock.bookkeeping():
-            found = parts.store.commit_only(
+            commit = parts.store.commit_only(
                 call.address,
                 parts.provenance(call, started, (version,)),
                 attempt=parts.attempt_name(call),
@@ -349,7 +349,7 @@ def publish_version(parts: WorkerParts, call: Call) -> Commit | None:
             )
     if version != config.steps:
         _write_exports(parts, version, exported)
-    return None if manifest is None else found
+    return None if manifest is None else commit
 
 
 def _write_exports(parts: WorkerParts, version: int, exported: bool) -> None:

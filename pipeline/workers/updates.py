@@ -150,10 +150,10 @@ class ExactlyOnceUpdates:
     def update(self, role: Role, step: int, commit: Callable[[dict[str, float], str], Commit]) -> Commit | None:
         """Make version `step + 1` exist: train and commit it, or, if it is committed, make it resident. Return the
         commit on rank 0."""
-        found = self.broadcast_from_rank_0(lambda: self._ledger.find(Address(UPDATE_STAGE[role], step)))
-        if found is not None:
+        committed = self.broadcast_from_rank_0(lambda: self._ledger.find(Address(UPDATE_STAGE[role], step)))
+        if committed is not None:
             self.model_at(role, step + 1)
-            return found if self._rank == 0 else None
+            return committed if self._rank == 0 else None
         self.model_at(role, step)
         metrics = self._train(role, step)
         metrics |= {f"{UPDATE_STAGE[role]}/{name}": value for name, value in self.host.last_update(role).items()}
@@ -291,7 +291,7 @@ class ExactlyOnceUpdates:
             return fault
         faults: list[str | None] = [None] * self._ranks
         dist.all_gather_object(faults, fault)
-        return next((found for found in faults if found is not None), None)
+        return next((each for each in faults if each is not None), None)
 
     def _save(self, role: Role, version: int, digest: str) -> None:
         name = f"checkpoint of the {role}"

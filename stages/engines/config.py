@@ -153,5 +153,5 @@ def interpreter(python: str) -> str:
     with."""
     if os.path.dirname(python):
         return str(Path(python).absolute())
-    found = shutil.which(python)
-    return python if found is None else str(Path(found).absolute())
+    path = shutil.which(python)
+    return python if path is None else str(Path(path).absolute())

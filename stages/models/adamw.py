@@ -64,8 +64,8 @@ class BlockAdamW(torch.optim.Optimizer):
             block.mul_(1 - lr * group["weight_decay"])
             block.addcdiv_(m, v.div(unbiased2).sqrt_().add_(group["eps"]), value=-lr / unbiased1)
             if self.moments_dtype is not torch.float32:  # otherwise m and v are the moments themselves
-                for moment, found in zip(moments, (m, v), strict=True):
-                    moment.copy_(found)
+                for moment, value in zip(moments, (m, v), strict=True):
+                    moment.copy_(value)
 
 
 def initial_state(master: Tensor, steps: float, moments_dtype: torch.dtype) -> dict[str, Tensor]:

@@ -122,8 +122,8 @@ def _read_metadata(file: Path) -> Metadata:
         with file.open("rb") as stream:
             state = _Unpickler(stream).load().state
         return Metadata(
-            {str(key): _tensor(found.state) for key, found in state["state_dict_metadata"].items()},
-            storage_data={_index(key.state): _stored(found.state) for key, found in state["storage_data"].items()},
+            {str(key): _tensor(entry.state) for key, entry in state["state_dict_metadata"].items()},
+            storage_data={_index(key.state): _stored(entry.state) for key, entry in state["storage_data"].items()},
         )
     except _NOT_ONE as error:
         raise _changed(file, str(error) if isinstance(error, pickle.UnpicklingError) else "is none") from error

@@ -127,7 +127,7 @@ def write_snapshot(
     faults = [part for part in parts if isinstance(part, str)]
     if faults:
         raise OSError(f"{directory}: {'; '.join(faults)}")
-    return {name: found for part in parts for name, found in part.items()} if rank == 0 else None
+    return {name: file_sum for part in parts for name, file_sum in part.items()} if rank == 0 else None
 
 
 def _write_common(common: Mapping[str, Any], directory: Path) -> None:
@@ -198,8 +198,8 @@ def _misfits(state: Sequence[ShardedTensor], saved: Mapping[str, Any]) -> Iterat
     for shard in state:
         there = saved.get(shard.key)
         if there is None or (there.size, there.properties.dtype) != (shard.global_shape, shard.dtype):
-            found = "is missing" if there is None else f"is {there.properties.dtype} {tuple(there.size)}"
-            yield f"{shard.key} {found}, needed is {shard.dtype} {shard.global_shape}"
+            problem = "is missing" if there is None else f"is {there.properties.dtype} {tuple(there.size)}"
+            yield f"{shard.key} {problem}, needed is {shard.dtype} {shard.global_shape}"
 
 
 # ---- shards ----------------------------------------------------------------------------------------------

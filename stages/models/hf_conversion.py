@@ -128,8 +128,8 @@ SPLIT_AXES = {
 def adapted_weight(name: str) -> tuple[str, str]:
     """Return (name of the weight that an adapter's A or B belongs to, suffix of the names of its Hugging Face parts).
     For names of other parameters return (name, "")."""
-    linear, found, side = name.partition(".lora.")
-    return (f"{linear}.weight", f".lora_{side}") if found else (name, "")
+    linear, separator, side = name.partition(".lora.")
+    return (f"{linear}.weight", f".lora_{side}") if separator else (name, "")
 
 
 def from_hf(

@@ -216,10 +216,10 @@ def is_classifier(path: str) -> bool:
 def head_problem(path: str, spec: ModelSpec) -> str | None:
     """Return why the head in a model directory cannot be used for a reward model. Return None if it can, or if there is
     no head."""
-    found, wanted = tensor_shape(path, SCORE_WEIGHT) if is_classifier(path) else None, (1, spec.hidden_size)
-    if found is None or found == wanted:
+    shape, wanted = tensor_shape(path, SCORE_WEIGHT) if is_classifier(path) else None, (1, spec.hidden_size)
+    if shape is None or shape == wanted:
         return None
-    return f"its {SCORE_WEIGHT} is {found}, and a reward model's head is {wanted}: one score for each row"
+    return f"its {SCORE_WEIGHT} is {shape}, and a reward model's head is {wanted}: one score for each row"
 
 
 def weight_files(path: str) -> list[Path]:
@@ -245,11 +245,11 @@ def file_digests(path: str) -> dict[str, str]:
 
 
 def _digest(file: Path) -> str:
-    found = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     with file.open("rb") as stream:
         while block := stream.read(_BLOCK_BYTES):
-            found.update(block)
-    return found.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def read_vocabulary(path: str) -> dict[str, int] | None:
@@ -296,8 +296,8 @@ def _unused_special(folder: Path, special: Mapping[str, int]) -> int | None:
     """Return the id of a special token that has no role (bos, unk, ...) and is not in the chat template. Tokens named
     for padding come first, then reserved ones, then the lowest id. Return None if there is none. `special`: the special
     tokens that are no EOS."""
-    found = [folder / name for name in ("tokenizer_config.json", "special_tokens_map.json")]
-    configs = [json.loads(file.read_text("utf8")) for file in found if file.is_file()]
+    files = [folder / name for name in ("tokenizer_config.json", "special_tokens_map.json")]
+    configs = [json.loads(file.read_text("utf8")) for file in files if file.is_file()]
     roles = {_content(token) for config in configs for key, token in config.items() if key.endswith("_token") and token}
     template = folder / "chat_template.jinja"
     chat = [str(config.get("chat_template")) for config in configs]

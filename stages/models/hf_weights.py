@@ -61,11 +61,11 @@ def read_some_weights(path: str, names: Collection[str]) -> dict[str, torch.Tens
     if is_random(path):
         weights = _random_weights(path)
         return {name: weights[name] for name in names if name in weights}
-    found: dict[str, torch.Tensor] = {}
+    read: dict[str, torch.Tensor] = {}
     for file in weight_files(path):
         with safe_open(file, framework="pt") as tensors:
-            found |= {name: tensors.get_tensor(name) for name in set(names) & set(tensors.keys())}
-    return {name: found[name] for name in names if name in found}
+            read |= {name: tensors.get_tensor(name) for name in set(names) & set(tensors.keys())}
+    return {name: read[name] for name in names if name in read}
 
 
 def first_difference(path: str, other: str, names: Collection[str]) -> str | None:
@@ -73,8 +73,8 @@ def first_difference(path: str, other: str, names: Collection[str]) -> str | Non
     model `path` lacks are skipped."""
     mine, theirs = read_some_weights(path, names), read_some_weights(other, names)
     for name, tensor in mine.items():
-        found = theirs.get(name)
-        if found is None or not torch.equal(tensor.float(), found.float()):
+        their_tensor = theirs.get(name)
+        if their_tensor is None or not torch.equal(tensor.float(), their_tensor.float()):
             return name
     return None
 

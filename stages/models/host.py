@@ -125,16 +125,16 @@ class MegatronHost:
 
     def policy_logprobs(self, rollout: Rollout) -> PolicyLogprobs | None:
         trainer = self._clean(Role.POLICY)
-        found = self._logprobs(trainer.model, rollout, trainer.config, "value", trainer.kept)
-        return None if found is None else PolicyLogprobs(*found)
+        logprobs = self._logprobs(trainer.model, rollout, trainer.config, "value", trainer.kept)
+        return None if logprobs is None else PolicyLogprobs(*logprobs)
 
     def ref_logprobs(self, rollout: Rollout) -> ReferenceLogprobs | None:
         if self._reference is None:
             raise StateError("the reference is not placed on this gang")
         self._put_to_sleep(but=Role.REFERENCE)
         self._reference_weights.wake()
-        found = self._logprobs(self._reference, rollout, self._blueprint.model.policy, "none")
-        return None if found is None else ReferenceLogprobs(found[0])
+        logprobs = self._logprobs(self._reference, rollout, self._blueprint.model.policy, "none")
+        return None if logprobs is None else ReferenceLogprobs(logprobs[0])
 
     def values(self, rollout: Rollout) -> Values | None:
         trainer = self._clean(Role.CRITIC)
@@ -389,7 +389,7 @@ def _weights(*owners: GPTModel | Trunk | Trainer | None) -> Iterator[Tensor]:
         yield from model.parameters() if model is not None else ()
 
 
-def _fill(array: np.ndarray, batch: MicroBatch, found: Tensor) -> None:
+def _fill(array: np.ndarray, batch: MicroBatch, values: Tensor) -> None:
     """Write a micro-batch's rows into an array [rows, seq]."""
-    width = min(array.shape[1], found.shape[1])
-    array[batch.rows, :width] = found[:, :width].cpu().numpy()
+    width = min(array.shape[1], values.shape[1])
+    array[batch.rows, :width] = values[:, :width].cpu().numpy()

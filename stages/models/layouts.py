@@ -118,12 +118,12 @@ def target_parts(lora: LoraConfig) -> Iterator[str]:
 
 def adapter_shapes(spec: ModelSpec, lora: LoraConfig, layer: int) -> dict[str, tuple[int, int]]:
     """Return the shapes of A and B of a layer's adapters by peft's names (without the prefix `base_model.model.`)."""
-    found: dict[str, tuple[int, int]] = {}
+    shapes: dict[str, tuple[int, int]] = {}
     for part in target_parts(lora):
         outputs, inputs = layer_shapes(spec)[part]
         sizes = (lora.rank, inputs), (outputs, lora.rank)
-        found |= {layer_tensor(layer, f"{part}.{side}"): size for side, size in zip(SIDES, sizes, strict=True)}
-    return found
+        shapes |= {layer_tensor(layer, f"{part}.{side}"): size for side, size in zip(SIDES, sizes, strict=True)}
+    return shapes
 
 
 def adapter_parameters(spec: ModelSpec, lora: LoraConfig, tensor: int) -> int:

@@ -437,7 +437,7 @@ def published_tensors(spec: ModelSpec, model: ModelConfig, pipeline: int = 1, st
     with LoRA the tensors that adapters are merged into."""
     frozen, adapted = model.frozen_blocks, {*target_parts(model.lora)}
     per_stage = model.own_blocks(spec.num_layers, is_critic=False) // pipeline
-    found = {}
+    numbers = {}
     for name, shape in tensor_shapes(spec).items():
         where = layer_and_part(name)
         if where is None:
@@ -447,8 +447,8 @@ def published_tensors(spec: ModelSpec, model: ModelConfig, pipeline: int = 1, st
         if adapted:
             trained = trained and where is not None and where[1] in adapted
         if trained and of_stage == stage:
-            found[name] = math.prod(shape)
-    return found
+            numbers[name] = math.prod(shape)
+    return numbers
 
 
 def publication_bytes(gang: GangModels, stage: int, *, on_gpu: bool) -> tuple[int, int]:

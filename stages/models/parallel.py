@@ -215,12 +215,12 @@ class CollectiveWatch:
             if not _is_of_a_collective(error):
                 raise
             try:
-                found = self._find_missing(where)
+                missing = self._find_missing(where)
             except dist.DistNetworkError:  # rank 0, which keeps the notes, has ended; the driver notices this itself
                 raise error from None
-            if found is None:
+            if missing is None:
                 raise
-            raise found from error
+            raise missing from error
 
     def _find_missing(self, where: str) -> RanksMissing | None:
         """Return an error with the ranks that have not seen a collective fail, or None if all have. Rank 0's process
@@ -238,14 +238,14 @@ class CollectiveWatch:
 
         Thread(target=ask, name="roll-call", daemon=True).start()
         try:
-            found = answer.get(timeout=min(self._timeout_s, _LONGEST_ANSWER_S) + _ANSWER_S)
+            received = answer.get(timeout=min(self._timeout_s, _LONGEST_ANSWER_S) + _ANSWER_S)
         except Empty:
             return RanksMissing(
                 where, (0,), self._missing_text((0,), ["0 (which keeps the gang's notes, and does not answer)"])
             )
-        if isinstance(found, dist.DistNetworkError):
-            raise found
-        return found
+        if isinstance(received, dist.DistNetworkError):
+            raise received
+        return received
 
     def _ranks_without_note(self) -> tuple[int, ...]:
         """Wait for the other ranks to note that a collective failed for them too. Return the ranks that did not."""

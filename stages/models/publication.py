@@ -88,9 +88,9 @@ def publish(model: GPTModel, blueprint: Blueprint, board: WeightBoard, version: 
                 sums = board.sums(attempt, share) if share else {}  # a rank of another host has no file
             except _ERRORS as error:
                 errors.append(error)
-            found: list[tuple[dict[str, int], list[Exception]]] = from_all_ranks((sums, errors))
-            sums = {name: number for of_rank, _ in found for name, number in of_rank.items()}
-            errors = [error for _, of_rank in found for error in of_rank]
+            gathered: list[tuple[dict[str, int], list[Exception]]] = from_all_ranks((sums, errors))
+            sums = {name: number for of_rank, _ in gathered for name, number in of_rank.items()}
+            errors = [error for _, of_rank in gathered for error in of_rank]
         if not is_first:
             return None
         if errors:

@@ -136,9 +136,9 @@ class RewardModel:
         """Return the score of each row, float32 [rows]. It depends only on the row and the weights."""
         self._weights.wake()
         batches = score_micro_batches(rows, self._blueprint, self._config.micro_batch_tokens)
-        found = run_forward(self._model, self._trunk, batches, self._read)
+        outputs = run_forward(self._model, self._trunk, batches, self._read)
         scores = np.zeros(len(rows.lengths), np.float32)
-        for batch, of_batch in zip(batches if found else [], found, strict=True):
+        for batch, of_batch in zip(batches if outputs else [], outputs, strict=True):
             scores[batch.rows] = of_batch.float().cpu().numpy()
         return from_all_ranks(scores, self._parallel_rank)
 
@@ -420,10 +420,10 @@ class NextTokens:
             top = torch.log_softmax(logits_BV, dim=-1).topk(number)
             return top.indices.cpu().numpy(), top.values.cpu().numpy()
 
-        found = run_forward(self._model, None, batches, read)
+        outputs = run_forward(self._model, None, batches, read)
         tokens = np.zeros((len(rows.lengths), number), np.int64)
         log_probs = np.zeros((len(rows.lengths), number), np.float32)
-        for batch, (of_batch, values) in zip(batches if found else [], found, strict=True):
+        for batch, (of_batch, values) in zip(batches if outputs else [], outputs, strict=True):
             tokens[batch.rows], log_probs[batch.rows] = of_batch, values
         tokens, log_probs = from_all_ranks(tokens, rank), from_all_ranks(log_probs, rank)
         return [

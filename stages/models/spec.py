@@ -193,8 +193,8 @@ def _max_positions(config: Mapping[str, Any], family: Family) -> int:
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the rotary embedding's settings, from the current key of config.json or the older one."""
-    found: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    return found
+    rope: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return rope
 
 
 def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
@@ -411,9 +411,9 @@ def read_config(path: str) -> dict[str, Any]:
 def read_eos_ids(path: str) -> tuple[int, ...]:
     """Return the model's end-of-sequence tokens, from generation_config.json if it names any, else from config.json."""
     generation = Path(path) / "generation_config.json"
-    found = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
-    if found is None:
-        found = read_config(path).get("eos_token_id")
-    if found is None:
+    eos_ids = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
+    if eos_ids is None:
+        eos_ids = read_config(path).get("eos_token_id")
+    if eos_ids is None:
         return ()
-    return tuple(int(i) for i in (found if isinstance(found, list) else [found]))
+    return tuple(int(i) for i in (eos_ids if isinstance(eos_ids, list) else [eos_ids]))

@@ -229,9 +229,9 @@ def _fake_gang(recorder: Recorder) -> Iterator[None]:
     def shapes(path: str) -> dict[str, torch.Tensor]:
         dtype = getattr(torch, read_config(path).get("dtype") or read_config(path).get("torch_dtype") or "float32")
         recorder.reads_files = True
-        found = {name: torch.empty(shape, dtype=dtype) for name, shape in tensor_shapes(read_spec(path)).items()}
+        weights = {name: torch.empty(shape, dtype=dtype) for name, shape in tensor_shapes(read_spec(path)).items()}
         recorder.reads_files = False
-        return found
+        return weights
 
     new_group = dist.new_group
     with ExitStack() as stack:

@@ -349,7 +349,7 @@ class Trainer:
     def _architecture(self) -> dict[str, Any]:
         """The settings that decide which tensors exist. Settings of the parallel layout are left out."""
         blueprint = self._blueprint
-        found = dataclasses.asdict(blueprint.spec) | {
+        architecture = dataclasses.asdict(blueprint.spec) | {
             "role": str(self.role),
             "blocks": blueprint.num_blocks(self.role),
             "frozen_blocks": blueprint.model.frozen_blocks,
@@ -358,8 +358,8 @@ class Trainer:
         lora = blueprint.model.lora
         if lora.rank:
             adapters = {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
-            found |= {f"model.lora.{key}": value for key, value in adapters.items()}
-        return found
+            architecture |= {f"model.lora.{key}": value for key, value in adapters.items()}
+        return architecture
 
     def _set_learning_rate(self, lr: float) -> None:
         """Set the learning rate and, as Megatron's scheduler does, the weight decay: norms and biases do not decay."""

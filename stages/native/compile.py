@@ -115,9 +115,9 @@ def load_library(
         there = (ctypes.c_int64 * (len(here._fields_) + 2))()
         getattr(library, f"layout_{record}")(there, len(there))
         offsets = [getattr(here, field[0]).offset for field in here._fields_]
-        found = [*offsets, ctypes.sizeof(here), -1]
-        if found != list(there):
-            raise RuntimeError(f"struct {record}: offsets and size are {found}; in C {list(there)}")
+        layout = [*offsets, ctypes.sizeof(here), -1]
+        if layout != list(there):
+            raise RuntimeError(f"struct {record}: offsets and size are {layout}; in C {list(there)}")
     return library
 
 

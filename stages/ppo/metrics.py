@@ -40,13 +40,13 @@ def part_metrics(scores: Scores) -> dict[str, float]:
     """
     if scores.num_rows == 0:
         return {}
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     alone = len(scores.parts) == 1 and all(np.array_equal(part, scores.scores) for part in scores.parts.values())
     for name, part in scores.parts.items() if not alone else ():
         numbers = part.astype(np.float64)
-        found |= {f"reward/{name}/mean": float(numbers.mean()), f"reward/{name}/std": float(numbers.std())}
+        metrics |= {f"reward/{name}/mean": float(numbers.mean()), f"reward/{name}/std": float(numbers.std())}
     spread = {f"reward/{name}/disagreement": float(s.mean()) for name, s in scores.disagreement.items()}
-    return {**found, **spread}
+    return {**metrics, **spread}
 
 
 def ref_kl_metrics(

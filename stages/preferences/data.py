@@ -74,20 +74,20 @@ def tokenise_judgements(
     pairs: list[tuple[int, int]] = []
     rated: list[RatedText] = []
     for judgement in judgements:
-        found = [list(tokens) for tokens in _token_rows(judgement, tokenizer)]
-        if any(len(row) > config.max_tokens for row in found):
+        encoded = [list(tokens) for tokens in _token_rows(judgement, tokenizer)]
+        if any(len(row) > config.max_tokens for row in encoded):
             if config.too_long == "skip":
                 continue
             raise PreferencesError(
                 "data.max_tokens",
-                f"given {config.max_tokens}; {judgement.where} has {max(map(len, found))} tokens: raise it, or set "
+                f"given {config.max_tokens}; {judgement.where} has {max(map(len, encoded))} tokens: raise it, or set "
                 "data.too_long=skip",
             )
-        if len(set(map(tuple, found))) < len(found):
+        if len(set(map(tuple, encoded))) < len(encoded):
             raise PreferencesError("data.chosen", f"{judgement.where}: both responses are the same tokens")
         unit = units.setdefault(judgement.unit, len(units))
         numbers = []
-        for row, text in zip(found, _texts(judgement), strict=True):
+        for row, text in zip(encoded, _texts(judgement), strict=True):
             key = (unit, *row)
             if key not in kept:
                 kept[key] = len(rows)

@@ -129,11 +129,11 @@ def train_reward_model(
         report(TrainingProgress(step, total, {f"train/{name}": value for name, value in metrics.items()}))
         if not validates:
             continue
-        found = figures(model, parts.validation, config)
-        report(TrainingProgress(step, total, {f"validation/{name}": value for name, value in found.metrics.items()}))
+        measured = figures(model, parts.validation, config)
+        report(TrainingProgress(step, total, {f"validation/{name}": value for name, value in measured.metrics.items()}))
         worse += 1
-        if found.metrics["accuracy"] > best:
-            best, best_step, worse = found.metrics["accuracy"], step, 0
+        if measured.metrics["accuracy"] > best:
+            best, best_step, worse = measured.metrics["accuracy"], step, 0
             model.keep()
         if worse == config.patience:
             break
@@ -159,7 +159,7 @@ def figures(model: RewardModel, judged: JudgedRows, config: RewardTrainingConfig
     margins = scores[better].astype(np.float64) - scores[worse]
     right = right_order(margins)
     units = judged.units
-    found: dict[str, float] = {
+    metrics: dict[str, float] = {
         "accuracy": float(right.mean()),
         "accuracy_se": dyadic_standard_error(right, units[better], units[worse]),
         "margin": float(margins.mean()),
@@ -167,14 +167,14 @@ def figures(model: RewardModel, judged: JudgedRows, config: RewardTrainingConfig
     calibration = None
     if config.loss == "bradley_terry":
         calibration = reliability(margins)
-        found |= {"loss": float(np.logaddexp(0, -margins).mean()), "ece": calibration.ece}
+        metrics |= {"loss": float(np.logaddexp(0, -margins).mean()), "ece": calibration.ece}
     if judged.targets is not None:
-        found |= _beside_teacher(scores, judged, judged.targets)
+        metrics |= _beside_teacher(scores, judged, judged.targets)
     if judged.ratings is not None:
-        found["correlation"] = float(np.corrcoef(scores, judged.ratings)[0, 1])
+        metrics["correlation"] = float(np.corrcoef(scores, judged.ratings)[0, 1])
         if judged.standard_errors is not None:
-            found["best_accuracy"] = best_accuracy(judged.ratings, judged.standard_errors, better, worse)
-    return PartFigures(scores, margins, found, calibration)
+            metrics["best_accuracy"] = best_accuracy(judged.ratings, judged.standard_errors, better, worse)
+    return PartFigures(scores, margins, metrics, calibration)
 
 
 def _beside_teacher(scores: np.ndarray, judged: JudgedRows, targets: np.ndarray) -> dict[str, float]:
@@ -195,8 +195,8 @@ def add_teacher_scores(parts: TrainingParts, teachers: Sequence[RewardModel]) ->
     """Return the parts with the teachers' mean scores of all rows (a collective call)."""
 
     def scored(judged: JudgedRows) -> JudgedRows:
-        found = [_finite(teacher.scores(judged.rows)).astype(np.float64) for teacher in teachers]
-        return replace(judged, targets=np.mean(found, axis=0))
+        scores = [_finite(teacher.scores(judged.rows)).astype(np.float64) for teacher in teachers]
+        return replace(judged, targets=np.mean(scores, axis=0))
 
     return TrainingParts(scored(parts.train), scored(parts.validation), scored(parts.held_out))
 

@@ -54,10 +54,10 @@ class TaskScorer:
 def last_tagged(response: str) -> str | None:
     """Return the same as reasoning_gym.utils.extract_answer, in linear time. The library's regular expression takes
     quadratic time if many `<answer>` are never closed."""
-    found, position = None, 0
+    text, position = None, 0
     while (start := response.find(_OPEN, position)) >= 0 and (end := response.find(_CLOSE, start + len(_OPEN))) >= 0:
-        found, position = response[start + len(_OPEN) : end].strip(), end + len(_CLOSE)
-    return found
+        text, position = response[start + len(_OPEN) : end].strip(), end + len(_CLOSE)
+    return text
 
 
 def known_tasks() -> Mapping[str, Any]:

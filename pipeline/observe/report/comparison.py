@@ -87,11 +87,11 @@ def compare_runs(
     paired: list[PairedEvaluation] = []
     for run in range(1, len(settings)):
         left_out += _incomparable_parts(run, sameness[0], sameness[run])
-        found = _compare_held_out(run, (sameness[0], sameness[run]), (held_out[0], held_out[run]))
-        if isinstance(found, LeftOut):
-            left_out.append(found)
+        comparison = _compare_held_out(run, (sameness[0], sameness[run]), (held_out[0], held_out[run]))
+        if isinstance(comparison, LeftOut):
+            left_out.append(comparison)
         else:
-            paired.append(found)
+            paired.append(comparison)
     return RunComparison(config_differences(settings), paired, left_out)
 
 
@@ -103,17 +103,17 @@ def config_differences(settings: Sequence[Mapping[str, Any]]) -> list[ConfigDiff
 
 
 def _incomparable_parts(run: int, first: Sameness, other: Sameness) -> list[LeftOut]:
-    found = []
+    left_out = []
     if first.reward != other.reward:
-        found.append(LeftOut(run, "training scores", "they are made by different rewards", _SCORES))
+        left_out.append(LeftOut(run, "training scores", "they are made by different rewards", _SCORES))
     if first.held_out_reward != other.held_out_reward:
-        found.append(LeftOut(run, "held-out scores", "they are made by different rewards", _HELD_OUT))
+        left_out.append(LeftOut(run, "held-out scores", "they are made by different rewards", _HELD_OUT))
     if first.reference != other.reference:
-        found.append(LeftOut(run, "KL to the reference", "the references are different models", _KL))
+        left_out.append(LeftOut(run, "KL to the reference", "the references are different models", _KL))
     if first.tokenizer != other.tokenizer:
         why = "the tokenizers differ, and a token of one is not a token of the other"
-        found.append(LeftOut(run, "lengths, entropies and rates in tokens", why, _TOKENS))
-    return found
+        left_out.append(LeftOut(run, "lengths, entropies and rates in tokens", why, _TOKENS))
+    return left_out
 
 
 def _compare_held_out(
@@ -178,7 +178,7 @@ def worst_mismatches(
     steps = [step for step in read if step.mismatch is not None]
     if not steps:
         return None
-    found: list[tuple[float, int, int, int]] = []
+    worst: list[tuple[float, int, int, int]] = []
     for i, step in enumerate(steps):
         assert step.mismatch is not None
         size = np.abs(step.mismatch).ravel()
@@ -186,8 +186,8 @@ def worst_mismatches(
         for flat in np.argsort(-size, kind="stable")[:max_count]:
             row, t = divmod(int(flat), step.mismatch.shape[1])
             if step.rollout.response_mask[row, t]:
-                found.append((-float(size[flat]), i, row, t))
-    return [_token_mismatch(steps[i], row, t, decode) for _, i, row, t in sorted(found)[:max_count]]
+                worst.append((-float(size[flat]), i, row, t))
+    return [_token_mismatch(steps[i], row, t, decode) for _, i, row, t in sorted(worst)[:max_count]]
 
 
 def _token_mismatch(step: StageRows, row: int, t: int, decode: Decode) -> TokenMismatch:

@@ -35,7 +35,7 @@ def run_facts(
     """Return the facts about a run that are known. `hosts` are the hosts of its workers."""
     s = settings
     critic = "" if s.get("ppo.advantage") == "gae" else ", no critic"
-    found = [
+    facts = [
         ("model", _text(s.get("model.path"))),
         ("reference", _text(s.get("model.reference_path"))),
         ("prompts", f"{s.get('prompts.url')}, {s.get('prompts.held_out')} held out"),
@@ -51,7 +51,7 @@ def run_facts(
         ("workers' hosts", ", ".join(sorted(hosts))),
         ("software", ", ".join(f"{name} {version}" for name, version in software.items())),
     ]
-    return [Fact(label, redacted_text(value)) for label, value in found if value]
+    return [Fact(label, redacted_text(value)) for label, value in facts if value]
 
 
 def progress_text(events: Sequence[Event], steps_done: int, steps: int) -> str:
@@ -93,12 +93,12 @@ def _times(events: Sequence[Event]) -> list[tuple[str, str]]:
     begun = [event for event in events if event.kind is EventKind.RUN_STARTED]
     if not begun:
         return []
-    found = [("started", _clock(begun[0].t)), ("last event", _clock(max(event.t for event in events)))]
-    found += [("resumed", ", ".join(_clock(event.t) for event in begun[1:]))] if len(begun) > 1 else []
-    found += [("command", command) for command in dict.fromkeys(e.command for e in begun if e.command)]
-    found += [("driver's host", ", ".join(dict.fromkeys(e.host for e in begun if e.host)))]
-    found += [("code", ", ".join(dict.fromkeys(e.code for e in begun if e.code)))]
-    return found
+    times = [("started", _clock(begun[0].t)), ("last event", _clock(max(event.t for event in events)))]
+    times += [("resumed", ", ".join(_clock(event.t) for event in begun[1:]))] if len(begun) > 1 else []
+    times += [("command", command) for command in dict.fromkeys(e.command for e in begun if e.command)]
+    times += [("driver's host", ", ".join(dict.fromkeys(e.host for e in begun if e.host)))]
+    times += [("code", ", ".join(dict.fromkeys(e.code for e in begun if e.code)))]
+    return times
 
 
 def _reward(settings: Mapping[str, Any]) -> str:
@@ -131,20 +131,20 @@ def headlines(
         evaluations: the complete evaluations, in order of version.
         first: rows of the first finished step, if they are stored.
         last: rows of the last finished step, if they are stored."""
-    found = _held_out(evaluations)
+    lines = _held_out(evaluations)
     for line in summary_lines(summary):
         if line.key == "score":
             parts = (
                 _plus_minus(summary.reward[0], _score_error(first)),
                 _plus_minus(summary.reward[-1], _score_error(last)),
             )
-            found.append(replace(line, value=" → ".join(parts), detail=f"{line.detail}, ± standard error"))
+            lines.append(replace(line, value=" → ".join(parts), detail=f"{line.detail}, ± standard error"))
         elif line.key == "kl":
             error = None if last is None or last.kl is None else standard_error(last.kl)
-            found.append(replace(line, value=_plus_minus(summary.kl_final or 0.0, error)))
+            lines.append(replace(line, value=_plus_minus(summary.kl_final or 0.0, error)))
         elif line.key not in ("held_out", "held_out_parts", "bigrams", "stages"):
-            found.append(line)
-    return found
+            lines.append(line)
+    return lines
 
 
 def _held_out(evaluations: Sequence[Evaluation]) -> list[Headline]:
@@ -155,17 +155,17 @@ def _held_out(evaluations: Sequence[Evaluation]) -> list[Headline]:
     if last is first:
         return [Headline("held_out", "held-out reward", _plus_minus(first.mean, errors[0]), _versions(first))]
     value = f"{_plus_minus(first.mean, errors[0])} → {_plus_minus(last.mean, errors[1])}"
-    found = [Headline("held_out", "held-out reward", value, f"v{first.version} → {_versions(last)}")]
+    lines = [Headline("held_out", "held-out reward", value, f"v{first.version} → {_versions(last)}")]
     change = compare_paired(first.scores, last.scores)
     if change is not None:
         t = "-" if change.t_statistic is None else f"{change.t_statistic:.1f}"
         text = f"paired t {t} over {change.num_prompts} prompts"
-        found.append(Headline("gain", "held-out gain", _plus_minus(change.gain, change.error, with_sign=True), text))
+        lines.append(Headline("gain", "held-out gain", _plus_minus(change.gain, change.error, with_sign=True), text))
     if last.kl is not None:
-        found.append(
+        lines.append(
             Headline("held_out_kl", "held-out KL", format_number(last.kl), f"nats per response, v{last.version}")
         )
-    return found
+    return lines
 
 
 def _versions(evaluation: Evaluation) -> str:

@@ -229,22 +229,24 @@ def _commits(history: History, steps: Sequence[int]) -> dict[Address, Commit]:
     """Return the commits of the nodes of some steps. They include the canaries and evaluations of the versions with the
     same numbers."""
     spec = history.spec
-    found = {}
+    commits = {}
     for step in steps:
         evaluated = [Address(f"evaluate{part}", step, s) for part in ("", "_score") for s in range(spec.eval_shards)]
         for address in {*history.addresses(step), *(evaluated if spec.eval_every else [])}:
             commit = history.ledger.find(address)
             if commit is not None:
-                found[address] = commit
-    return found
+                commits[address] = commit
+    return commits
 
 
 def run_incidents(source: RunSource, max_count: int = 300) -> RunIncidents:
     """Return up to `max_count` incidents of a run. If there are more, the most severe kinds are kept."""
     losses = find_worker_losses(source.events, source.rebuilt_together)
     lost_s = {(one.gang, one.t): one.lost_s for one in source.summary.trainer_losses if one.lost_s is not None}
-    found = [one for one in (incident_of_event(event, losses, lost_s) for event in source.events) if one is not None]
-    return RunIncidents(worst_incidents(found, max_count), len(found))
+    incidents = [
+        one for one in (incident_of_event(event, losses, lost_s) for event in source.events) if one is not None
+    ]
+    return RunIncidents(worst_incidents(incidents, max_count), len(incidents))
 
 
 def timeline_columns(
@@ -287,12 +289,12 @@ def timeline_columns(
 
 def _versions(commits: Mapping[Address, Commit]) -> dict[Address, str]:
     """Return the versions of the weights that each node used: "v3", or "v3-4" if they changed while it ran."""
-    found = {}
+    texts = {}
     for address, commit in commits.items():
         versions = commit.provenance.weight_versions
         if versions:
-            found[address] = "v" + "-".join(str(v) for v in dict.fromkeys((versions[0], versions[-1])))
-    return found
+            texts[address] = "v" + "-".join(str(v) for v in dict.fromkeys((versions[0], versions[-1])))
+    return texts
 
 
 def _read_rows(history: History, max_steps: int) -> tuple[list[StageRows], int, list[str]]:
@@ -320,17 +322,17 @@ def _count_affordable_steps(history: History, steps: Sequence[int]) -> int:
 
 def _missing_part_remarks(source: RunSource, evaluations: Sequence[Evaluation]) -> list[str]:
     """Return remarks about the parts of the page that this run lacks, each with the reason."""
-    spec, found = source.history.spec, []
+    spec, remarks = source.history.spec, []
     if not source.summary.steps:
-        found.append("no step was finished: there are no curves")
+        remarks.append("no step was finished: there are no curves")
     if not evaluations:
         why = "before this was written" if spec.eval_every else "(evaluate.every=0)"
-        found.append(f"no version was evaluated {why}: there are no held-out scores")
+        remarks.append(f"no version was evaluated {why}: there are no held-out scores")
     if not spec.has_critic:
-        found.append(f"there is no critic (ppo.advantage={source.settings.get('ppo.advantage')}), so no values")
+        remarks.append(f"there is no critic (ppo.advantage={source.settings.get('ppo.advantage')}), so no values")
     if not spec.recompute_logprobs:
-        found.append("the trainer's log-probs are not recomputed (ppo.proximal): there is no mismatch by token")
-    return found
+        remarks.append("the trainer's log-probs are not recomputed (ppo.proximal): there is no mismatch by token")
+    return remarks
 
 
 def _held_out(source: RunSource, evaluations: Sequence[Evaluation], max_pairs: int) -> HeldOutPairs | None:

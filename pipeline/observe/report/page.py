@@ -62,10 +62,10 @@ def build_report(sources: Sequence[Source], budget: SampleBudget | None = None, 
     while True:
         executions = int(MAX_EXECUTIONS * factor / len(sources))
         gathered = [read_contents(source, whole.scaled(factor), executions) for source in sources]
-        found = render_page(page_contents(sources, gathered))
-        if len(found) <= max_bytes or factor < _MIN_BUDGET_FRACTION:
-            return found
-        factor *= min(0.8, 0.9 * max_bytes / len(found))
+        page = render_page(page_contents(sources, gathered))
+        if len(page) <= max_bytes or factor < _MIN_BUDGET_FRACTION:
+            return page
+        factor *= min(0.8, 0.9 * max_bytes / len(page))
 
 
 def page_contents(sources: Sequence[Source], gathered: Sequence[Gathered]) -> PageContents:

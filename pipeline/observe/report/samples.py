@@ -131,13 +131,13 @@ def _extremes(read: Sequence[StageRows], rows_per_property: int) -> dict[tuple[i
         ("highest score", [None if s.scores is None else s.scores.scores for s in read], -1),
         ("largest KL", [s.kl for s in read], -1),
     ]
-    found: dict[tuple[int, int], str] = {}
+    names: dict[tuple[int, int], str] = {}
     for name, arrays, sign in columns:
         places = [(i, row) for i, array in enumerate(arrays) if array is not None for row in range(len(array))]
         values = np.array([float(array[row]) for array in arrays if array is not None for row in range(len(array))])
         for k in np.argsort(sign * values, kind="stable")[:rows_per_property]:
-            found[places[k]] = name
-    return found
+            names[places[k]] = name
+    return names
 
 
 def _row(
@@ -192,13 +192,13 @@ def token_texts(decode: Decode, tokens: Sequence[int]) -> list[str]:
     If several tokens form one character, the text is assigned to the last of them, and the others get an empty text. A
     token's text depends on the token before it, because of spaces, so tokens are decoded in short windows. Decoding the
     whole response for each token would take quadratic time."""
-    found: list[str] = []
+    texts: list[str] = []
     start = done = 0
     for end in range(1, len(tokens) + 1):
         before, text = decode(list(tokens[start:done])), decode(list(tokens[start:end]))
         if text.endswith(_INCOMPLETE) and end < len(tokens) and end - done < _MAX_CHARACTER_TOKENS:
-            found.append("")
+            texts.append("")
             continue
-        found.append(text[len(before) :])
+        texts.append(text[len(before) :])
         start, done = done, end
-    return found
+    return texts

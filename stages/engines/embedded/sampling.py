@@ -207,11 +207,11 @@ def forced_logprobs(
 ) -> dict[int, float]:
     """Return the log-prob of each prescribed token, by row, as `sample` computes it for a drawn token. Leaves `logits`
     unchanged."""
-    found = {}
+    logprobs = {}
     for row, token in forced.items():
         scaled = logits[row] / (temperatures[row] or 1.0)
-        found[row] = float(scaled[token] - scaled.logsumexp(-1))
-    return found
+        logprobs[row] = float(scaled[token] - scaled.logsumexp(-1))
+    return logprobs
 
 
 def forced_logits(

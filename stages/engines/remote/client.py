@@ -341,12 +341,12 @@ class RemoteEngine:
                 raise self._stopped()
             self._answers[number] = answer
             self._send(message)
-        found = answer.get()
+        received = answer.get()
         with self._changed:
             del self._answers[number]
-        if isinstance(found, EngineLost):
-            raise found
-        return found
+        if isinstance(received, EngineLost):
+            raise received
+        return received
 
     def _send(self, message: bytes) -> None:
         """Send a message. The caller holds `_changed`. If the server is lost, wait until the reason is known, and raise

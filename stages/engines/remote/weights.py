@@ -67,13 +67,13 @@ def places_in(file: Path) -> list[TensorPlace]:
         (length,) = _HEADER.unpack(stream.read(_HEADER.size))
         header = json.loads(stream.read(length))
     header.pop("__metadata__", None)
-    found = []
+    places = []
     for name, info in header.items():
         if info["dtype"] not in _DTYPES:
             raise WeightsError(f"{name} in {file} is of type {info['dtype']}; must be one of {', '.join(_DTYPES)}")
         offset = _HEADER.size + length + info["data_offsets"][0]
-        found.append(TensorPlace(name, str(file.resolve()), offset, tuple(info["shape"]), _DTYPES[info["dtype"]]))
-    return found
+        places.append(TensorPlace(name, str(file.resolve()), offset, tuple(info["shape"]), _DTYPES[info["dtype"]]))
+    return places
 
 
 def _write(file: IO[bytes], name: str, tensor: torch.Tensor) -> TensorPlace:

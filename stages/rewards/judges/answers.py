@@ -75,8 +75,8 @@ class AnswerCache:
     def find(self, key: str) -> Answer | None:
         """Return the answer to a question, or None if no file that `refresh` has seen holds it."""
         with self._lock:
-            found = self._index().execute("SELECT file, start, length FROM answers WHERE key = ?", (_packed_key(key),))
-            place = found.fetchone()
+            rows = self._index().execute("SELECT file, start, length FROM answers WHERE key = ?", (_packed_key(key),))
+            place = rows.fetchone()
             if place is None:
                 return None
             number, start, length = place

@@ -141,9 +141,9 @@ def _run_to_end(work: Coroutine[Any, Any, dict[str, Answer]]) -> dict[str, Answe
         return await task
 
     with ThreadPoolExecutor(1, "judge") as beside:
-        found = beside.submit(asyncio.run, cancellable())
+        future = beside.submit(asyncio.run, cancellable())
         try:
-            return found.result()
+            return future.result()
         except KeyboardInterrupt:
             loop, task = begun.result()
             loop.call_soon_threadsafe(task.cancel)
@@ -159,7 +159,7 @@ async def _ask_all(
     aiohttp = importlib.import_module("aiohttp")
     key = None if endpoint.key_env is None else os.environ.get(endpoint.key_env)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    found: dict[str, Answer] = {}
+    answers: dict[str, Answer] = {}
     slots = asyncio.Semaphore(endpoint.concurrency)
     retries = _Retries(time.monotonic(), endpoint.retry_s)
     ends: list[BudgetSpent] = []
@@ -177,14 +177,14 @@ async def _ask_all(
                     ends.append(end)
                     return
             on_answer(name, received)
-            found[name] = received.answer
+            answers[name] = received.answer
 
         async with asyncio.TaskGroup() as group:
             for name, of in questions.items():
                 group.create_task(one(name, of))
     if ends:
         raise BudgetSpent(f"the judge at {endpoint.url}: {ends[0]}")
-    return found
+    return answers
 
 
 async def _ask_until_answered(

@@ -85,7 +85,7 @@ def label_pairs(
     - w, averaged over both orders. A pair with a margin up to `min_margin` is a tie.
     """
     verdicts = _grade_pairs(rubric, ask, prompts) if rubric.against is None else _compare_pairs(rubric, ask, prompts)
-    found = []
+    labelled = []
     for (candidates, pairs), of_prompt in zip(prompts, verdicts, strict=True):
         rows: list[dict[str, Any]] = []
         dropped: Counter[str] = Counter()
@@ -107,8 +107,8 @@ def label_pairs(
                     "verdicts": pair.if_first if pair.gap > 0 else pair.if_second,
                 }
             )
-        found.append((rows, dropped))
-    return found
+        labelled.append((rows, dropped))
+    return labelled
 
 
 def _sample(candidates: Candidates, response: str, number: int) -> Sample:

@@ -132,8 +132,8 @@ class JudgeReward(Reward):
         asked = [SentQuestion(question, {**self._body, "messages": list(question.messages)}) for question in questions]
         keys = [question_key(one.body) for one in asked]
         self._cache.refresh()
-        found = {key: answer for key in dict.fromkeys(keys) if (answer := self._cache.find(key)) is not None}
-        missing = {key: one for key, one in zip(keys, asked, strict=True) if key not in found}
+        answers = {key: answer for key in dict.fromkeys(keys) if (answer := self._cache.find(key)) is not None}
+        missing = {key: one for key, one in zip(keys, asked, strict=True) if key not in answers}
 
         def keep(key: str, received: ReceivedAnswer) -> None:
             about = {
@@ -146,8 +146,8 @@ class JudgeReward(Reward):
             self._cache.add(key, received.answer, about)
 
         if missing:
-            found |= ask_endpoint(self._endpoint, missing, keep, self._spending)
-        return [found[key] for key in keys]
+            answers |= ask_endpoint(self._endpoint, missing, keep, self._spending)
+        return [answers[key] for key in keys]
 
     def counts(self) -> Mapping[str, float]:
         """Return the requests of all processes of the run so far, and their cost if tokens have prices."""
@@ -224,8 +224,8 @@ class LocalJudgeReward(Reward):
         with PROCESS_MODELS.lock:
             if self._model is None:
                 self._model = PROCESS_MODELS.acquire(self._loading)
-            found = self._model.likeliest(of_rows, self._likeliest)
-        return [self._answer(likeliest) for likeliest in found]
+            likeliest_of = self._model.likeliest(of_rows, self._likeliest)
+        return [self._answer(likeliest) for likeliest in likeliest_of]
 
     def follow(self, samples: Sequence[Sample]) -> None:
         self(samples)

@@ -237,12 +237,12 @@ def value_of_answer(answer: Answer, values: Mapping[str, float]) -> float | None
     """Return the worth of an answer; None if it is not valid."""
     if answer.likeliest is None:
         return _value_of_text(answer.text, values)
-    found = [(log_prob, values[text.strip()]) for text, log_prob in answer.likeliest if text.strip() in values]
-    if not found:
+    numbers = [(log_prob, values[text.strip()]) for text, log_prob in answer.likeliest if text.strip() in values]
+    if not numbers:
         return None
-    highest = max(log_prob for log_prob, _ in found)
-    weights = [math.exp(log_prob - highest) for log_prob, _ in found]
-    return sum(w * value for w, (_, value) in zip(weights, found, strict=True)) / sum(weights)
+    highest = max(log_prob for log_prob, _ in numbers)
+    weights = [math.exp(log_prob - highest) for log_prob, _ in numbers]
+    return sum(w * value for w, (_, value) in zip(weights, numbers, strict=True)) / sum(weights)
 
 
 def grade_rows(rubric: Rubric, ask: Ask, samples: Sequence[Sample]) -> list[float | None]:
@@ -259,10 +259,10 @@ def compare_responses(rubric: Rubric, ask: Ask, pairs: Sequence[tuple[Sample, st
         for sample, one, other in pairs
         for first, second in ((one, other), (other, one))
     ]
-    found = [value_of_answer(answer, rubric.answers) for answer in ask(questions)]
+    values = [value_of_answer(answer, rubric.answers) for answer in ask(questions)]
     return [
         BothOrders(shown_first, None if swapped is None else 1 - swapped)
-        for shown_first, swapped in zip(found[::2], found[1::2], strict=True)
+        for shown_first, swapped in zip(values[::2], values[1::2], strict=True)
     ]
 
 
@@ -271,18 +271,18 @@ def score_rows(rubric: Rubric, ask: Ask, samples: Sequence[Sample]) -> Scored:
     and all comparisons. The disagreement is half the difference between the two orders, averaged likewise. An invalid
     answer is worth `on_unparsed`, and the share of invalid answers is measured."""
     if rubric.against is None:
-        found: list[list[tuple[float | None, float | None]]] = [
+        verdicts_of: list[list[tuple[float | None, float | None]]] = [
             [(one, one)] for one in grade_rows(rubric, ask, samples)
         ]
     else:
-        found = _against_others(rubric, ask, samples)
+        verdicts_of = _against_others(rubric, ask, samples)
 
     def worth(value: float | None) -> float:
         return rubric.on_unparsed if value is None else value
 
-    unparsed = [fmean(float(value is None) for both in of_row for value in both) for of_row in found]
-    means = [fmean(worth(value) for both in of_row for value in both) for of_row in found]
-    spread = [fmean(pstdev(map(worth, both)) for both in of_row) for of_row in found]
+    unparsed = [fmean(float(value is None) for both in of_row for value in both) for of_row in verdicts_of]
+    means = [fmean(worth(value) for both in of_row for value in both) for of_row in verdicts_of]
+    spread = [fmean(pstdev(map(worth, both)) for both in of_row) for of_row in verdicts_of]
     return Scored({"": means}, None if rubric.against is None else spread, {UNPARSED: unparsed})
 
 
@@ -295,13 +295,13 @@ def _against_others(
         return [[(c.first_shown_first, c.first_shown_last)] for c in compare_responses(rubric, ask, pairs)]
     numbers = _pairs_of_groups(samples)
     asked = [(samples[one], samples[one].response, samples[other].response) for one, other in numbers]
-    found: list[list[tuple[float | None, float | None]]] = [[] for _ in samples]
+    verdicts_of: list[list[tuple[float | None, float | None]]] = [[] for _ in samples]
     for (one, other), both in zip(numbers, compare_responses(rubric, ask, asked), strict=True):
         verdicts = both.first_shown_first, both.first_shown_last
-        found[one].append(verdicts)
+        verdicts_of[one].append(verdicts)
         first, last = (None if value is None else 1 - value for value in verdicts)
-        found[other].append((first, last))
-    return found
+        verdicts_of[other].append((first, last))
+    return verdicts_of
 
 
 def _pairs_of_groups(samples: Sequence[Sample]) -> list[tuple[int, int]]:

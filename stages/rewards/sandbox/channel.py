@@ -48,14 +48,14 @@ class SandboxChannel:
         self._end.close()
 
     def _read(self, length: int, until: float | None) -> bytes:
-        found = bytearray()
-        while len(found) < length:
+        received = bytearray()
+        while len(received) < length:
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0:
                 raise TimeoutError
             self._end.settimeout(left)
-            part = self._end.recv(min(length - len(found), 1 << 20))
+            part = self._end.recv(min(length - len(received), 1 << 20))
             if not part:
                 raise EOFError
-            found += part
-        return bytes(found)
+            received += part
+        return bytes(received)

@@ -66,8 +66,8 @@ def main() -> None:
 def resolve(name: str) -> Callable[..., Any]:
     """Return the object that `module:name` names."""
     module, _, attribute = name.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-    return found
+    function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    return function
 
 
 def _confine(order: Mapping[str, Any], channel: SandboxChannel, parent: int) -> dict[str, str | None]:

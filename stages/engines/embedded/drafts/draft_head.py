@@ -216,7 +216,7 @@ def unroll(
     noise = gumbel_of(keys.ravel(), head.words).view(num_rows, depth, -1) if any(temperatures) else None
     state, last = state[:, None], torch.from_numpy(draft_ids).to(device)[:, None]
     totals = torch.zeros(num_rows, 1, device=device)
-    found: list[tuple[torch.Tensor, ...]] = []
+    guesses: list[tuple[torch.Tensor, ...]] = []
     for position in range(depth):
         items = last.shape[1]
         flat = state.reshape(num_rows * items, -1)
@@ -238,6 +238,6 @@ def unroll(
         parents, ranks = chosen // wanted, chosen % wanted
         last = best.indices.view(num_rows, -1).gather(1, chosen)
         gaps = distances.view(num_rows, -1).gather(1, chosen + (ranks == 0).long())
-        found.append((last, parents, ranks.masked_fill(totals == torch.inf, -1), gaps))
+        guesses.append((last, parents, ranks.masked_fill(totals == torch.inf, -1), gaps))
         state = flat.view(num_rows, items, -1).gather(1, parents[..., None].expand(-1, -1, flat.shape[-1]))
-    return Guessed(*(torch.stack(each, 1).cpu().numpy() for each in zip(*found, strict=True)))
+    return Guessed(*(torch.stack(each, 1).cpu().numpy() for each in zip(*guesses, strict=True)))

@@ -171,7 +171,7 @@ def map_tensors(tensors: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]
     `tensors`: for each tensor its name, file, offset in bytes, shape and dtype (numpy's name, or "bfloat16"). Raises
     ValueError, naming the tensor, if the file is too short for it."""
     files: dict[str, np.ndarray] = {}
-    found = {}
+    mapped = {}
     for info in tensors:
         name, path = str(info["name"]), str(info["file"])
         if path not in files:
@@ -185,5 +185,5 @@ def map_tensors(tensors: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of torch, for memory that cannot be written
             tensor = torch.from_numpy(files[path][start:end].view(dtype).reshape(tuple(info["shape"])))
-        found[name] = tensor.view(torch.bfloat16) if is_bfloat16 else tensor
-    return found
+        mapped[name] = tensor.view(torch.bfloat16) if is_bfloat16 else tensor
+    return mapped

@@ -71,8 +71,8 @@ class TrtllmAdapter:
 
     def devices(self) -> dict[str, torch.device]:
         """Return all visible devices, by the names under which ranks look for their handles."""
-        found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-        return {f"GPU-{properties.uuid}": torch.device("cuda", number) for number, properties in enumerate(found)}
+        gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+        return {f"GPU-{properties.uuid}": torch.device("cuda", number) for number, properties in enumerate(gpus)}
 
     def free_bytes(self) -> int:
         """Return the free bytes of the device with the least free memory. This device limits all ranks, since their
@@ -362,14 +362,14 @@ def _find_attribute(version: str, modules: tuple[str, ...], name: str) -> Any:
     Raises RuntimeError if a module exists but cannot be imported, for example because it needs another package."""
     for module in modules:
         try:
-            found = importlib.import_module(module)
+            value = importlib.import_module(module)
         except ImportError as error:
             absent = error.name if isinstance(error, ModuleNotFoundError) else None
             if absent is not None and f"{module}.".startswith(f"{absent}."):
                 continue
             raise RuntimeError(f"TensorRT-LLM {version}: {module} cannot be imported: {error}") from error
-        if hasattr(found, name):
-            return getattr(found, name)
+        if hasattr(value, name):
+            return getattr(value, name)
     raise MissingFeatureError(f"TensorRT-LLM {version} has no {name} in {', '.join(modules)}")
 
 

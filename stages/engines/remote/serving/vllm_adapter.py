@@ -176,15 +176,17 @@ class VllmAdapter:
         self._engine.abort_request([str(i) for i in ids])
 
     def step(self) -> list[Finished]:
-        found = []
+        finished = []
         for output in self._engine.step():
             if not output.finished:
                 continue
             (response,) = output.outputs
             tokens = list(response.token_ids)
             logprobs = [at[token].logprob for at, token in zip(response.logprobs, tokens, strict=True)]
-            found.append(Finished(int(output.request_id), np.array(tokens, np.int32), np.array(logprobs, np.float32)))
-        return found
+            finished.append(
+                Finished(int(output.request_id), np.array(tokens, np.int32), np.array(logprobs, np.float32))
+            )
+        return finished
 
     def load(self, places: Sequence[Mapping[str, Any]]) -> None:
         named = {place["name"]: place for place in places}

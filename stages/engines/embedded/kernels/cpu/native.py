@@ -265,7 +265,7 @@ class NativeKernels:
         shape = (rows, depth, branches)
         guessed_ids, parents, ranks = np.empty((3, *shape), np.int64)
         guessed = Guessed(guessed_ids, parents, ranks, np.empty(shape, np.float32))
-        found = GuessesRecord(*(getattr(guessed, each.name).ctypes.data for each in fields(guessed)))
+        record = GuessesRecord(*(getattr(guessed, each.name).ctypes.data for each in fields(guessed)))
         temperature_array = np.array(temperatures, np.float32)
         keys, draft_ids = np.ascontiguousarray(keys), np.ascontiguousarray(draft_ids)
         bans = np.array([draft_id for some in banned for draft_id in some], np.int64)
@@ -289,7 +289,7 @@ class NativeKernels:
             bans_from.ctypes.data,
             state.data_ptr(),
             draft_ids.ctypes.data,
-            ctypes.byref(found),
+            ctypes.byref(record),
             *places,
         )
         return guessed
@@ -530,9 +530,9 @@ def check_draft_head(
     rows, width = state.shape
     num_draft_ids = out.out_features
     expect("state", state, (rows, width))
-    found = [(weight.out_features, weight.in_features) for weight in (up, down, out)]
+    shapes = [(weight.out_features, weight.in_features) for weight in (up, down, out)]
     wanted = [(2 * width, 2 * width), (width, width), (num_draft_ids, width)]
-    require(found == wanted, f"the head's weights are {found}; wanted: {wanted}")
+    require(shapes == wanted, f"the head's weights are {shapes}; wanted: {wanted}")
     require(len({weight.dtype for weight in (up, down, out)}) == 1, "the head's weights have several dtypes")
     expect("embedding", head.embedding, (num_draft_ids + 1, width))
     expect("words", head.words, (1, num_draft_ids), _INT32)

@@ -86,9 +86,9 @@ def canary_requests(rollout: Rollout, sampling: SamplingConfig, *, seed: int, ve
     ):
         tokens = rollout.tokens[i].tolist()
         settings = dataclasses.replace(sampling, max_new_tokens=new, min_new_tokens=min(sampling.min_new_tokens, new))
-        given = tuple(tokens[prompt : prompt + new])
+        response = tuple(tokens[prompt : prompt + new])
         requests.append(
-            Request(int(rollout.row[i]), seed, CANARY_STEP, tuple(tokens[:prompt]), version, settings, given)
+            Request(int(rollout.row[i]), seed, CANARY_STEP, tuple(tokens[:prompt]), version, settings, response)
         )
     return requests
 

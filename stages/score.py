@@ -132,10 +132,10 @@ def _scored(part: Part, samples: Sequence[Sample]) -> tuple[dict[str, np.ndarray
     measured: set[str] = set()
     for rows in _batches(part, samples):
         batch = [samples[row] for row in rows]
-        given = _call(part, batch)
-        named = scores_by_part(part, given)
-        if isinstance(given, Scored):
-            measured |= given.measured.keys()
+        answer = _call(part, batch)
+        named = scores_by_part(part, answer)
+        if isinstance(answer, Scored):
+            measured |= answer.measured.keys()
         if numbers_of and named.keys() != numbers_of.keys():
             raise RewardFailed(f"reward {part.name!r} gave {_listed(named)} and then {_listed(numbers_of)}")
         for name, numbers in named.items():
@@ -151,34 +151,34 @@ def _call(part: Part, batch: Sequence[Sample]) -> Sequence[float] | Scored:
         raise type(error)(f"reward {part.name!r}: {error}") from error
 
 
-def scores_by_part(part: Part, given: Sequence[float] | Scored) -> dict[str, Sequence[float]]:
-    if not isinstance(given, Scored):
-        return {"": given}
-    if not given.parts:
+def scores_by_part(part: Part, answer: Sequence[float] | Scored) -> dict[str, Sequence[float]]:
+    if not isinstance(answer, Scored):
+        return {"": answer}
+    if not answer.parts:
         raise RewardFailed(f"reward {part.name!r} gave no part")
-    if given.parts.keys() & given.measured.keys():
+    if answer.parts.keys() & answer.measured.keys():
         raise RewardFailed(f"reward {part.name!r} gave the same name to a part and to what is only measured")
-    for name in (*given.parts, *given.measured):
-        alone = not name and len(given.parts) == 1 and name in given.parts
+    for name in (*answer.parts, *answer.measured):
+        alone = not name and len(answer.parts) == 1 and name in answer.parts
         if name == _SPREAD or not (alone or plain_name(dots=False).holds(name)):
             need = "a name has letters, digits, _ and -, and is none of the store's own"
             raise RewardFailed(f"reward {part.name!r} gave a part named {name!r}: {need}")
-    spread = {} if given.disagreement is None else {_SPREAD: given.disagreement}
-    return {**given.parts, **given.measured, **spread}
+    spread = {} if answer.disagreement is None else {_SPREAD: answer.disagreement}
+    return {**answer.parts, **answer.measured, **spread}
 
 
-def _numbers(whose: str, given: Sequence[float], batch: Sequence[Sample]) -> np.ndarray:
+def _numbers(whose: str, scores: Sequence[float], batch: Sequence[Sample]) -> np.ndarray:
     """Return the numbers as float32 [rows of the batch]. Raises RewardFailed if they are not one finite number per
     row."""
     try:
         with np.errstate(over="ignore"):
-            numbers = np.asarray(given, np.float32)
+            numbers = np.asarray(scores, np.float32)
     except (TypeError, ValueError) as error:
-        raise RewardFailed(f"{whose} gave {given!r:.80}: not one number per row ({error})") from error
+        raise RewardFailed(f"{whose} gave {scores!r:.80}: not one number per row ({error})") from error
     if numbers.ndim == 0:
-        raise RewardFailed(f"{whose} gave {given!r:.80}: not one number per row")
+        raise RewardFailed(f"{whose} gave {scores!r:.80}: not one number per row")
     if numbers.shape != (len(batch),):
-        came = f"{len(given)} scores" if numbers.ndim == 1 else f"an array {numbers.shape}"
+        came = f"{len(scores)} scores" if numbers.ndim == 1 else f"an array {numbers.shape}"
         first, last = batch[0].row, batch[-1].row
         raise RewardFailed(f"{whose} gave {came} for {len(batch)} rows ({first} to {last})")
     _check_finite(whose, numbers, batch)

@@ -88,8 +88,8 @@ class Checkpoints:
         with None all files are read here. With an object store, the checkpoint is uploaded before this returns. Raises
         StoreError if the files are not those of `sums`, or cannot be uploaded."""
         if sums is None:
-            there = sorted(p for p in path.rglob("*") if p.is_file())
-            sums = {file.relative_to(path).as_posix(): sum_file(file, fsync=self._fsync) for file in there}
+            paths = sorted(p for p in path.rglob("*") if p.is_file())
+            sums = {file.relative_to(path).as_posix(): sum_file(file, fsync=self._fsync) for file in paths}
         document = {
             "format": FORMAT,
             "role": role,

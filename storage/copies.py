@@ -29,10 +29,10 @@ class Copies:
     def upload(self, directory: Path, key: str) -> None:
         """Make the copy of a directory complete. Raises StoreError if the store does not have all bytes."""
         place, marker = self.root.below(key), (directory / self.marker).read_bytes()
-        there = files.sizes(place)
-        if there and files.read(place, self.marker) == marker:
+        uploaded = files.sizes(place)
+        if uploaded and files.read(place, self.marker) == marker:
             return
-        if there:  # of an upload that was interrupted, or of a version that was computed again
+        if uploaded:  # of an upload that was interrupted, or of a version that was computed again
             self.remove(key)
         paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
         del paths[self.marker]
@@ -69,10 +69,12 @@ class Copies:
     def fault(self, key: str, sizes: Mapping[str, int]) -> str | None:
         """Return which of these files, given by their sizes, a copy lacks or has in another size; None: none."""
         place = self.root.below(key)
-        there = files.sizes(place)
+        uploaded = files.sizes(place)
         for name, size in sizes.items():
-            if there.get(name) != size:
-                return f"{place.at(name)}: " + (f"has {there[name]} bytes of {size}" if name in there else "is missing")
+            if uploaded.get(name) != size:
+                return f"{place.at(name)}: " + (
+                    f"has {uploaded[name]} bytes of {size}" if name in uploaded else "is missing"
+                )
         return None
 
     def remove(self, key: str) -> None:

@@ -32,8 +32,8 @@ EXPORT_FORMAT = 1
 
 def write_sums(directory: Path) -> None:
     """Write the record of all files below a directory. Call it after they are all written."""
-    there = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / RECORD)
-    sums = {file.relative_to(directory).as_posix(): asdict(sum_file(file)) for file in there}
+    paths = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / RECORD)
+    sums = {file.relative_to(directory).as_posix(): asdict(sum_file(file)) for file in paths}
     document = {"format": EXPORT_FORMAT, "files": sums, "checksum": _checksum(sums)}
     (directory / RECORD).write_text(json.dumps(document, indent=1) + "\n")
 

@@ -179,8 +179,8 @@ def holder(path: Path) -> str | None:
         return None
     except PermissionError:  # another user's file: it has a name in it until that process ends normally
         status = path.stat()
-        there = status.st_size > 0 and time.time() - status.st_mtime < STALE_S
-        return (lock_holder(path) or "another user's process") if there else None
+        is_held = status.st_size > 0 and time.time() - status.st_mtime < STALE_S
+        return (lock_holder(path) or "another user's process") if is_held else None
     return None
 
 

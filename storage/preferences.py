@@ -74,10 +74,10 @@ def load_split(config: PreferencesConfig, seed: int) -> Split:
     Raises PreferencesError."""
     judgements = load_judgements(config, "data.url", config.url)
     parts = {"validation": config.validation}
-    given: list[Judgement] | None = None
+    held_out: list[Judgement] | None = None
     if config.held_out_url is not None:
-        given = load_judgements(config, "data.held_out_url", config.held_out_url)
-        _refuse_shared(judgements, given)
+        held_out = load_judgements(config, "data.held_out_url", config.held_out_url)
+        _refuse_shared(judgements, held_out)
     else:
         parts["held_out"] = config.held_out
     units = sorted({judgement.unit for judgement in judgements})
@@ -95,7 +95,7 @@ def load_split(config: PreferencesConfig, seed: int) -> Split:
     by_part: dict[str, list[Judgement]] = {"train": [], "validation": [], "held_out": []}
     for judgement in judgements:
         by_part[of_unit.get(judgement.unit, "train")].append(judgement)
-    return Split(by_part["train"], by_part["validation"], by_part["held_out"] if given is None else given)
+    return Split(by_part["train"], by_part["validation"], by_part["held_out"] if held_out is None else held_out)
 
 
 def load_judgements(config: PreferencesConfig, key: str, url: str) -> list[Judgement]:
@@ -205,9 +205,9 @@ def _refuse_repeated(judgements: Sequence[Judgement]) -> None:
     """Raise PreferencesError for a text with two ratings: it would be compared with itself."""
     first: dict[str, Judgement] = {}
     for judgement in judgements:
-        other = first.setdefault(judgement.unit, judgement)
-        if other is not judgement:
-            raise PreferencesError("data.text", f"{judgement.where}: the same text as {other.where}: rate it once")
+        earlier = first.setdefault(judgement.unit, judgement)
+        if earlier is not judgement:
+            raise PreferencesError("data.text", f"{judgement.where}: the same text as {earlier.where}: rate it once")
 
 
 def _refuse_shared(judgements: Sequence[Judgement], held_out: Sequence[Judgement]) -> None:

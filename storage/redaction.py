@@ -76,8 +76,8 @@ def redacted_text(text: str) -> str:
 def split_credentials(url: str) -> tuple[str, str, str]:
     """Return a URL without user and password, then the user and the password, decoded; empty if it has none."""
     scheme, separator, rest = url.partition("://")
-    given, rest = _userinfo(rest)
-    user, _, password = given.partition(":")
+    credentials, rest = _userinfo(rest)
+    user, _, password = credentials.partition(":")
     return f"{scheme}{separator}{rest}", unquote(user), unquote(password)
 
 
@@ -109,10 +109,10 @@ def _userinfo(rest: str) -> tuple[str, str]:
 
 
 def _redacted_url(rest: str) -> str:
-    given, rest = _userinfo(rest)
+    credentials, rest = _userinfo(rest)
     place, mark, fragment = rest.partition("#")
     path, asks, query = place.partition("?")
     if asks and not path.startswith("/"):  # `sqlite:///file?...` names no host that could ask for a secret
         query = "&".join(f"{name}={MARK}" if equals else MARK
                          for name, equals, _ in (one.partition("=") for one in query.split("&")) if name)  # fmt: skip
-    return f"{MARK}@" * bool(given) + path + asks + query + mark + fragment
+    return f"{MARK}@" * bool(credentials) + path + asks + query + mark + fragment

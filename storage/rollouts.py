@@ -183,9 +183,9 @@ class RolloutStore:
         after the commit, and by any number of processes at once."""
         group, source = _group(commit.address), attempt_key(commit.address, commit.attempt)
         metadata = self._metadata(commit)
-        there = files.map_items(self._data, lambda key: files.exists(self._data, key), metadata)
+        present = files.map_items(self._data, lambda key: files.exists(self._data, key), metadata)
         write_metadata(
-            self._run, {key: metadata[key] for key, exists in zip(metadata, there, strict=True) if not exists}
+            self._run, {key: metadata[key] for key, exists in zip(metadata, present, strict=True) if not exists}
         )
 
         def put_in_place(block: tuple[str, Template, int]) -> None:
@@ -215,8 +215,8 @@ class RolloutStore:
         before = self.dropped_before()
         for commit in commits:
             for key, data in {} if dropped(commit.address, before) else self._metadata(commit).items():
-                there = files.read(self._data, key)
-                if there != data and not (data == GROUP_METADATA and is_group(there)):
+                stored = files.read(self._data, key)
+                if stored != data and not (data == GROUP_METADATA and is_group(stored)):
                     write_metadata(self._run, {key: data})
 
     def attempts(self) -> list[tuple[Address, str]]:

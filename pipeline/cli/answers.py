@@ -116,13 +116,13 @@ def print_error(label: str, text: str, code: int) -> int:
 def checked_output_path(option: str, given: str, suffix: str, *, replaces: bool = False) -> Path:
     """Return the path of a file that an option names. Raises ConfigError if it has another ending, lies in no
     directory, is a directory, or exists and `replaces` is False."""
-    file, said = Path(given), f"given {given!r}"
+    file, refused = Path(given), f"given {given!r}"
     if file.suffix != suffix:
-        raise ConfigError(option, f"{said}; a name that ends in {suffix}")
+        raise ConfigError(option, f"{refused}; a name that ends in {suffix}")
     if file.is_dir() or (file.exists() and not replaces):
-        raise ConfigError(option, f"{said}; it exists already{' as a directory' * replaces}")
+        raise ConfigError(option, f"{refused}; it exists already{' as a directory' * replaces}")
     if not file.absolute().parent.is_dir():
-        raise ConfigError(option, f"{said}; there is no directory {file.parent}")
+        raise ConfigError(option, f"{refused}; there is no directory {file.parent}")
     return file
 
 

@@ -155,8 +155,8 @@ def fullest_gpu_lines(
     devices = devices_memory(run, workers, hosts, limits.num_devices)
     for gang in dict.fromkeys(device.largest.worker[0] for device in devices):
         most = max((d for d in devices if d.largest.worker[0] == gang), key=lambda device: device.num_bytes)
-        there = f" of {limits.device / 2**30:.1f}" if math.isfinite(limits.device) else ""
-        yield f"the fullest GPU of {gang}: {most.num_bytes / 2**30:.1f}{there} GiB (GPU {most.number} of {most.host})"
+        of_gib = f" of {limits.device / 2**30:.1f}" if math.isfinite(limits.device) else ""
+        yield f"the fullest GPU of {gang}: {most.num_bytes / 2**30:.1f}{of_gib} GiB (GPU {most.number} of {most.host})"
 
 
 def _reserve_text(target: TargetCheck) -> str:

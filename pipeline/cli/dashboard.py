@@ -85,10 +85,10 @@ def read_run_view(config: RunConfig) -> GraphView:
 class _Handler(BaseHTTPRequestHandler):
     """Answers requests like the page of a live run (`driver.dashboard`)."""
 
-    def __init__(self, view: Callable[[], GraphView], logs: Path, *given: object) -> None:
+    def __init__(self, view: Callable[[], GraphView], logs: Path, *arguments: object) -> None:
         self._view = view
         self._logs = logs
-        super().__init__(*given)  # type: ignore[arg-type]
+        super().__init__(*arguments)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path).removeprefix("/")
@@ -114,5 +114,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *given: object) -> None:
+    def log_message(self, format: str, *arguments: object) -> None:
         """Print nothing: the terminal belongs to the user."""

@@ -144,10 +144,10 @@ def _print_result(result: DoctorResult) -> None:
         print_line(result_text(result))
 
 
-def _engine_pythons(given: Sequence[str]) -> dict[str, str]:
+def _engine_pythons(options: Sequence[str]) -> dict[str, str]:
     """Return kind -> Python of the other engines: those given as KIND=PYTHON, and else those that `make` installed."""
     pythons = {kind: python for kind in OTHER_ENVIRONMENTS if (python := find_interpreter(kind)) is not None}
-    for text in given:
+    for text in options:
         kind, _, python = text.partition("=")
         if kind not in OTHER_ENVIRONMENTS or not python:
             kinds = " or ".join(OTHER_ENVIRONMENTS)

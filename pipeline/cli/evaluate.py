@@ -58,18 +58,18 @@ def evaluation_config(path: str, prompts: str | None, reward: str | None, source
     """Return the config of an evaluation. Files and key=value changes in `sources` are merged as for a run; `prompts`
     and `reward` replace `evaluate.prompts.url` and `evaluate.reward.kind`. Raises ConfigError."""
     files, changes = [s for s in sources if "=" not in s], [s for s in sources if "=" in s]
-    given = ["evaluate.every=1"]
+    settings = ["evaluate.every=1"]
     if prompts is not None:
-        given += [f"evaluate.prompts.url={prompts}", "evaluate.prompts.max=null", "prompts.held_out=null"]
-        given += ["evaluate.shards=1"]  # all prompts are evaluated together, whatever number there is
+        settings += [f"evaluate.prompts.url={prompts}", "evaluate.prompts.max=null", "prompts.held_out=null"]
+        settings += ["evaluate.shards=1"]  # all prompts are evaluated together, whatever number there is
     if reward is not None:
-        given += [f"evaluate.reward.kind={reward}"]
+        settings += [f"evaluate.reward.kind={reward}"]
     if not files:
         for option, value in (("--prompts", prompts), ("--reward", reward)):
             if value is None:
                 raise ConfigError(option, "must be given, unless a CONFIG is: a run's config.yaml, for example")
-        given += ["name=evaluate", f"model.path={path}", f"prompts.url={prompts}", f"reward.kind={reward}"]
-    return config_from_sources([*files, *given, *changes], runs_here=False)
+        settings += ["name=evaluate", f"model.path={path}", f"prompts.url={prompts}", f"reward.kind={reward}"]
+    return config_from_sources([*files, *settings, *changes], runs_here=False)
 
 
 def evaluate_model(path: str, config: RunConfig) -> EvaluatedModel:
@@ -112,15 +112,15 @@ def evaluate_model(path: str, config: RunConfig) -> EvaluatedModel:
 def _check_token_ids(config: RunConfig, path: str) -> None:
     """Raise ConfigError for token ids in the config if they name other tokens in the vocabulary of the model at `path`
     than in that of `model.path`."""
-    given = {
+    ids_by_name = {
         "sampling.suppress_token_ids": config.sampling.suppress_token_ids,
         "model.eos_token_ids": config.model.eos_token_ids,
     }
-    if not any(given.values()) or not has_tokenizer(path):
+    if not any(ids_by_name.values()) or not has_tokenizer(path):
         return
     if read_vocabulary(path) != read_vocabulary(cached_in_hub(config.model.path)):
         need = f"{path} has other tokens than {config.model.path}: give its own ids, or []"
-        raise join_errors([ConfigError(key, f"given {ids}; {need}") for key, ids in given.items() if ids])
+        raise join_errors([ConfigError(key, f"given {ids}; {need}") for key, ids in ids_by_name.items() if ids])
 
 
 def _load_model(path: str, config: RunConfig) -> Any:

@@ -298,11 +298,11 @@ class OpenedRun:
         return pd.concat(tables or [table(empty_rows(), self.decode)], ignore_index=True)
 
     def _steps_or_all(self, steps: Iterable[int] | None) -> list[int]:
-        there = self.steps
-        asked = there if steps is None else [int(step) for step in steps]
-        unknown = [step for step in asked if step not in there]
+        finished = self.steps
+        asked = finished if steps is None else [int(step) for step in steps]
+        unknown = [step for step in asked if step not in finished]
         if unknown:
-            known = f"{there[0]} to {there[-1]}" if there else "none yet"
+            known = f"{finished[0]} to {finished[-1]}" if finished else "none yet"
             raise ValueError(f"{self.path} has no rows of steps {unknown}: it has {known}")
         return asked
 

@@ -266,10 +266,10 @@ def _used_version(config: RunConfig, node: Node, commit: Commit | None) -> int:
         return _sampled_version(commit, node.address.shard)
     if commit is not None or node.newest_version is None:
         return node.version
-    where = (node.address.stage, node.address.step, node.address.shard)
+    address = (node.address.stage, node.address.step, node.address.shard)
     events = read_events(RunPaths(config.run_dir).events)
-    given = [event.version for event in events if (event.stage, event.step, event.shard) == where]
-    return next((version for version in reversed(given) if version is not None), node.version)
+    versions = [event.version for event in events if (event.stage, event.step, event.shard) == address]
+    return next((version for version in reversed(versions) if version is not None), node.version)
 
 
 def _sampled_version(commit: Commit, shard: int) -> int:
@@ -311,13 +311,13 @@ def update_range(config: RunConfig, text: str) -> range:
     if not steps:
         raise ConfigError("--updates", f"given {text!r}; write A:B for updates A to B - 1, for example 0:40")
     history = open_history(config)
-    there = set(history.ledger.addresses())
+    committed = set(history.ledger.addresses())
     spec = config.graph()
-    whole = next((step for step in range(spec.steps) if _missing_inputs(spec, step, there)), spec.steps)
+    whole = next((step for step in range(spec.steps) if _missing_inputs(spec, step, committed)), spec.steps)
     if steps.stop > spec.steps:
         raise ConfigError("--updates", f"given {text!r}; the run has updates 0:{whole}")
     for step in steps:
-        missing = _missing_inputs(spec, step, there)
+        missing = _missing_inputs(spec, step, committed)
         if missing:
             raise ConfigError("--updates", f"given {text!r}; {missing[0]} is not there (from 0 on it has 0:{whole})")
     first = min(_newest_checkpoint(config, role, steps.start) for role in update_stages(spec))

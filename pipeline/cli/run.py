@@ -100,8 +100,8 @@ def execute(
     except OSError as error:
         if error.errno not in REFUSING | TRANSIENT:
             raise
-        said = refusal(error, str(error.filename or paths.root))
-        return print_error("failed", f"{said}. {_resume_hint(paths)}", STAGE_FAILED)
+        reason = refusal(error, str(error.filename or paths.root))
+        return print_error("failed", f"{reason}. {_resume_hint(paths)}", STAGE_FAILED)
     except StoredWrongly as error:
         return print_error("failed", f"{error}. {_resume_hint(paths)}", STAGE_FAILED)
     except StageFailed as error:

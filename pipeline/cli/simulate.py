@@ -100,9 +100,9 @@ def _stragglers(text: str | None) -> Stragglers | None:
 def _failures(options: argparse.Namespace, config: RunConfig) -> Failures | None:
     if options.failures_per_hour is None:
         return None
-    for key, given in (("--failures-per-hour", options.failures_per_hour), ("--rebuild-s", options.rebuild_s)):
-        if not given > 0:
-            raise ConfigError(key, f"given {given:g}; must be above 0")
+    for key, number in (("--failures-per-hour", options.failures_per_hour), ("--rebuild-s", options.rebuild_s)):
+        if not number > 0:
+            raise ConfigError(key, f"given {number:g}; must be above 0")
     return Failures(options.failures_per_hour, options.rebuild_s, config.checkpoint.every)
 
 

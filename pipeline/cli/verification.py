@@ -286,14 +286,14 @@ def check_weights(run: RunContent) -> Answer:
 
 
 def _link_faults(run: RunContent, later: Address, earlier: Address) -> Iterator[str]:
-    there = run.commits.get(earlier)
+    commit = run.commits.get(earlier)
     named = [one.content for one in run.commits[later].provenance.inputs if one.address == earlier]
-    if there is None and earlier in run.unneeded:
+    if commit is None and earlier in run.unneeded:
         return
-    if there is None:
+    if commit is None:
         yield f"{later}: the version that it was made from has no commit ({earlier})"
-    elif named != [there.content]:
-        yield f"{later}: does not go back to {earlier} as it is committed (digest {there.digest})"
+    elif named != [commit.content]:
+        yield f"{later}: does not go back to {earlier} as it is committed (digest {commit.digest})"
 
 
 def check_checkpoints(run: RunContent) -> Answer:

@@ -174,7 +174,7 @@ def _with_advice(
 ) -> Problem:
     """Return the problem of a run that does not fit. It names a cache size or layouts that would fit, or else other
     changes. `gang`: the one that takes the most memory."""
-    key, given, engine = f"placement.gangs.{gang.name}", run.config.placement.gangs[gang.name], run.config.engine
+    key, settings, engine = f"placement.gangs.{gang.name}", run.config.placement.gangs[gang.name], run.config.engine
     trained = bool(gang.roles & MODEL_ROLES)
     fitting = [layout_text(one) for one in fitting_layouts(run, limits, gang, hosts)] if trained else []
     cache_mb = fitting_cache_mb(run, limits, hosts) if engine_memory(run).reserves_cache else 0
@@ -183,10 +183,10 @@ def _with_advice(
         return Problem("engine.kv_budget_mb", engine.kv_budget_mb, what)
     if fitting:
         what = f"{predicted}; it fits with {' or '.join(fitting[:3])}"
-        return Problem(f"{key}.layout", layout_text(given.layout), what)
+        return Problem(f"{key}.layout", layout_text(settings.layout), what)
     what = f"no layout of its ranks ({gang.workers}) fits" if trained else "its workers take the most"
     return Problem(
-        f"{key}.workers", given.workers, f"{predicted}; {what}: {', '.join(_memory_saving_changes(run, gang))}"
+        f"{key}.workers", settings.workers, f"{predicted}; {what}: {', '.join(_memory_saving_changes(run, gang))}"
     )
 
 
@@ -242,7 +242,7 @@ def _max_bytes_at_once(
 def _layouts(run: PlannedRun, gang: Gang) -> Iterator[LayoutConfig]:
     """Yield the layouts that can divide the gang's models and rows."""
     config = run.config
-    given = config.placement.gangs[gang.name].layout
+    configured = config.placement.gangs[gang.name].layout
     models = {role: run.separate_specs.get(role, run.spec) for role in gang.roles & MODEL_ROLES}
     recomputes = (
         LayoutConfig(),
@@ -256,10 +256,10 @@ def _layouts(run: PlannedRun, gang: Gang) -> Iterator[LayoutConfig]:
         if cut or any(number % data for number in rows) or (sharded and data == 1):
             continue
         layout = replace(
-            given,
+            configured,
             tensor=tensor,
             pipeline=pipeline,
-            sequence_parallel=given.sequence_parallel and tensor > 1,
+            sequence_parallel=configured.sequence_parallel and tensor > 1,
             distributed_optimizer=sharded,
             recompute=saving.recompute,
             recompute_modules=saving.recompute_modules,

@@ -196,15 +196,15 @@ def _unknown_keys(source: Any, schema: Any, name: str, root_schema: type, prefix
             if meant:
                 yield ConfigError(path, f"no such key (in {name}); did you mean {', '.join(meant)}?")
                 continue
-            there = f"{prefix[:-1] or 'a config'} has {', '.join(map(str, schema))}"
+            known_keys = f"{prefix[:-1] or 'a config'} has {', '.join(map(str, schema))}"
             further = "" if prefix else "; docs/coming-from.md has the names that other systems use"
-            yield ConfigError(path, f"no such key (in {name}); {there}{further}")
+            yield ConfigError(path, f"no such key (in {name}); {known_keys}{further}")
         elif not OmegaConf.is_missing(source, key) and not OmegaConf.is_interpolation(source, key):
             kind = _type_of(path, root_schema)
             if _is_single(kind) and isinstance(source[key], DictConfig):
-                given: Any = OmegaConf.to_container(source[key])
-                hint = "; YAML takes a text that ends in : for a mapping" if [*given.values()] == [None] else ""
-                yield ConfigError(path, f"given {given!r} (in {name}); must be {_expected_text(kind)}{hint}")
+                content: Any = OmegaConf.to_container(source[key])
+                hint = "; YAML takes a text that ends in : for a mapping" if [*content.values()] == [None] else ""
+                yield ConfigError(path, f"given {content!r} (in {name}); must be {_expected_text(kind)}{hint}")
                 continue
             yield from _unknown_keys(source[key], schema._get_node(key), name, root_schema, f"{path}.")
 
@@ -551,9 +551,9 @@ def _other_command_error(source: Any, name: str, schema: type) -> Iterator[Confi
     if not isinstance(source, DictConfig) or "=" in name:
         return
     sections_of = {kind: {field.name for field in dataclasses.fields(kind)} for kind in _COMMANDS}
-    given = {*map(str, source)}
+    keys = {*map(str, source)}
     for kind, (what, command) in _COMMANDS.items():
-        if kind is not schema and given <= sections_of[kind] and not given <= sections_of[schema]:
+        if kind is not schema and keys <= sections_of[kind] and not keys <= sections_of[schema]:
             yield ConfigError(name, f"is the config of {what}: `{command} {name}`")
 
 

@@ -462,18 +462,18 @@ def gpus_here() -> int:
 def memory_limits(config: RunConfig) -> MemoryLimits:
     """Return the memory of this host, or of this process's container if that is less, the memory of its smallest GPU,
     and the size of its /dev/shm. Limits in the config replace the first two."""
-    given, num_devices = config.cluster, gpus_here()
+    cluster, num_devices = config.cluster, gpus_here()
     host, device = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), math.inf
     for path in _CONTAINER_LIMITS:
         text = path.read_text().strip() if path.is_file() else ""
         host = min(host, int(text)) if text.isdigit() else host
-    if num_devices and given.device_memory_gb is None:
+    if num_devices and cluster.device_memory_gb is None:
         cuda = import_module("torch").cuda
         if cuda.is_available():
             device = min(cuda.get_device_properties(number).total_memory for number in range(num_devices))
     return MemoryLimits(
-        host=host if given.host_memory_gb is None else given.host_memory_gb * GIB,
-        device=device if given.device_memory_gb is None else given.device_memory_gb * GIB,
+        host=host if cluster.host_memory_gb is None else cluster.host_memory_gb * GIB,
+        device=device if cluster.device_memory_gb is None else cluster.device_memory_gb * GIB,
         num_devices=num_devices,
         shared=shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else math.inf,
     )

@@ -662,16 +662,16 @@ def _read_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptTable:
 def evaluation_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptTable:
     """Return the evaluated prompts, as the held-out prompts of a table. The table has the training prompts too, unless
     evaluations have a source of their own. Raises ConfigError."""
-    source, given, shards = config.evaluation_source, config.evaluate.prompts.max, config.evaluate.shards
+    source, most, shards = config.evaluation_source, config.evaluate.prompts.max, config.evaluate.shards
     if source is None:
         return _tokenised(config, tokenizer, config.prompts)
     table = _tokenised(config, tokenizer, source, "evaluate.prompts")
-    num = min(len(table.lengths), given or len(table.lengths))
+    num = min(len(table.lengths), most or len(table.lengths))
     if num < 2 or num % shards:
         fits = num - num % shards
         way = f"{fits} would work" if fits > 1 else "evaluations need more prompts, at least 2"
         need = f"{source.url} gives {num} prompts, which evaluate.shards = {shards} must divide: {way}"
-        raise ConfigError("evaluate.prompts.max", f"given {given}; {need}")
+        raise ConfigError("evaluate.prompts.max", f"given {most}; {need}")
     return table.beginning(num)
 
 

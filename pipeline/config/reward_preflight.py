@@ -87,10 +87,8 @@ def _check_teacher(config: RewardModelConfig, key: str, path: str, student: Mode
         wrong = "it is no reward model: give RUN/model, which `stageline reward train` exports"
     if wrong is None and config.data.max_tokens > spec.max_positions:
         wrong = f"its context is {spec.max_positions}, data.max_tokens is {config.data.max_tokens}"
-    mine, its = read_vocabulary(config.model.path), read_vocabulary(path)
-    if wrong is None and (
-        spec.vocab_size < student.vocab_size or (mine is not None and its is not None and mine != its)
-    ):
+    own, its = read_vocabulary(config.model.path), read_vocabulary(path)
+    if wrong is None and (spec.vocab_size < student.vocab_size or (own is not None and its is not None and own != its)):
         wrong = f"its tokens are others than those of model.path ({config.model.path!r})"
     if wrong is not None:
         raise ConfigError(key, f"given {path!r}; {wrong}")

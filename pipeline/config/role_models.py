@@ -37,11 +37,11 @@ def model_paths(config: RunConfig) -> dict[str, str]:
     """Return the directories that models are read from, each with the first key that names it. Needs rewards that can
     be built."""
     model = config.model
-    given = [("model.path", model.path), ("model.reference_path", model.reference_path)]
-    given += [("model.critic_path", model.critic_path)] if config.has_critic else []
-    given += [(f"{where}.path", str(args["path"])) for where, args in config.reward_models().items()]
+    paths = [("model.path", model.path), ("model.reference_path", model.reference_path)]
+    paths += [("model.critic_path", model.critic_path)] if config.has_critic else []
+    paths += [(f"{where}.path", str(args["path"])) for where, args in config.reward_models().items()]
     keys: dict[str, str] = {}
-    for key, path in given:
+    for key, path in paths:
         if path is not None and not is_random(path):
             keys.setdefault(path, key)
     return keys

@@ -205,8 +205,8 @@ class RunConfig:
     @property
     def held_out_reward(self) -> tuple[str, RewardPartsConfig]:
         """(Key path, section) of the reward that scores held-out responses."""
-        given = self.evaluate.reward.is_given
-        return ("evaluate.reward", self.evaluate.reward) if given else ("reward", self.reward)
+        has_own = self.evaluate.reward.is_given
+        return ("evaluate.reward", self.evaluate.reward) if has_own else ("reward", self.reward)
 
     def reward_models(self) -> dict[str, Mapping[str, Any]]:
         """Return the arguments of every reward of kind `model`, by their key path. Needs parts that can be built."""

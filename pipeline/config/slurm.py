@@ -117,10 +117,10 @@ class SlurmConfig:
 
 def gpus_of_worker(config: SlurmConfig, gang: Gang) -> int:
     """Return the number of GPUs that the job requests for each worker of a gang."""
-    given = _gang_settings(config, gang.name).gpus_per_worker
+    configured = _gang_settings(config, gang.name).gpus_per_worker
     if config.gres is None:
         return 0
-    return gang.gpus if given is None else given
+    return gang.gpus if configured is None else configured
 
 
 def host_gang(config: SlurmConfig, gang: str) -> str | None:
@@ -131,9 +131,9 @@ def host_gang(config: SlurmConfig, gang: str) -> str | None:
 
 def cpus_per_worker(config: SlurmConfig, placement: PlacementConfig, gang: str, replica_ranks: int) -> int:
     """Return the number of CPUs that the job requests for each worker of a gang."""
-    given = _gang_settings(config, gang).cpus_per_worker
-    if given is not None:
-        return given
+    configured = _gang_settings(config, gang).cpus_per_worker
+    if configured is not None:
+        return configured
     generates = placement.roles[Role.GENERATE] == gang
     return placement.gangs[gang].threads * (replica_ranks if generates else 1)
 
@@ -190,9 +190,11 @@ def slurm_placement_problems(
         if nodes is not None and workers % nodes:
             where = f"slurm.gangs.{host}.nodes"
             yield Problem(where, nodes, f"must divide the workers of {name}, which are {workers}")
-        needed, given = gpus.get(name, 0), gang.gpus_per_worker
-        if config.gres and given is not None and 0 < given < needed:
-            yield Problem(f"{key}.gpus_per_worker", given, f"a worker of {name} has {needed} ranks: {needed}, or null")
+        needed, configured = gpus.get(name, 0), gang.gpus_per_worker
+        if config.gres and configured is not None and 0 < configured < needed:
+            yield Problem(
+                f"{key}.gpus_per_worker", configured, f"a worker of {name} has {needed} ranks: {needed}, or null"
+            )
     for number, group in enumerate(placement.device_sharing if config.gres else ()):
         if len({host_gang(config, name) for name in group}) > 1:
             need = f"gangs that share devices run on the same nodes: slurm.gangs.{group[1]}.beside={group[0]}"

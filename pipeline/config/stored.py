@@ -132,8 +132,8 @@ def claim(stored: RunStorage) -> Claim:
     """Claim the stored data for this process, so that the drivers of other directories end. Raises StoreError."""
     if stored.url is None:
         return Claim(stored, None)
-    said = {"host": socket.gethostname(), "directory": str(stored.directory.resolve()), "time": time.time()}
-    data = json.dumps(said | {"id": uuid.uuid4().hex}).encode()
+    owner = {"host": socket.gethostname(), "directory": str(stored.directory.resolve()), "time": time.time()}
+    data = json.dumps(owner | {"id": uuid.uuid4().hex}).encode()
     number = len(_claims(stored)) + 1
     # After a lost answer the repeated request finds this process's own file.
     while not files.write_new(stored.root, _claim_key(number), data) and _read(stored, number) != data:

@@ -96,12 +96,12 @@ def _test(settings: DoctorSettings, model: str, groups: Sequence[tuple[EngineJob
     result = results[jobs[0]]
     refit = f"new weights at {_refit_rate(result) / 1e9:.2f} GB/s"
     rates = f"start {result.start_s:.1f} s, {result.tokens_per_s:.0f} tokens/s, {refit}"
-    said = "draws as plain torch does" if result.draws == "keyed" else f"its draws are {result.draws}, not compared"
+    draws = "draws as plain torch does" if result.draws == "keyed" else f"its draws are {result.draws}, not compared"
     kinds = ", and in ".join(
         {"float32": "float32", "bfloat16": "bfloat16 but for rounding"}[job.dtype] for job in groups[0]
     )
     on = f", on {len(groups)} GPUs" if len(groups) > 1 else ""
-    return Finding(f"{said} in {kinds}{on}; {rates}", facts)
+    return Finding(f"{draws} in {kinds}{on}; {rates}", facts)
 
 
 def _check_result(job: EngineJob, result: EngineResult, reference: EngineResult, facts: dict[str, Any]) -> None:

@@ -102,7 +102,7 @@ def judge_rate(measured: AllReduceResult, size: int, place: Place) -> Finding:
         Fault: the rate is too slow for the links between the ranks."""
     who = f"{size} processes on this host" if place == "here" else f"{size} nodes"
     least, because = _min_rate(measured, size, place)
-    said = f"{who} add up {measured.bytes_per_s / 1e9:.2f} GB/s by {measured.backend}"
+    rate = f"{who} add up {measured.bytes_per_s / 1e9:.2f} GB/s by {measured.backend}"
     compared = f"{least / 1e9:.2f} or more expected ({because})"
     facts = {
         "backend": measured.backend,
@@ -112,8 +112,8 @@ def judge_rate(measured: AllReduceResult, size: int, place: Place) -> Finding:
     }
     if measured.bytes_per_s < least:
         advice = "NCCL may have fallen back to TCP or PCIe (run again with NCCL_DEBUG=INFO). On CPUs: a faster network"
-        raise Fault(f"{said}; {compared}", advice, **facts)
-    return Finding(f"{said}; {compared}", facts)
+        raise Fault(f"{rate}; {compared}", advice, **facts)
+    return Finding(f"{rate}; {compared}", facts)
 
 
 def _min_rate(measured: AllReduceResult, size: int, place: Place) -> tuple[float, str]:

@@ -229,13 +229,13 @@ def _smi(*arguments: str) -> str:
             f"nvidia-smi does not answer in {SMI_TIMEOUT_S:g} s", "a GPU hangs: look at `dmesg`, reset it"
         ) from error
     if done.returncode:
-        said = (done.stdout + done.stderr).strip().splitlines()
-        if "No devices were found" in "".join(said):
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        if "No devices were found" in "".join(lines):
             if "SLURM_JOB_ID" in os.environ:
                 raise Fault("this job has no GPU", "ask Slurm for some: slurm.gres, slurm.gangs.*.gpus_per_worker")
             raise Absent("no NVIDIA GPU")
         advice = "load the driver again or reboot: its library and its kernel module must be of one version"
-        raise Fault(f"nvidia-smi fails: {said[-1] if said else done.returncode}", advice)
+        raise Fault(f"nvidia-smi fails: {lines[-1] if lines else done.returncode}", advice)
     return done.stdout
 
 

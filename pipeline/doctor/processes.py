@@ -88,13 +88,13 @@ def _deadline_fault(
     """Return the fault about programs that are still running. Before that, make each of them print the stacks of its
     threads."""
     hanging = [index for index, process in enumerate(running) if process.poll() is None]
-    said = {index: _lines(logs[index])[-1:] for index in hanging}
+    last_lines = {index: _lines(logs[index])[-1:] for index in hanging}
     for index in hanging:
         running[index].send_signal(signal.SIGABRT)
     for index in hanging:
         with contextlib.suppress(subprocess.TimeoutExpired):
             running[index].wait(timeout=_STACK_DUMP_S)
-    who = "; ".join(" at ".join([programs[index].label, *said[index]]) for index in hanging)
+    who = "; ".join(" at ".join([programs[index].label, *last_lines[index]]) for index in hanging)
     advice = "the JSON report has the place where each of its threads waits. A slow machine: --deadline SECONDS"
     return Fault(f"no end after {deadline_s:g} s: {who}", advice, outputs=_outputs(programs, logs))
 

@@ -70,8 +70,8 @@ class AttachedWorkers(Cluster):
         Raises:
             ConfigError: the interface or address is not this host's, or the port is taken.
         """
-        given, port = listening(config.cluster)
-        host = listening_address(config.cluster.interface, given)
+        listening_host, port = listening(config.cluster)
+        host = listening_address(config.cluster.interface, listening_host)
         _check_port(host, port)
         driver = next_driver_number(config.run_dir)
         security = Security.temporary()

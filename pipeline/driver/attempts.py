@@ -308,14 +308,14 @@ class Attempts:
         for rank in range(index, index + attempt.num_ranks):
             self._supervision.record_progress((gang, rank))
         for outcome in (first, *first.peers):
-            where = {**_event_fields(node.address), "rank": outcome.index, "gang": gang, "worker": outcome.worker}
+            place = {**_event_fields(node.address), "rank": outcome.index, "gang": gang, "worker": outcome.worker}
             seconds = outcome.finished - outcome.started
-            journal.append(Event(outcome.started, EventKind.STARTED, **where))
+            journal.append(Event(outcome.started, EventKind.STARTED, **place))
             journal.append(
-                Event(outcome.finished, EventKind.FINISHED, **where, seconds=seconds, store_s=outcome.store_s)
+                Event(outcome.finished, EventKind.FINISHED, **place, seconds=seconds, store_s=outcome.store_s)
             )
             for warning in outcome.warnings:
-                journal.append(Event(outcome.finished, EventKind.WARNED, **where, detail=warning))
+                journal.append(Event(outcome.finished, EventKind.WARNED, **place, detail=warning))
         if node.stage == "publish":
             journal.append_now(EventKind.PUBLISHED, **_event_fields(node.address), cpu_s=time.process_time())
         self._on_done(node, first)

@@ -133,7 +133,7 @@ _SPREAD = 0.7
 class StepLayout(GraphLayout):
     """Owns the positions of markers, and the changes that the page must still draw."""
 
-    def update_graph(self, scheduler: Scheduler, *, tasks: Any = None, **given: Any) -> None:
+    def update_graph(self, scheduler: Scheduler, *, tasks: Any = None, **more: Any) -> None:
         """Give new markers a position. Ignore other tasks."""
         for key in tasks or ():
             stage, task = marker_stage(key), scheduler.tasks.get(key)
@@ -150,10 +150,10 @@ class StepLayout(GraphLayout):
                 self.next_edge_index += 1
                 self.new_edges.append((parent.key, key))
 
-    def transition(self, key: Any, start: str, finish: str, *args: Any, **given: Any) -> None:
+    def transition(self, key: Any, start: str, finish: str, *args: Any, **more: Any) -> None:
         """Handle a marker's change of state. Ignore other tasks."""
         if key in self.index:
-            super().transition(key, start, finish, *args, **given)
+            super().transition(key, start, finish, *args, **more)
 
 
 class StepGraph(TaskGraph):
@@ -161,8 +161,8 @@ class StepGraph(TaskGraph):
 
     layout: GraphLayout
 
-    def __init__(self, scheduler: Scheduler, **given: Any) -> None:
-        super().__init__(scheduler, **given)
+    def __init__(self, scheduler: Scheduler, **more: Any) -> None:
+        super().__init__(scheduler, **more)
         scheduler.remove_plugin(name=self.layout.name)
         self.layout = StepLayout(scheduler)
         scheduler.add_plugin(self.layout)

@@ -133,11 +133,11 @@ def _sampling_version(history: History, address: Address, run_dir: Path) -> int:
     """Return the version that sampled a shard whose commit is lost, read from its stored tokens. The shard is sampled
     again with it, and compared with what later outputs were made from. Raises StoreError unless there is exactly one
     such version."""
-    allowed, there = (
+    allowed, stored = (
         generation_versions(history.spec, address.step),
         history.store.read_uncommitted(address, "token_versions"),
     )
-    versions = [] if there is None else [v for v in np.unique(there).tolist() if v in allowed]
+    versions = [] if stored is None else [v for v in np.unique(stored).tolist() if v in allowed]
     if len(versions) != 1:
         several = f"versions {versions}, as they came" if versions else "a version that nobody knows any more"
         raise StoreError(
@@ -153,11 +153,11 @@ def lineage_faults(commits: Iterable[Commit], committed: Mapping[Address, Commit
     a commit are ignored."""
     for commit in commits:
         for one in commit.provenance.inputs:
-            there = committed.get(one.address)
-            if there is not None and there.content != one.content:
+            found_commit = committed.get(one.address)
+            if found_commit is not None and found_commit.content != one.content:
                 yield (
                     f"{commit.address}: was made from {one.address} of attempt {one.attempt} with content "
-                    f"{one.content}, committed is {there.attempt} with content {there.content}"
+                    f"{one.content}, committed is {found_commit.attempt} with content {found_commit.content}"
                 )
 
 
@@ -235,12 +235,12 @@ def unneeded_outputs(
         return frozenset()
     saved = {role: _usable_checkpoints(history, checkpoints, role) for role in update_stages(history.spec)}
     floors = {role: min((v for v in versions if v >= before), default=before) for role, versions in saved.items()}
-    there = {0, *saved[Role.POLICY]}  # versions that exist without running an update again
+    existing = {0, *saved[Role.POLICY]}  # versions that exist without running an update again
     unneeded: set[Address] = set()
     for step in range(max(0, from_step - 1), min(max(floors.values()), history.spec.steps)):
         lost = {n.address for n in step_nodes(history.spec, step) if n.address not in committed}
         gone = {a for a in lost if from_step <= a.step < _floor_of(a, floors)}
-        gone -= {a for a in gone if a.stage in _FROM_WEIGHTS and a.step in there}
+        gone -= {a for a in gone if a.stage in _FROM_WEIGHTS and a.step in existing}
         unneeded |= {
             address
             for address in gone

@@ -285,14 +285,14 @@ def candidates_of_run(source: RunConfig, last_steps: int | None) -> list[Candida
 
 def candidates_of_file(config: LabelConfig) -> list[Candidates]:
     """Read rows with a prompt and a list of responses. Raises ConfigError that names file, line and field."""
-    given = config.responses
-    assert given.url is not None
+    source = config.responses
+    assert source.url is not None
     try:
-        candidates = [_candidates_of_row(config, row) for row in read_rows(given.url)]
+        candidates = [_candidates_of_row(config, row) for row in read_rows(source.url)]
     except RowsError as error:
         raise ConfigError("responses.url", str(error)) from error
     if not candidates:
-        raise ConfigError("responses.url", f"{given.url} holds no prompts")
+        raise ConfigError("responses.url", f"{source.url} holds no prompts")
     return candidates
 
 
@@ -350,18 +350,18 @@ def _candidates_of_prompt(table: PromptTable, tokenizer: Tokenizer, index: int, 
 
 def _candidates_of_row(config: LabelConfig, row: Row) -> Candidates:
     where, fields = row
-    given = config.responses
-    for key, name in (("prompt", given.prompt), ("responses", given.responses)):
+    source = config.responses
+    for key, name in (("prompt", source.prompt), ("responses", source.responses)):
         if name not in fields:
             raise ConfigError(f"responses.{key}", f"{where}: given {name!r}, available: {', '.join(fields)}")
-    prompt, responses = fields[given.prompt], fields[given.responses]
+    prompt, responses = fields[source.prompt], fields[source.responses]
     if not is_chat(prompt) and not (isinstance(prompt, str) and prompt.strip()):
-        need = f"{given.prompt!r} must be a text that is not blank, or a list of messages"
+        need = f"{source.prompt!r} must be a text that is not blank, or a list of messages"
         raise ConfigError("responses.prompt", f"{where}: {need}, given {prompt!r:.80}")
     if not isinstance(responses, list) or len(responses) < 2 or not all(isinstance(text, str) for text in responses):
-        need = f"{given.responses!r} must be a list of two texts or more"
+        need = f"{source.responses!r} must be a list of two texts or more"
         raise ConfigError("responses.responses", f"{where}: {need}, given {responses!r:.80}")
-    extra: Mapping[str, Any] = {name: v for name, v in fields.items() if name not in (given.prompt, given.responses)}
+    extra: Mapping[str, Any] = {name: v for name, v in fields.items() if name not in (source.prompt, source.responses)}
     text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
     return Candidates(prompt, text, list(responses), dict(extra))
 

@@ -95,8 +95,8 @@ class WeightOrders:
     def remove_boards(self) -> None:
         """Remove the boards that the driver does not see, also those of workers that are still being built."""
         if self._boards:
-            there = {name: address for address, name in workers_by_address(self._client).items()}
-            remove_boards(self._client, self._with_unseen_boards(there))
+            addresses = {name: address for address, name in workers_by_address(self._client).items()}
+            remove_boards(self._client, self._with_unseen_boards(addresses))
 
     def _with_unseen_boards(self, addresses: Mapping[str, str]) -> list[str]:
         """Return the addresses of the workers whose boards the driver does not see. `addresses`: by worker name."""
@@ -202,8 +202,8 @@ class DeviceOrders:
         if another gang already holds devices, so that there may be nodes to hand out."""
         began = False
         for one in self._context.dispatch.next_handovers():
-            there = [key for key in self._workers_of(one.giver) if worker_name(*key) in self._supervision.addresses()]
-            self._leaving.append(_PendingHandover(one, self._ordered, self._context.now(), set(there)))
+            live = [key for key in self._workers_of(one.giver) if worker_name(*key) in self._supervision.addresses()]
+            self._leaving.append(_PendingHandover(one, self._ordered, self._context.now(), set(live)))
             self._ordered += 1
             self._send_order(self._leaving[-1])
             began |= self._finish_handovers()  # a gang without workers has freed its devices

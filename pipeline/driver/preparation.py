@@ -101,11 +101,11 @@ def check_identity(
         return _replaced_identity(config, prompts, ledger)
     actual = _model_files(config)
     for name, stated in identity.models.items():
-        other = differences(stated, actual[name])
-        if other:
+        changes = differences(stated, actual[name])
+        if changes:
             key, path = _model_paths(config)[name]
             raise ConfigError(
-                key, f"given {path!r}; its files are not those that the run began with: {_join_texts(other)}"
+                key, f"given {path!r}; its files are not those that the run began with: {_join_texts(changes)}"
             )
     if identity.prompts != prompts.digest():
         own = config.evaluate.prompts.url
@@ -114,16 +114,16 @@ def check_identity(
         raise ConfigError("prompts.url", f"given {config.prompts.url!r}; {need}")
     latest, here = identity.latest, software()
     changed = [str(change) for change in config_changes(latest.config, config_sections(config))]
-    other = differences(latest.software, here)
+    changes = differences(latest.software, here)
     warnings: tuple[str, ...] = ()
-    if other and archived is None:
+    if changes and archived is None:
         if config.cluster.same_numerics == "refuse":
             raise ConfigError(
-                KEY, f"given 'refuse'; the software is not what the run was computed with: {_refusal_text(other)}"
+                KEY, f"given 'refuse'; the software is not what the run was computed with: {_refusal_text(changes)}"
             )
-        warnings = (f"other software: {_join_texts(other)}. Updates that run again may differ ({KEY}=warn)",)
+        warnings = (f"other software: {_join_texts(changes)}. Updates that run again may differ ({KEY}=warn)",)
     same_digest = latest.config_hash == config_hash(config)  # differs if an earlier version hashed secrets too
-    if not changed and not other and archived is None and same_digest:
+    if not changed and not changes and archived is None and same_digest:
         return IdentityCheck(identity)
     statement = Statement(
         time=time.time(),
@@ -131,7 +131,7 @@ def check_identity(
         config=config_sections(config),
         config_hash=config_hash(config),
         software=here,
-        changed=(*changed, *other),
+        changed=(*changed, *changes),
         anew=archived is not None,
     )
     return IdentityCheck(identity.with_statement(statement), tuple(changed), warnings)
@@ -192,15 +192,15 @@ class NumericsWatch:
         short = fingerprint(numerics)
         if short in {one.fingerprint for one in known}:
             return
-        other = differences(known[0].items, numerics) if known else []
-        other += [] if known else differences(self._identity.latest.software, versions)
-        if other:
+        changes = differences(known[0].items, numerics) if known else []
+        changes += [] if known else differences(self._identity.latest.software, versions)
+        if changes:
             than = f"{known[0].worker} had when the gang was built first" if known else "the driver has"
             if self._mode == "refuse":
                 raise ConfigError(
-                    KEY, f"given 'refuse'; worker {name} computes with others than {than}: {_refusal_text(other)}"
+                    KEY, f"given 'refuse'; worker {name} computes with others than {than}: {_refusal_text(changes)}"
                 )
-            detail = f"worker {name} computes with others than {than}: {_join_texts(other)}. Its last bits may differ"
+            detail = f"worker {name} computes with others than {than}: {_join_texts(changes)}. Its last bits may differ"
             self._journal.append_now(EventKind.WARNED, detail=detail)
         seen = GangNumerics(gang, short, dict(numerics), name, time.time(), len(self._identity.statements) - 1)
         self._identity = replace(self._identity, numerics=(*self._identity.numerics, seen))
@@ -213,9 +213,9 @@ class NumericsWatch:
         if line in self._engines:
             return
         self._engines.add(line)
-        said = "; ".join(missing) or NO_CAPABILITIES
-        self._journal.append_now(EventKind.ENGINE, gang=self._engine_gang, detail=f"{line}{UNPROVEN_PREFIX}{said}")
-        self._tags({"engine": line, "not_proven": said})
+        unproven = "; ".join(missing) or NO_CAPABILITIES
+        self._journal.append_now(EventKind.ENGINE, gang=self._engine_gang, detail=f"{line}{UNPROVEN_PREFIX}{unproven}")
+        self._tags({"engine": line, "not_proven": unproven})
 
 
 def _model_paths(config: RunConfig) -> dict[str, tuple[str, str]]:

@@ -283,17 +283,17 @@ def draw_plots(config: RunConfig, history: History) -> list[Path]:
 def result_paths(config: RunConfig, summary: Summary) -> dict[str, Path | str]:
     """Return the paths of a finished run's results, or commands that show them, by the label to show."""
     paths = RunPaths(config.run_dir)
-    where: dict[str, Path | str] = {"summary": paths.summary}
+    paths_by_label: dict[str, Path | str] = {"summary": paths.summary}
     if config.tracking.report:
-        where |= {"learning curves": paths.plots / "curves.png", "timeline": paths.plots / "timeline.png"}
-        where["report"] = paths.report
-    where["weights"] = paths.weights(config.steps)
+        paths_by_label |= {"learning curves": paths.plots / "curves.png", "timeline": paths.plots / "timeline.png"}
+        paths_by_label["report"] = paths.report
+    paths_by_label["weights"] = paths.weights(config.steps)
     if summary.best is not None and summary.best.version != config.steps:
         exported = paths.weights(summary.best.version)
         command = f"stageline export {paths.root} --version best"
-        where["best weights"] = exported if exported.is_dir() else command
-    where["rollouts"] = config.stored.rollouts
-    return where | tracking_links(config) | sink_hints(config.tracking.also, paths.root)
+        paths_by_label["best weights"] = exported if exported.is_dir() else command
+    paths_by_label["rollouts"] = config.stored.rollouts
+    return paths_by_label | tracking_links(config) | sink_hints(config.tracking.also, paths.root)
 
 
 # ---- Report ----------------------------------------------------------------------------------------------

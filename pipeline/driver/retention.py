@@ -160,8 +160,8 @@ def check_evaluations(config: RunConfig, history: History) -> None:
     before, saved = history.store.dropped_before(), config.stored.checkpoints().versions("policy")
     made, spec = history.newest_version(), config.graph()
     asked = [version for version in range(1, made + 1) if is_evaluated(spec, version)]
-    there = set(history.ledger.addresses())
-    missing = [v for v in asked if not there.issuperset(node.address for node in evaluate_nodes(spec, v))]
+    committed = set(history.ledger.addresses())
+    missing = [v for v in asked if not committed.issuperset(node.address for node in evaluate_nodes(spec, v))]
     lost = [v for v in missing if before and not any(c == v or before <= c <= v for c in saved)]
     if lost:
         named = ", ".join(f"v{version}" for version in lost[:5]) + (" ..." if len(lost) > 5 else "")
@@ -179,9 +179,9 @@ def is_complete(spec: GraphSpec, ledger: Ledger, unneeded: Collection[Address] =
     """Return True if every node of the run, except the unneeded ones, has its commit."""
     first = ledger.closed_until()
     # Read closed records too: a segment before closed ones may have been reopened.
-    there = {*ledger.addresses(from_step=first), *unneeded}
+    committed = {*ledger.addresses(from_step=first), *unneeded}
     nodes = (node for step in range(max(0, first - 1), spec.steps) for node in step_nodes(spec, step))
-    return all(node.address.step < first or node.address in there for node in nodes)
+    return all(node.address.step < first or node.address in committed for node in nodes)
 
 
 def close_finished_segments(spec: GraphSpec, ledger: Ledger, unneeded: Collection[Address]) -> None:
@@ -191,10 +191,10 @@ def close_finished_segments(spec: GraphSpec, ledger: Ledger, unneeded: Collectio
         return
     while True:
         first = ledger.closed_until()
-        there = {*ledger.addresses(from_step=first), *unneeded}
+        committed = {*ledger.addresses(from_step=first), *unneeded}
         over = range(max(0, first - 1), first + SPAN + _steps_before_closing(spec))
         nodes = [node.address for step in over if step < spec.steps for node in step_nodes(spec, step)]
-        if over.stop > spec.steps or any(first <= address.step and address not in there for address in nodes):
+        if over.stop > spec.steps or any(first <= address.step and address not in committed for address in nodes):
             return
         closed = (address for address in nodes if first <= address.step < first + SPAN)
         ledger.close(first, [address for address in closed if address not in unneeded])

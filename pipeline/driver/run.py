@@ -279,16 +279,16 @@ def _run_graph(started: StartedRun) -> None:
 
 
 def _print_results(run: Run, summary: Summary) -> None:
-    where = result_paths(run.config, summary)
+    paths = result_paths(run.config, summary)
     if run.screen.json_lines:
         run.screen.print_event(
-            "done", "", summary=asdict(summary), paths={label: str(path) for label, path in where.items()}
+            "done", "", summary=asdict(summary), paths={label: str(path) for label, path in paths.items()}
         )
     else:
         pairs = choose_pairs(
             response_pairs(run.history, run.decode, last_questions(RunPaths(run.config.run_dir).prompts))
         )
-        run.screen.console.print(end_of_run_text(summary, pairs, where), soft_wrap=True)
+        run.screen.console.print(end_of_run_text(summary, pairs, paths), soft_wrap=True)
 
 
 def _executor_settings(config: RunConfig) -> ExecutorSettings:

@@ -124,10 +124,11 @@ class RunView:
         """Return the published versions. Empty if weights are on other hosts only."""
         if self._board is None:
             return ()
-        readers, there = self._flow.readers_by_version, self._board.available()
-        self._version_bytes = {version: self._bytes_of_version(self._board, version) for version in there}
+        readers, available = self._flow.readers_by_version, self._board.available()
+        self._version_bytes = {version: self._bytes_of_version(self._board, version) for version in available}
         return tuple(
-            VersionView(version, self._version_bytes[version], readers.get(version, _NO_READERS)) for version in there
+            VersionView(version, self._version_bytes[version], readers.get(version, _NO_READERS))
+            for version in available
         )
 
     def _bytes_of_version(self, board: WeightBoard, version: int) -> int:

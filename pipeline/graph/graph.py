@@ -314,11 +314,11 @@ def finished_steps(spec: GraphSpec, first_open_step: int, later_commits: Iterabl
         later_commits: the committed addresses of step `first_open_step` and later.
     """
     needed = {**dict.fromkeys(update_stages(spec).values(), 1), "advantage": 1, "generate": spec.shards}
-    there = Counter((address.step, address.stage) for address in later_commits)
-    steps = sorted({step for step, _ in there})
+    commits_of = Counter((address.step, address.stage) for address in later_commits)
+    steps = sorted({step for step, _ in commits_of})
     return [
         *range(first_open_step),
-        *(s for s in steps if all(there[s, stage] == count for stage, count in needed.items())),
+        *(s for s in steps if all(commits_of[s, stage] == count for stage, count in needed.items())),
     ]
 
 

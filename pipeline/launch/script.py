@@ -102,8 +102,10 @@ def _fill_template(template: Path, filled: Mapping[str, str]) -> str:
     words = set(_WORD.findall(text))
     if words != filled.keys():
         lacks, strange = sorted(filled.keys() - words), sorted(words - filled.keys())
-        said = f"lacks {', '.join(lacks) or 'none'} of the words in @, and has {', '.join(strange) or 'none'} that mean"
-        raise ConfigError("slurm.template", f"given {str(template)!r}; it {said} nothing; compare {TEMPLATE}")
+        difference = (
+            f"lacks {', '.join(lacks) or 'none'} of the words in @, and has {', '.join(strange) or 'none'} that mean"
+        )
+        raise ConfigError("slurm.template", f"given {str(template)!r}; it {difference} nothing; compare {TEMPLATE}")
     return _WORD.sub(lambda match: filled[match[1]], text)
 
 

@@ -94,9 +94,9 @@ def is_slurm(config: RunConfig) -> bool:
 
 def limits_of(config: RunConfig, cluster: HardwareCluster, num_gpus: int, text: str) -> MemoryLimits:
     """Return the memory of the cluster's nodes and GPUs. If the config sets a lower limit, that limit is returned."""
-    given = config.cluster
-    host = math.inf if given.host_memory_gb is None else given.host_memory_gb * GIB
-    device = math.inf if given.device_memory_gb is None else given.device_memory_gb * GIB
+    settings = config.cluster
+    host = math.inf if settings.host_memory_gb is None else settings.host_memory_gb * GIB
+    device = math.inf if settings.device_memory_gb is None else settings.device_memory_gb * GIB
     return MemoryLimits(
         min(host, cluster.host_bytes),
         min(device, cluster.device_bytes),

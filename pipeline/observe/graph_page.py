@@ -101,11 +101,11 @@ def _state(view: GraphView) -> str:
 
 def _links(view: GraphView) -> str:
     shown = []
-    for label, where in view.facts.links:
-        if where.startswith(("http://", "https://")):
-            shown.append(f'<a href="{escape(where)}">{escape(label)}</a>')
+    for label, address in view.facts.links:
+        if address.startswith(("http://", "https://")):
+            shown.append(f'<a href="{escape(address)}">{escape(label)}</a>')
         else:
-            shown.append(f"{escape(label)}: <code>{escape(where)}</code>")
+            shown.append(f"{escape(label)}: <code>{escape(address)}</code>")
     logs = [f'<a href="{PATH}/logs/{quote(name, safe="")}">{escape(name)}</a>' for name in view.facts.logs]
     return "".join(shown) + (f"logs: {''.join(logs)}" if logs else "")
 
@@ -233,8 +233,8 @@ def _cell(nodes: Sequence[NodeView], states: Mapping[Address, NodeState], x: int
     """Return the cell of one stage of one step at position (x, y), as SVG."""
     top, high = y + 4, ROW_H - 8
     counts = Counter(node.state for node in nodes)
-    said = ", ".join(f"{counts[state]} {state}" for state in _ORDER if counts[state])
-    parts = [f"<g><title>{escape(_description(nodes, states) if len(nodes) <= _SINGLE_CELLS else said)}</title>"]
+    title = ", ".join(f"{counts[state]} {state}" for state in _ORDER if counts[state])
+    parts = [f"<g><title>{escape(_description(nodes, states) if len(nodes) <= _SINGLE_CELLS else title)}</title>"]
     if len(nodes) <= _SINGLE_CELLS:
         wide = COLUMN_W / len(nodes)
         for i, node in enumerate(nodes):

@@ -178,13 +178,13 @@ def work_text(gang: GangView, now_s: float, max_named: int) -> str:
         gang: the gang.
         now_s: the time up to which durations are counted, seconds since the epoch.
         max_named: maximum number of nodes that are named."""
-    said = [
+    parts = [
         short_address(one.address) + ("" if one.start_s is None else f" ({max(0.0, now_s - one.start_s):.0f} s)")
         for one in gang.running_nodes[:max_named]
     ]
-    said += [f"and {len(gang.running_nodes) - max_named} more"] if gang.running_nodes[max_named:] else []
-    said += [f"{gang.num_queued} queued"] if gang.num_queued else []
-    return ", ".join(said)
+    parts += [f"and {len(gang.running_nodes) - max_named} more"] if gang.running_nodes[max_named:] else []
+    parts += [f"{gang.num_queued} queued"] if gang.num_queued else []
+    return ", ".join(parts)
 
 
 def nodes_to_show(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int) -> list[NodeStatus]:
@@ -237,8 +237,8 @@ def gang_view(gang: Gang, up: bool, nodes: Iterable[NodeView], wait: Wait | None
 
 def stages_in_order(nodes: Iterable[NodeView]) -> list[str]:
     """Return the stages of these nodes, in the order of the page's rows."""
-    there = {node.address.stage for node in nodes}
-    return [stage for stage in STAGE_ORDER if stage in there]
+    present = {node.address.stage for node in nodes}
+    return [stage for stage in STAGE_ORDER if stage in present]
 
 
 # ---- view of a run's directory ---------------------------------------------------------------------------

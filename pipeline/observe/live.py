@@ -232,7 +232,7 @@ class Progress:
         red = find_unhealthy_numbers(tuple(self._recent), self._first_entropy)
         if red:
             parts.insert(-1, plain_text("   ".join(red), "bold red"))
-        parts += [plain_text(f"{label}: {where}", "dim") for label, where in tuple(self._links.items())]
+        parts += [plain_text(f"{label}: {address}", "dim") for label, address in tuple(self._links.items())]
         return Group(*parts)
 
     def __enter__(self) -> Progress:
@@ -268,10 +268,10 @@ class Progress:
             view = views.get(gang)
             work = work_text(view, now, _SHOWN_NODES) if view is not None else ""
             of_gang = {name: since for name, since in loading.items() if self._gangs.get(name) == gang}
-            said = [work] if work else []
-            said += [f"{name} loads models ({now - since:.0f} s)" for name, since in sorted(of_gang.items())]
+            parts = [work] if work else []
+            parts += [f"{name} loads models ({now - since:.0f} s)" for name, since in sorted(of_gang.items())]
             wait = f"idle: {view.wait_reason}" if view is not None and view.wait_reason else "idle"
-            table.add_row(plain_text(gang, "cyan"), plain_text(", ".join(said)) if said else plain_text(wait, "dim"))
+            table.add_row(plain_text(gang, "cyan"), plain_text(", ".join(parts)) if parts else plain_text(wait, "dim"))
         return table
 
     def _print_engine_guarantees(self, detail: str) -> None:

@@ -101,9 +101,9 @@ def read_step(history: History, step: int) -> StageRows:
         StoreError: the rollouts cannot be read."""
 
     def read(stage: str, shards: int = history.spec.shards) -> Any:
-        there = all(history.ledger.find(Address(stage, step, shard)) is not None for shard in range(shards))
+        is_complete = all(history.ledger.find(Address(stage, step, shard)) is not None for shard in range(shards))
         try:
-            return history.store.read_step(stage, step, shards) if there else None
+            return history.store.read_step(stage, step, shards) if is_complete else None
         except StoreError:
             return None
 

@@ -394,8 +394,8 @@ def summary_lines(summary: Summary) -> list[Headline]:
     lines.append(Headline("stages", "seconds by stage", seconds))
     if summary.predictions:
         texts = (
-            f"{stage} {format_number(was)} ({format_number(said)})"
-            for stage, (said, was) in summary.predictions.items()
+            f"{stage} {format_number(was)} ({format_number(predicted)})"
+            for stage, (predicted, was) in summary.predictions.items()
         )
         lines.append(Headline("predicted", "seconds of a step (predicted)", ", ".join(texts)))
     share = f"{summary.overhead_fraction:.1%}"

@@ -98,13 +98,13 @@ def end_of_run_text(summary: Summary, pairs: Sequence[ResponsePair], paths: Mapp
 def last_line(summary: Summary, report: Path | str | None) -> Text:
     """Return the three numbers that matter most (held-out reward before and after, seconds a step, tokens a second), as
     far as the run has them, and the report's path."""
-    said: list[str] = []
+    parts: list[str] = []
     if summary.eval is not None:
-        said.append(f"held-out reward {format_number(summary.eval.before)} → {format_number(summary.eval.after)}")
+        parts.append(f"held-out reward {format_number(summary.eval.before)} → {format_number(summary.eval.after)}")
     if summary.steps:
         seconds = summary.wall_s / summary.steps
-        said += [f"{seconds:.2f} s a step", f"{summary.tokens_per_s:,.0f} sampled tokens/s"]
-    shown = plain_text("   ".join(said), "bold green")
+        parts += [f"{seconds:.2f} s a step", f"{summary.tokens_per_s:,.0f} sampled tokens/s"]
+    shown = plain_text("   ".join(parts), "bold green")
     return shown if report is None else shown.append_text(plain_text(f"   report: {report}", "bold"))
 
 

@@ -271,10 +271,10 @@ class MlflowTracker:
         self._writer = _Writer(uri, spool_path, close_timeout_s)
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        given = select_tracked(values, self._off, self._metrics_seen.names)
-        new = self._metrics_seen.mark_new(step, given)
+        tracked = select_tracked(values, self._off, self._metrics_seen.names)
+        new = self._metrics_seen.mark_new(step, tracked)
         if new:
-            self._append(kind="metrics", step=step, values={name: float(given[name]) for name in new})
+            self._append(kind="metrics", step=step, values={name: float(tracked[name]) for name in new})
 
     def has_metric(self, step: int, name: str) -> bool:
         return self._metrics_seen.is_seen(step, name)

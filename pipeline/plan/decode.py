@@ -288,11 +288,11 @@ class RowQueue(Generic[Shard]):
             work = self._stretch(count)
             seconds = self._seconds(work)
             if self._now + self._before + seconds > until:
-                given = until - self._now
-                if given > self._before:
-                    passes = count * (given - self._before) / seconds
+                available_s = until - self._now
+                if available_s > self._before:
+                    passes = count * (available_s - self._before) / seconds
                     self._passed(passes, self._stretch(passes))
-                self._before, self._now = max(0.0, self._before - given), until
+                self._before, self._now = max(0.0, self._before - available_s), until
                 return
             self._now += self._before + seconds
             self._before = 0.0

@@ -198,19 +198,19 @@ def _rows(history: History, nodes: Iterable[Node]) -> tuple[dict[Address, list[i
 
 def _lengths_of(node: Node, history: History, lengths: Mapping[Address, list[int]]) -> list[int]:
     """Return the lengths of the responses that a node works on: those of its shard, or of the whole step."""
-    where, spec = node.address, history.spec
+    address, spec = node.address, history.spec
     match node.stage:
         case "publish":
             return []
         case "generate" | "evaluate":
-            return lengths.get(where, [])
+            return lengths.get(address, [])
         case "evaluate_score" | "evaluate_reference":
-            return lengths.get(Address("evaluate", where.step, where.shard), [])
+            return lengths.get(Address("evaluate", address.step, address.shard), [])
         case "advantage" | "update_policy" | "update_critic":
             shards = range(spec.shards)
         case _:
-            shards = range(where.shard, where.shard + 1)
-    return [length for shard in shards for length in lengths.get(Address("generate", where.step, shard), [])]
+            shards = range(address.shard, address.shard + 1)
+    return [length for shard in shards for length in lengths.get(Address("generate", address.step, shard), [])]
 
 
 def _waits(kept: Iterable[Box], boxes: Sequence[Box], nodes: Mapping[Address, Node]) -> list[float]:

@@ -107,18 +107,18 @@ class Options:
 
     def _engines(self, form: Form, shards: int, devices: int) -> Iterator[Option]:
         space, config = self._space, self._space.base
-        given, rows = gang_settings(space, frozenset({Role.GENERATE})), config.rollout.rows // shards
+        configured, rows = gang_settings(space, frozenset({Role.GENERATE})), config.rollout.rows // shards
         on_gpus, per_node = space.run.on_gpus, space.cluster.gpus_per_node
         for ranks in (1, 2, 4, 8) if on_gpus else (1,):
             if devices % ranks or (on_gpus and ranks > per_node):
                 continue
-            sizes = [(devices // ranks, given.threads)]
+            sizes = [(devices // ranks, configured.threads)]
             if not on_gpus:
                 sizes = [(n, devices // n) for n in range(1, devices + 1) if devices % n == 0]
             for (workers, threads), slots in itertools.product(sizes, (1, 2, 4)):
                 if slots > max(1, math.ceil(shards / workers)):
                     continue  # some slots would stay empty
-                settings = replace(given, workers=workers, threads=threads, concurrent_shards=slots)
+                settings = replace(configured, workers=workers, threads=threads, concurrent_shards=slots)
                 for max_rows in sorted({min(config.engine.max_rows, rows * slots), rows * slots}):
                     budget = self._cache_mb(form, settings, ranks, max_rows) if on_gpus else config.engine.kv_budget_mb
                     if budget:
@@ -156,9 +156,9 @@ def _engine_changes(ranks: int, max_rows: int, kv_budget_mb: int) -> dict[str, A
 def _layouts(space: Space, roles: frozenset[Role], shards: int, devices: int) -> Iterator[GangConfig]:
     """Yield the settings of a gang of models to try: each possible layout on GPUs, or one worker without GPUs."""
     config = space.base
-    given = gang_settings(space, roles)
+    settings = gang_settings(space, roles)
     if not space.run.on_gpus:
-        yield replace(given, workers=1, threads=devices, layout=LayoutConfig(), concurrent_shards=1)
+        yield replace(settings, workers=1, threads=devices, layout=LayoutConfig(), concurrent_shards=1)
         return
     rows = (config.rollout.rows // shards, config.rollout.rows // config.ppo.minibatches)
     per_node = space.cluster.gpus_per_node
@@ -177,7 +177,7 @@ def _layouts(space: Space, roles: frozenset[Role], shards: int, devices: int) ->
             )
             specs = {role: space.run.separate_specs.get(role, space.run.spec) for role in roles & MODEL_ROLES}
             if not any(any(layout_problems(config.model, role, spec, layout)) for role, spec in specs.items()):
-                yield replace(given, workers=devices, layout=layout, concurrent_shards=1)
+                yield replace(settings, workers=devices, layout=layout, concurrent_shards=1)
 
 
 def _micro_batches(space: Space) -> list[int | None]:
@@ -185,8 +185,8 @@ def _micro_batches(space: Space) -> list[int | None]:
     model = space.base.model
     if model.policy.micro_batch_rows or model.critic.micro_batch_rows or not space.run.on_gpus:
         return [None]
-    given = model.policy.micro_batch_tokens
-    return [max(1, given // 2), given, 2 * given]
+    tokens = model.policy.micro_batch_tokens
+    return [max(1, tokens // 2), tokens, 2 * tokens]
 
 
 def _fits(space: Space, run: PlannedRun, name: str) -> bool:

@@ -83,8 +83,8 @@ class Space:
 
     @property
     def device_bytes(self) -> float:
-        given = self.base.cluster.device_memory_gb
-        return min(self.cluster.device_bytes, math.inf if given is None else given * GIB)
+        gigabytes = self.base.cluster.device_memory_gb
+        return min(self.cluster.device_bytes, math.inf if gigabytes is None else gigabytes * GIB)
 
 
 def space_of(
@@ -183,12 +183,12 @@ def _scorers(space: Space, chosen: Mapping[str, tuple[GangConfig, Mapping[str, A
     advantages. On several nodes a worker runs beside each engine node."""
     placement = space.base.placement
     roles = {role for role, gang in placement.roles.items() if gang == placement.roles[Role.SCORE]}
-    given = placement.gangs[placement.roles[Role.SCORE]] if roles <= {Role.SCORE, Role.ADVANTAGE} else GangConfig()
-    workers = given.workers
+    settings = placement.gangs[placement.roles[Role.SCORE]] if roles <= {Role.SCORE, Role.ADVANTAGE} else GangConfig()
+    workers = settings.workers
     if space.cluster.nodes > 1 and GENERATE in chosen:
         engine, changes = chosen[GENERATE]
         workers = max(1, engine.workers * changes["tensor_parallel"] // space.cluster.gpus_per_node)
-    return GangConfig(workers=workers, threads=given.threads, concurrent_shards=given.concurrent_shards)
+    return GangConfig(workers=workers, threads=settings.threads, concurrent_shards=settings.concurrent_shards)
 
 
 def _on_nodes(space: Space, config: RunConfig, form: Form) -> RunConfig:
@@ -218,6 +218,6 @@ def gang_settings(space: Space, roles: frozenset[Role]) -> GangConfig:
     and critic. Its other settings may not suit another gang, so they are defaults."""
     placement = space.base.placement
     first = next(role for role in (Role.GENERATE, Role.POLICY, Role.CRITIC, Role.REFERENCE) if role in roles)
-    given = placement.gangs[placement.roles[first]]
-    offload = given.offload if {Role.POLICY, Role.CRITIC} <= roles else "none"
-    return GangConfig(threads=given.threads, offload=offload, weights_dir=None)
+    settings = placement.gangs[placement.roles[first]]
+    offload = settings.offload if {Role.POLICY, Role.CRITIC} <= roles else "none"
+    return GangConfig(threads=settings.threads, offload=offload, weights_dir=None)

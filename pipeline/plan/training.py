@@ -191,8 +191,8 @@ def forward_work(gang: GangSpeed, role: Role, optimizer: OptimizerConfig, rows: 
     otherwise their outputs are kept from an earlier pass."""
     forward = _forward_pass(gang, role, rows, trunk=trunk)
     if trunk and rows.count:  # a call of the frozen blocks for each width of a micro-batch's rows
-        mine, above = rows.share(gang.models.data_ranks), _depth(gang, role, trunk=False)
-        widths = _num_widths(mine.count / micro_batches(mine, optimizer))
+        rank_rows, above = rows.share(gang.models.data_ranks), _depth(gang, role, trunk=False)
+        widths = _num_widths(rank_rows.count / micro_batches(rank_rows, optimizer))
         forward = replace(forward, depth=above + widths * (1 - above))
     return _sweep(gang, role, optimizer, rows, forward)
 
@@ -284,12 +284,12 @@ def _sweep(gang: GangSpeed, role: Role, optimizer: OptimizerConfig, rows: Rows, 
     if not rows.count:
         return NO_WORK
     stages = layout.pipeline
-    mine = rows.share(models.data_ranks)
-    count = micro_batches(mine, optimizer)
+    rank_rows = rows.share(models.data_ranks)
+    count = micro_batches(rank_rows, optimizer)
     stage, is_computed = _stage(gang, optimizer, rows, passes)
     links, turns = dict[str, Numbers](), count + stages - 1
     parts: dict[str, Numbers] = {ARITHMETIC: count * stage * is_computed, WEIGHTS: count * stage * (1 - is_computed)}
-    hidden = mine.tokens / count * models.spec_of(role).hidden_size * models.dtype_bytes
+    hidden = rank_rows.tokens / count * models.spec_of(role).hidden_size * models.dtype_bytes
     if layout.tensor > 1:
         link, ranks = link_of(gang.cluster, layout.tensor), layout.tensor
         half = gather_s(link, ranks, hidden) if layout.sequence_parallel else all_reduce_s(link, ranks, hidden) / 2
@@ -306,12 +306,12 @@ def _stage(gang: GangSpeed, optimizer: OptimizerConfig, rows: Rows, passes: _Pas
     does."""
     if not rows.count:
         return 0.0, 1
-    layout, mine = gang.models.layout, rows.share(gang.models.data_ranks)
-    count = micro_batches(mine, optimizer)
+    layout, rank_rows = gang.models.layout, rows.share(gang.models.data_ranks)
+    count = micro_batches(rank_rows, optimizer)
     # a CPU's threads and 16-bit products gain nothing where a micro-batch has few numbers
-    parts = larger(1.0, mine.tokens / count * gang.models.spec.hidden_size // _GRAIN)
+    parts = larger(1.0, rank_rows.tokens / count * gang.models.spec.hidden_size // _GRAIN)
     rate = smaller(gang.flops, parts * gang.small_flops)
-    computed = passes.operations * mine.count / rows.count / (layout.tensor * layout.pipeline * count) / rate
+    computed = passes.operations * rank_rows.count / rows.count / (layout.tensor * layout.pipeline * count) / rate
     moved = passes.moved / gang.bytes_per_s
     return larger(computed, moved), 1 * (computed >= moved)
 

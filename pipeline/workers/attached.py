@@ -218,7 +218,7 @@ class _AttachedWorker:
         devices = await self._ask(comm, request)
         if devices is None:
             return EndReason.TERMINATED if self._terminated.is_set() else EndReason.DRIVER_LOST
-        os.environ.update(_network_environment(address, given=interface is not None))
+        os.environ.update(_network_environment(address, is_configured=interface is not None))
         gpus = visible_devices(devices, os.environ.get("CUDA_VISIBLE_DEVICES")) if request.gpus else None
         shared = shares_cores(config)
         options = nanny_options(config, gang, self._options.index, security_of(file), shared=shared, gpus=gpus)
@@ -392,11 +392,11 @@ def _own_address(file: SchedulerFile, interface: str | None) -> str:
     return address
 
 
-def _network_environment(address: str, *, given: bool) -> dict[str, str]:
+def _network_environment(address: str, *, is_configured: bool) -> dict[str, str]:
     """Return the environment in which gloo and NCCL use the interface that has this address. Variables that are set
     already stay, unless the config or the command line names the interface (`given`)."""
     name = interface_with(address)
-    wanted = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - (set() if given else os.environ.keys())
+    wanted = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - (set() if is_configured else os.environ.keys())
     return {} if name is None else dict.fromkeys(wanted, name)
 
 

@@ -181,9 +181,9 @@ def rated_rows(reviews: Iterable[Sequence[str]], ratings: Iterable[Sequence[str]
     for number, _, text in reviews:
         if text not in seen:
             seen.add(text)
-            given = of_id[number]
-            mean, spread = statistics.fmean(given), statistics.stdev(given)
-            yield f"{number}\t{mean:.6f}\t{spread:.6f}\t{len(given)}\t{text}"
+            stars = of_id[number]
+            mean, spread = statistics.fmean(stars), statistics.stdev(stars)
+            yield f"{number}\t{mean:.6f}\t{spread:.6f}\t{len(stars)}\t{text}"
 
 
 def _rows_of(name: str) -> list[list[str]]:

@@ -196,9 +196,9 @@ def read_state(state: Sequence[ShardedTensor], directory: Path) -> None:
 
 def _misfits(state: Sequence[ShardedTensor], saved: Mapping[str, Any]) -> Iterator[str]:
     for shard in state:
-        there = saved.get(shard.key)
-        if there is None or (there.size, there.properties.dtype) != (shard.global_shape, shard.dtype):
-            problem = "is missing" if there is None else f"is {there.properties.dtype} {tuple(there.size)}"
+        stored = saved.get(shard.key)
+        if stored is None or (stored.size, stored.properties.dtype) != (shard.global_shape, shard.dtype):
+            problem = "is missing" if stored is None else f"is {stored.properties.dtype} {tuple(stored.size)}"
             yield f"{shard.key} {problem}, needed is {shard.dtype} {shard.global_shape}"
 
 

@@ -71,8 +71,8 @@ def read_some_weights(path: str, names: Collection[str]) -> dict[str, torch.Tens
 def first_difference(path: str, other: str, names: Collection[str]) -> str | None:
     """Return the first of `names` whose tensor is missing or different in the model `other`, or None. Names that the
     model `path` lacks are skipped."""
-    mine, theirs = read_some_weights(path, names), read_some_weights(other, names)
-    for name, tensor in mine.items():
+    ours, theirs = read_some_weights(path, names), read_some_weights(other, names)
+    for name, tensor in ours.items():
         their_tensor = theirs.get(name)
         if their_tensor is None or not torch.equal(tensor.float(), their_tensor.float()):
             return name

@@ -219,11 +219,11 @@ def block_spec(num_blocks: int, products: Products, kernels: BlockKernels, *, qk
         attention.submodules.k_layernorm = ModuleSpec(UnroundedRMSNorm, params=by_kernels)
     mlp.submodules.activation_func = ModuleSpec(Gate, params=by_kernels)
     column, row = (PortableColumnLinear, PortableRowLinear) if kernels.portable else (CpuColumnLinear, CpuRowLinear)
-    given: dict[str, Any] = {} if kernels.portable else {"products": products, "kernels": kernels}
+    arguments: dict[str, Any] = {} if kernels.portable else {"products": products, "kernels": kernels}
     # Megatron calls linear_qkv, but builds the others from specifications
-    attention.submodules.linear_qkv = partial(column, **given)
-    attention.submodules.linear_proj = mlp.submodules.linear_fc2 = ModuleSpec(row, params=given)
-    mlp.submodules.linear_fc1 = ModuleSpec(column, params=given)
+    attention.submodules.linear_qkv = partial(column, **arguments)
+    attention.submodules.linear_proj = mlp.submodules.linear_fc2 = ModuleSpec(row, params=arguments)
+    mlp.submodules.linear_fc1 = ModuleSpec(column, params=arguments)
     return BlockSubmodules(layer_specs=[layer] * num_blocks, layer_norm=ModuleSpec(UnroundedRMSNorm, params=by_kernels))
 
 

@@ -50,8 +50,8 @@ def merged_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str,
     """Yield this pipeline stage's weights that differ from `model.path`, with their names: the trained weights, or with
     LoRA copies of the adapted weights with the adapters merged in. Only the rank with TP and DP rank 0 makes and yields
     these copies."""
-    trained, rank, given = stage_tensors(model, blueprint), blueprint.parallel_rank, blueprint.model.lora
-    if not given.rank:
+    trained, rank, lora = stage_tensors(model, blueprint), blueprint.parallel_rank, blueprint.model.lora
+    if not lora.rank:
         yield from trained
         return
     adapters = dict(trained)
@@ -62,7 +62,7 @@ def merged_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str,
             whole = to_hf(name, block, parameter.detach(), blueprint.spec, _tensor_parallel_parts)
             for part, weight in whole:
                 if rank.tensor_rank == rank.data_rank == 0:
-                    yield part, merge(weight, part, adapters, given)
+                    yield part, merge(weight, part, adapters, lora)
 
 
 def trained_tensors(model: GPTModel, blueprint: Blueprint, *, merged: bool) -> dict[str, Tensor] | None:

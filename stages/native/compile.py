@@ -91,10 +91,10 @@ def _compiler() -> str | None:
 @functools.cache
 def _version_of(compiler: str) -> str | None:
     try:
-        said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+        output = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return said.strip().partition("\n")[0]
+    return output.strip().partition("\n")[0]
 
 
 def load_library(

@@ -245,11 +245,11 @@ class EnsembleReward(Reward):
         self.protections |= {name: None for one in confined for name, how in one.items() if how is None}
 
     def __call__(self, samples: Sequence[Sample]) -> Scored:
-        given = [member(samples) for member in self._members]
-        scores = np.stack([_member_scores(one, len(samples)) for one in given])
+        answers = [member(samples) for member in self._members]
+        scores = np.stack([_member_scores(one, len(samples)) for one in answers])
         measured = {
             f"{name}-{of}": numbers
-            for name, one in zip(self._names, given, strict=True)
+            for name, one in zip(self._names, answers, strict=True)
             if isinstance(one, Scored)
             for of, numbers in one.measured.items()
         }
@@ -272,9 +272,9 @@ class EnsembleReward(Reward):
             member.close()
 
 
-def _member_scores(given: Sequence[float] | Scored, rows: int) -> np.ndarray:
+def _member_scores(answer: Sequence[float] | Scored, rows: int) -> np.ndarray:
     """Return a member's scores, float64 [rows]. Raises ValueError for a wrong number of scores."""
-    parts = given.parts.values() if isinstance(given, Scored) else [given]
+    parts = answer.parts.values() if isinstance(answer, Scored) else [answer]
     arrays = [np.asarray(part, np.float64) for part in parts]
     for array in arrays:
         if array.shape != (rows,):

@@ -67,12 +67,12 @@ def _load(kind: str, args: Mapping[str, Any]) -> Function:
     if not callable(target):
         need = f"{module_name} has no function or class {name!r}; it has {_own_names(module)}"
         raise _Refused("kind", need)
-    given = dict(args)
-    _check_arguments(kind, target, given)
+    arguments = dict(args)
+    _check_arguments(kind, target, arguments)
     if not inspect.isclass(target):
-        return partial(target, **given) if given else target
+        return partial(target, **arguments) if arguments else target
     try:
-        made = target(**given)
+        made = target(**arguments)
     except Exception as error:
         raise _Refused("args", f"{name} raised {_one_line(error)}") from error
     if not callable(made):
@@ -97,7 +97,7 @@ def _function_attributes(function: Function) -> dict[str, Any]:
     return {"deterministic": bool(getattr(owner, "deterministic", True)), "batch_tokens": budget}
 
 
-def _check_arguments(kind: str, target: Function, given: Mapping[str, Any]) -> None:
+def _check_arguments(kind: str, target: Function, arguments: Mapping[str, Any]) -> None:
     """Raise _Refused for unknown or missing arguments."""
     try:
         parameters = [*inspect.signature(target).parameters.values()]
@@ -110,8 +110,8 @@ def _check_arguments(kind: str, target: Function, given: Mapping[str, Any]) -> N
         parameters = parameters[1:]
     names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes = f"{kind} takes {', '.join(names) or 'no arguments'}"
-    unknown = [n for n in given if n not in names and not any(p.kind is p.VAR_KEYWORD for p in parameters)]
-    missing = [p.name for p in parameters if p.name in names and p.default is p.empty and p.name not in given]
+    unknown = [n for n in arguments if n not in names and not any(p.kind is p.VAR_KEYWORD for p in parameters)]
+    missing = [p.name for p in parameters if p.name in names and p.default is p.empty and p.name not in arguments]
     if unknown:
         raise _Refused("args", f"no such argument: {', '.join(unknown)}; {takes}")
     if missing and not inspect.isclass(target):
@@ -142,24 +142,24 @@ def _answer(function: Function, samples: Sequence[Sample]) -> dict[str, Any]:
     return {"error": _one_line(raised), "row": row, "traceback": trace}
 
 
-def _numbers(given: Any) -> dict[str, Any]:
+def _numbers(answer: Any) -> dict[str, Any]:
     """Return the scores as JSON. Raises TypeError, with the given value, if they are not numbers."""
-    if isinstance(given, Scored):
-        spread = None if given.disagreement is None else _floats(given.disagreement)
-        parts, measured = ({str(n): _floats(v) for n, v in of.items()} for of in (given.parts, given.measured))
+    if isinstance(answer, Scored):
+        spread = None if answer.disagreement is None else _floats(answer.disagreement)
+        parts, measured = ({str(n): _floats(v) for n, v in of.items()} for of in (answer.parts, answer.measured))
         return {"parts": parts, "disagreement": spread, "measured": measured}
-    if isinstance(given, Mapping):
-        return {"parts": {str(name): _floats(values) for name, values in given.items()}, "disagreement": None}
-    return {"scores": _floats(given)}
+    if isinstance(answer, Mapping):
+        return {"parts": {str(name): _floats(values) for name, values in answer.items()}, "disagreement": None}
+    return {"scores": _floats(answer)}
 
 
-def _floats(given: Any) -> list[float]:
-    if isinstance(given, str | bytes) or not hasattr(given, "__iter__"):
+def _floats(answer: Any) -> list[float]:
+    if isinstance(answer, str | bytes) or not hasattr(answer, "__iter__"):
         raise TypeError(
-            f"it returned {given!r:.80}; it must return a list of one number per sample, or a dict of such lists"
+            f"it returned {answer!r:.80}; it must return a list of one number per sample, or a dict of such lists"
         )
     numbers = []
-    for position, value in enumerate(given):
+    for position, value in enumerate(answer):
         try:
             numbers.append(float(value))
         except (TypeError, ValueError):

@@ -156,8 +156,8 @@ class Row:
     def forced(self, ahead: int) -> int | None:
         """Return the token that the request prescribes at the position `ahead` positions after the next one, or
         None."""
-        given = self.request.forced
-        return given[self.num_new + ahead] if self.num_new + ahead < len(given) else None
+        tokens = self.request.forced
+        return tokens[self.num_new + ahead] if self.num_new + ahead < len(tokens) else None
 
     def append(self, token: int, logprob: float, version: int) -> None:
         self.tokens.append(token)

@@ -322,9 +322,9 @@ def draw(kernels: Kernels, scores: torch.Tensor, batch: Batch) -> Draws:
     """Return the draws of a batch. `scores`: float32 logits [M, V], which may be overwritten. Where a token is
     prescribed (`Batch.forced`), it takes the place of the drawn one."""
     ban(scores, batch.banned)
-    given = forced_logprobs(scores, batch.temperatures, batch.forced)  # before `choose` overwrites the logits
+    forced = forced_logprobs(scores, batch.temperatures, batch.forced)  # before `choose` overwrites the logits
     chosen, logprobs_of_chosen = kernels.choose(scores, batch.temperatures, batch.keys)
     tokens, logprobs = chosen.cpu().numpy(), logprobs_of_chosen.cpu().numpy()
-    for place, logprob in given.items():
+    for place, logprob in forced.items():
         tokens[place], logprobs[place] = batch.forced[place], logprob
     return Draws(tokens, logprobs)

@@ -246,11 +246,11 @@ async def _request(
         return _Refusal(_without_key(key, f"its answer is not text: {error}"), None)
     if text is None:
         return _Refusal(f"HTTP {status}, and more than {_MAX_RESPONSE_BYTES >> 20} MiB", None)
-    said = f"HTTP {status}: {_without_key(key, ' '.join(text.split()))[:_MAX_SHOWN_CHARS]}"
+    reason = f"HTTP {status}: {_without_key(key, ' '.join(text.split()))[:_MAX_SHOWN_CHARS]}"
     if status in _RETRY_STATUSES:
-        return _Refusal(said, None if asks is None else retry_after_s(asks, time.time()))
+        return _Refusal(reason, None if asks is None else retry_after_s(asks, time.time()))
     if status != 200:
-        raise RewardFailed(f"the judge at {url} refuses {question.question}: {said}")
+        raise RewardFailed(f"the judge at {url} refuses {question.question}: {reason}")
     wants = bool(question.body.get("logprobs"))
     try:
         completion = json.loads(text)
@@ -259,7 +259,7 @@ async def _request(
             _without_key(key, str(choice["message"].get("content") or "")), _likeliest(choice) if wants else None
         )
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError):
-        return _Refusal(f"it is no chat completion: {said}", None)
+        return _Refusal(f"it is no chat completion: {reason}", None)
     if wants and answer.likeliest == ():
         need = "its server offers no top_logprobs, which read: likelihood needs; use read: text"
         raise RewardFailed(f"the judge at {url} answered {question.question} without them: {need}")

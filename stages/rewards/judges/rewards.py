@@ -116,8 +116,8 @@ class JudgeReward(Reward):
         how = {"max_tokens": max_tokens}
         if read == "likelihood":
             how = {"max_tokens": 1, "logprobs": True, "top_logprobs": likeliest}
-        given = {"model": model, "temperature": 0, **how, **(body or {})}
-        self._body = {name: value for name, value in given.items() if value is not None}
+        request = {"model": model, "temperature": 0, **how, **(body or {})}
+        self._body = {name: value for name, value in request.items() if value is not None}
         own = None if _directory is None else _directory / ANSWERS
         self._cache = AnswerCache(own if cache is None else Path(cache))
         judge = {**self._body, "rubric": self.rubric.template_pieces, "system": system, "against": against}

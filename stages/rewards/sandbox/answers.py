@@ -230,10 +230,10 @@ def _score_all(scorer: AnswerScoring, end: socket.socket, timeout_s: float) -> N
             resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
             random.seed(0)  # a scorer may use random numbers
             try:
-                said: float | str = float(score())
+                answer: float | str = float(score())
             except BaseException as error:  # text may raise anything, SystemExit included
-                said = f"a raised {_one_line(error)}"
-            channel.send(said[:_LONGEST_REASON] if isinstance(said, str) else said)
+                answer = f"a raised {_one_line(error)}"
+            channel.send(answer[:_LONGEST_REASON] if isinstance(answer, str) else answer)
     os._exit(0)
 
 

@@ -88,13 +88,13 @@ def _checked(result: int) -> int:
 
 def _syscall(number: int, *arguments: object) -> int:
     """Make a system call. Integers are passed as longs, everything else as it is."""
-    given = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
-    return _checked(_libc.syscall(ctypes.c_long(number), *given))
+    c_arguments = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    return _checked(_libc.syscall(ctypes.c_long(number), *c_arguments))
 
 
 def _prctl(option: int, *arguments: object) -> None:
-    given = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
-    _checked(_libc.prctl(option, *given, *[ctypes.c_ulong(0)] * (4 - len(given))))
+    c_arguments = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
+    _checked(_libc.prctl(option, *c_arguments, *[ctypes.c_ulong(0)] * (4 - len(c_arguments))))
 
 
 def landlock_version() -> int:

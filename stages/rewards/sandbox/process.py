@@ -91,15 +91,15 @@ class Sandbox:
         self._child = _Child(self._confinement)
         if self._closed:  # by another thread, meanwhile
             self._child.end()  # type: ignore[unreachable]
-        given = self._confinement
+        confinement = self._confinement
         order = {
             "serve": self._serve,
             "start": self._start,
             "root": str(_ROOT),
-            "answers": given.answers,
-            "network": given.network,
-            "writes": [*given.writes, *(_caches() if given.network else ())],
-            "hidden": given.hidden,
+            "answers": confinement.answers,
+            "network": confinement.network,
+            "writes": [*confinement.writes, *(_caches() if confinement.network else ())],
+            "hidden": confinement.hidden,
             "use": USED,
         }
         self.protections = self.ask(order, START_S)
@@ -187,11 +187,11 @@ def _environment(confinement: Confinement) -> dict[str, str]:
     """Return the environment of a sandbox: settings of Python and of libraries, and the variables of its
     confinement."""
     names = {n for n in os.environ if n in _PASSED_ON or n.startswith(_PASSED_ON_BEGINNINGS)}
-    given = {name: os.environ[name] for name in sorted(names | {*confinement.environment}) if name in os.environ}
-    given["PYTHONPATH"] = os.pathsep.join(p for p in (str(_ROOT), os.environ.get("PYTHONPATH")) if p)
+    environment = {name: os.environ[name] for name in sorted(names | {*confinement.environment}) if name in os.environ}
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(_ROOT), os.environ.get("PYTHONPATH")) if p)
     if confinement.answers:  # the same score in every process; no threads, since a fork loses them
-        given |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return given
+        environment |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return environment
 
 
 def _caches() -> list[str]:

@@ -167,13 +167,13 @@ def _draft(
     levels: Int64[np.ndarray, "depth G"],
 ) -> Draft:
     """Return one row's draft of up to `depth` positions."""
-    there = ranks[:depth] >= 0
-    numbers = np.cumsum(there.ravel()).reshape(there.shape) - 1
+    drafted = ranks[:depth] >= 0
+    numbers = np.cumsum(drafted.ravel()).reshape(drafted.shape) - 1
     """Index of each guess in the tree."""
     tree_parents = np.full_like(numbers, -1)
     tree_parents[1:] = np.take_along_axis(numbers[:-1], parents[1:depth], 1)
-    tree = DraftTree(tuple(tokens[:depth][there].tolist()), tuple(tree_parents[there].tolist()))
-    return Draft(tree, KIND, tuple(levels[:depth][there].tolist()))
+    tree = DraftTree(tuple(tokens[:depth][drafted].tolist()), tuple(tree_parents[drafted].tolist()))
+    return Draft(tree, KIND, tuple(levels[:depth][drafted].tolist()))
 
 
 def _keys(rows: Sequence[Row], depth: int) -> UInt64[np.ndarray, "rows depth"]:

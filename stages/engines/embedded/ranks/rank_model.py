@@ -137,9 +137,9 @@ class RankModel:
             return replace(draw(self._kernels, scores, batch), hidden=seen)
         own = self._spec.share.tokens
         ban(scores, [tuple(token - own.start for token in banned if token in own) for banned in batch.banned])
-        given = forced_logits(scores, batch.temperatures, batch.forced, own.start)
+        forced = forced_logits(scores, batch.temperatures, batch.forced, own.start)
         part = self._kernels.choose_part(scores, batch.temperatures, batch.keys, own.start, self._part.vocab_size)
-        put_forced(part, batch.forced, given)
+        put_forced(part, batch.forced, forced)
         parts = self._communicator.gather(part)
         if parts is None:
             return None

@@ -64,8 +64,8 @@ class Server:
         kind = message["kind"]
         if kind == "generate":
             for fields in message["rows"]:
-                given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
-                row = ServedRow(**given)
+                arguments: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+                row = ServedRow(**arguments)
                 self._adapter.add(row)
                 self._rows[row.id] = []
                 self._counters.prompt_tokens += len(row.tokens)

@@ -274,11 +274,11 @@ def _wait_for_memory(uuid: str, needed: int) -> None:
     nvml = import_pynvml()
     nvml.nvmlInit()
     try:
-        device, said = nvml.nvmlDeviceGetHandleByUUID(uuid), False
+        device, is_reported = nvml.nvmlDeviceGetHandleByUUID(uuid), False
         while (free := nvml.nvmlDeviceGetMemoryInfo(device).free) < needed:
-            if not said:
+            if not is_reported:
                 print(f"waiting for {needed >> 20} MB of {uuid}, which has {free >> 20} MB free", flush=True)
-            said = True
+            is_reported = True
             time.sleep(_LOOK_S)
     finally:
         nvml.nvmlShutdown()

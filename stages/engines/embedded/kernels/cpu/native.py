@@ -133,19 +133,19 @@ class NativeKernels:
         into: torch.Tensor,
     ) -> None:
         buffers = self._buffers(len(x), block)
-        given = ctypes.byref(_block(block, keys, values))
+        record = ctypes.byref(_block(block, keys, values))
         context = _context_of(block, x, angles, tokens, keys, values)
         expect("into", into, x.shape)
         failed = self.library.attention(
-            x.data_ptr(), given, eps, len(x), ctypes.byref(context), ctypes.byref(buffers), into.data_ptr()
+            x.data_ptr(), record, eps, len(x), ctypes.byref(context), ctypes.byref(buffers), into.data_ptr()
         )
         _check_memory(failed, tokens)
 
     def mlp(self, x: torch.Tensor, block: Block, eps: float, into: torch.Tensor) -> None:
-        buffers, given = self._buffers(len(x), block), ctypes.byref(_block(block, None, None))
+        buffers, record = self._buffers(len(x), block), ctypes.byref(_block(block, None, None))
         expect("x", x, (len(x), _native(block.qkv).in_features))
         expect("into", into, x.shape)
-        self.library.mlp(x.data_ptr(), given, eps, len(x), ctypes.byref(buffers), into.data_ptr())
+        self.library.mlp(x.data_ptr(), record, eps, len(x), ctypes.byref(buffers), into.data_ptr())
 
     def run_blocks(
         self,
@@ -161,13 +161,13 @@ class NativeKernels:
         if len(state.last_pass) != len(last_pass) or any(
             ref() is not it for ref, it in zip(state.last_pass, last_pass, strict=True)
         ):
-            given = (_block(block, *layer) for block, layer in zip(blocks, layers, strict=True))
+            records = (_block(block, *layer) for block, layer in zip(blocks, layers, strict=True))
             for layer in layers:
                 expect("keys", layer[0], keys.shape, (keys.dtype,))
                 expect("values", layer[1], values.shape, (values.dtype,))
             state.last_pass, state.addresses = (
                 [weakref.ref(it) for it in last_pass],
-                (BlockRecord * len(blocks))(*given),
+                (BlockRecord * len(blocks))(*records),
             )
         buffers = self._buffers(len(x), blocks[0])
         context = _context_of(blocks[0], x, angles, tokens, keys, values)

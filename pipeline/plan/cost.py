@@ -274,8 +274,11 @@ def _gang_speed(run: PlannedRun, cluster: HardwareCluster, calibration: Calibrat
         portable,
     )
     flops, bytes_per_s = rank_peaks(run, cluster, config.model.dtype, settings.threads, calibration.thread_share)
-    small_flops = math.inf if run.on_gpus else rank_peaks(run, cluster, "float32", 1, 1.0)[0]
-    return gang_speed(models, cluster, flops, small_flops, bytes_per_s)
+    small_flops = element_flops = math.inf
+    if not run.on_gpus:
+        small_flops = rank_peaks(run, cluster, "float32", 1, 1.0)[0]
+        element_flops = rank_peaks(run, cluster, "float32", settings.threads, calibration.thread_share)[0]
+    return gang_speed(models, cluster, flops, small_flops, element_flops, bytes_per_s)
 
 
 def _engine_speed(run: PlannedRun, cluster: HardwareCluster, calibration: Calibration) -> DecodeSpeed:

@@ -16,10 +16,16 @@ micro-batches. With F operations of all rows:
     data parallel     gradients are all-reduced once for each optimizer step; with ZeRO-1 they are
                       reduce-scattered, and the weights are gathered
     optimizer         bytes of gradients, masters and moments, each read and written once
-    calls             micro-batches, each with a fixed cost. The frozen blocks are called once for each width of a
-                      micro-batch's rows, which are taken to lie evenly between a length and its double
+    calls             a fixed cost of every block that a micro-batch goes through. The frozen blocks are called once for
+                      each width of a micro-batch's rows, which are taken to lie evenly between a length and its double
 
-On a CPU, a micro-batch whose hidden states have fewer than n `_GRAIN` numbers has at most n times the float32 rate of a
+On a CPU, operations on single numbers (norms, rotary embedding, SwiGLU, softmax, additions) count, too: F grows by
+`_ELEMENT_FLOPS` for each of E numbers, at the float32 rate. On GPUs the efficiency covers them. Measured on one thread
+of a CPU with AVX-512, torch 2.13, hidden sizes of 64 and 576:
+
+    E                 tokens L (6 h + 2 i) + 8 L heads sum n^2 + 10 V x sampled tokens; a backward pass has 1.5 E
+
+A micro-batch on a CPU whose hidden states have fewer than n `_GRAIN` numbers has at most n times the float32 rate of a
 thread: torch gives such operations no more threads, and 16-bit products of this size are not faster.
 
 `check --trace` lists the collectives of a layout; the counts were compared with it for sequence parallelism with `mlp`
@@ -57,6 +63,8 @@ ARITHMETIC, WEIGHTS, BUBBLE = "arithmetic", "weights read", "pipeline bubble"
 OPTIMIZER, TENSOR, PIPELINE, DATA = "optimizer", "tensor-parallel", "pipeline sends", "data-parallel"
 _GRAIN = 32_768
 """Fewest numbers for which torch adds a thread to an operation on a CPU (ATen/TensorIterator.h: GRAIN_SIZE)."""
+_ELEMENT_FLOPS = 50
+"""Float32 operations of matrix products that take as long as one number of an operation on single numbers."""
 _WIDTHS = 8
 """Padded widths between a length and its double, with which rows go through the frozen blocks (`Trunk`)."""
 _BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
@@ -73,7 +81,7 @@ class Work:
     links: dict[str, Numbers]
     """Seconds of collectives at the links' full bandwidth."""
     calls: Numbers = 0.0
-    """Number of passes, micro-batches or rows, each with a fixed cost."""
+    """Number of decoding passes, scored rows, or blocks that micro-batches go through, each with a fixed cost."""
 
     @property
     def roofline(self) -> float:
@@ -141,6 +149,8 @@ class GangSpeed:
     """Peak rate of one rank, in FLOP/s."""
     small_flops: float
     """Peak rate of a CPU's thread in float32, which operations on few numbers have; infinite on GPUs."""
+    element_flops: float
+    """Peak rate of a rank's threads in float32, which operations on single numbers have; infinite on GPUs."""
     bytes_per_s: float
     """Peak memory bandwidth of one rank."""
     numbers: Mapping[Role, int]
@@ -150,13 +160,18 @@ class GangSpeed:
 
 
 def gang_speed(
-    models: GangModels, cluster: HardwareCluster, flops: float, small_flops: float, bytes_per_s: float
+    models: GangModels,
+    cluster: HardwareCluster,
+    flops: float,
+    small_flops: float,
+    element_flops: float,
+    bytes_per_s: float,
 ) -> GangSpeed:
-    """Return the speed of a gang with these models. `flops`, `small_flops`, `bytes_per_s`: peaks of one rank."""
+    """Return the speed of a gang with these models, given the peaks of one rank."""
     stages = range(models.layout.pipeline)
     numbers = {role: max(role_parameters(models, role, s).of_dtype for s in stages) for role in models.roles}
     trained = {role: max(trained_parameters(models, role, s).of_dtype for s in stages) for role in models.trained}
-    return GangSpeed(models, cluster, flops, small_flops, bytes_per_s, numbers, trained)
+    return GangSpeed(models, cluster, flops, small_flops, element_flops, bytes_per_s, numbers, trained)
 
 
 @dataclass(frozen=True)
@@ -165,6 +180,8 @@ class _Pass:
 
     operations: Numbers
     """Operations of all rows on all ranks."""
+    elements: Numbers
+    """Numbers that operations on single numbers write, of all rows on all ranks."""
     moved: float
     """Bytes of weights and gradients that a rank reads and writes for a micro-batch."""
     halves: int
@@ -172,17 +189,18 @@ class _Pass:
     two."""
     sends: int = 1
     """Sends of hidden states to the next stage, or of their gradients."""
-    depth: Numbers = 1.0
-    """Blocks that are computed, as a share of the model's. A call takes the same share of its fixed cost."""
+    blocks: Numbers = 1.0
+    """Blocks that a pipeline stage computes. Each has a fixed cost."""
 
     def plus(self, other: _Pass) -> _Pass:
         """Return both passes as one."""
         return _Pass(
             self.operations + other.operations,
+            self.elements + other.elements,
             self.moved + other.moved,
             self.halves + other.halves,
             self.sends + other.sends,
-            self.depth,
+            self.blocks,
         )
 
 
@@ -191,9 +209,9 @@ def forward_work(gang: GangSpeed, role: Role, optimizer: OptimizerConfig, rows: 
     otherwise their outputs are kept from an earlier pass."""
     forward = _forward_pass(gang, role, rows, trunk=trunk)
     if trunk and rows.count:  # a call of the frozen blocks for each width of a micro-batch's rows
-        rank_rows, above = rows.share(gang.models.data_ranks), _depth(gang, role, trunk=False)
+        rank_rows, above = rows.share(gang.models.data_ranks), _num_blocks(gang, role, trunk=False)
         widths = _num_widths(rank_rows.count / micro_batches(rank_rows, optimizer))
-        forward = replace(forward, depth=above + widths * (1 - above))
+        forward = replace(forward, blocks=above + widths * (_num_blocks(gang, role, trunk=True) - above))
     return _sweep(gang, role, optimizer, rows, forward)
 
 
@@ -219,14 +237,24 @@ def update_work(
 
 
 def _forward_pass(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> _Pass:
-    operations, depth = _forward(gang, role, rows, trunk=trunk), _depth(gang, role, trunk=trunk)
-    return _Pass(operations, gang.numbers[role] * gang.models.dtype_bytes, 4, depth=depth)
+    operations, blocks = _forward(gang, role, rows, trunk=trunk), _num_blocks(gang, role, trunk=trunk)
+    elements = _elements(gang, role, rows, trunk=trunk)
+    return _Pass(operations, elements, gang.numbers[role] * gang.models.dtype_bytes, 4, blocks=blocks)
 
 
-def _depth(gang: GangSpeed, role: Role, *, trunk: bool) -> float:
-    """Return the share of a model's blocks that a pass computes: all, or those above the frozen ones."""
+def _elements(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> Numbers:
+    """Return the numbers that a forward pass's operations on single numbers write."""
+    spec = gang.models.spec_of(role)
+    blocks = gang.models.num_blocks(role) + (gang.models.model.frozen_blocks if trunk else 0)
+    of_block = rows.tokens * (6 * spec.hidden_size + 2 * spec.intermediate_size) + 8 * spec.num_heads * rows.squares
+    return blocks * of_block + (0.0 if role is Role.CRITIC else 10 * spec.vocab_size * rows.sampled)
+
+
+def _num_blocks(gang: GangSpeed, role: Role, *, trunk: bool) -> float:
+    """Return the blocks that a pipeline stage computes in a pass: its share of all, or of those above the frozen
+    ones."""
     own = gang.models.num_blocks(role)
-    return 1.0 if trunk or not own else own / (own + gang.models.model.frozen_blocks)
+    return (own + gang.models.model.frozen_blocks if trunk or not own else own) / gang.models.layout.pipeline
 
 
 def _num_widths(rows: Numbers) -> Numbers:
@@ -238,18 +266,20 @@ def _num_widths(rows: Numbers) -> Numbers:
 def _backward_pass(gang: GangSpeed, role: Role, rows: Rows) -> _Pass:
     """Return a backward pass, with what it recomputes."""
     models, layout = gang.models, gang.models.layout
-    number, forward = models.dtype_bytes, _forward_pass(gang, role, rows, trunk=False)
+    number, spec, forward = models.dtype_bytes, models.spec_of(role), _forward_pass(gang, role, rows, trunk=False)
     operations, moved = _backward(gang, role, rows), gang.numbers[role] * number
     moved += gang.trained[role] * 2 * models.gradient_bytes(role)
     halves = 6 if layout.sequence_parallel and models.portable else 4
     if layout.recompute == "full":
-        again = (forward.operations, forward.moved, forward.halves)
+        again = (forward.operations, forward.elements, forward.moved, forward.halves)
     elif layout.recompute == "selective" and "mlp" in layout.recompute_modules:
         mlps = _mlp_numbers(gang, role) * models.num_blocks(role)
-        again = (2.0 * mlps * rows.tokens, mlps / (layout.tensor * layout.pipeline) * number, 2)
+        elements = 2 * spec.intermediate_size * models.num_blocks(role) * rows.tokens
+        again = (2.0 * mlps * rows.tokens, elements, mlps / (layout.tensor * layout.pipeline) * number, 2)
     else:
-        again = (0.0, 0.0, 0)
-    return _Pass(operations, moved, halves, depth=forward.depth).plus(_Pass(*again, sends=0))
+        again = (0.0, 0.0, 0.0, 0)
+    backward = _Pass(operations, 1.5 * forward.elements, moved, halves, blocks=forward.blocks)
+    return backward.plus(_Pass(*again, sends=0))
 
 
 def _forward(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> Numbers:
@@ -298,7 +328,7 @@ def _sweep(gang: GangSpeed, role: Role, optimizer: OptimizerConfig, rows: Rows, 
         parts[BUBBLE] = (stages - 1) * stage
         link = link_of(gang.cluster, 2, layout.tensor * models.data_ranks)
         links[PIPELINE] = turns * passes.sends * send_s(link, hidden / layout.tensor)
-    return Work(parts, links, turns * passes.depth)
+    return Work(parts, links, turns * passes.blocks)
 
 
 def _stage(gang: GangSpeed, optimizer: OptimizerConfig, rows: Rows, passes: _Pass) -> tuple[Numbers, Numbers]:
@@ -311,7 +341,9 @@ def _stage(gang: GangSpeed, optimizer: OptimizerConfig, rows: Rows, passes: _Pas
     # a CPU's threads and 16-bit products gain nothing where a micro-batch has few numbers
     parts = larger(1.0, rank_rows.tokens / count * gang.models.spec.hidden_size // _GRAIN)
     rate = smaller(gang.flops, parts * gang.small_flops)
-    computed = passes.operations * rank_rows.count / rows.count / (layout.tensor * layout.pipeline * count) / rate
+    element_rate = smaller(gang.element_flops, parts * gang.small_flops) / _ELEMENT_FLOPS
+    share = rank_rows.count / rows.count / (layout.tensor * layout.pipeline * count)
+    computed = share * (passes.operations / rate + passes.elements / element_rate)
     moved = passes.moved / gang.bytes_per_s
     return larger(computed, moved), 1 * (computed >= moved)
 

@@ -12,7 +12,7 @@ import pipeline.plan.links
 from pipeline.config.hardware import read_cluster
 from pipeline.config.memory import workers_memory
 from pipeline.plan.calibration import STAGE_KIND, StageSpeed, typical
-from pipeline.plan.cost import CALLS, FIXED, costs_of
+from pipeline.plan.cost import CALLS, FIXED, Costs, costs_of
 from pipeline.plan.training import ARITHMETIC, BUBBLE, DATA, OPTIMIZER, TENSOR, WEIGHTS
 from stages.models.flops import forward_flops, update_flops
 from stages.models.layouts import adapter_parameters
@@ -56,20 +56,25 @@ def test_shards_that_are_computed_together_take_as_long_as_each_alone(name: str)
             assert found.seconds_of_shards(node, shards) == pytest.approx(alone, rel=1e-12), stage
 
 
+def only_products(found: Costs, **peaks: float) -> Costs:
+    """Operations on single numbers take no time, and training has these peaks."""
+    gang = replace(found.models["train"], element_flops=math.inf, **{"small_flops": math.inf, **peaks})
+    return replace(found, models={"train": gang})
+
+
 def test_an_update_on_one_rank_is_its_operations_at_the_peak() -> None:
     """Arithmetic limits it if the memory is fast: 16 rows of 16 + 8 tokens, each trained on once."""
     found = costs("tiny", "1xcpu", *TINY, "ppo.epochs=1")
-    gang = found.models["train"]
-    fast = replace(found, models={"train": replace(gang, flops=1e9, bytes_per_s=1e15)})
+    fast = only_products(found, flops=1e9, bytes_per_s=1e15)
     work = fast.work(nodes_by_stage(fast)["update_policy"], [8] * 16)
     lengths = [24] * 16
     flops = update_flops(found.run.spec, 4, np.array(lengths), outputs=256, num_outputs=16 * 8, output_trained=True)
     assert work.parts[ARITHMETIC] == pytest.approx(flops / 1e9)
-    assert work.calls == 2, "two minibatches of one micro-batch of 8 rows"
+    assert work.calls == 2 * 4, "two minibatches of one micro-batch of 8 rows, through four blocks"
 
 
 def test_a_forward_pass_is_a_third_of_an_update() -> None:
-    found = costs("tiny", "1xcpu", *TINY, "ppo={epochs: 1, minibatches: 1}")
+    found = only_products(costs("tiny", "1xcpu", *TINY, "ppo={epochs: 1, minibatches: 1}"))
     nodes = nodes_by_stage(found)
     forward, update = (found.work(nodes[stage], [8] * 16).parts[ARITHMETIC] for stage in ("logprob", "update_policy"))
     assert update == pytest.approx(3 * forward)
@@ -78,8 +83,8 @@ def test_a_forward_pass_is_a_third_of_an_update() -> None:
 def test_a_kept_forward_pass_is_not_computed_again() -> None:
     """Two epochs: of their six passes' worth of operations the first epoch's forward is saved."""
     settings = ("ppo={epochs: 2, minibatches: 1, proximal: recompute}", "rollout.shards=1")
-    plain = costs("tiny", "1xcpu", *TINY, *settings)
-    kept = costs("tiny", "1xcpu", *TINY, *settings, "model.reuse_forward=[policy]")
+    plain = only_products(costs("tiny", "1xcpu", *TINY, *settings))
+    kept = only_products(costs("tiny", "1xcpu", *TINY, *settings, "model.reuse_forward=[policy]"))
     whole, less = (of.work(nodes_by_stage(of)["update_policy"], [8] * 16).parts[ARITHMETIC] for of in (plain, kept))
     assert less == pytest.approx(5 / 6 * whole)
 
@@ -94,14 +99,23 @@ def test_frozen_blocks_are_computed_by_the_first_stage_that_needs_them() -> None
     assert then < 0.6 * first
 
 
+def test_operations_on_single_numbers_take_a_cpu_s_float32_time() -> None:
+    """8 rows of 16 + 8 tokens through 4 blocks of hidden size 64, 176 in the MLP, 4 heads, and 256 outputs: a forward
+    pass has 4 x (192 x (6 x 64 + 2 x 176) + 8 x 4 x 8 x 24^2) + 10 x 256 x 64 numbers, of 50 operations each."""
+    found = costs("tiny", "1xcpu", *TINY)
+    gang = replace(found.models["train"], flops=1e15, bytes_per_s=1e15, small_flops=math.inf, element_flops=1e9)
+    work = replace(found, models={"train": gang}).work(nodes_by_stage(found)["reference"], [8] * 8)
+    assert work.parts[ARITHMETIC] == pytest.approx(50 * 1_318_912 / 1e9, rel=1e-5)
+
+
 def test_frozen_blocks_are_called_for_each_width_of_a_micro_batch_s_rows() -> None:
-    """Two of four blocks, so calls of half the cost. A micro-batch of one row has one width; 8 rows that are spread
+    """Two of four blocks are frozen. A micro-batch of one row has one width; 8 rows that are spread
     evenly over 8 widths have 8 (1 - (7/8)^8) = 5.25 different ones on average."""
     for rows, widths in ((1, 1.0), (8, 8 * (1 - (7 / 8) ** 8))):
         found = costs("tiny", "1xcpu", *TINY, "model.frozen_blocks=2", f"model.policy.micro_batch_rows={rows}")
         nodes = nodes_by_stage(found)
         calls = {stage: found.work(nodes[stage], [8] * 8).calls for stage in ("reference", "logprob")}
-        assert calls == pytest.approx({"reference": (0.5 + 0.5 * widths) * 8 / rows, "logprob": 0.5 * 8 / rows})
+        assert calls == pytest.approx({"reference": (2 + 2 * widths) * 8 / rows, "logprob": 2 * 8 / rows})
 
 
 def test_threads_and_16_bits_gain_nothing_in_small_micro_batches() -> None:
@@ -285,7 +299,7 @@ def test_adapters_move_no_gradients_of_frozen_weights() -> None:
 def test_the_operations_of_adapters_are_those_of_the_metrics() -> None:
     """The output layer is frozen, and has no gradient of its weights."""
     found = costs("tiny", "1xcpu", *TINY, "ppo.epochs=1", "model.lora.rank=2")
-    fast = replace(found, models={"train": replace(found.models["train"], flops=1e9, bytes_per_s=1e15)})
+    fast = only_products(found, flops=1e9, bytes_per_s=1e15)
     adapters = adapter_parameters(found.run.spec, found.run.config.model.lora, tensor=1)
     flops = update_flops(
         found.run.spec,

@@ -123,8 +123,8 @@ class Checkpoints:
         return target
 
     def fetch(self, role: str, version: int) -> None:
-        """Download a checkpoint that is only in the object store. Do nothing without one. Raises StoreError if the
-        checkpoint is not complete there either."""
+        """Download a checkpoint that is only in the object store. Do nothing if it is on this disk, or if the run has
+        no object store. Raises StoreError if the checkpoint is not complete there either."""
         target = self.place(role, version)
         if self._copies is None or _looks_whole(target):
             return

@@ -377,8 +377,8 @@ class Attempts:
             attempt.future.release()
 
     def _reset_nodes(self, addresses: Iterable[Address], abandon_on: WorkerKey | None = None) -> None:
-        """Give up the attempts at these nodes and release their futures. Keep the futures of attempts on `abandon_on`,
-        since their outcomes still count."""
+        """Forget the attempts at these nodes and release their futures. Attempts on the worker `abandon_on` are kept
+        aside with their futures, since their outcomes still count."""
         for address in addresses:
             attempt = self._attempts.pop(address)
             if attempt.worker == abandon_on:

@@ -63,7 +63,7 @@ class TrainingShare:
         self._is_spare = False
 
     def __call__(self, lesson_begins: bool) -> float:
-        """Return the share. Call it when a lesson begins, which ends a wait, and when it ends, which begins one."""
+        """Return the share. Call it when a lesson begins and when it ends; between lessons the engine waits."""
         at, idle = self._sample()
         if lesson_begins and self._wait_began is not None:
             self._waited += at - self._wait_began[0]

@@ -7,9 +7,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from pipeline.workers.messages import Call, Outcome, WorkerSpec
 from pipeline.workers.runtime import StageRuntime
 from stages.engines.embedded.batch import Batch
 from stages.engines.embedded.migration import AcceptedRows, CopiedPart, MigratedRow, MigratingEngine
+from stages.engines.row_loads import MigrationRequest, RowKey
 from stages.models.protocol import PolicyBatch
 from storage import files
 from storage.address import Address
@@ -133,7 +135,7 @@ class HeldRuntime(StageRuntime):
 
 class HeldCopyRuntime(HeldRuntime):
     """A runtime as `HeldRuntime`, but a replica stands still after the first part of the first row that it gets. It
-    goes on computing passes.
+    goes on computing passes. Rows without keys and values to copy (they have not had their first pass) stay.
 
     - `copying@<worker>`: written by the replica then: its process id
     - `hold`: while it is there, the replica does not go on with that row
@@ -141,7 +143,12 @@ class HeldCopyRuntime(HeldRuntime):
 
     def _hold(self, engine: MigratingEngine) -> None:
         super()._hold(engine)
-        write = engine.write_in
+        write, migrate_out = engine.write_in, engine.migrate_out
+
+        def migrate_copied(
+            rows: Collection[MigrationRequest], copied: Mapping[RowKey, CopiedPart] = MappingProxyType({})
+        ) -> list[MigratedRow]:
+            return migrate_out(rows, copied) if copied else []
 
         def write_in(part: CopiedPart) -> float:
             seconds = write(part)
@@ -151,7 +158,7 @@ class HeldCopyRuntime(HeldRuntime):
                 time.sleep(0.01)
             return seconds
 
-        engine.write_in = write_in  # type: ignore[method-assign]
+        engine.write_in, engine.migrate_out = write_in, migrate_copied  # type: ignore[method-assign]
 
 
 class LateRuntime(StageRuntime):

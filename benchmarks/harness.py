@@ -114,7 +114,7 @@ def this_hardware() -> str:
     """Return the name in conf/hardware of the node without GPUs whose processor is most like this machine's. Raises
     ConfigError if there is none."""
     flags = machine_numerics()["instructions"].split()
-    kinds = {"amx_bf16": "cpu", "avx512_bf16": "cpu-zen4", "avx2": "cpu-zen3"}
+    kinds = {"amx_bf16": "cpu", "avx512_vp2intersect": "cpu-zen5", "avx512_bf16": "cpu-zen4", "avx2": "cpu-zen3"}
     found = next((kind for flag, kind in kinds.items() if flag in flags), None)
     if found is None:
         raise ConfigError(

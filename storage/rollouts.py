@@ -316,7 +316,8 @@ class RolloutStore:
         return _plain_array(self._data, f"{_group(address)}/{name}", rows)
 
     def keys_of(self, commit: Commit) -> tuple[str, ...]:
-        """Return the keys of a settled commit's files, below the run's directory; empty for a commit without arrays."""
+        """Return the keys of a commit's files, below the run's directory, once they have their final names; empty for a
+        commit without arrays."""
         group = _group(commit.address)
         return tuple(f"rollouts.zarr/{group}/{name}/{t.key(shard)}" for name, t, shard in self._blocks(commit))
 

@@ -35,9 +35,9 @@ _COPY, _STAGED = ".copy", ".copy.manifest"
 
 @contextmanager
 def receiving(board: WeightBoard, version: int, *, wait_s: float) -> Iterator[bool]:
-    """Yield True when this process is the only one of its host that may receive a version, until the block ends. If
-    another process is receiving it, yield False at once for `wait_s` 0. Otherwise wait for its lock and yield True. The
-    caller should then check whether the version has arrived.
+    """Yield True once this process holds its host's lock for a version, so that it alone may receive it until the block
+    ends. If another process holds the lock, wait for it, or with `wait_s` 0 yield False at once. After a wait the
+    version may have arrived, so the caller checks that first.
 
     Raises:
         StoreError: nothing has arrived for `wait_s`, and the named process still holds the lock.

@@ -267,8 +267,12 @@ def check_lineage(run: RunContent) -> Answer:
 
 
 def check_weights(run: RunContent) -> Answer:
-    """Check that the publication of version v names the update that made v, by its digest, that each update names the
-    one before in the same way, back to the start weights, and that each publication has a digest."""
+    """Check three things of the weights:
+
+    - Each publication has a digest of its weights.
+    - The publication of version v contains the digest of the update that made v.
+    - Each update contains the digest of the update before, back to the start weights.
+    """
     faults: list[str] = []
     chains: list[str] = []
     for role, stage in run.update_stages.items():

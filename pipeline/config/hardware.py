@@ -166,7 +166,7 @@ class HardwareCluster:
 
     @property
     def cores(self) -> int:
-        """Cores that are used of a node."""
+        """Number of cores of a node that may be used."""
         return self.some_cores or max(1, int(self.hardware.cores * self.share))
 
 

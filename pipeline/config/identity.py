@@ -54,7 +54,6 @@ KEYS_WITHOUT_EFFECT = (
     "checkpoint.*",
     "storage.*",
     "engine.python",
-    "engine.tensorrt_llm.*",
     "placement.oversubscribe",
     "placement.device_sharing",
     "placement.gangs.*.weights_dir",

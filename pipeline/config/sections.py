@@ -152,7 +152,8 @@ class ClusterConfig:
     """Seconds for workers to load their models after their process has started. null: 300, and 10 for every GB of the
     largest model's files."""
     deadline_s: float = setting(1800.0, above(0, " seconds"))
-    """Seconds that a node of the task graph may take; after that its worker counts as lost."""
+    """Seconds that a node of the task graph may take. Then its worker counts as lost, or, if another replica can do its
+    work, as suspect: it is ended after as many seconds more."""
     collective_timeout_s: float = setting(300.0, above(0, " seconds"))
     """Seconds for all ranks of a gang to reach a collective; after that the gang counts as lost, and the error names
     the missing ranks. At most half of `deadline_s` is used, so that the error comes before the gang is ended."""

@@ -74,12 +74,12 @@ class RunStorage:
         return Ledger(self.ledger_url, self.durability)
 
     def checkpoints(self) -> Checkpoints:
-        """Return the checkpoints, which are also in the object store."""
+        """Return the checkpoints; with `storage.url` they are also uploaded there."""
         store = None if self.url is None else self.root.below("checkpoints")
         return Checkpoints(self.directory / "checkpoints", self.durability, store)
 
     def exports(self) -> Exports:
-        """Return the exported versions, which are also in the object store."""
+        """Return the exported versions; with `storage.url` they are also uploaded there."""
         return Exports(self.directory / "weights", None if self.url is None else self.root.below("weights"))
 
     def copied_after(self, version: int) -> list[str]:

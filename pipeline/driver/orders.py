@@ -167,7 +167,7 @@ class MigrationOrders:
         return report.waiting
 
     def on_node_done(self, outcome: Outcome) -> None:
-        """Learn from a finished shard how long one takes."""
+        """Tell the migration planner how long a generated shard took."""
         if outcome.address.stage == "generate":
             self._migration_planner.node_took(outcome.finished - outcome.started)
 

@@ -109,8 +109,9 @@ def step_spans(ran: Iterable[tuple[Node, Outcome]], gang_of: Mapping[Role, str])
 
 
 def trace_previews(run_name: str, step: int, ran: Sequence[tuple[Node, Outcome]], history: History) -> tuple[str, str]:
-    """Return what a list of traces shows for a step, such as (`demo · step 7 · v6`, `reward 0.198 KL 0.79`). The
-    version is the one that sampled the step's rows. For nodes that an earlier driver ran, read the ledger."""
+    """Return the texts of request and response that MLflow's list of traces shows for a step, such as
+    (`demo · step 7 · v6`, `reward 0.198 KL 0.79`). The version is the one that sampled the step's rows. What an earlier
+    driver ran is read from the ledger."""
     known = {node.address: outcome.ref for node, outcome in ran if outcome.ref is not None}
     sampled = {node.version for node, _ in ran if node.stage == "generate"}
     for address in history.addresses(step):

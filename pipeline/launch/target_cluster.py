@@ -93,7 +93,8 @@ def is_slurm(config: RunConfig) -> bool:
 
 
 def limits_of(config: RunConfig, cluster: HardwareCluster, num_gpus: int, text: str) -> MemoryLimits:
-    """Return the memory of the cluster's nodes and GPUs. If the config sets a lower limit, that limit is returned."""
+    """Return how many bytes a host may use, and a GPU: what the cluster has, or the config's limit if that is lower.
+    `text`: the cluster as the user named it."""
     settings = config.cluster
     host = math.inf if settings.host_memory_gb is None else settings.host_memory_gb * GIB
     device = math.inf if settings.device_memory_gb is None else settings.device_memory_gb * GIB

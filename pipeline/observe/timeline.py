@@ -189,7 +189,7 @@ class Timeline:
 
 def run_timeline(events: Iterable[Event], max_boxes: int | None = None) -> Timeline | None:
     """Return the timeline of a run, or None if nothing was executed. If `max_boxes` is given and there are more boxes,
-    only the first and the last of them are put into lanes, up to `max_boxes` in total."""
+    the lanes have only the earliest and the latest ones, `max_boxes` in total."""
     log = list(events)
     gaps = gaps_between(driver_periods(log))
     every = [

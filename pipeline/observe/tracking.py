@@ -349,7 +349,7 @@ def deliver(spool_path: Path, target: str, timeout_s: float = 60.0) -> Delivery:
 def opening_hint(uri: str, experiment: str | None = None) -> str:
     """Return the address to open, or the command to type, to see the runs in MLflow. Secrets in the URI are redacted.
 
-    `experiment` is MLflow's number of the experiment, if known. The address contains `workflowType`, because without it
+    `experiment` is MLflow's id of the experiment, if known. The address contains `workflowType`, because without it
     MLflow's page shows every experiment as one of GenAI evaluations, regardless of the experiment's tags."""
     uri = redacted_text(uri)
     page = f"/#/experiments/{experiment}/runs?workflowType=machine_learning" if experiment is not None else ""
@@ -509,7 +509,7 @@ def read_state(spool_path: Path) -> dict[str, Any]:
 
 
 def experiment_id(spool_path: Path, uri: str) -> str | None:
-    """Return MLflow's number of the run's experiment; None if the spool was never delivered to `uri`."""
+    """Return MLflow's id of the run's experiment; None if the spool was never delivered to `uri`."""
     state = read_state(spool_path)
     number = state.get("experiment_id") if state.get("uri") == redacted_text(uri) else None
     return None if number is None else str(number)

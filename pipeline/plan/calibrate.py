@@ -11,8 +11,8 @@ not (one run with shards of equal size), the proportions stay as assumed and the
 On CPUs, if runs had different numbers of threads, these numbers are fitted for many values of `thread_share`, and the
 one with the smallest errors is taken.
 
-The journal tells how long a node worked on store and ledger. The fit then explains only the rest of its seconds, and
-`node_s` is the mean of these times plus the seconds per node that the fit finds.
+The journal tells how long each node worked on store and ledger. The fit explains only the rest of a node's seconds.
+`node_s` is the mean time on store and ledger plus the fixed seconds per node that the fit finds.
 """
 
 from __future__ import annotations

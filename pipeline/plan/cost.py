@@ -47,7 +47,7 @@ from stages.models.protocol import MODEL_ROLES, Role
 CONTEXT, PREFILL, COPIES, ENGINE_LINKS = "keys and values read", "prefill", "copies", "engine's collectives"
 CALLS, FIXED = "calls", "store and commit"
 """Parts that no roofline explains: fixed costs of calls and of nodes."""
-_CORE_FLOPS = 128e9
+_CORE_FLOPS = 243.2e9
 """Float32 FLOP/s of one core of a node with GPUs, from conf/hardware/cpu.yaml. Reward models run on such cores."""
 
 
@@ -108,8 +108,8 @@ class Costs:
         return self._total(decoding_work(decoded), replace(self.calibration.generate, node_s=0.0))
 
     def after_rows_s(self, *, beside: bool) -> float:
-        """Return the seconds of a shard besides those of its rows: store, commit and turnaround. `beside`: True if its
-        worker has other shards at the same time."""
+        """Return the seconds of a shard after decoding: store, commit and turnaround. `beside`: True if its worker has
+        other shards at the same time."""
         alone = self.calibration.generate.node_s + self.calibration.turnaround_s
         return alone + self.calibration.beside_s * beside
 

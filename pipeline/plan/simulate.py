@@ -67,8 +67,8 @@ class NodeCosts(Protocol):
         ...
 
     def engine_queue(self) -> RowQueue[Any] | None:
-        """Return the queue of a replica, without rows. None: shards of a replica do not slow one another, and each
-        takes `seconds`."""
+        """Return an empty queue for the rows of a replica. None if shards of a replica do not slow one another; each
+        then takes `seconds`."""
         ...
 
     def after_rows_s(self, *, beside: bool) -> float:

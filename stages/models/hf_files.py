@@ -268,9 +268,10 @@ def has_tokenizer(path: str) -> bool:
 
 
 def read_tokenizer(path: str, pad_token: str | None = None) -> Tokenizer:
-    """Return the tokenizer of a model. `pad_token`: the token to pad with; None: the tokenizer's own if it is no EOS,
-    otherwise a special token without another use, if there is one. Raises PadTokenError if `pad_token` is an EOS or no
-    token."""
+    """Return the tokenizer of a model. `pad_token` is the token to pad with. With None it is the tokenizer's own pad
+    token. If that is an EOS, an unused special token takes its place, or rows are not padded if there is none.
+
+    Raises PadTokenError if `pad_token` is an EOS or not in the vocabulary."""
     if is_random(path):
         return ByteTokenizer(int(read_config(path)["vocab_size"]))
     eos_ids = read_eos_ids(path)

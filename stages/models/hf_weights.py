@@ -119,7 +119,7 @@ def write_model(
 
 
 def write_config_and_tokenizer(directory: Path, source: str, config: Mapping[str, object]) -> None:
-    """Write `config` as config.json, and copy the tokenizer's files of `source`. A random model has none."""
+    """Write `config` as config.json, and copy the tokenizer's files of `source`. A random model has no such files."""
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for name in COPIED_FILES if not is_random(source) else ():
         if (Path(source) / name).is_file():

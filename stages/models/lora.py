@@ -78,7 +78,7 @@ class Adapter(Module):
         by_rows: bool,
         sharded: bool,
     ) -> None:
-        """Create the adapter without values.
+        """Create the adapter. Its weights are not initialised.
 
         Args:
             part_M: number of the part, out of `parts`, that each row of the weight belongs to.
@@ -121,7 +121,7 @@ def add_adapters(
     products: Products,
     kernels: BlockKernels,
 ) -> None:
-    """Add an adapter without values to each target linear of every block."""
+    """Add an adapter, whose weights are not initialised, to each target linear of every block."""
 
     def multiply(x: Tensor, weight: Tensor, total: Tensor | None) -> Tensor:
         if not kernels.portable:

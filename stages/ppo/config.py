@@ -23,7 +23,7 @@ class KLConfig:
     """Weight of the penalty, and the first weight under an adaptive controller."""
     target: float | None = setting(None, above(0, ", or null for none"))
     """Target of an adaptive controller of `coef` (Ziegler et al. 2019, eq. 4), in nats per response; null: `coef` is
-    constant."""
+    constant. The controller reads `kl/ref`, whatever `estimator` is."""
     horizon: int = setting(10_000, at_least(1))
     """Number of rows over which the adaptive controller reacts. A larger number makes it react more slowly."""
 

@@ -223,7 +223,7 @@ def value_loss(
 
 
 def _ratio(log_ratio: Tensor, advantages: Tensor, cfg: PPOConfig) -> Tensor:
-    """Return u = exp(log_ratio), bounded to exp(LARGEST_LOG_RATIO) where a clip replaces large ratios anyway. Without
+    """Return u = exp(log_ratio), bounded to exp(MAX_LOG_RATIO) where a clip replaces large ratios anyway. Without
     the bound u could be infinite, and its gradient would be 0 times infinity, which is NaN."""
     clipped = advantages >= 0 if cfg.dual_clip is None else torch.ones_like(advantages, dtype=torch.bool)
     return torch.exp(torch.where(clipped, log_ratio.clamp(max=MAX_LOG_RATIO), log_ratio))

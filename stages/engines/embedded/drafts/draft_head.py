@@ -196,9 +196,9 @@ def unroll(
 ) -> Guessed:
     """Return the head's guesses for `depth` positions, as draft ids.
 
-    At each position up to `branches` guesses are kept: those with the smallest gap to the best guess, summed over the
-    path to them. They are the inputs of the next position. The logits are not divided by the temperature. Instead the
-    noise is multiplied by it, which gives the same order.
+    A guess costs as much as its logit is below that of the best guess, and a path costs the sum of its guesses. At each
+    position the `branches` cheapest paths are kept; their last guesses are the inputs of the next position. The logits
+    are not divided by the temperature. Instead the noise is multiplied by it, which gives the same order.
 
     Args:
         kernels: the kernels to compute with.

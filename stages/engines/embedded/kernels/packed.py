@@ -81,8 +81,8 @@ def unpack(packed: torch.Tensor) -> Float[torch.Tensor, "out in"]:
 def linear(
     x: Float[torch.Tensor, "rows in"], packed: torch.Tensor, dtype: torch.dtype
 ) -> Float[torch.Tensor, "rows out"]:
-    """Return x W^T as `dtype`. This must be the dtype of the packed weight. On CUDA it may also be float32. On a CPU
-    without products of `dtype` the weight is packed as float32."""
+    """Return x W^T as `dtype`, which must be the dtype of the packed weight. There are two exceptions: on CUDA `dtype`
+    may be float32, and a CPU without products of `dtype` has packed the weight as float32."""
     x = x.to(packed.dtype)
     if packed.is_cuda and packed.dtype != dtype:
         return torch.mm(x, packed.t(), out_dtype=dtype)

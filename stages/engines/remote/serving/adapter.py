@@ -109,8 +109,8 @@ class EngineAdapter(Protocol):
         ...
 
     def made(self) -> Mapping[int, int]:
-        """Return the number of generated tokens of each row in flight, by id. It is called before `load`, if rows are
-        in flight."""
+        """Return the number of generated tokens of each row in flight, by id. The loop calls it before `load`, if rows
+        are in flight, to record which of their tokens the old weights sampled."""
         ...
 
     def sleep(self) -> None:

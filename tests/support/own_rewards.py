@@ -86,10 +86,6 @@ def too_few(samples: Sequence[Sample]) -> list[float]:
     return [0.0 for sample in samples if sample.response]
 
 
-def no_number(samples: Sequence[Sample]) -> list[float]:
-    return [float("nan") for _ in samples]
-
-
 def nothing(samples: Sequence[Sample]) -> None:
     return None
 

@@ -31,7 +31,7 @@ from storage.problems import (
         (above(0, ", or null"), [1e-9, 3.0], [0.0, -1.0], "must be above 0, or null"),
         (between(0, 1), [0.0, 0.5, 1.0], [-0.1, 1.1], "must be from 0 to 1"),
         (between(0, 1, ends=False), [0.5], [0.0, 1.0], "must be between 0 and 1"),
-        (plain_name(), ["a", "a.b-c_1", "n" * 100], ["", "..", "-a", "a/b", "läuft", "n" * 101], "must be a name"),
+        (plain_name(), ["a", "a.b-_1", "n" * 100], ["", "..", ".x", "-a", "a/b", "läuft", "n" * 101], "must be a name"),
         (plain_name(dots=False), ["a", "a-b"], ["a.b", "-a"], "must be a name"),
         (local_directory(), ["runs", "/a/b", "a:b"], ["s3://b", "file:///a"], "must be a directory on this host"),
     ],

@@ -30,19 +30,11 @@ def sources(tmp_path: Path) -> list[str]:
     ("change", "key", "part"),
     [
         ("stalenes=1", "stalenes", "did you mean staleness"),
-        ("run_dir=x", "run_dir", "did you mean runs_dir"),  # derived, an attribute of the config
-        ("steps=many", "steps", "whole number"),
         ("missing.yaml", "missing.yaml", "no such config file"),
         ("model.path=nowhere", "model.path", "nowhere"),
-        ("prompts.url=nowhere.jsonl", "prompts.url", "nowhere.jsonl"),
-        ("prompts.max_tokens=5", "prompts.max_tokens", "has 6 tokens"),
-        ("prompts.max_tokens=249", "prompts.max_tokens", "at most 248"),
         ("rollout.shards=3", "rollout.shards", "1, 2, 4, 8"),
-        ("ppo.minibatches=3", "ppo.minibatches", "1, 2, 4, 8"),
-        ("placement.roles.critic=???", "placement.roles.critic", "all"),
         ("staleness=-1", "staleness", "0 is synchronous PPO"),
         ("runs_dir=/proc/runs", "runs_dir", "/proc/runs"),
-        ("reward.kind=magic", "reward.kind", "vader"),
     ],
 )
 @pytest.mark.parametrize("command", ["run", "check"])
@@ -55,10 +47,6 @@ def test_a_refusal_is_one_message_and_exit_code_2(
     key: str,
     part: str,
 ) -> None:
-    if change.endswith("=???"):  # a role that the file does not place
-        text = (tmp_path / "c.yaml").read_text().replace(", critic: all", "")
-        (tmp_path / "c.yaml").write_text(text)
-        change = "steps=2"
     assert main([command, *sources, change]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -78,11 +66,11 @@ def test_check_says_what_would_run(sources: list[str], tmp_path: Path, capsys: p
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("function", ["inverse", "too_few", "no_number", "nothing", "texts"])
+@pytest.mark.parametrize("function", ["inverse", "too_few"])
 def test_check_tries_the_reward(
     sources: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], function: str
 ) -> None:
-    """An exception, a wrong count, NaN and a wrong type are refused, for either reward, and nothing is written."""
+    """What it raises and what it returns, for either reward; and nothing is written."""
     changes = [f"evaluate.reward.parts={{own: {{kind: 'tests.support.own_rewards:{function}'}}}}"]
     assert main(["check", *sources, *changes]) == 2
     assert capsys.readouterr().err.startswith("refused evaluate.reward.parts.own.kind: ")
@@ -177,7 +165,6 @@ def test_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
         "130 interrupted",
     ):
         assert code in out
-    assert "130 interrupted" in out
 
 
 @pytest.mark.parametrize(

@@ -132,10 +132,7 @@ def test_a_saved_config_comes_back_with_changes(tmp_path: Path) -> None:
     [
         (lambda text: text[: text.index("\nstaleness") + 5], "not readable as YAML"),
         (lambda text: text.partition("\nplacement:")[0], "it has no placement.gangs, placement."),
-        (lambda text: text.partition("\ncluster:")[0], "it has no cluster.kind, cluster."),
         (lambda text: "", "it has no name, runs_dir, "),
-        (lambda text: "a: [", "not readable as YAML"),
-        (lambda text: "\0" * 100, "not readable as YAML"),
         (lambda text: "- 3", "it has no name"),
     ],
 )
@@ -159,9 +156,6 @@ def test_a_config_that_is_no_text_is_refused(tmp_path: Path) -> None:
     "change",
     [
         "ppo.kl.coef=0.1",
-        "ppo.clip=0.1",
-        "ppo.proximal=sampler",
-        "ppo.epochs=2",
         "model.policy.lr=0.5",
         "model.critic.betas=[0.8,0.9]",
         "tracking.experiment=others",

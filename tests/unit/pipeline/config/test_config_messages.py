@@ -261,12 +261,6 @@ def test_a_file_that_is_called_like_a_setting_is_a_file(base: Path, tmp_path: Pa
     assert config_from_sources([str(base), "steps", "prompts.url=x.csv"]).steps == 7
 
 
-@pytest.mark.parametrize("name", ["..", "-x", "a/b", ".hidden", ""])
-def test_a_run_lies_inside_runs_dir(base: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"^name: "):
-        load(base, f"name='{name}'")
-
-
 # ---- settings that would do nothing ----------------------------------------------------------------------------------
 
 
@@ -355,8 +349,6 @@ def test_preflight_settles_how_many_are_held_out(base: Path, tmp_path: Path) -> 
 def test_first_and_last_are_evaluated_unless_nothing_is(base: Path) -> None:
     assert load(base, "steps=7").graph().eval_every == 7
     assert load(base, "steps=7", "evaluate.every=0").graph().eval_every == 0
-    with pytest.raises(ConfigError, match=r"evaluate.select.max_kl: .*evaluate.every=0"):
-        load(base, "evaluate={every: 0, select: {max_kl: 1}}")
 
 
 def test_check_says_when_a_step_has_more_rows_than_there_are_prompts(

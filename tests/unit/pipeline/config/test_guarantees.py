@@ -133,8 +133,3 @@ def test_a_request_beyond_an_engine_is_refused_by_its_row() -> None:
     check_ability(Request(3, 0, 0, (1,), 0, plain), can)
     with pytest.raises(RequestError, match="row 3 is given its tokens"):
         check_ability(Request(3, 0, 0, (1,), 0, plain, (4, 5)), can)
-
-
-def test_the_models_path_is_not_looked_at(tmp_path: Path) -> None:
-    """Statements need no engine and no model."""
-    assert unproven_guarantees(load(f"runs_dir={tmp_path}", *VLLM), "cpu")

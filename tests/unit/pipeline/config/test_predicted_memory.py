@@ -34,15 +34,11 @@ from pipeline.config.preflight import preflight
 from pipeline.errors import ConfigError
 from stages.models.config import OptimizerConfig
 from stages.models.memory import BLOCK_BYTES
-from stages.models.spec import ModelSpec
+from stages.models.spec import RANDOM_8B, read_spec
 from stages.ppo.micro_batches import micro_batches
 from tests.support.configs import arguments, write_config
 
-LARGE = ModelSpec(
-    num_layers=32, hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128,
-    vocab_size=128256, max_positions=8192, norm_eps=1e-5, rope_theta=5e5, tied_embeddings=False,
-)  # fmt: skip
-"""8.03e9 parameters."""
+LARGE = read_spec(RANDOM_8B)
 PARAMETERS = 8_030_261_248
 GANGS = "placement.gangs={generate: {workers: 2}, all: {workers: 8, layout: {tensor: 2}}, score: {}}"
 ROLES = "placement.roles={generate: generate, score: score, reference: all, policy: all, critic: all}"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from stages.models.spec import (
     RANDOM_8B,
     RANDOM_70B,
     RANDOM_TINY,
-    ModelSpec,
     RopeScaling,
     cached_in_hub,
     layer_and_part,
@@ -32,22 +29,6 @@ from stages.models.spec import (
     tensor_shapes,
 )
 from tests.support.families import FAMILIES, SIZES
-
-
-def test_random_tiny_in_numbers() -> None:
-    assert read_spec(RANDOM_TINY) == ModelSpec(
-        num_layers=4,
-        hidden_size=64,
-        intermediate_size=176,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        vocab_size=256,
-        max_positions=256,
-        norm_eps=1e-5,
-        rope_theta=10000.0,
-        tied_embeddings=True,
-    )
 
 
 @pytest.mark.parametrize(("path", "parameters"), [(RANDOM_8B, 8_030_261_248), (RANDOM_70B, 70_553_706_496)])
@@ -102,9 +83,6 @@ def test_names_of_parts_and_back(feature: str, parts: int) -> None:
     ("changes", "message"),
     [
         ({"model_type": "gpt2"}, "model_type = 'gpt2' is not supported, only 'llama', 'mistral', 'qwen2', 'qwen3'"),
-        ({"model_type": "mixtral"}, "model_type = 'mixtral' is not supported"),
-        ({"model_type": "gemma2"}, "model_type = 'gemma2' is not supported"),
-        ({"model_type": "mistral", "hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported for 'mistral'"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window = True is not supported for 'qwen2'"),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias = True is not supported for 'qwen3'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
@@ -173,11 +151,6 @@ def test_frequencies_equal_transformers(theta: float, head_dim: int, factor: flo
     for config in (tiny | {"rope_parameters": rope}, tiny):
         expected = LlamaRotaryEmbedding(LlamaConfig(**config)).inv_freq
         torch.testing.assert_close(rotary_frequencies(spec_of(config)), expected, rtol=1e-6, atol=0)
-
-
-def test_reading_a_spec_waits_for_no_heavy_import() -> None:
-    code = "import sys, stages.models.spec; sys.exit(bool({'torch', 'megatron', 'transformers'} & {*sys.modules}))"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_models_name_is_its_newest_directory_in_the_hub_cache(

@@ -12,7 +12,7 @@ import torch
 
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
-from stages.engines.protocol import Completion, EngineStats, Request
+from stages.engines.protocol import Completion, Request
 from stages.generate import generate
 from stages.models.config import SamplingConfig
 from stages.models.spec import RANDOM_TINY
@@ -39,8 +39,6 @@ SAMPLING = SamplingConfig(max_new_tokens=3)
 class TableEngine:
     """Answers the rows it was given, last first, and keeps what it was asked."""
 
-    version = 4
-
     def __init__(self, answers: Iterable[Completion]) -> None:
         self.answers = list(answers)
         self.asked: list[Request] = []
@@ -48,17 +46,6 @@ class TableEngine:
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         self.asked = list(requests)
         return iter(self.answers[::-1])
-
-    def load_weights(self, version: int, tensors: object) -> None: ...
-
-    def sleep(self) -> None: ...
-
-    def wake(self) -> None: ...
-
-    def stats(self) -> EngineStats:
-        return EngineStats(0, 0, 0, 0.0, 0.0, 0, 0.0, 0.0)
-
-    def close(self) -> None: ...
 
 
 def test_arrays_are_laid_out_as_the_record_says() -> None:

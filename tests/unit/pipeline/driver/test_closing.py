@@ -9,14 +9,10 @@ import pytest
 from pipeline.driver.retention import LedgerCompactor, is_complete
 from pipeline.graph.graph import GraphSpec, run_nodes, step_nodes, window_size
 from storage.address import Address
-from storage.commits import Commit, provenance_here
 from storage.ledger import SPAN, Ledger
+from tests.support.commits import commit_empty
 
 SPEC = GraphSpec(steps=2 * SPAN + 20, shards=2, staleness=2, eval_every=5, has_canaries=True)
-
-
-def commit(ledger: Ledger, address: Address) -> None:
-    ledger.commit(Commit(address, "a0-x", None, 0, {}, provenance_here(seed=0, config_hash=""), 1.0))
 
 
 def go_on(ledger: Ledger, steps: range) -> LedgerCompactor:
@@ -24,7 +20,7 @@ def go_on(ledger: Ledger, steps: range) -> LedgerCompactor:
     books = LedgerCompactor(SPEC, ledger)
     for step in [*steps[1::2], *steps[::2]]:
         for node in step_nodes(SPEC, step):
-            commit(ledger, node.address)
+            commit_empty(ledger, node.address)
     for step in [*steps[1::2], *steps[::2]]:
         books.on_step_finished(step, [node.address for node in step_nodes(SPEC, step)])
     return books
@@ -39,7 +35,7 @@ def test_steps_are_closed_well_behind_those_that_are_over(tmp_path: Path) -> Non
         books.on_step_finished(step, [node.address for node in step_nodes(SPEC, step)])
     assert ledger.closed_until() == 0
     for node in step_nodes(SPEC, last - 1):
-        commit(ledger, node.address)
+        commit_empty(ledger, node.address)
     books.on_step_finished(last - 1, [node.address for node in step_nodes(SPEC, last - 1)])
     assert books.first_step == ledger.closed_until() == SPAN
     nodes = {node.address for step in range(last) for node in step_nodes(SPEC, step)}
@@ -60,11 +56,11 @@ def test_a_hole_is_noticed(tmp_path: Path, missing: Address) -> None:
     ledger = Ledger(str(tmp_path))
     for node in run_nodes(SPEC):
         if node.address != missing:
-            commit(ledger, node.address)
+            commit_empty(ledger, node.address)
     ledger.close(0, [address for address in ledger.addresses() if address.step < SPAN])
     ledger.close(SPAN, [address for address in ledger.addresses() if SPAN <= address.step < 2 * SPAN])
     assert not is_complete(SPEC, ledger)
-    commit(ledger, missing)
+    commit_empty(ledger, missing)
     assert is_complete(SPEC, ledger)
 
 

@@ -33,6 +33,7 @@ from storage.ledger import SPAN, Ledger, first_step, segment_key
 from storage.records import Scores
 from storage.rollouts import RolloutStore
 from storage.weights import WeightBoard
+from tests.support.commits import save_checkpoint
 from tests.support.sampled_rows import rollout_of
 
 FIRST, SECOND = Address("score", 0), Address("score", 1)
@@ -223,10 +224,7 @@ def lean(tmp_path: Path) -> History:
     checkpoints = Checkpoints(RunPaths(tmp_path).checkpoints)
     for role in ("policy", "critic"):
         for version in SAVED:
-            place = checkpoints.begin(role, version)
-            (place / "model.bin").write_text("weights")
-            digest = ledger.get(Address(f"update_{role}", version - 1)).digest
-            checkpoints.finish(role, version, place, {"digest": digest})
+            save_checkpoint(checkpoints, role, version, str(ledger.get(Address(f"update_{role}", version - 1)).digest))
     return History(LONG, ledger, store, rows_per_step=2)
 
 

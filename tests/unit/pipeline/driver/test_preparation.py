@@ -30,6 +30,7 @@ from storage.config import Layout, Layouts
 from storage.exports import RECORD, write_sums
 from storage.ledger import Ledger
 from storage.rollouts import RolloutStore
+from tests.support.commits import save_checkpoint
 from tests.support.configs import arguments, write_config
 
 WHERE = provenance_here(seed=0, config_hash="")
@@ -59,16 +60,9 @@ def begin(config: RunConfig) -> Preflight:
         stage, step = node.address.stage, node.address.step
         store.commit_only(node.address, WHERE, digest=f"{stage.removeprefix('update_')}{step + 1}")
     for role in ROLES:
-        save(config, role, 2, f"{role}2")
-        save(config, role, 4, f"{role}4")
+        for version in (2, 4):
+            save_checkpoint(config.stored.checkpoints(), role, version, f"{role}{version}")
     return checked
-
-
-def save(config: RunConfig, role: str, version: int, digest: str) -> None:
-    checkpoints = config.stored.checkpoints()
-    directory = checkpoints.begin(role, version)
-    (directory / "model.bin").write_text(digest)
-    checkpoints.finish(role, version, directory, {"digest": digest})
 
 
 def updates(config: RunConfig) -> list[int]:
@@ -79,7 +73,7 @@ def test_a_checkpoint_that_is_not_of_this_runs_weights_is_not_gone_back_to(confi
     """The trainer would not load it, and would have to train what it cannot repeat."""
     newest = RunPaths(config.run_dir).checkpoints / "critic" / "v000004"
     newest.rename(newest.with_name("kept"))
-    save(config, "critic", 4, "another run's")
+    save_checkpoint(config.stored.checkpoints(), "critic", 4, "another run's")
     ready = prepare(config, begun, resume=True, from_checkpoint=True)
     assert any("resumed from checkpoint v2: " in warning for warning in ready.warnings)
     assert updates(config) == [0, 1]
@@ -175,12 +169,9 @@ def test_the_newest_that_every_trained_model_has(
     store = RolloutStore(str(paths.root), ledger, Layouts(Layout(1, 2, 3)))
     for node in run_nodes(spec):
         store.commit_only(node.address, provenance_here(seed=0, config_hash=""), digest="")
-    checkpoints = Checkpoints(paths.checkpoints)
     for role, saved in (("policy", of_policy), ("critic", of_critic)):
         for number in saved:
-            directory = checkpoints.begin(role, number)
-            (directory / "model.bin").write_text("weights")
-            checkpoints.finish(role, number, directory, {"digest": ""})
+            save_checkpoint(Checkpoints(paths.checkpoints), role, number, digest="")
     found = plan_rewind(History(spec, ledger, store, rows_per_step=2), RunStorage(paths.root))
     assert found.version == version
     updates = [address for address in found.commits if address.stage == "update_policy"]

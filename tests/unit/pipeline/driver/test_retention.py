@@ -25,6 +25,7 @@ from storage.exports import Exports
 from storage.ledger import Ledger
 from storage.records import ReferenceLogprobs, Scores
 from storage.rollouts import RolloutStore
+from tests.support.commits import save_checkpoint
 from tests.support.configs import arguments, write_config
 from tests.support.sampled_rows import rollout_of
 
@@ -65,15 +66,8 @@ def history(paths: RunPaths) -> History:
         for role in ("policy", "critic"):
             store.commit_only(Address(f"update_{role}", step), WHERE, digest=f"{role}{step + 1}")
             if (step + 1) % 5 == 0:
-                save(paths, role, step + 1)
+                save_checkpoint(Checkpoints(paths.checkpoints), role, step + 1, f"{role}{step + 1}")
     return History(GraphSpec(steps=30, shards=1, staleness=0), ledger, store, rows_per_step=2)
-
-
-def save(paths: RunPaths, role: str, version: int) -> None:
-    checkpoints = Checkpoints(paths.checkpoints)
-    directory = checkpoints.begin(role, version)
-    (directory / "model.bin").write_text(f"weights {version}")
-    checkpoints.finish(role, version, directory, {"digest": f"{role}{version}"})
 
 
 def let_go(keep: KeepConfig, paths: RunPaths, history: History, max_kl: float | None = None) -> list[str]:
@@ -116,12 +110,8 @@ def test_without_a_critic_the_policys_checkpoints_say_what_stays(paths: RunPaths
 @pytest.mark.parametrize("role", ["policy", "critic"])
 def test_a_damaged_or_foreign_checkpoint_does_not_count(paths: RunPaths, history: History, role: str) -> None:
     (paths.checkpoints / role / "v000020" / "model.bin").write_text("weightz 20")
-    other = paths.checkpoints / role / "v000015"
-    for file in sorted(other.iterdir()):
-        file.unlink()
-    other.rmdir()
-    directory = Checkpoints(paths.checkpoints).begin(role, 15)
-    Checkpoints(paths.checkpoints).finish(role, 15, directory, {"digest": "another run's"})
+    shutil.rmtree(paths.checkpoints / role / "v000015")
+    save_checkpoint(Checkpoints(paths.checkpoints), role, 15, "another run's")
     assert let_go(KeepConfig(rollouts=1), paths, history) == []
     assert history.store.dropped_before() == 5
 
@@ -192,7 +182,7 @@ def test_evaluations_that_would_need_what_is_gone_are_refused(tmp_path: Path) ->
     for step in range(4):
         history.store.commit_only(Address("update_policy", step), WHERE, digest=f"policy{step + 1}")
     for version in (1, 3):
-        save(paths, "policy", version)
+        save_checkpoint(Checkpoints(paths.checkpoints), "policy", version, f"policy{version}")
     check_evaluations(config, history)
     history.store.drop(3)
     with pytest.raises(ConfigError, match=r"evaluate\.every.*v2 would have to be made again.*before step 3"):

@@ -11,6 +11,7 @@ from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Gang, GraphSpec, Node, run_nodes
 from stages.models.protocol import Role
 from storage.address import Address
+from tests.support.commits import addresses_up_to
 
 GANGS = (
     Gang("gen", frozenset({Role.GENERATE}), 1, 64),
@@ -125,14 +126,9 @@ def test_weights_go_with_their_last_reader() -> None:
     assert machine.unread == [0, 1, 3], "version 2 would generate step 3, which is not part of the run"
 
 
-def committed_up_to(spec: GraphSpec, last: Address) -> list[Address]:
-    addresses = [node.address for node in run_nodes(spec)]
-    return addresses[: addresses.index(last) + 1]
-
-
 def test_resume_runs_only_what_is_missing() -> None:
     spec = GraphSpec(steps=4, shards=1, staleness=0)
-    machine = Machine(spec, committed_up_to(spec, Address("publish", 2)), published=[2])
+    machine = Machine(spec, addresses_up_to(spec, Address("publish", 2)), published=[2])
     assert sorted(machine.over) == [0, 1]
     assert machine.flow.num_trained_steps == 2
     machine.run()
@@ -145,7 +141,7 @@ def test_resume_publishes_again_what_is_gone_and_still_wanted() -> None:
     """Published weights live in memory. After a reboot version 2 is gone: generate[2] needs it. Version 1, whose
     readers have all committed, is not missed."""
     spec = GraphSpec(steps=4, shards=1, staleness=0)
-    machine = Machine(spec, committed_up_to(spec, Address("publish", 2)), published=[])
+    machine = Machine(spec, addresses_up_to(spec, Address("publish", 2)), published=[])
     machine.run()
     assert machine.steps("publish") == [2, 3, 4]
     assert machine.flow.is_finished
@@ -170,7 +166,7 @@ def test_resume_of_a_finished_run_does_nothing() -> None:
 def test_resumed_weights_without_readers_are_let_go() -> None:
     """A crash between the last reader's commit and the release left version 0 in memory."""
     spec = GraphSpec(steps=3, shards=1, staleness=0)
-    machine = Machine(spec, committed_up_to(spec, Address("publish", 1)), published=[0, 1])
+    machine = Machine(spec, addresses_up_to(spec, Address("publish", 1)), published=[0, 1])
     assert machine.unread == [0]
 
 
@@ -202,7 +198,7 @@ def test_a_critic_that_lags_holds_nothing_back() -> None:
 def test_thousands_of_committed_steps_are_passed_in_a_loop() -> None:
     """Python's stack holds about a thousand calls: a run must be resumable however far it has come."""
     spec = GraphSpec(steps=5_001, shards=1, staleness=1)
-    committed = committed_up_to(spec, Address("publish", 5_000))
+    committed = addresses_up_to(spec, Address("publish", 5_000))
     machine = Machine(spec, committed, published=[4_999])
     assert machine.over == list(range(5_000))
     assert machine.flow.num_trained_steps == 5_000

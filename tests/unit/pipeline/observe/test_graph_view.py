@@ -29,8 +29,8 @@ from pipeline.observe.journal import Event, EventKind
 from pipeline.observe.node_events import NodeEvents
 from stages.models.protocol import Role
 from storage.address import Address
-from storage.commits import Commit, new_attempt, provenance_here
 from storage.ledger import Ledger
+from tests.support.commits import commit_empty
 
 SPEC = GraphSpec(steps=5, shards=2, staleness=1, eval_every=2)
 GANGS = (
@@ -42,11 +42,6 @@ FACTS = RunFacts("run", SPEC.steps, SPEC.staleness)
 EVIL = "<script>alert('x')</script>\"&"
 
 
-def commit(ledger: Ledger, address: Address, **metrics: float) -> None:
-    provenance = provenance_here(weight_versions=[0], seed=0, config_hash="x", worker="w", inputs=[])
-    ledger.commit(Commit(address, new_attempt(), None, 0, {}, provenance, 2.0, metrics))
-
-
 def recorded(folder: Path, done: Collection[Address], *events: Event, spec: GraphSpec = SPEC) -> GraphView:
     """Return the view of a run with these commits; its journal begins with the run's start."""
     ledger = Ledger(str(folder / "ledger"))
@@ -54,7 +49,7 @@ def recorded(folder: Path, done: Collection[Address], *events: Event, spec: Grap
         metrics = {"score/mean": 0.25} if address.stage == "evaluate_score" else {}
         if address.stage == "advantage":
             metrics = {"reward/mean": float(address.step), "kl/ref": 0.5}
-        commit(ledger, address, **metrics)
+        commit_empty(ledger, address, finished=2.0, **metrics)
     return recorded_view(FACTS, spec, GANGS, ledger, [Event(1.0, EventKind.RUN_STARTED), *events])
 
 
@@ -189,7 +184,7 @@ def test_a_long_curve_is_thinned_and_read_once(tmp_path: Path) -> None:
     spec = GraphSpec(steps=2 * MAX_POINTS + 9, shards=1, staleness=0)
     cache = CurveCache(spec, ledger)
     for step in (0, 1, 2, 3):
-        commit(ledger, Address("advantage", step), **{"reward/mean": float(step), "kl/ref": 0.0})
+        commit_empty(ledger, Address("advantage", step), **{"reward/mean": float(step), "kl/ref": 0.0})
     assert cache.read_curves(4).steps == [0, 1, 2, 3]
     assert cache.read_curves(4, max_reads=0).steps == [0, 1, 2, 3], "they are kept"
     assert len(range(*slice((spec.steps - 1) % 3, spec.steps, 3).indices(spec.steps))) <= MAX_POINTS

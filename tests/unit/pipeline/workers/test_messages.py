@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.workers import entry
 from pipeline.workers.entry import Runtime, run_node
-from pipeline.workers.messages import Call, Outcome, WorkerLost, WorkerSpec, pin_resource, slot_resource
+from pipeline.workers.messages import Call, Outcome, WorkerLost, WorkerSpec
 from storage.address import Address, Ref
 from storage.commits import Commit, provenance_here
 from storage.ledger import Ledger
@@ -38,14 +38,6 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> CountingRuntime:
     return runtime
 
 
-@pytest.mark.parametrize(
-    "message",
-    [SPEC, CALL, Outcome(CALL.address, "a0", Ref(CALL.address, "a0", {"m": 1.0}), "train-1", 1, 1.0, 2.0, 0.5)],
-)
-def test_messages_survive_the_wire(message: object) -> None:
-    assert pickle.loads(pickle.dumps(message)) == message
-
-
 def test_errors_survive_the_wire() -> None:
     """Exceptions with arguments of their own are easily ones that cannot be read back."""
     error = pickle.loads(pickle.dumps(WorkerLost("train-1", 3)))
@@ -64,12 +56,6 @@ def test_call_for_another_process_is_refused(runtime: CountingRuntime, change: d
         run_node(call)
     assert (lost.value.worker, lost.value.incarnation) == (call.worker, call.incarnation)
     assert runtime.calls == []
-
-
-def test_process_that_came_back_empty_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry, "_resident", None)
-    with pytest.raises(WorkerLost):
-        run_node(CALL)
 
 
 def test_same_attempt_is_refused_the_second_time(runtime: CountingRuntime) -> None:
@@ -101,12 +87,6 @@ def test_task_that_dask_runs_again_is_answered_from_the_ledger(
     assert len(runtime.calls) == before
     with pytest.raises(WorkerLost):
         entry.run_node_task(replace(call, address=Address("value", 5), incarnation=9))
-
-
-def test_names_of_resources() -> None:
-    """The names outlive a process, unlike its address, and differ between workers."""
-    assert slot_resource("train", 1) == "train.1"
-    assert pin_resource("train", 1) == "train.1.pin"
 
 
 def test_log_takes_what_native_code_prints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

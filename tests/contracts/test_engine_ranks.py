@@ -256,18 +256,6 @@ def test_abandoned_rows_leave_after_their_pass() -> None:
         assert len(by_row(engine.generate(make_requests(5, version=1)))) == 5
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"tensor_parallel": 3}, r"engine\.tensor_parallel: given 3; .* can be held by 1, 2, 4 ranks"),
-        ({"pipeline_parallel": 5}, r"engine\.pipeline_parallel: given 5; the model has 4 blocks"),
-    ],
-)
-def test_divisions_that_cannot_be_are_refused(config: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_engine(RANDOM_TINY, **config)
-
-
 @pytest.mark.parametrize("layout", [{"pipeline_parallel": 3}, {"tensor_parallel": 2}], ids=str)
 def test_a_row_that_fails_fails_alone_on_ranks(layout: dict[str, int], tmp_path: Path) -> None:
     check_a_row_fails_alone(tmp_path, **layout)

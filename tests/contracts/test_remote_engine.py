@@ -5,10 +5,7 @@ The engine behind it is a plain Llama (tests/support/served_llama.py): vLLM's ow
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -167,25 +164,6 @@ def test_what_a_server_has_started_ends_with_it(path: Path, tmp_path: Path) -> N
 def test_an_adapter_that_is_not_there(path: Path, adapter: str) -> None:
     with pytest.raises(EngineLost, match=r"NoSuchEngine|no_such_module"):
         make_served(path, adapter=adapter)
-
-
-def test_no_orphan_when_the_client_is_killed(path: Path) -> None:
-    """This holds for every death, whatever the server is doing."""
-    program = f"""
-import sys, time
-from pathlib import Path
-from tests.contracts.test_remote_engine import make_served, server_of
-engine = make_served(Path({str(path)!r}))
-print(server_of(engine).pid, flush=True)
-sys.stdin.read()
-"""
-    client = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    server = psutil.Process(int(client.stdout.readline()))
-    os.kill(server.pid, signal.SIGSTOP)
-    client.kill()
-    client.wait()
-    psutil.wait_procs([server], timeout=60)
-    assert is_gone(server)
 
 
 def test_a_server_of_another_protocol_is_refused(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

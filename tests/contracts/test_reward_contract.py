@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -140,17 +139,6 @@ def test_a_row_has_the_same_score_whatever_is_beside_it(part: Part) -> None:
             np.testing.assert_array_equal(array, together.arrays()[name][order], err_msg=name)
         alone = [float(scored(part, slice(row, row + 1)).scores[0]) for row in range(6)]
         assert alone == together.scores.tolist()
-
-
-def test_it_says_how_it_is_to_be_called(part: Part) -> None:
-    assert isinstance(part.reward.deterministic, bool)
-    assert part.reward.batch_tokens is None or part.reward.batch_tokens > 0
-
-
-def test_it_answers_with_numbers_or_named_numbers(part: Part) -> None:
-    given = part.reward(samples_of(ByteTokenizer(), rollout(), extras()))
-    parts = given.parts if isinstance(given, Scored) else {"": given}
-    assert all(len(numbers) == 6 and all(map(math.isfinite, numbers)) for numbers in parts.values())
 
 
 def test_it_changes_nothing_of_a_sample(part: Part) -> None:

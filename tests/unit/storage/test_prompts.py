@@ -78,7 +78,6 @@ def test_any_filesystem() -> None:
         ("p.csv", 'a,b\n"x,y\n', "a", "plain", r"prompts\.url: .*p.csv line \d: not CSV"),
         ("p.csv", "a,b\n", "a", "plain", "holds no prompts"),
         ("p.csv", 'a\nx\n\n""\n', "a", "plain", r"prompts\.field: .*csv line 4: 'a' must be a text that is not"),
-        ("p.csv", "a,b\nx,y\n,\n", "a", "plain", r"prompts\.field: .*p.csv line 3: 'a' must be a text that is not"),
         ("p.csv", "a,b\nx,y\n", "c", "plain", r"prompts\.field: .*p.csv line 2: given 'c', available: a, b"),
         ("p.parquet", "not parquet", "prompt", "plain", r"prompts\.url: cannot read .*p\.parquet"),
     ],

@@ -450,7 +450,6 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ({"api_key": KEY}, r"args\.api_key: given '\(not shown\)'; no such argument; judge takes url"),
         ({"on_unparsed": None}, r"args\.on_unparsed: given None; must be float"),
         ({"read": "tea leaves"}, r"args\.read: given 'tea leaves'; must be likelihood or text"),
-        ({"concurrency": 0}, r"args\.concurrency: given 0"),
         ({"timeout_s": 0.0}, r"args\.timeout_s: given 0"),
         ({"retry_s": 1.0, "timeout_s": 2.0}, r"args\.retry_s: given 1.0; must be timeout_s \(2\) or more"),
         ({"retry_s": math.nan}, r"args\.retry_s: given nan; must be finite, and above 0 seconds"),
@@ -460,8 +459,6 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ({"max_cost": 1.0}, r"args\.max_cost: given 1.0; needs prompt_price or completion_price above 0"),
         ({"max_cost": math.nan, "prompt_price": 1.0}, r"args\.max_cost: given nan; must be finite, and above 0"),
         ({"prompt_price": -1.0}, r"args\.prompt_price: given -1.0; must be 0 or more"),
-        ({"rubric": "{prompt}"}, r"args\.rubric: "),
-        ({"answers": {"x": "y"}}, r"args\.answers: given .*must be"),
     ],
 )
 @pytest.mark.usefixtures("no_key")

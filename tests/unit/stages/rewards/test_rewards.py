@@ -235,7 +235,6 @@ def test_score_refuses_what_is_not_finite(bad: float) -> None:
     ("given", "said"),
     [
         ([0.0] * 3, "reward 'only' gave 3 scores for 2 rows (30 to 31)"),
-        ([], "gave 0 scores for 2 rows"),
         ([[1.0], [2.0]], "gave an array (2, 1) for 2 rows"),
         (["a", "b"], "gave ['a', 'b']: not one number per row"),
         (None, "gave None: not one number per row"),

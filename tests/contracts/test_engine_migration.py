@@ -19,6 +19,7 @@ from tests.contracts.embedded_engines import CPU
 from tests.contracts.engine_contract import MAX_SEQ, EngineContract, assert_same_tokens
 from tests.support.engine_settings import embedded
 from tests.support.engines import assert_same_bits, by_row
+from tests.support.migrating_engines import carry
 from tests.support.processors import needs_compiler
 
 
@@ -55,9 +56,7 @@ def test_rows_migrate_to_an_engine_of_another_layout_and_back(config: dict[str, 
             migrated = source.migrate_out([MigrationRequest(key_of(request), True) for request in requests[1:]])
             assert len(migrated) == 5
             assert all(one.cache is not None for one in migrated)
-            for ticket, completion in target.migrate_in(migrated):
-                assert completion is not None
-                source.deliver(ticket, completion)
+            carry(source, target, migrated)
             got = by_row(running) | {first.row: first}
             assert_same_tokens(got, expected)
             if "pipeline_parallel" in config:

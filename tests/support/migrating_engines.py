@@ -4,9 +4,10 @@ luck."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from typing import TypeVar
 
 import torch
 
@@ -21,6 +22,7 @@ from tests.support.engine_settings import embedded
 from tests.support.engines import by_row
 from tests.support.waiting import until
 
+T = TypeVar("T")
 CPU = torch.device("cpu")
 MAX_SEQ = 128
 
@@ -29,6 +31,7 @@ class Gate:
     """Owns the batches of an engine: they are run only as far as `let` says, or all after `open`."""
 
     def __init__(self, engine: MigratingEngine) -> None:
+        self._engine = engine
         self._changed = threading.Condition()
         self._allowed = 0.0
         self._waiting = False
@@ -56,6 +59,17 @@ class Gate:
         with self._changed:
             self._allowed = float("inf")
             self._changed.notify_all()
+
+    def call(self, function: Callable[..., T], *args: object, batches: float | None = None) -> T:
+        """Make a call that waits for the batch that is under way; then so many batches run, or all."""
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(function, *args)
+            until(lambda: self._engine._admission.num_pausing > 0)
+            if batches is None:
+                self.open()
+            else:
+                self.let(batches)
+            return answer.result(timeout=60)
 
 
 def build(
@@ -105,22 +119,14 @@ def give(
 ) -> list[MigratedRow]:
     """Gives rows away as soon as the batch that is under way is through. `after`: the last parts that were copied."""
     wanted = [MigrationRequest(key_of(row), with_cache) for row in rows]
-    with ThreadPoolExecutor(1) as thread:
-        giving = thread.submit(engine.migrate_out, wanted, {part.key: part for part in after})
-        until(lambda: engine._admission.num_pausing > 0)
-        gate.open()
-        return giving.result(timeout=60)
+    return gate.call(engine.migrate_out, wanted, {part.key: part for part in after})
 
 
 def copy_parts(source: MigratingEngine, gate: Gate, target: MigratingEngine, row: Request) -> CopiedPart:
     """The first phase: all parts of a row, as a courier takes them. The source runs one batch between two parts."""
     part = None
     while part is None or part.stop - part.start == COPY_POSITIONS:
-        with ThreadPoolExecutor(1) as thread:
-            copying = thread.submit(source.copy_out, key_of(row), 0 if part is None else part.stop)
-            until(lambda: source._admission.num_pausing > 0)
-            gate.let(1)
-            part = copying.result(timeout=60)
+        part = gate.call(source.copy_out, key_of(row), 0 if part is None else part.stop, batches=1)
         assert part is not None
         target.write_in(part)
     return part
@@ -128,6 +134,11 @@ def copy_parts(source: MigratingEngine, gate: Gate, target: MigratingEngine, row
 
 def carry(source: MigratingEngine, target: MigratingEngine, migrated: list[MigratedRow]) -> None:
     """All the way, as a courier does between two processes."""
-    for ticket, completion in target.migrate_in(migrated):
+    deliver(target.migrate_in(migrated), source)
+
+
+def deliver(incoming: Iterable[tuple[int, Completion | None]], source: MigratingEngine) -> None:
+    """Take what rows have become to the engine that they are from."""
+    for ticket, completion in incoming:
         assert completion is not None
         source.deliver(ticket, completion)

@@ -27,6 +27,7 @@ from tests.support.migrating_engines import (
     build,
     carry,
     copy_parts,
+    deliver,
     engines,
     give,
     pause_after,
@@ -86,9 +87,7 @@ def test_migrated_twice() -> None:
         assert [len(m.tokens) for m in again] == [4 + 6] * 3
         assert (second.num_calls_migrated, second.stats().rows_given) == (1, 3)
         carry(second, third, again)
-        for ticket, completion in incoming:
-            assert completion is not None
-            first.deliver(ticket, completion)
+        deliver(incoming, first)
         assert_same_bits(by_row(results), at_home(rows))
 
 
@@ -118,13 +117,7 @@ def test_preempted_where_it_came_to() -> None:
         results, gate = pause_after(source, 3, rows)
         migrated = give(source, gate, rows)
         theirs, target_gate = pause_after(target, 2, own)
-        with ThreadPoolExecutor(1) as thread:
-            taking = thread.submit(target.migrate_in, migrated)
-            until(lambda: target._admission.num_pausing > 0)
-            target_gate.open()
-            for ticket, completion in taking.result(timeout=60):
-                assert completion is not None
-                source.deliver(ticket, completion)
+        deliver(target_gate.call(target.migrate_in, migrated), source)
         assert_same_bits(by_row(results), at_home(rows))
         assert_same_bits(by_row(theirs), at_home(own))
         assert target.stats().preemptions > 0
@@ -137,16 +130,10 @@ def test_without_a_free_slot_they_wait() -> None:
         results, gate = pause_after(source, 3, rows)
         migrated = give(source, gate, rows)
         theirs, target_gate = pause_after(target, 2, own)
-        with ThreadPoolExecutor(1) as thread:
-            taking = thread.submit(target.migrate_in, migrated)
-            until(lambda: target._admission.num_pausing > 0)
-            target_gate.let(1)
-            incoming = taking.result(timeout=60)
-            assert len(target._scheduler.running) == 2
-            target_gate.open()
-            for ticket, completion in incoming:
-                assert completion is not None
-                source.deliver(ticket, completion)
+        incoming = target_gate.call(target.migrate_in, migrated, batches=1)
+        assert len(target._scheduler.running) == 2
+        target_gate.open()
+        deliver(incoming, source)
         assert_same_bits(by_row(results), at_home(rows))
         assert_same_bits(by_row(theirs), at_home(own))
 
@@ -199,14 +186,8 @@ def test_a_row_that_is_nearly_done_stays() -> None:
     rows = requests(3)
     with engines(1) as (source,):
         results, gate = pause_after(source, 5, rows)
-        with ThreadPoolExecutor(1) as thread:  # 6 of 40 tokens are sampled when it is asked
-            asking = thread.submit(
-                source.migrate_out,
-                [MigrationRequest(key_of(r), False, left) for r, left in zip(rows, (33, 34, 35), strict=True)],
-            )
-            until(lambda: source._admission.num_pausing > 0)
-            gate.open()
-            migrated = asking.result(timeout=60)
+        asked = [MigrationRequest(key_of(r), False, left) for r, left in zip(rows, (33, 34, 35), strict=True)]
+        migrated = gate.call(source.migrate_out, asked)  # 6 of 40 tokens are sampled when it is asked
         assert [m.request.row for m in migrated] == [0, 1]
         source.give_back([m.ticket for m in migrated])
         assert_same_bits(by_row(results), at_home(rows))
@@ -247,37 +228,25 @@ def test_a_long_row_stands_still_for_two_passes_at_most(long_model: str) -> None
         theirs = by_row(target.generate([own]))
         results, gate = pause_after(source, 20, [row])
         busy, target_gate = pause_after(target, 2, [own])
-        with ThreadPoolExecutor(1) as thread:
-            before = len(source._scheduler.running[0].tokens)
-            part = None
-            while part is None or part.stop - part.start == COPY_POSITIONS:
-                copying = thread.submit(source.copy_out, key_of(row), 0 if part is None else part.stop)
-                until(lambda: source._admission.num_pausing > 0)
-                gate.let(1)
-                part = copying.result(timeout=60)
-                assert part is not None
-                if part.cache is not None:
-                    writing = thread.submit(target.write_in, part)
-                    until(lambda: target._admission.num_pausing > 0)
-                    target_gate.let(1)
-                    assert writing.result(timeout=60) > 0
-            parts = -(-1900 // COPY_POSITIONS)
-            assert len(source._scheduler.running[0].tokens) - before == parts, "it has gone on decoding at each part"
-            [moved] = give(source, gate, [row], after=[part])
-            assert moved.num_copied == part.stop > 1880
-            assert moved.cache is not None
-            assert moved.cache.shape[3] <= 16 + 2, "the rest is small"
-            target.stats()  # counts from here on
-            arriving = thread.submit(target.migrate_in, [moved])
-            until(lambda: target._admission.num_pausing > 0)
-            target_gate.let(1)
-            incoming = arriving.result(timeout=60)
-            assert target.stats().decode_steps <= 2
-            assert target._scheduler.running[-1].num_cached == moved.num_tokens > 1900, "it is in the next batch"
-            target_gate.open()
-        for ticket, completion in incoming:
-            assert completion is not None
-            source.deliver(ticket, completion)
+        before = len(source._scheduler.running[0].tokens)
+        part = None
+        while part is None or part.stop - part.start == COPY_POSITIONS:
+            part = gate.call(source.copy_out, key_of(row), 0 if part is None else part.stop, batches=1)
+            assert part is not None
+            if part.cache is not None:
+                assert target_gate.call(target.write_in, part, batches=1) > 0
+        parts = -(-1900 // COPY_POSITIONS)
+        assert len(source._scheduler.running[0].tokens) - before == parts, "it has gone on decoding at each part"
+        [moved] = give(source, gate, [row], after=[part])
+        assert moved.num_copied == part.stop > 1880
+        assert moved.cache is not None
+        assert moved.cache.shape[3] <= 16 + 2, "the rest is small"
+        target.stats()  # counts from here on
+        incoming = target_gate.call(target.migrate_in, [moved], batches=1)
+        assert target.stats().decode_steps <= 2
+        assert target._scheduler.running[-1].num_cached == moved.num_tokens > 1900, "it is in the next batch"
+        target_gate.open()
+        deliver(incoming, source)
         assert_same_bits(by_row(results), expected)
         assert_same_bits(by_row(busy), theirs)
         assert target.stats().prompt_tokens == 0, "nothing was computed again"
@@ -308,17 +277,13 @@ def test_a_row_that_is_preempted_while_it_is_copied_migrates_all_the_same() -> N
     with engines(2) as (source, target):
         results, gate = pause_after(source, 30, rows)
         part = copy_parts(source, gate, target, rows[1])
-        with ThreadPoolExecutor(1) as thread:
 
-            def give_preempted() -> list[MigratedRow]:
-                with source.between_batches():
-                    source._scheduler._drop_blocks(source._scheduler.running[1])
-                    return source.migrate_out([MigrationRequest(part.key, True)], {part.key: part})
+        def give_preempted() -> list[MigratedRow]:
+            with source.between_batches():
+                source._scheduler._drop_blocks(source._scheduler.running[1])
+                return source.migrate_out([MigrationRequest(part.key, True)], {part.key: part})
 
-            giving = thread.submit(give_preempted)
-            until(lambda: source._admission.num_pausing > 0)
-            gate.open()
-            [moved] = giving.result(timeout=60)
+        [moved] = gate.call(give_preempted)
         assert moved.cache is None
         carry(source, target, [moved])
         assert_same_bits(by_row(results), at_home(rows))
@@ -393,9 +358,7 @@ def test_a_caller_that_goes_away_meanwhile_frees_both_sides() -> None:
         assert kept == {m.ticket for m in migrated if m.request.row == 2}
         incoming.drop({m.ticket for m in migrated} - kept)
         target_gate.open()
-        for ticket, completion in incoming:
-            assert completion is not None
-            source.deliver(ticket, completion)
+        deliver(incoming, source)
         assert_same_bits(by_row(staying), at_home(rows[2:]))
         target.load_weights(1, {})  # drains: nothing that was dropped is still waited for
         assert target.stats().rows == 1

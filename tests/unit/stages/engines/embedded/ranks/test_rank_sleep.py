@@ -3,6 +3,7 @@ storages move as they would between the two."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,21 +14,9 @@ from stages.engines.config import EmbeddedConfig, EngineConfig
 from stages.engines.embedded.division import divide
 from stages.engines.embedded.ranks.rank_model import BUSY_FILE, RankModel, RankSpec, shard_tensors
 from stages.engines.embedded.runner import all_tensors
-from stages.models.spec import ModelSpec, tensor_shapes
+from stages.models.spec import RANDOM_TINY, read_spec, tensor_shapes
 
-SPEC = ModelSpec(
-    num_layers=2,
-    hidden_size=16,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    intermediate_size=24,
-    vocab_size=31,
-    max_positions=32,
-    norm_eps=1e-5,
-    rope_theta=1e4,
-    tied_embeddings=False,
-)
+SPEC = replace(read_spec(RANDOM_TINY), tied_embeddings=False)
 
 
 def test_a_sleeping_ranks_cache_and_weights_leave_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,11 +173,6 @@ def test_as_many_run_as_there_are_threads_and_one_that_only_waits_takes_none() -
 
 
 ONE_SHARD = GraphSpec(steps=2, shards=1, staleness=0)
-SEPARATE_GANGS = (
-    Gang("engine", frozenset({Role.GENERATE}), 1),
-    Gang("score", frozenset({Role.SCORE, Role.ADVANTAGE}), 1),
-    Gang("train", frozenset({Role.POLICY, Role.REFERENCE, Role.CRITIC}), 1),
-)
 
 
 def states(dispatch: ObservedDispatch) -> dict[str, str]:
@@ -185,11 +180,11 @@ def states(dispatch: ObservedDispatch) -> dict[str, str]:
 
 
 def test_a_node_waits_is_ready_runs_and_is_done() -> None:
-    dispatch = ObservedDispatch(SEPARATE_GANGS)
+    dispatch = ObservedDispatch(GANGS)
     dispatch.admit(step_nodes(ONE_SHARD, 0))
     assert states(dispatch)["publish"] == "waiting", "publish v1; v0 has the same stage and comes first"
     assert [s.state for s in dispatch.statuses() if s.node.address == Address("publish", 0)] == [NodeState.READY]
-    for gang in SEPARATE_GANGS:
+    for gang in GANGS:
         assert not dispatch.is_up(gang.name)
         dispatch.on_worker_up(gang.name, 0)
         assert dispatch.is_up(gang.name)
@@ -205,7 +200,7 @@ def test_a_node_waits_is_ready_runs_and_is_done() -> None:
 
 
 def test_a_lost_node_is_ready_again_and_says_so() -> None:
-    dispatch = ObservedDispatch(SEPARATE_GANGS)
+    dispatch = ObservedDispatch(GANGS)
     dispatch.admit(step_nodes(ONE_SHARD, 0))
     dispatch.on_worker_up("train", 0)
     dispatch.next_submits()
@@ -216,9 +211,9 @@ def test_a_lost_node_is_ready_again_and_says_so() -> None:
 
 def test_what_its_worker_does_later_is_queued() -> None:
     spec = replace(ONE_SHARD, shards=2)
-    dispatch = ObservedDispatch(SEPARATE_GANGS)
+    dispatch = ObservedDispatch(GANGS)
     dispatch.admit(step_nodes(spec, 0))
-    for gang in SEPARATE_GANGS:
+    for gang in GANGS:
         dispatch.on_worker_up(gang.name, 0)
     for address in (Address("publish", 0), Address("generate", 0, 0), Address("generate", 0, 1)):
         dispatch.next_submits()

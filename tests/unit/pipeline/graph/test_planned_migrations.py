@@ -432,6 +432,5 @@ def test_a_long_tail_ends_as_soon_as_the_best_assignment(cost: PassCost, seed: i
     best = best_assignment_s(lengths, 3, cost)
     home = max(cost.floor_s * max(part) + cost.row_s * sum(part) for part in parts)
     known, unknown = (Played(cost, limit, parts).makespan() for limit in (None, 1000))
-    print(f"best {best:.2f} s; known {known / best:.3f}, unknown {unknown / best:.3f}, at home {home / best:.3f} of it")
     assert known <= 1.05 * best
     assert unknown < home

@@ -20,7 +20,7 @@ from stages.models.kernels import fused
 from stages.models.kernels.blocks import PortableKernels
 from stages.models.protocol import Role
 from stages.ppo.config import PPOConfig
-from tests.support.models import opened, random_advantages, random_rollout, update_both
+from tests.support.models import opened, update_on_random_rows
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -71,10 +71,7 @@ def test_an_update_whose_products_add_to_the_gradients(
         optimizer = OptimizerConfig(lr=1e-3, micro_batch_rows=3)
         settings = ModelConfig("random:tiny", dtype=dtype, kernels="portable", policy=optimizer, critic=optimizer)
         with opened(directory, settings, PPOConfig(epochs=1, minibatches=1)) as host:
-            rng = np.random.default_rng(0)
-            rollout = random_rollout(rng, 8, 13)
-            answers: Any = host.policy_logprobs(rollout), host.ref_logprobs(rollout), host.values(rollout)
-            update_both(host, 0, rollout, random_advantages(rng, rollout.response_mask), answers)
+            update_on_random_rows(host, np.random.default_rng(0), 8, 13)
             linears = {
                 parameter.main_grad.data_ptr()
                 for role in (Role.POLICY, Role.CRITIC)

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, OptimizerConfig
 from stages.models.flops import update_flops
-from stages.models.forward import cut_micro_batches, hidden_states
+from stages.models.forward import cut_micro_batches
 from stages.models.hf_conversion import PARTS, from_hf
 from stages.models.host import MegatronHost
 from stages.models.layouts import adapter_shapes
@@ -51,7 +51,7 @@ from stages.models.weights import trained_tensors
 from stages.models.work import UpdateWork, measured_peak
 from stages.ppo.config import PPOConfig
 from tests.support.families import random_model
-from tests.support.models import ALL_MODELS, opened, published, random_advantages, random_rollout, update_both
+from tests.support.models import ALL_MODELS, bytes_kept_for_backward, opened, published, update_on_random_rows
 from tests.unit.stages.models.test_model_update import batches, model_config
 
 TINY = read_spec("random:tiny")
@@ -71,10 +71,7 @@ def gang(
 
 
 def train(host: MegatronHost) -> None:
-    rng = np.random.default_rng(0)
-    rollout = random_rollout(rng, 4, 12)
-    answers = host.policy_logprobs(rollout), host.ref_logprobs(rollout), host.values(rollout)
-    update_both(host, 0, rollout, random_advantages(rng, rollout.response_mask), answers)
+    update_on_random_rows(host, np.random.default_rng(0), 4, 12)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -162,29 +159,13 @@ def test_activations_are_predicted(
     layout = RECOMPUTED[recomputed]
     model = ModelConfig(path="random:tiny", dtype=dtype, frozen_blocks=frozen_blocks, critic_blocks=2, kernels=kernels)
     predicted = dataclasses.replace(gang(model, layout), portable=kernels == "portable")
-    saved: dict[int, torch.UntypedStorage] = {}  # held, lest another takes a freed one's address
-
+    tokens, mask = np.full((ROWS, WIDTH), 5, np.int32), np.ones((ROWS, WIDTH), bool)
+    mask[:, 0] = False
     with opened(tmp_path, model, layout=layout) as host:
         for role in (Role.POLICY, Role.CRITIC):
-            trainer = host._trainers[role]
-            weights = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
-
-            def save(tensor: torch.Tensor, weights: set[int] = weights) -> torch.Tensor:
-                memory = tensor.untyped_storage()
-                if memory.data_ptr() not in weights:
-                    saved[memory.data_ptr()] = memory
-                return tensor.detach()  # by the tensor itself the graph would hold itself
-
-            tokens, mask = np.full((ROWS, WIDTH), 5, np.int32), np.ones((ROWS, WIDTH), bool)
-            rows = np.arange(ROWS)
-            mask[:, 0] = False
             device = host._parallel_rank.device
-            (batch,) = cut_micro_batches(tokens, mask, rows, device, max_tokens=BATCH.tokens)
-            trainer._ddp.train()
-            saved.clear()
-            with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-                hidden_states(trainer._ddp, host._trunk, batch)
-            found = sum(memory.nbytes() for memory in saved.values())
+            (batch,) = cut_micro_batches(tokens, mask, np.arange(ROWS), device, max_tokens=BATCH.tokens)
+            found = bytes_kept_for_backward(host, role, batch)
             assert found == pytest.approx(kept_bytes(predicted, role, BATCH, 0), rel=0.05)
 
 

@@ -32,7 +32,7 @@ from stages.models.numerics import (
 from stages.models.protocol import Rank, Role
 from stages.ppo.config import PPOConfig
 from tests.support.collectives import run_ranks
-from tests.support.models import opened, published, random_advantages, random_rollout, update_both
+from tests.support.models import opened, published, update_on_random_rows
 from tests.support.paths import ROOT
 from tests.unit.stages.models.test_model_update import batches, model_config, weights
 
@@ -227,10 +227,7 @@ FusedSGD = FusedAdam
 def digests_after_an_update(directory: Path) -> list[str]:
     """Return the digests of policy and critic after an update and a return to the checkpoint of it."""
     with opened(directory, ModelConfig(path="random:tiny")) as host:
-        rng = np.random.default_rng(0)
-        rollout = random_rollout(rng, 4, 13)
-        answers = host.policy_logprobs(rollout), host.ref_logprobs(rollout), host.values(rollout)
-        update_both(host, 0, rollout, random_advantages(rng, rollout.response_mask), answers)
+        update_on_random_rows(host, np.random.default_rng(0), 4, 13)
         for role in (Role.POLICY, Role.CRITIC):
             (directory / role.value).mkdir()
             host.save(role, directory / role.value)()

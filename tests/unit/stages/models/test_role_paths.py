@@ -14,8 +14,8 @@ from stages.models.config import ModelConfig, OptimizerConfig
 from stages.models.protocol import CriticBatch, Role
 from stages.models.spec import read_config
 from stages.models.weights import stage_tensors
-from storage.records import Advantages, Rollout, Values
-from tests.support.models import opened, random_rollout
+from storage.records import Advantages, Values
+from tests.support.models import opened, random_rollout, transformers_logprobs
 
 ROWS, SEQ = 6, 12
 TRAINING = ModelConfig(
@@ -30,15 +30,6 @@ def saved(directory: Path, seed: int, **changes: object) -> tuple[Path, LlamaFor
     return directory, model
 
 
-def logprobs_by_transformers(model: LlamaForCausalLM, rollout: Rollout) -> np.ndarray:
-    tokens = torch.from_numpy(rollout.tokens).long()
-    with torch.no_grad():
-        logp = model(tokens).logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
-    found = np.zeros(rollout.tokens.shape, np.float32)
-    found[:, 1:] = logp.numpy()
-    return np.where(rollout.response_mask, found, 0)
-
-
 def test_a_reference_of_its_own(tmp_path: Path) -> None:
     path, other = saved(tmp_path / "other", 1, hidden_size=48, num_hidden_layers=3, tie_word_embeddings=False)
     rollout = random_rollout(np.random.default_rng(0), ROWS, SEQ)
@@ -46,7 +37,11 @@ def test_a_reference_of_its_own(tmp_path: Path) -> None:
         ordinary = host.policy_logprobs(rollout)
     with opened(tmp_path, dataclasses.replace(TRAINING, reference_path=str(path))) as host:
         found, policy = host.ref_logprobs(rollout), host.policy_logprobs(rollout)
-    np.testing.assert_allclose(found.ref_logprobs, logprobs_by_transformers(other, rollout), atol=1e-5)
+    with torch.no_grad():
+        theirs = transformers_logprobs(other, rollout).numpy()
+    expected = np.where(rollout.response_mask[:, 1:], theirs, 0)
+    np.testing.assert_allclose(found.ref_logprobs[:, 1:], expected, atol=1e-5)
+    assert not found.ref_logprobs[:, 0].any()
     np.testing.assert_array_equal(policy.policy_logprobs, ordinary.policy_logprobs)
 
 

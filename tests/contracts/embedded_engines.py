@@ -3,7 +3,7 @@ engine's tests run without them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -14,12 +14,9 @@ from stages.engines.protocol import GenerationEngine
 from tests.contracts.engine_contract import (
     MAX_SEQ,
     assert_a_row_fails_alone,
-    assert_updates_in_flight,
     random_llama,
-    uneven_requests,
 )
 from tests.support.engine_settings import embedded
-from tests.support.engines import by_row
 
 CPU = torch.device("cpu")
 
@@ -37,19 +34,6 @@ def make_engine(
     settings = embedded(max_rows, **config)
     more = {"drafters": drafters, "in_flight": in_flight}
     return build_embedded(str(path), settings, max_seq=MAX_SEQ, threads=threads, device=CPU, **more)
-
-
-def check_update_in_flight(
-    path: Path, drafters: Sequence[object] = (), learn: Callable[[], None] | None = None, **config: object
-) -> None:
-    """See `assert_updates_in_flight`. `learn`: called after some rows, before the others."""
-    old = random_llama(0, tied=True)
-    old.save_pretrained(path)
-    with closing(make_engine(path, 8, drafters=drafters, in_flight=True, **config)) as engine:
-        if learn is not None:
-            by_row(engine.generate(uneven_requests()[:30]))
-            learn()
-        assert_updates_in_flight(engine, old, random_llama(1, tied=True))
 
 
 def check_a_row_fails_alone(path: Path, **config: object) -> None:

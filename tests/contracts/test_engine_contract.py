@@ -4,7 +4,6 @@ this file where drafts, ranks and migration cannot be imported."""
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,28 +14,42 @@ from transformers import AutoModelForCausalLM
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS
-from stages.engines.protocol import GenerationEngine, Request, RequestError, WeightsError
+from stages.engines.protocol import GenerationEngine, Request, WeightsError
 from stages.models.config import SamplingConfig
 from stages.models.hf_files import read_tokenizer
 from stages.models.spec import RANDOM_TINY
 from stages.native.compile import NoNativeKernelsError
-from tests.contracts.embedded_engines import CPU, check_update_in_flight, make_engine
-from tests.contracts.engine_contract import EngineContract, assert_close_in_bfloat16, make_requests, random_llama
+from tests.contracts.embedded_engines import CPU, make_engine
+from tests.contracts.engine_contract import (
+    EngineContract,
+    InFlightContract,
+    assert_close_in_bfloat16,
+    make_requests,
+    random_llama,
+)
 from tests.support.engines import assert_same_bits, by_row
 from tests.support.paths import SMOLLM2
 from tests.support.processors import KERNELS, needs_compiler
 
 
-@pytest.mark.full  # `make test` has it by `test_plain_engine`
-class TestEmbeddedEngineOnPlainTorch(EngineContract):
+class Embedded(InFlightContract, EngineContract):
+    kernels: str
+
     def make(self, path: Path, max_rows: int = 4) -> GenerationEngine:
-        return make_engine(path, max_rows, kernels="torch")
+        return make_engine(path, max_rows, kernels=self.kernels)
+
+    def make_in_flight(self, path: Path) -> GenerationEngine:
+        return make_engine(path, 8, in_flight=True, kernels=self.kernels)
+
+
+@pytest.mark.full  # `make test` has it by `test_plain_engine`
+class TestEmbeddedEngineOnPlainTorch(Embedded):
+    kernels = "torch"
 
 
 @needs_compiler
-class TestEmbeddedEngineOnNativeKernels(EngineContract):
-    def make(self, path: Path, max_rows: int = 4) -> GenerationEngine:
-        return make_engine(path, max_rows, kernels="native")
+class TestEmbeddedEngineOnNativeKernels(Embedded):
+    kernels = "native"
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -199,23 +212,6 @@ def test_closed_iterator_takes_its_rows_with_it() -> None:
         running.close()
         engine.load_weights(1, {})
         assert engine.stats().rows < 6
-
-
-def test_update_in_flight(tmp_path: Path) -> None:
-    check_update_in_flight(tmp_path)
-
-
-def test_update_in_flight_without_rows_and_with_bad_weights() -> None:
-    with closing(make_engine(RANDOM_TINY, in_flight=True)) as engine:
-        with pytest.raises(WeightsError, match=r"model\.norm\.weight"):
-            engine.load_weights(1, {"model.norm.weight": torch.full((64,), float("nan"))})
-        assert engine.version == 0
-        engine.load_weights(2, {})
-        assert engine.version == 2
-        (row,) = engine.generate(make_requests(1))  # asks for version 0 or newer
-        assert set(row.versions.tolist()) == {2}
-        with pytest.raises(RequestError, match="version 2 is resident"):
-            engine.generate([replace(request, version=3) for request in make_requests(1)])
 
 
 def test_sleep_is_refused_with_rows_in_flight() -> None:

@@ -22,8 +22,14 @@ from stages.engines.embedded.rows import DraftTree, Row, chain
 from stages.engines.protocol import Completion, Request
 from stages.models.config import SamplingConfig
 from stages.models.spec import RANDOM_TINY
-from tests.contracts.embedded_engines import CPU, check_a_row_fails_alone, check_update_in_flight, make_engine
-from tests.contracts.engine_contract import make_requests, oracle_logprobs, random_llama
+from tests.contracts.embedded_engines import CPU, check_a_row_fails_alone, make_engine
+from tests.contracts.engine_contract import (
+    assert_updates_in_flight,
+    make_requests,
+    oracle_logprobs,
+    random_llama,
+    uneven_requests,
+)
 from tests.support.engines import assert_same_bits, by_row
 from tests.support.processors import KERNELS
 
@@ -290,14 +296,15 @@ def test_drafted_tokens_have_the_exact_distribution(kind: str, tmp_path: Path) -
 @pytest.mark.usefixtures("longest_drafts")
 @pytest.mark.parametrize(("kind", "stages"), [("ngram", 1), ("learned", 1), ("learned", 2)])
 def test_update_in_flight_with_drafts(kind: str, stages: int, tmp_path: Path) -> None:
-    random_llama(0, tied=True).save_pretrained(tmp_path)
+    old = random_llama(0, tied=True)
+    old.save_pretrained(tmp_path)
     head = TaughtDrafter(tmp_path)
-    check_update_in_flight(
-        tmp_path,
-        [NgramDrafter()] if kind == "ngram" else [head],
-        learn=(lambda: head.learn(16)) if kind == "learned" else None,
-        pipeline_parallel=stages,
-    )
+    drafters = [NgramDrafter()] if kind == "ngram" else [head]
+    with closing(make_engine(tmp_path, 8, drafters=drafters, in_flight=True, pipeline_parallel=stages)) as engine:
+        if kind == "learned":
+            by_row(engine.generate(uneven_requests()[:30]))
+            head.learn(16)
+        assert_updates_in_flight(engine, old, random_llama(1, tied=True))
 
 
 @pytest.mark.usefixtures("longest_drafts")

@@ -2,79 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pytest
 
-from pipeline.graph.dispatch import Dispatch
-from pipeline.graph.flow import Flow
-from pipeline.graph.graph import Gang, GraphSpec, Node, run_nodes
-from stages.models.protocol import Role
+from pipeline.graph.graph import GraphSpec, run_nodes
 from storage.address import Address
 from tests.support.commits import addresses_up_to
-
-GANGS = (
-    Gang("gen", frozenset({Role.GENERATE}), 1, 64),
-    Gang("score", frozenset({Role.SCORE, Role.ADVANTAGE}), 1),
-    Gang("train", frozenset({Role.POLICY, Role.CRITIC, Role.REFERENCE}), 1),
-)
-
-
-class Machine:
-    """Owns a flow on a dispatch whose workers are all up, and finishes nodes on demand."""
-
-    def __init__(self, spec: GraphSpec, committed: Iterable[Address] = (), published: Iterable[int] = ()) -> None:
-        self.over: list[int] = []
-        self.unread: list[int] = []
-        self.ran: list[Address] = []
-        self.out: dict[Address, Node] = {}
-        self.dispatch = Dispatch(GANGS)
-        for gang in GANGS:
-            self.dispatch.on_worker_up(gang.name, 0)
-        self.flow = Flow(
-            spec,
-            self.dispatch,
-            committed=committed,
-            published=published,
-            on_step=lambda step, nodes: self.over.append(step),
-            on_unread=self.unread.append,
-        )
-        self.flow.advance()
-        self.submit()
-
-    def submit(self) -> None:
-        self.out |= {submit.node.address: submit.node for submit in self.dispatch.next_submits()}
-
-    def run(self, *held: tuple[str, int]) -> None:
-        """Finishes whatever can be, except nodes of the (stage, step) pairs."""
-        while ready := [a for a in sorted(self.out) if (a.stage, a.step) not in held and self._parents_done(a)]:
-            node = self.out.pop(ready[0])
-            self.ran.append(node.address)
-            self.dispatch.mark_done(node.address)
-            self.flow.on_node_done(node)
-            self.submit()
-
-    def _parents_done(self, address: Address) -> bool:
-        return all(self.dispatch.is_done(parent) for parent in self.out[address].parents)
-
-    def steps(self, stage: str) -> list[int]:
-        return [address.step for address in self.ran if address.stage == stage]
+from tests.support.flows import FlowMachine
 
 
 @pytest.mark.parametrize(("staleness", "generated"), [(0, [0]), (1, [0, 1]), (2, [0, 1, 2])])
 def test_generation_runs_eta_steps_ahead(staleness: int, generated: list[int]) -> None:
     """While step 0 is not trained, steps 0 .. eta can be generated (by version 0), and no more."""
-    machine = Machine(GraphSpec(steps=9, shards=1, staleness=staleness))
-    machine.run(("update_policy", 0))
+    machine = FlowMachine(GraphSpec(steps=9, shards=1, staleness=staleness))
+    machine.finish_all(("update_policy", 0))
     assert machine.steps("generate") == generated
 
 
 def test_window_arithmetic() -> None:
     """eta = 1: three steps are held, counted from the oldest that is not trained. With `update_policy[k]` to come, the
     steps held are k, k+1, k+2; step k+3 is not."""
-    machine = Machine(GraphSpec(steps=9, shards=1, staleness=1))
+    machine = FlowMachine(GraphSpec(steps=9, shards=1, staleness=1))
     for k in range(4):
-        machine.run(("update_policy", k))
+        machine.finish_all(("update_policy", k))
         assert machine.flow.num_trained_steps == k
         assert [machine.dispatch.is_done(Address("update_critic", k + ahead)) for ahead in range(1, 4)] == [
             False,
@@ -86,9 +35,9 @@ def test_window_arithmetic() -> None:
 @pytest.mark.parametrize("critic", [True, False])
 def test_run_ends_when_every_step_is_over(critic: bool) -> None:
     spec = GraphSpec(steps=4, shards=2, staleness=1, eval_every=2, has_critic=critic)
-    machine = Machine(spec)
+    machine = FlowMachine(spec)
     assert not machine.flow.is_finished
-    machine.run()
+    machine.finish_all()
     assert machine.flow.is_finished
     assert sorted(machine.over) == [0, 1, 2, 3]
     assert len(machine.ran) == len(set(machine.ran)) == len(list(run_nodes(spec)))
@@ -96,42 +45,42 @@ def test_run_ends_when_every_step_is_over(critic: bool) -> None:
 
 def test_a_late_evaluation_keeps_its_step_open_but_not_the_run_back() -> None:
     """The evaluation of version 1 belongs to step 0's nodes; training goes on meanwhile."""
-    machine = Machine(GraphSpec(steps=3, shards=1, staleness=0, eval_every=1))
-    machine.run(("evaluate", 1))
+    machine = FlowMachine(GraphSpec(steps=3, shards=1, staleness=0, eval_every=1))
+    machine.finish_all(("evaluate", 1))
     assert machine.over == [1, 2]
     assert not machine.flow.is_finished
-    machine.run()
+    machine.finish_all()
     assert machine.over == [1, 2, 0]
     assert machine.flow.is_finished
 
 
 def test_a_late_canary_keeps_its_weights_but_not_the_run_back() -> None:
-    machine = Machine(GraphSpec(steps=3, shards=2, staleness=1, has_canaries=True))
-    machine.run(("canary", 1))
+    machine = FlowMachine(GraphSpec(steps=3, shards=2, staleness=1, has_canaries=True))
+    machine.finish_all(("canary", 1))
     assert machine.flow.num_trained_steps == 3
     assert machine.unread == [0, 2]
-    machine.run()
+    machine.finish_all()
     assert machine.unread == [0, 2, 1]
     assert machine.flow.is_finished
 
 
 def test_weights_go_with_their_last_reader() -> None:
     """eta = 1: version 0 is read by generate[0], generate[1] and its evaluation; version 1 by generate[2]."""
-    machine = Machine(GraphSpec(steps=3, shards=2, staleness=1, eval_every=3))
-    machine.run(("evaluate", 0), ("update_policy", 0))
+    machine = FlowMachine(GraphSpec(steps=3, shards=2, staleness=1, eval_every=3))
+    machine.finish_all(("evaluate", 0), ("update_policy", 0))
     assert machine.unread == [], "every shard has read version 0, its evaluation has not"
-    machine.run(("update_policy", 0))
+    machine.finish_all(("update_policy", 0))
     assert machine.unread == [0]
-    machine.run()
+    machine.finish_all()
     assert machine.unread == [0, 1, 3], "version 2 would generate step 3, which is not part of the run"
 
 
 def test_resume_runs_only_what_is_missing() -> None:
     spec = GraphSpec(steps=4, shards=1, staleness=0)
-    machine = Machine(spec, addresses_up_to(spec, Address("publish", 2)), published=[2])
+    machine = FlowMachine(spec, addresses_up_to(spec, Address("publish", 2)), published=[2])
     assert sorted(machine.over) == [0, 1]
     assert machine.flow.num_trained_steps == 2
-    machine.run()
+    machine.finish_all()
     assert machine.flow.is_finished
     expected = [n.address for n in run_nodes(spec) if n.scheduled_step >= 2]
     assert sorted(machine.ran) == sorted(expected)
@@ -141,8 +90,8 @@ def test_resume_publishes_again_what_is_gone_and_still_wanted() -> None:
     """Published weights live in memory. After a reboot version 2 is gone: generate[2] needs it. Version 1, whose
     readers have all committed, is not missed."""
     spec = GraphSpec(steps=4, shards=1, staleness=0)
-    machine = Machine(spec, addresses_up_to(spec, Address("publish", 2)), published=[])
-    machine.run()
+    machine = FlowMachine(spec, addresses_up_to(spec, Address("publish", 2)), published=[])
+    machine.finish_all()
     assert machine.steps("publish") == [2, 3, 4]
     assert machine.flow.is_finished
 
@@ -150,15 +99,15 @@ def test_resume_publishes_again_what_is_gone_and_still_wanted() -> None:
 def test_resume_in_the_middle_of_a_step() -> None:
     """One of two shards was generated: the other, and all that follows, is run; version 0 is read once more."""
     spec = GraphSpec(steps=1, shards=2, staleness=0)
-    machine = Machine(spec, [Address("publish", 0), Address("generate", 0, 1)], published=[0])
-    machine.run()
+    machine = FlowMachine(spec, [Address("publish", 0), Address("generate", 0, 1)], published=[0])
+    machine.finish_all()
     assert [a for a in machine.ran if a.stage == "generate"] == [Address("generate", 0, 0)]
     assert machine.unread == [0]
 
 
 def test_resume_of_a_finished_run_does_nothing() -> None:
     spec = GraphSpec(steps=3, shards=2, staleness=1, eval_every=1)
-    machine = Machine(spec, [node.address for node in run_nodes(spec)])
+    machine = FlowMachine(spec, [node.address for node in run_nodes(spec)])
     assert machine.flow.is_finished
     assert machine.ran == []
 
@@ -166,7 +115,7 @@ def test_resume_of_a_finished_run_does_nothing() -> None:
 def test_resumed_weights_without_readers_are_let_go() -> None:
     """A crash between the last reader's commit and the release left version 0 in memory."""
     spec = GraphSpec(steps=3, shards=1, staleness=0)
-    machine = Machine(spec, addresses_up_to(spec, Address("publish", 1)), published=[0, 1])
+    machine = FlowMachine(spec, addresses_up_to(spec, Address("publish", 1)), published=[0, 1])
     assert machine.unread == [0]
 
 
@@ -176,8 +125,8 @@ def test_what_lost_its_commit_runs_before_a_trainer_needs_it() -> None:
     spec = GraphSpec(steps=5, shards=2, staleness=1)
     lost = {Address("generate", 1, 1), Address("update_policy", 1)}
     done = {node.address for node in run_nodes(spec) if node.scheduled_step < 3 and node.address.step < 3} - lost
-    machine = Machine(spec, done, published=[3])
-    machine.run()
+    machine = FlowMachine(spec, done, published=[3])
+    machine.finish_all()
     assert machine.flow.is_finished
     assert machine.steps("update_policy") == [1, 3, 4]
     back = max(machine.ran.index(address) for address in lost)
@@ -190,8 +139,8 @@ def test_a_critic_that_lags_holds_nothing_back() -> None:
     """An ordinary kill leaves this: nothing that an update has read is missing."""
     spec = GraphSpec(steps=3, shards=1, staleness=1)
     done = {node.address for node in run_nodes(spec) if node.address.step < 1 and node.stage != "update_critic"}
-    machine = Machine(spec, done, published=[0, 1])
-    machine.run(("update_critic", 0), ("value", 1))
+    machine = FlowMachine(spec, done, published=[0, 1])
+    machine.finish_all(("update_critic", 0), ("value", 1))
     assert Address("logprob", 1) in machine.ran
 
 
@@ -199,9 +148,9 @@ def test_thousands_of_committed_steps_are_passed_in_a_loop() -> None:
     """Python's stack holds about a thousand calls: a run must be resumable however far it has come."""
     spec = GraphSpec(steps=5_001, shards=1, staleness=1)
     committed = addresses_up_to(spec, Address("publish", 5_000))
-    machine = Machine(spec, committed, published=[4_999])
+    machine = FlowMachine(spec, committed, published=[4_999])
     assert machine.over == list(range(5_000))
     assert machine.flow.num_trained_steps == 5_000
-    machine.run()
+    machine.finish_all()
     assert machine.flow.is_finished
     assert machine.steps("update_policy") == [5_000]

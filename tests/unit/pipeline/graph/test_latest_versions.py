@@ -7,10 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import pytest
 
-from pipeline.graph.dispatch import Dispatch
-from pipeline.graph.flow import Flow
 from pipeline.graph.graph import (
-    Gang,
     GraphSpec,
     Node,
     generation_version,
@@ -18,13 +15,9 @@ from pipeline.graph.graph import (
     run_nodes,
     weight_readers,
 )
-from stages.models.protocol import Role
 from storage.address import Address
+from tests.support.flows import FlowMachine
 
-OTHERS = (
-    Gang("score", frozenset({Role.SCORE, Role.ADVANTAGE}), 1),
-    Gang("train", frozenset({Role.POLICY, Role.CRITIC, Role.REFERENCE}), 1),
-)
 READERS = ("generate", "evaluate", "canary")
 
 
@@ -76,8 +69,8 @@ class Weights:
         self.there.discard(version)
 
 
-class Machine:
-    """Owns a flow whose nodes end, and are lost, in an order that a seed draws."""
+class Machine(FlowMachine):
+    """A machine whose nodes end, and are lost, in an order that a seed draws."""
 
     def __init__(
         self,
@@ -88,63 +81,36 @@ class Machine:
         sampled_versions: Mapping[Address, int] | None = None,
         slots: int = 4,
     ) -> None:
-        """`slots`: shards that are sampled at once; the fewer, the longer others wait."""
         self.draw = random.Random(seed)
         self.weights = Weights(spec, published, committed, sampled_versions or {})
-        self.out: dict[Address, Node] = {}
-        self.ran: list[Address] = []
-        gangs = (Gang("gen", frozenset({Role.GENERATE}), 1, slots), *OTHERS)
-        self.dispatch = Dispatch(gangs)
-        for gang in gangs:
-            self.dispatch.on_worker_up(gang.name, 0)
-        self.flow = Flow(
-            spec,
-            self.dispatch,
-            committed=committed,
-            published=published,
-            sampled_versions=sampled_versions or {},
-            on_step=lambda step, nodes: None,
-            on_unread=self.weights.release,
-        )
-        self.flow.advance()
-        self.submit()
+        super().__init__(spec, committed, published, sampled_versions, slots)
+
+    def on_unread(self, version: int) -> None:
+        self.weights.release(version)
 
     def submit(self) -> None:
-        for submit in self.dispatch.next_submits():
-            self.out[submit.node.address] = submit.node
-            self.weights.hand_out(submit.node)
+        before = {*self.out}
+        super().submit()
+        for address in [address for address in self.out if address not in before]:
+            self.weights.hand_out(self.out[address])
 
     def lose(self, address: Address) -> None:
         for reset in self.dispatch.reset_lost([address]):
             self.out.pop(reset)
             self.weights.reading.pop(reset, None)
 
+    def finish(self, address: Address) -> None:
+        self.weights.done(self.out[address])
+        super().finish(address)
+
     def run(self, most: int | None = None, losses: float = 0.0) -> None:
-        """Ends nodes, `most` of them at most. `losses`: how often one is lost instead."""
+        """End nodes, `most` of them at most. `losses`: how often one is lost instead."""
         while not self.flow.is_finished and (most is None or len(self.ran) < most):
-            ready = [a for a in sorted(self.out) if all(map(self.dispatch.is_done, self.out[a].parents))]
-            address = self.draw.choice(ready)
+            address = self.draw.choice(self.ready())
             if self.draw.random() < losses:
                 self.lose(address)
             else:
                 self.finish(address)
-            self.submit()
-
-    def finish(self, address: Address) -> None:
-        node = self.out.pop(address)
-        self.ran.append(address)
-        self.dispatch.mark_done(address)
-        self.weights.done(node)
-        self.flow.on_node_done(node)
-
-    def finish_all(self, *held: tuple[str, int]) -> None:
-        """Ends whatever can, except nodes of the (stage, step) pairs."""
-        while True:
-            ready = [a for a in sorted(self.out) if (a.stage, a.step) not in held]
-            ready = [a for a in ready if all(map(self.dispatch.is_done, self.out[a].parents))]
-            if not ready:
-                return
-            self.finish(ready[0])
             self.submit()
 
 

@@ -21,8 +21,9 @@ class FlowMachine:
         published: Iterable[int] = (),
         sampled_versions: Mapping[Address, int] | None = None,
         slots: int = 64,
+        first_step: int = 0,
     ) -> None:
-        """`slots`: shards that are sampled at once; the fewer, the longer others wait."""
+        """`slots`: shards that are sampled at once; the fewer, the longer others wait. `first_step`: see `Flow`."""
         self.over: list[int] = []
         self.unread: list[int] = []
         self.ran: list[Address] = []
@@ -38,6 +39,7 @@ class FlowMachine:
         self.flow = Flow(
             spec,
             self.dispatch,
+            first_step=first_step,
             committed=committed,
             published=published,
             sampled_versions=sampled_versions or {},

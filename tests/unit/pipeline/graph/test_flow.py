@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.graph.graph import GraphSpec, run_nodes
+from pipeline.graph.graph import GraphSpec, run_nodes, step_nodes
 from storage.address import Address
 from tests.support.commits import addresses_up_to
 from tests.support.flows import FlowMachine
@@ -117,6 +117,18 @@ def test_resumed_weights_without_readers_are_let_go() -> None:
     spec = GraphSpec(steps=3, shards=1, staleness=0)
     machine = FlowMachine(spec, addresses_up_to(spec, Address("publish", 1)), published=[0, 1])
     assert machine.unread == [0]
+
+
+def test_behind_closed_steps_weights_are_let_go_too() -> None:
+    """Version 3 was published in step 2, which the flow does not see; its last reader is generate[4]."""
+    spec = GraphSpec(steps=8, shards=1, staleness=1)
+    committed = [node.address for step in (4, 5, 6) for node in step_nodes(spec, step)]
+    machine = FlowMachine(spec, committed, published=[3, 6], first_step=4)
+    assert machine.over == [4, 5, 6]
+    assert 3 in machine.unread
+    machine.finish_all()
+    assert machine.flow.is_finished
+    assert machine.steps("update_policy") == [7]
 
 
 def test_what_lost_its_commit_runs_before_a_trainer_needs_it() -> None:

@@ -15,7 +15,6 @@ store, since only that survives the loss of a host.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -100,7 +99,7 @@ class Checkpoints:
         fault = _faulty_size(path, document)
         if fault is not None:
             raise StoreError(fault)
-        document["digest"] = _digest(document)
+        document["digest"] = codec.digest(document)
         (path / MANIFEST).write_text(json.dumps(document, indent=1, allow_nan=False))
         if self._fsync:
             sum_file(path / MANIFEST, fsync=True)
@@ -284,13 +283,9 @@ def _read(path: Path) -> dict[str, Any]:
 def _decoded(data: bytes, where: str) -> dict[str, Any]:
     """Return a manifest's content. Raises StoreError, naming `where`, if it is damaged or of another format."""
     document = codec.document(data, FORMAT, where)
-    if document.pop("digest", None) != _digest({"format": FORMAT, **document}):
+    if document.pop("digest", None) != codec.digest({"format": FORMAT, **document}):
         raise StoreError(f"{where}: is not what was saved")
     return document
-
-
-def _digest(document: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def _discard(path: Path) -> None:

@@ -7,9 +7,10 @@ fields and values of other types. It uses pydantic, which is imported when the f
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from functools import cache
 from types import UnionType
@@ -47,6 +48,11 @@ def from_document(kind: Callable[..., T], document: Any) -> T:
     """Return the record whose fields are a parsed JSON document. Raises NotARecord."""
     record: T = _checked(lambda: _validator(kind, True).validate_python(document, extra="forbid"))
     return record
+
+
+def digest(document: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a JSON document, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def document(data: str | bytes, form: int, where: str) -> dict[str, Any]:

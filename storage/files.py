@@ -16,7 +16,7 @@ Errors of the filesystem:
 
 Every retried operation must be harmless when repeated, even if the first try succeeded and only its answer was lost.
 
-`Writeback` runs work in a thread, one piece after another.
+`Writeback` runs work in a thread, one piece after another. `Closing` is the base of objects for `with` blocks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Self, TypeVar
 
 import fsspec
 
@@ -553,3 +553,19 @@ def _raise_first(futures: list[Future[None]]) -> None:
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
         raise errors[0]
+
+
+# ---- with blocks -----------------------------------------------------------------------------------------
+
+
+class Closing:
+    """Base of objects that are closed when the `with` block that holds them ends."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError

@@ -49,7 +49,6 @@ from __future__ import annotations
 import re
 import threading
 import time
-import uuid
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -75,6 +74,7 @@ EVALUATE = "evaluate"
 
 _UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, StoreError)
 """Errors that reading a missing or damaged array by Zarr raises."""
+_STORE = "rollouts.zarr"
 _STEP_GROUP = re.compile(r"step_(\d{6,})")
 
 
@@ -99,7 +99,7 @@ class RolloutStore:
         its owner closes it.
         """
         run = files.open_root(url, durability)
-        self._data = run.below("rollouts.zarr")
+        self._data = run.below(_STORE)
         self._attempts = run.below("attempts")
         self._run = run
         self._ledger = ledger
@@ -153,14 +153,11 @@ class RolloutStore:
         *,
         attempt: str | None = None,
         metrics: Mapping[str, float] | None = None,
-        state: Mapping[str, Any] | None = None,
         digest: str | None = None,
     ) -> Commit:
         """Commit an output without arrays (an update, a publish). Return the winning commit."""
-        commit = Commit(
-            address, attempt or new_attempt(), None, 0, {}, provenance, time.time(), metrics or {}, state or {}, digest
-        )
-        return self._ledger.commit(commit)
+        name, now = attempt or new_attempt(), time.time()
+        return self._ledger.commit(Commit(address, name, None, 0, {}, provenance, now, metrics or {}, digest=digest))
 
     def prepare(
         self,
@@ -190,7 +187,7 @@ class RolloutStore:
 
         def put_in_place(block: tuple[str, Template, int]) -> None:
             key = f"{block[0]}/{block[1].key(block[2])}"
-            files.move(self._run, f"attempts/{source}/{in_attempt(key)}", f"rollouts.zarr/{group}/{key}")
+            files.move(self._run, f"attempts/{source}/{in_attempt(key)}", f"{_STORE}/{group}/{key}")
 
         files.map_items(self._run, put_in_place, self._blocks(commit))
         files.remove_tree(self._attempts, source)
@@ -319,7 +316,7 @@ class RolloutStore:
         """Return the keys of a commit's files, below the run's directory, once they have their final names; empty for a
         commit without arrays."""
         group = _group(commit.address)
-        return tuple(f"rollouts.zarr/{group}/{name}/{t.key(shard)}" for name, t, shard in self._blocks(commit))
+        return tuple(f"{_STORE}/{group}/{name}/{t.key(shard)}" for name, t, shard in self._blocks(commit))
 
     def read_step(self, stage: str, step: int, num_shards: int) -> Any:
         """Return the records of shards 0..num_shards-1, joined along the rows."""
@@ -465,7 +462,7 @@ def write_metadata(run: files.Root, contents: Mapping[str, bytes]) -> None:
     scratch = f"attempts/metadata-{new_attempt()}"
     files.write_together(run, scratch, {in_attempt(key): data for key, data in contents.items()})
     for key in contents:
-        files.move(run, f"{scratch}/{in_attempt(key)}", f"rollouts.zarr/{key}")
+        files.move(run, f"{scratch}/{in_attempt(key)}", f"{_STORE}/{key}")
     files.remove_tree(run, scratch)
 
 
@@ -505,9 +502,6 @@ class RecentRecords:
                 self._bytes -= dropped
 
 
-_STORE = "rollouts.zarr"
-
-
 def write_root(
     run: files.Root, attributes: Mapping[str, Any], arrays: Mapping[str, tuple[str, np.ndarray]] | None = None
 ) -> None:
@@ -516,12 +510,7 @@ def write_root(
     content = {"zarr.json": group_metadata(attributes)}
     for name, (dimension, array) in (arrays or {}).items():
         content |= {f"{name}/{key}": data for key, data in encode_whole(array, dimension, describe(name)).items()}
-    scratch = f"attempts/metadata-{uuid.uuid4().hex[:8]}"  # Zarr warns of files that it does not know
-    for key, data in content.items():
-        if files.read(run, f"{_STORE}/{key}") != data:
-            files.write(run, f"{scratch}/{key}", data)
-            files.move(run, f"{scratch}/{key}", f"{_STORE}/{key}")
-    files.remove_tree(run, scratch)
+    write_metadata(run, {key: data for key, data in content.items() if files.read(run, f"{_STORE}/{key}") != data})
 
 
 def read_root_array(run: files.Root, name: str) -> np.ndarray | None:
@@ -566,11 +555,6 @@ class Vocabulary:
         """Return the vocabulary of these tokens' bytes, in the order of their ids."""
         pieces = list(tokens)
         return Vocabulary(b"".join(pieces), np.cumsum([0, *map(len, pieces)], dtype=np.int64))
-
-    @staticmethod
-    def from_arrays(data: np.ndarray, offsets: np.ndarray) -> Vocabulary:
-        """Return the vocabulary with these arrays."""
-        return Vocabulary(data.tobytes(), offsets)
 
     def arrays(self) -> dict[str, tuple[str, np.ndarray]]:
         """Return name -> (dimension, numbers), as they are stored."""

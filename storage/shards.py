@@ -87,8 +87,7 @@ class Template:
 
     def described(self, attributes: Mapping[str, Any]) -> bytes:
         """Return `metadata` with attributes."""
-        document = json.loads(self.metadata) | {"attributes": dict(attributes)}
-        return json.dumps(document, indent=2).encode()
+        return _with_attributes(self.metadata, attributes)
 
     def _as_stored(self, block: np.ndarray) -> np.ndarray:
         """Return the rows as they are stored. Raises ValueError if their shape is not a shard's."""
@@ -139,7 +138,11 @@ def _compressors() -> list[Any]:
 
 def group_metadata(attributes: Mapping[str, Any]) -> bytes:
     """Return the metadata of a group with attributes."""
-    return json.dumps(json.loads(GROUP_METADATA) | {"attributes": dict(attributes)}, indent=2).encode()
+    return _with_attributes(GROUP_METADATA, attributes)
+
+
+def _with_attributes(metadata: bytes, attributes: Mapping[str, Any]) -> bytes:
+    return json.dumps(json.loads(metadata) | {"attributes": dict(attributes)}, indent=2).encode()
 
 
 def is_group(data: bytes | None) -> bool:

@@ -22,11 +22,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import TracebackType
 
 import xxhash
 
 from storage.errors import DamagedWeights, MissingOutput, StoreError
+from storage.files import Closing
 from storage.locks import is_named, open_lock, take_lock
 from storage.weights import Manifest, WeightBoard, owner_alive, stem, unique_name
 
@@ -80,7 +80,7 @@ def is_copy(manifest: Manifest) -> bool:
     return manifest.file.endswith(_COPY)
 
 
-class IncomingVersion:
+class IncomingVersion(Closing):
     """The files of a version that is arriving. If it is closed before `finish`, it leaves no files. Only the holder
     of `receiving` may use it."""
 
@@ -165,14 +165,8 @@ class IncomingVersion:
             for path in (self._data, self._staged, self._data.with_suffix(".half")):
                 path.unlink(missing_ok=True)
 
-    def __enter__(self) -> IncomingVersion:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-
-class OutgoingVersion:
+class OutgoingVersion(Closing):
     """An open file of a version that a board has, or is receiving. It needs no lease: an open file can be read to its
     end after the version was released."""
 
@@ -208,9 +202,3 @@ class OutgoingVersion:
 
     def close(self) -> None:
         os.close(self._file)
-
-    def __enter__(self) -> OutgoingVersion:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()

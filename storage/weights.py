@@ -35,7 +35,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TypeVar
 
 import numpy as np
@@ -43,7 +42,7 @@ import xxhash
 
 from storage import codec
 from storage.errors import DamagedWeights, MissingOutput, StoreError
-from storage.files import retried
+from storage.files import Closing, retried
 from storage.host import private_directory, process_alive
 
 T = TypeVar("T")
@@ -123,7 +122,7 @@ class WeightAttempt:
     """True if the version exists already, in this file. `WeightBoard.put` then compares and writes nothing."""
 
 
-class WeightLease:
+class WeightLease(Closing):
     """A reader's claim on a version. Until it is closed, `WeightBoard.release` keeps the version's files. Arrays from
     `tensors` stay valid even longer, since a mapping outlives its file's name."""
 
@@ -158,14 +157,8 @@ class WeightLease:
         self.tensors = {}
         self._lease.unlink(missing_ok=True)
 
-    def __enter__(self) -> WeightLease:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-
-class WeightBoard:
+class WeightBoard(Closing):
     """A directory of versions. Any number of processes of one host and user share it; one of them closes it."""
 
     def __init__(self, directory: str | Path) -> None:
@@ -316,12 +309,6 @@ class WeightBoard:
     def close(self) -> None:
         """Remove the directory, leases or not. Mapped arrays stay valid."""
         shutil.rmtree(self.directory, ignore_errors=True)
-
-    def __enter__(self) -> WeightBoard:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     def _tried(self, version: int, act: Callable[[], T]) -> T:
         """Return `act()`. Its errors name the version's files."""

@@ -24,7 +24,6 @@ Keys are patterns of `fnmatch`.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -258,7 +257,7 @@ def read_identity(run_dir: Path) -> Identity | None:
         return None
     try:
         document = codec.document(data, FORMAT, str(path))
-        if document.pop("digest", None) != _digest({"format": FORMAT, **document}):
+        if document.pop("digest", None) != codec.digest({"format": FORMAT, **document}):
             raise StoreError(f"{path}: is not what was written (its digest differs)")
         return codec.from_document(Identity, document)
     except (codec.NotARecord, StoreError) as error:
@@ -269,7 +268,7 @@ def write_identity(run_dir: Path, identity: Identity) -> None:
     """Write the file atomically and without secrets, since others may read it. Raises OSError."""
     stated = tuple(replace(one, config=redacted(one.config)) for one in identity.statements)
     document = {"format": FORMAT, **asdict(replace(identity, statements=stated))}
-    document["digest"] = _digest(json.loads(json.dumps(document)))
+    document["digest"] = codec.digest(json.loads(json.dumps(document)))
     files.write(files.open_root(str(run_dir)), FILE, (json.dumps(document, indent=1) + "\n").encode())
 
 
@@ -292,7 +291,7 @@ def differences(stated: Mapping[str, str], present: Mapping[str, str]) -> list[s
 
 def fingerprint(items: Mapping[str, str]) -> str:
     """Return the digest of numerics, shortened as commits carry it."""
-    return hashlib.sha256(json.dumps(dict(items), sort_keys=True).encode()).hexdigest()[:12]
+    return codec.digest(items)[:12]
 
 
 def identity_faults(identity: Identity | None, saved: Mapping[str, Any], commits: Iterable[Commit]) -> Iterator[str]:
@@ -309,7 +308,3 @@ def identity_faults(identity: Identity | None, saved: Mapping[str, Any], commits
             yield f"{commit.address}: made under config {made.config_hash or 'unknown'}, which {FILE} does not list"
         if made.numerics not in fingerprints:
             yield f"{commit.address}: made on numerics {made.numerics or 'unknown'}, which {FILE} does not list"
-
-
-def _digest(document: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

@@ -23,8 +23,7 @@ import signal
 import socket
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 from distributed import Client, Nanny, Scheduler, SpecCluster, scheduler
@@ -37,6 +36,7 @@ from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.workers.messages import worker_name
 from pipeline.workers.worker_process import dask_settings, nanny_options, shares_cores, start_forkserver
+from storage.files import Closing
 from storage.host import loopback_only
 
 _KILL_S = 5.0
@@ -137,7 +137,7 @@ def begin_forkserver(config: RunConfig) -> None:
     start_forkserver(shared=shares_cores(config))
 
 
-class Cluster:
+class Cluster(Closing):
     """Owns a run's scheduler, the client connected to it, and the workers that this process starts."""
 
     def __init__(
@@ -183,12 +183,6 @@ class Cluster:
             if nanny.pid is not None:
                 os.kill(nanny.pid, signal.SIGKILL)
         self._cluster.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 def visible_gpus_of_workers(config: RunConfig, num_gpus: int, inherited: str | None) -> dict[Worker, str]:

@@ -22,10 +22,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from storage import codec
+from storage.files import Closing
 from storage.redaction import redacted
 
 PART_BYTES = 64 << 20
@@ -103,7 +103,7 @@ class Event:
         return codec.decode(Event, line, complete=False)
 
 
-class Journal:
+class Journal(Closing):
     """The journal of a run, open for appending. A resumed run appends to the existing file. `listener`, such as the
     progress display, is called with every event."""
 
@@ -150,12 +150,6 @@ class Journal:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 def journal_exists(path: Path) -> bool:
@@ -245,7 +239,7 @@ class AppendFailed(RuntimeError):
     commits of the run are not affected."""
 
 
-class LineFile:
+class LineFile(Closing):
     """A file of lines that is open for appending."""
 
     def __init__(self, path: Path) -> None:
@@ -284,12 +278,6 @@ class LineFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def __enter__(self) -> LineFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     def _failure(self, error: OSError) -> AppendFailed:
         return AppendFailed(f"cannot write to {self.path}: {error.strerror or error}")

@@ -156,7 +156,7 @@ def token_decoder(root: files.Root, model: str) -> Decode:
     seconds."""
     data, offsets = (read_root_array(root, name) for name in (BYTES, OFFSETS))
     if data is not None and offsets is not None:
-        return Vocabulary.from_arrays(data, offsets).text
+        return Vocabulary(data.tobytes(), offsets).text
     decode: Decode = read_tokenizer(model).decode
     return decode
 

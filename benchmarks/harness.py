@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
@@ -26,6 +25,7 @@ from rich.table import Table
 from pipeline.errors import ConfigError
 from pipeline.observe.provenance import git_commit
 from stages.native.fingerprint import machine_numerics
+from stages.native.software import installed_versions
 
 PACKAGES = ("torch", "triton", "megatron-core", "transformers", "dask", "zarr")
 
@@ -133,15 +133,8 @@ def machine() -> dict[str, str | int | float]:
         "cores": os.cpu_count() or 1,
         "gpu": gpu,
         "python": platform.python_version(),
-        **{package: _version(package) for package in PACKAGES},
+        **installed_versions(PACKAGES),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def report(

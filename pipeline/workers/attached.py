@@ -56,7 +56,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
@@ -82,6 +81,7 @@ from pipeline.workers.scheduler_file import (
     read_scheduler_file,
 )
 from pipeline.workers.worker_process import dask_settings, ending_signals, nanny_options, shares_cores, start_forkserver
+from stages.native.software import installed_versions
 from storage import files
 from storage.errors import StoreError
 from storage.host import route_address
@@ -238,7 +238,7 @@ class _AttachedWorker:
         ends first."""
 
         async def exchange() -> Any:
-            await comm.write({"op": JOIN, **request.to_message()})
+            await comm.write({"op": JOIN, **asdict(request)})
             return await asyncio.wait_for(comm.read(), _ANSWER_S)
 
         asking = asyncio.ensure_future(exchange())
@@ -434,12 +434,9 @@ class JoinRequest:
     board_free: int
     """Bytes on its host that are free for published weights or already hold this run's."""
 
-    def to_message(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> JoinRequest:
-        """Return the request that `to_message` encoded. Raises TypeError if a part of it is missing."""
+        """Return the request whose fields a message holds. Raises TypeError if a part of it is missing."""
         missing = [field.name for field in fields(cls) if field.name not in message]
         if missing:
             raise TypeError(f"it does not say {', '.join(missing)}")
@@ -460,13 +457,7 @@ class JoinRefused:
 
 def local_versions() -> dict[str, str]:
     """Return the versions that two processes must have in common to exchange objects."""
-    versions = {"python": platform.python_version()}
-    for package in _MUST_AGREE:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
+    return {"python": platform.python_version()} | installed_versions(_MUST_AGREE)
 
 
 def describe_host(file: SchedulerFile, gang: str, index: int, board: Path) -> JoinRequest:

@@ -7,7 +7,7 @@ Sections: stages that apply a model without changing it (every rank of the gang 
 sampling with an engine, updates and publication, and `STAGES`, the table of bindings.
 
 To add a stage: write a pure function in `stages/`, add its role and nodes to `pipeline/graph/graph.py`, and add a
-binding here (a line in `STAGES`, or a call of `register_stage` from a module that the worker imports).
+binding here (a line in `STAGES`).
 """
 
 from __future__ import annotations
@@ -295,17 +295,8 @@ EXPORT = "export"
 """Name of the export's work in the background."""
 
 
-def update_policy(parts: WorkerParts, call: Call) -> Commit | None:
-    """Update the policy from version `step` to `step + 1`."""
-    return _update(parts, call, Role.POLICY)
-
-
-def update_critic(parts: WorkerParts, call: Call) -> Commit | None:
-    """Update the critic from version `step` to `step + 1`."""
-    return _update(parts, call, Role.CRITIC)
-
-
-def _update(parts: WorkerParts, call: Call, role: Role) -> Commit | None:
+def update(parts: WorkerParts, call: Call, *, role: Role) -> Commit | None:
+    """Update a role's model from version `step` to `step + 1`."""
     started = time.time()
 
     def commit(metrics: dict[str, float], digest: str) -> Commit:
@@ -357,10 +348,10 @@ def _write_exports(parts: WorkerParts, version: int, exported: bool) -> None:
     if exported:
         _export(parts, version, parts.board)
     if exported or version == parts.config.steps:
-        # This process has no other export in progress, so a dead process began every other unfinished one.
-        for unfinished in require_part(parts.updates).broadcast_from_rank_0(
-            lambda: _unfinished_exports(parts, version)
-        ):
+        # This process has no other export in progress, so a dead process began every other unfinished one. Later
+        # versions are exported when they are published again.
+        exports = parts.config.stored.exports()
+        for unfinished in require_part(parts.updates).broadcast_from_rank_0(lambda: exports.clear_unfinished(version)):
             _export(parts, unfinished)
 
 
@@ -376,12 +367,6 @@ def _begin_export(parts: WorkerParts, version: int) -> bool:
         return True
 
     return bool(require_part(parts.updates).broadcast_from_rank_0(begin))
-
-
-def _unfinished_exports(parts: WorkerParts, before: int) -> list[int]:
-    """Return the versions below `before` whose exports a dead process began and did not finish. Later versions are
-    exported when they are published again."""
-    return parts.config.stored.exports().clear_unfinished(before)
 
 
 def _export(parts: WorkerParts, version: int, board: WeightBoard | None = None) -> None:
@@ -420,8 +405,8 @@ STAGES: dict[str, Binding] = {
     "logprob": ComputedStage(compute_policy_logprobs),
     "value": ComputedStage(compute_values),
     "advantage": ComputedStage(compute_advantages),
-    "update_policy": SelfCommittingStage(update_policy),
-    "update_critic": SelfCommittingStage(update_critic),
+    "update_policy": SelfCommittingStage(partial(update, role=Role.POLICY)),
+    "update_critic": SelfCommittingStage(partial(update, role=Role.CRITIC)),
     "publish": SelfCommittingStage(publish_version),
     "canary_logprob": ComputedStage(compute_canary_logprobs),
     "canary": ComputedStage(compare_canaries),
@@ -434,13 +419,6 @@ STAGES: dict[str, Binding] = {
 
 class UnboundStage(LookupError):
     """A stage of the graph has no binding."""
-
-
-def register_stage(stage: str, binding: Binding) -> None:
-    """Add a binding from another module. Raises ValueError if the stage has one already."""
-    if stage in STAGES:
-        raise ValueError(f"stage {stage!r} is bound already")
-    STAGES[stage] = binding
 
 
 def binding_of(stage: str) -> Binding:

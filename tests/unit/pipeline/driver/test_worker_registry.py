@@ -80,7 +80,8 @@ class Setting:
     async def joining(self, gang: str, index: int, **changes: Any) -> AsyncIterator[tuple[Link, dict[str, Any]]]:
         """A worker that asks, what it is answered, and, while the body runs, its connection."""
         link = Link()
-        serving = asyncio.create_task(self.registry.serve(link, self.request(gang, index, **changes).to_message()))
+        message = dataclasses.asdict(self.request(gang, index, **changes))
+        serving = asyncio.create_task(self.registry.serve(link, message))
         try:
             yield link, await asyncio.wait_for(link.answers.get(), 10)
         finally:
@@ -189,7 +190,7 @@ def test_a_worker_of_another_version(
     tmp_path: Path, index: int, versions: dict[str, str], said: str, fatal: bool
 ) -> None:
     async def work(setting: Setting) -> None:
-        link, message = Link(), setting.request("train", 0, host="n7").to_message()
+        link, message = Link(), dataclasses.asdict(setting.request("train", 0, host="n7"))
         message |= {"index": index, "versions": other(**versions)}
         del message["board_free"]
         await setting.registry.serve(link, message)

@@ -13,13 +13,10 @@ from pipeline.workers.messages import Call
 from pipeline.workers.parts import WorkerParts
 from pipeline.workers.stages import (
     STAGES,
-    ComputedStage,
     SelfCommittingStage,
     UnboundStage,
     binding_of,
     compute_advantages,
-    register_stage,
-    score_shard,
 )
 from storage.address import Address
 from storage.commits import Commit, provenance_here
@@ -91,12 +88,6 @@ def test_every_stage_of_the_graph_is_bound_and_no_other() -> None:
     assert STAGES.keys() == STAGE_ROLES.keys()
     changing = {stage for stage, binding in STAGES.items() if isinstance(binding, SelfCommittingStage)}
     assert changing == {"update_policy", "update_critic", "publish"}
-
-
-def test_a_stage_is_bound_once() -> None:
-    with pytest.raises(ValueError, match="'score' is bound already"):
-        register_stage("score", ComputedStage(score_shard))
-    assert binding_of("score") is STAGES["score"]
 
 
 def test_a_stage_that_nothing_runs_is_refused_by_name() -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -39,6 +39,12 @@ def refusal(problem: Problem) -> ConfigError:
     """Return the error of a problem, without secrets in the given value."""
     [given] = redacted({problem.key: problem.given}).values()
     return ConfigError(problem.key, f"given {given!r}; {problem.need}")
+
+
+def refuse(problems: Iterable[Problem]) -> None:
+    """Raise ConfigError with all of these problems, if there are any."""
+    if errors := [refusal(problem) for problem in problems]:
+        raise join_errors(errors)
 
 
 def join_errors(errors: Sequence[ConfigError]) -> ConfigError:

@@ -35,7 +35,7 @@ from pipeline.config.preflight import check_run, device_notes, guarantee_lines
 from pipeline.config.reward_trial import try_rewards
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
-from pipeline.errors import ConfigError, join_errors, refusal
+from pipeline.errors import ConfigError, refuse
 from pipeline.launch.target_cluster import TargetCheck, check_target
 from pipeline.observe.tables import MemoryColumn, memory_table, placement_table
 from stages.engines.capabilities import Device
@@ -62,7 +62,7 @@ def command(options: argparse.Namespace) -> int:
     tried = try_rewards(config, checked) if options.try_reward else []
     prompts = checked.prompts
     _show_memory(config)
-    _show_engine(config)
+    _show_guarantees(config, "cuda" if gpus_here() else "cpu")
     _show_network(config)
     for key, protections in checked.sandboxes.items():
         print_line(_sandbox_line(key, protections))
@@ -83,12 +83,8 @@ def command(options: argparse.Namespace) -> int:
     return SUCCESS
 
 
-def _show_engine(config: RunConfig) -> None:
-    """Print the engine's capabilities on this host, and the guarantees that the run therefore lacks."""
-    _show_guarantees(config, "cuda" if gpus_here() else "cpu")
-
-
 def _show_guarantees(config: RunConfig, device: Device) -> None:
+    """Print the engine's capabilities on a device, and the guarantees that the run therefore lacks."""
     for line in guarantee_lines(config, device):
         print_line(line)
 
@@ -195,8 +191,7 @@ def _check_on_target(config: RunConfig, target: str, text: str) -> int:
     print_line(f"{text}: {whole}{gpus} ({cluster.hardware.description})")
     output_console().print(placement_table([*_placement_rows(config, checked)]))
     _show_prediction(checked.run, checked.limits, checked.hosts)
-    if checked.problems:
-        raise join_errors([refusal(problem) for problem in checked.problems])
+    refuse(checked.problems)
     _show_guarantees(config, "cuda" if checked.run.on_gpus else "cpu")
     for note in checked.notes:
         print_line(f"note: {note}")

@@ -201,8 +201,7 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> ReplayR
             return ReplayResult(node.address, [], 0.0 if one_rank else close, digests)
         if stage in SAMPLING:
             with runtime_for(single, Role.POLICY) as runtime:
-                board = WeightBoard(RunPaths(single.run_dir).board(single.cluster.weights_dir))
-                publish(require_part(runtime.parts.updates).model_at(Role.POLICY, version), board, version)
+                _publish(require_part(runtime.parts.updates).model_at(Role.POLICY, version), single, version)
         gang = gang_of_role(config.placement, node.role)
         with runtime_for(single, node.role) as runtime:
             record = runtime.compute(Call(node.address, "replay", version, node.inputs, gang, "replay", 0)).record

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.config.loading import load_file
-from pipeline.errors import ConfigError, join_errors, refusal
+from pipeline.errors import ConfigError, refuse
 from storage.problems import Problem, above, at_least, setting, setting_problems
 
 GIB = 1 << 30
@@ -89,8 +89,8 @@ def load_hardware(name: str, option: str = AS) -> HardwareConfig:
         need = f"no such hardware{hint} (there are {', '.join(known)}, or the path of a YAML file)"
         raise ConfigError(option, f"given {name!r}; {need}")
     config: HardwareConfig = load_file(HardwareConfig, file)
-    if problems := [*setting_problems(config), *hardware_problems(config)]:
-        raise join_errors([refusal(replace(problem, need=f"{problem.need} (in {file})")) for problem in problems])
+    problems = (*setting_problems(config), *hardware_problems(config))
+    refuse(replace(problem, need=f"{problem.need} (in {file})") for problem in problems)
     return config
 
 

@@ -37,12 +37,10 @@ from pipeline.config.reward_model import (
     RewardModelConfig,
     labelling_problems,
     reward_model_problems,
-    validate_labelling,
-    validate_reward_model,
 )
 from pipeline.config.rules import run_problems, set_default, validate
 from pipeline.config.run import RunConfig
-from pipeline.errors import ConfigError, OtherProgramsConfig, join_errors, refusal, run_checks
+from pipeline.errors import ConfigError, OtherProgramsConfig, join_errors, refusal, refuse, run_checks
 from stages.engines.config import find_interpreter, interpreter
 from stages.models.spec import cached_in_hub
 from storage import files
@@ -384,7 +382,7 @@ def load_reward_model_config(
     assert isinstance(config, RewardModelConfig)
     config.model.path = cached_in_hub(config.model.path)
     config.teacher.paths = [cached_in_hub(path) for path in config.teacher.paths]
-    validate_reward_model(config)
+    refuse(reward_model_problems(config))
     return config
 
 
@@ -393,7 +391,7 @@ def load_label_config(files: Iterable[str | os.PathLike[str]], overrides: Iterab
     config = _load(LabelConfig, _sources(files, overrides))
     assert isinstance(config, LabelConfig)
     config.responses.model = config.responses.model and cached_in_hub(config.responses.model)
-    validate_labelling(config)
+    refuse(labelling_problems(config))
     return config
 
 

@@ -47,7 +47,7 @@ from pipeline.config.role_models import (
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import SQLITE, TrackingConfig
 from pipeline.config.stored import check_stored
-from pipeline.errors import ConfigError, join_errors, refusal, refusals, run_checks
+from pipeline.errors import ConfigError, join_errors, refusal, refusals, refuse, run_checks
 from stages.engines.capabilities import Capabilities, Device, able
 from stages.engines.config import OTHER_ENVIRONMENTS
 from stages.engines.embedded.division import check_division
@@ -221,8 +221,7 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
     if config.cluster.kind == "local":
         limits = memory_limits(config)
         planned = planned_run(config, models, on_gpus=limits.num_devices > 0)
-        if too_little := [refusal(problem) for problem in memory_problems(planned, limits)]:
-            raise join_errors(too_little)
+        refuse(memory_problems(planned, limits))
     results: Preflight = tokenised
     check_fields(config, rewards, results.prompts)
     return replace(results, sandboxes={part.key: part.protections for part in rewards if part.protections})

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.config.sections import TrackingConfig, tracking_problems
-from pipeline.errors import join_errors, refusal
 from stages.engines.config import OTHER_ENVIRONMENTS, EngineConfig, engine_problems
 from stages.models.config import (
     LayoutConfig,
@@ -112,18 +111,13 @@ class RewardModelConfig:
         )
 
 
-def validate_reward_model(config: RewardModelConfig) -> None:
-    """Raise ConfigError with every value that cannot work. Reads no model and no data."""
-    problems = list(reward_model_problems(config))
-    if problems:
-        raise join_errors([refusal(problem) for problem in problems])
-
-
 def reward_model_problems(config: RewardModelConfig) -> Iterator[Problem]:
-    """Yield the problems of the training's own settings, of each section, and across them."""
+    """Yield the problems of the training's own settings, of each section, and across them. Reads no model and no
+    data."""
     yield from setting_problems(config)
     for problem in model_problems(config.trained_model()):
-        yield Problem(problem.key.replace("model.critic.", "optimizer."), problem.given, _own_keys(problem.need))
+        key, need = (text.replace("model.critic.", "optimizer.") for text in (problem.key, problem.need))
+        yield Problem(key, problem.given, need)
     yield from preferences_problems(config.data)
     yield from teacher_problems(config.teacher, config.train.loss)
     yield from gang_problems(config.layout, config.workers)
@@ -133,10 +127,6 @@ def reward_model_problems(config: RewardModelConfig) -> Iterator[Problem]:
         yield Problem("optimizer.micro_batch_rows", config.optimizer.micro_batch_rows, need)
     if config.train.loss == "regression" and config.data.kind == "pairs":
         yield Problem("train.loss", "regression", "pairs have no ratings: bradley_terry, or data.kind=ratings")
-
-
-def _own_keys(need: str) -> str:
-    return need.replace("model.critic.", "optimizer.")
 
 
 # ---- Labelling -------------------------------------------------------------------------------------------
@@ -202,15 +192,8 @@ class LabelConfig:
         return Path(self.runs_dir) / self.name
 
 
-def validate_labelling(config: LabelConfig) -> None:
-    """Raise ConfigError with every value that cannot work. Reads no data."""
-    problems = list(labelling_problems(config))
-    if problems:
-        raise join_errors([refusal(problem) for problem in problems])
-
-
 def labelling_problems(config: LabelConfig) -> Iterator[Problem]:
-    """Yield the problems of the labelling's own settings and of each section."""
+    """Yield the problems of the labelling's own settings and of each section. Reads no data."""
     sampled = ("prompts.", "sampling.", "engine.")
     yield from (one for one in setting_problems(config) if config.responses.model or not one.key.startswith(sampled))
     if config.judge.kind not in JUDGES:

@@ -27,7 +27,7 @@ from pipeline.config.sections import (
     tracking_problems,
 )
 from pipeline.config.slurm import slurm_placement_problems, slurm_problems
-from pipeline.errors import join_errors, refusal
+from pipeline.errors import refuse
 from pipeline.graph.graph import Gang
 from stages.engines.capabilities import Capabilities, able
 from stages.engines.config import engine_problems
@@ -42,9 +42,7 @@ from storage.problems import Problem, divides, mentions, setting_problems, unrea
 
 def validate(config: RunConfig) -> None:
     """Raise ConfigError with every value that cannot work. Reads no model and no data; `preflight` does."""
-    problems = list(run_problems(config))
-    if problems:
-        raise join_errors([refusal(problem) for problem in problems])
+    refuse(run_problems(config))
 
 
 def run_problems(config: RunConfig) -> Iterator[Problem]:

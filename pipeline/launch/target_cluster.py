@@ -23,7 +23,7 @@ from pipeline.config.memory import MemoryLimits, PlannedRun, planned_run
 from pipeline.config.preflight import check_shapes, device_notes, may_share_gpus
 from pipeline.config.run import RunConfig
 from pipeline.config.slurm import SlurmConfig
-from pipeline.errors import join_errors, refusal
+from pipeline.errors import refusal, refuse
 from pipeline.graph.graph import Gang
 from pipeline.launch.script import NodeGroup, job_shape
 from stages.models.spec import is_random
@@ -50,8 +50,7 @@ def require_fitting_target(config: RunConfig, cluster: HardwareCluster, text: st
     Raises:
         ConfigError: `check_target` raised it, or the cluster has too little memory."""
     checked = check_target(config, cluster, text)
-    if checked.problems:
-        raise join_errors([refusal(problem) for problem in checked.problems])
+    refuse(checked.problems)
     return checked
 
 
@@ -73,8 +72,7 @@ def check_target(config: RunConfig, cluster: HardwareCluster, text: str) -> Targ
     num_gpus = cluster.gpus_per_node if config.slurm.gres or not is_slurm(config) else 0
     models = check_shapes(config, on_gpus=num_gpus > 0)
     gangs, sharing = config.gangs(), config.placement.device_sharing
-    if problems := [*_node_problems(config, cluster, num_gpus)]:
-        raise join_errors([refusal(problem) for problem in problems])
+    refuse(_node_problems(config, cluster, num_gpus))
     hosts = place_workers(config, cluster, num_gpus)
     available = dict.fromkeys(hosts.values(), num_gpus)
     share = may_share_gpus(config, num_gpus) if _on_one_node(config) else bool(config.placement.oversubscribe)

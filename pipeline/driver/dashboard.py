@@ -35,17 +35,14 @@ from pipeline.driver.run_view import RunView
 from pipeline.graph.display import STAGE_ORDER, ObservedDispatch
 from pipeline.graph.flow import Flow
 from pipeline.observe.graph_page import HEADERS, PATH, read_log_end, render_fragment, render_page
-from pipeline.observe.graph_view import RunFacts
+from pipeline.observe.graph_view import GraphView, RunFacts
 from pipeline.observe.node_events import NodeEvents
 from storage.ledger import Ledger
 from storage.weights import WeightBoard
 
 
 class _Handler(web.RequestHandler):
-    """Base of handlers that answer from the view of a run."""
-
-    def initialize(self, view: RunView) -> None:
-        self._view = view
+    """Base of the handlers: it sets the headers of all answers."""
 
     def set_default_headers(self) -> None:
         for name, value in HEADERS.items():
@@ -53,32 +50,26 @@ class _Handler(web.RequestHandler):
 
 
 class _Page(_Handler):
+    """Sends the whole page, or its changing part."""
+
+    def initialize(self, view: RunView, render: Callable[[GraphView], str]) -> None:
+        self._view, self._render = view, render
+
     async def get(self) -> None:
-        """Send the whole page."""
         view = await self._view.request_view()
         if view is None:
             raise web.HTTPError(503, reason="The workers are being started")
-        self.finish(render_page(view))
+        self.finish(self._render(view))
 
 
-class _Fragment(_Handler):
-    async def get(self) -> None:
-        """Send the changing part of the page."""
-        view = await self._view.request_view()
-        if view is None:
-            raise web.HTTPError(503, reason="The workers are being started")
-        self.finish(render_fragment(view))
-
-
-class _Log(web.RequestHandler):
+class _Log(_Handler):
     """Sends the end of a log in the run's directory."""
 
     def initialize(self, directory: Path) -> None:
         self._directory = directory
 
     def set_default_headers(self) -> None:
-        for name, value in HEADERS.items():
-            self.set_header(name, value)
+        super().set_default_headers()
         self.set_header("Content-Type", "text/plain; charset=utf-8")
 
     def get(self, name: str) -> None:
@@ -111,8 +102,8 @@ def open_page(
 
 def _add_page(scheduler: Scheduler, view: RunView, logs: Path) -> None:
     routes: list[tuple[str, Any, dict[str, Any]]] = [
-        (f"/{PATH}", _Page, {"view": view}),
-        (f"/{PATH}/view", _Fragment, {"view": view}),
+        (f"/{PATH}", _Page, {"view": view, "render": render_page}),
+        (f"/{PATH}/view", _Page, {"view": view, "render": render_fragment}),
         (f"/{PATH}/logs/([^/]+)", _Log, {"directory": logs}),
     ]
     scheduler.http_application.add_handlers(".*", routes)
@@ -193,14 +184,14 @@ class OrderedGroups(TaskGroupGraph):
         return nodes, arrows
 
 
-def _document(kind: Callable[..., Any], title: str, page: str) -> Callable[..., None]:
+def _document(kind: Callable[..., Any], title: str) -> Callable[..., None]:
     def fill(scheduler: Scheduler, extra: Any, doc: Any) -> None:
         component = kind(scheduler, sizing_mode="stretch_both")
         component.update()
         doc.title = title
         add_periodic_callback(doc, component, 200)
         doc.add_root(component.root)
-        doc.template = env.get_template(page)
+        doc.template = env.get_template("simple.html")
         doc.template_variables.update(extra)
         doc.theme = BOKEH_THEME
 
@@ -210,10 +201,12 @@ def _document(kind: Callable[..., Any], title: str, page: str) -> Callable[..., 
 def add_pages(scheduler: Scheduler) -> None:
     """Serve our versions of Dask's pages instead of Dask's own. Must be called in the scheduler's loop."""
     pages = {
-        "/graph": _document(StepGraph, "Dask: Task Graph", "simple.html"),
-        "/groups": _document(OrderedGroups, "Dask: Task Groups Graph", "simple.html"),
-        "/individual-graph": _document(StepGraph, "Dask: Task Graph", "simple.html"),
-        "/individual-groups": _document(OrderedGroups, "Dask: Task Groups Graph", "simple.html"),
+        f"/{prefix}{name}": _document(kind, title)
+        for prefix in ("", "individual-")
+        for name, kind, title in (
+            ("graph", StepGraph, "Dask: Task Graph"),
+            ("groups", OrderedGroups, "Dask: Task Groups Graph"),
+        )
     }
     application = BokehApplication(pages, scheduler, prefix="", template_variables=template_variables(scheduler))
     application.initialize(IOLoop.current())

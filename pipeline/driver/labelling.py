@@ -23,8 +23,6 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as ProgressBar
 
 from pipeline.config.loading import flatten, load_label_config, write_config
 from pipeline.config.paths import RunPaths
@@ -37,7 +35,7 @@ from pipeline.driver.results import open_history
 from pipeline.driver.session import handle_signals, hold_driver_lock
 from pipeline.errors import ConfigError, StageFailed, refusal
 from pipeline.observe.journal import LineFile
-from pipeline.observe.text import print_plain
+from pipeline.observe.text import print_plain, progress_bar
 from stages.generate import generate
 from stages.models.hf_files import Tokenizer, read_tokenizer
 from stages.prompts import PromptTable, read_source, tokenise
@@ -167,11 +165,7 @@ def _label_all(
 ) -> dict[str, Any]:
     root = config.run_dir
     name = str(config.judge.args.get("model") or config.judge.args.get("path"))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with (
-        LineFile(root / VERDICTS) as file,
-        ProgressBar(*columns, console=console, disable=not console.is_terminal) as bar,
-    ):
+    with LineFile(root / VERDICTS) as file, progress_bar(console) as bar:
         done = {row["number"] for row in _read_rows(root / VERDICTS)}
         task = bar.add_task("prompts", total=len(candidates), completed=len(done))
         left = [number for number in range(len(candidates)) if number not in done]

@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
 from pipeline.config.loading import flatten, write_config
@@ -38,7 +37,7 @@ from pipeline.config.reward_model import RewardModelConfig
 from pipeline.config.reward_preflight import EXPORT, already_trained_error, check_training, read_parts
 from pipeline.driver.session import handle_signals, hold_driver_lock
 from pipeline.errors import StageFailed
-from pipeline.observe.text import print_plain
+from pipeline.observe.text import print_plain, progress_bar
 from pipeline.observe.tracking import MlflowTracker, NullTracker, Tracker, opening_hint, sink_hints
 from stages.models.config import LoraConfig
 from stages.models.hf_weights import write_lowest_blocks
@@ -112,7 +111,7 @@ def _train_with_lock(config: RewardModelConfig, parts: TrainingParts, console: C
     shutil.rmtree(root / f".{EXPORT}", ignore_errors=True)
     write_config(root / "config.yaml", config)
     started, cpu = time.monotonic(), time.process_time()
-    with _open_tracker(config, root) as tracker, _progress_bar(console) as bar:
+    with _open_tracker(config, root) as tracker, progress_bar(console) as bar:
         shown = _Display(console, tracker, bar)
         outcome = _train_here(config, parts, shown)
         summary = summary_of(outcome, parts) | {
@@ -172,7 +171,7 @@ def _train_rank(
                 total_steps=sum(map(len, epochs)),
                 joined=joined,
             )
-            report = _report_nothing if shown is None else shown.report
+            report = shown.report if shown is not None else lambda progress: None
             outcome = train_reward_model(model, parts, epochs, config.train, report)
             staged = config.run_dir / f".{EXPORT}"
             model.export(staged)
@@ -213,10 +212,6 @@ def _speeds(config: RewardModelConfig, rows: TokenRows) -> dict[str, float]:
             PROCESS_MODELS.release(loading)
     per_row = {"student_cpu_s": spent[student] / number, "teacher_cpu_s": sum(spent[t] for t in teachers) / number}
     return per_row | {"speed_up": per_row["teacher_cpu_s"] / per_row["student_cpu_s"]}
-
-
-def _report_nothing(_: TrainingProgress) -> None:
-    """Report nothing. Used on ranks other than 0."""
 
 
 def _rank_main(config: RewardModelConfig, index: int, rendezvous: str) -> None:
@@ -268,13 +263,6 @@ def _open_tracker(config: RewardModelConfig, root: Path) -> Iterator[Tracker]:
         further_trackers=settings.also,
     ) as tracker:  # fmt: skip
         yield tracker
-
-
-@contextmanager
-def _progress_bar(console: Console) -> Iterator[ProgressBar]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with ProgressBar(*columns, console=console, disable=not console.is_terminal) as bar:
-        yield bar
 
 
 def _write_results(

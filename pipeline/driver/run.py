@@ -112,7 +112,7 @@ def run(
     Args:
         from_checkpoint: with `resume`, first archive what was committed after the newest checkpoint, and compute it
             again.
-        immediate_signals: signals that end the run with EndedEarly, for a job that is started again. With them, no
+        immediate_signals: signals that end the run with TerminatedEarly, for a job that is started again. With them, no
             summary is made after such a signal or if workers are missing.
         json_lines: show progress for a program.
         callbacks: called with (step, metrics) when a step is over, and with (version, metrics) when an evaluation is.
@@ -123,7 +123,7 @@ def run(
         StoreError: the stored data is inconsistent; nothing was started.
         AppendFailed: the journal or the tracking spool could not be written. For other files: OSError.
         KeyboardInterrupt: Ctrl-C or SIGTERM. Commits stay, and `resume` continues from them.
-        EndedEarly: like KeyboardInterrupt, but without a summary.
+        TerminatedEarly: like KeyboardInterrupt, but without a summary.
     """
     paths, screen = RunPaths(config.run_dir), Screen(console, json_lines)
     checked = check_run(config, resume=resume)
@@ -153,7 +153,8 @@ def run(
             track_prompts(config, this.tracker, ready.identity.prompts, *num_prompts)
             with _conclude_on_error(this), _start_run(this) as started:
                 if started is not None:
-                    _run_graph(started)
+                    with closing(_Driver(started)) as driver:
+                        driver.run()
             summary = conclude_run(config, this.history, this.tracker, "FINISHED", this.decode)
     _print_results(this, summary)
     return RunResult(summary, paths)
@@ -270,12 +271,6 @@ def _start_run(run: Run) -> Iterator[StartedRun | None]:
             numerics = NumericsWatch(config, ready.identity, journal, run.tracker.set_tags)
             yield StartedRun(run, board, workers, journal, progress, numerics, seen, frozenset(tracked))
             journal.append_now(EventKind.RUN_FINISHED)
-
-
-def _run_graph(started: StartedRun) -> None:
-    """Run the graph to its end."""
-    with closing(_Driver(started)) as driver:
-        driver.run()
 
 
 def _print_results(run: Run, summary: Summary) -> None:

@@ -44,7 +44,6 @@ from pipeline.observe.live import Progress, Screen
 from pipeline.observe.node_events import NodeEvents
 from pipeline.observe.provenance import slurm_job, tunnel_command
 from pipeline.workers.messages import worker_name
-from storage.address import Address
 from storage.ledger import Ledger
 from storage.weights import WeightBoard
 
@@ -127,8 +126,7 @@ class RunView:
         readers, available = self._flow.readers_by_version, self._board.available()
         self._version_bytes = {version: self._bytes_of_version(self._board, version) for version in available}
         return tuple(
-            VersionView(version, self._version_bytes[version], readers.get(version, _NO_READERS))
-            for version in available
+            VersionView(version, self._version_bytes[version], readers.get(version, ())) for version in available
         )
 
     def _bytes_of_version(self, board: WeightBoard, version: int) -> int:
@@ -136,9 +134,6 @@ class RunView:
             return self._version_bytes[version]
         manifest = board.manifest(version)
         return 0 if manifest is None else manifest.num_bytes
-
-
-_NO_READERS: tuple[Address, ...] = ()
 
 
 # ---- Links and display -----------------------------------------------------------------------------------

@@ -58,8 +58,8 @@ class TerminatedEarly(KeyboardInterrupt):
 def handle_signals(immediate_signals: Collection[signal.Signals] = ()) -> Iterator[None]:
     """Make SIGTERM and SIGHUP interrupt like Ctrl-C. Ctrl-C also works if a shell started this process in the
     background with SIGINT ignored. Only the first SIGHUP counts: a closed terminal sends one, and its shell another.
-    The signals in `immediate_signals` raise EndedEarly instead. Only the first of them counts: a cluster's manager may
-    send several, to every process."""
+    The signals in `immediate_signals` raise TerminatedEarly instead. Only the first of them counts: a cluster's manager
+    may send several, to every process."""
 
     def interrupt(number: int, frame: object) -> None:
         if number == signal.SIGHUP:

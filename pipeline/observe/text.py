@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from storage.redaction import redacted_text
@@ -88,3 +89,9 @@ def escape_control_characters(text: str) -> str:
     """Replace every control character (except newline and tab) and every direction mark with visible characters: ESC
     becomes ␛, C1 becomes \\x9b, the right-to-left override becomes \\u202e."""
     return text.translate(_TABLE)
+
+
+def progress_bar(console: Console) -> Progress:
+    """Return a bar with counts and the remaining time. It is shown on terminals only."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal)

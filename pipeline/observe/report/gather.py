@@ -261,7 +261,7 @@ def timeline_columns(
     def ms(t: float) -> int:
         return round((t - start) * 1000)
 
-    placed = [(round_or_none, box) for round_or_none, lane in enumerate(drawn.lanes) for box in lane.boxes]
+    placed = [(number, box) for number, lane in enumerate(drawn.lanes) for box in lane.boxes]
     stages = sorted({box.address.stage for _, box in placed})
     resumes = [event for event in events if event.kind is EventKind.RUN_STARTED][1:]
     left, right = drawn.middle_period or (start, drawn.end_s)

@@ -42,7 +42,6 @@ _DECISION_PASSES = 16
 """Number of passes for which a chosen draft length is reused while the numbers of rows and tokens stay the same."""
 
 
-@dataclass
 class Speculation:
     """Owns the drafters, and the measurements of passes, drafting and acceptance."""
 
@@ -86,8 +85,7 @@ class Speculation:
     # ---- per pass ----
 
     def propose(self, rows: Sequence[Row], num_other_tokens: int) -> dict[Row, DraftTree]:
-        """Return the guesses that are worth verifying for `rows`, which decode in the next pass. `num_other_tokens`:
-        number of further tokens that the pass feeds, such as prompts."""
+        """See `Drafts`. Only guesses that are worth verifying are returned."""
         measured = self._lengths == "measured"
         if measured and not self._trials.allows(len(rows)):
             return {}
@@ -121,16 +119,8 @@ class Speculation:
         seconds: float | None,
         drafting_s: float = 0.0,
     ) -> None:
-        """Record a pass.
-
-        Args:
-            chunks: the chunks that sampled.
-            kept: for each chunk, the indices of the draws that became tokens (see `batch.keep`).
-            hidden: the hidden states before all draws of the pass; None if no drafter wants them.
-            seconds: the time of the pass without drafting. None if the pass fed prompts: their tokens cost less, since
-                nothing is sampled after them.
-            drafting_s: the time of drafting before the pass.
-        """
+        """See `Drafts`. `seconds` is None if the pass fed prompts, because their tokens cost less: nothing is sampled
+        after them."""
         self._acceptance.passes += 1
         if seconds is not None and self._lengths == "measured":
             sizes = [chunk.count + len(chunk.drafts) for chunk in chunks]

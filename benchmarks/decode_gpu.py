@@ -71,7 +71,7 @@ class Shape:
     tied: bool
 
     def config(self, max_positions: int) -> dict[str, Any]:
-        """The contents of config.json."""
+        """Return the contents of config.json."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -145,7 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """Raises SystemExit where there is nothing to measure."""
+    """Return the measurements to make. Raises SystemExit if there is nothing to measure."""
     if not CUDA:
         if not options.quick:
             sys.exit("benchmarks.decode_gpu needs a CUDA device; without one, --quick shows that it works")
@@ -161,7 +161,7 @@ def synchronize() -> None:
 
 
 def seconds_of(run: Callable[[], object], repeats: int) -> float:
-    """The median, after one run that warms up."""
+    """Return the median seconds of a run. The first run warms up and does not count."""
     run()
     seconds = []
     for _ in range(repeats):
@@ -174,7 +174,7 @@ def seconds_of(run: Callable[[], object], repeats: int) -> float:
 
 
 def bandwidths() -> dict[str, float]:
-    """Bytes per second of a large copy (read and written) and of a large sum (read)."""
+    """Return the bytes per second of a large copy (read and written) and of a large sum (read)."""
     numbers = torch.ones(2**30 if CUDA else 2**24, device=DEVICE)
     other = torch.empty_like(numbers)
     return {
@@ -185,7 +185,7 @@ def bandwidths() -> dict[str, float]:
 
 @contextmanager
 def written_model(shape: Shape, plan: Plan) -> Iterator[Path]:
-    """A directory with random weights of about a trained model's size of numbers."""
+    """Yield a directory with random weights. Their numbers are about as large as a trained model's."""
     numbers = torch.Generator(DEVICE).manual_seed(0)
     config = shape.config(plan.max_seq)
     tensors = {}
@@ -256,7 +256,7 @@ def step_seconds(run: Callable[[np.ndarray, int], None], rows: np.ndarray, plan:
 
 
 def steady_batch(rows: int, plan: Plan, vocab: int) -> Batch:
-    """A decode pass in the middle of the counted part, each row in blocks of its own."""
+    """Return a decode pass in the middle of the counted part. Each row has blocks of its own."""
     position, index = int(plan.mean_context), np.arange(rows)
     width = blocks_for(plan.max_seq)
     return Batch(
@@ -278,7 +278,8 @@ def run_batch(runner: LocalRunner, batch: Batch) -> None:
 
 @torch.inference_mode()
 def parts_of_a_batch(runner: LocalRunner, batch: Batch, plan: Plan) -> dict[str, float]:
-    """Seconds of the matrix products and of the attention of all layers, each as a graph of its own; CUDA only."""
+    """Return the seconds of the matrix products and of the attention of all layers. Each is a graph of its own, so this
+    needs CUDA."""
     weights, spec, kernels, cache = runner._weights, runner._spec, runner._kernels, runner._cache
     size = size_for(len(batch.ids))
     hidden_size, intermediate_size = spec.hidden_size, spec.intermediate_size
@@ -322,7 +323,7 @@ def parts_of_a_batch(runner: LocalRunner, batch: Batch, plan: Plan) -> dict[str,
 
 
 def refits(engine: EmbeddedEngine, tensors: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Seconds of new weights from the host's memory and from the device's, and of a copy of the latter alone."""
+    """Return the seconds of new weights from the host's memory, from the device's, and of a copy within the device."""
 
     def load(new: dict[str, torch.Tensor]) -> None:
         engine.load_weights(engine.version + 1, new)
@@ -353,7 +354,7 @@ class Results:
 
 
 def measure(name: str, shape: Shape, plan: Plan, bytes_per_s: float) -> Results:
-    """One model: the engine with and without what makes it fast, new weights, and transformers."""
+    """Measure one model: the engine with and without what makes it fast, new weights, and transformers."""
     results = Results(name, cost_of(shape, plan), bytes_per_s, plan)
     sides: dict[str, dict[str, Any]] = {"plain torch": {"kernels": "torch"}}
     if CUDA:

@@ -61,14 +61,14 @@ class Roofline:
     flops_per_token: int
 
     def seconds(self, stats: EngineStats, prompt_tokens: int) -> float:
-        """The least that the decode steps and the prompts behind `stats` can take."""
+        """Return the fewest seconds that the decode steps and the prompts behind `stats` can take."""
         rows = stats.mean_occupancy * SLOTS
         step_s = max(self.weight_bytes / self.bytes_per_s, rows * self.flops_per_token / self.flops_per_s)
         return stats.decode_steps * step_s + prompt_tokens * self.flops_per_token / self.flops_per_s
 
 
 def workload(num_rows: int, vocab: int, longest: int, seed: int = 0) -> list[Row]:
-    """Uneven rows: 8 to 48 random prompt tokens, 16 to `longest` new ones."""
+    """Return uneven rows: 8 to 48 random prompt tokens, and 16 to `longest` new ones."""
     rng = random.Random(seed)
     return [
         Row([rng.randrange(3, vocab) for _ in range(rng.randint(8, 48))], rng.randint(16, longest))
@@ -79,8 +79,9 @@ def workload(num_rows: int, vocab: int, longest: int, seed: int = 0) -> list[Row
 def run_padded(
     model: LlamaForCausalLM, prompts: Sequence[Row], sampled: bool, banned: list[int] | None = None
 ) -> list[list[int]]:
-    """Batches of SLOTS rows, left-padded, each as long as its longest row. The rows' new tokens. `banned`: never made;
-    the engine does not make the end of sequence, which is no end here."""
+    """Generate in batches of SLOTS rows, left-padded, each as long as its longest row. Return the rows' new tokens.
+    `banned`: tokens that are never made. (The engine does not make the end of sequence either, since no row ends
+    there.)"""
     made: list[list[int]] = []
     for start in range(0, len(prompts), SLOTS):
         batch = prompts[start : start + SLOTS]
@@ -118,7 +119,7 @@ def widest_tie(
 
 
 def run_continuous(model: LlamaForCausalLM, prompts: Sequence[Row], sampled: bool) -> None:
-    """transformers' own in-flight batching; raises RuntimeError where it fails."""
+    """Generate with transformers' own in-flight batching. Raises RuntimeError if it fails."""
     model.set_attn_implementation("paged|sdpa")
     config = GenerationConfig(do_sample=sampled, eos_token_id=-1, pad_token_id=0, max_new_tokens=128)
     if sampled:
@@ -152,7 +153,7 @@ def run_continuous(model: LlamaForCausalLM, prompts: Sequence[Row], sampled: boo
 
 
 def best_seconds(work: Callable[[], object], repeats: int = 7) -> float:
-    """The least of some repeats: a limit is what the machine can do when nothing holds it up."""
+    """Return the fewest seconds of some repeats: a limit is what the machine can do when nothing holds it up."""
     work()
     seconds = []
     for _ in range(repeats):
@@ -163,9 +164,9 @@ def best_seconds(work: Callable[[], object], repeats: int = 7) -> float:
 
 
 def machine_limits(dtype: torch.dtype) -> tuple[float, float]:
-    """Bytes per second of reading memory, and operations per second of large products, with all cores. The best of what
-    torch reaches and what the engine's own products reach alone: neither is the fastest on every machine, and a limit
-    that the engine is measured against must not be below what its parts can do."""
+    """Return the bytes per second of reading memory, and the operations per second of large products, with all cores.
+    Each is the better of torch and of the engine's own products. Neither is the fastest on every machine, and a limit
+    must not be below what the engine's parts can do."""
     memory = torch.ones(64 * 2**20)
     bytes_per_s = memory.nbytes / best_seconds(memory.sum)
     flops_per_s = gemm_gflops(CORES, dtype) * 1e9
@@ -191,7 +192,7 @@ def measure_roofline(model: LlamaForCausalLM) -> Roofline:
 
 @contextmanager
 def model_directory(quick: bool) -> Iterator[Path]:
-    """The demo's model, or a small random one."""
+    """Yield the directory of the demo's model, or of a small random one."""
     if not quick:
         yield MODEL
         return
@@ -223,8 +224,8 @@ def lost_share(slower: Sequence[float], beside: Sequence[float]) -> tuple[float,
 def compare(
     path: Path, dtype: str, prompts: list[Row], repeats: int, engines: list[str]
 ) -> tuple[list[tuple[str, ...]], dict[str, float]]:
-    """All sides, greedy and sampled, with weights of one dtype: rows of the table, figures by name. `engines`: those
-    that the engine is compared with; none: transformers."""
+    """Compare all sides, greedy and sampled, with weights of one dtype. Return the rows of the table and the figures by
+    name. `engines`: those that the engine is compared with; none: transformers."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
     roofline = measure_roofline(model)
     num_new, num_prompt = sum(p.new for p in prompts), sum(len(p.tokens) for p in prompts)

@@ -33,7 +33,7 @@ PACKAGES = ("torch", "triton", "megatron-core", "transformers", "dask", "zarr")
 def arguments(
     description: str, add: Callable[[argparse.ArgumentParser], None] = lambda parser: None
 ) -> argparse.Namespace:
-    """--json FILE, --quick (under a minute) and --repeats, the same for every benchmark, and what `add` adds."""
+    """Parse --json FILE, --quick (under a minute) and --repeats, which every benchmark has, and what `add` adds."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, help="write the figures by name to this file")
     parser.add_argument("--quick", action="store_true", help="under a minute, on a tiny model: not for figures")
@@ -52,8 +52,9 @@ class Load:
 
 @contextmanager
 def measured_load() -> Iterator[Callable[[], Load]]:
-    """Yields a function that says, after the block, what share of the machine this process tree and others used. Others
-    are counted by processes that live at the end; all the rest that was busy is ours, whatever has died of it."""
+    """Yield a function that returns, after the block, the shares of the machine that this process tree and others used.
+    The others are the processes that live at the end. All other busy time is ours, since some of our processes may have
+    ended."""
     result: list[Load] = []
     others_before, busy_before, start = _others_seconds(), _busy_seconds(), time.perf_counter()
     yield lambda: result[0]
@@ -77,7 +78,7 @@ def _busy_seconds() -> float:
 
 
 def _others_seconds() -> dict[int, float]:
-    """CPU seconds of every process that is neither this one nor below it, with those of its children that ended."""
+    """Return the CPU seconds of every process outside this process tree, with those of its children that ended."""
     process = psutil.Process()
     own = {process.pid, *(child.pid for child in process.children(recursive=True))}
     seconds = {}
@@ -94,7 +95,8 @@ def _others_seconds() -> dict[int, float]:
 
 
 def gemm_gflops(threads: int, dtype: torch.dtype = torch.float32, size: int = 1536, repeats: int = 5) -> float:
-    """This machine's matrix-product rate now: the limit that any schedule of the same arithmetic has."""
+    """Return this machine's rate of matrix products now, in GFLOP/s. No schedule of the same arithmetic can be
+    faster."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -144,7 +146,7 @@ def report(
     notes: Sequence[str],
     console: Console | None = None,
 ) -> None:
-    """Prints the table and what must be known to read it."""
+    """Print the table and the notes that are needed to read it."""
     console = console or Console()
     table = Table(title=title, title_justify="left")
     for i, column in enumerate(columns):
@@ -157,7 +159,7 @@ def report(
 
 
 def write_json(path: Path | None, figures: dict[str, float]) -> None:
-    """The figures by name, with the machine they belong to."""
+    """Write the figures by name, with the machine that they were measured on."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"machine": machine(), "figures": figures}, indent=2) + "\n", "utf8")

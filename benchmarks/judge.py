@@ -77,7 +77,7 @@ class Measured:
 
 @contextmanager
 def slow_judge(latency_s: float) -> Iterator[str]:
-    """The URL of a server in a process of its own."""
+    """Yield the URL of a server in a process of its own."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(latency_s, theirs), daemon=True)
@@ -113,7 +113,7 @@ def _serve(latency_s: float, port: Connection) -> None:
 
 
 def busy_s(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of some intervals."""
+    """Return the length of the union of some intervals."""
     total, end = 0.0, float("-inf")
     for start, stop in sorted(spans):
         total += max(0.0, stop - max(start, end))
@@ -122,7 +122,7 @@ def busy_s(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def measure(folder: Path, name: str, url: str, staleness: int, steps: int) -> Measured:
-    """Runs to the end; figures of the steps after the warm-up."""
+    """Run to the end, and return the figures of the steps after the warm-up."""
     file = folder / "judged.yaml"
     file.write_text(CONFIG)
     judge = {"url": url, "model": "m", "read": "text", "rubric": "{prompt} {response}", "on_unparsed": 0}

@@ -77,7 +77,7 @@ ARMS = {
 
 
 def batch_of(vocabulary: int, step: int) -> PolicyBatch:
-    """Random tokens and advantages, full rows."""
+    """Return random tokens and advantages in full rows."""
     rng = np.random.default_rng(step)
     shape = ROWS, PROMPT + NEW
     mask = np.broadcast_to(np.arange(PROMPT + NEW) >= PROMPT, shape)
@@ -137,7 +137,7 @@ def opened(
 def measure(
     arm: LayoutConfig, model: ModelConfig, threads: int, updates: int, folder: Path
 ) -> tuple[int, list[tuple[float, float]]]:
-    """(bytes kept, (seconds, CPU seconds) of each update after the first)."""
+    """Return (bytes kept, (seconds, CPU seconds) of each update after the first)."""
     vocabulary, seconds = read_spec(model.path).vocab_size, []
     host = opened(model, arm, threads, updates + WARM_UP, folder)
     found = measured_bytes(host, batch_of(vocabulary, 0))
@@ -151,7 +151,7 @@ def measure(
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """The most that `work` has allocated at a time, by what torch's profiler saw allocated and freed."""
+    """Return the most bytes that `work` has allocated at a time, as torch's profiler counts them."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
         work()

@@ -114,16 +114,16 @@ class Replica:
         return self.engine.migrate_out(rows, copied)
 
     def rows_left(self) -> None:
-        """No shard waits for another version."""
+        """Do nothing, since no shard waits for another version."""
 
     def resident(self, versions: Set[int]) -> AbstractContextManager[None]:
-        """Every row has the one version."""
+        """Do nothing, since every row has the same version."""
         del versions
         return nullcontext()
 
 
 def build(index: int, path: str, max_seq: int, device: PassCost | None) -> None:
-    """Makes this worker process a replica."""
+    """Make this worker process a replica."""
     worker = get_worker()
     worker.replica = Replica(path, max_seq, device)
     spec = WorkerSpec("bench", index, 1, 0, "", "", "")
@@ -131,7 +131,7 @@ def build(index: int, path: str, max_seq: int, device: PassCost | None) -> None:
 
 
 def start(requests: list[Request], passes: int, limit: int = 0) -> None:
-    """Begins to generate; returns after so many passes, or at once if there are no rows."""
+    """Begin to generate. Return after that many passes, or at once if there are no rows."""
     replica: Replica = get_worker().replica
     replica.limit = limit
     replica.passes.clear()
@@ -144,7 +144,7 @@ def start(requests: list[Request], passes: int, limit: int = 0) -> None:
 
 
 def finish() -> float:
-    """When all rows that were started here were done."""
+    """Return the time at which all rows that were started here were done."""
     replica: Replica = get_worker().replica
     assert replica.running is not None
     replica.running.join()
@@ -156,7 +156,7 @@ def clear() -> None:
 
 
 def times() -> tuple[list[float], list[float]]:
-    """(when rows were taken out, when passes were done)"""
+    """Return (times at which rows were taken out, times at which passes were done)."""
     replica: Replica = get_worker().replica
     return list(replica.asked), list(replica.passes)
 
@@ -191,7 +191,7 @@ class Moved:
 
 
 def move_one(pool: Pool, number: int, length: int, with_cache: bool) -> Moved:
-    """Moves a row that has `length` tokens when it goes."""
+    """Move a row that has `length` tokens by then."""
     row = request(number, length - SETTLED, CAPACITY)
     pool.call(1, clear)
     pool.call(0, start, [row], SETTLED)
@@ -229,7 +229,7 @@ def run_tail(
     waiting: int = 0,
     limit: int = 0,
 ) -> Tail:
-    """Runs rows of so many new tokens on each replica. `planner`: moves them. `waiting`: number of other nodes."""
+    """Run rows with that many new tokens on each replica. `planner`: moves them. `waiting`: number of other nodes."""
     while not pool.news.empty():
         pool.news.get()
     replicas = range(len(tail))

@@ -75,7 +75,7 @@ def computing_nothing(node_done: Callable[[Node], None], **replaced: object) -> 
 
 
 def command(arguments: list[str]) -> int:
-    """Runs one of Stageline's commands; returns its exit code."""
+    """Run one of Stageline's commands and return its exit code."""
     if arguments[:1] == ["worker"]:  # which needs no torch, and there are many
         return main(arguments)
     cost = DriverCost()

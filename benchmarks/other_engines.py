@@ -43,7 +43,7 @@ Side = Callable[[Sequence[Row], bool], object]
 
 
 def vllm_python() -> str:
-    """The interpreter of vLLM's environment, which `make engine-vllm` makes if it is not there."""
+    """Return the interpreter of vLLM's environment. `make engine-vllm` makes it if it is not there."""
     python = os.environ.get("STAGELINE_VLLM_PYTHON", str(ROOT / ".engines/vllm/bin/python"))
     if environment_problem(python, ENVIRONMENTS["vllm"]) is not None:
         print("making vLLM's environment: some minutes, once", file=sys.stderr, flush=True)
@@ -54,7 +54,7 @@ def vllm_python() -> str:
 
 @contextmanager
 def vllm_sides(path: Path, dtype: str, *, max_rows: int, max_seq: int, threads: int) -> Iterator[dict[str, Side]]:
-    """By name; all three are up, and wait."""
+    """Yield the three sides by name. All of them are up and wait."""
     python, own = vllm_python(), VllmConfig()
     job = {
         "model": str(path.resolve()),
@@ -77,7 +77,7 @@ def vllm_sides(path: Path, dtype: str, *, max_rows: int, max_seq: int, threads: 
 
 
 def run_rows(engine: GenerationEngine, rows: Sequence[Row], sampled: bool) -> list[list[int]]:
-    """The rows' new tokens."""
+    """Return the rows' new tokens."""
     requests = [
         Request(i, 1, 1, tuple(row.tokens), 0, SamplingConfig(row.new, row.new, temperature=float(sampled)))
         for i, row in enumerate(rows)
@@ -88,8 +88,7 @@ def run_rows(engine: GenerationEngine, rows: Sequence[Row], sampled: bool) -> li
 
 @contextmanager
 def vllm_process(python: str, job: dict[str, Any]) -> Iterator[Side]:
-    """A vLLM that makes rows in its own process when it is told to. Raises RuntimeError, with its last lines, where it
-    ends."""
+    """Yield a vLLM that makes rows in its own process. Raises RuntimeError, with its last lines, if it ends."""
     read, write = os.pipe()
     with os.fdopen(write, "w") as stream:
         stream.write(json.dumps(job))

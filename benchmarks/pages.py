@@ -59,7 +59,7 @@ def free_port() -> int:
 
 @contextmanager
 def visitor(port: int | None) -> Iterator[list[float]]:
-    """Somebody who has the page open, and who meets it as soon as it is there."""
+    """Fetch the page in a thread while the block runs, as soon as it is there. Yield the seconds of each answer."""
     took: list[float] = []
     gone = threading.Event()
 
@@ -85,7 +85,7 @@ def visitor(port: int | None) -> Iterator[list[float]]:
 
 
 def logged_steps(database: Path) -> set[int]:
-    """The steps whose metrics MLflow has; none before it has its tables."""
+    """Return the steps whose metrics MLflow has; none before it has its tables."""
     if not database.exists():
         return set()
     with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=5)) as there:
@@ -131,7 +131,7 @@ def delays(events: Sequence[Event], logged: Mapping[int, float]) -> list[float]:
 
 
 def report_seconds(run_dir: Path, out: Path) -> tuple[float, float]:
-    """Wall clock and CPU of `stageline report`, the interpreter's start included."""
+    """Return the seconds of wall clock and of CPU of `stageline report`, including the interpreter's start."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     command = [sys.executable, "-m", "pipeline.cli", "report", str(run_dir), "--out", str(out)]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)

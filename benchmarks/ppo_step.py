@@ -86,7 +86,8 @@ class Measured:
 
 
 def ours(arm: Arm, threads: int, steps: int, name: str, scratch: Path) -> Measured:
-    """A whole run through the real path (Dask, Zarr, ledger), without its first steps and its workers' start."""
+    """Measure a whole run through the real path (Dask, Zarr, ledger), without its first steps and its workers'
+    start."""
     changes = [*arm.changes(threads), f"steps={steps + WARM_UP}", f"name={name}", f"runs_dir={scratch}"]
     with measured_load() as load:
         paths = run(load_config([WORKLOAD], changes), Console(file=StringIO())).paths
@@ -103,7 +104,7 @@ def ours(arm: Arm, threads: int, steps: int, name: str, scratch: Path) -> Measur
 
 
 def peer_python(folder: Path) -> Path:
-    """The interpreter of the peer's environment, made if it is not there."""
+    """Return the interpreter of the peer's environment, which is made if it is not there."""
     python = folder / "bin/python"
     if not (folder / ".complete").exists():
         print(f"making {folder} for {', '.join(PEER_PACKAGES)}: some minutes, once", file=sys.stderr, flush=True)
@@ -116,7 +117,7 @@ def peer_python(folder: Path) -> Path:
 
 
 def peers(python: Path, arm: Arm, threads: int, steps: int, prompts: list[list[int]], scratch: Path) -> Measured:
-    """TRL's trainer, in a process of its own."""
+    """Measure TRL's trainer, in a process of its own."""
     job = {
         "model": str(ROOT / MODEL), "dtype": arm.dtype, "epochs": arm.epochs, "threads": threads, "new": NEW,
         "lora_rank": arm.lora_rank,
@@ -142,16 +143,16 @@ def run_job(program: list[str], job: dict[str, Any], scratch: Path, python_path:
 
 
 def the_prompts(scratch: Path) -> list[list[int]]:
-    """The first prompts of the source, as tokens."""
+    """Return the first prompts of the source, as tokens."""
     config = load_config([WORKLOAD], ["name=prompts", f"runs_dir={scratch}"])
     table = preflight(config).prompts
     return table.tokens[table.train[:ROWS], :PROMPT].tolist()
 
 
 def least_seconds(arm: Arm, gflops: float) -> float:
-    """Seconds that the products of a step take at the rate of a large one: a forward pass each of generation,
-    reference and critic, forward and backward of both trained models in every epoch; the output layer for sampled
-    tokens only. Under LoRA the backward pass has gradients of inputs and none of weights."""
+    """Return the seconds that the products of a step take at the rate of a large one: a forward pass each of
+    generation, reference and critic, then forward and backward of both trained models in every epoch. The output layer
+    counts for sampled tokens only. Under LoRA the backward pass has gradients of inputs and none of weights."""
     spec = read_spec(str(ROOT / MODEL))
     blocks = 2 * spec.num_layers * matrix_numbers(spec) * ROWS * (PROMPT + NEW)
     output = 2 * spec.vocab_size * spec.hidden_size * ROWS * NEW

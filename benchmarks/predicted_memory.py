@@ -23,11 +23,12 @@ import multiprocessing
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -98,10 +99,10 @@ CASES = {
 }
 
 
-def write_random(directory: Path) -> None:
-    """Write a random model of `SIZES`."""
+def write_random(directory: Path, sizes: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Write a random model of `SIZES`, some of which `sizes` replaces."""
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(read_config(RANDOM_8B) | SIZES))
+    (directory / "config.json").write_text(json.dumps(read_config(RANDOM_8B) | SIZES | dict(sizes)))
     shapes = tensor_shapes(read_spec(str(directory)))
     weights = {
         name: torch.ones(shape) if len(shape) == 1 else 0.02 * torch.randn(shape) for name, shape in shapes.items()
@@ -114,15 +115,36 @@ def write_random(directory: Path) -> None:
 
 def measure(gang: TracedGang, heap: Mapping[str, str]) -> list[int]:
     """Run all ranks of a gang and return the peak bytes of each."""
-    spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="stageline-memory-") as folder, environment(heap):
-        answers = [spawn.Pipe(duplex=False) for _ in range(gang.num_ranks)]
-        ranks = [spawn.Process(target=_rank, args=(gang, i, folder, answers[i][1])) for i in range(gang.num_ranks)]
-        for rank in ranks:
-            rank.start()
-        for _, own in answers:
-            own.close()
-        return [int(answer.recv()) for answer, _ in answers]
+        return [int(peak) for peak in run_ranks(_rank, gang.num_ranks, gang, folder)]
+
+
+def run_ranks(rank_main: Callable[..., None], num_ranks: int, *arguments: Any) -> list[Any]:
+    """Run all ranks of a gang, each in a process of its own, and return their answers in the order of the ranks. A rank
+    is `rank_main(*arguments, index, answer)`, and sends its answer into the pipe `answer`."""
+    spawn = multiprocessing.get_context("spawn")
+    answers = [spawn.Pipe(duplex=False) for _ in range(num_ranks)]
+    ranks = [spawn.Process(target=rank_main, args=(*arguments, i, own)) for i, (_, own) in enumerate(answers)]
+    for rank in ranks:
+        rank.start()
+    for _, own in answers:
+        own.close()
+    found = [answer.recv() for answer, _ in answers]
+    for rank in ranks:
+        rank.join()
+    return found
+
+
+def reset_peak() -> None:
+    """Set the peak of this process's resident set (VmHWM) back to its present size."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def status_bytes(name: str) -> int:
+    """Return a number of bytes from Linux's status of this process: `VmHWM`, say."""
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
 
 
 @contextmanager
@@ -137,17 +159,15 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _rank(gang: TracedGang, index: int, folder: str, answer: Any) -> None:
+def _rank(gang: TracedGang, folder: str, index: int, answer: Any) -> None:
     torch.set_num_threads(1)
     peaks: list[int] = []
 
     @contextmanager
     def phase() -> Iterator[None]:
-        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back
+        reset_peak()
         yield
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        assert found is not None
-        peaks.append(1024 * int(found[1]))
+        peaks.append(status_bytes("VmHWM"))
 
     rank = Rank(index, gang.num_ranks, f"file://{folder}/rendezvous", 1)
     with phase():

@@ -13,9 +13,6 @@ again into the memory of the first: the second one is timed, from one barrier to
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import re
 import statistics
 import tempfile
 import time
@@ -27,12 +24,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import arguments, measured_load, report, write_json
-from benchmarks.predicted_memory import RETURNED, SIZES, environment
+from benchmarks.predicted_memory import RETURNED, environment, reset_peak, run_ranks, status_bytes, write_random
 from stages.models.config import LayoutConfig, ModelConfig, SamplingConfig
-from stages.models.hf_weights import write_tensors
 from stages.models.host import MegatronHost
 from stages.models.protocol import Rank, Role
-from stages.models.spec import RANDOM_8B, read_config, read_spec, tensor_shapes
 from stages.ppo.config import PPOConfig
 from stages.publish import publish
 from storage.weights import WeightBoard
@@ -63,37 +58,15 @@ class Measured:
     num_bytes: int
 
 
-def write_random(directory: Path, sizes: dict[str, Any]) -> None:
-    """Write a random model: `SIZES` of `predicted_memory`, with some of them replaced."""
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(read_config(RANDOM_8B) | SIZES | sizes))
-    shapes = tensor_shapes(read_spec(str(directory)))
-    weights = {name: torch.full(shape, 0.02) for name, shape in shapes.items()}
-    write_tensors(directory / "model.safetensors", weights)
-
-
 def measure(path: Path, layout: LayoutConfig, repeats: int) -> list[Measured]:
     """Run all ranks of a gang and return what each measured, in the order of the ranks."""
-    spawn = multiprocessing.get_context("spawn")
     num_ranks = layout.tensor * layout.pipeline
     with tempfile.TemporaryDirectory(prefix="stageline-publish-", dir="/dev/shm") as folder, environment(RETURNED):
-        answers = [spawn.Pipe(duplex=False) for _ in range(num_ranks)]
-        ranks = [
-            spawn.Process(target=_rank, args=(path, layout, repeats, Path(folder), i, num_ranks, answers[i][1]))
-            for i in range(num_ranks)
-        ]
-        for rank in ranks:
-            rank.start()
-        for _, own in answers:
-            own.close()
-        found = [answer.recv() for answer, _ in answers]
-        for rank in ranks:
-            rank.join()
-    return found
+        return run_ranks(_rank, num_ranks, path, layout, repeats, Path(folder), num_ranks)
 
 
 def _rank(
-    path: Path, layout: LayoutConfig, repeats: int, folder: Path, index: int, num_ranks: int, answer: Any
+    path: Path, layout: LayoutConfig, repeats: int, folder: Path, num_ranks: int, index: int, answer: Any
 ) -> None:
     torch.set_num_threads(1)
     model = ModelConfig(path=str(path), kernels="portable", products="torch", peak_tflops=1.0)
@@ -105,15 +78,15 @@ def _rank(
     board = WeightBoard(folder / "board")
     beyond, seconds, copies, num_bytes = 0, list[float](), list[float](), 0
     for version in range(1 + repeats):
-        before = _status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back
+        before = status_bytes("VmRSS")
+        reset_peak()
         dist.barrier()
         started = time.perf_counter()
         manifest = publish(host, board, version)
         dist.barrier()
         if version:
             seconds.append(time.perf_counter() - started)
-            beyond = max(beyond, _status("VmHWM") - before)
+            beyond = max(beyond, status_bytes("VmHWM") - before)
         if manifest is not None:
             num_bytes = manifest.num_bytes
             if version:
@@ -134,13 +107,6 @@ def _copy_seconds(source: Path, target: Path) -> float:
                 taken.write(buffer[:num_bytes])
         seconds = time.perf_counter() - started
     return seconds
-
-
-def _status(name: str) -> int:
-    """Return a number of bytes from Linux's status of this process."""
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return 1024 * int(found[1])
 
 
 def main() -> None:

@@ -81,7 +81,7 @@ def copy_seconds(tensors: Mapping[str, torch.Tensor], target: Mapping[str, torch
 
 
 def load_while_decoding(engine: EmbeddedEngine, version: int, tensors: Mapping[str, torch.Tensor]) -> float:
-    """Seconds of `load_weights` beside as many rows as there can be, which then run to their end."""
+    """Return the seconds of `load_weights` while as many rows as possible decode. These then run to their end."""
     sampling = SamplingConfig(NEW_TOKENS, NEW_TOKENS)
     engine.stats()
     running = engine.generate(Request(i, 1, 1, (5, 6, 7 + i), engine.version, sampling) for i in range(SLOTS))
@@ -94,7 +94,7 @@ def load_while_decoding(engine: EmbeddedEngine, version: int, tensors: Mapping[s
 
 
 def measure(path: Path, dtype: str, repeats: int) -> tuple[list[tuple[str, ...]], dict[str, float]]:
-    """Rows of the table and figures by name, for weights of one dtype."""
+    """Return the rows of the table and the figures by name, for weights of one dtype."""
     tensors = {name: tensor.float() for name, tensor in read_weights(str(path)).items()}
     few = {n: t for n, t in tensors.items() if n.startswith(tuple(f"model.layers.{i}." for i in range(NUM_BLOCKS)))}
     target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
@@ -133,7 +133,7 @@ def measure(path: Path, dtype: str, repeats: int) -> tuple[list[tuple[str, ...]]
 
 
 def open_mirror(board: str, cores: set[int]) -> None:
-    """`cores`: those of all threads that there are, and of the sender."""
+    """Open this worker's mirror. `cores`: the cores of all its threads and of its sender."""
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), cores)
     worker = get_worker()
@@ -142,7 +142,7 @@ def open_mirror(board: str, cores: set[int]) -> None:
 
 
 def fetch(board: str) -> float:
-    """Seconds until this worker's board has the version, which is then removed."""
+    """Return the seconds until this worker's board has the version, which is then removed."""
     seconds = seconds_of(lambda: get_worker().mirror.fetch(VERSION))
     with WeightBoard(board).open(VERSION) as lease:
         lease.verify()
@@ -151,7 +151,7 @@ def fetch(board: str) -> float:
 
 
 def update_seconds(core: int) -> float:
-    """Seconds of an update of a small model on one core, over `UPDATES_S` seconds."""
+    """Return the seconds of an update of a small model on one core, as the mean over `UPDATES_S` seconds."""
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     model = LlamaForCausalLM(
@@ -180,7 +180,7 @@ def encrypt(data: memoryview) -> None:
 
 
 def serve(listener: socket.socket, file: str) -> None:
-    """Sends a file's bytes to whoever connects, each time anew."""
+    """Send a file's bytes to everybody who connects."""
     with open(file, "rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as whole:
         while True:
             connection, _ = listener.accept()
@@ -219,7 +219,8 @@ def fetch_seconds(client: Client, directory: str) -> float:
 
 
 def measure_fetch(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], dict[str, float]]:
-    """Rows of the table and figures by name, for both types of published weights; arms in turn in every repeat."""
+    """Return the rows of the table and the figures by name, for both types of published weights. Arms are taken in turn
+    in every repeat."""
     weights = read_weights(str(path))
     published = {
         "float32": {name: tensor.float().numpy() for name, tensor in weights.items()},
@@ -279,8 +280,8 @@ def measure_fetch(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], dict
 
 
 def engines_elsewhere(path: Path) -> dict[str, Callable[[], GenerationEngine]]:
-    """The stand-in of the tests, whose load is one copy, and vLLM where STAGELINE_VLLM_PYTHON names a Python that has
-    it."""
+    """Return the builders of engines in other processes: the stand-in of the tests, whose load is one copy, and vLLM if
+    STAGELINE_VLLM_PYTHON names a Python that has it."""
     made: dict[str, Callable[[], GenerationEngine]] = {
         "stand-in": lambda: build_remote(
             str(path),
@@ -306,7 +307,8 @@ def enter_and_leave(engine: VersionedEngine, version: int) -> None:
 
 
 def measure_elsewhere(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], dict[str, float]]:
-    """Board -> engine in another process, as a worker does it (`VersionedEngine`); arms in turn in every repeat."""
+    """Measure the way from the board to an engine in another process, as a worker does it (`VersionedEngine`). Arms are
+    taken in turn in every repeat."""
     tensors = {name: tensor.float().numpy() for name, tensor in read_weights(str(path)).items()}
     target = {name: np.zeros_like(array) for name, array in tensors.items()}
     rows: list[tuple[str, ...]] = []
@@ -341,7 +343,7 @@ def measure_elsewhere(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], 
 
 
 def two_workers(stack: ExitStack) -> Client:
-    """A client of two worker processes, which are chosen by resources of their names."""
+    """Return a client of two worker processes, which are chosen by resources of their names."""
     security = Security.temporary()
     common = {"host": "127.0.0.1", "protocol": "tls://", "security": security}
     workers = {

@@ -100,7 +100,7 @@ class Samples:
 
 
 def run_long(config: RunConfig, samples: Samples, *, resume: bool) -> None:
-    """The real driver, with the runtime that computes nothing."""
+    """Run the real driver with the runtime that computes nothing."""
     steps = itertools.count(1)
 
     def counted(node: Node) -> None:
@@ -113,7 +113,7 @@ def run_long(config: RunConfig, samples: Samples, *, resume: bool) -> None:
 
 
 def measure_long(steps: int, dashboard: bool) -> tuple[dict[str, float], list[tuple[str, ...]]]:
-    """Figures by name, and a row for each tenth."""
+    """Return the figures by name, and a row for each tenth."""
     with tempfile.TemporaryDirectory() as folder:
         config = long_config(Path(folder), steps, dashboard)
         samples = Samples()

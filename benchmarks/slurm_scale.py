@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def noop_config(folder: Path, workers: int, nodes: int, steps: int, *, kind: str) -> RunConfig:
-    """A run whose pool has so many replicas, each with a shard of every step."""
+    """Return a run whose pool has that many replicas, each with a shard of every step."""
     changes = [
         f"runs_dir={folder}", f"name=noop-{kind}", f"steps={steps}", "evaluate.every=0", "tracking.uri=null",
         "tracking.report=false", "cluster.dashboard=null", f"cluster.kind={kind}",
@@ -64,10 +64,10 @@ def noop_config(folder: Path, workers: int, nodes: int, steps: int, *, kind: str
 
 
 def run_on_slurm(config: RunConfig) -> float:
-    """Submits it and waits for its end; returns when Slurm started it.
+    """Submit it and wait for its end. Return the time at which Slurm started it.
 
     Raises:
-        SystemExit: it did not come to its end: with what it printed.
+        SystemExit: it did not end well; with what it printed.
     """
     job = submit_run(config)
     try:
@@ -82,7 +82,8 @@ def run_on_slurm(config: RunConfig) -> float:
 
 
 def run_here(config: RunConfig) -> float:
-    """Runs it with workers of the driver's own; returns when its process was started. Raises CalledProcessError."""
+    """Run it with workers of the driver's own. Return the time at which its process was started. Raises
+    CalledProcessError."""
     file = RunPaths(config.run_dir).job / "config.yaml"
     file.parent.mkdir(parents=True)
     file.write_text(to_yaml(config))

@@ -80,7 +80,7 @@ class Trained(LearnedDrafter):
 
 
 def make_prompt(workload: str, number: int, tokenizer: Tokenizer, reviews: Sequence[str]) -> tuple[int, ...]:
-    """The `number`-th prompt of a workload."""
+    """Return the `number`-th prompt of a workload."""
     rng = random.Random(number)
     if workload == "reviews":
         return tuple(tokenizer.encode(" ".join(reviews[number % len(reviews)].split()[:8])))
@@ -93,7 +93,7 @@ def make_prompt(workload: str, number: int, tokenizer: Tokenizer, reviews: Seque
 
 
 def run(engine: EmbeddedEngine, requests: Sequence[Request]) -> tuple[float, dict[int, tuple[bytes, bytes]]]:
-    """Seconds, and every row's tokens and log-probs as bytes."""
+    """Return the seconds, and every row's tokens and log-probs as bytes."""
     started = time.perf_counter()
     rows = {c.row: (c.tokens.astype(np.int32).tobytes(), c.logprobs.tobytes()) for c in engine.generate(requests)}
     return time.perf_counter() - started, rows
@@ -155,8 +155,8 @@ class Bench:
         ]
 
     def train(self) -> tuple[float, int]:
-        """Responses to prompts of all workloads and training on them, a part after the other as in a run's steps (the
-        head remembers no more than the last ones): seconds and steps of the training."""
+        """Generate responses to prompts of all workloads and train on them, part by part, as in the steps of a run: the
+        head remembers only the last ones. Return the seconds and the steps of the training."""
         torch.set_num_threads(CORES)
         num, seconds, steps = -(-self.options.train_rows // PARTS), 0.0, 0
         for part in range(PARTS):
@@ -200,7 +200,7 @@ class Bench:
 
 
 def summary(rates: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Median speed without drafts, and the median ratio of every other side to it in the same repeat."""
+    """Return the median speed without drafts, and the median ratio of every other side to it in the same repeat."""
     plain = rates["none"]
     ratios = {
         side: statistics.median(a / b for a, b in zip(rates[side], plain, strict=True))

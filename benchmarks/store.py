@@ -53,7 +53,8 @@ class Side:
 
 
 def rollout_of(rows: int, seed: int = 0) -> Rollout:
-    """Token numbers fall off as words do (Zipf); log-probs have all the noise of a real one's mantissa."""
+    """Return random rows. Token numbers fall off as words do (Zipf), and log-probs have as much noise in their mantissa
+    as real ones."""
     g = np.random.default_rng(seed)
     prompts = g.integers(64, 257, rows).astype(np.int32)
     responses = g.integers(16, SEQ - 256 + 1, rows).astype(np.int32)
@@ -75,7 +76,7 @@ def rollout_of(rows: int, seed: int = 0) -> Rollout:
 
 
 def store_side(rows: int, root: Path, *, fsync: bool) -> Side:
-    """One store below `root`, a step a repeat: encoders are made once a process, as in a worker."""
+    """Return a store below `root`, with a step per repeat. Encoders are made once per process, as in a worker."""
     provenance, durability = provenance_here(seed=0, config_hash=""), Durability(fsync)
     ledger = Ledger(str(root / "ledger"), durability)
     store = RolloutStore(str(root), ledger, Layouts(Layout(1, rows, SEQ)), durability=durability)
@@ -124,7 +125,7 @@ def bytes_below(path: Path) -> int:
 
 
 def measure(side: Side, path: Path, rollout: Rollout) -> dict[str, float]:
-    """Seconds of each kind, and bytes on disk. Asserts that what is read is what was written."""
+    """Return the seconds of each kind, and the bytes on disk. Asserts that what is read is what was written."""
     path.mkdir()
     seconds: dict[str, float] = {}
     started = time.perf_counter()

@@ -74,7 +74,7 @@ class Bare:
         self.optimizer = torch.optim.AdamW(self.masters, lr=LR, betas=(0.9, 0.95), eps=1e-5, fused=True)
 
     def update(self, tokens: torch.Tensor, mask: torch.Tensor, attention: torch.Tensor, target: torch.Tensor) -> None:
-        """Clipped PPO, or the squared error of values, against a fixed target, and a step."""
+        """Make a step of clipped PPO, or of the squared error of values, against a fixed target."""
         weight = mask[:, 1:].float() / mask.sum()
         if self.head is None:
             logits = self.model(tokens, attention_mask=attention).logits[:, :-1].float()
@@ -97,7 +97,7 @@ class Bare:
 
 @contextmanager
 def arms(dtype: str, shape: str, rows: int, threads: int, scratch: Path) -> Iterator[dict[str, Callable[[], None]]]:
-    """One update of policy and critic by either side."""
+    """Yield one update of policy and critic by either side."""
     spec = read_spec(MODEL)
     rollout = rollout_of(shape, rows, spec.vocab_size)
     mask = rollout.response_mask
@@ -150,8 +150,8 @@ def product_flops(spec: ModelSpec, tokens: int, sampled: int) -> float:
 
 
 def product_seconds(spec: ModelSpec, tokens: int, sampled: int, dtype: torch.dtype) -> float:
-    """The time that those products take by the best of the libraries, each shape and each direction by itself: the best
-    of several runs of one layer's, times the layers."""
+    """Return the seconds that those products take with the best library for each shape and each direction: the best of
+    several runs of one layer's product, times the layers."""
     shapes = [shape for shape in layer_shapes(spec).values() if len(shape) == 2]
     total = 0.0
     for (outputs, inputs), rows, times in [

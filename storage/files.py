@@ -149,6 +149,11 @@ def write(root: Root, key: str, data: bytes, *, private: bool = False) -> None:
     retried(act, path, root.durability.retry_s)
 
 
+def write_local(path: Path, data: bytes, durability: Durability = DEFAULT, *, private: bool = False) -> None:
+    """Do what `write` does, for a local file given by its path."""
+    write(Root(None, str(path.absolute().parent), durability), path.name, data, private=private)
+
+
 def write_together(root: Root, directory: str, contents: Mapping[str, bytes]) -> None:
     """Create or replace files of one directory. Nobody may read them before this returns. Then all are complete. Local
     files are synced at the same time and not one after the other."""

@@ -239,10 +239,6 @@ class Identity:
         """Digests of all configs that the run has had."""
         return frozenset(statement.config_hash for statement in self.statements)
 
-    def with_statement(self, statement: Statement) -> Identity:
-        """Return the identity with one more statement."""
-        return replace(self, statements=(*self.statements, statement))
-
     def numerics_of(self, gang: str) -> list[GangNumerics]:
         """Return the numerics of a gang's workers since the last statement with `anew`, oldest first."""
         since = max((number for number, statement in enumerate(self.statements) if statement.anew), default=0)
@@ -269,7 +265,7 @@ def write_identity(run_dir: Path, identity: Identity) -> None:
     stated = tuple(replace(one, config=redacted(one.config)) for one in identity.statements)
     document = {"format": FORMAT, **asdict(replace(identity, statements=stated))}
     document["digest"] = codec.digest(json.loads(json.dumps(document)))
-    files.write(files.open_root(str(run_dir)), FILE, (json.dumps(document, indent=1) + "\n").encode())
+    files.write_local(run_dir / FILE, (json.dumps(document, indent=1) + "\n").encode())
 
 
 def edited_settings(identity: Identity, saved: Mapping[str, Any]) -> list[Change]:

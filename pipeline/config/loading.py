@@ -604,8 +604,7 @@ def write_config(
     path: Path, config: RunConfig | RewardModelConfig | LabelConfig, durability: Durability = files.DEFAULT
 ) -> None:
     """Write the resolved config atomically. The file may hold secrets, so no other user may read it."""
-    root = files.open_root(str(path.parent), durability)
-    files.write(root, path.name, to_yaml(config).encode(), private=True)
+    files.write_local(path, to_yaml(config).encode(), durability, private=True)
 
 
 def flatten(config: RunConfig | RewardModelConfig | LabelConfig) -> dict[str, str]:

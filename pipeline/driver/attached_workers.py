@@ -26,6 +26,7 @@ from distributed.security import Security
 from distributed.utils import get_ip
 
 from pipeline.config.devices import Worker, devices_of_joining_worker
+from pipeline.config.hardware import GIB
 from pipeline.config.loading import to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
@@ -142,7 +143,7 @@ def next_driver_number(run_dir: Path) -> int:
     folder = RunPaths(run_dir.resolve()).attached
     private_directory(folder)
     driver = 1 + max(newest_driver(run_dir), _read_number(folder / _COUNT))
-    files.write(files.open_root(str(folder)), _COUNT, str(driver).encode())
+    files.write_local(folder / _COUNT, str(driver).encode())
     for left in folder.iterdir():
         if left.name != _COUNT:
             left.unlink(missing_ok=True)
@@ -181,7 +182,6 @@ def _new_scheduler_file(config: RunConfig, driver: int, address: str, security: 
 _SEEN_WITHIN_S = 10.0
 """Seconds within which a file that a worker's host wrote must appear on this host."""
 _POLL_S = 0.1
-GIB = 1 << 30
 
 
 class Connection(Protocol):

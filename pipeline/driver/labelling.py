@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -44,6 +43,7 @@ from stages.rewards.judges.labels import TIE, Candidates, comparable_pairs, labe
 from stages.rewards.judges.rubric import Ask, Rubric
 from stages.rewards.protocol import BudgetSpent, RewardFailed
 from stages.rewards.registry import UnfitReward, build_reward
+from storage import files
 from storage.address import Address
 from storage.errors import DroppedOutput
 from storage.prompts import PromptsError, Row, RowsError, is_chat, read_rows
@@ -124,7 +124,7 @@ def _store_rubric(config: LabelConfig) -> None:
     if (config.run_dir / RESPONSES).exists() and kept.exists() and kept.read_text("utf8") != text:
         need = f"its text is not the one that it was begun with ({kept}): put it back, or choose another name=..."
         raise ConfigError("judge.args.rubric_file", f"given {str(file)!r}; {need}")
-    _write_atomically(kept, text)
+    files.write_local(kept, text.encode())
 
 
 _CHANGEABLE_KEYS = frozenset(
@@ -145,8 +145,8 @@ def _candidates(config: LabelConfig, source: RunConfig | None) -> list[Candidate
             made = candidates_of_run(source, config.responses.last_steps)
         else:
             made = candidates_of_file(config) if config.responses.url else sample_candidates(config)
-        _write_atomically(file, _lines(candidates_to_rows(made)))
-    return candidates_from_rows(_read_rows(file))
+        files.write_local(file, _lines(map(vars, made)).encode())
+    return [Candidates(**row) for row in _read_rows(file)]
 
 
 def _check_fields(rubric: Rubric, candidates: Sequence[Candidates]) -> None:
@@ -182,8 +182,8 @@ def _label_all(
     rows = [row for of_prompt in verdicts for row in of_prompt["rows"]]
     summary = _summary(config, candidates, rows, sum((Counter(v["dropped"]) for v in verdicts), Counter()))
     summary["judge"] = dict(judge.counts())
-    _write_atomically(root / "summary.json", json.dumps(summary, indent=2) + "\n")
-    _write_atomically(root / PAIRS, _lines(rows))
+    files.write_local(root / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+    files.write_local(root / PAIRS, _lines(rows).encode())
     _print_summary(console, summary)
     return summary
 
@@ -232,13 +232,6 @@ def _read_rows(file: Path) -> list[dict[str, Any]]:
 
 def _lines(rows: Iterable[dict[str, Any]]) -> str:
     return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-
-
-def _write_atomically(file: Path, text: str) -> None:
-    """Write the file whole or not at all."""
-    staged = file.with_name(f".{file.name}")
-    staged.write_text(text, "utf8")
-    os.replace(staged, file)
 
 
 # ---- Candidates: prompts with their responses ------------------------------------------------------------
@@ -358,13 +351,3 @@ def _candidates_of_row(config: LabelConfig, row: Row) -> Candidates:
     extra: Mapping[str, Any] = {name: v for name, v in fields.items() if name not in (source.prompt, source.responses)}
     text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
     return Candidates(prompt, text, list(responses), dict(extra))
-
-
-def candidates_to_rows(candidates: list[Candidates]) -> Iterator[dict[str, Any]]:
-    """Yield candidates as rows of a file that `candidates_from_rows` reads."""
-    for one in candidates:
-        yield {"prompt": one.prompt, "text": one.text, "responses": one.responses, "extra": one.extra}
-
-
-def candidates_from_rows(rows: list[dict[str, Any]]) -> list[Candidates]:
-    return [Candidates(row["prompt"], row["text"], row["responses"], row["extra"]) for row in rows]

@@ -134,7 +134,8 @@ def check_identity(
         changed=(*changed, *changes),
         anew=archived is not None,
     )
-    return IdentityCheck(identity.with_statement(statement), tuple(changed), warnings)
+    extended = replace(identity, statements=(*identity.statements, statement))
+    return IdentityCheck(extended, tuple(changed), warnings)
 
 
 def _replaced_identity(config: RunConfig, prompts: PromptTable, ledger: Ledger) -> IdentityCheck:

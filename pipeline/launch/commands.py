@@ -179,7 +179,7 @@ class JobRecord:
 def write_record(folder: Path, record: JobRecord) -> None:
     """Write the record of a run's newest job atomically. Raises OSError if the file cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
-    files.write(files.open_root(str(folder)), _FILE, (json.dumps(asdict(record), indent=1) + "\n").encode())
+    files.write_local(folder / _FILE, (json.dumps(asdict(record), indent=1) + "\n").encode())
 
 
 def read_record(folder: Path) -> JobRecord | None:

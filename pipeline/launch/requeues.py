@@ -103,7 +103,7 @@ def record_end(folder: Path, job_id: str, end: JobEnd) -> Sequence[JobEnd]:
     if end.restart not in {one.restart for one in ends}:
         ends = [*ends, end]
         text = codec.encode(_StoredEnds(job_id, tuple(ends)), indent=1) + "\n"
-        files.write(files.open_root(str(folder)), _FILE, text.encode())
+        files.write_local(folder / _FILE, text.encode())
     return ends
 
 

@@ -222,4 +222,4 @@ def _restore_on_failure(paths: Sequence[Path]) -> Iterator[None]:
 
 def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write(files.open_root(str(path.parent)), path.name, content, private=True)  # the script may hold keys
+    files.write_local(path, content, private=True)  # the script may hold keys

@@ -1,6 +1,6 @@
 """The learning curves of a run: metrics of its steps and evaluations. The plot, the report and `/stageline` draw them.
 
-`round_or_none` and `round_all` prepare values for JSON: they are rounded, and null if they are not finite.
+`round_or_none` prepares a value for JSON: it is rounded, and null if it is not finite.
 """
 
 from __future__ import annotations
@@ -115,11 +115,6 @@ def round_or_none(value: float | None, digits: int = 5) -> float | None:
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.{digits}g}")
-
-
-def round_all(values: Iterable[float], digits: int = 4) -> list[float | None]:
-    """Return the values, each rounded by `round_or_none`."""
-    return [round_or_none(float(value), digits) for value in values]
 
 
 def even_indices(total: int, max_count: int) -> list[int]:

@@ -35,9 +35,30 @@ PASS_TOKENS = 4096
 """Most tokens of a pass of a scoring model, unless the config says otherwise."""
 
 
-class ModelReward(Reward):
-    """Owns one use of a reward model that this process loads. It scores the token ids of prompt, response and EOS as
-    they were sampled; the score includes the model's bias."""
+class ProcessModelReward(Reward):
+    """Base of the rewards that own one use of a model, which this process loads when the first rows are scored."""
+
+    _loading: LoadSettings
+    _model: Any = None
+
+    def loaded_model(self) -> Any:
+        """Return the model. The caller holds `PROCESS_MODELS.lock`."""
+        if self._model is None:
+            self._model = PROCESS_MODELS.acquire(self._loading)
+        return self._model
+
+    def follow(self, samples: Sequence[Sample]) -> None:
+        self(samples)
+
+    def close(self) -> None:
+        if self._model is not None:
+            self._model = None
+            PROCESS_MODELS.release(self._loading)
+
+
+class ModelReward(ProcessModelReward):
+    """A reward model. It scores the token ids of prompt, response and EOS as they were sampled; the score includes the
+    model's bias."""
 
     def __init__(self, path: str, dtype: str = "float32", batch_tokens: int | None = PASS_TOKENS) -> None:
         """Raises UnfitReward, naming the argument.
@@ -60,23 +81,12 @@ class ModelReward(Reward):
         self.deterministic = batch_tokens is None
         self._eos_ids = read_eos_ids(path) or read_tokenizer(path).eos_ids
         self._loading = LoadSettings(ModelKind.REWARD, path, dtype, batch_tokens or ONE_ROW_PER_PASS)
-        self._model: Any = None
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
         rows = importlib.import_module("stages.models.reward_model")
         with PROCESS_MODELS.lock:
-            if self._model is None:
-                self._model = PROCESS_MODELS.acquire(self._loading)
             ids = [rows.ended([*sample.prompt_ids, *sample.response_ids], self._eos_ids) for sample in samples]
-            return [float(score) for score in self._model.scores(rows.TokenRows.of(ids))]
-
-    def follow(self, samples: Sequence[Sample]) -> None:
-        self(samples)
-
-    def close(self) -> None:
-        if self._model is not None:
-            self._model = None
-            PROCESS_MODELS.release(self._loading)
+            return [float(score) for score in self.loaded_model().scores(rows.TokenRows.of(ids))]
 
 
 def _path_problem(path: object) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.observe.curves import even_indices, round_all, round_or_none
+from pipeline.observe.curves import even_indices, round_or_none
 from pipeline.observe.rows import StageRows, prompt_text
 from storage.records import FinishReason
 from storage.rollouts import Decode
@@ -148,7 +148,7 @@ def _row(
     shown = slice(start, start + min(length, max_tokens))
 
     def by_token(array: np.ndarray | None) -> list[float | None] | None:
-        return None if array is None else round_all(array[row, shown], 3)
+        return None if array is None else [round_or_none(float(value), 3) for value in array[row, shown]]
 
     versions = sorted({int(v) for v in rollout.token_versions[row][rollout.response_mask[row]]})
     parts = step.scores.parts if step.scores is not None and len(step.scores.parts) > 1 else {}

@@ -26,7 +26,15 @@ from stages.rewards.judges.answers import AnswerCache, question_key
 from stages.rewards.judges.budget import Budget, UsageFile
 from stages.rewards.judges.endpoint import Endpoint, ReceivedAnswer, SentQuestion, ask_endpoint
 from stages.rewards.judges.rubric import GROUP, Answer, Question, make_rubric, score_rows
-from stages.rewards.learned import DTYPES, ONE_ROW_PER_PASS, PASS_TOKENS, PROCESS_MODELS, LoadSettings, ModelKind
+from stages.rewards.learned import (
+    DTYPES,
+    ONE_ROW_PER_PASS,
+    PASS_TOKENS,
+    PROCESS_MODELS,
+    LoadSettings,
+    ModelKind,
+    ProcessModelReward,
+)
 from stages.rewards.protocol import Reward, RewardFailed, Sample, Scored
 from stages.rewards.registry import UnfitReward
 from storage.problems import Problem, above, at_least
@@ -158,9 +166,9 @@ class JudgeReward(Reward):
         self._cache.close()
 
 
-class LocalJudgeReward(Reward):
-    """Owns one use of a language model that this process loads, as a judge. It reads the next token after the chat
-    template, so its verdict is that of `JudgeReward` with `read: likelihood` on a server with the same model."""
+class LocalJudgeReward(ProcessModelReward):
+    """A language model as a judge. It reads the next token after the chat template, so its verdict is that of
+    `JudgeReward` with `read: likelihood` on a server with the same model."""
 
     def __init__(
         self,
@@ -207,7 +215,6 @@ class LocalJudgeReward(Reward):
         self._likeliest = likeliest
         self._context = read_spec(path).max_positions
         self._loading = LoadSettings(ModelKind.LANGUAGE, path, dtype, pass_tokens or ONE_ROW_PER_PASS)
-        self._model: Any = None
 
     def __call__(self, samples: Sequence[Sample]) -> Scored:
         return score_rows(self.rubric, self.ask, samples)
@@ -222,18 +229,8 @@ class LocalJudgeReward(Reward):
                 raise RewardFailed(f"{question}: {need}")
         of_rows = importlib.import_module("stages.models.reward_model").TokenRows.of(rows)
         with PROCESS_MODELS.lock:
-            if self._model is None:
-                self._model = PROCESS_MODELS.acquire(self._loading)
-            likeliest_of = self._model.likeliest(of_rows, self._likeliest)
+            likeliest_of = self.loaded_model().likeliest(of_rows, self._likeliest)
         return [self._answer(likeliest) for likeliest in likeliest_of]
-
-    def follow(self, samples: Sequence[Sample]) -> None:
-        self(samples)
-
-    def close(self) -> None:
-        if self._model is not None:
-            self._model = None
-            PROCESS_MODELS.release(self._loading)
 
     def _answer(self, likeliest: Sequence[tuple[int, float]]) -> Answer:
         named = tuple((self._tokenizer.decode([token], skip_special=False), p) for token, p in likeliest)

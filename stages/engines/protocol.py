@@ -251,6 +251,15 @@ def check_ability(request: Request, can: Capabilities) -> None:
         raise RequestError(f"row {request.row} {problem}")
 
 
+def check_version(request: Request, resident: int, *, in_flight: bool) -> None:
+    """Check that the resident version of the weights can serve a request. Raises RequestError if the request asks for a
+    newer one, or without `in_flight` for an older one."""
+    if request.version > resident or (request.version < resident and not in_flight):
+        raise RequestError(
+            f"row {request.row} asks for version {request.version} of the weights; version {resident} is resident"
+        )
+
+
 def start_generator(results: Iterator[Completion | None]) -> Iterator[Completion]:
     """Start a generator by taking its first item, which is None, and return it. If a generator is closed before it was
     started, its `finally` does not run, and the engine would keep its rows."""

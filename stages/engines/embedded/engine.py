@@ -44,7 +44,7 @@ from stages.engines.embedded.kernels.blocks import BLOCK_TOKENS, blocks_for
 from stages.engines.embedded.rows import DraftTree, GenerateCall, Row
 from stages.engines.embedded.runner import Runner
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS, Chunk, Scheduler
-from stages.engines.protocol import Completion, EngineStats, Request, RequestError, check_request, start_generator
+from stages.engines.protocol import Completion, EngineStats, Request, check_request, check_version, start_generator
 
 
 class EmbeddedEngine:
@@ -236,11 +236,7 @@ class EmbeddedEngine:
         with self._admission.opened():
             self.check_awake()
             for request in rows:
-                if request.version > self.version or (request.version < self.version and not self._in_flight):
-                    raise RequestError(
-                        f"row {request.row} asks for version {request.version} of the weights; "
-                        f"version {self.version} is resident"
-                    )
+                check_version(request, self.version, in_flight=self._in_flight)
             self._admission.accept([Row(request, call, self.eos_ids) for request in rows])
         return start_generator(self._results(call, len(rows)))
 

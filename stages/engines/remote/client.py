@@ -36,9 +36,9 @@ from stages.engines.protocol import (
     EngineLost,
     EngineStats,
     Request,
-    RequestError,
     check_ability,
     check_request,
+    check_version,
     start_generator,
 )
 from stages.engines.remote.process import ServerProcess
@@ -141,12 +141,7 @@ class RemoteEngine:
             self._changed.wait_for(lambda: not self._loading or self._failure is not None)
             self._check_running()
             for request in rows:
-                older = request.version < self.version and not self._settings.in_flight
-                if older or request.version > self.version:
-                    raise RequestError(
-                        f"row {request.row} asks for version {request.version} of the weights; "
-                        f"version {self.version} is resident"
-                    )
+                check_version(request, self.version, in_flight=self._settings.in_flight)
             if rows:
                 self._calls.update(dict.fromkeys(call.requests, call))
                 self._given = max(self._given, 1 + max(call.requests))

@@ -287,7 +287,7 @@ def differences(stated: Mapping[str, str], present: Mapping[str, str]) -> list[s
 
 def fingerprint(items: Mapping[str, str]) -> str:
     """Return the digest of numerics, shortened as commits carry it."""
-    return codec.digest(items)[:12]
+    return codec.digest(dict(items))[:12]
 
 
 def identity_faults(identity: Identity | None, saved: Mapping[str, Any], commits: Iterable[Commit]) -> Iterator[str]:

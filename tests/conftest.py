@@ -30,8 +30,14 @@ from tests.support.paths import MOVIE_REVIEWS, ROOT, SMOLLM2
 pytest_plugins = ("tests.support.leaks",)
 pytest.register_assert_rewrite("tests.contracts.engine_contract", "tests.support.engines", "tests.support.runs")
 
-LONGEST_FIRST = ("slurm", "integration", "browser", "contracts")
-"""Folders whose files take a minute each. They start first, so that no process is left alone with one at the end."""
+LONGEST_FILES = (
+    "test_benchmarks.py", "test_layouts.py", "test_requeued_jobs.py", "test_trace.py", "test_jobs_of_slurm.py",
+    "test_migrated_rows.py", "test_run_on_object_store.py", "test_job_on_slurm.py",
+)  # fmt: skip
+"""Files that take minutes each, in the order in which they start, about the longest first. So no process is left alone
+with one at the end. Files of Slurm mostly wait. They are apart, so that other files use the cores meanwhile."""
+LONG_FIRST = ("contracts", "integration", "slurm", "browser")
+"""Folders whose files take up to some minutes each. They start next."""
 FULL = ("slurm", "browser", "gpu", "integration")
 """Folders whose tests are marked `full`, except QUICK_RUNS."""
 FULL_FILES = (
@@ -71,5 +77,5 @@ def _folder(item: pytest.Item) -> str:
 
 
 def _position(item: pytest.Item) -> int:
-    folder = _folder(item)
-    return LONGEST_FIRST.index(folder) if folder in LONGEST_FIRST else len(LONGEST_FIRST)
+    order = (*LONGEST_FILES, *LONG_FIRST)
+    return next((order.index(name) for name in (item.path.name, _folder(item)) if name in order), len(order))

@@ -21,7 +21,7 @@ from tests.support import stand_in
 from tests.support.commits import commit_nothing
 from tests.support.paths import TINY
 from tests.support.runs import ONE_GANG, placement
-from tests.support.slurm_cluster import SCHEDULES_S, URGENT, SlurmCluster, processes_with
+from tests.support.slurm_cluster import URGENT, SlurmCluster, processes_with
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.processes
@@ -65,7 +65,7 @@ def end(config: RunConfig, code: int) -> None:
 def start_again(slurm: SlurmCluster, job: SubmittedJob, restart: int) -> None:
     """Waits until a job is requeued, and has it start now and not in two minutes."""
     until(lambda: slurm.may_start(job.job_id, restart), f"restart {restart}", every_s=0.25)
-    until(lambda: slurm.started_now(job.job_id), f"start {restart}", every_s=SCHEDULES_S)
+    until(lambda: slurm.started_now(job.job_id), f"start {restart}", every_s=0.25)
     wait_for_output(job, f"driver of start {restart}")
 
 
@@ -147,7 +147,7 @@ def test_whose_batch_node_fails_is_requeued(slurm: SlurmCluster, tmp_path: Path)
     until(lambda: slurm.may_start(job.job_id, restarts=1), "it is requeued, all of it", every_s=0.25)
     wait_for_output(job, "requeued: the batch node n1 failed (restart 0)\n")
     wait_for_output(last, "cancelled: the batch node n1 failed (restart 0)\n")
-    until(lambda: slurm.started_now(job.job_id), "it is started, on other nodes", every_s=SCHEDULES_S)
+    until(lambda: slurm.started_now(job.job_id), "it is started, on other nodes", every_s=0.25)
     wait_for_output(job, "driver of start 1")
     end(config, 0)
     assert wait_for(slurm, job, "COMPLETED")["Restarts"] == "1"
@@ -174,7 +174,7 @@ def test_what_slurm_itself_requeues_for_ever_ends_without_progress(slurm: SlurmC
     start_again(slurm, job, 1)
     slurm.call("scontrol", "requeue", job.job_id)
     until(lambda: slurm.may_start(job.job_id, restarts=2), "it is requeued", every_s=0.25)
-    until(lambda: slurm.started_now(job.job_id) or slurm.state(job.job_id) == "FAILED", "it ends", every_s=SCHEDULES_S)
+    until(lambda: slurm.started_now(job.job_id) or slurm.state(job.job_id) == "FAILED", "it ends", every_s=0.25)
     assert wait_for(slurm, job, "FAILED")["ExitCode"] == "75:0"
     wait_for_output(job, "not requeued: 1 requeue in a row committed nothing new")
     assert "driver of start 2" not in job.output.read_text()
@@ -189,7 +189,7 @@ def test_a_job_that_makes_room_goes_on_later(slurm: SlurmCluster, tmp_path: Path
     first = slurm.call("sbatch", "--parsable", *urgent).strip()
     until(lambda: slurm.state(first) == "COMPLETED", "the urgent job is done", every_s=0.1)
     until(lambda: slurm.may_start(job.job_id, restarts=1), "the other is requeued", every_s=0.1)
-    until(lambda: slurm.started_now(job.job_id), "it is started", every_s=SCHEDULES_S)
+    until(lambda: slurm.started_now(job.job_id), "it is started", every_s=0.25)
     wait_for_output(job, "driver of start 1")
     end(config, 0)
     assert wait_for(slurm, job, "COMPLETED")["Restarts"] == "1"
@@ -203,7 +203,7 @@ def test_without_a_driver_the_job_is_requeued_and_cancelled_it_leaves_nothing(
     wait_for_output(job, "requeued: workers or the driver were lost, exit code 75 (restart 0)")
     (RunPaths(config.run_dir).root / "finish").unlink()
     until(lambda: slurm.may_start(job.job_id, restarts=1), "it is requeued", every_s=0.1)
-    until(lambda: slurm.started_now(job.job_id), "it is started", every_s=SCHEDULES_S)
+    until(lambda: slurm.started_now(job.job_id), "it is started", every_s=0.25)
     wait_for_output(job, "driver of start 1")
     slurm.call("scancel", job.job_id)
     assert wait_for(slurm, job, "CANCELLED")["Restarts"] == "1"

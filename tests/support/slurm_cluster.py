@@ -8,6 +8,7 @@ GPUs are made up: Slurm counts them, binds steps to them and sets CUDA_VISIBLE_D
 from __future__ import annotations
 
 import getpass
+import math
 import os
 import shutil
 import signal
@@ -33,7 +34,7 @@ PARTITION, URGENT = "all", "urgent"
 """Jobs of the second one have those of the first requeued where they need their nodes."""
 MOST_GPUS = 8
 _FORGETS_S = 4.0
-SCHEDULES_S = 3.0
+_SCHEDULES_S = 3.0
 """Time in which what can start is started."""
 _MARK = "TESTS_SLURM_NODE"
 """In the environment of a node's slurmd, which the managers of its steps inherit and its jobs do not."""
@@ -64,7 +65,7 @@ DefMemPerCPU=256
 GresTypes=gpu
 LaunchParameters=enable_nss_slurm
 SchedulerType=sched/backfill
-SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=100000,bf_interval=2,bf_resolution=1
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=100000,bf_interval=1,bf_resolution=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 MpiDefault=none
@@ -104,6 +105,8 @@ class SlurmCluster:
     def __init__(self, nodes: Mapping[str, Node]) -> None:
         self._nodes = dict(nodes)
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._told_to_start: dict[str, float] = {}
+        """When Slurm was last told to start a job."""
         with ExitStack() as stack:
             # short: the path of a socket may have 107 characters
             self.root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp")))
@@ -140,11 +143,13 @@ class SlurmCluster:
         return requeued and not self.processes() and time.time() - submitted > _FORGETS_S
 
     def started_now(self, job: str) -> bool:
-        """Has a requeued job wait no longer, every component of a heterogeneous one; whether it runs. Not to be asked
-        more often than Slurm looks for what it can start."""
+        """Let a requeued job wait no longer, every component of a heterogeneous one. Return True if it runs. Slurm is
+        told again only after the time in which it starts what can start."""
         waiting = [one["JobId"] for one in self._components(job) if one["JobState"] == "PENDING"]
-        for number in waiting:
-            self.call("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)
+        if waiting and time.monotonic() - self._told_to_start.get(job, -math.inf) > _SCHEDULES_S:
+            for number in waiting:
+                self.call("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)
+            self._told_to_start[job] = time.monotonic()
         return not waiting and self.state(job) == "RUNNING"
 
     def _components(self, job: str) -> list[dict[str, str]]:

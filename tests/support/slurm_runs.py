@@ -17,7 +17,7 @@ from pipeline.config.run import RunConfig
 from pipeline.launch.commands import read_record
 from storage.address import Address
 from tests.support.runs import arguments, placement
-from tests.support.slurm_cluster import SCHEDULES_S, SlurmCluster, processes_with
+from tests.support.slurm_cluster import SlurmCluster, processes_with
 from tests.support.waiting import until
 
 STEPS = 14
@@ -89,7 +89,7 @@ def wait_for_update(slurm: SlurmCluster, job: str, step: int, config: RunConfig)
 def requeued(slurm: SlurmCluster, job: str, times: int, config: RunConfig) -> None:
     """Waits until a job was requeued so often, and has it start again now and not in two minutes."""
     eventually(lambda: slurm.may_start(job, times), f"restart {times}: {printed(config)}")
-    until(lambda: slurm.started_now(job), f"start {times}: {slurm.show(job)}", every_s=SCHEDULES_S)
+    eventually(lambda: slurm.started_now(job), f"start {times}: {slurm.show(job)}")
 
 
 def nodes_of_workers(run_dir: Path) -> dict[str, str]:

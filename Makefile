@@ -47,6 +47,9 @@ ifneq ($(INSTALLED),)
 TRITON_STAMP := $(VENV)/.installed/$(subst ==,-,$(TRITON))
 endif
 
+# Else each of the hundreds of processes that tests start would compile the tree's sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:

@@ -265,9 +265,10 @@ def usual_mean(seconds: Sequence[float] | np.ndarray) -> float:
 
 
 def _distinct(columns: np.ndarray) -> bool:
-    """Return True if the columns differ enough to tell their factors apart."""
+    """Return True if the columns differ enough to tell their factors apart. A column of zeros has none."""
     lengths = np.linalg.norm(columns, axis=0)
-    return len(columns) > columns.shape[1] and bool(np.linalg.cond(columns / lengths) < _INDISTINCT)
+    enough = len(columns) > columns.shape[1] and bool(lengths.all())
+    return enough and bool(np.linalg.cond(columns / lengths) < _INDISTINCT)
 
 
 def _not_negative(rows: np.ndarray, target: np.ndarray) -> np.ndarray:

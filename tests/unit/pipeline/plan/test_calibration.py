@@ -12,7 +12,7 @@ import pytest
 from pipeline.config.hardware import read_cluster
 from pipeline.errors import ConfigError
 from pipeline.graph.graph import run_nodes
-from pipeline.plan.calibrate import FEWEST_STEPS, calibrate, compared
+from pipeline.plan.calibrate import FEWEST_STEPS, Measurement, calibrate, compared, fit
 from pipeline.plan.calibration import (
     KINDS,
     STAGE_KIND,
@@ -255,3 +255,11 @@ def test_a_step_time_that_no_hardware_reaches_is_refused() -> None:
     for seconds in (6.99, 451.0, 1e9):
         with pytest.raises(ConfigError, match=STEP_SECONDS):
             scaled(assumed, 10.0, seconds, "a step")
+
+
+def test_nodes_that_only_store_fit_and_tell_nothing_apart() -> None:
+    """On a busy machine the store of a short shard may take as long as the shard is measured to."""
+    samples = [Measurement("generate", t, 0.01 * t, 2.0 + i, store_s=t) for i, t in enumerate((0.1, 0.2, 0.15, 0.12))]
+    speed, distinct = fit(samples, typical("cpu", on_gpus=False).generate)
+    assert not distinct
+    assert (speed.call_s, speed.node_s) == (0.0, pytest.approx(0.1425))

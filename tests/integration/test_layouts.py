@@ -140,6 +140,7 @@ def make_host(case: Case, root: Path, directory: Path, index: int = 0, size: int
         Rank(index, size, f"file://{directory}/rendezvous{size}", 1),
         seed=SEED,
         total_steps=UPDATES + 1,
+        fsync=False,
     )
 
 

@@ -59,6 +59,11 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.calls = calls
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here, and each call through the compiler's guard would take longer than recording it.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))

@@ -11,6 +11,7 @@ staleness 1 and, for comparison, with 0, where scoring overlaps nothing but the 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hashlib
 import importlib
@@ -150,9 +151,13 @@ def _spans(ledger: Ledger, stages: Iterable[str], steps: Iterable[int]) -> Itera
             yield commit.provenance.started, commit.finished
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=int, default=8, help="steps of a run; the first two do not count")
+
+
 def main() -> None:
-    options = arguments(__doc__ or "")
-    latencies, steps, repeats = (LATENCIES_S, 8, options.repeats) if not options.quick else ((0.3,), 5, 1)
+    options = arguments(__doc__ or "", add_arguments)
+    latencies, steps, repeats = (LATENCIES_S, options.steps, options.repeats) if not options.quick else ((0.3,), 5, 1)
     found: dict[tuple[float, int], list[Measured]] = {}
     with tempfile.TemporaryDirectory(prefix="stageline-judge-") as scratch:
         for repeat in range(repeats):

@@ -225,7 +225,7 @@ def runs_here(options: argparse.Namespace) -> tuple[list[tuple[str, ...]], dict[
     with tempfile.TemporaryDirectory(prefix="stageline-planning-") as scratch:
         for repeat in range(1 if options.quick else options.repeats):
             for place, (name, changes) in enumerate(variants.items()):
-                steps = 8 if options.quick else 16
+                steps = 8 if options.quick else options.steps
                 measured = measure(f"variant-{place}-repeat-{repeat}", changes, scratch, steps, cluster)
                 found.setdefault(name, []).append(measured)
                 print(f"{name}: {measured.step_s:.3f} s a step", file=sys.stderr, flush=True)
@@ -256,6 +256,7 @@ def _ratio(seconds: dict[str, float], pair: tuple[str, str]) -> float:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=int, default=16, help="steps of each of --runs; the first two do not count")
     parser.add_argument("--runs", action="store_true", help="also run variants on this machine, which must be quiet")
     parser.add_argument(
         "--hardware", help="what this machine is, for --runs, as in 1x2xcpu (default: by its processor's instructions)"

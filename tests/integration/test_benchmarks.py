@@ -32,25 +32,32 @@ class Cut:
 
 
 FROZEN = 1
-FEWER_FROZEN = f"{{k: [c.replace('=28', '={FROZEN}') for c in v] for k, v in m.WORKLOADS.items()}}"
+LAST_WORKLOAD = f"{{k: [c.replace('=28', '={FROZEN}') for c in v] for k, v in [*m.WORKLOADS.items()][-1:]}}"
+ONE_REPEAT = "best = m.best_seconds; m.best_seconds = lambda work: best(work, 1)"
+FEW_PARAMETERS = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}  # fmt: skip
 CUTS = {
     # float32: transformers' bfloat16, in the arm `naive`, takes minutes on a CPU without instructions for it
     "ablation": Cut("--no-peer --steps 2 --dtypes float32 --arms naive refit overlap migration plan"),
-    "device_sharing": Cut("--steps 3"),
-    "generation": Cut(lines="whole = m.workload; m.workload = lambda *_: whole(2, 16_000, 16)"),
-    "judge": Cut(lines="m.LATENCIES_S = (0.01,)"),
-    "memory": Cut("--updates 1 --dtypes bfloat16 --threads 1", "m.SAMPLED = (64,)"),
+    "device_sharing": Cut("--steps 2"),
+    "generation": Cut(lines=f"whole = m.workload; m.workload = lambda *_: whole(2, 16_000, 16); {ONE_REPEAT}"),
+    "judge": Cut("--steps 4", "m.LATENCIES_S = (0.01,); m.CONFIG = m.CONFIG.replace(': 96', ': 8')"),
+    "memory": Cut("--updates 1 --dtypes bfloat16 --threads 1", "m.SAMPLED = (64,); m.ROWS, m.MICRO_ROWS = 4, 2"),
     "migration": Cut(lines="m.LENGTHS, m.TAIL, m.THREE = (32,), ((2, 4), (2, 8)), ((2, 4), (4, 6), (8, 12))"),
-    "overlap": Cut(lines=f"m.STEPS, m.ARMS = ('steps=4',), m.ARMS[:2]; m.WORKLOADS = {FEWER_FROZEN}"),
-    "pages": Cut("--steps 3"),
+    # the other workload is the demo's config without changes
+    "overlap": Cut("--steps 4", f"m.ARMS = m.ARMS[:2]; m.WORKLOADS = {LAST_WORKLOAD}"),
+    "pages": Cut("--steps 2"),
     "pipeline_decode": Cut(lines="m.NUM_ROWS = (2,)"),
-    "planning": Cut("--runs", "m.VARIANTS = dict(list(m.VARIANTS.items())[:3])"),
+    "planning": Cut("--runs --steps 6", "m.VARIANTS = dict(list(m.VARIANTS.items())[:3])"),
     "ppo_step": Cut("--no-peer --steps 1 --threads 1 --arms", "sys.argv += [m.ARMS[0].name, m.ARMS[-1].name]"),
-    "predicted_memory": Cut("--heaps returned --only", "sys.argv += [*m.CASES][:1]; m.SIZES['num_hidden_layers'] = 2"),
-    "publish": Cut(lines="m.HALF_B = {}; m.LAYOUTS = dict(list(m.LAYOUTS.items())[:2])"),
+    "predicted_memory": Cut("--heaps returned --only", f"sys.argv += [*m.CASES][:1]; m.SIZES |= {FEW_PARAMETERS}"),
+    "publish": Cut(lines=f"m.HALF_B = {FEW_PARAMETERS}; m.LAYOUTS = dict(list(m.LAYOUTS.items())[:2])"),
     "refit": Cut(),
-    "sandbox": Cut(),
-    "scale": Cut("--steps 10 --devices 8 --step-s 1"),
+    "sandbox": Cut(lines="m.TASK = m.TASK.replace('size=64', 'size=8')"),
+    # as many rows on 8 devices under strong scaling as under weak, so that one run is both
+    "scale": Cut("--steps 10 --devices 8 --step-s 1", "m.STRONG_ROWS = 8 * m.WEAK_ROWS"),
     "speculation": Cut("--rows 1 --modes sampled --new 4 --train 0.2 --train-rows 6"),
     "store": Cut(lines="m.SEQ = 320"),
     "update": Cut("--rows 2 --threads 1"),
@@ -76,9 +83,18 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "assets").mkdir()
     (folder / "assets" / MOVIE_REVIEWS.name).symlink_to(MOVIE_REVIEWS.resolve())
     small_model(folder / "assets" / SMOLLM2.name, SMOLLM2, blocks=4)
-    demo = folder / "conf/run/demo.yaml"
-    demo.write_text(demo.read_text("utf8").replace("frozen_blocks: 24", f"frozen_blocks: {FROZEN}"), "utf8")
+    replace_in(folder / "conf/run/demo.yaml", {"frozen_blocks: 24": f"frozen_blocks: {FROZEN}"})
+    replace_in(folder / "benchmarks/ablation.yaml", {"{rows: 16": "{rows: 4", "new_tokens: 96": "new_tokens: 16"})
     return folder
+
+
+def replace_in(file: Path, changes: dict[str, str]) -> None:
+    """Replace texts of a file, each of which must be in it once."""
+    text = file.read_text("utf8")
+    for old, new in changes.items():
+        assert text.count(old) == 1, f"{old!r} in {file.name}"
+        text = text.replace(old, new)
+    file.write_text(text, "utf8")
 
 
 @pytest.mark.parametrize("script", CUTS)

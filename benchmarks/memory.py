@@ -323,7 +323,7 @@ def report_adapters(base: ModelConfig, options: argparse.Namespace, folder: Path
             model = replace(base, dtype=dtype, lora=lora)
             found[name] = figures[f"{dtype}/{name}/optimizer_bytes"] = optimizer_bytes(model, options.threads, folder)
             state = state_bytes(policy_of(model), 0)
-            figures[f"{dtype}/{name}/predicted_optimizer_bytes"] = state["float32 masters"] + state["Adam moments"]
+            figures[f"{dtype}/{name}/predicted_optimizer_bytes"] = state["float32 masters"] + state["moments"]
         cells = (
             f"{found['all'] / 2**20:.1f}",
             f"{found['lora'] / 2**20:.1f}",

@@ -88,7 +88,7 @@ _PHASES = {
     "publication": frozenset({Phase.PUBLISH}),
     "publication on the host": frozenset({Phase.PUBLISH}),
     "reading weights": frozenset({Phase.START}),
-    "Adam moments": _LATER,
+    "moments": _LATER,
     "trunk cache": _LATER,
     "KV cache": _LATER,
     "draft head": _LATER,

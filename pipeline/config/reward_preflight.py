@@ -103,7 +103,8 @@ def _check_scorer(config: RewardModelConfig, spec: ModelSpec) -> None:
         adapter_problems(model.lora, Role.CRITIC, spec),
         layout_problems(model, Role.CRITIC, spec, config.layout),
     ):
-        need = problem.need.replace(f"the {Role.CRITIC}", "the model")  # the trainer calls it a critic
+        # the trainer calls it a critic
+        need = problem.need.replace(f"the {Role.CRITIC}", "the model").replace("model.critic.", "optimizer.")
         raise refusal(dataclasses.replace(problem, need=need))
     wrong = head_problem(config.model.path, spec)
     if wrong is not None:

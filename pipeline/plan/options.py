@@ -162,6 +162,8 @@ def _layouts(space: Space, roles: frozenset[Role], shards: int, devices: int) ->
         return
     rows = (config.rollout.rows // shards, config.rollout.rows // config.ppo.minibatches)
     per_node = space.cluster.gpus_per_node
+    trained = roles & {Role.POLICY, Role.CRITIC}
+    divisible = all(config.model.optimizer_of(role).optimizer == "adamw" for role in trained)
     for tensor, pipeline in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16)):
         data, cut = divmod(devices, tensor * pipeline)
         if cut or tensor > per_node or any(number % data for number in rows):
@@ -172,7 +174,7 @@ def _layouts(space: Space, roles: frozenset[Role], shards: int, devices: int) ->
                 tensor=tensor,
                 pipeline=pipeline,
                 sequence_parallel=tensor > 1,
-                distributed_optimizer=data > 1,
+                distributed_optimizer=data > 1 and divisible,
                 recompute_modules=list(saving.recompute_modules),
             )
             specs = {role: space.run.separate_specs.get(role, space.run.spec) for role in roles & MODEL_ROLES}

@@ -56,7 +56,13 @@ from pipeline.plan.links import Numbers, all_reduce_s, gather_s, larger, link_of
 from stages.models.config import OptimizerConfig
 from stages.models.flops import forward_flops, matrix_numbers
 from stages.models.layouts import adapter_parameters
-from stages.models.memory import GangModels, role_parameters, trained_parameters
+from stages.models.memory import (
+    GangModels,
+    moments_bytes,
+    orthogonalisation_flops,
+    role_parameters,
+    trained_parameters,
+)
 from stages.models.protocol import Role
 
 ARITHMETIC, WEIGHTS, BUBBLE = "arithmetic", "weights read", "pipeline bubble"
@@ -359,10 +365,13 @@ def _optimizer_step(gang: GangSpeed, role: Role) -> Work:
     """Return the work of one optimizer step on the rank with the most trained parameters."""
     models, layout = gang.models, gang.models.layout
     numbers, shards = gang.trained[role], models.data_ranks if layout.distributed_optimizer else 1
-    # gradients: read for the norm and the step, and zeroed; masters and both moments: read and written; the weights
-    gradients, state = 3 * models.gradient_bytes(role), 8 + 4 * models.moment_bytes(role)
+    # gradients: read for the norm and the step, and zeroed; masters and moments: read and written; the weights
+    count = trained_parameters(models, role, 0)
+    moments = moments_bytes(models, role, 0) / (count.of_dtype + count.float32)
+    gradients, state = 3 * models.gradient_bytes(role), 8 + 2 * moments
     state += 0 if models.dtype_bytes == 4 else models.dtype_bytes
-    return Work({OPTIMIZER: numbers * (gradients + state / shards) / gang.bytes_per_s}, {})
+    moved_s = numbers * (gradients + state / shards) / gang.bytes_per_s
+    return Work({OPTIMIZER: moved_s + orthogonalisation_flops(models, role) / gang.flops}, {})
 
 
 def _exchanges(gang: GangSpeed, role: Role, steps: int, forward_s: float, backward_s: float) -> float:

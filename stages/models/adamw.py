@@ -24,8 +24,9 @@ import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from stages.models.checkpoints import MOMENTS, masters_of
+from stages.models.checkpoints import masters_of
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 _BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Elements of a block: on a CPU few enough for its cache, on a GPU enough to keep it busy."""
 
@@ -42,6 +43,10 @@ class BlockAdamW(torch.optim.Optimizer):
         self.factor = 1.0
         """Factor that the next step multiplies gradients by, in float32."""
 
+    def new_state(self, master: Tensor, steps: float) -> dict[str, Tensor]:
+        """Return the state of a tensor after `steps` steps, with moments of 0."""
+        return initial_state(master, steps, self.moments_dtype)
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -51,7 +56,7 @@ class BlockAdamW(torch.optim.Optimizer):
 
     def _update(self, master: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         if master not in self.state:
-            self.state[master] = initial_state(master, 0, self.moments_dtype)
+            self.state[master] = self.new_state(master, 0)
         state, lr, (beta1, beta2) = self.state[master], group["lr"], group["betas"]
         number = state["step"].item() + 1
         state["step"] += 1

@@ -10,8 +10,10 @@ The second part of the file maps each trained tensor of a rank to its position i
 ShardedTensors:
 
     weights.blocks.3.self_attention.linear_qkv.weight       the weights that the layers multiply with
-    masters.…                                               float32 copies that AdamW updates, of 16-bit weights
+    masters.…                                               float32 copies that the optimizer updates, of 16-bit weights
     exp_avg.…, exp_avg_sq.…                                 AdamW's moments
+    momentum_buffer.…                                       Muon's moment
+    row_var.…, col_var.…, variance.…                        Adafactor's moments: of rows, of columns, of vectors
 
 Frozen weights are not saved, since they are read from `model.path`. Blocks are numbered in the whole model, whatever
 the pipeline stages. Tensor parallelism cuts a tensor into rectangles. The two halves of `linear_fc1`, gate and up, are
@@ -204,14 +206,13 @@ def _misfits(state: Sequence[ShardedTensor], saved: Mapping[str, Any]) -> Iterat
 
 # ---- shards ----------------------------------------------------------------------------------------------
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _OF_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _GATE_AND_UP = "mlp.linear_fc1."
 
 
 @dataclass(frozen=True)
 class Master:
-    """The tensor that AdamW updates for a parameter on this rank: the parameter itself, its float32 copy, or
+    """The tensor that the optimizer updates for a parameter on this rank: the parameter itself, its float32 copy, or
     consecutive elements of one of these."""
 
     parameter: Parameter
@@ -261,12 +262,17 @@ def sharded_state(model: GPTModel, optimizer: MegatronOptimizer, blueprint: Blue
     named = {p: (i, name, block) for i, (name, block, p) in enumerate(_trained_parameters(model, blueprint))}
     shards: list[ShardedTensor] = []
 
-    def add(kind: str, parameter: Parameter, tensor: Tensor, start: int, *, is_run: bool) -> None:
+    def add(kind: str, parameter: Parameter, tensor: Tensor, start: int, *, is_run: bool, whole: bool = False) -> None:
         number, name, block = named[parameter]
         data_rank, data_size = (0, 1) if is_run else (rank.data_rank, rank.data_size)
         tensor_rank, tensor_size = (rank.tensor_rank, rank.tensor_size) if _axis(name, parameter) is None else (0, 1)
         replica = tensor_rank * data_size + data_rank
         written_here = number % (tensor_size * data_size) == replica and not getattr(parameter, "shared", False)
+        if whole:  # tensor parallelism and the distributed optimizer, which cut tensors, are refused
+            key = f"{kind}.{name if block is None else f'blocks.{block}.{name}'}"
+            replica = 0 if written_here else 1
+            shards.append(ShardedTensor.from_rank_offsets(key, tensor.detach(), replica_id=replica))
+            return
         for piece in pieces_of(name, block, parameter, blueprint):
             shards.extend(_cut(kind, piece, parameter, tensor.detach(), start, 0 if written_here else 1))
 
@@ -277,9 +283,15 @@ def sharded_state(model: GPTModel, optimizer: MegatronOptimizer, blueprint: Blue
     for master in masters_of(optimizer):
         if master.parameter.dtype is not torch.float32:
             add("masters", master.parameter, master.tensor, master.start, is_run=is_run)
-        for moment in MOMENTS if master.tensor in state else ():
-            add(moment, master.parameter, state[master.tensor][moment], master.start, is_run=is_run)
+        for name, moment in moments_of(state[master.tensor]).items() if master.tensor in state else ():
+            factored = moment.shape != master.tensor.shape
+            add(name, master.parameter, moment, master.start, is_run=is_run, whole=factored)
     return shards
+
+
+def moments_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return an optimizer's state of a tensor without the number of its steps."""
+    return {name: tensor for name, tensor in state.items() if name != "step"}
 
 
 def torch_optimizer(optimizer: MegatronOptimizer) -> torch.optim.Optimizer:

@@ -16,6 +16,7 @@ RECOMPUTE_MODULES = ("core_attn", "mlp")
 attention keeps no scores; `mlp` saves the most. (Megatron 0.16 recomputes `layernorm` with Transformer Engine only.)"""
 MOST_BETA = 1 - 2**-8
 """Largest beta with which a moment of 8 significant bits decays when gradients vanish: see `stages/models/adamw.py`."""
+Optimizer = Literal["adamw", "adafactor", "muon"]
 LORA_TARGETS = ("qkv", "proj", "fc1", "fc2")
 """Linear layers of a block that can have adapters: queries, keys and values; attention's output; gate and up; down."""
 
@@ -42,10 +43,15 @@ class LayoutConfig:
 
 @dataclass
 class OptimizerConfig:
-    """Settings of AdamW with clipping of the global gradient norm."""
+    """Settings of an optimizer with clipping of the global gradient norm."""
 
+    optimizer: Optimizer = "adamw"
+    """Algorithm. adafactor: no first moment, and a second moment for each row and column of a matrix (8 bytes a
+    parameter less). muon: orthogonal steps and one moment for the blocks' matrices (4 bytes less), adamw for all other
+    tensors. Both need whole matrices on each rank: data or pipeline parallelism."""
     lr: float = setting(1e-5, at_least(0))
-    """Learning rate."""
+    """Learning rate. The same one suits adamw and muon, whose steps are scaled to be as large; adafactor's steps are
+    up to three times as large."""
     warmup_steps: int = setting(0, at_least(0, " (0: none)"))
     """PPO steps of linear warm-up."""
     decay: Literal["linear", "cosine", "constant"] = "linear"
@@ -59,11 +65,11 @@ class OptimizerConfig:
             lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
         ),
     )
-    """AdamW's two betas."""
+    """AdamW's two betas. (Muon's is 0.95.)"""
     eps: float = setting(1e-5, above(0, " (1e-5 is usual)"))
     """AdamW's epsilon."""
     weight_decay: float = setting(0.0, at_least(0, " (0: none)"))
-    """AdamW's weight decay."""
+    """Decoupled weight decay."""
     max_grad_norm: float = setting(1.0, at_least(0, " (0: none)"))
     """Global norm that gradients are clipped to."""
     micro_batch_tokens: int = setting(4096, at_least(1))
@@ -75,8 +81,8 @@ class OptimizerConfig:
     saves 2 bytes a parameter. Each micro-batch and each rank then rounds the sum to 8 bits, so few large micro-batches
     suit it."""
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which AdamW's moments are stored; its arithmetic is float32 always. bfloat16 saves 4 bytes a
-    parameter."""
+    """Dtype in which the moments of adamw and muon are stored; their arithmetic is float32 always. bfloat16 saves 2
+    bytes of each moment."""
 
 
 @dataclass
@@ -199,8 +205,14 @@ def model_problems(config: ModelConfig) -> Iterator[Problem]:
     if set(config.reuse_forward) - {"policy", "critic"} or len(set(config.reuse_forward)) < len(config.reuse_forward):
         yield Problem("model.reuse_forward", config.reuse_forward, "must name policy, critic, or both, each once")
     yield from _lora_problems(config.lora)
-    yield from _optimizer_problems("model.policy", config.policy, config.dtype)
-    yield from _optimizer_problems("model.critic", config.critic, config.dtype)
+    for key, optimizer in (("model.policy", config.policy), ("model.critic", config.critic)):
+        yield from _optimizer_problems(key, optimizer, config.dtype)
+        if optimizer.optimizer == "muon" and config.lora.rank:
+            need = (
+                "makes the steps of whole weights orthogonal, not those of LoRA's factors: adamw or adafactor, or "
+                f"model.lora.rank=0 (given {config.lora.rank})"
+            )
+            yield Problem(f"{key}.optimizer", optimizer.optimizer, need)
 
 
 def _lora_problems(config: LoraConfig) -> Iterator[Problem]:
@@ -222,10 +234,17 @@ def _optimizer_problems(key: str, config: OptimizerConfig, dtype: str) -> Iterat
     elif config.min_lr and config.decay == "constant":
         need = f"nothing decays under {key}.decay=constant: use 0, or decay=linear or cosine"
         yield Problem(f"{key}.min_lr", config.min_lr, need)
+    if config.optimizer == "adafactor":
+        why = "adafactor has no first moment, and betas and an epsilon of its own"
+        yield from unread_problems(key, config, why, ("betas", "eps", "moments_dtype"))
     if config.gradients_dtype == "bfloat16" and dtype != "bfloat16":
         need = f"gradients are float32 or of the weights' dtype: needs model.dtype=bfloat16 (given {dtype})"
         yield Problem(f"{key}.gradients_dtype", config.gradients_dtype, need)
-    if config.moments_dtype == "bfloat16" and max(config.betas, default=0) > MOST_BETA:
+    if (
+        config.optimizer != "adafactor"
+        and config.moments_dtype == "bfloat16"
+        and max(config.betas, default=0) > MOST_BETA
+    ):
         need = (
             f"8 bits round each step of a moment back if its beta is above {MOST_BETA}, so that it never decays "
             f"(given {key}.betas={config.betas}): smaller betas, or float32"

@@ -40,6 +40,7 @@ from stages.models.spec import (
     VALUE_HEAD_BIAS,
     VALUE_HEAD_WEIGHT,
     ModelSpec,
+    layer_shapes,
     layer_tensor,
     padded,
 )
@@ -171,6 +172,17 @@ def from_hf(
             return cut(of_block(DOWN_PROJ), 1, more_neurons)
         case _:
             raise KeyError(f"Megatron's {name} has no counterpart among Hugging Face's tensors")
+
+
+def part_of_rows(name: str, spec: ModelSpec, tp_rank: int, tp_size: int) -> Tensor:
+    """Return, for each of this tensor-parallel rank's rows of a fused weight, the number of its part. To find them, a
+    tensor of part numbers is cut as the weight is."""
+    shapes = layer_shapes(spec)
+    numbers = {
+        layer_tensor(0, part): torch.full((shapes[part][0], 1), number, dtype=torch.int64)
+        for number, part in enumerate(PARTS[name])
+    }
+    return from_hf(name, 0, numbers, spec, tp_rank, tp_size)[:, 0]
 
 
 @dataclass(frozen=True)

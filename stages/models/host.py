@@ -240,7 +240,7 @@ class MegatronHost:
         return write
 
     def state_bytes(self) -> dict[str, int]:
-        """Return the measured bytes of this rank's parameters, gradients, float32 masters and Adam moments, under the
+        """Return the measured bytes of this rank's parameters, gradients, float32 masters and moments, under the
         names of `memory.state_bytes`. The moments exist after the first update."""
         models = [self._reference, self._trunk.model if self._trunk else None]
         models += [trainer.model for trainer in self._trainers.values()]

@@ -75,6 +75,15 @@ def layout_problems(
         yield Problem("model.frozen_blocks", model.frozen_blocks, need)
         return
     is_critic = role is Role.CRITIC
+    optimizer = "adamw" if role is Role.REFERENCE else model.optimizer_of(role).optimizer
+    divided = {"tensor": (layout.tensor, 1), "distributed_optimizer": (layout.distributed_optimizer, False)}
+    for name, (given, wanted) in divided.items() if optimizer != "adamw" else ():
+        if given != wanted:
+            need = (
+                f"model.{role}.optimizer={optimizer} needs whole matrices on each rank: {str(wanted).lower()} (data "
+                f"and pipeline parallelism keep them whole), or model.{role}.optimizer=adamw"
+            )
+            yield Problem(f"{prefix}layout.{name}", given, need)
     blocks = model.own_blocks(spec.num_layers, is_critic=is_critic)
     if blocks % layout.pipeline:
         name = "model.critic_blocks" if is_critic and model.critic_blocks is not None else "num_hidden_layers"

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from stages.models.config import LoraConfig, ModelConfig
-from stages.models.hf_conversion import PARTS, SPLIT_AXES, from_hf, named_by_block
+from stages.models.hf_conversion import SPLIT_AXES, named_by_block, part_of_rows
 from stages.models.hf_weights import write_tensors
 from stages.models.kernels.blocks import BlockKernels
 from stages.models.layers import cpu_linear
@@ -46,7 +46,7 @@ from stages.models.layouts import SIDES, SPLIT_BY_ROWS, TARGET_PARTS, adapter_sh
 from stages.models.numerics import Products
 from stages.models.parallel import ParallelRank
 from stages.models.protocol import Role
-from stages.models.spec import ModelSpec, layer_shapes, layer_tensor
+from stages.models.spec import ModelSpec
 
 LINEARS = {
     "qkv": "self_attention.linear_qkv",
@@ -133,7 +133,8 @@ def add_adapters(
     for target in lora.targets:
         name, by_rows = LINEARS[target], target in SPLIT_BY_ROWS
         parts = len(TARGET_PARTS[target])
-        part_M = _part_of_rows(f"{name}.weight", spec, rank) if by_rows else torch.zeros(spec.hidden_size)
+        own = (spec, rank.tensor_rank, rank.tensor_size)
+        part_M = part_of_rows(f"{name}.weight", *own) if by_rows else torch.zeros(spec.hidden_size)
         for layer in model.decoder.layers:
             linear = layer.get_submodule(name)
             adapter = Adapter(
@@ -197,17 +198,6 @@ def _add_adapter(
 ) -> tuple[Tensor, Tensor | None]:
     product, bias = output
     return linear.get_submodule("lora")(inputs[0], product), bias
-
-
-def _part_of_rows(name: str, spec: ModelSpec, rank: ParallelRank) -> Tensor:
-    """Return, for each of this rank's rows of a fused weight, the number of its part. To find them, a tensor of part
-    numbers is cut as the weight is."""
-    shapes = layer_shapes(spec)
-    numbers = {
-        layer_tensor(0, part): torch.full((shapes[part][0], 1), number, dtype=torch.int64)
-        for number, part in enumerate(PARTS[name])
-    }
-    return from_hf(name, 0, numbers, spec, rank.tensor_rank, rank.tensor_size)[:, 0]
 
 
 def _drawn(key: str, shape: tuple[int, int]) -> Tensor:

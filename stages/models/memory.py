@@ -3,8 +3,8 @@ r"""Predict the memory that the models of one rank take, in bytes, from the arch
     parameters       this rank's parts of all models that are placed on the gang
     gradients        for every trained parameter, in `gradients_dtype`; whole on each data-parallel rank
     masters          float32 copies of 16-bit parameters                \  divided over the data-parallel ranks
-    Adam moments     two numbers for every trained parameter, in        /   with the distributed optimizer
-                     `moments_dtype`
+    moments          AdamW's two numbers for every trained parameter,   /   with the distributed optimizer
+                     in `moments_dtype`; or those of another optimizer (`moments_bytes`)
     activations      kept for the backward pass: per block (`block_activations`) x blocks x micro-batches in flight
     logits           kept logits, the blocks of the vocabulary at work, and the output layer's gradient; minus the
                      recomputed transformer block, which needs its memory only after the output layer's backward pass
@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from stages.models.config import LayoutConfig, ModelConfig, Offload
-from stages.models.layouts import SPLIT_BY_ROWS, TARGET_PARTS, adapter_parameters, target_parts
+from stages.models.layouts import SPLIT_BY_ROWS, TARGET_PARTS, adapter_parameters, adapter_shapes, target_parts
 from stages.models.protocol import Role
 from stages.models.spec import (
     EMBEDDING,
@@ -122,7 +122,7 @@ class GangModels:
         return DTYPE_BYTES[self.model.optimizer_of(role).gradients_dtype]
 
     def moment_bytes(self, role: Role) -> int:
-        """Return the bytes of one of a parameter's two moments."""
+        """Return the bytes of one number of the moments."""
         return DTYPE_BYTES[self.model.optimizer_of(role).moments_dtype]
 
     @property
@@ -153,19 +153,25 @@ def block_parameters(spec: ModelSpec, tensor: int) -> int:
 
 def role_parameters(gang: GangModels, role: Role, stage: int) -> ParameterCount:
     """Return the parameters of a role's model above the frozen blocks, on one tensor-parallel rank of a stage."""
-    spec, layout, frozen = gang.spec_of(role), gang.layout, gang.model.frozen_blocks
+    spec, layout = gang.spec_of(role), gang.layout
     blocks = gang.num_blocks(role)
-    first, last = stage == 0, stage == layout.pipeline - 1
     vocabulary = padded(spec, layout.tensor).vocab_size // layout.tensor * spec.hidden_size
     number = blocks // layout.pipeline * block_parameters(spec, layout.tensor)
-    number += vocabulary if first and not frozen else 0
+    number += _vocabulary_matrices(gang, role, stage) * vocabulary
+    last = stage == layout.pipeline - 1
     if last:
         number += spec.hidden_size  # the final norm
-    if last and role is not Role.CRITIC:
-        # a tied output layer is the embedding: the first stage's, the trunk's, or a copy on the last stage
-        own = not spec.tied_embeddings or (layout.pipeline > 1 and not frozen)
-        number += vocabulary if own else 0
     return ParameterCount(number, spec.hidden_size + 1 if last and role is Role.CRITIC else 0)
+
+
+def _vocabulary_matrices(gang: GangModels, role: Role, stage: int) -> int:
+    """Return the number of embeddings and output layers over the vocabulary that a stage has of a role's model."""
+    frozen, pipeline = gang.model.frozen_blocks, gang.layout.pipeline
+    number = int(stage == 0 and not frozen)
+    if stage == pipeline - 1 and role is not Role.CRITIC:
+        # a tied output layer is the embedding: the first stage's, the trunk's, or a copy on the last stage
+        number += not gang.spec_of(role).tied_embeddings or (pipeline > 1 and not frozen)
+    return number
 
 
 def trained_parameters(gang: GangModels, role: Role, stage: int) -> ParameterCount:
@@ -177,6 +183,37 @@ def trained_parameters(gang: GangModels, role: Role, stage: int) -> ParameterCou
     blocks = gang.num_blocks(role) // gang.layout.pipeline
     wide = padded(spec, gang.layout.tensor)
     return ParameterCount(blocks * adapter_parameters(wide, gang.model.lora, gang.layout.tensor), whole.float32)
+
+
+def moments_bytes(gang: GangModels, role: Role, stage: int) -> int:
+    """Return the bytes of the moments of a role's trained parameters, on one tensor-parallel rank of a stage.
+
+    adamw       two numbers for every parameter
+    muon        one for the matrices of the blocks, two for the others
+    adafactor   one for each row and each column of a matrix, as Hugging Face divides them, and each number of a vector
+    """
+    count = trained_parameters(gang, role, stage)
+    spec, lora, last = gang.spec_of(role), gang.model.lora, stage == gang.layout.pipeline - 1
+    optimizer, blocks = gang.model.optimizer_of(role).optimizer, gang.num_blocks(role) // gang.layout.pipeline
+    shapes = [*(adapter_shapes(spec, lora, 0) if lora.rank else layer_shapes(spec)).values()]
+    numbers = 2 * (count.of_dtype + count.float32)
+    if optimizer == "muon":
+        numbers -= blocks * sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+    elif optimizer == "adafactor":
+        numbers = blocks * sum(map(sum, shapes)) + (count.float32 + 1 if count.float32 else 0)
+        if not lora.rank:
+            numbers += _vocabulary_matrices(gang, role, stage) * (spec.vocab_size + spec.hidden_size)
+            numbers += spec.hidden_size if last else 0
+    return gang.moment_bytes(role) * numbers
+
+
+def orthogonalisation_flops(gang: GangModels, role: Role) -> int:
+    """Return the operations of Muon's five iterations on all matrices of a stage's blocks, in one optimizer step. For
+    the sides m <= n an iteration has two products of m x m x n and one of m x m x m."""
+    if gang.model.optimizer_of(role).optimizer != "muon":
+        return 0
+    sides = [sorted(shape) for shape in layer_shapes(gang.spec_of(role)).values() if len(shape) == 2]
+    return gang.num_blocks(role) // gang.layout.pipeline * sum(5 * (4 * m * m * n + 2 * m**3) for m, n in sides)
 
 
 def _held_parameters(gang: GangModels, stage: int) -> int:
@@ -241,13 +278,13 @@ def _state_bytes(gang: GangModels, stage: int) -> dict[str, int]:
         count = trained_parameters(gang, role, stage)
         in_dtype, float32 = in_dtype + count.of_dtype, float32 + count.float32
         gradients += gang.gradient_bytes(role) * count.of_dtype + 4 * count.float32
-        moments += 2 * gang.moment_bytes(role) * (count.of_dtype + count.float32)
+        moments += moments_bytes(gang, role, stage)
     held = trunk_parameters(gang) + _held_parameters(gang, stage)
     return {
         "parameters": gang.dtype_bytes * held + 4 * float32,
         GRADIENTS: gradients,
         "float32 masters": 0 if wide else 4 * -(-in_dtype // shards),
-        "Adam moments": -(-moments // shards),
+        "moments": -(-moments // shards),
     }
 
 
@@ -476,15 +513,20 @@ def adapter_bytes(gang: GangModels) -> int:
 
 def checkpoint_bytes(gang: GangModels, stage: int, *, is_pinned: bool) -> int:
     """Return the bytes of a rank's copies for a checkpoint of all trained roles. The rank keeps their memory for
-    the next checkpoint. The copies are weights, masters and moments: 14 bytes per parameter of a 16-bit model, 12 of a
-    float32 model, 4 less with bfloat16 moments. Each data-parallel rank copies a share."""
+    the next checkpoint. The copies are weights, masters and moments: with AdamW 14 bytes per parameter of a 16-bit
+    model, 12 of a float32 model, 4 less with bfloat16 moments. Each data-parallel rank copies a share."""
     whole = 0
     for role in gang.trained:
-        moments = (gang.moment_bytes(role),) * 2
+        of_adamw = gang.model.optimizer_of(role).optimizer == "adamw"
+        moments = (gang.moment_bytes(role),) * 2 if of_adamw else ()
         kinds = (4, *moments) if gang.dtype_bytes == 4 else (gang.dtype_bytes, 4, *moments)
-        for elements in _trained_sizes(gang, role, stage):
+        sizes = [*_trained_sizes(gang, role, stage)]
+        for elements in sizes:
             whole += sum(pinned(number * elements) if is_pinned else number * elements for number in kinds)
         whole += (4 + sum(moments)) * trained_parameters(gang, role, stage).float32
+        if not of_adamw:  # rounded as much as the weights
+            rounding = sum(pinned(4 * size) for size in sizes) / sum(4 * size for size in sizes) if is_pinned else 1.0
+            whole += round(rounding * moments_bytes(gang, role, stage))
     return -(-whole // gang.data_ranks)
 
 

@@ -18,6 +18,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,9 @@ from stages.models import weights as gather
 from stages.models.adamw import BlockAdamW, attach_gradients, gradient_norm, initial_state
 from stages.models.build import DTYPES, Blueprint
 from stages.models.checkpoints import (
-    MOMENTS,
     Snapshot,
     masters_of,
+    moments_of,
     read_common,
     read_state,
     sharded_state,
@@ -48,6 +49,7 @@ from stages.models.checkpoints import (
 from stages.models.config import Offload, OptimizerConfig
 from stages.models.forward import KeptForwards, MicroBatch, Trunk, run_backward
 from stages.models.gradient_buffers import Loss, complete_weights, in_buffers, registering, settle, unbind
+from stages.models.matrix_optimizers import MatrixOptimizer, parts_of
 from stages.models.offload import Residence, allocate, release, storages
 from stages.models.protocol import NonFiniteGradientsError, Role
 from stages.ppo.losses import LossStats
@@ -142,7 +144,10 @@ class Trainer:
         if self._scaler is not None:
             model.config.grad_scale_func = self._optimizer.scale_loss
             self._first_scale = scale_state(self._scaler)
-        if self._moments_dtype is torch.float32 and self._gradients_in_fp32:
+        if config.optimizer != "adamw":
+            parts = parts_of([*masters_of(inner)], model, blueprint, config.optimizer)
+            inner.optimizer = MatrixOptimizer(self._adam, config, parts)
+        elif self._moments_dtype is torch.float32 and self._gradients_in_fp32:
             for group in self._adam.param_groups:
                 # fused: one pass over memory instead of a dozen; Megatron does not pass the flag on
                 group["foreach"], group["fused"] = False, True
@@ -242,7 +247,7 @@ class Trainer:
         memory of the previous snapshot, which must have been written by now."""
         (inner,) = self._optimizer.chained_optimizers
         steps = {float(state["step"]) for state in self._adam.state.values()}
-        assert len(steps) <= 1, f"AdamW has made {steps} steps with different parameters"
+        assert len(steps) <= 1, f"the optimizer has made {steps} steps with different parameters"
         common = {
             "architecture": self._architecture,
             "version": self.version,
@@ -263,8 +268,10 @@ class Trainer:
         settle(self._ddp)
         self._forget_forwards()
         self._adam.state.clear()
+        own = self._adam.new_state if isinstance(self._adam, BlockAdamW) else None
+        new_state = own or partial(initial_state, moments_dtype=torch.float32)
         for master in masters_of(inner) if common["adam_steps"] is not None else ():
-            self._adam.state[master.tensor] = initial_state(master.tensor, common["adam_steps"], self._moments_dtype)
+            self._adam.state[master.tensor] = new_state(master.tensor, common["adam_steps"])
         read_state(sharded_state(self.model, inner, self._blueprint), directory)
         self.version, self.dirty = common["version"], False
         self._skipped_in_a_row = common["skipped_in_a_row"]
@@ -308,7 +315,7 @@ class Trainer:
 
     @property
     def _adam(self) -> torch.optim.Optimizer:
-        """Return the torch optimizer inside Megatron's."""
+        """Return the torch optimizer inside Megatron's: AdamW, or what replaced it."""
         (inner,) = self._optimizer.chained_optimizers
         return torch_optimizer(inner)
 
@@ -331,18 +338,18 @@ class Trainer:
         (inner,) = self._optimizer.chained_optimizers
         weights = {storage._cdata for storage in storages(self.model.parameters())}
         masters = [master.tensor for master in masters_of(inner)]
-        moments = [state[moment] for state in self._adam.state.values() for moment in MOMENTS]
+        moments = [moment for state in self._adam.state.values() for moment in moments_of(state).values()]
         return (tensor for tensor in masters + moments if tensor.untyped_storage()._cdata not in weights)
 
     def state_bytes(self) -> dict[str, int]:
-        """Return the measured bytes of gradients, float32 masters and Adam moments, under the names of
+        """Return the measured bytes of gradients, float32 masters and moments, under the names of
         `memory.state_bytes`. The moments exist after the first update."""
-        moments = sum(state[moment].nbytes for state in self._adam.state.values() for moment in MOMENTS)
+        moments = sum(m.nbytes for state in self._adam.state.values() for m in moments_of(state).values())
         beside = sum(tensor.nbytes for tensor in self._beside_weights())
         return {
             "gradients": sum(buffer.nbytes for buffer in self._gradient_buffers()),
             "float32 masters": beside - moments,
-            "Adam moments": moments,
+            "moments": moments,
         }
 
     @property
@@ -355,6 +362,8 @@ class Trainer:
             "frozen_blocks": blueprint.model.frozen_blocks,
             "dtype": blueprint.model.dtype,
         }
+        if self.config.optimizer != "adamw":
+            architecture["optimizer"] = self.config.optimizer
         lora = blueprint.model.lora
         if lora.rank:
             adapters = {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}

@@ -44,6 +44,7 @@ class Case:
     """Sizes of a model of its own, which the ranks do not divide."""
     state: Literal["float32", "bfloat16"] = "float32"
     """Dtype of gradients and moments."""
+    optimizer: Literal["adamw", "adafactor", "muon"] = "adamw"
 
 
 CASES = {
@@ -68,13 +69,27 @@ CASES = {
         state="bfloat16",
     ),
     "PP2, bfloat16 state": Case(LayoutConfig(pipeline=2), state="bfloat16"),
+    "DP2, adafactor, float32": Case(LayoutConfig(), "float32", optimizer="adafactor"),
+    "PP2, adafactor, biases": Case(LayoutConfig(pipeline=2), sizes={"num_key_value_heads": 1}, optimizer="adafactor"),
+    "DP2, muon, frozen blocks, bfloat16 state": Case(LayoutConfig(), "bfloat16", 2, state="bfloat16", optimizer="muon"),
+    "PP2, muon": Case(LayoutConfig(pipeline=2), optimizer="muon"),
+}
+MOMENTS = {
+    "adamw": {"exp_avg", "exp_avg_sq"},
+    "adafactor": {"row_var", "col_var", "variance"},
+    "muon": {"exp_avg", "exp_avg_sq", "momentum_buffer"},
 }
 
 
 def make_host(case: Case, directory: Path, rank: Rank, layout: LayoutConfig) -> MegatronHost:
     """`directory`: the case's own."""
     optimizer = OptimizerConfig(
-        lr=1e-3, weight_decay=0.1, micro_batch_rows=2, gradients_dtype=case.state, moments_dtype=case.state
+        case.optimizer,
+        lr=1e-3,
+        weight_decay=0.1,
+        micro_batch_rows=2,
+        gradients_dtype=case.state,
+        moments_dtype=case.state,
     )
     model = ModelConfig(
         path=str(directory / "model") if case.sizes else "random:tiny",
@@ -201,10 +216,10 @@ def test_what_one_layout_wrote_another_has_bit_for_bit(root: Path, name: str) ->
     try:
         assert_equal(directory / "A", directory / "B")
         saved = plain(directory / "A")
-        moments = {tensor.dtype for key, tensor in saved.items() if key.split(".")[1].startswith("exp_avg")}
+        moments = {tensor.dtype for key, tensor in saved.items() if key.split(".")[1] in MOMENTS[case.optimizer]}
         assert moments == {getattr(torch, case.state)}
         kinds = {key.split(".")[1] for key in saved}
-        assert kinds == {"weights", "exp_avg", "exp_avg_sq"} | ({"masters"} if case.dtype != "float32" else set())
+        assert kinds == {"weights"} | MOMENTS[case.optimizer] | ({"masters"} if case.dtype != "float32" else set())
         load(host, directory / "C")
         assert [host.version(role) for role in TRAINED] == [3, 3]
         assert [host.digest(role) for role in TRAINED] == (directory / "digests").read_text().split("\n")
@@ -231,6 +246,7 @@ def test_moments_of_another_dtype_are_refused(root: Path, tmp_path: Path) -> Non
     [
         ({"frozen_blocks": 1}, "blocks 4 there and 3 here, frozen_blocks 0 there and 1 here"),
         ({"dtype": "float32"}, "dtype 'bfloat16' there and 'float32' here"),
+        ({"optimizer": "muon"}, "optimizer None there and 'muon' here"),
     ],
 )
 def test_another_architecture_is_refused(

@@ -49,13 +49,18 @@ def test_a_range_of_updates_has_the_committed_digests(overlapped: RunConfig, sai
 
 MOMENTS = ("model.policy.moments_dtype=bfloat16", "model.critic.moments_dtype=bfloat16")
 GRADIENTS = ("model.policy.gradients_dtype=bfloat16", "model.critic.gradients_dtype=bfloat16")
-SMALL = {"moments": MOMENTS, "both": ("model.dtype=bfloat16", *GRADIENTS, *MOMENTS)}
+OTHERS = ("model.policy.optimizer=muon", "model.critic.optimizer=adafactor")
+STATES = {
+    "moments": MOMENTS,
+    "both": ("model.dtype=bfloat16", *GRADIENTS, *MOMENTS),
+    "optimizers": ("model.dtype=bfloat16", *OTHERS),
+}
 
 
-@pytest.mark.parametrize("what", SMALL)
-def test_a_run_with_state_in_bfloat16_repeats_itself(folder: Path, what: str, said: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("what", STATES)
+def test_a_run_with_another_state_repeats_itself(folder: Path, what: str, said: pytest.CaptureFixture[str]) -> None:
     """From the start weights, and from the checkpoint of step 2 with its moments."""
-    run = str(finish_in(folder, f"bfloat16-{what}", "steps=3", *SMALL[what], *QUIET).run_dir)
+    run = str(finish_in(folder, f"state-{what}", "steps=3", *STATES[what], *QUIET).run_dir)
     assert main(["check", run]) == 0
     for updates in ("0:3", "2:3"):
         assert main(["replay", run, "--updates", updates]) == 0

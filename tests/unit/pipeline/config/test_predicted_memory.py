@@ -67,7 +67,7 @@ def test_a_large_model_by_hand(tmp_path: Path) -> None:
     assert found["parameters"] == 2 * (2 * policy + critic) + 4 * 4097
     assert found["gradients"] == 4 * (policy + critic + 4097)
     assert found["float32 masters"] == 4 * (policy + critic)
-    assert found["Adam moments"] == 8 * (policy + critic + 4097)
+    assert found["moments"] == 8 * (policy + critic + 4097)
     assert found["publication on the host"] == 2 * BLOCK_BYTES
     assert "export" not in found, "it is written from the published version"
     assert found["copies for checkpoints"] == -(-(14 * (policy + critic) + 12 * 4097) // 4), "of 4 data-parallel ranks"

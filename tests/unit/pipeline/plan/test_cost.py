@@ -209,6 +209,25 @@ def test_zero_1_divides_the_optimizer_and_sends_less_than_twice() -> None:
     assert of_zero.links[DATA] == pytest.approx(0.75 * of_plain.links[DATA], rel=0.01)
 
 
+def test_other_optimizers_by_hand() -> None:
+    """Llama-3.2-1B in bfloat16, 4 optimizer steps. AdamW moves 38 bytes a parameter: 12 of gradients, 8 of masters, 16
+    of moments, 2 of weights. Muon has one moment for matrices, and five iterations on each."""
+    found = {
+        kind: costs("one_gpu", "1x1xH100-80", f"model.policy.optimizer={kind}")
+        for kind in ("adamw", "adafactor", "muon")
+    }
+    taken = {
+        kind: of.work(nodes_by_stage(of)["update_policy"], [64] * 256).parts[OPTIMIZER] for kind, of in found.items()
+    }
+    assert taken["adafactor"] == pytest.approx(22 / 38 * taken["adamw"], rel=0.01)
+    h, kv, f, vocabulary = 2048, 512, 8192, 128_256
+    matrices = 16 * (2 * h * h + 2 * kv * h + 3 * f * h)
+    moved = (38 * vocabulary * h + 30 * matrices) / (38 * (vocabulary * h + matrices)) * taken["adamw"]
+    sides = 2 * [(h, h)] + 2 * [(kv, h)] + 3 * [(h, f)]
+    operations = 4 * 16 * 5 * sum(4 * m * m * n + 2 * m**3 for m, n in sides)
+    assert taken["muon"] - moved == pytest.approx(operations / found["muon"].models["train"].flops, rel=0.01)
+
+
 @pytest.mark.parametrize("stage", ["generate", "reference", "logprob", "value"])
 @pytest.mark.parametrize("lengths", [[16] * 64, [1024] + [4] * 63, [700] * 3], ids=["short", "one long", "few"])
 def test_more_data_parallel_ranks_never_cost_a_forward_pass_more(stage: str, lengths: list[int]) -> None:

@@ -111,9 +111,9 @@ def tiny_state(names: Any) -> dict[str, torch.Tensor]:
 
 def assert_same(found: np.ndarray, expected: np.ndarray, start: Any, kind: str, name: str) -> None:
     """Muon iterates in bfloat16, where rounding errors of a gradient's smallest singular values become a part of the
-    step; so the bound is on the way. (Fused matrices, with steps of their own, would be as far apart as the way.)"""
+    step; so the bound is on the way. Found were up to 8 % of it, and up to 85 % with the steps of fused matrices."""
     if kind == "muon":
-        assert np.linalg.norm(found - expected) < 0.1 * np.linalg.norm(expected - start), name
+        assert np.linalg.norm(found - expected) < 0.2 * np.linalg.norm(expected - start), name
     else:
         np.testing.assert_allclose(found, expected, atol=1e-5, err_msg=name)
 

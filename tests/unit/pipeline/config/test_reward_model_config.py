@@ -57,6 +57,8 @@ def test_tiny_passes_all_checks(monkeypatch: pytest.MonkeyPatch) -> None:
         ("model.frozen_blocks=4", "model.frozen_blocks", "the model has 4 blocks: at most 3"),
         ("model.lora.rank=33", "model.lora.rank", "at most 32"),
         ("workers=3 layout.pipeline=3", "layout.pipeline", "must divide"),
+        ("optimizer.optimizer=muon model.lora.rank=4", "optimizer.optimizer", "not those of LoRA's factors"),
+        ("optimizer.optimizer=muon workers=2 layout.tensor=2", "layout.tensor", "optimizer.optimizer=adamw"),
         ("data.max_tokens=1000", "data.max_tokens", "context is 256"),
         ("data.url=none.jsonl", "data.url", "cannot read none.jsonl"),
         ("data.chosen=best", "data.chosen", "tiny_pairs.jsonl line 1: given 'best', available: prompt, chosen"),

@@ -50,8 +50,8 @@ class OptimizerConfig:
     parameter less). muon: orthogonal steps and one moment for the blocks' matrices (4 bytes less), adamw for all other
     tensors. Both need whole matrices on each rank: data or pipeline parallelism."""
     lr: float = setting(1e-5, at_least(0))
-    """Learning rate. The same one suits adamw and muon, whose steps are scaled to be as large; adafactor's steps are
-    up to three times as large."""
+    """Learning rate. The steps of all optimizers are scaled to adamw's, so that adamw's rate is a start for the others;
+    muon moves less at it in a short run."""
     warmup_steps: int = setting(0, at_least(0, " (0: none)"))
     """PPO steps of linear warm-up."""
     decay: Literal["linear", "cosine", "constant"] = "linear"

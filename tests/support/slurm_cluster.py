@@ -260,13 +260,9 @@ class SlurmCluster:
             self._succeeds("scancel", f"--user={getpass.getuser()}")
             self._succeeds("scancel", "--signal=KILL", f"--user={getpass.getuser()}")
         for daemon in reversed(self._daemons.values()):
-            daemon.terminate()
+            daemon.kill()  # a node that is told to end waits up to a minute for the steps of jobs to end
         for daemon in self._daemons.values():
-            try:
-                daemon.wait(10)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
+            daemon.wait()
         for pid in processes_with(f"SLURM_CONF={self.root}/slurm.conf", ""):
             if pid != os.getpid():
                 with suppress(ProcessLookupError):

@@ -26,7 +26,7 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.observe.journal import EventKind, read_events
 from stages.models.checkpoint_metadata import pickle_fault
-from storage import checkpoints
+from storage import codec
 from storage.checkpoints import Checkpoints, sum_file
 from tests.support.runs import ONE_GANG, QUIET, configure, finish, placement
 
@@ -153,7 +153,7 @@ def plant(directory: Path, name: str, marker: Path) -> None:
     document = json.loads((directory / "checkpoint.json").read_text())
     del document["digest"]
     document["files"][name] = asdict(sum_file(directory / name))
-    document["digest"] = checkpoints._digest(document)
+    document["digest"] = codec.digest(document)
     (directory / "checkpoint.json").write_text(json.dumps(document))
 
 

@@ -58,10 +58,10 @@ class FileSum:
 
 
 class Checkpoints:
-    """The checkpoints below `root`. Holds no handle; any number of processes may use the same root."""
+    """The checkpoints below `root`. Keeps no file open. Any number of processes may use the same root."""
 
     def __init__(self, root: str | Path, durability: Durability = DEFAULT, store: files.Root | None = None) -> None:
-        """`store`: the directory of an object store to which they are uploaded."""
+        """`store`: the directory of an object store to which checkpoints are uploaded; None: they stay local."""
         self.root = Path(root)
         self._copies = None if store is None else Copies(store, MANIFEST)
         self._fsync, self._retry_s = durability.fsync, durability.retry_s
@@ -81,11 +81,18 @@ class Checkpoints:
         meta: Mapping[str, Any],
         sums: Mapping[str, FileSum] | None = None,
     ) -> Path:
-        """Turn `path` (from `begin`) into the checkpoint of a version, after all ranks have written, and return its
-        path. If the version exists already, keep it and discard `path`. `meta` is JSON that `verify` returns later.
-        `sums` has the sum of every file by its path below `path`, and the files must be on the disk (see `sum_file`);
-        with None all files are read here. With an object store, the checkpoint is uploaded before this returns. Raises
-        StoreError if the files are not those of `sums`, or cannot be uploaded."""
+        """Turn `path` (from `begin`) into the checkpoint of a version, and return the checkpoint's path. Call it after
+        all ranks have written. If the version exists already, keep it and discard `path`. With an object store, the
+        checkpoint is uploaded before this returns.
+
+        Args:
+            meta: JSON that `verify` returns later.
+            sums: the sum of every file by its path below `path`. The files must be on the disk (see `sum_file`).
+                None: all files are read here.
+
+        Raises:
+            StoreError: a file is missing or has another size than `sums` says, or the upload failed.
+        """
         if sums is None:
             paths = sorted(p for p in path.rglob("*") if p.is_file())
             sums = {file.relative_to(path).as_posix(): sum_file(file, fsync=self._fsync) for file in paths}
@@ -139,7 +146,8 @@ class Checkpoints:
             _discard(path)
 
     def forget(self, role: str, version: int) -> None:
-        """Remove the local files of a checkpoint that is in the object store. Do nothing without one."""
+        """Remove the local files of a checkpoint that is in the object store. Do nothing if the run has no object
+        store."""
         if self._copies is not None:
             _discard(self.place(role, version))
 
@@ -155,8 +163,8 @@ class Checkpoints:
         return sorted((version for version in versions if version is not None and version <= at_most), reverse=True)
 
     def versions(self, role: str) -> list[int]:
-        """Return the versions with a complete checkpoint, ascending: the manifest can be read and every file has its
-        size. With an object store only those that are complete there."""
+        """Return the versions with a complete checkpoint, ascending. A checkpoint is complete if its manifest can be
+        read and every file has its size. With an object store, it must be complete there."""
         if self._copies is not None:
             return sorted(version for version in self._uploaded(role) if self._fault_there(role, version) is None)
         candidates = reversed(self.newest_first(role, at_most=sys.maxsize))
@@ -231,7 +239,7 @@ class Checkpoints:
 
 
 def _key(role: str, version: int) -> str:
-    """Return a checkpoint's path below the root, there and in an object store."""
+    """Return a checkpoint's path below the local root, which is also its key in an object store."""
     return f"{role}/v{version:06d}"
 
 

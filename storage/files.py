@@ -1,9 +1,9 @@
 """File operations for the ledger and the rollout store, on a local path or an object store (S3, GCS).
 
-A local file is written under a temporary name, synced, and then renamed or hard-linked. So a name always means the
-whole content, even after SIGKILL or a power cut (the latter unless `Durability.fsync` is off). Files of a new directory
-are written and synced all together. An object store's PUT is atomic already. An object store has no directories. Its
-bucket must exist, because this module creates none.
+A local file is written under a temporary name, synced, and then renamed or hard-linked. So a file under its final name
+is always complete, even after SIGKILL. With `Durability.fsync` it is complete after a power cut too. The files of a new
+directory are written and synced all together. An object store's PUT is atomic already. An object store has no
+directories. Its bucket must exist, because this module creates none.
 
 Errors of the filesystem:
 
@@ -48,8 +48,9 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 EXCLUSIVE = (*BUCKETS, "memory")
-"""Protocols of the fsspec filesystems whose `mode="create"` is one step of the store. For others fsspec looks whether
-the file exists and then writes it, so that two processes could both commit an output. (`memory` is for one process.)"""
+"""Protocols of the fsspec filesystems whose `mode="create"` is atomic. For other filesystems fsspec first checks
+whether the file exists and then writes it, so that two processes could both commit an output. (`memory` is for one
+process.)"""
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,11 @@ def read(root: Root, key: str) -> bytes | None:
 
 
 _MOST_REQUESTS = 8
-"""Most requests of `each` at once. Clients keep some ten connections."""
+"""Most requests of `map_items` at once. Clients keep some ten connections."""
 
 
 def map_items(root: Root, act: Callable[[Item], Answer], items: Iterable[Item]) -> list[Answer]:
-    """Return `act(item)` of every item, in their order. Requests to an object store are made at the same time, because
+    """Return `act(item)` for every item, in order. Requests to an object store are made at the same time, because
     each takes a round trip. In a local directory the calls are made one after the other."""
     listed = list(items)
     if root.fs is None or len(listed) < 2:
@@ -127,8 +128,7 @@ def exists(root: Root, key: str) -> bool:
 
 
 def look_again(root: Root, key: str) -> None:
-    """Make the system forget that a file was missing. A network filesystem asks its server again after the file's
-    directory was listed."""
+    """List a file's directory. A network filesystem that remembers a file as missing then asks its server again."""
     if root.fs is None:
         with suppress(OSError):
             os.listdir(os.path.dirname(root.at(key)))
@@ -155,7 +155,7 @@ def write_local(path: Path, data: bytes, durability: Durability = DEFAULT, *, pr
 
 
 def write_together(root: Root, directory: str, contents: Mapping[str, bytes]) -> None:
-    """Create or replace files of one directory. Nobody may read them before this returns. Then all are complete. Local
+    """Create or replace files of one directory. All are complete when this returns; nobody may read them before. Local
     files are synced at the same time and not one after the other."""
     path = root.at(directory)
 
@@ -169,13 +169,13 @@ def write_together(root: Root, directory: str, contents: Mapping[str, bytes]) ->
 
 
 def write_new(root: Root, key: str, data: bytes, before: Callable[[], None] | None = None) -> bool:
-    """Create the file only if it does not exist. Of several racing callers at most one gets True. `before` ends
-    before the file gets its name: it runs while local content is synced, or before an upload. If it raises, there is no
-    file.
+    """Create the file only if it does not exist, and return True if this call created it. Of several racing callers at
+    most one gets True. `before` runs while local content is synced, or before an upload; it ends before the file gets
+    its name. If it raises, no file is created.
 
-    A local file gets its name by a hard link, which is atomic on NFS and Lustre too; a remote one by fsspec's
-    `mode="create"` (a conditional PUT on S3 and GCS). If the answer to that PUT is lost, it is repeated and finds its
-    own file: then nobody gets True, and the file's content tells who created it.
+    A local file gets its name by a hard link, which is atomic on NFS and Lustre too. A remote file is created by
+    fsspec's `mode="create"` (a conditional PUT on S3 and GCS). If the answer to that PUT is lost, the PUT is repeated
+    and finds its own file. Then nobody gets True, and the file's content tells who created it.
     """
     path = root.at(key)
     retry_s = root.durability.retry_s
@@ -253,7 +253,7 @@ def remove_empty(root: Root, keys: Iterable[str]) -> None:
 
 
 def keys(root: Root) -> Iterator[str]:
-    """Return the keys of all files below the root, sorted, without temporary files."""
+    """Yield the keys of all files below the root, sorted, without temporary files."""
     if root.fs is None:
         paths = [os.path.join(d, name) for d, _, names in os.walk(root.path) for name in names]
     else:
@@ -273,13 +273,14 @@ def sizes(root: Root) -> dict[str, int]:
 
 
 def upload(root: Root, key: str, file: Path) -> None:
-    """Create or replace an object by a local file, in pieces if it is large."""
+    """Upload a local file, in pieces if it is large. An object at `key` is replaced."""
     path = root.at(key)
     retried(lambda: root.fs.put_file(str(file), path), path, root.durability.retry_s)
 
 
 def download(root: Root, key: str, file: Path) -> None:
-    """Create or replace a local file, and its directory, by an object. Raises StoreError if there is no such object."""
+    """Download an object to a local file, whose directory is created if needed. A file there is replaced. Raises
+    StoreError if there is no such object."""
     path = root.at(key)
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -301,8 +302,8 @@ def names(root: Root) -> list[str]:
 
 
 def remove_temporaries(root: Root) -> int:
-    """Remove the temporary files of processes that died in `write` or `write_new`, below a local root. Nobody may
-    be writing there. Return their number."""
+    """Remove the temporary files of processes that died in `write` or `write_new`, below a local root. Return the
+    number of these files. Nobody may be writing there."""
     if root.fs is not None:
         return 0
     left = [f"{d}/{name}" for d, _, names in os.walk(root.path) for name in names if _TEMPORARY.fullmatch(name)]
@@ -322,7 +323,7 @@ def sync_directory(path: str) -> None:
 
 
 def _put(fs: Any, contents: Mapping[str, bytes], **options: str) -> None:
-    """Upload objects by path, all at once. Raises StoreRefused if there is no such bucket."""
+    """Upload objects (path -> content) at the same time. Raises StoreRefused if there is no such bucket."""
     try:
         fs.pipe(contents, **options)
     except FileNotFoundError as error:
@@ -360,7 +361,7 @@ def _sync_together(descriptors: Sequence[int]) -> None:
         return
     with ThreadPoolExecutor(min(len(descriptors), _MOST_SYNCS)) as threads:
         for _ in threads.map(os.fsync, descriptors):
-            pass  # an error of any is raised here
+            pass  # an error of any sync is raised here
 
 
 def _beside(one: Callable[[], None], other: Callable[[], str]) -> str:
@@ -458,8 +459,8 @@ def retried(act: Callable[[], Answer], path: str, retry_s: float) -> Answer:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return True if the same work may succeed later: after StoreUnavailable, or an error that `retried` retries and
-    that was raised elsewhere."""
+    """Return True if the same work may succeed later. This holds for StoreUnavailable, and for the errors that
+    `retried` retries, wherever they were raised."""
     if isinstance(error, (StoreUnavailable, TimeoutError, *_classes(*_NO_ANSWER))):
         return True
     return isinstance(error, OSError) and error.errno in TRANSIENT
@@ -477,8 +478,8 @@ _NO_REQUEST = (("botocore.exceptions", "BotoCoreError"),)
 
 
 def _classes(*names: tuple[str, str]) -> tuple[type[Exception], ...]:
-    """Return the named classes of those modules that are imported. Other modules cannot have raised an error, and to
-    import them would take time in every process of a run that uses no object store."""
+    """Return the named classes of the modules that are already imported. A module that is not imported cannot have
+    raised an error. To import it would take time in every process of a run that uses no object store."""
     return tuple(getattr(sys.modules[module], name) for module, name in names if module in sys.modules)
 
 
@@ -524,12 +525,12 @@ def _reason(error: Exception) -> str:
 
 
 MOST_WAITING = 8
-"""Most pieces of work that wait. If more would wait, the disk is too slow, and a longer queue would not help."""
+"""Most pieces of work in the queue. If more would wait, the disk is too slow, and a longer queue would not help."""
 
 
 class Writeback:
-    """A thread that does one piece of work after another, in the order in which any threads submitted them. A later
-    `submit`, or `close`, raises the error of a piece that failed."""
+    """A thread that does pieces of work one after the other, in the order in which they were submitted. Any thread may
+    submit. If a piece fails, a later `submit`, or `close`, raises its error."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="writeback")

@@ -14,7 +14,8 @@ files they take minutes to list and read on a network filesystem, and every resu
 A segment is written when all of its records exist, and never changes. Then the files of the records are removed. A
 reader that does not find a file looks into the segment.
 
-Beside the ledger `dropped.json` records which steps' arrays were deleted. It is written before the first of them is.
+`dropped.json`, beside the ledger, records which steps' arrays were deleted. It is written before the first array is
+deleted.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ _KEY = re.compile(r"(?P<stage>[^/]+)/step_(?P<step>\d{6,})/shard_(?P<shard>\d{4,
 Commits = list[Commit]
 Addresses = list[Address]
 Keys = list[str]
-"""An alias, because `Ledger.list` hides the builtin inside the class."""
+"""Aliases, because inside the class `list` is the method `Ledger.list` and not the builtin."""
 
 
 class Ledger:
-    """The ledger of a run. Holds no handle. It caches segments, and commits of an object store, where a read takes a
-    round trip. Neither ever changes. Everything else asks the filesystem, so all processes see the same ledger."""
+    """The ledger of a run. It keeps no file open. It caches segments, and commits that are in an object store (where a
+    read takes a round trip), since neither ever changes. Everything else is read anew, so all processes see the same
+    ledger."""
 
     def __init__(self, url: str, durability: Durability = files.DEFAULT) -> None:
         """`url`: the ledger's directory (a run's `ledger/`), a path or the URL of an object store."""
@@ -102,9 +104,9 @@ class Ledger:
         return commit
 
     def commit(self, commit: Commit, before: Callable[[], None] | None = None) -> Commit:
-        """Make an output exist. Return the winner: `commit`, or an earlier commit; then the caller discards its own
-        output. `before` writes the output, and ends before the commit exists; if it raises, nothing is committed.
-        Raises ValueError for a commit that cannot be written as JSON."""
+        """Make an output exist, and return the winning commit: `commit`, or an earlier one. If an earlier commit won,
+        the caller discards its own output. `before` writes the output, and ends before the commit exists; if it raises,
+        nothing is committed. Raises ValueError for a commit that cannot be written as JSON."""
         data = encode(commit)
         if files.write_new(self._root, _key(commit.address), data, before):
             if self._closed(commit.address) is None:
@@ -220,7 +222,7 @@ class Ledger:
         return [key for key in files.keys(self._root) if not _KEY.fullmatch(key) and segment_of(key) is None]
 
     def set_aside(self, address: Address, url: str) -> str:
-        """Move the record at an address to a unique name below the directory `url` and return its new place. Afterwards
+        """Move the record at an address to a unique name below the directory `url` and return its new path. Afterwards
         the address has no commit. No worker may run meanwhile."""
         aside = files.open_root(url, self._root.durability)
         key = f"{_key(address)}.{uuid.uuid4().hex[:8]}"
@@ -239,7 +241,7 @@ class Ledger:
 
 
 def _addresses_of(keys: Iterable[str]) -> Iterator[Address]:
-    """Return the addresses of the records that are single files."""
+    """Yield the addresses of the records that are single files. `keys`: the files below the ledger."""
     for match in filter(None, map(_KEY.fullmatch, keys)):
         yield Address(match["stage"], int(match["step"]), int(match["shard"]))
 
@@ -300,8 +302,8 @@ def decode_segment(data: bytes, where: str) -> Segment:
     """Return the segment that `encode_segment` wrote.
 
     Raises:
-        DamagedCommit: naming `where`, if its table of contents is not what was written.
-        StoreError: naming `where`, if it is of another format.
+        DamagedCommit: the table of contents is damaged. The message names `where`.
+        StoreError: the segment has another format. The message names `where`.
     """
     line = data.find(b"\n") + 1
     try:

@@ -52,7 +52,7 @@ SCORE_PREFIX, DISAGREEMENT_PREFIX = ("scores.", "disagreement.")
 
 
 class Record:
-    """Base of all records: a row count, the fields by name, selecting and joining along `rows`."""
+    """Base of all records, with access to the row count, to the fields by name, and to a part of the rows."""
 
     KIND: ClassVar[str]
 
@@ -76,8 +76,8 @@ class Record:
 
 
 def concatenate(records: list[Any]) -> Any:
-    """Join records of one type along `rows`, in the given order (the shards of a step). Raises KeyError if one lacks an
-    array of the first."""
+    """Join records of one type along `rows`, in the given order (the shards of a step). Raises KeyError if a record
+    lacks an array that the first record has."""
     names = records[0].arrays().keys()
     return records[0].from_arrays({name: np.concatenate([r.arrays()[name] for r in records]) for name in names})
 
@@ -113,7 +113,8 @@ class Rollout(Record):
     response_mask: Bool[np.ndarray, "rows seq"]
     """True where the token was sampled."""
     sampler_logprobs: Float32[np.ndarray, "rows seq"]
-    """log mu(token): under the distribution that was sampled from, by the weights of `token_versions`."""
+    """log mu(token), where mu is the distribution that the engine sampled from, with the weights of `token_versions`.
+    """
     token_versions: Int32[np.ndarray, "rows seq"]
     """Version of the weights that sampled each token; -1 elsewhere."""
     finish_reason: Int8[np.ndarray, " rows"]
@@ -123,10 +124,11 @@ class Rollout(Record):
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True)
 class Scores(Record):
-    """Output of `score`: one number per response, before any KL term; the named parts, whose weighted sum is this
-    number; and the disagreement of ensembles.
+    """Output of `score`: one number per response, before any KL term; the parts, whose weighted sum is this number;
+    and the disagreement of ensembles.
 
-    Parts have the names that the config gives them. Each is an array of its own: `scores.NAME`, `disagreement.NAME`.
+    The config names the parts. Each part is stored as arrays of its own: `scores.NAME`, and for an ensemble
+    `disagreement.NAME`.
     """
 
     KIND: ClassVar[str] = "scores"
@@ -251,7 +253,8 @@ def check_finite(record: Record) -> None:
 
 def check_logprobs(record: Record, mask: np.ndarray | None) -> None:
     """Raise ValueError, naming field and row, if an array named `*_logprobs` is zero on all sampled tokens of a row.
-    `mask` (bool, rows × seq) is the response_mask. A Rollout has its own. Without a mask nothing is checked."""
+    `mask` (bool, rows × seq) is the response_mask. A Rollout is checked with its own mask. Without a mask nothing is
+    checked."""
     if isinstance(record, Rollout):
         mask = record.response_mask
     if mask is None:
@@ -317,7 +320,8 @@ DESCRIPTIONS = MappingProxyType(
 
 
 def describe(name: str) -> Attributes:
-    """Return the attributes of an array, found by prefix for the parts of a score. Empty for an unknown name."""
+    """Return the attributes of the array with this name. The parts of a score are known by their prefix. Empty for an
+    unknown name."""
     if name.startswith(SCORE_PREFIX):
         return _array(f"part {name.removeprefix(SCORE_PREFIX)} of the score, before its weight")
     if name.startswith(DISAGREEMENT_PREFIX):

@@ -17,7 +17,7 @@ commit names: `read` finds them in the attempt, and `recover` moves them (after 
 and end of a driver). No array file is ever opened for writing in place, and each shard of an array is written by one
 attempt only.
 
-Zarr answers a missing shard with fill values. `read` raises instead, and checks the CRC-32 of every array against the
+Zarr returns fill values for a missing shard. `read` raises instead, and checks the CRC-32 of every array against the
 commit. Plain readers see the fill value (NaN, -1, False) where nothing is committed yet.
 
 All stages of a step share a group, so each kind of record is written by one stage only; the records' fields name the
@@ -40,8 +40,9 @@ The root has attributes and arrays that belong to no step:
     rollouts.zarr/vocabulary_offsets      token t is bytes[offsets[t] : offsets[t + 1]]
 
 With the vocabulary a run's text can be read without its tokenizer, in any language: join the bytes of the tokens and
-decode them as UTF-8, with a replacement character where a response was cut inside a character. The root is no output:
-it has no commit, no stage reads it, and the same run writes the same again.
+decode them as UTF-8, with a replacement character where a response was cut inside a character. Attributes and arrays of
+the root are no output: they have no commit and no stage reads them. A driver that continues the run writes the same
+content again.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ _STEP_GROUP = re.compile(r"step_(\d{6,})")
 
 
 class RolloutStore:
-    """The store of a run in this process. Each process makes its own, because its encoders cannot be pickled. Threads
-    may share it."""
+    """The rollout store of a run, as one process sees it. Each process makes its own object, because the encoders
+    cannot be pickled. Threads may share it."""
 
     def __init__(
         self,
@@ -95,8 +96,8 @@ class RolloutStore:
         """Open the store in the run's directory `url` (a path or an object store's URL); `rollouts.zarr/` and
         `attempts/` are created in it.
 
-        `recent_bytes`: size of the cache of records, which readers share. `writeback`: settles what `write` commits;
-        its owner closes it.
+        `recent_bytes`: size of the cache of records, which readers share. `writeback`: the thread that settles what
+        `write` commits; the caller closes it. Without it `write` settles by itself.
         """
         run = files.open_root(url, durability)
         self._data = run.below(_STORE)
@@ -127,14 +128,17 @@ class RolloutStore:
     ) -> Commit:
         """Store and commit a record. Return the winning commit, which may be an earlier one of another attempt.
 
-        Raises ValueError if rows or seq differ from the layout's, for NaN or infinity (naming field and row), and for
-        `*_logprobs` that are zero on all sampled tokens of a row (`mask`: response_mask, rows × seq).
+        `mask`: response_mask, rows × seq.
+
+        Raises:
+            ValueError: rows or seq differ from the layout's; a number is NaN or infinite (naming field and row); or
+                `*_logprobs` are zero on all sampled tokens of a row (those of `mask`).
         """
         check_finite(record)
         check_logprobs(record, mask)
         attempt = attempt or new_attempt()
         prepared, contents = self._encode(address, record, provenance, attempt, metrics, state)
-        # If the commit itself raises, nothing is discarded: it may exist nevertheless, and `recover` finds out.
+        # If the commit itself raises, nothing is discarded: the commit may exist, and `recover` will find out.
         winner = self._ledger.commit(prepared, before=lambda: self._write_attempt(prepared, contents))
         if winner.attempt == attempt:
             self._recent.put((address, attempt), record)
@@ -169,15 +173,15 @@ class RolloutStore:
         metrics: Mapping[str, float] | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> Commit:
-        """Do the first third of `write`: write the attempt's files and return the commit that would make them exist. On
-        an exception the files are removed. `Ledger.commit` and `settle` are the other thirds."""
+        """Do the first part of `write`: write the attempt's files and return the commit that is to be made. On an
+        exception the files are removed. The caller goes on with `Ledger.commit` and `settle`."""
         prepared, contents = self._encode(address, record, provenance, attempt, metrics, state)
         self._write_attempt(prepared, contents)
         return prepared
 
     def settle(self, commit: Commit) -> None:
-        """Do the last third of `write`: move a committed attempt's files to their chunk keys. Harmless at any time
-        after the commit, and by any number of processes at once."""
+        """Do the last part of `write`: move a committed attempt's files to their chunk keys. May be called at any time
+        after the commit, any number of times, and by several processes at once."""
         group, source = _group(commit.address), attempt_key(commit.address, commit.attempt)
         metadata = self._metadata(commit)
         present = files.map_items(self._data, lambda key: files.exists(self._data, key), metadata)
@@ -193,9 +197,13 @@ class RolloutStore:
         files.remove_tree(self._attempts, source)
 
     def recover(self, *, discard: bool = True) -> int:
-        """Finish the work of dead processes: settle committed attempts and discard those that lost. Without `discard`
-        the losers stay: their processes may be alive and need the files. Attempts at an address without a commit stay
-        too, since their process may be about to commit. Return the number of settled attempts. Raises DamagedCommit."""
+        """Finish the work of dead processes, and return the number of settled attempts. Raises DamagedCommit.
+
+        - An attempt that was committed is settled.
+        - An attempt at an address that another attempt committed is discarded. Without `discard` it stays, since its
+          process may be alive and need the files.
+        - An attempt at an address without a commit stays, since its process may be about to commit.
+        """
         settled, before = 0, self.dropped_before()
         for address, attempt in self.attempts():
             commit = self._ledger.find(address)
@@ -207,8 +215,8 @@ class RolloutStore:
         return settled
 
     def restore_metadata(self, commits: Iterable[Commit]) -> None:
-        """Write the missing or damaged metadata by which plain readers find these arrays. `read` does not need it. For
-        a driver without workers."""
+        """Write the missing or damaged metadata by which plain readers find the arrays of these commits. `read` does
+        not need it. For a driver without workers."""
         before = self.dropped_before()
         for commit in commits:
             for key, data in {} if dropped(commit.address, before) else self._metadata(commit).items():
@@ -268,8 +276,8 @@ class RolloutStore:
         return read_dropped(self._run)
 
     def drop(self, before: int) -> int:
-        """Delete the arrays of all earlier steps, except evaluations. Commits stay. Return the number of steps that had
-        any. Nothing may read the arrays any more."""
+        """Delete the arrays of all steps before this one, except evaluations. Commits stay. Return the number of steps
+        that had arrays. The caller ensures that nothing reads the arrays any more."""
         if before > self.dropped_before():
             write_dropped(self._run, before)
         steps = [int(match[1]) for match in map(_STEP_GROUP.fullmatch, files.names(self._data)) if match]
@@ -279,12 +287,14 @@ class RolloutStore:
         return len(gone)
 
     def make_anew(self, step: int) -> None:
-        """Forget that arrays of this step and later ones were deleted: they are about to be made again."""
+        """Record that the arrays of this step and later ones no longer count as deleted, because they are about to be
+        computed again."""
         if step < self.dropped_before():
             write_dropped(self._run, step)
 
     def plain_faults(self, commit: Commit) -> Iterator[str]:
-        """Yield the faults of a commit's arrays for a plain Zarr reader: not found, or not the committed numbers."""
+        """Yield a text for each fault that a plain Zarr reader meets: an array of the commit that it does not find or
+        cannot read, or whose numbers differ from the committed ones."""
         for key in ("zarr.json", f"{_group(commit.address)}/zarr.json") if commit.arrays else ():
             if not is_group(files.read(self._data, key)):
                 yield f"{self._data.at(key)}: is not what was written: plain Zarr does not find the arrays below it"
@@ -300,7 +310,8 @@ class RolloutStore:
                 yield f"{where}: plain Zarr sees other numbers than the committed ones (CRC-32 {crc32:08x})"
 
     def read_uncommitted(self, address: Address, name: str) -> np.ndarray | None:
-        """Return the array of a shard whose commit is lost, unchecked. None if plain Zarr reads nothing."""
+        """Return the array of a shard whose commit is lost, without a check of its CRC-32. Return None if plain Zarr
+        cannot read it."""
         try:
             return self._plain(address, name, self._layout(address).rows_per_shard)
         except _UNREADABLE:
@@ -352,8 +363,8 @@ class RolloutStore:
         return metadata | {f"{group}/{name}/zarr.json": t.described(describe(name)) for name, t in arrays.items()}
 
     def _chunk(self, commit: Commit, key: str) -> bytes | None:
-        """Return the content of a committed file, from its chunk key or from the attempt; None if it is missing. Looks
-        at the chunk key again at the end, because the file may have moved between the two looks."""
+        """Return the content of a committed file, from its chunk key or from the attempt; None if it is missing. Reads
+        the chunk key once more at the end, because the file may have moved between the first two reads."""
         final = f"{_group(commit.address)}/{key}"
         data = files.read(self._data, final)
         if data is None:
@@ -408,7 +419,7 @@ def _group(address: Address) -> str:
 
 
 def dropped(address: Address, before: int) -> bool:
-    """Return True if an output's arrays were deleted, because all arrays of steps before `before` were. Outputs
+    """Return True if an output's arrays were deleted: those of all steps before `before`, except evaluations. Outputs
     without arrays count too."""
     return address.step < before and not address.stage.startswith(EVALUATE)
 
@@ -438,7 +449,7 @@ def encode_record(
     record: Record, layout: Layout, shards: Sequence[int], template_of: Callable[[Layout, str, int], Template]
 ) -> tuple[dict[str, ArrayInfo], dict[str, bytes]]:
     """Return (the commit's description of a record's arrays, the attempt's files by name). `template_of(layout, dtype,
-    ndim)` encodes an array. Raises ValueError for an array that does not fit the layout."""
+    ndim)` returns the encoder of an array. Raises ValueError for an array that does not fit the layout."""
     infos, contents = {}, {}
     for name, given in record.arrays().items():
         if given.shape[1:] not in ((), (layout.seq,)):
@@ -452,8 +463,9 @@ def encode_record(
 
 
 def write_metadata(run: files.Root, contents: Mapping[str, bytes]) -> None:
-    """Write the metadata by which plain readers find arrays. Several processes may race, and write the same bytes.
-    Temporary files stay outside the hierarchy, since Zarr warns about unknown files; an object store needs none."""
+    """Write the metadata by which plain readers find arrays. Several processes may do so at once, since they write the
+    same bytes. Temporary files stay outside the hierarchy, since Zarr warns about unknown files. An object store needs
+    no temporary files."""
     if not contents:
         return
     if run.fs is not None:
@@ -505,8 +517,8 @@ class RecentRecords:
 def write_root(
     run: files.Root, attributes: Mapping[str, Any], arrays: Mapping[str, tuple[str, np.ndarray]] | None = None
 ) -> None:
-    """Write the root's attributes and arrays (name -> its dimension and its numbers, one axis). Files that already
-    have the right content are not written again. No worker may run meanwhile."""
+    """Write the root's attributes and arrays. `arrays`: name -> (name of its one dimension, numbers). Files that
+    already have the right content are not written again. No worker may run meanwhile."""
     content = {"zarr.json": group_metadata(attributes)}
     for name, (dimension, array) in (arrays or {}).items():
         content |= {f"{name}/{key}": data for key, data in encode_whole(array, dimension, describe(name)).items()}
@@ -562,7 +574,7 @@ class Vocabulary:
         return {BYTES: ("vocabulary_byte", data), OFFSETS: ("vocabulary_offset", self.offsets)}
 
     def text(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of tokens. Ids outside the vocabulary have no text."""
+        """Return the text of tokens. Ids outside the vocabulary are skipped."""
         last = len(self.offsets) - 1
         spans = ((self.offsets[i], self.offsets[i + 1]) for i in map(int, ids) if 0 <= i < last)
         return b"".join(self.data[start:end] for start, end in spans).decode("utf8", "replace")

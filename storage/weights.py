@@ -113,7 +113,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class WeightAttempt:
-    """A version that one process or several of a host are writing."""
+    """A version that one or more processes of a host are writing."""
 
     version: int
     file: str
@@ -162,7 +162,8 @@ class WeightBoard(Closing):
     """A directory of versions. Any number of processes of one host and user share it; one of them closes it."""
 
     def __init__(self, directory: str | Path) -> None:
-        """Raises StoreError, naming the directory, if another user owns it, who may have guessed its name."""
+        """Open the board in `directory`, which is created if needed. Raises StoreError, naming the directory, if it
+        belongs to another user, who may have guessed its name."""
         self.directory = Path(directory)
         private_directory(self.directory)
 
@@ -181,8 +182,8 @@ class WeightBoard(Closing):
 
     @contextlib.contextmanager
     def attempt(self, version: int, places: tuple[FilePlace, ...]) -> Iterator[WeightAttempt]:
-        """Return a context in which a version can be written. At its end the file is removed, unless it is the
-        version's file then. Raises ValueError if the version exists already with other places."""
+        """Return a context in which a version can be written. When it ends, the attempt's file is removed unless it has
+        become the version's file. Raises ValueError if the version exists already with other places."""
         existing = self.manifest(version)
         if existing is not None:
             begun = WeightAttempt(version, existing.file, places, exists=True)
@@ -214,7 +215,7 @@ class WeightBoard(Closing):
         self._tried(attempt.version, lambda: self._put(attempt, path, place.offset + start, rows, stride))
 
     def sums(self, attempt: WeightAttempt, places: Iterable[FilePlace]) -> dict[str, int]:
-        """Return the sums of some tensors by name. All their parts must have been written."""
+        """Return the XXH3-64 sums of some tensors by name. All their parts must have been written."""
         buffer = memoryview(bytearray(_PIECE_BYTES))
         sums = {}
         with (self.directory / attempt.file).open("rb", 0) as stream:
@@ -413,7 +414,8 @@ def _describe(tensors: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> t
 
 
 def _file_bytes(places: Iterable[FilePlace]) -> int:
-    """Return the length of a file: tensors, gaps, and padding for an empty version, which could not be mapped."""
+    """Return the length in bytes of a version's file: its tensors and the gaps between them, but at least one page,
+    because an empty file could not be mapped."""
     return max(mmap.PAGESIZE, *(place.offset + place.nbytes for place in places), 0)
 
 
@@ -422,7 +424,8 @@ def _other_tensors(attempt: WeightAttempt) -> ValueError:
 
 
 def _write(file: int, data: memoryview, offset: int) -> None:
-    """Write all bytes. Uses no mapping: on a full tmpfs a store to a mapping is a SIGBUS, and a write an OSError."""
+    """Write all bytes, without a mapping. On a full tmpfs a write raises OSError, but a store to a mapping would raise
+    SIGBUS."""
     while data:
         count = os.pwrite(file, data, offset)
         data, offset = data[count:], offset + count

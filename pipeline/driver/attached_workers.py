@@ -137,9 +137,9 @@ def _check_port(host: str, port: int) -> None:
 
 
 def next_driver_number(run_dir: Path) -> int:
-    """Return the number of a new driver of a run, from 1. Remove the files that earlier drivers left. Call this before
-    the scheduler listens, so that no worker joins this driver with the certificate of an earlier one. Raises OSError
-    and StoreError."""
+    """Return the number of a new driver of a run (1 for the first), and remove the files that earlier drivers left.
+    Call this before the scheduler listens, so that no worker joins this driver with an earlier driver's certificate.
+    Raises OSError and StoreError."""
     folder = RunPaths(run_dir.resolve()).attached
     private_directory(folder)
     driver = 1 + max(newest_driver(run_dir), _read_number(folder / _COUNT))
@@ -245,7 +245,7 @@ class WorkerRegistry:
         try:
             await connection.write({"devices": list(gpus)})
             while True:
-                await connection.read()  # no message comes: wait for the connection to end
+                await connection.read()  # the worker sends nothing: this waits for the connection to end
         except OSError:
             pass
         finally:

@@ -80,7 +80,7 @@ class Attempt:
     """Time at which its node is submitted again, after a transient error. Until then the attempt holds its slot."""
     outcome: Outcome | None = None
     errors: dict[int, BaseException] = field(default_factory=dict)
-    """Errors by rank, or by the index of the one replica."""
+    """Errors by rank, or by the replica's index."""
 
     @property
     def worker(self) -> WorkerKey:
@@ -116,8 +116,8 @@ def parent_futures(
 
 
 def failed_with_parent(attempt: Attempt, attempts: Mapping[Address, Attempt]) -> bool:
-    """Return True if an attempt that ran ahead has the error of a parent, and the parent is not judged yet. Then the
-    node never began, and runs again together with the parent."""
+    """Return True if a parent raised whose attempt is not judged yet, and this attempt was submitted early. Then the
+    attempt has the parent's error: its node never began, and runs again together with the parent."""
     parents = (attempts.get(parent) for parent in attempt.submit.node.parents) if attempt.is_submitted_early else ()
     return any(p is not None and p.outcome is None and p.future.status == "error" for p in parents)
 
@@ -236,8 +236,8 @@ class Attempts:
             self._settle_attempt(attempt)
 
     def on_worker_down(self, worker: WorkerKey, suspect: bool) -> None:
-        """Make the nodes of a worker that gets no more work run again. A suspect's attempts are abandoned, but their
-        outcomes still count. With a lost worker, all attempts and results of its restart unit are lost."""
+        """Run the nodes of a suspect or lost worker again. A suspect's attempts are abandoned, but their outcomes still
+        count. If the worker is lost, so are all attempts and results of its restart unit."""
         reset = self._context.dispatch.on_worker_down(*worker)
         if suspect:
             self._reset_nodes(reset, abandon_on=worker)
@@ -344,9 +344,9 @@ class Attempts:
             self._reset_nodes(self._context.dispatch.reset_lost([address]))
 
     def _handle_stage_error(self, attempt: Attempt) -> None:
-        """Try again after a transient error of a stage: on a replica or a single rank after a back-off, on a gang after
-        it was built again, since its other ranks may be in a collective. Raise StageFailed for any other error, for a
-        spent budget, and after `cluster.attempts` attempts."""
+        """Try again after a transient error of a stage. On a replica or a single rank this happens after a back-off.
+        With several ranks the gang is first built again, since its other ranks may be in a collective. Raise
+        StageFailed for any other error, for a spent budget, and after `cluster.attempts` attempts."""
         node, gang, dispatch = attempt.submit.node, attempt.submit.gang, self._context.dispatch
         spent = next((error for error in attempt.errors.values() if isinstance(error, BudgetSpent)), None)
         if spent is not None:

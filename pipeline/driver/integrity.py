@@ -55,7 +55,7 @@ class Repairs:
     warnings: tuple[str, ...] = ()
     """Texts about records that were set aside, and about lost outputs."""
     expected_digests: Mapping[Address, str] = field(default_factory=dict)
-    """Content, by address, of outputs that lost their commit although committed outputs were made from them."""
+    """Content digests, by address, of outputs without a commit from which committed outputs were made."""
     sampled_versions: Mapping[Address, int] = field(default_factory=dict)
     """Under `latest`: the version that sampled each generated shard among `expected_digests`. The graph does not say
     it."""
@@ -86,9 +86,9 @@ def repair_store(history: History, stored: RunStorage, damaged: Mapping[Address,
     before workers start. `damaged`: records that were set aside already.
 
     Raises:
-        StoreError: a committed output was made from another input than the one that is committed now. Or it was made
-            from a shard whose commit is lost, and whose tokens do not name one sampling version. In these two cases
-            only damaged records were set aside, and finished segments closed. Or a record has another format.
+        StoreError: a record has another format. Or a committed output was made from another input than the one that is
+            committed now. Or it was made from a shard whose commit is lost, and whose tokens do not name one sampling
+            version. In the last two cases only damaged records were set aside, and finished segments closed.
     """
     ledger = history.ledger
     aside = {**damaged, **quarantine_damaged_commits(ledger, stored)}
@@ -130,9 +130,9 @@ def _consequence_text(address: Address, lost: Collection[Address]) -> str:
 
 
 def _sampling_version(history: History, address: Address, run_dir: Path) -> int:
-    """Return the version that sampled a shard whose commit is lost, read from its stored tokens. The shard is sampled
-    again with it, and compared with what later outputs were made from. Raises StoreError unless there is exactly one
-    such version."""
+    """Return the version that sampled a shard whose commit is lost, read from its stored tokens. The shard will be
+    sampled again with this version, and compared with the content that later outputs were made from. Raises StoreError
+    if the tokens name no version or several."""
     allowed, stored = (
         generation_versions(history.spec, address.step),
         history.store.read_uncommitted(address, "token_versions"),
@@ -162,7 +162,8 @@ def lineage_faults(commits: Iterable[Commit], committed: Mapping[Address, Commit
 
 
 def check_recomputed(history: History, repairs: Repairs, address: Address) -> None:
-    """Raise StageFailed if later outputs were made from another content than this node's new commit has."""
+    """Raise StageFailed if the content of a node's new commit differs from the content that later outputs were made
+    from."""
     if address not in repairs.expected_digests:
         return
     content, expected = history.ledger.get(address).content, repairs.expected_digests[address]
@@ -175,8 +176,8 @@ def check_recomputed(history: History, repairs: Repairs, address: Address) -> No
 
 @contextmanager
 def clean_up_after(history: History) -> Iterator[None]:
-    """Clean up the store after the workers of a run, which all end with this block. Move what they committed into
-    place. If the block ended without an error, also remove all leftovers of attempts."""
+    """Clean up the store when the block ends, which must end all workers of the run. Move committed files into place.
+    If the block ends without an error, also remove all leftovers of attempts."""
     try:
         yield
     except BaseException:
@@ -197,12 +198,12 @@ class UnreadVersions:
         self._leased_versions: set[int] = set()
 
     def release(self, version: int) -> None:
-        """Release a version now, or when its last lease is gone. Also release earlier ones whose leases are gone."""
+        """Release a version now, or when its last lease is gone. Also release the other versions whose leases are gone."""
         self._leased_versions.add(version)
         self.release_unleased()
 
     def release_unleased(self) -> None:
-        """Release what can be released. Call it when leases may be gone: after a release or a process's death."""
+        """Release the versions whose leases are gone. Call it after a release or a process's death."""
         self._leased_versions = {
             version for version in sorted(self._leased_versions) if not self._board.release(version)
         }
@@ -250,8 +251,8 @@ def unneeded_outputs(
 
 
 def _usable_checkpoints(history: History, checkpoints: Checkpoints, role: Role) -> list[int]:
-    """Return the versions of a role with a checkpoint that looks complete and the commit of the update that made
-    them."""
+    """Return the versions of a role that have both a checkpoint that looks complete and a commit of the update that
+    made them."""
     stage = update_stages(history.spec)[role]
     return [v for v in checkpoints.versions(role) if _has_commit(history, Address(stage, v - 1))]
 
@@ -300,8 +301,8 @@ class Rewind:
 
 
 def plan_rewind(history: History, stored: RunStorage) -> Rewind:
-    """Return the rewind to the newest version from which the run can continue, and of which every trained model has a
-    sound checkpoint. If there is no such version, return the rewind to the start. Moves nothing."""
+    """Return the rewind to the newest version from which the run can continue. Every trained model must have an
+    undamaged checkpoint of it. If there is no such version, return the rewind to the start. Moves nothing."""
     checkpoints, paths = stored.checkpoints(), RunPaths(stored.directory)
     committed = set(history.ledger.addresses())
     ledger = history.ledger

@@ -7,7 +7,7 @@
 
 The program may be interrupted anywhere and started again with the same config. Responses are written whole or not at
 all. A prompt whose line is in verdicts.jsonl is not judged again. pairs.jsonl is written last, and marks the end.
-Prompts and responses come from a run's rollouts, from a file, or are sampled here.
+Prompts and responses come from a run's rollouts or from a file, or responses are sampled here.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ PAIRS, RESPONSES, VERDICTS, RUBRIC = "pairs.jsonl", "responses.jsonl", "verdicts
 
 
 class _Judge(Protocol):
-    """The attributes of `judge` and `local_judge` beside a reward's call."""
+    """The part of the rewards `judge` and `local_judge` that labelling uses."""
 
     rubric: Rubric
     ask: Ask
 
     def counts(self) -> Mapping[str, float]:
-        """See `Reward`."""
+        """Return the counts of requests and costs, as `Reward.counts` does."""
         ...
 
 
@@ -138,7 +138,7 @@ _CHANGEABLE_KEYS = frozenset(
 
 
 def _candidates(config: LabelConfig, source: RunConfig | None) -> list[Candidates]:
-    """Return the candidates of responses.jsonl. If it does not exist, make them and write it first."""
+    """Return the candidates in responses.jsonl. If that file does not exist, first make the candidates and write it."""
     file = config.run_dir / RESPONSES
     if not file.exists():
         if source is not None:
@@ -191,8 +191,8 @@ def _label_all(
 def _summary(
     config: LabelConfig, candidates: Sequence[Candidates], rows: Sequence[dict[str, Any]], dropped: Counter[str]
 ) -> dict[str, Any]:
-    """Return the summary: the number of pairs, and of dropped ones by reason. For a pairwise judge, also how often its
-    verdicts agree for both orders of a pair."""
+    """Return the summary: the number of pairs, and the number of dropped pairs by reason. For a pairwise judge, also
+    how often its verdicts agree for both orders of a pair."""
     both = [row["verdicts"] for row in rows if "chosen_shown_first" in row["verdicts"]]
     agree = [min(one["chosen_shown_first"], one["chosen_shown_last"]) > 0.5 for one in both]
     return {
@@ -271,7 +271,8 @@ def candidates_of_run(source: RunConfig, last_steps: int | None) -> list[Candida
 
 
 def candidates_of_file(config: LabelConfig) -> list[Candidates]:
-    """Read rows with a prompt and a list of responses. Raises ConfigError that names file, line and field."""
+    """Return the candidates in a file whose rows have a prompt and a list of responses. Raises ConfigError that names
+    file, line and field."""
     source = config.responses
     assert source.url is not None
     try:
@@ -284,7 +285,8 @@ def candidates_of_file(config: LabelConfig) -> list[Candidates]:
 
 
 def sample_candidates(config: LabelConfig) -> list[Candidates]:
-    """Sample `per_prompt` responses to each prompt with the embedded engine. A pure function of config and model."""
+    """Sample `per_prompt` responses to each prompt with the embedded engine, and return the candidates. The result
+    depends on config and model only."""
     path, per_prompt = config.responses.model, config.responses.per_prompt
     assert path is not None
     spec = read_model("responses.model", path)

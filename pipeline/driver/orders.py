@@ -76,8 +76,8 @@ class WeightOrders:
         order_fetch(self._client, self._with_other_boards(self._supervision.addresses()), version)
 
     def order_load(self, version: int) -> None:
-        """Order all replicas to load a version for the rows that they have in flight. The version is too new for none
-        of these rows: while a row of step i is unfinished, nothing trains version i into i+1."""
+        """Order all replicas to load a version for the rows that they have in flight. All of these rows may use it,
+        because nothing trains version i into i + 1 while a row of step i is unfinished."""
         addresses = self._supervision.addresses()
         names = [worker_name(self._pool, index) for index in range(self._gangs[self._pool].workers)]
         order_take(self._client, [addresses[name] for name in names if name in addresses], version)
@@ -185,11 +185,11 @@ class _PendingHandover:
     number: int
     started_at: float
     pending_workers: set[WorkerKey]
-    """Workers that have not freed them yet."""
+    """Workers that have not freed their devices yet."""
 
 
 class DeviceOrders:
-    """Owns the hand-overs of devices in progress, with the workers that have not freed theirs yet."""
+    """Owns the device hand-overs in progress, with the workers that have not freed their devices yet."""
 
     def __init__(self, context: Context, supervision: Supervision) -> None:
         self._context = context
@@ -199,7 +199,7 @@ class DeviceOrders:
 
     def start_handovers(self) -> bool:
         """Begin the hand-overs that are due: order the workers of each giving gang to free their devices. Return True
-        if another gang already holds devices, so that there may be nodes to hand out."""
+        if a hand-over is finished already, so that there may be nodes to hand out."""
         began = False
         for one in self._context.dispatch.next_handovers():
             live = [key for key in self._workers_of(one.giver) if worker_name(*key) in self._supervision.addresses()]
@@ -228,7 +228,7 @@ class DeviceOrders:
             self._finish_handovers()
 
     def on_worker_down(self, worker: WorkerKey) -> None:
-        """Count the devices of a lost worker's restart unit as freed: its next process starts with nothing on them."""
+        """Count the devices of a lost worker's restart unit as freed, because its processes have ended."""
         gang = self._context.gangs[worker[0]]
         for one in self._leaving:
             one.pending_workers -= set(restart_unit(gang, worker[1]))

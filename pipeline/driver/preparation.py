@@ -12,7 +12,7 @@
     a worker is built ──► compare its numerics with its gang's (present and earlier), its software with the driver's
 
 A node may run on any worker of its gang, so all workers of a gang must compute the same bits. Different gangs may run
-on different processors, as long as each gang's stay the same.
+on different kinds of processors, as long as each gang keeps its kind.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _replaced_identity(config: RunConfig, prompts: PromptTable, ledger: Ledger) 
 
 
 class NumericsWatch:
-    """Owns the run's identity while it runs, and writes every new numerics of a gang into it."""
+    """Owns the identity of a run while it runs, and records the numerics of a gang's workers in it when they are new."""
 
     def __init__(
         self,
@@ -220,8 +220,8 @@ class NumericsWatch:
 
 
 def _model_paths(config: RunConfig) -> dict[str, tuple[str, str]]:
-    """Return (config key of the path, path) of each model and rubric file. The name of an
-    entry is the model's role, the config key of a reward model's arguments, or the config key of a rubric file."""
+    """Return name -> (config key of the path, path) of each model and rubric file. The name is the model's role, the
+    config key of a reward model's arguments, or the config key of a rubric file."""
     model = config.model
     paths = {str(Role.POLICY): ("model.path", model.path)}
     for role, key, path in (

@@ -121,7 +121,7 @@ def open_tracker(config: RunConfig) -> Tracker:
 
 
 def track_prompts(config: RunConfig, tracker: Tracker, digest: str, num_train: int, num_held_out: int) -> None:
-    """Track the training and held-out prompts as datasets of the run. `digest`: of all prompts together."""
+    """Track the training and held-out prompts as datasets of the run. `digest`: digest of all prompts together."""
     source, own = redacted_text(config.prompts.url), config.evaluate.prompts.url
     name = Path(source).name
     tracker.log_dataset(Dataset(name, digest[:36], source, "training", num_train))
@@ -239,14 +239,15 @@ def report_second_error(error: BaseException, screen: Screen, action: str) -> It
 
 
 def experiment_page(config: RunConfig) -> str | None:
-    """Return how to open the run's experiment in MLflow, or None if the run has none, or none yet."""
+    """Return a text that tells how to open the run's experiment in MLflow. Return None if the run is not tracked, or if
+    its experiment does not exist yet."""
     uri = config.tracking.uri
     number = None if uri is None else experiment_id(RunPaths(config.run_dir).mlflow_spool, uri)
     return None if uri is None or number is None else opening_hint(uri, number)
 
 
 def tracking_links(config: RunConfig) -> dict[str, str]:
-    """Return how to open the run in MLflow, under the label to show. Empty if it is not tracked."""
+    """Return label -> text that tells how to open the run in MLflow. Empty if the run is not tracked."""
     uri = config.tracking.uri
     return {} if uri is None else {"MLflow": experiment_page(config) or opening_hint(uri)}
 
@@ -281,7 +282,7 @@ def draw_plots(config: RunConfig, history: History) -> list[Path]:
 
 
 def result_paths(config: RunConfig, summary: Summary) -> dict[str, Path | str]:
-    """Return the paths of a finished run's results, or commands that show them, by the label to show."""
+    """Return label -> path of each result of a finished run, or the command that shows it."""
     paths = RunPaths(config.run_dir)
     paths_by_label: dict[str, Path | str] = {"summary": paths.summary}
     if config.tracking.report:
@@ -357,7 +358,8 @@ def variant_source(config: RunConfig) -> VariantSource:
 
 
 def _comparable_facts(config: RunConfig, identity: Identity | None) -> Sameness:
-    """Return the keys that tell if runs can be compared: digests of the run's identity, or model paths without one."""
+    """Return one text for each property in which two runs must agree to be compared. The texts hold settings, and the
+    digests in the run's identity, or model paths if there is no identity."""
     models: Mapping[str, Mapping[str, str]] = identity.models if identity is not None else {}
     flat, whole = flatten_sections(config_sections(config)), config_sections(config)
     policy = models.get("policy", {"path": config.model.path})

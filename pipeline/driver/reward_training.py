@@ -101,7 +101,7 @@ def train_and_export(config: RewardModelConfig, console: Console) -> dict[str, A
 
 
 def _train_with_lock(config: RewardModelConfig, parts: TrainingParts, console: Console) -> dict[str, Any]:
-    """Train while holding the directory's lock."""
+    """Do the work of `train_and_export`. The caller holds the directory's lock."""
     root = config.run_dir
     if (root / EXPORT).exists():  # may have appeared since the check
         raise already_trained_error(config)
@@ -135,7 +135,7 @@ def _train_with_lock(config: RewardModelConfig, parts: TrainingParts, console: C
 
 
 def _train_here(config: RewardModelConfig, parts: TrainingParts, shown: _Display) -> TrainingOutcome:
-    """Run rank 0, with the other ranks as processes."""
+    """Train with rank 0 in this process and each other rank in a process of its own. Return rank 0's outcome."""
     if config.model.blocks is not None:
         shutil.rmtree(config.start_path, ignore_errors=True)
         write_lowest_blocks(Path(config.start_path), config.model.path, config.model.blocks)
@@ -191,8 +191,9 @@ def _open_teacher(config: RewardModelConfig, path: str, rank: Rank, joined: Para
 
 
 def _speeds(config: RewardModelConfig, rows: TokenRows) -> dict[str, float]:
-    """Return the CPU seconds per row of the exported student and of its teacher (the sum if there are several), and how
-    many times as fast the student is. Time the models alternately, with the same packing, in this process alone."""
+    """Return the CPU seconds per row of the exported student and of its teacher, and how many times as fast the student
+    is. The seconds of several teachers are added up. The models are timed alternately, with the same packing, in this
+    process alone."""
     student = LoadSettings(ModelKind.REWARD, str(config.run_dir / EXPORT), config.model.dtype, _TIMED_TOKENS)
     dtype = config.teacher.dtype or config.model.dtype
     teachers = [LoadSettings(ModelKind.REWARD, path, dtype, _TIMED_TOKENS) for path in config.teacher.paths]
@@ -288,7 +289,7 @@ def _write_results(
 
 
 def _teacher_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Return a line that compares a student with its teacher, if there is one."""
+    """Return a line that compares a student with its teacher. Empty if there is no teacher."""
     if "speed" not in summary:
         return []
     held_out, speed = summary["held_out"], summary["speed"]

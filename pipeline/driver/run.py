@@ -112,8 +112,8 @@ def run(
     Args:
         from_checkpoint: with `resume`, first archive what was committed after the newest checkpoint, and compute it
             again.
-        immediate_signals: signals that end the run with TerminatedEarly, for a job that is started again. With them, no
-            summary is made after such a signal or if workers are missing.
+        immediate_signals: signals that end the run with TerminatedEarly, for a job that is started again. If any are
+            given, no summary is made after such a signal or if workers are missing.
         json_lines: show progress for a program.
         callbacks: called with (step, metrics) when a step is over, and with (version, metrics) when an evaluation is.
 
@@ -314,7 +314,7 @@ class _Driver(ExecutorEvents):
         config = self._config = started.run.config
         history = self._history = started.run.history
         self._has_shown_link = config.tracking.uri is None or experiment_page(config) is not None
-        """True if no address is left to show."""
+        """False until the link to MLflow's page was shown, if it was not known at the start."""
         repairs = self._repairs = started.run.prepared.repairs
         board = started.board
         self._unread_versions = None if board is None else UnreadVersions(board)

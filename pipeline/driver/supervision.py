@@ -11,10 +11,11 @@
     run ends
 
 A restart unit is lost as a whole: one replica, or all ranks of an ordered gang, since no rank can go on without the
-others. A unit is given up if it cannot be built, or is lost `cluster.attempts` times without finishing a node. That
-ends the run, unless it is a replica of a pool and another replica is up or still being built: then the pool goes on
-without it, and it is tried again every `cluster.start_timeout_s`. A worker whose heartbeats stop while it is built is
-lost.
+others. A worker whose heartbeats stop while it is built is lost.
+
+A unit is given up if it cannot be built, or is lost `cluster.attempts` times without finishing a node. This ends the
+run, with one exception: a replica is left out if another replica of its pool is up or still being built. The pool
+goes on without it, and it is built again every `cluster.start_timeout_s`.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def rank_error(failure: RankFailure) -> BaseException:
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Return True if a later attempt may succeed, since the stage is not to blame."""
+    """Return True if the error is transient, so that a later attempt may succeed."""
     return error.transient if isinstance(error, RankError) else is_transient(error)
 
 
@@ -137,14 +138,15 @@ def back_off_s(times: int) -> float:
 
 
 def error_text(error: BaseException) -> str:
-    """Return the error's class and text, whichever rank raised it."""
+    """Return the class name and the text of an error, of rank 0 or another rank."""
     if isinstance(error, RankError):
         return f"{error.name}: {error.text}"
     return f"{type(error).__name__}: {error}"
 
 
 def repeat_hints(node: Node, run_dir: Path) -> dict[str, str]:
-    """Return the inputs of a failed node, and the command that runs it alone, by the label to show."""
+    """Return label -> text to show of a failed node: its inputs, and (except for `publish`) the command that runs it
+    alone."""
     address, inputs = node.address, ", ".join(map(str, node.inputs)) or "none but the prompts"
     made_from = {"inputs": f"{inputs}; weights v{node.version}"}
     if address.stage == "publish":
@@ -162,14 +164,15 @@ Python's lock can delay heartbeats."""
 
 
 class HeartbeatWatch:
-    """Owns the time at which the last heartbeat of each process changed. Heartbeats carry the scheduler's clock and are
-    only compared with each other; `now` is the driver's clock."""
+    """Owns the time at which each process's last heartbeat was first seen. Heartbeats are times of the scheduler's
+    clock and are only compared with each other; `now` is a time of the driver's clock."""
 
     def __init__(self) -> None:
         self._last_heartbeats: dict[str, tuple[float, float]] = {}
 
     def silent_seconds(self, heartbeats: Mapping[str, float], now: float) -> dict[str, float]:
-        """Return the seconds since each process's last new heartbeat, by name. `heartbeats`: the latest of each."""
+        """Return the seconds since each process's last new heartbeat, by name. `heartbeats`: the latest heartbeat of
+        each process, by name."""
         before = self._last_heartbeats
         self._last_heartbeats = {
             name: before[name] if name in before and before[name][0] == heartbeat else (heartbeat, now)
@@ -179,8 +182,8 @@ class HeartbeatWatch:
 
 
 def counts_as_stopped(silent_s: float, start_timeout_s: float) -> bool:
-    """Return True if a process that is being built counts as stopped, well before its start timeout is over. A slow
-    process still sends heartbeats."""
+    """Return True if a process counts as stopped that sends no heartbeats for so long while it is built. The limit is
+    a third of the start timeout, but at least `_MIN_SILENCE_S`. A slow process still sends heartbeats."""
     return silent_s > max(start_timeout_s / 3, _MIN_SILENCE_S)
 
 
@@ -199,9 +202,12 @@ class _Worker:
     build: Future | None
     """None while it is left out and waits to be tried again."""
     deadline: float
-    """Time of the next action. Before its process has joined: the process is overdue. While it is built: the build is
-    overdue, or its `error` counts. While it is left out: it is built again. While it is a suspect: it counts as
-    lost."""
+    """Time of the next event:
+    - before its process has joined: the process is overdue
+    - while it is built: the build is overdue, or its `error` counts
+    - while it is left out: it is built again
+    - while it is a suspect: it counts as lost
+    """
     has_joined: bool = False
     """True if the scheduler knows its process."""
     is_left_out: bool = False
@@ -212,14 +218,13 @@ class _Worker:
     host: str = ""
     """Its host, known once it is built."""
     last_progress_s: float = 0.0
-    """Time at which its process last finished a node; 0: it has not."""
+    """Time at which its process last finished a node; 0 if it has finished none."""
     error: BaseException | None = None
     """Error of a build that may have failed because a peer died."""
 
 
 def restart_unit(gang: Gang, index: int) -> list[WorkerKey]:
-    """Return the workers that are lost and built again together with this one: all ranks of an ordered gang, or one
-    replica."""
+    """Return the workers that are killed and built again together: all ranks of an ordered gang, or one replica."""
     return [(gang.name, i) for i in (range(gang.workers) if gang.is_ordered else (index,))]
 
 
@@ -273,11 +278,12 @@ class Supervision:
         return known is not None and known.spec.incarnation == incarnation
 
     def last_progress(self, worker: WorkerKey) -> float:
-        """Return the time at which the worker's process last finished a node, or 0 if it has not."""
+        """Return the time at which the worker's process last finished a node, or 0 if it has finished none."""
         return self._workers[worker].last_progress_s
 
     def worker_of(self, error: BaseException) -> WorkerKey | None:
-        """Return the worker that an error of `LOSS_ERRORS` names. None if it names no present incarnation."""
+        """Return the worker that an error of `LOSS_ERRORS` names. None if the error names no worker, or an earlier
+        incarnation."""
         for key, worker in self._workers.items():
             if worker.build is None:
                 continue
@@ -378,7 +384,8 @@ class Supervision:
         self._losses.pop((key[0], 0) if self._context.gangs[key[0]].is_ordered else key, None)
 
     def suspect(self, key: WorkerKey) -> None:
-        """Give an overdue worker no work until `trust`, which must come within another deadline. Others do its work."""
+        """Make an overdue worker a suspect. It gets no work until `trust` is called, and counts as lost if that does
+        not happen within another `cluster.deadline_s`. Other workers do its work."""
         self._workers[key].deadline = self._context.now() + self._context.cluster.deadline_s
         self._on_down(key, True)
 
@@ -388,10 +395,10 @@ class Supervision:
         self._context.dispatch.on_worker_up(*key)
 
     def restart_lost(self, key: WorkerKey, reason: str) -> None:
-        """Kill the restart unit of a process that died or must die, reset its nodes, and build it again.
+        """Kill the restart unit of a process that died or must die, reset its nodes, and build the unit again.
 
         Raises:
-            StageFailed: it was lost too often, and no other can do its work.
+            StageFailed: the unit was lost too often, and no other worker can do its work.
         """
         gang, worker = self._context.gangs[key[0]], self._workers[key]
         unit = restart_unit(gang, key[1])
@@ -413,8 +420,8 @@ class Supervision:
         self._build(unit, worker.spec.incarnation + 1, left_out=worker.is_left_out)
 
     def check_deadlines(self) -> None:
-        """Give up workers that are overdue to join or to be built. Treat overdue suspects as lost. Build left-out
-        workers again when their time has come.
+        """Give up workers that have not joined or are not built in time. Treat overdue suspects as lost. Build left-out
+        workers again when their deadline is over.
 
         Raises:
             StageFailed: a worker is given up, and no other can do its work. Or a build failed with an error that a
@@ -465,7 +472,7 @@ class Supervision:
         return WorkersMissing(f"worker {name} did not join within {limit}: `{command}` starts it, on any host")
 
     def _leave_out(self, key: WorkerKey, error: Exception, *, retry_at_join: bool = False) -> None:
-        """Leave a worker out, if another replica of its pool is up or being built. Build it again after
+        """Leave a worker out, if another replica of its pool is up or being built. It is built again after
         `cluster.start_timeout_s`, or with `retry_at_join` as soon as its process joins.
 
         Raises:
@@ -545,7 +552,7 @@ def _log_of_worker(worker: _Worker) -> dict[str, str]:
 
 
 def _build_result(future: Future) -> Built | BaseException:
-    """Return what the worker reported of itself, or the error of its build."""
+    """Return the report of a worker that is built, or the error of its build."""
     if future.status != "finished":
         return future_error(future)
     try:

@@ -63,7 +63,7 @@ class State(StrEnum):
 
 _WAITING, _SUBMITTED, _DONE = State
 _ORDERED, _SLOT, _FREE = Mode
-# Names of the module are found faster than members of an enum, and these are looked up for every node.
+# Module-level names are looked up faster than members of an enum, and these are looked up for every node.
 
 
 @dataclass(eq=False, slots=True)
@@ -243,7 +243,7 @@ class Dispatch:
         return reset
 
     def retire(self, addresses: Iterable[Address]) -> None:
-        """Forget the done nodes of a step that nothing waits for any more."""
+        """Forget the nodes of a step. All must be done, and no other node may wait for them."""
         for address in addresses:
             state = self._entries.pop(address).state
             assert state is _DONE, f"{address} is retired before it is done"
@@ -286,7 +286,7 @@ class Dispatch:
 
     def versions_waiting_for_slot(self, gang: str) -> Counter[int]:
         """Return how many nodes wait only for a slot of this pool, by the version of the weights that they need.
-        Canaries do not count: their few rows are no reason to keep other rows where they are."""
+        Canaries do not count: their few rows are no reason against moving other rows to another replica."""
         waiting = self._ready[gang, _SLOT].nodes()
         return Counter(self._version_to_use(node) for node in waiting if node.stage != "canary")
 
@@ -352,8 +352,8 @@ class Dispatch:
         entry.is_ready = is_ready
 
     def _is_busy(self, gang: str) -> bool:
-        """Return True if anything is handed out to a gang. A node that gave up its slot counts: its rows are in a
-        replica."""
+        """Return True if anything is handed out to a gang. A node without a slot counts too, because a replica has its
+        rows."""
         state = self._gangs[gang]
         return bool(state.submitted or state.without_slot or self.busy_replicas(gang) or any(state.loads.values()))
 

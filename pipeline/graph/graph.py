@@ -279,7 +279,7 @@ _TRAINED_FROM = {
 
 
 def find_lost_inputs(nodes: Iterable[Node], committed: Set[Address]) -> set[Address]:
-    """Return the nodes of one step that lost their commits after an update had read them."""
+    """Return the addresses of one step's nodes that lost their commits after an update had read their outputs."""
     nodes = list(nodes)
     return {
         node.address
@@ -297,8 +297,8 @@ def _is_update_committed(update: Node, committed: Set[Address]) -> bool:
 
 
 def with_missing_parents(node: Node, missing: Iterable[Address]) -> Node:
-    """Return the node with extra parents: the `missing` outputs from which its model may have to be trained again. The
-    updates in between are committed, so no other edge would make the node wait for these outputs."""
+    """Return the node with extra parents: those of the `missing` outputs from which its model may have to be trained
+    again. The updates in between are committed, so no other edge would make the node wait for these outputs."""
     if node.role not in _TRAINED_FROM:
         return node
     needs = _TRAINED_FROM[node.role]
@@ -337,7 +337,7 @@ def window_size(spec: GraphSpec) -> int:
 def weight_readers(spec: GraphSpec, version: int) -> list[Address]:
     """Return the nodes that may read the published version v. When all of them have their commits, v can be released.
     Under `latest` a node counts as a reader until its commit, although it may read another version."""
-    newest = version + spec.staleness  # no older version may generate this step; version 0 generates all before it too
+    newest = version + spec.staleness  # the only step that v generates without `latest`; version 0 also all before it
     steps = range(version if spec.uses_latest or not version else newest, min(newest + 1, spec.steps))
     return [
         *(Address("generate", i, s) for i in steps for s in range(spec.shards)),
@@ -382,13 +382,13 @@ class Gang:
     name: str
     roles: frozenset[Role]
     workers: int
-    """Ranks of an ordered gang, replicas of a pool."""
+    """Number of ranks of an ordered gang, or of replicas of a pool."""
     concurrent_shards: int = 1
-    """Shards that a replica of a pool works on at once."""
+    """Number of shards that a replica of a pool works on at once."""
     divides_scorers: bool = False
     """True if its layout divides the models of its rewards over its workers."""
     gpus: int = 0
-    """GPUs of each worker, on hosts that have any."""
+    """Number of GPUs of each worker, on hosts that have GPUs."""
 
     @property
     def is_ordered(self) -> bool:
@@ -403,8 +403,8 @@ class Gang:
 
     @property
     def max_running_nodes(self) -> int:
-        """Nodes that one worker runs at once: one in an ordered gang; in a pool its concurrent shards, plus one
-        if it generates and has another role."""
+        """Number of nodes that one worker runs at once. In an ordered gang it is one. In a pool it is
+        `concurrent_shards`, plus one if the gang generates and has another role too."""
         if self.is_ordered:
             return 1
         return self.concurrent_shards + (1 if Role.GENERATE in self.roles and self.roles != {Role.GENERATE} else 0)
@@ -449,10 +449,10 @@ def commits_to_recompute(
     """Return the commits that are no longer valid after going back to `version`, children before parents.
 
     Args:
-        dropped_before: arrays of the steps before this one were deleted; their shards are computed again if they would
+        dropped_before: arrays of the steps before this one were deleted. Their shards are computed again if they would
             be trained on again.
-        sampled: under `latest`, the newest version that each shard was sampled with, from its commit; None if that
-            is unknown, so that the shard will come out differently.
+        sampled: under `latest`, the newest version that each shard was sampled with, according to its commit. None if
+            the version is unknown, so that the shard will come out differently.
     """
     nodes = list(run_nodes(spec))
     children: dict[Address, list[Address]] = {}
@@ -471,7 +471,7 @@ def commits_to_recompute(
         addresses.update(fresh)
         stack += fresh
     order = [node.address for node in nodes]
-    # Commits of an earlier, shorter config. For example, its last version was evaluated, and is not any more.
+    # Commits of an earlier, shorter config. For example, its last version was evaluated, and now it need not be.
     strange = sorted(set(committed).difference(order))
     order += [address for address in strange if address.step > version]
     addresses.update(strange)
@@ -486,8 +486,8 @@ def can_rewind(
     dropped_before: int = 0,
     sampled: Mapping[Address, int | None] = _NONE,
 ) -> bool:
-    """Return True if the run can go back to `version`: every older version that is still needed is `saved` or is the
-    start version, and no earlier update was trained on a shard that would come out differently."""
+    """Return True if the run can go back to `version`. Every older version that is still needed must be `saved` or be
+    the start version. No earlier update may have been trained on a shard that would come out differently."""
     if any(newest is None and address.step < version for address, newest in sampled.items()):
         return False
     standing = set(committed).difference(commits_to_recompute(spec, committed, version, dropped_before, sampled))

@@ -12,9 +12,10 @@ and all work of a pool after
 
     max(latest end, (sum of all ends + seconds of the nodes that wait for a slot) / number of replicas).
 
-The first part falls if rows spread: a loaded replica gives rows to idle ones. The second part falls if rows gather: a
-pass costs nearly the same for one row as for a few, so replicas that are emptied can begin the next nodes. Both plans
-and staying are compared, with the cost of the migrations. Events in, instructions out: no clock, no I/O, no Dask.
+The first part falls if rows spread: a loaded replica gives rows to idle replicas. The second part falls if rows gather:
+a pass costs nearly the same for one row as for a few, so replicas that are emptied can begin the next nodes. Three
+plans are compared, with the cost of their migrations: rows spread, rows gather, and no row moves. Events in,
+instructions out: no clock, no I/O, no Dask.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from dataclasses import dataclass, field, replace
 from stages.engines.row_loads import COPY_POSITIONS, EngineLoad, MigrationRequest, RowLoad
 
 MIN_GAIN = 0.03
-"""Part of the predicted time of the rows that a plan must save. Measured times scatter, and rows may end early."""
+"""Smallest part of the rows' predicted time that a plan must save. Measured times scatter, and rows may end early."""
 _MEASURABLE_BYTES = 1 << 20
-"""Smaller copies say little about the time of larger ones."""
+"""Fewest copied bytes that are measured. The time of smaller copies says little about larger ones."""
 
 
 @dataclass(frozen=True)
 class Migration:
-    """An instruction: these rows migrate from one replica to another, in turn."""
+    """An instruction: these rows migrate from one replica to another, one after the other."""
 
     source: int
     target: int
@@ -42,12 +43,12 @@ class Migration:
 
 @dataclass(frozen=True)
 class CopyCost:
-    """The measured cost of migrations. The values here stand for it before there was one."""
+    """The measured cost of migrations. The default values are assumed before the first migration."""
 
     bytes_per_s: float = 200e6
-    """Bytes of keys and values for which the passes of a replica wait for a second, at either end."""
+    """Bytes of keys and values that are copied while the passes of one replica, source or target, wait a second."""
     standstill_s: float = 0.02
-    """Seconds that a row stands still."""
+    """Seconds that a row stands still during its migration."""
 
 
 def plan_migrations(
@@ -58,13 +59,14 @@ def plan_migrations(
 ) -> list[Migration]:
     """Return the migrations to order: those of the plan that ends soonest, if it saves `MIN_GAIN` of the rows' time.
 
-    Rows go to replicas with the same version of the weights, and only into free places. A replica sends rows or
-    receives some, never both. Without a measured cost nothing migrates.
+    Rows go to replicas with the same version of the weights, and only into free places. No replica both sends and
+    receives rows. Nothing migrates before some replica has a measured cost of its passes.
 
     Args:
         loads: load of each replica of the pool, by index.
-        closed: replicas that must not receive rows while they have none, since they have work that shows no rows yet.
-        waiting_s: seconds of one replica that the nodes take which wait for a slot.
+        closed: replicas that have a node, whether or not its rows have been reported. Such a replica receives no rows
+            if its load shows none.
+        waiting_s: seconds that one replica would need for all nodes that wait for a slot.
     """
     moves: list[Migration] = []
     costs = [load.cost for load in loads.values() if load.cost is not None]
@@ -84,12 +86,13 @@ def plan_migrations(
 
 
 class _Side:
-    """A replica under a plan: its rows, and when it has finished them."""
+    """A replica under a plan: its rows, and the time at which it has finished them."""
 
     def __init__(self, load: EngineLoad) -> None:
         self.load = load
         self.passes = {row.key: row.left for row in load.rows}
-        """Passes that each row needs here. A row that arrives also needs those during which it stands still."""
+        """Passes that each row needs here. For a row that arrives, the passes during which it stands still are added.
+        """
         self.held_s = 0.0
         """Seconds in which passes wait for keys and values that are read or written, or for tokens fed again."""
         self.copying = 0
@@ -137,8 +140,9 @@ class _Plan:
         return max(*ends, (sum(ends) + self._waiting_s) / len(ends)) if self._waiting_s else max(ends)
 
     def price(self, row: RowLoad, source: int, target: int) -> _Price | None:
-        """Return what a migration costs, or None if the row may be done before it has migrated. Its keys and values
-        are copied while it goes on, or the target feeds its tokens again, whichever holds up fewer passes."""
+        """Return what a migration costs, or None if the row may be done before it has migrated. Either its keys and
+        values are copied while it goes on, or the target feeds its tokens again. The way that holds passes up for less
+        time is chosen."""
         giving, taking = self.sides[source].load, self.sides[target].load
         copy_s = row.cached * giving.position_bytes / self._copies.bytes_per_s if row.cached else math.inf
         fed_s = row.tokens * (taking.prefill_s or giving.prefill_s or giving.pass_s)
@@ -172,8 +176,8 @@ class _Plan:
 
 
 def _level(plan: _Plan) -> None:
-    """Move rows one by one from the replica that ends last to the one that ends first, as long as the later of the two
-    ends sooner than the first did before."""
+    """Move rows one by one from the replica that ends last to the replica that ends first. Stop when no move lets both
+    replicas end sooner than the source would end without it."""
     while True:
         source = max(plan.sides, key=lambda i: plan.sides[i].end_s())
         giving = plan.sides[source]
@@ -188,7 +192,8 @@ def _level(plan: _Plan) -> None:
 
 
 def _row_to_move(plan: _Plan, giving: _Side, source: int, target: int) -> tuple[RowLoad, int, int, _Price] | None:
-    """Return the row whose migration makes the later end of the two replicas soonest. None if none does."""
+    """Return the move, as arguments of `_Plan.move`, after which both replicas are done soonest. Return None if no move
+    lets both end sooner than the source would end without it."""
     taking = plan.sides[target]
     total, *longest = sum(giving.passes.values()), *sorted(giving.passes.values(), reverse=True)[:2], 0
     their_total, their_longest = sum(taking.passes.values()), max(taking.passes.values(), default=0)
@@ -206,8 +211,9 @@ def _row_to_move(plan: _Plan, giving: _Side, source: int, target: int) -> tuple[
 
 
 def _gather(plan: _Plan) -> None:
-    """Empty the replicas with the fewest rows into free places of those with the most. A replica sends all rows that
-    are worth it, or none. Rows that are nearly done stay, since they end sooner than they would migrate."""
+    """Move the rows of the replicas with the fewest rows into free places of the replicas with the most rows. A replica
+    sends all rows that can migrate, or none if the places do not suffice. Rows that are nearly done stay, since they
+    end before they would have migrated."""
     busy = [i for i, side in plan.sides.items() if side.passes]
     by_rows = sorted(busy, key=lambda i: (len(plan.sides[i].passes), -i))
     for position, source in enumerate(by_rows):
@@ -234,7 +240,7 @@ class MigrationPlanner:
     """Owns the last load that each replica of a pool reported, and the migrations under way."""
 
     concurrent_shards: int = 1
-    """Nodes that a replica works on at once."""
+    """Number of nodes that a replica works on at once."""
     copies: CopyCost = CopyCost()
     node_s: float = 0.0
     """Running mean of the seconds that a node takes; 0 before the first one."""
@@ -269,9 +275,14 @@ class MigrationPlanner:
             self._ended(number, moved=False)
 
     def arrived(self, number: int, num_rows: int, num_bytes: int, held_s: float, standstill_s: float) -> None:
-        """Record that a migration is over: so many of its rows were accepted. `num_bytes` were copied before, for which
-        the passes of both replicas waited `held_s` seconds together. The rows stood still for `standstill_s` seconds
-        together."""
+        """Record that a migration is over.
+
+        Args:
+            num_rows: number of its rows that were accepted.
+            num_bytes: bytes of keys and values that were copied.
+            held_s: seconds for which passes waited for the copies, of both replicas together.
+            standstill_s: seconds for which rows stood still, of all rows together.
+        """
         self._ended(number, moved=num_rows > 0)
         if num_rows and num_bytes >= _MEASURABLE_BYTES and held_s > 0:
             rate, each_s = 2 * num_bytes / held_s, standstill_s / num_rows

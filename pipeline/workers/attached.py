@@ -5,7 +5,7 @@
         └── look again until the deadline              │
              the connection ends, the run is over, or a signal comes ──► kill the worker process and end
 
-The worker process ends with this process, and this process ends with the driver, however either ends.
+The worker process ends when this process ends, and this process ends when the driver ends, even by a kill.
 
 **Joining.** The worker describes itself and its host, and the driver's scheduler decides
 (`driver/attached_workers.py`):
@@ -22,8 +22,9 @@ The worker process ends with this process, and this process ends with the driver
     stageline-NAME-HASH.lock    locked by every process that uses the board: a local run's driver, each attached
                                 worker. Its text is the path of the lock file of an attached run's driver
 
-The system releases a lock when its process ends, however it ends. The last user that ends in order removes the board.
-If all users were killed, the next user of any board in that folder removes it, provided that its run is dead:
+The system releases a lock when its process ends, even by a kill. The last user that ends in order removes the board.
+If all users were killed, the board stays until its run is dead. Then the next user of any board in that folder removes
+it:
 
 - A local run is dead if nobody holds the board's lock, because its driver would hold it.
 - An attached run's driver may run on any host and may start workers here again, which need the board. So the run is
@@ -89,7 +90,7 @@ from storage.locks import holder, is_named, open_lock, take_lock
 
 _PEM = re.compile(r"\s*-----BEGIN [A-Z ]+-----\n")
 _POLL_S = 0.2
-"""Seconds between two looks for something that does not exist yet."""
+"""Seconds between two checks for something that does not exist yet."""
 _CONNECT_S = 5.0
 _ANSWER_S = 60.0
 """Seconds for the scheduler to judge a request."""
@@ -118,7 +119,7 @@ class WorkerOptions:
     index: int
     run_dir: Path | None
     file: Path | None
-    """The scheduler file; None: the newest one in the run's directory."""
+    """The scheduler file; None: the newest scheduler file in the run's directory."""
     interface: str | None
     wait_s: float
     """Seconds to wait for a scheduler file and a connection to its driver."""
@@ -297,7 +298,7 @@ async def _kill_worker(nanny: Nanny) -> None:
 
 
 def security_of(file: SchedulerFile) -> Security:
-    """Return the run's certificate. Everyone who can read the scheduler file has it."""
+    """Return the TLS settings of a connection within the run. Everyone who can read the scheduler file can connect."""
     both = {f"tls_{role}_cert": file.certificate for role in ("scheduler", "worker", "client")}
     both |= {f"tls_{role}_key": file.key for role in ("scheduler", "worker", "client")}
     return Security(require_encryption=True, tls_ca_file=file.certificate, **both)
@@ -333,8 +334,8 @@ def _read_file(path: Path) -> SchedulerFile:
 
 
 def _is_unchanged(file: SchedulerFile, path: Path) -> bool:
-    """Return True if a scheduler file is unchanged. Then a scheduler with another certificate is not the next driver of
-    this run, since the next driver removes old files before it listens."""
+    """Return True if the scheduler file at `path` still says `file`. Then no next driver of this run listens yet,
+    because each driver removes old scheduler files before it listens."""
     try:
         return read_scheduler_file(path) == file
     except (OSError, StoreError):
@@ -380,8 +381,8 @@ def _change_directory(directory: str) -> None:
 
 
 def _own_address(file: SchedulerFile, interface: str | None) -> str:
-    """Return this host's address for the driver and the other workers: that of the interface, or of the route to the
-    scheduler."""
+    """Return the address at which the driver and the other workers reach this host. It is the interface's address, or
+    without an interface the address of the route to the scheduler."""
     if interface is None:
         return route_address(get_address_host(file.address))
     address = interface_address(interface)
@@ -393,8 +394,8 @@ def _own_address(file: SchedulerFile, interface: str | None) -> str:
 
 
 def _network_environment(address: str, *, is_configured: bool) -> dict[str, str]:
-    """Return the environment in which gloo and NCCL use the interface that has this address. Variables that are set
-    already stay, unless the config or the command line names the interface (`given`)."""
+    """Return the environment variables that make gloo and NCCL use the interface with this address. Variables that are
+    already set are left out, unless `is_configured`: the config or the command line names the interface."""
     name = interface_with(address)
     wanted = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - (set() if is_configured else os.environ.keys())
     return {} if name is None else dict.fromkeys(wanted, name)
@@ -423,20 +424,20 @@ class JoinRequest:
     process: int
     """Process id of `stageline worker` on its host."""
     clock: float
-    """Seconds since the epoch, on its host."""
+    """Time by the clock of its host, in seconds since the epoch."""
     versions: dict[str, str]
     gpus: list[str]
-    """Identities of the GPUs that the worker sees, in the order of their indices there."""
+    """UUIDs of the GPUs that the worker sees, by their index on its host."""
     shared: str
-    """Fault of the run's directory as the worker's host sees it. Empty: there is none."""
+    """What is wrong with the run's directory as the worker's host sees it; empty if nothing is."""
     wrote: str
     """Name of the file that the worker wrote into the run's `attached` directory, for the driver to read."""
     board_free: int
-    """Bytes on its host that are free for published weights or already hold this run's."""
+    """Bytes for published weights on its host: free ones, and those that hold this run's weights already."""
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> JoinRequest:
-        """Return the request whose fields a message holds. Raises TypeError if a part of it is missing."""
+        """Return the request in a message. Raises TypeError if a field is missing."""
         missing = [field.name for field in fields(cls) if field.name not in message]
         if missing:
             raise TypeError(f"it does not say {', '.join(missing)}")
@@ -461,7 +462,7 @@ def local_versions() -> dict[str, str]:
 
 
 def describe_host(file: SchedulerFile, gang: str, index: int, board: Path) -> JoinRequest:
-    """Describe this host for a worker that joins from it. `board`: where the host has published weights."""
+    """Return the request to join of a worker on this host. `board`: directory of the host's published weights."""
     wrote = f"from-{gang}-{index}-{uuid.uuid4().hex[:8]}"
     return JoinRequest(
         gang=gang,
@@ -479,8 +480,8 @@ def describe_host(file: SchedulerFile, gang: str, index: int, board: Path) -> Jo
 
 
 def gpu_identities() -> list[str]:
-    """Return the identities of the GPUs that this process may see, in its order. A child process asks for them, so
-    that this process holds no device."""
+    """Return the UUIDs of the GPUs that this process may see, by their index in it. A child process lists them, so
+    that this process opens no device. Raises StoreError if that fails."""
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         return []
     done = subprocess.run([sys.executable, "-c", _GPU_IDENTITIES], capture_output=True, text=True, check=False)
@@ -490,8 +491,8 @@ def gpu_identities() -> list[str]:
 
 
 def _directory_fault(file: SchedulerFile, wrote: str) -> str:
-    """Return the fault of the run's directory as this host sees it, or an empty text. This host must be able to read
-    and write in it, and an exclusive create must be exclusive."""
+    """Return what is wrong with the run's directory as this host sees it, or an empty text. This host must be able to
+    read and write there, and an exclusive create must fail if the file exists."""
     folder = RunPaths(Path(file.run_dir)).attached
     root = files.open_root(str(folder))
     try:
@@ -525,8 +526,8 @@ _REMOVAL_S = 120.0
 
 @contextmanager
 def board_of_host(board: Path, driver_lock: Path | None = None) -> Iterator[None]:
-    """Use a board until the block ends, and remove what dead runs left beside it. `driver_lock`: the lock of an
-    attached run's driver.
+    """Hold the lock of a board during the block, and remove the boards of dead runs beside it. `driver_lock`: path of
+    the lock file of an attached run's driver.
 
     Raises:
         StoreError: the board's lock is another user's.
@@ -547,7 +548,7 @@ def board_of_host(board: Path, driver_lock: Path | None = None) -> Iterator[None
 
 def _remove_boards_of_dead_runs(folder: Path) -> None:
     for path in folder.glob(f"{BOARD_PREFIX}*{_LOCK}"):
-        with suppress(OSError):  # removed meanwhile, another user's, or the driver's filesystem is not mounted
+        with suppress(OSError):  # removed meanwhile, owned by another user, or the driver's filesystem is not mounted
             status = path.lstat()
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                 continue
@@ -626,7 +627,8 @@ def write_exit_reason(log: str | None, reason: str) -> None:
 
 
 def with_exit_reason(driver_reason: str, log: str | None) -> str:
-    """Return the driver's reason of an end together with the process's own reason. Remove the file of the latter."""
+    """Return the driver's reason why a process ended, followed by the process's own reason. Remove the file with the
+    process's reason."""
     reason = "" if log is None else _read_and_remove(_reason_file(log))
     return f"{driver_reason}: {reason}" if reason else driver_reason
 

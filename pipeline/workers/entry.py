@@ -61,14 +61,14 @@ class Runtime:
         raise NotImplementedError
 
     def set_fetcher(self, fetcher: Fetcher) -> None:
-        """Get versions of the weights that this host lacks from `fetcher` from now on."""
+        """Use `fetcher` from now on to get versions of the weights that this host lacks."""
 
     def load_in_flight(self, version: int) -> None:
         """Load a version for the rows in flight, if there are any and the engine updates in flight. Raises StoreError
         or OSError if the version cannot be read."""
 
     def sleep(self) -> None:
-        """Free the devices until the next call. Does nothing if they are free. Raises RuntimeError during a call."""
+        """Free the devices until the next call. Do nothing if they are free. Raises RuntimeError during a call."""
 
     def close(self) -> None:
         """End every process and thread that this runtime started."""
@@ -141,7 +141,7 @@ def build_worker(spec: WorkerSpec, rendezvous: str | None = None) -> Built:
 
 
 def _write_to(path: Path, headline: str) -> None:
-    """Append everything that this process prints to a file, also what native code and a crash print."""
+    """Append everything that this process prints from now on to a file, output of native code and of a crash included."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -153,13 +153,14 @@ def _write_to(path: Path, headline: str) -> None:
 
 
 def run_node_task(call: Call, *parents: object) -> Ref | None:
-    """Run a node as a Dask task, and report its outcome to the driver in a message. A result would have to be fetched
-    from this process, which may have died or been stopped by then. `parents`: the parents' references, which Dask
-    needs for its edges. The node reads its inputs from the store.
+    """Run a node as a Dask task, and report its outcome to the driver in a message. (The driver would have to fetch a
+    task's result from this process, which may have died or been stopped by then.) Return the reference of the node's
+    commit. `parents`: the parents' references, which Dask needs for its edges. The node reads its inputs from the
+    store.
 
     Dask runs a finished task again, and its dropped ancestors, to recover a result that was lost with a process. Such a
-    call must not reach a runtime that is further on, so the ledger answers it. Raises WorkerLost if there is no
-    commit."""
+    repeated call must not reach the runtime, so it is answered from the ledger. Raises WorkerLost if the ledger has no
+    commit of the node."""
     del parents
     if not _is_for_this_process(call):
         commit = Ledger(call.ledger).find(call.address) if call.ledger is not None else None
@@ -226,7 +227,7 @@ def open_for_calls(worker: Worker, run: Callable[[Call], Outcome]) -> None:
 
 
 class ForwardedCall:
-    """The requests that forward one call to the gang's other ranks, if it has any."""
+    """The requests that forward one call to the gang's other ranks. There are none if the node needs one rank."""
 
     def __init__(self, worker: Worker, call: Call) -> None:
         loop = worker.loop.asyncio_loop

@@ -110,13 +110,13 @@ class WorkerParts:
         self.warnings.append(text)
 
     def fetch_weights(self, version: int) -> None:
-        """Copy a version of the weights to this host, if there is a worker to get it from."""
+        """Copy a version of the weights to this host. Does nothing if this worker has no fetcher."""
         if self.fetcher is not None:
             self.fetcher.fetch(version)
 
     def find_commit(self, address: Address) -> Commit | None:
-        """Return the commit at an address, or None. If all ranks run the node, only rank 0 looks, so that they
-        act alike."""
+        """Return the commit at an address, or None. If several ranks run the node, only rank 0 reads the ledger and
+        broadcasts what it found, so that all ranks act alike."""
         with self.clock.bookkeeping():
             ranks = self.gang.ranks_of(STAGE_ROLES[address.stage])
             return broadcast_from_rank_0(lambda: self.ledger.find(address), rank=self.spec.index, ranks=ranks)
@@ -127,7 +127,7 @@ class WorkerParts:
             return self.store.read(address)
 
     def read_step(self, stage: str, step: int) -> Any:
-        """Return the records of all shards of a step, as one."""
+        """Return the records of all shards of a step, joined into one record."""
         with self.clock.bookkeeping():
             return self.store.read_step(stage, step, self.config.rollout.shards)
 
@@ -187,7 +187,7 @@ def require_part(part: Held | None) -> Held:
 
 
 def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
-    """Build what the roles of a worker's gang need. `same_layout`: see `StageRuntime`."""
+    """Build the parts that the roles of a worker's gang need. `same_layout`: see `StageRuntime`."""
     config = load_yaml(spec.config_yaml)
     bind_to_gpus(_gpu_addresses())
     torch.set_num_threads(config.placement.gangs[spec.gang].threads)

@@ -14,9 +14,9 @@ the scheduler or the driver.
                     connection lost or silent:                 connection lost: drops it
                     continues it itself
 
-Until the row is taken out nothing has happened to it, whoever dies. From then on the source keeps everything that it
-needs to continue the row, since it commits the row's shard. When the connection ends, each side acts alone, and what
-the target still computes is discarded. Arrays are sent as frames, without a copy.
+Until the row is taken out, nothing has changed for it, whichever side dies. From then on the source keeps everything
+that it needs to continue the row, since it commits the row's shard. When the connection ends, each side acts alone, and
+what the target still computes is discarded. Arrays are sent as frames, without a copy.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Sender:
     worker: Worker
     rows: ReplicaRows
     start: Callable[[asyncio.Task[None]], None]
-    """Keeps a task until it is done."""
+    """Function that keeps a reference to a task until the task is done."""
     num_rows: int = 0
     num_bytes: int = 0
     held_s: float = 0.0
@@ -115,8 +115,8 @@ class _Sender:
         report(MigrationDone(*numbers, *counts, self.rows.waiting, refusal))
 
     async def _send(self, target: str, request: MigrationRequest) -> str | None:
-        """Send a row, unless it has ended by then. Return the reason if the target refuses it. Raises OSError or
-        TimeoutError if the target is lost. The row continues here then."""
+        """Send a row, unless it has ended by then. Return the reason if the target refuses it, else None. Raises
+        OSError or TimeoutError if the target is lost. A row that the target did not accept continues here."""
         timeout_s = self.rows.timeout_s
         comm: Comm = await connect(target, timeout=timeout_s, **self.worker.connection_args)
         ticket: int | None = None
@@ -152,8 +152,8 @@ class _Sender:
                     await asyncio.to_thread(self.rows.give_back, [ticket])
 
     async def _copy(self, comm: Comm, request: MigrationRequest) -> CopiedPart | None:
-        """Send keys and values of a row while it goes on decoding, up to its last full block. Return the last part.
-        None if the row has ended or does not decode."""
+        """Send keys and values of a row while it goes on decoding, up to its last full block. Return the last part, or
+        None if the row has ended or is not being decoded."""
         part = await asyncio.to_thread(self.rows.copy_out, request.key, 0)
         while part is not None:
             self.held_s += part.held_s
@@ -214,8 +214,8 @@ async def _receive(comm: Comm, rows: ReplicaRows, version: int) -> None:
 
 
 async def _arrived(comm: Comm, rows: ReplicaRows, version: int, arrival: ExitStack) -> AcceptedRows | None:
-    """Take the parts of a row, then the row. Return None if it is refused, or does not come. Raises OSError or
-    TimeoutError if the source is lost."""
+    """Receive the parts of a row, then the row, and return the accepted row. Return None if it is refused. Raises
+    OSError or TimeoutError if the source is lost or ends the migration."""
     refusal: str | None = None
     held_s = 0.0
     arriving: ArrivingRow | None = None
@@ -235,7 +235,7 @@ async def _arrived(comm: Comm, rows: ReplicaRows, version: int, arrival: ExitSta
         except (ValueError, RuntimeError) as error:  # refused, or the engine stopped
             refusal = str(error)
         if "part" in message:
-            continue  # a refusal is told when the source asks
+            continue  # a refusal is sent when the source asks
         if refusal is not None:
             await comm.write({"refused": refusal})
             return None

@@ -1,7 +1,7 @@
 """Every stage of the graph, and how a worker runs it.
 
-    Call ──► binding_of(stage) ─┬─► Computed.compute: inputs ──► Output, which the runtime stores and commits
-                                └─► SelfCommitting.run: changes or publishes weights, and commits by itself
+    Call ──► binding_of(stage) ─┬─► ComputedStage.compute: inputs ──► StageOutput, which the runtime stores and commits
+                                └─► SelfCommittingStage.run: changes or publishes weights, and commits by itself
 
 Sections: stages that apply a model without changing it (every rank of the gang takes part), scoring and advantages,
 sampling with an engine, updates and publication, and `STAGES`, the table of bindings.
@@ -66,7 +66,7 @@ class StageOutput:
     """JSON that the next step's node reads from the commit."""
     weight_versions: tuple[int, ...] = ()
     mask: np.ndarray | None = None
-    """bool [rows, seq], the response mask: where the record's log-probs must not be zero."""
+    """bool [rows, seq], the response mask. A row whose log-probs are zero on all these tokens is refused."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ class ComputedStage:
 
 @dataclass(frozen=True)
 class SelfCommittingStage:
-    """A stage that changes or publishes weights. It looks for its commit, and writes it, itself."""
+    """A stage that changes or publishes weights. It checks for its commit, and writes it, by itself."""
 
     run: Callable[[WorkerParts, Call], Commit | None]
-    """Return the node's commit; None on ranks other than 0."""
+    """Function that runs the node and returns its commit; None on ranks other than 0."""
 
 
 Binding = ComputedStage | SelfCommittingStage
@@ -356,8 +356,8 @@ def _write_exports(parts: WorkerParts, version: int, exported: bool) -> None:
 
 
 def _begin_export(parts: WorkerParts, version: int) -> bool:
-    """Return True if a version still has to be exported. If so, record it by a directory under a temporary name. If
-    this process dies, the export is finished together with the next exported version's."""
+    """Return True if a version still has to be exported. If so, create the export's directory under a temporary name,
+    as a sign that it is unfinished. If this process dies, the next export of another version finishes this one too."""
     exports = parts.config.stored.exports()
 
     def begin() -> bool:
@@ -370,13 +370,14 @@ def _begin_export(parts: WorkerParts, version: int) -> bool:
 
 
 def _export(parts: WorkerParts, version: int, board: WeightBoard | None = None) -> None:
-    """Write the policy in Hugging Face layout, while the run continues. A half-written export never has the final name.
+    """Start to write the policy in Hugging Face layout while the run continues. A half-written export never has the
+    final name.
 
-    `board` has the version. If it is None, the version is published anew, on a board of its own on this host."""
+    `board`: the board that has the version. None: the version is published again, on a new board on this host."""
     updates, exports = require_part(parts.updates), parts.config.stored.exports()
     staged, own = exports.staged(version), parts.board.directory / f"export-{version}"
 
-    def begin() -> None:  # what a killed process left may be torn, or of a version that was computed again
+    def begin() -> None:  # files of a killed process may be torn, or the version may have been computed again since
         for left in (staged, own):
             shutil.rmtree(left, ignore_errors=True)
         staged.mkdir(parents=True)

@@ -13,8 +13,8 @@ digest that its commit holds.
 The weights are copied in memory between two updates, and written as a checkpoint while the next updates run. A process
 that dies while it writes leaves only files that do not count.
 
-In a gang every rank does this together. Rank 0 looks at ledger and checkpoints, decides, and broadcasts, because two
-ranks could look at different moments.
+In a gang all ranks do this together. Only rank 0 reads ledger and checkpoints; it decides and broadcasts. Two ranks
+that read them at different moments could decide differently.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from storage.rollouts import RolloutStore
 
 
 def expected_meta(ledger: Ledger, role: Role, version: int) -> dict[str, Any] | None:
-    """Return the meta data that a checkpoint of this version must have, from the commit of the update that made the
-    version. So another run's complete checkpoint is refused. The digest covers the whole model in any layout. Return
-    None if there is no commit."""
+    """Return the meta data that a checkpoint of this version must have, or None if the update that made the version has
+    no commit. The meta data hold the digest in that commit, so another run's complete checkpoint is refused. The digest
+    covers the whole model in any layout."""
     commit = ledger.find(Address(UPDATE_STAGE[role], version - 1)) if version else None
     return None if commit is None else _meta(str(commit.digest))
 
@@ -148,8 +148,8 @@ class ExactlyOnceUpdates:
         return host
 
     def update(self, role: Role, step: int, commit: Callable[[dict[str, float], str], Commit]) -> Commit | None:
-        """Make version `step + 1` exist: train and commit it, or, if it is committed, make it resident. Return the
-        commit on rank 0."""
+        """Make version `step + 1` resident. If the update has no commit yet, train it and commit it with `commit`.
+        Return the commit on rank 0, and None on other ranks."""
         committed = self.broadcast_from_rank_0(lambda: self._ledger.find(Address(UPDATE_STAGE[role], step)))
         if committed is not None:
             self.model_at(role, step + 1)
@@ -169,15 +169,15 @@ class ExactlyOnceUpdates:
         return winner if self._rank == 0 else None
 
     def replay(self, role: Role, step: int) -> tuple[str, str]:
-        """Train version `step` once more from the stored inputs. Return (the committed digest, the digest now). One
-        rank only."""
+        """Train version `step` once more from the stored inputs. Return (the committed digest, the digest now). Works
+        with one rank only."""
         ((_, committed, made),) = self.replay_all(role, range(step, step + 1))
         return committed, made
 
     def replay_all(self, role: Role, steps: range) -> Iterator[tuple[int, str, str]]:
         """Train these versions once more, one after another, from the stored inputs. Yield (step, committed digest,
-        digest now). One rank only. In the layout that made the commits, end at the first difference, since later
-        versions were not trained from such weights. Raises MissingOutput if an update has no commit."""
+        digest now). Works with one rank only. In the layout that made the commits, it ends after the first difference,
+        since later commits were trained from other weights. Raises MissingOutput if an update has no commit."""
         for step in steps:
             commit = self._ledger.find(Address(UPDATE_STAGE[role], step))
             if commit is None:

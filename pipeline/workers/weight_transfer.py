@@ -18,9 +18,9 @@ the bytes that it has while more arrive. A sender may die at any time: the reade
 name, because a restarted publisher has another address and the same board. The reader continues where it stopped. Only
 the publisher's memory has the tree of askers, and losing it is harmless.
 
-The driver notifies readers when a version is published, so that it has often arrived before it is needed, and when
-nobody reads a version any more. Both messages may be lost: a version is fetched when it is needed, and a copy that
-stays is removed with the board's directory.
+The driver notifies readers when a version is published, so that it has often arrived before it is needed. It also
+notifies them when nobody reads a version any more. Both messages may be lost. Then the version is fetched when it is
+needed, and the copy is removed together with the board's directory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ASK, FETCH, RELEASE, REMOVE = (f"stageline_{what}_weights" for what in ("ask", "
 FAN_OUT = 2
 """Most hosts that one host sends a version to."""
 _LOOK_S = 0.005
-"""Seconds between two looks for a version that is about to arrive."""
+"""Seconds between two checks for a version that is about to arrive."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 """Seconds between two tries."""
 _VERSIONS_REMEMBERED = 8
@@ -92,9 +92,9 @@ class _Source:
     """The process that sends a version."""
 
     sender: tuple[str, int]
-    """Address of the process."""
+    """Host and port of the process."""
     worker: str
-    """Dask address of the worker that it belongs to."""
+    """Dask address of the worker that the process belongs to."""
     manifest: Manifest
     redirected: bool
 
@@ -133,7 +133,7 @@ class WeightMirror:
     # ---- for the runtime -------------------------------------------------------------------------------------
 
     def fetch(self, version: int) -> None:
-        """Wait until the board has the version. Do not call this in the worker's own thread.
+        """Wait until the board has the version. Do not call this in the thread of the worker's event loop.
 
         Raises:
             MissingOutput: the publisher does not have it, or nobody reads it any more.
@@ -174,8 +174,8 @@ class WeightMirror:
 
     async def _answer(self, version: int, asker: str | None, digest: str | None) -> dict[str, Any]:
         """Return a version's manifest and its source: the address of this host's sender, or of another worker to ask.
-        `asker`: it may be redirected to another source; None: it was redirected already. `digest`: the digest that the
-        version must have."""
+        `asker`: address of the worker that asks and may be redirected to another source; None if it was redirected
+        already. `digest`: the digest that the version must have; None: any."""
         try:
             manifest = await self._manifest_to_send(version, digest)
         except MissingOutput as error:
@@ -219,7 +219,7 @@ class WeightMirror:
                     return
 
     def _copy(self, version: int) -> None:
-        """Ask until the version has arrived. Keep the pieces that came from a lost source."""
+        """Ask for a version until it has arrived. If a source is lost, the pieces that it sent are kept."""
         started = time.perf_counter()
         give_up, furthest, pause_s = time.monotonic() + self._spec.timeout_s, 0, _SHORTEST_PAUSE_S
         incoming: IncomingVersion | None = None

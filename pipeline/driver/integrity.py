@@ -198,7 +198,7 @@ class UnreadVersions:
         self._leased_versions: set[int] = set()
 
     def release(self, version: int) -> None:
-        """Release a version now, or when its last lease is gone. Also release the other versions whose leases are gone."""
+        """Release a version now, or when its last lease is gone. Also release other versions whose leases are gone."""
         self._leased_versions.add(version)
         self.release_unleased()
 

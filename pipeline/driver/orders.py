@@ -228,7 +228,7 @@ class DeviceOrders:
             self._finish_handovers()
 
     def on_worker_down(self, worker: WorkerKey) -> None:
-        """Count the devices of a lost worker's restart unit as freed, because its processes have ended."""
+        """Count the devices of a lost worker's restart unit as freed, since its next processes hold nothing on them."""
         gang = self._context.gangs[worker[0]]
         for one in self._leaving:
             one.pending_workers -= set(restart_unit(gang, worker[1]))

@@ -157,7 +157,7 @@ def _replaced_identity(config: RunConfig, prompts: PromptTable, ledger: Ledger) 
 
 
 class NumericsWatch:
-    """Owns the identity of a run while it runs, and records the numerics of a gang's workers in it when they are new."""
+    """Owns the identity of a run while it runs, and records in it the numerics of a gang's workers if they are new."""
 
     def __init__(
         self,

@@ -141,7 +141,7 @@ def build_worker(spec: WorkerSpec, rendezvous: str | None = None) -> Built:
 
 
 def _write_to(path: Path, headline: str) -> None:
-    """Append everything that this process prints from now on to a file, output of native code and of a crash included."""
+    """Append to a file everything that this process prints from now on, also output of native code and of a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()

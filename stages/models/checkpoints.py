@@ -10,7 +10,7 @@ The second part of the file maps each trained tensor of a rank to its position i
 ShardedTensors:
 
     weights.blocks.3.self_attention.linear_qkv.weight       the weights that the layers multiply with
-    masters.…                                               float32 copies that the optimizer updates, of 16-bit weights
+    masters.…                                               float32 copies of 16-bit weights, which are updated
     exp_avg.…, exp_avg_sq.…                                 AdamW's moments
     momentum_buffer.…                                       Muon's moment
     row_var.…, col_var.…, variance.…                        Adafactor's moments: of rows, of columns, of vectors
@@ -74,8 +74,8 @@ class Snapshot:
 
 
 def snapshot(state: Sequence[ShardedTensor], common: Mapping[str, Any], spent: Snapshot | None = None) -> Snapshot:
-    """Return a copy of the shards that this rank writes of a trained model's state. `spent`: an earlier snapshot,
-    already written, whose memory is used again, since a new allocation takes longer than the copy."""
+    """Return copies of those shards of a trained model's state that this rank writes. `spent`: an earlier snapshot that
+    has been written. Its memory is used again, since a new allocation takes longer than the copy."""
     assert set(common) == _COMMON_KEYS
     buffers = {_place(shard): shard.data for shards in (spent.tensors.values() if spent else ()) for shard in shards}
     tensors: dict[str, list[ShardedTensor]] = {}
@@ -94,8 +94,8 @@ def snapshot(state: Sequence[ShardedTensor], common: Mapping[str, Any], spent: S
 def write_snapshot(
     taken: Snapshot, directory: Path, group: dist.ProcessGroup, threads: int, *, fsync: bool = True
 ) -> dict[str, FileSum] | None:
-    """Write this rank's part into an existing, empty directory, and wait until all ranks have. Return the checksums of
-    all files by name on rank 0, None elsewhere. `fsync`: sync the files to the disk.
+    """Write this rank's part into an existing, empty directory, and wait until all ranks have written theirs. Return
+    the checksums of all files by name on rank 0, None elsewhere. `fsync`: sync the files to the disk.
 
     This is a collective call over `group`. The group has all ranks, and nothing else uses it during the call. Errors
     are raised on every rank.
@@ -147,8 +147,8 @@ def _place(shard: ShardedTensor) -> tuple[object, ...]:
 
 
 def read_common(directory: Path, architecture: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's common values. Raises StateError if this program did not write the checkpoint, or if the
-    checkpoint has another architecture. Then the message lists the differences from `architecture`."""
+    """Return a checkpoint's common values. Raises StateError if this program did not write the checkpoint. Also raises
+    StateError, listing the differences, if the checkpoint has another architecture than `architecture`."""
     config = maybe_load_config(str(directory)) if directory.is_dir() else None
     if config != _FORMAT or not (directory / COMMON).is_file():
         raise StateError(f"{directory} holds no checkpoint of Megatron's format {_FORMAT.sharded_backend}")
@@ -290,7 +290,7 @@ def sharded_state(model: GPTModel, optimizer: MegatronOptimizer, blueprint: Blue
 
 
 def moments_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return an optimizer's state of a tensor without the number of its steps."""
+    """Return the moments in an optimizer's state of a tensor, without the number of its steps."""
     return {name: tensor for name, tensor in state.items() if name != "step"}
 
 
@@ -301,8 +301,8 @@ def torch_optimizer(optimizer: MegatronOptimizer) -> torch.optim.Optimizer:
 
 
 def pieces_of(name: str, block: int | None, parameter: Tensor, blueprint: Blueprint) -> Iterator[Piece]:
-    """Yield the pieces of a parameter with their positions in the whole tensor. Padding (`spec.padded`) is left out,
-    since it lies beyond the whole tensor's end."""
+    """Yield the pieces of a parameter with their positions in the whole tensor. The padding of `spec.padded` is left
+    out: the whole tensor has none."""
     rank, axis, shape = blueprint.parallel_rank, _axis(name, parameter), tuple(parameter.shape)
     key = name if block is None else f"blocks.{block}.{name}"
     halves = ("gate", "up") if name.startswith(_GATE_AND_UP) else ("",)

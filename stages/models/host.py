@@ -218,7 +218,8 @@ class MegatronHost:
         return publication.publish(self._clean(Role.POLICY).model, self._blueprint, board, version)
 
     def published_blocks(self) -> Iterator[tuple[Slab, slice, np.ndarray]]:
-        """Yield (part, its rows, their numbers) for every block that this rank writes when the policy is published."""
+        """Yield (part, rows of the part, the rows as an array) for every block that this rank writes when the policy is
+        published."""
         model = self._clean(Role.POLICY).model
         return publication.own_blocks(model, self._blueprint, publication.own_slabs(model, self._blueprint))
 
@@ -289,7 +290,8 @@ class MegatronHost:
         return trainer
 
     def _put_to_sleep(self, *, but: Role) -> None:
-        """Bring the weights back to the device after `sleep`. Under `offload = idle` then offload all roles but one."""
+        """Undo `sleep`: bring the weights back to the device. Then, under `offload = idle`, offload all roles except
+        `but`."""
         self._all_weights.wake()
         if self._offload != "idle":
             return

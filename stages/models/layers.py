@@ -5,9 +5,9 @@ Shape suffixes of modules: N tokens of all rows, one after another; B rows of on
 groups of them that share keys and values, D head dimension, H hidden size, F features.
 
 With kernels for CPUs the parallel linears and the embedding are replaced too. Megatron's linears compute a weight's
-gradient as a tensor of the weight's dtype, and a hook adds it to the parameter's `main_grad`. That takes three
-passes over memory as large as the model for every micro-batch. Here the product adds to `main_grad` directly (in
-bfloat16, whose products torch rounds to bfloat16, with one more pass). Shape suffixes of linears: N rows, K inputs, M
+gradient as a tensor of the weight's dtype, and a hook adds it to the parameter's `main_grad`. That takes three passes
+over memory as large as the model for every micro-batch. Here the product adds to `main_grad` directly. (bfloat16 takes
+one more pass, since torch rounds bfloat16 products to bfloat16.) Shape suffixes of linears: N rows, K inputs, M
 outputs.
 """
 
@@ -55,7 +55,8 @@ from stages.models.numerics import Products, add_product, input_gradient, multip
 from stages.models.spec import ModelSpec
 
 _SHARES_KEYS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""False in torch versions whose attention for rows of different lengths needs a key for every query head."""
+"""True if query heads can share keys in torch's attention for rows of different lengths. Older versions of torch need a
+key for every query head."""
 _AddToResidual = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
 
@@ -314,8 +315,8 @@ class _Embedding(torch.autograd.Function):
 def cpu_linear(
     x_NK: Tensor, weight_MK: Tensor, products: Products, kernels: BlockKernels, total_NM: Tensor | None = None
 ) -> Tensor:
-    """Return x @ weight.T, differentiable, or total + x @ weight.T. x may have more axes before its last. `total` is
-    changed where autograd allows it."""
+    """Return x @ weight.T, or total + x @ weight.T if `total` is given. Differentiable. x may have more axes before its
+    last. `total` is changed in place if autograd allows it."""
     if total_NM is not None and total_NM._is_view():  # an all-reduce returns its input, of which autograd makes a view
         return total_NM + cpu_linear(x_NK, weight_MK, products, kernels)
     product: Tensor = _Linear.apply(x_NK, weight_MK, products, kernels, total_NM)
@@ -374,7 +375,7 @@ def rotary_frequencies(spec: ModelSpec) -> Float32[torch.Tensor, " D//2"]:
 
         f_i = theta^(-2i / d)                                                       (Su et al. 2021)
 
-    and under `rope_scaling` (Llama 3.1), with L the positions of the original training and lo, hi its factors,
+    and under `rope_scaling` (Llama 3.1), where L is `original_max_positions` and lo, hi are the low and high factors,
 
         s_i = clip((L f_i / 2 pi - lo) / (hi - lo), 0, 1)            f'_i = f_i (s_i + (1 - s_i) / factor)
     """

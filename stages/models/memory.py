@@ -3,11 +3,12 @@ r"""Predict the memory that the models of one rank take, in bytes, from the arch
     parameters       this rank's parts of all models that are placed on the gang
     gradients        for every trained parameter, in `gradients_dtype`; whole on each data-parallel rank
     masters          float32 copies of 16-bit parameters                \  divided over the data-parallel ranks
-    moments          AdamW's two numbers for every trained parameter,   /   with the distributed optimizer
-                     in `moments_dtype`; or those of another optimizer (`moments_bytes`)
+    moments          the optimizer's numbers in `moments_dtype`,        /   with the distributed optimizer
+                     with AdamW two for every trained parameter (`moments_bytes`)
     activations      kept for the backward pass: per block (`block_activations`) x blocks x micro-batches in flight
-    logits           kept logits, the blocks of the vocabulary at work, and the output layer's gradient; minus the
-                     recomputed transformer block, which needs its memory only after the output layer's backward pass
+    logits           kept logits, temporary blocks of the vocabulary, and the output layer's gradient. The memory for
+                     one recomputed transformer block is subtracted, since it is needed only later, after the output
+                     layer's backward pass
     trunk cache      hidden states of the frozen blocks
 
 On one gang policy and critic train in turn. So only the larger of their activations counts, plus the activations that
@@ -50,10 +51,11 @@ GRADIENTS = "gradients"
 LOGITS_BLOCK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 28}
 """Size of a block of logits: on a CPU small enough for its cache, on a GPU large enough to keep it busy."""
 LOGITS_MIN_BLOCK = 512
-"""Fewest vocabulary tokens of a block, however many rows it has, since narrower products are slow."""
+"""Fewest vocabulary tokens in a block of logits. A block with many rows may then be larger than LOGITS_BLOCK_BYTES,
+since narrower products are slow."""
 LOGITS_KEPT_BYTES = 1 << 27
-"""Logits of a micro-batch that are kept from the forward to the backward pass: 680 tokens at a vocabulary of 49k.
-To compute them again costs a third of the output layer's time in float32."""
+"""Most bytes of a micro-batch's logits that are kept from the forward to the backward pass: enough for 680 tokens at a
+vocabulary of 49k. Computing the logits again costs a third of the output layer's time in float32."""
 
 _SPLIT = tuple(part for parts in TARGET_PARTS.values() for part in parts)
 """Projections of a layer. Tensor parallelism splits them, while the norms are whole on each rank."""
@@ -78,9 +80,9 @@ class RowsSize:
     width: int
     """Most tokens of a row."""
     of_step: int
-    """Rows of a step."""
+    """Number of rows in a step."""
     of_run: int
-    """Rows of the whole run, which fill the trunk's cache."""
+    """Number of rows in the whole run. They fill the trunk's cache."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,8 @@ class GangModels:
     on_gpu: bool = False
 
     def computes_scores(self, role: Role) -> bool:
-        """Return True if attention computes a matrix of scores [heads, tokens, tokens] for each row. torch has no fused
-        kernel for float32 heads that share keys on CUDA."""
+        """Return True if attention computes a matrix of scores [heads, tokens, tokens] for each row. It does so on CUDA
+        for float32 heads that share keys, since torch has no fused kernel for them."""
         spec, ranks = padded(self.spec_of(role), self.layout.tensor), self.layout.tensor
         return self.on_gpu and self.dtype_bytes == 4 and spec.num_heads // ranks > max(1, spec.num_kv_heads // ranks)
 
@@ -118,11 +120,12 @@ class GangModels:
         return DTYPE_BYTES[self.model.dtype]
 
     def gradient_bytes(self, role: Role) -> int:
-        """Return the bytes of a role's gradient of one parameter in `model.dtype`."""
+        """Return the bytes of the gradient of one of a role's parameters. (This is not for the critic's head, whose
+        gradient is float32.)"""
         return DTYPE_BYTES[self.model.optimizer_of(role).gradients_dtype]
 
     def moment_bytes(self, role: Role) -> int:
-        """Return the bytes of one number of the moments."""
+        """Return the bytes of one number in the moments of a role's optimizer."""
         return DTYPE_BYTES[self.model.optimizer_of(role).moments_dtype]
 
     @property
@@ -165,7 +168,8 @@ def role_parameters(gang: GangModels, role: Role, stage: int) -> ParameterCount:
 
 
 def _vocabulary_matrices(gang: GangModels, role: Role, stage: int) -> int:
-    """Return the number of embeddings and output layers over the vocabulary that a stage has of a role's model."""
+    """Return how many matrices [vocabulary, hidden] of a role's model a stage holds: its embedding and its output
+    layer."""
     frozen, pipeline = gang.model.frozen_blocks, gang.layout.pipeline
     number = int(stage == 0 and not frozen)
     if stage == pipeline - 1 and role is not Role.CRITIC:
@@ -190,7 +194,7 @@ def moments_bytes(gang: GangModels, role: Role, stage: int) -> int:
 
     adamw       two numbers for every parameter
     muon        one for the matrices of the blocks, two for the others
-    adafactor   one for each row and each column of a matrix, as Hugging Face divides them, and each number of a vector
+    adafactor   one for each row and each column of a Hugging Face matrix, one for each element of a vector
     """
     count = trained_parameters(gang, role, stage)
     spec, lora, last = gang.spec_of(role), gang.model.lora, stage == gang.layout.pipeline - 1
@@ -208,8 +212,8 @@ def moments_bytes(gang: GangModels, role: Role, stage: int) -> int:
 
 
 def orthogonalisation_flops(gang: GangModels, role: Role) -> int:
-    """Return the operations of Muon's five iterations on all matrices of a stage's blocks, in one optimizer step. For
-    the sides m <= n an iteration has two products of m x m x n and one of m x m x m."""
+    """Return the operations of Muon's five iterations on all matrices of a stage's blocks, in one optimizer step. For a
+    matrix with sides m <= n, an iteration has two products of m x m x n and one of m x m x m."""
     if gang.model.optimizer_of(role).optimizer != "muon":
         return 0
     sides = [sorted(shape) for shape in layer_shapes(gang.spec_of(role)).values() if len(shape) == 2]
@@ -230,7 +234,7 @@ def _held_parameters(gang: GangModels, stage: int) -> int:
     for role in shared:
         here = gang.num_blocks(role) // gang.layout.pipeline
         blocks |= {*range(stage * here, (stage + 1) * here)}
-        # beside its blocks, policy or reference has the most; a critic's other parameters are among them
+        # policy or reference has the most parameters outside the blocks; a critic's are among them
         beside = max(beside, role_parameters(gang, role, stage).of_dtype - here * per_block)
     return alone + beside + len(blocks) * per_block + adapters
 
@@ -245,8 +249,8 @@ def trunk_parameters(gang: GangModels) -> int:
 
 
 def state_bytes(gang: GangModels, stage: int) -> dict[str, int]:
-    """Return the most bytes of parameters, gradients, masters and moments that are on a rank's device at one time. They
-    depend on `offload`."""
+    """Return the most bytes of parameters, gradients, masters and moments that are on a rank's device at one time. The
+    result depends on `offload`."""
     whole, alone = (
         _state_bytes(gang, stage),
         [_state_bytes(replace(gang, roles=frozenset({role})), stage) for role in gang.roles],
@@ -259,8 +263,9 @@ def state_bytes(gang: GangModels, stage: int) -> dict[str, int]:
 
 
 def offloaded_bytes(gang: GangModels, stage: int) -> int:
-    """Return the bytes of the host copies of all roles' parameters (without the trunk), masters and moments: 0 unless
-    `offload` is idle. The host buffers of all roles count, since they are kept."""
+    """Return the bytes of the host copies of all roles' parameters (without the trunk), masters and moments. Return 0
+    unless `offload` is idle. The host buffers of all roles count, since a role's buffer is kept while it is on the
+    device."""
     if gang.offload != "idle":
         return 0
     kept = (_state_bytes(replace(gang, roles=frozenset({role})), stage) for role in gang.roles)
@@ -269,8 +274,8 @@ def offloaded_bytes(gang: GangModels, stage: int) -> int:
 
 
 def _state_bytes(gang: GangModels, stage: int) -> dict[str, int]:
-    """Return the bytes of all roles together with nothing offloaded. With the distributed optimizer Megatron pads its
-    buffers to multiples of the data-parallel size; this is not counted."""
+    """Return the bytes of the state of all roles together, if nothing is offloaded. With the distributed optimizer
+    Megatron pads its buffers to multiples of the data-parallel size. The padding is not counted."""
     wide = gang.dtype_bytes == 4
     shards = gang.data_ranks if gang.layout.distributed_optimizer else 1
     in_dtype = float32 = gradients = moments = 0
@@ -291,12 +296,15 @@ def _state_bytes(gang: GangModels, stage: int) -> dict[str, int]:
 def block_activations(
     spec: ModelSpec, layout: LayoutConfig, dtype_bytes: int, *, portable: bool = False, scores: int = 0
 ) -> float:
-    """Return the bytes per token that a transformer block keeps for the backward pass. `portable`: with Megatron's own
-    linears, as on CUDA; otherwise with the kernels for a CPU. `scores`: numbers of a head's scores for each token, if
-    attention computes them as a matrix (`GangModels.computes_scores`).
+    """Return the bytes per token that a transformer block keeps for the backward pass.
 
-    By tensor, with h the hidden size, f the MLP's width, q and k the widths of queries and of keys, d = `dtype_bytes`;
-    with several tensor-parallel ranks, this rank's part of the padded model:
+    Args:
+        portable: True: the block has Megatron's own linears, as on CUDA. False: it has the kernels for a CPU.
+        scores: number of scores that a head computes for each token, if attention computes a matrix of scores
+            (`GangModels.computes_scores`); 0 otherwise.
+
+    The table lists the kept tensors. h is the hidden size, f the MLP's width, q and k are the widths of queries and of
+    keys, and d is `dtype_bytes`. With several tensor-parallel ranks they are this rank's part of the padded model.
 
         on a CPU
         norms (2)      4 h for the residual stream, 4 for a scale, d h for the input of the linears
@@ -311,15 +319,15 @@ def block_activations(
         MLP            d f more for the activated gate
 
         with a matrix of scores
-        attention      4 q each for scaled queries, scaled keys and values (one for every query's head) and its output,
-                       and 4 per head and score, in place of portable attention's
+        attention      4 q each for scaled queries, scaled keys, values and the output (keys and values are repeated
+                       for every query head), and 4 per head and score; this replaces the line of portable attention
     """
     spec, sequence = padded(spec, layout.tensor), layout.tensor if layout.sequence_parallel else 1
     if layout.recompute == "full":
-        return 4 * spec.hidden_size / sequence  # its input
+        return 4 * spec.hidden_size / sequence  # the block's input
     recomputed = (layout.recompute_modules or ["core_attn"]) if layout.recompute == "selective" else []
     norms = 2 * (spec.hidden_size * (4 + dtype_bytes) + 4) / sequence
-    keys = max(spec.kv_size, spec.head_dim * layout.tensor)  # a head is never split: several ranks may hold the same
+    keys = max(spec.kv_size, spec.head_dim * layout.tensor)  # a key head is never split: ranks may hold the same one
     mlp = 3 * spec.intermediate_size * dtype_bytes
     if portable:
         norms += 2 * 4 * spec.hidden_size / sequence + 8 * spec.head_dim
@@ -336,8 +344,8 @@ def block_activations(
 
 
 def adapter_activations(gang: GangModels, role: Role) -> float:
-    """Return the bytes per token that adapters add to a block's activations. Each adapter keeps x A^T. A linear without
-    an adapter does not keep its input, since its frozen weight needs no gradient; so the result may be negative."""
+    """Return the bytes per token that adapters add to a block's activations. Each adapter keeps x A^T. The result may
+    be negative, since a linear without an adapter does not keep its input: its frozen weight needs no gradient."""
     layout, lora = gang.layout, gang.model.lora
     spec = padded(gang.spec_of(role), layout.tensor)
     if not lora.rank or layout.recompute == "full":
@@ -356,8 +364,8 @@ def adapter_activations(gang: GangModels, role: Role) -> float:
 
 
 def activation_bytes(gang: GangModels, role: Role, batch: MicroBatchSize, stage: int) -> int:
-    """Return the activation bytes of a stage: of all micro-batches in flight, p - s on stage s of p (1F1B), and of the
-    one block that is recomputed at a time."""
+    """Return the activation bytes of a stage: those of all micro-batches in flight, and those of the one block that is
+    recomputed at a time. Stage s of p stages has p - s micro-batches in flight (1F1B)."""
     again = _recomputed(gang, role, batch) * batch.tokens
     return round(kept_bytes(gang, role, batch, stage) * (gang.layout.pipeline - stage) + again)
 
@@ -374,7 +382,7 @@ def kept_bytes(gang: GangModels, role: Role, batch: MicroBatchSize, stage: int) 
     if stage == layout.pipeline - 1:
         per_token += (8 if gang.portable else 4) * spec.hidden_size / sequence + 4  # the final norm's input and scale
     if not stage and not (gang.model.frozen_blocks or gang.model.lora.rank):
-        per_token += 9  # token ids, and a flag for those of this rank's vocabulary
+        per_token += 9  # the token's id, and a flag for an id in this rank's part of the vocabulary
     return per_token * batch.tokens
 
 
@@ -390,13 +398,13 @@ def _recomputed(gang: GangModels, role: Role, batch: MicroBatchSize) -> float:
 
 
 def logits_bytes(gang: GangModels, batch: MicroBatchSize, device: str) -> int:
-    """Return the bytes of the output layer and its softmax in a training pass of the policy: kept logits, and the
-    larger of
+    """Return the bytes of the output layer and its softmax in a training pass of the policy: the kept logits, one more
+    block of logits unless all are kept, and the larger of
 
-        forward     a block of logits unless it is kept, that block less its maximum, the exponential, and the product
-                    of both (for the entropy); hidden states, selected and rounded
-        backward    the block again unless it was kept, its rounded gradient, and the block's gradient of the layer
-                    before it is added up; hidden states and their gradient
+        forward     three blocks: the logits minus their maximum, the exponential, and the product of both (for the
+                    entropy); the selected hidden states and their rounded copy
+        backward    the block's rounded gradient; the block's part of the layer's gradient, before it is added to
+                    the gradient buffer; hidden states and their gradient
     """
     spec = gang.spec
     vocabulary = padded(spec, gang.layout.tensor).vocab_size // gang.layout.tensor
@@ -412,16 +420,16 @@ def logits_bytes(gang: GangModels, batch: MicroBatchSize, device: str) -> int:
 
 
 def trunk_cache_bytes(gang: GangModels, rows: int, width: int) -> int:
-    """Return the bytes of a rank's trunk cache after `rows` rows, at most its limit. Each data-parallel rank keeps its
-    share of the rows."""
+    """Return the bytes of a rank's trunk cache after `rows` rows, up to the cache's limit. Each data-parallel rank
+    keeps its share of the rows."""
     if not gang.model.frozen_blocks:
         return 0
     return min(gang.model.trunk_cache_mb << 20, -(-rows // gang.data_ranks) * width * 4 * gang.spec.hidden_size)
 
 
 def held_bytes(gang: GangModels, role: Role, rows: RowsSize, stage: int) -> float:
-    """Return the bytes that a role keeps of all rows of a step from its forward pass to its update
-    (`reuse_forward`)."""
+    """Return the bytes of the activations that a role keeps from its forward pass to its update, for all rows of a
+    step. Return 0 for a role that is not in `reuse_forward`."""
     tokens = -(-rows.of_step // gang.data_ranks) * rows.width
     return (
         kept_bytes(gang, role, MicroBatchSize(tokens, sampled=0, width=rows.width), stage)
@@ -459,11 +467,11 @@ CUDA_CONTEXT_BYTES = 616 << 20
 """Size of a process's CUDA context with the kernels that torch loads on first use: 616 MiB in LMCache/LMCache#4019,
 about 400 MiB in pytorch/pytorch#109888. Not measured here."""
 BLOCK_BYTES = 32 << 20
-"""Most bytes of a tensor that are copied or written at a time when weights are published, or gathered for a digest."""
+"""Most bytes of a tensor that a publication copies or writes at a time, or that a digest gathers at a time."""
 NCCL_CHANNELS = 32
 _NCCL_SIMPLE, _NCCL_LL, _NCCL_LL128 = 1 << 22, 8 * 512 * 8 * 16, 120 * 640 * 8 * 8
-"""Bytes of a channel's buffer by protocol, from NCCL's src/init.cc and src/include/device.h: DEFAULT_BUFFSIZE; LINES x
-THREADS x STEPS x bytes of a line; ELEMS_PER_THREAD x THREADS x STEPS x 8."""
+"""Bytes of a channel's buffer by protocol, from NCCL's src/init.cc and src/include/device.h. Simple: DEFAULT_BUFFSIZE.
+LL: LINES x THREADS x STEPS x bytes of a line. LL128: ELEMS_PER_THREAD x THREADS x STEPS x 8."""
 NCCL_BYTES = NCCL_CHANNELS * (_NCCL_SIMPLE + _NCCL_LL + _NCCL_LL128)
 """Buffers of a communicator on a GPU: 294 MiB, if all channels have one neighbour each (a ring)."""
 _FUSED = ((Q_PROJ, K_PROJ, V_PROJ), (Q_BIAS, K_BIAS, V_BIAS))
@@ -489,9 +497,9 @@ def published_tensors(spec: ModelSpec, model: ModelConfig, pipeline: int = 1, st
 
 
 def publication_bytes(gang: GangModels, stage: int, *, on_gpu: bool) -> tuple[int, int]:
-    """Return the bytes (on the device, in the host's memory) that a publication takes beside the model's state: two
-    blocks of the part that is written (`publication.publish`). With LoRA also a whole tensor, since tensors are merged
-    one at a time."""
+    """Return the bytes (on the device, in the host's memory) that a publication takes beside the model's state. It
+    takes two blocks of the part that is written (`publication.publish`). With LoRA it also takes a whole tensor, since
+    tensors are merged one at a time."""
     number, lora = gang.dtype_bytes, gang.model.lora.rank
     largest = max(published_tensors(gang.spec, gang.model, gang.layout.pipeline, stage).values(), default=0)
     block = min(BLOCK_BYTES, number * largest)
@@ -512,9 +520,9 @@ def adapter_bytes(gang: GangModels) -> int:
 
 
 def checkpoint_bytes(gang: GangModels, stage: int, *, is_pinned: bool) -> int:
-    """Return the bytes of a rank's copies for a checkpoint of all trained roles. The rank keeps their memory for
-    the next checkpoint. The copies are weights, masters and moments: with AdamW 14 bytes per parameter of a 16-bit
-    model, 12 of a float32 model, 4 less with bfloat16 moments. Each data-parallel rank copies a share."""
+    """Return the bytes of a rank's copies for a checkpoint of all trained roles. The rank keeps this memory for the
+    next checkpoint. The copies are weights, masters and moments, and each data-parallel rank copies a share. With AdamW
+    they have 14 bytes per parameter of a 16-bit model and 12 of a float32 model; bfloat16 moments save 4 bytes."""
     whole = 0
     for role in gang.trained:
         of_adamw = gang.model.optimizer_of(role).optimizer == "adamw"
@@ -537,16 +545,16 @@ def pinned(num_bytes: int) -> int:
 
 
 def communicators(layout: LayoutConfig, ranks: int) -> int:
-    """Return the number of NCCL communicators that a rank uses: those of all ranks, of its tensor-parallel, pipeline
-    and data-parallel groups, and of the ranks that hold one copy of the model (for the norm of the gradients). Groups
-    of one rank have none."""
+    """Return the number of NCCL communicators that a rank uses. There is one for each of these groups that has more
+    than one rank: all ranks; the rank's tensor-parallel, pipeline and data-parallel groups; and the ranks that hold one
+    copy of the model together (for the norm of the gradients)."""
     group = layout.tensor * layout.pipeline
     used = (layout.tensor > 1, layout.pipeline > 1, ranks > group, group > 1)
     return 1 + sum(used) if ranks > 1 else 0
 
 
 def _trained_sizes(gang: GangModels, role: Role, stage: int) -> Iterator[int]:
-    """Yield the elements of each trained tensor in `model.dtype` that a rank holds."""
+    """Yield the number of elements of each trained tensor in `model.dtype` that a rank holds."""
     spec, layout = padded(gang.spec_of(role), gang.layout.tensor), gang.layout
     blocks, lora = gang.num_blocks(role) // layout.pipeline, gang.model.lora
     if lora.rank:

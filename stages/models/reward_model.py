@@ -60,11 +60,11 @@ from stages.ppo.micro_batches import micro_batches, split_balanced
 from storage.exports import write_sums
 
 ScoreLoss = Callable[[Tensor, np.ndarray], tuple[Tensor, LossStats]]
-"""Computes (share of the minibatch's loss, its stats) from the scores [B] of some rows and their numbers [B]. The loss
-must not depend on rows whose number is `NO_ROW`."""
+"""A function of the scores [B] of some rows and the row numbers [B]. It returns (share of the minibatch's loss, its
+stats). The loss must not depend on rows whose number is `NO_ROW`."""
 
 NO_ROW = -1
-"""Number that marks a row which does not count. A rank without rows of its own computes such rows."""
+"""Row number of a row that does not count in the loss. A rank without rows of its own computes such rows."""
 _ROLE = Role.CRITIC
 
 
@@ -96,8 +96,8 @@ class RewardModel:
         Args:
             total_steps: number of optimizer steps of the training, which the learning rate's schedule needs
                 (`model.critic` has the optimizer's settings); None: the model is not trained.
-            joined: the caller's membership of a gang with this layout, so that a process can hold several models; None:
-                join here, and leave in `close`.
+            joined: the caller's membership of a gang with this layout. With it a process can hold several models. None:
+                join a gang here, and leave it in `close`.
 
         Raises ValueError, naming the key, for a layout that cannot hold the model.
         """
@@ -259,8 +259,8 @@ def from_all_ranks(of_rows: np.ndarray, rank: parallel.ParallelRank) -> np.ndarr
 
 
 def ended(tokens: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
-    """Return a row (prompt and response) as reward models read it: with an EOS at the end, even if the response was
-    cut."""
+    """Return a row (prompt and response) with an EOS at the end, as reward models read it. An EOS is added to a
+    response that was cut."""
     return [*tokens] if tokens and tokens[-1] in eos_ids else [*tokens, eos_ids[0]]
 
 
@@ -281,8 +281,9 @@ def group_micro_batches(
 ) -> list[MicroBatch]:
     """Return the micro-batches of this rank's share of the groups.
 
-    A group is never cut, so that its pairs are in one micro-batch, which may then have more than `max_tokens`. There is
-    at least one micro-batch, since every rank takes part in the reduction of gradients; `is_share` says if it counts.
+    A group is never cut, so that its pairs are in one micro-batch. A micro-batch of one large group may have more than
+    `max_tokens`. There is at least one micro-batch, since every rank takes part in the reduction of gradients;
+    `is_share` says if it counts.
     """
     rank = blueprint.parallel_rank
     sizes = np.array([int(rows.lengths[group].sum()) for group in groups])

@@ -38,7 +38,8 @@ class Family:
     """Keys that config.json must have. If one were missing, transformers would use a default that fits only one model
     of the family."""
     windowed: bool = False
-    """True if `sliding_window`, unless it is null, limits attention. Then only rows up to that length are supported."""
+    """True if the key `sliding_window` limits attention when it is not null. Then only rows up to the window's length
+    are supported."""
     qkv_bias: bool = False
     qk_norm: bool = False
     """See `ModelSpec`."""
@@ -69,7 +70,8 @@ VALUE_HEAD_BIAS = "value_head.bias"
 SCORE_WEIGHT = "score.weight"
 """[1, hidden_size]: a reward model's head, by the name in Hugging Face's models for sequence classification."""
 SCORE_BIAS = "score.bias"
-"""[1]: the head's bias, which those models lack. It is stored in config.json (`REWARD_BIAS`) and read like a tensor."""
+"""[1]: the head's bias, which Hugging Face's classifiers lack. It is stored in config.json (`REWARD_BIAS`) and read
+like a tensor."""
 
 INPUT_NORM = "input_layernorm"
 Q_PROJ, K_PROJ, V_PROJ = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
@@ -88,8 +90,9 @@ _LAYERS = "model.layers."
 class RopeScaling:
     """Llama 3.1's change of the rotary frequencies (rope type `llama3`), see `stages.models.layers`.
 
-    Wavelengths above `original_max_positions` / `low_freq_factor` tokens become `factor` times as long. Those below
-    `original_max_positions` / `high_freq_factor` stay. Those between change gradually."""
+    Wavelengths above `original_max_positions` / `low_freq_factor` tokens become `factor` times as long. Wavelengths
+    below `original_max_positions` / `high_freq_factor` stay the same. Between the two limits the factor rises
+    gradually from 1."""
 
     factor: float
     low_freq_factor: float
@@ -265,19 +268,22 @@ def layer_and_part(name: str) -> tuple[int, str] | None:
 
 
 def padded(spec: ModelSpec, tensor: int) -> ModelSpec:
-    """Return the spec with sizes raised so that `tensor` ranks hold equal parts, by adding zeros. Sizes that divide
-    stay the same.
+    """Return the spec with larger sizes, so that `tensor` ranks hold equal parts. The added weights are zeros. Sizes
+    that divide over the ranks already stay the same.
 
         vocabulary   rows of embedding and output layer; their logits are excluded from every softmax
         MLP          rows of gate and up, columns of down
         attention    whole groups of queries with their key and value: rows of q, k, v, columns of o
 
-    The added weights are zero at the start and stay exactly zero without a mask. An added unit outputs zero, so the
-    weights that read its output have a zero gradient. Those weights are zero, so the unit's own weights have a zero
-    gradient. AdamW keeps a zero weight with a zero gradient at zero, and the gradient norm does not change. (Added
-    queries in a group of real queries would not stay zero: they read that group's values, and the gradient of their
-    columns of o is not zero.) Padding exists only within a rank: `hf_conversion` adds it on reading and removes it on
-    writing.
+    The added weights stay exactly zero in training, without a mask:
+
+    - Take an added unit, and call the weights that read its output its readers. The unit outputs zero, so its readers
+      have a zero gradient. The readers are zero, so the unit's own weights have a zero gradient.
+    - AdamW keeps a zero weight with a zero gradient at zero. The gradient norm does not change.
+    - This is why whole groups are added. Queries added to a group of real queries would read the group's values, and
+      the gradient of their columns of o would not be zero.
+
+    Padding exists only within a rank: `hf_conversion` adds it on reading and removes it on writing.
     """
     groups = spec.num_kv_heads if _divides(spec, tensor) else _multiple(spec.num_kv_heads, tensor)
     return replace(
@@ -290,9 +296,12 @@ def padded(spec: ModelSpec, tensor: int) -> ModelSpec:
 
 
 def _divides(spec: ModelSpec, tensor: int) -> bool:
-    """Return True if heads need no padding. There are two cases. Either every rank has the same number of whole groups.
-    Or there are fewer groups than ranks: then, as in Megatron, the ranks of a group share its key and value and split
-    its queries, and all ranks must hold equal parts of the fused projection."""
+    """Return True if heads need no padding. There are two cases:
+
+    - Every rank has the same number of whole groups.
+    - There are fewer groups than ranks. Then, as in Megatron, the ranks of a group share its key and value and split
+      its queries, and all ranks must hold equal parts of the fused projection.
+    """
     if spec.num_kv_heads % tensor == 0:
         return True
     fused = spec.q_size + 2 * spec.kv_size
@@ -369,8 +378,8 @@ def is_random(path: str) -> bool:
 
 
 def cached_in_hub(path: str) -> str:
-    """Return the directory of a model in this account's Hugging Face cache. Return `path` itself unless `path` is the
-    name (`org/model`) of a cached model and not the path of an existing file. Nothing is downloaded."""
+    """Return the directory of a model in this account's Hugging Face cache if `path` is the name (`org/model`) of a
+    cached model. Return `path` itself if it is not, or if a file of this path exists. Nothing is downloaded."""
     if not _HUB_NAME.fullmatch(path) or Path(path).exists():
         return path
     stored = _hub_cache() / f"models--{path.replace('/', '--')}"

@@ -4,8 +4,8 @@ the state that a checkpoint saves.
 Under float16, whose smallest number is 6e-8, the loss is multiplied by a loss scale before the backward pass, so that
 small gradients are not rounded to 0. The gradients are divided by it in float32 before anything reads them.
 
-    gradients finite    step; after GROWTH_INTERVAL of them in a row   scale' = 2 scale
-    not finite          no step                                          scale' = max(scale / 2, minimum)
+    gradients finite    a step; after GROWTH_INTERVAL such steps in a row    scale' = 2 scale
+    not finite          no step                                              scale' = max(scale / 2, minimum)
 
 (Micikevicius et al. 2018, as in Megatron's DynamicGradScaler.) While the scale is above its minimum, a gradient that is
 not finite is assumed to be an overflow caused by the scale. The bits of the next update depend on the scale, so a
@@ -72,14 +72,14 @@ class Minibatch:
 
 
 MAX_SKIPPED_STEPS = 8
-"""Number of consecutive optimizer steps without a finite gradient that is an error; they are counted across PPO steps.
-One such step may be an accident. After a whole update of them (2 epochs of 4 minibatches) weights or data are
-broken."""
+"""Number of consecutive optimizer steps with a gradient that is not finite after which training fails. The count
+continues across PPO steps. One such step may be an accident. If a whole update (2 epochs of 4 minibatches) consists of
+such steps, weights or data are broken."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Return the learning rate of PPO step `step` (from 0). The rate is a closed form, so a resumed or replayed step
-    needs no history.
+    """Return the learning rate of PPO step `step` (from 0). The rate depends on the step only, so a resumed or replayed
+    step needs no history.
 
     warm-up:  lr * (step + 1) / warmup_steps    for step < warmup_steps
     Later steps use x = (step - warmup_steps) / (total_steps - warmup_steps), which is 1 one step past the last:
@@ -259,9 +259,9 @@ class Trainer:
         return self._snapshot
 
     def load(self, directory: Path) -> None:
-        """Restore a snapshot bit for bit, whatever the layout it was taken in. Raises StateError for a checkpoint of
-        another architecture or of another program; the model is then unchanged. Also raises StateError if a tensor does
-        not fit or cannot be read; the model is then dirty."""
+        """Restore a snapshot bit for bit. It may have been taken in another layout. Raises StateError for a checkpoint
+        of another architecture or of another program; the model is then unchanged. Also raises StateError if a tensor
+        does not fit or cannot be read; the model is then dirty."""
         common = read_common(directory, self._architecture)
         (inner,) = self._optimizer.chained_optimizers
         self.dirty = True  # until everything is loaded
@@ -404,8 +404,9 @@ class Trainer:
         return gather.sum_over_ranks(self._rank, [float(s.sums[f"{self.role}/approx_kl"]) for s in stats])
 
     def _not_finite(self, minibatch: Minibatch, stats: list[LossStats], norm: float) -> str:
-        """Return a text that names the losses and the parameters' gradients of a minibatch that were not finite, and
-        the minibatch's rows. The text is the same on every rank (a collective call)."""
+        """Return a text about a minibatch whose gradient is not finite. It names the rows of the micro-batches with
+        such a loss, the parameters with such a gradient, and all rows of the minibatch. The text is the same on every
+        rank (a collective call)."""
         bad_rows = {
             int(row)
             for micro, of_micro in zip(minibatch.micro_batches if stats else [], stats, strict=True)

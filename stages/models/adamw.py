@@ -1,13 +1,13 @@
 """AdamW with gradients and moments in bfloat16, and float32 arithmetic.
 
 torch's AdamW has gradients and moments of the dtype of the tensor that it updates, here the float32 master. Megatron's
-own optimizer for smaller ones (`use_precision_aware_optimizer`) needs Transformer Engine. Here a step converts one
-block of a tensor at a time to float32, so nothing as large as a tensor is allocated:
+own optimizer with smaller gradients and moments (`use_precision_aware_optimizer`) needs Transformer Engine. Here a step
+converts one block of a tensor at a time to float32, so nothing as large as a tensor is allocated:
 
     g = factor · gradient                m = β1 m + (1 − β1) g                v = β2 v + (1 − β2) g²
     θ = (1 − lr · decay) θ − lr (m / (1 − β1ᵗ)) / (sqrt(v / (1 − β2ᵗ)) + eps)         (Loshchilov & Hutter 2019)
 
-θ is updated with the m and v of the block, which are rounded to nearest only where they are stored.
+θ is updated with the unrounded m and v of the block. They are rounded to nearest only when they are stored.
 
 A bfloat16 number has 8 significant bits, so a stored moment stays as it is while its change is below 2⁻⁸ of it. With
 β ≤ 1 − 2⁻⁸ (`MOST_BETA` in `config`) it still decays when gradients vanish. It comes to rest within 2⁻⁸ / (1 − β) of
@@ -92,8 +92,8 @@ def attach_gradients(optimizer: MegatronOptimizer) -> None:
 
 @torch.no_grad()
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """Return the norm of the masters' gradients over all ranks. Squares are float32. (Megatron's own norm rounds each
-    tensor's to the gradients' dtype.) A collective call."""
+    """Return the norm of the masters' gradients over all ranks. Squares are float32. (Megatron's own function rounds
+    the norm of each tensor to the gradients' dtype.) A collective call."""
     group = optimizer.get_grad_stats_parallel_group()
     gradients = optimizer.get_main_grads_for_grad_norm()
     device = optimizer.get_parameters()[0].device

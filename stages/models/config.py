@@ -18,7 +18,8 @@ MOST_BETA = 1 - 2**-8
 """Largest beta with which a moment of 8 significant bits decays when gradients vanish: see `stages/models/adamw.py`."""
 Optimizer = Literal["adamw", "adafactor", "muon"]
 LORA_TARGETS = ("qkv", "proj", "fc1", "fc2")
-"""Linear layers of a block that can have adapters: queries, keys and values; attention's output; gate and up; down."""
+"""Linear layers of a block that can have adapters. In this order: queries, keys and values; attention's output; gate
+and up; down."""
 
 
 @dataclass
@@ -35,8 +36,8 @@ class LayoutConfig:
     distributed_optimizer: bool = False
     """Divide master weights and optimizer state among the data-parallel ranks (ZeRO-1)."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that the backward pass computes again. selective: those of some modules of every block; full: those
-    of every whole block, from its input."""
+    """Activations that the backward pass computes again. selective: the activations of some modules of every block.
+    full: all activations of every block, from the block's input."""
     recompute_modules: list[str] = setting([])
     """Modules to recompute under `selective` (`RECOMPUTE_MODULES`); empty: core_attn."""
 
@@ -46,16 +47,17 @@ class OptimizerConfig:
     """Settings of an optimizer with clipping of the global gradient norm."""
 
     optimizer: Optimizer = "adamw"
-    """Algorithm. adafactor: no first moment, and a second moment for each row and column of a matrix (8 bytes a
-    parameter less). muon: orthogonal steps and one moment for the blocks' matrices (4 bytes less), adamw for all other
-    tensors. Both need whole matrices on each rank: data or pipeline parallelism."""
+    """Algorithm. adafactor: no first moment, and a second moment for each row and column of a matrix; it needs 8 bytes
+    a parameter less than adamw. muon: orthogonal steps and one moment for the blocks' matrices, which need 4 bytes a
+    parameter less; adamw for all other tensors. adafactor and muon need whole matrices on each rank, so they run only
+    under data and pipeline parallelism."""
     lr: float = setting(1e-5, at_least(0))
-    """Learning rate. The steps of all optimizers are scaled to adamw's, so that adamw's rate is a start for the others;
-    muon moves less at it in a short run."""
+    """Learning rate. The steps of all optimizers are scaled to the size of adamw's steps, so a rate for adamw is a
+    first choice for the others. At the same rate muon moves less in a short run."""
     warmup_steps: int = setting(0, at_least(0, " (0: none)"))
     """PPO steps of linear warm-up."""
     decay: Literal["linear", "cosine", "constant"] = "linear"
-    """Decay after the warm-up. linear and cosine end at `min_lr` one step past the run's last."""
+    """Decay after the warm-up. linear and cosine reach `min_lr` one step after the run's last step."""
     min_lr: float = setting(0.0, at_least(0))
     """Rate (not a share of `lr`) at the end of the decay."""
     betas: list[float] = setting(
@@ -77,12 +79,12 @@ class OptimizerConfig:
     micro_batch_rows: int | None = setting(None, at_least(1))
     """Most rows per forward and backward pass; null: as many as the tokens allow."""
     gradients_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the gradients' buffer, and in which data-parallel ranks add them up. bfloat16 needs bfloat16 weights and
-    saves 2 bytes a parameter. Each micro-batch and each rank then rounds the sum to 8 bits, so few large micro-batches
-    suit it."""
+    """Dtype of the buffer in which gradients are added up, over micro-batches and over data-parallel ranks. bfloat16
+    needs bfloat16 weights and saves 2 bytes a parameter. The sum is then rounded to 8 bits for each micro-batch and
+    each rank, so few large micro-batches are best."""
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which the moments of adamw and muon are stored; their arithmetic is float32 always. bfloat16 saves 2
-    bytes of each moment."""
+    """Dtype in which the moments of adamw and muon are stored. The arithmetic is always float32. bfloat16 saves 2 bytes
+    for each number of a moment."""
 
 
 @dataclass
@@ -107,10 +109,10 @@ class ModelConfig:
     from the same model, unless they have paths of their own."""
 
     path: str = "???"
-    """Directory in Hugging Face layout (Llama 2 and 3.x, Mistral, Qwen 2, 2.5 and 3); or the name (`org/model`) of a
-    model in this account's Hugging Face cache, which is replaced by its directory; or the name of a random model:
-    `random:tiny` for a small one, `random:8b-shape` or `random:70b-shape` for the shapes of Llama-3.1-8B or 70B.
-    Nothing is downloaded."""
+    """The model, in one of three forms. A directory in Hugging Face layout (Llama 2 and 3.x, Mistral, Qwen 2, 2.5 and
+    3). The name (`org/model`) of a model in this account's Hugging Face cache; the model's directory replaces it. The
+    name of a random model: `random:tiny` for a small one, `random:8b-shape` or `random:70b-shape` for the shapes of
+    Llama-3.1-8B or 70B. Nothing is downloaded."""
     reference_path: str | None = None
     """Reference model of the KL; null: the model at `path`. It must have the policy's vocabulary, and with
     `frozen_blocks` also the policy's architecture and frozen blocks."""
@@ -149,8 +151,8 @@ class ModelConfig:
     eos_token_ids: list[int] = setting([])
     """End-of-sequence tokens; empty: the model's own."""
     pad_token: str | None = None
-    """Token that fills short prompts in stored arrays; no result depends on it. null: the tokenizer's own; if the
-    tokenizer has none, or its own ends responses, one of its special tokens that has no other use."""
+    """Token that fills short prompts in stored arrays; no result depends on it. null: the tokenizer's own pad token. If
+    the tokenizer has none, or its pad token ends responses, null chooses a special token without another use."""
     peak_tflops: float | None = setting(None, above(0, ", or null: then it is measured"))
     """Peak TFLOPS of one rank in `dtype`; `update_policy/mfu` is the achieved share of it. null: measured by a matrix
     product when the worker starts."""

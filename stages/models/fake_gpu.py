@@ -65,7 +65,7 @@ class Collective:
 
 @dataclass
 class Usage:
-    """Bytes by place: those in use, and the most that were in use since the last `restart`."""
+    """Bytes by place: the bytes in use (`live`), and the most in use since the last `restart` (`peak`)."""
 
     live: Counter[str] = field(default_factory=Counter)
     peak: Counter[str] = field(default_factory=Counter)
@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):
         """Number of calls of each of torch's operations, by name."""
         self.collectives: list[Collective] = []
         self.group_names: dict[str, str] = {}
-        """Names for people, by torch's names of process groups."""
+        """Readable name of each process group, by torch's name of the group."""
         self.reads_files = False
         """True while new tensors count as pages of the model's files (FILES)."""
         self._counted: dict[int, tuple[str, int]] = {}
@@ -127,7 +127,7 @@ class Recorder(TorchDispatchMode):
             self.usage.add(place, num_bytes - before)
 
     def _collective(self, func: Any, args: Sequence[Any]) -> Any:
-        """Record a collective and return a result that is already done. No shape changes."""
+        """Record a collective and return a finished result. The tensors keep their shapes."""
         named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
         group = ProcessGroup.unbox(named.pop("process_group"))
         sides = [[leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)] for side in named.values()]

@@ -122,8 +122,8 @@ def row_lengths(mask: np.ndarray) -> np.ndarray:
 
 
 class KeptForwards:
-    """Owns hidden states together with their autograd graphs. The key is the tokens that they were computed from. The
-    weights must not change until the hidden states are taken or cleared."""
+    """Owns hidden states together with their autograd graphs. They are found by the tokens that they were computed
+    from. The weights must not change until the hidden states are taken or cleared."""
 
     def __init__(self) -> None:
         self._hidden: dict[bytes, Tensor] = {}

@@ -59,9 +59,9 @@ def overlaps(blueprint: Blueprint) -> bool:
 
 class _Buffers(DistributedDataParallel):
     def _make_backward_post_hook(self, param: Parameter) -> Callable[..., None]:
-        """Return Megatron's hook, changed to do nothing if autograd has no gradient for the parameter. Such a gradient
-        is written straight into `main_grad`, and `registering` reports when it is complete. On CUDA autograd calls this
-        hook in another thread."""
+        """Return Megatron's hook, changed to do nothing if autograd has no gradient for the parameter. Then other code
+        has written the gradient into `main_grad`, and `registering` reports when it is complete. On CUDA autograd calls
+        this hook in another thread."""
         ready: Callable[..., None] = super()._make_backward_post_hook(param)
 
         def hook(*unused: Any) -> None:

@@ -2,8 +2,8 @@
 
 Megatron fuses tensors that Hugging Face keeps separate. Its `linear_qkv` holds, for each group of queries that share a
 key, the group's queries, the key and the value. `linear_fc1` holds gate and up on each tensor-parallel rank: each of
-the two is cut over the ranks before they are joined. An adapter's B has the rows of the fused weight; its A is the
-stack of the As of its Hugging Face parts.
+the two is cut over the ranks before they are joined. An adapter's B has the rows of the fused weight. Its A stacks the
+A matrices of its Hugging Face parts.
 
 Sizes that do not divide over the ranks are padded with zeros (see `spec.padded`). Hugging Face tensors have no padding.
 *Blocks* are numbered like Hugging Face's layers, from 0 at the bottom of the whole model.
@@ -175,8 +175,8 @@ def from_hf(
 
 
 def part_of_rows(name: str, spec: ModelSpec, tp_rank: int, tp_size: int) -> Tensor:
-    """Return, for each of this tensor-parallel rank's rows of a fused weight, the number of its part. To find them, a
-    tensor of part numbers is cut as the weight is."""
+    """Return the part number of each row that this tensor-parallel rank holds of a fused weight. The numbers are found
+    by cutting a tensor of part numbers in the same way as the weight."""
     shapes = layer_shapes(spec)
     numbers = {
         layer_tensor(0, part): torch.full((shapes[part][0], 1), number, dtype=torch.int64)
@@ -193,7 +193,7 @@ class HFPart:
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     tensor: Tensor
-    """Queries, keys and values have an axis of groups before their rows."""
+    """Queries, keys and values have an axis of groups before their rows, unless `spans` is given."""
     axis: int | None
     """Axis of `tensor` along which the ranks' parts lie; None: each rank has the whole tensor."""
     size: int
@@ -226,7 +226,7 @@ class HFPart:
 
 
 def hf_parts(name: str, block: int | None, parameter: Tensor, spec: ModelSpec, tp_rank: int) -> Iterator[HFPart]:
-    """Yield the parts of Hugging Face tensors that a tensor-parallel rank's part of a Megatron parameter holds."""
+    """Yield the parts of Hugging Face tensors in a Megatron parameter, as tensor-parallel rank `tp_rank` holds it."""
     weight, suffix = adapted_weight(name)
 
     def of_block(part: str) -> str:
@@ -281,8 +281,8 @@ def hf_parts(name: str, block: int | None, parameter: Tensor, spec: ModelSpec, t
 def to_hf(
     name: str, block: int | None, parameter: Tensor, spec: ModelSpec, gather: Gather
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and whole Hugging Face tensors that a Megatron parameter holds. They are views of the parameter
-    if possible."""
+    """Yield (name, tensor) of the whole Hugging Face tensors in a Megatron parameter. The tensors are views of the
+    parameter if possible."""
     if adapted_weight(name)[0] in _QKV and name in SPLIT_AXES:  # parts may differ in length: the fused weight's do not
         parameter = _join(gather(parameter), 0)
         yield from (
@@ -296,7 +296,7 @@ def _parts_of_a_group(
     names: Sequence[str], rows: Sequence[int], parameter: Tensor, spec: ModelSpec, tp_rank: int
 ) -> Iterator[HFPart]:
     """Yield the parts of queries, keys and values on a rank that holds some rows of one group, because there are more
-    ranks than groups. `rows`: rows of a group's queries, key and value."""
+    ranks than groups. `rows`: numbers of rows of a group's queries, of its key and of its value."""
     length, of_group = parameter.shape[0], sum(rows)
     num_ranks = spec.num_kv_heads * of_group // length
     offset = 0

@@ -24,7 +24,7 @@ COPIED_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.j
 """Files beside config.json that are copied from the start model into a written one, if they exist."""
 WEIGHTS_INDEX = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 * 10**9
-"""Largest size of a written file of weights, unless a tensor is larger: the usual one on the Hugging Face hub."""
+"""Largest size of a written weights file, unless one tensor is larger. It is the usual size on the Hugging Face hub."""
 _BLOCK_BYTES = 1 << 22
 _VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -33,11 +33,12 @@ _UNCHANGED_FAMILIES = ("llama", "qwen3")
 """Values of `model_type` for which transformers keeps a generic class. (For qwen2 it uses Qwen2Tokenizer even then, and
 for mistral it may replace the pre-tokenizer.)"""
 _CHANGES = ("auto_map", "add_bos_token", "add_eos_token", "split_special_tokens", "add_prefix_space")
-"""Keys of tokenizer_config.json by which transformers changes what tokenizer.json says."""
+"""Keys of tokenizer_config.json that make transformers change the tokenizer of tokenizer.json."""
 
 
 class PadTokenError(ValueError):
-    """The token that was asked for cannot be the pad token of a tokenizer, or the tokenizer has none that can."""
+    """An error for a token of the config that cannot be a tokenizer's pad token, or for a tokenizer without any token
+    to pad with."""
 
 
 class Tokenizer(Protocol):
@@ -96,8 +97,8 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class FastTokenizer:
-    """A tokenizer that tokenizer.json alone defines, behind the `Tokenizer` protocol. Loads no transformers, except for
-    a chat template. The tokens and texts are those of transformers' AutoTokenizer."""
+    """A tokenizer that tokenizer.json alone defines, behind the `Tokenizer` protocol. It gives the same tokens and
+    texts as transformers' AutoTokenizer. It loads the library transformers only to apply a chat template."""
 
     backend: FastBackend
     path: str
@@ -191,8 +192,8 @@ def _token_bytes(backend: FastBackend) -> list[bytes] | None:
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """Return the byte of each character by which byte-level BPE (GPT-2) writes bytes visibly. A printable Latin-1
-    character stands for itself. The other bytes get the characters from 256 on, in order."""
+    """Return character -> byte of byte-level BPE (GPT-2), which writes every byte as a visible character. A printable
+    Latin-1 character stands for itself. The other bytes get the characters from 256 on, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -214,8 +215,8 @@ def is_classifier(path: str) -> bool:
 
 
 def head_problem(path: str, spec: ModelSpec) -> str | None:
-    """Return why the head in a model directory cannot be used for a reward model. Return None if it can, or if there is
-    no head."""
+    """Return why a reward model cannot use the head in a model directory. Return None if it can, or if there is no
+    head."""
     shape, wanted = tensor_shape(path, SCORE_WEIGHT) if is_classifier(path) else None, (1, spec.hidden_size)
     if shape is None or shape == wanted:
         return None
@@ -253,7 +254,7 @@ def _digest(file: Path) -> str:
 
 
 def read_vocabulary(path: str) -> dict[str, int] | None:
-    """Return the ids of a tokenizer's tokens by token, or None if the model's directory has no tokenizer."""
+    """Return a tokenizer's vocabulary (token -> id), or None if the model's directory has no tokenizer."""
     if is_random(path):
         return {f"<0x{byte:02X}>": byte for byte in range(256)}
     if not has_tokenizer(path):
@@ -268,8 +269,11 @@ def has_tokenizer(path: str) -> bool:
 
 
 def read_tokenizer(path: str, pad_token: str | None = None) -> Tokenizer:
-    """Return the tokenizer of a model. `pad_token` is the token to pad with. With None it is the tokenizer's own pad
-    token. If that is an EOS, an unused special token takes its place, or rows are not padded if there is none.
+    """Return the tokenizer of a model.
+
+    `pad_token` is the token to pad with. None chooses the tokenizer's own pad token. If the tokenizer has none, or its
+    pad token is an EOS, `_unused_special` chooses. If that finds no token either, the tokenizer's `pad_id` raises
+    PadTokenError.
 
     Raises PadTokenError if `pad_token` is an EOS or not in the vocabulary."""
     if is_random(path):
@@ -294,9 +298,9 @@ def read_tokenizer(path: str, pad_token: str | None = None) -> Tokenizer:
 
 
 def _unused_special(folder: Path, special: Mapping[str, int]) -> int | None:
-    """Return the id of a special token that has no role (bos, unk, ...) and is not in the chat template. Tokens named
-    for padding come first, then reserved ones, then the lowest id. Return None if there is none. `special`: the special
-    tokens that are no EOS."""
+    """Return the id of a special token that has no role (bos, unk, ...) and is not in the chat template. Prefer a token
+    named for padding, then a reserved one, then the lowest id. Return None if there is no such token. `special`: the
+    special tokens except EOS tokens."""
     files = [folder / name for name in ("tokenizer_config.json", "special_tokens_map.json")]
     configs = [json.loads(file.read_text("utf8")) for file in files if file.is_file()]
     roles = {_content(token) for config in configs for key, token in config.items() if key.endswith("_token") and token}
@@ -374,7 +378,7 @@ def _named_tokens(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _same_tokens(config: Mapping[str, Any], legacy: Mapping[str, Any]) -> bool:
-    """Return True if special_tokens_map.json names no token differently from tokenizer_config.json."""
+    """Return True if tokenizer_config.json names every token as special_tokens_map.json does."""
     return all(_content(value) == _content(config.get(key)) for key, value in legacy.items())
 
 

@@ -96,7 +96,7 @@ def write_model(
 ) -> None:
     """Write the model of `source` with some tensors replaced: config, weights, tokenizer. Create the directory.
 
-    The other tensors are converted to `dtype`, those of one file at a time. Weights of more than `max_file_bytes` are
+    All tensors are converted to `dtype`, the tensors of one file at a time. Weights of more than `max_file_bytes` are
     divided over several files, with an index. `AutoModelForCausalLM.from_pretrained` loads the directory.
     """
     weights, wanted = read_weights(source) | dict(changed), getattr(torch, dtype)

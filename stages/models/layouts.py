@@ -1,5 +1,5 @@
-"""Check whether a parallel layout can hold a model, and give the shapes of a model's LoRA adapters. The checks before a
-run use this module, also to propose other layouts when memory is short, and so do the ranks. Loads no torch.
+"""Check whether a parallel layout can hold a model, and compute the shapes of a model's LoRA adapters. The ranks use
+this module. The checks before a run use it too, also to propose other layouts when memory is short. Loads no torch.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ FrozenWeights = dict[tuple[str, int | None], Parameter]
 """The frozen parameters of a rank that the roles' models share, by (name within the block or model, block)."""
 
 _Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""(x, weight, total) -> total + x @ weight.T; a total of None is zero. It may be changed."""
+"""A function (x, weight, total) -> total + x @ weight.T. A `total` of None counts as zero. It may change `total`."""
 
 
 class Adapter(Module):
@@ -98,8 +98,8 @@ class Adapter(Module):
         (self.A if by_rows else self.B).sequence_parallel = sharded  # type: ignore[attr-defined]
 
     def forward(self, x_N1K: Tensor, product_N1M: Tensor) -> Tensor:
-        """Return the linear's product plus the adapter's. The former may be changed: an addition of its own would read
-        and write the linear's whole output once more, which takes longer than the narrow products."""
+        """Return the linear's product plus the adapter's product. The linear's product may be changed in place. A
+        separate addition would read and write it once more, which takes longer than the adapter's narrow products."""
         inner_N1R = self.multiply(x_N1K, self.A, None)
         if self.by_rows:
             # A is whole on each rank, B has the rank's outputs; the backward pass adds the ranks' gradients up

@@ -1,21 +1,21 @@
-"""Adafactor and Muon: optimizers whose step of a number depends on the whole matrix that it is in.
+"""Adafactor and Muon: optimizers in which the step of one weight depends on the whole matrix.
 
     adafactor    all tensors        v of a matrix from the means of its rows and of its columns, no first moment
                                     (Shazeer & Stern 2018)
-    muon         matrices of the    one moment; the step is the nearest orthogonal matrix to it, by five Newton-Schulz
-                 blocks             iterations in bfloat16 (Jordan et al. 2024)
+    muon         matrices of the    one moment; the step is the orthogonal matrix nearest to the moment, by five
+                 blocks             Newton-Schulz iterations in bfloat16 (Jordan et al. 2024)
                  other tensors      AdamW
 
-The arithmetic is torch's (`torch.optim.Adafactor`, `torch.optim.Muon`). The matrices are Hugging Face's: Megatron fuses
-queries, keys and values, and gate and up, so a step takes the rows of one of them at a time. A rank must have whole
-matrices; `layouts.layout_problems` refuses other layouts.
+The arithmetic is torch's (`torch.optim.Adafactor`, `torch.optim.Muon`). The matrices are Hugging Face's. Megatron fuses
+queries, keys and values into one matrix, and gate and up into another. So a step updates the rows of one Hugging Face
+matrix at a time. A rank must have whole matrices; `layouts.layout_problems` refuses other layouts.
 
 All three optimizers take the same learning rate:
 
-- Muon's step of an A x B matrix is multiplied by 0.2 sqrt(max(A, B)), which gives its numbers the root mean square of
-  AdamW's (Liu et al. 2025: Muon is Scalable for LLM Training).
-- Adafactor's is lr * max(eps2, root mean square of the tensor) in torch. eps2 is 1 here, not 0.001: a relative step
-  would hardly move what starts at 0, a critic's head or LoRA's B.
+- Muon's step of an A x B matrix is multiplied by 0.2 sqrt(max(A, B)). Its root mean square is then that of AdamW's
+  steps (Liu et al. 2025: Muon is Scalable for LLM Training).
+- torch's Adafactor multiplies its step by lr * max(eps2, root mean square of the tensor). eps2 is 1 here, not 0.001:
+  with 0.001, tensors that start at 0 (a critic's head, LoRA's B) would hardly move.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from stages.models.config import OptimizerConfig
 from stages.models.hf_conversion import PARTS, adapted_weight, named_by_block, part_of_rows
 
 Rows = slice | Tensor
-"""Rows of a tensor that are one Hugging Face tensor: consecutive ones, or their indices."""
+"""Rows of a tensor that form one Hugging Face tensor: a slice if they are consecutive, otherwise their indices."""
 
 MUON_MOMENTUM = 0.95
 ADAFACTOR_EPS = (1e-15, 1.0)

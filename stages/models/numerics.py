@@ -109,8 +109,8 @@ def multiply(x_NK: Tensor, weight_MK: Tensor, products: Products) -> Tensor:
 
 
 def add_product(total_NM: Tensor, x_NK: Tensor, weight_MK: Tensor, products: Products) -> None:
-    """Add x @ weight.T to `total`, in one pass over it where the library can. `total` and x may have more axes before
-    their last."""
+    """Add x @ weight.T to `total`, in one pass over `total` if the library can do so. `total` and x may have more axes
+    before their last."""
     if products is Products.TORCH and (not x_NK.is_cpu or cpu_multiplies(x_NK.dtype)):
         total_NM.view(-1, len(weight_MK)).addmm_(x_NK.flatten(0, -2), weight_MK.T)
     else:
@@ -179,8 +179,9 @@ def _cpu_vendor() -> str:
 # ---- CUDA ------------------------------------------------------------------------------------------------
 
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
-"""Variables that libraries read before their first call, set unless they are set already. cuBLAS repeats its bits only
-with a fixed workspace, NCCL only with one algorithm (NVLS sums in the switch, in the order of arrival)."""
+"""Environment variables that make libraries repeat their bits. They must be set before a library's first call. Values
+that the user has set are kept. cuBLAS needs a fixed workspace, and NCCL one algorithm (NVLS sums in the switch, in the
+order of arrival)."""
 
 
 def set_numerics(model: ModelConfig) -> None:
@@ -190,8 +191,9 @@ def set_numerics(model: ModelConfig) -> None:
         if model.tf32:
             raise ValueError("model.tf32 = True: float32 products of NVIDIA GPUs; this process has none")
         return
-    # The older setter, because it sets the newer `fp32_precision` too. After that one alone, readers of this one
-    # (Inductor, vLLM, Transformer Engine, `torch.get_float32_matmul_precision`) raise "mix of the legacy and new APIs".
+    # `allow_tf32` is the older setting, and setting it also sets the newer `fp32_precision`. If only the newer one were
+    # set, code that reads the older one (Inductor, vLLM, Transformer Engine, `torch.get_float32_matmul_precision`)
+    # would raise "mix of the legacy and new APIs".
     torch.backends.cuda.matmul.allow_tf32 = model.tf32
     torch.use_deterministic_algorithms(model.deterministic)
     if model.deterministic:

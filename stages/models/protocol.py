@@ -39,7 +39,7 @@ order."""
 
 
 ALONE = "alone://"
-"""The rendezvous of a gang of one rank, which needs none."""
+"""Value of `Rank.rendezvous` in a gang of one rank, which does not connect to other processes."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class ModelHost(Protocol):
     def update_critic(self, step: int, batch: CriticBatch) -> dict[str, float]: ...
 
     def last_update(self, role: Role) -> dict[str, float]:
-        """Return the speed of the role's last update: tokens_per_s, tflops_per_s, peak_tflops, mfu. Empty if there
-        was none or it trained on no rows."""
+        """Return the speed of the role's last update: tokens_per_s, tflops_per_s, peak_tflops, mfu. Empty before the
+        first update, and after an update that trained on no rows."""
         ...
 
     def trunk_counts(self) -> dict[str, float]:

@@ -111,8 +111,8 @@ def own_slabs(model: GPTModel, blueprint: Blueprint) -> list[Slab]:
 
 
 def own_blocks(model: GPTModel, blueprint: Blueprint, slabs: list[Slab]) -> Iterator[tuple[Slab, slice, np.ndarray]]:
-    """Yield (part, its rows, their numbers) for every block of the parts that this rank writes. With LoRA the call is
-    collective."""
+    """Yield (part, rows of the part, the rows as an array) for every block of the parts that this rank writes. With
+    LoRA the call is collective."""
     rank, tensors = blueprint.parallel_rank, iter(list[Tensor]())
     if not blueprint.model.lora.rank:
         tensors = (part.local_part(rank.tensor_rank)[1] for part in _own_parts(model, blueprint))
@@ -124,7 +124,7 @@ def own_blocks(model: GPTModel, blueprint: Blueprint, slabs: list[Slab]) -> Iter
 
 
 def _own_parts(model: GPTModel, blueprint: Blueprint) -> Iterator[HFPart]:
-    """Yield the parts that this rank writes of the tensors that its stage publishes. These are the trained tensors, or
+    """Yield the parts of published tensors that this rank writes. Its pipeline stage publishes its trained tensors, or
     with LoRA the weights that adapters are merged into."""
     rank, with_lora = blueprint.parallel_rank, bool(blueprint.model.lora.rank)
     named = list(named_by_block(model, blueprint.model.frozen_blocks))

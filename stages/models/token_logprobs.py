@@ -35,7 +35,8 @@ from stages.models.memory import LOGITS_MIN_BLOCK as MIN_BLOCK
 from stages.models.numerics import Products, input_gradient, multiply, multiply_bfloat16
 
 EXCLUDED = -1e30
-"""Logit of a token that cannot be sampled. Its probability is exactly 0, and 0 times this is 0 (0 times -inf: NaN)."""
+"""Logit of a token that cannot be sampled. Its probability is exactly 0, and 0 times this logit is 0. (0 times -inf
+would be NaN.)"""
 
 Entropy = Literal["none", "value", "gradient"]
 """Entropies to compute. none: they are 0. value: without a gradient. gradient: with a gradient."""

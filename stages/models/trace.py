@@ -94,7 +94,7 @@ class TracedRank:
     stage: int
     phases: Sequence[TracedPhase]
     published_bytes: int
-    """Bytes of the whole tensors of which this rank writes parts when the policy is published."""
+    """Bytes of the tensors that this rank writes, whole or in part, when the policy is published. Each counts whole."""
     operations: Mapping[str, int]
     """Number of calls of each of torch's operations in all phases, by name."""
 
@@ -174,8 +174,8 @@ def _update(host: MegatronHost, role: Role, step: int, rollout: Rollout) -> None
 
 def worst_batch(gang: TracedGang, role: Role) -> TraceBatch:
     """Return the micro-batch that needs the most memory. Its rows have one prompt token and the longest response, since
-    the output layer is computed for response tokens. If the longest row alone exceeds `micro_batch_tokens`, it is this
-    row."""
+    the output layer is computed for response tokens. But if the longest row alone exceeds `micro_batch_tokens`, return
+    a micro-batch of one longest row."""
     optimizer = gang.model.optimizer_of(role)
     new, most = gang.sampling.max_new_tokens, gang.max_prompt_tokens + gang.sampling.max_new_tokens
     length = most if most > optimizer.micro_batch_tokens else new + 1

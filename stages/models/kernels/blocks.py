@@ -138,11 +138,11 @@ def rotate(x_NKD: Tensor, angles: RotaryAngles) -> Tensor:
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _FLOATS = tuple(KINDS)
 _NORM_PARTS = 16
-"""PARTS in blocks.c."""
+"""The constant PARTS of blocks.c."""
 
 
 class _Heads(ctypes.Structure):
-    """struct heads in blocks.c."""
+    """The structure `heads` of blocks.c."""
 
     _fields_ = (
         *((name, _L) for name in ("row", "first", "stride")),
@@ -345,8 +345,8 @@ def choose_kernels(
     until every rank takes part.
 
     Raises ValueError, naming the key, for kernels that do not support the dtype or the device. Raises
-    NoNativeKernelsError if C was chosen and this machine cannot build it; under `auto` rank 0 chooses plain torch
-    instead.
+    NoNativeKernelsError if the C kernels were chosen and this machine cannot build them. Under `auto`, rank 0 chooses
+    plain torch if its own machine cannot build them.
     """
     on_cpu = device.type == "cpu"
     fits = on_cpu and dtype in NATIVE_DTYPES

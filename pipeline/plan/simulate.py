@@ -7,20 +7,22 @@
                                         │                         ▲
                                         └──► Dispatch.mark_done, Flow.on_node_done
 
-The executor and this module carry out the same instructions, so the order of nodes, the versions that sample them and
-the replicas that run them are those of a run whose nodes take these seconds. The rules of the workers:
+The executor and this module carry out the same instructions. A real run whose nodes take the predicted seconds would
+therefore have the same order of nodes, sample with the same versions, and use the same replicas. The rules of the
+workers:
 
-- A worker runs as many nodes at once as it has threads, the most urgent first. Ranks of a gang run theirs in the order
-  in which Dispatch numbered them.
-- A node can start `Costs.overhead` after its last parent's commit (or after it was submitted, if that is later).
-- The rows of all shards of a replica are one queue (`decode.RowQueue`), and a shard's output is stored when its last
-  row has ended. A shard of another version waits until they have ended (unless the engine updates in flight), and then
-  the replica loads that version, which takes `Costs.refit_s`.
+- A worker runs as many nodes at once as it has threads, the most urgent first. Ranks of a gang run their nodes in the
+  order in which Dispatch numbered them.
+- A node can start `Costs.overhead` after its last parent's commit, or after its own submission if that is later.
+- The rows of all shards of a replica form one queue (`decode.RowQueue`). A shard's output is stored when its last row
+  has ended.
+- A shard of another version waits until the replica's current shards have ended, unless the engine updates in flight.
+  Then the replica loads the version, which takes `Costs.refit_s`.
 - A hand-over of shared devices takes the sum of both gangs' `hand_over_s`.
 - Workers that share the cores of a host (`Scenario.cores`) run slower while they have more threads than there are
-  cores (`cores.SharedClock`). The driver is one of them: each commit is `driver_s` of work for it.
-- A worker that fails loses its nodes. It is back after `rebuild_s`; a trainer then also repeats its updates since the
-  last checkpoint.
+  cores (`cores.SharedClock`). The driver shares these cores too: each commit is `driver_s` of work for it.
+- A worker that fails loses its nodes. It is back after `rebuild_s`. A trainer additionally repeats its updates since
+  the last checkpoint.
 
 All workers are up at time 0. Rows do not migrate between replicas, and no node is given up after too many losses. No
 I/O, no real clock; the same scenario gives the same result.
@@ -59,7 +61,7 @@ _HELD_OUT = frozenset({"evaluate", "evaluate_score", "evaluate_reference"})
 
 
 class NodeCosts(Protocol):
-    """Predicted seconds of nodes. `pipeline.plan.cost.Costs` has them."""
+    """Predicted seconds of nodes. `pipeline.plan.cost.Costs` implements this protocol."""
 
     def seconds(self, node: Node, lengths: Sequence[int]) -> float:
         """Return the seconds for which a node keeps its gang, or one replica, busy. `lengths`: response tokens of the
@@ -67,12 +69,12 @@ class NodeCosts(Protocol):
         ...
 
     def engine_queue(self) -> RowQueue[Any] | None:
-        """Return an empty queue for the rows of a replica. None if shards of a replica do not slow one another; each
-        then takes `seconds`."""
+        """Return an empty queue for the rows of a replica. Return None if shards of a replica do not slow one another.
+        Then each shard takes `seconds`."""
         ...
 
     def after_rows_s(self, *, beside: bool) -> float:
-        """Return the seconds of a shard after its last row has ended in the queue. `beside`: True if its worker has
+        """Return the seconds from the end of a shard's last row to the shard's commit. `beside`: True if its worker has
         other shards at the same time."""
         ...
 
@@ -87,12 +89,12 @@ class NodeCosts(Protocol):
 
 @dataclass(frozen=True)
 class Failures:
-    """Random losses of workers, evenly over all workers."""
+    """Random losses of workers. Every worker is equally likely to be lost."""
 
     per_hour: float
-    """Losses of the whole run per hour."""
+    """Mean number of losses per hour in the whole run."""
     rebuild_s: float
-    """Seconds until a lost worker, or a whole gang that lost a rank, is up again."""
+    """Seconds until a lost worker is up again. If a rank of a gang is lost, seconds until the whole gang is."""
     checkpoint_every: int
     """Updates between checkpoints."""
 
@@ -102,9 +104,9 @@ class Stragglers:
     """Nodes that take longer than predicted."""
 
     share: float
-    """Share of the nodes, chosen by the seed."""
+    """Share of the nodes that are slow. The seed decides which."""
     factor: float
-    """Factor of their seconds."""
+    """Factor by which a slow node's seconds are multiplied."""
 
 
 @dataclass(frozen=True)
@@ -121,14 +123,15 @@ class Scenario:
     """True if engines load new weights while rows are in flight (`rollout.versions: inflight`)."""
     device_sharing: Sequence[Sequence[str]] = ()
     cores: int | None = None
-    """Cores that all workers share; None: each has cores or devices of its own."""
+    """Number of cores that all workers share. None: each worker has cores or devices of its own."""
     threads: Mapping[str, float] = field(default_factory=dict)
-    """Threads of a working replica, or of all ranks of a parallel group together, by gang. A gang that is not named
-    needs no cores."""
+    """Number of working threads by gang: of one replica of a pool, or of all ranks of an ordered gang together. A gang
+    that is not listed needs no cores."""
     driver_s: float = 0.0
-    """Seconds of the driver's work on these cores after each node."""
+    """Seconds of the driver's work on the shared cores after each node."""
     hand_over_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds in which a gang's workers free their devices, or take them again; 0 for a gang that is not named."""
+    """Seconds in which a gang's workers free their devices, or take them again, by gang. 0 for a gang that is not
+    listed."""
     stragglers: Stragglers | None = None
     failures: Failures | None = None
     seed: int = 0
@@ -154,47 +157,48 @@ class Execution:
     submitted_s: float
     lengths: Sequence[int]
     cause: Execution | None
-    """The execution whose end let this one start; None for the first ones."""
+    """The execution whose end let this one start. None for the first executions."""
     gap: Gap
-    """Why it did not start at the end of `cause`."""
+    """The reason why this attempt did not start at the end of `cause`."""
     parents_left: int = 0
     """Number of unfinished parents, if the node was submitted before they ended."""
     is_ready: bool = False
-    """True once it may start as soon as its worker has room."""
+    """True if only a free place at its worker is missing for its start."""
     started_s: float = math.nan
     finished_s: float = math.nan
     is_lost: bool = False
-    """True if it was lost with its worker, which cancels its events."""
+    """True if the attempt was lost with its worker. Its events in the heap are then ignored."""
     beside: bool = False
     """True if its worker ran other nodes at the same time."""
     followers: list[Execution] = field(default_factory=list)
-    """Attempts that were submitted before this one ended, and wait for its end."""
+    """Attempts at child nodes that were submitted before this attempt ended. They wait for its end."""
 
 
 @dataclass(frozen=True)
 class Played:
-    """The result of a simulation; times in seconds since the run's start."""
+    """The result of a simulation. Times are in seconds since the run's start."""
 
     wall_s: float
     published_s: Sequence[float]
     """Time at which each version became readable, version 0 first."""
     busy_s: Mapping[str, float]
-    """Seconds in which a worker ran anything, by gang, as the mean over its workers (ranks of a gang act as one)."""
+    """Seconds in which a worker ran at least one node, by gang: the mean over the gang's replicas. The ranks of an
+    ordered gang count as one worker."""
     stage_s: Mapping[str, float]
     """Seconds by stage, summed over its nodes."""
     staleness: Mapping[int, int]
-    """Number of rows by staleness: step minus version that sampled them."""
+    """Number of rows by staleness: the step minus the version that sampled the row."""
     critical_path: Sequence[Execution]
-    """Chain from the first node to the last commit, in which each node's end let the next one start."""
+    """The executions from the first node to the last commit. The end of each one let the next one start."""
     failures: int
-    """Workers that were lost."""
+    """Number of workers that were lost."""
     replayed_s: float
-    """Seconds in which trainers repeated updates since a checkpoint."""
+    """Seconds in which trainers repeated the updates since their last checkpoint."""
 
     @property
     def step_s(self) -> list[float]:
-        """Seconds of each step: from the publication of its version to that of the next one; the first step begins with
-        the run."""
+        """Seconds of each step, from the publication of its version to the publication of the next version. The first
+        step begins with the run."""
         times = [0.0, *self.published_s[1:]]
         return [after - before for before, after in itertools.pairwise(times)]
 
@@ -206,13 +210,13 @@ class Played:
 
     @property
     def mean_s(self) -> float:
-        """Seconds of the whole run divided by its number of steps. With shared devices and staleness several steps end
-        at about the same time, so this mean gives the throughput, and the median does not."""
+        """Seconds of the whole run divided by its number of steps. Use it for the throughput: with shared devices and
+        staleness several steps end at about the same time, so the median misleads."""
         return self.wall_s / len(self.step_s)
 
     @property
     def path_s(self) -> dict[str, float]:
-        """Seconds of the critical path by stage and by kind of gap, the largest first."""
+        """Seconds of the critical path by stage and by kind of gap. The largest number comes first."""
         seconds: defaultdict[str, float] = defaultdict(float)
         before = 0.0
         for one in self.critical_path:
@@ -223,15 +227,16 @@ class Played:
 
 
 def play(scenario: Scenario, watch: Callable[[Execution], None] | None = None) -> Played:
-    """Return the result of playing a scenario to its last node. `watch` is called with each execution that ended with a
-    commit, in order of time."""
+    """Simulate a scenario to its last node and return the result. `watch` is called with each execution that ended with
+    a commit, in order of time."""
     with _no_cycle_search():
         return _Simulation(scenario, watch).run()
 
 
 @contextmanager
 def _no_cycle_search() -> Iterator[None]:
-    """Stop Python's search for reference cycles. A simulation makes none, and the search takes a third of its time."""
+    """Stop Python's search for reference cycles. A simulation makes no cycles, and the search would take a third of its
+    time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -253,33 +258,33 @@ class _Kind(IntEnum):
 
 _READY, _END, _HANDED_OVER, _UP, _FAILURE, _ROWS_ENDED, _BOOKED = _Kind
 _ORDERED, _SLOT, _FREE = Mode
-# Names of the module are found faster than members of an enum, and these are looked up for every node.
+# Python finds a module's names faster than members of an enum, and the simulation looks them up for every node.
 
 
 class _Worker:
-    """Owns the queues and the running nodes of a replica, or of an ordered gang."""
+    """The queues and the running nodes of a replica, or of an ordered gang."""
 
     __slots__ = ("busy_s", "busy_since", "cores", "engine", "queue", "running", "shards", "stamp", "threads", "version")
 
     def __init__(self, threads: int, cores: float, engine: RowQueue[Execution] | None) -> None:
         self.threads, self.cores, self.engine = threads, cores, engine
-        """`threads`: most nodes at once; `cores`: cores that it works with; `engine`: rows of a replica, None for other
-        workers."""
+        """`threads`: maximum number of nodes at once. `cores`: number of cores that it uses while it works. `engine`:
+        queue of a replica's rows, None for other workers."""
         self.queue: list[tuple[float, int, Execution]] = []
         self.shards: list[tuple[float, int, Execution]] = []
-        """Nodes that hold a slot and wait for the engine."""
+        """A heap of nodes that have a slot of the replica and wait for its engine."""
         self.running: list[Execution] = []
         self.busy_since = 0.0
         self.busy_s = 0.0
         self.stamp = 0
-        """Number that a ROWS_ENDED event in the heap must have. Each new prediction raises it, which cancels older
-        events."""
+        """Number that a ROWS_ENDED event in the heap must have to be valid. Each new prediction increments it, which
+        makes older events invalid."""
         self.version: int | None = None
         """Version of the weights in its engine."""
 
 
 class _Simulation:
-    """Owns the clock and the heap of events."""
+    """A simulation in progress: its clock, its heap of events and the state of all workers."""
 
     def __init__(self, scenario: Scenario, watch: Callable[[Execution], None] | None) -> None:
         self._scenario, self._watch = scenario, watch
@@ -288,14 +293,14 @@ class _Simulation:
         self._dispatch = Dispatch(scenario.gangs, scenario.device_sharing)
         self._flow = Flow(scenario.spec, self._dispatch, on_step=self._step_over, on_unread=lambda version: None)
         self._now = self._done = 0.0
-        """`_done`: the clock of nodes' work. It differs from the time only if workers share cores."""
+        """`_now`: the time. `_done`: the clock of work, which differs from the time only if workers share cores."""
         self._sequence = 0
         self._heap: list[tuple[float, int, _Kind, object, int]] = []
         self._shared = None if scenario.cores is None else SharedClock(scenario.cores)
         self._unbooked = 0
-        """Commits that the driver has not handled, if its work counts."""
+        """Number of commits that the driver has not handled yet. Always 0 if the driver's work is not simulated."""
         self._work = self._heap if self._shared is None else []
-        """Ends of nodes and of rows, in the order of `_done`."""
+        """A heap of events at readings of the clock of work: ends of nodes, of rows, and of the driver's work."""
         self._workers = {
             (gang.name, index): _Worker(
                 gang.max_running_nodes, scenario.threads.get(gang.name, 0), self._engine_of(gang)
@@ -305,14 +310,15 @@ class _Simulation:
         }
         self._down: set[tuple[str, int]] = set()
         self._out: dict[Address, Execution] = {}
-        """Attempts under way."""
+        """Attempts that have not ended, by the node's address."""
         self._cause: Execution | None = None
         """The execution whose end led to the event that is being handled."""
         self._gap = Gap.BOOKKEEPING
         self._last_of: dict[str, Execution] = {}
         """Last execution that ended, by gang."""
         self._lengths: dict[int, dict[int, list[int]]] = {}
-        """Response tokens that are known, by step and shard. Held-out shards come after those of training."""
+        """Cache of response tokens, by step and shard. The numbers of held-out shards follow those of training
+        shards."""
         self._replayable: dict[str, deque[float]] = {}
         self._published: list[float] = []
         self._stage_s: defaultdict[str, float] = defaultdict(float)
@@ -351,7 +357,7 @@ class _Simulation:
             else:
                 kind, subject, stamp = self._next_of_both(self._shared)
             self._gap = Gap.BOOKKEEPING
-            # these three tell Dispatch nothing
+            # Dispatch is not told of these three kinds, so it has no new instructions after them
             asks = kind is not _READY and kind is not _ROWS_ENDED and kind is not _BOOKED
             if kind is _END:
                 assert isinstance(subject, Execution)
@@ -393,7 +399,7 @@ class _Simulation:
             done, _, kind, subject, stamp = heapq.heappop(self._work)
             self._now = max(self._now, ends)
             clock.advance(self._now)
-            self._done = clock.work = done  # not a rounding error before or after it
+            self._done = clock.work = done  # exactly, without the rounding error of `time_of`
         return kind, subject, stamp
 
     # ---- Nodes -------------------------------------------------------------------------------------------------------
@@ -406,7 +412,7 @@ class _Simulation:
             self._sequence += 1
             heapq.heappush(self._workers[submit.gang, 0].queue, (submit.sequence or 0, self._sequence, one))
         elif submit.mode is _FREE:
-            for address in node.parents:  # a parent that is neither done nor under way would hold the node back
+            for address in node.parents:  # Dispatch submits a node only when each parent is done or submitted
                 parent = self._out.get(address)
                 if parent is not None:
                     parent.followers.append(one)
@@ -415,7 +421,7 @@ class _Simulation:
             self._is_ready(one)
 
     def _is_ready(self, one: Execution) -> None:
-        """Handle that all parents of an attempt have their commits."""
+        """Handle the commit of an attempt's last parent."""
         one.cause, one.gap = self._cause, self._gap
         overhead = self._costs.overhead(one.submit.node)
         if overhead > 0:
@@ -424,11 +430,11 @@ class _Simulation:
             self._enqueue(one)
 
     def _enqueue(self, one: Execution) -> None:
-        """Let an attempt start as soon as its worker has room."""
+        """Put an attempt into its worker's queue. It starts as soon as the worker has room."""
         submit, node = one.submit, one.submit.node
         worker = self._workers[submit.gang, submit.replica]
         one.is_ready = True
-        if submit.mode is not _ORDERED:  # the driver's priority for Dask
+        if submit.mode is not _ORDERED:  # the same priority as the driver gives to Dask
             urgency = 100 * node.scheduled_step + node.priority[1] + node.address.shard / 2**20
             self._sequence += 1
             queue = worker.shards if submit.mode is _SLOT else worker.queue
@@ -436,7 +442,7 @@ class _Simulation:
         self._begin(worker)
 
     def _begin(self, worker: _Worker, after: Execution | None = None) -> None:
-        """Start the waiting nodes of a worker that can start. `after`: the node whose end made room."""
+        """Start those waiting nodes of a worker that can start now. `after`: the node whose end made room."""
         while worker.shards:
             one = worker.shards[0][-1]
             if one.is_lost:
@@ -508,7 +514,7 @@ class _Simulation:
             child.parents_left -= 1
             if not child.parents_left and not child.is_lost:
                 self._is_ready(child)
-        one.followers = []  # a chain of causes keeps executions alive, and these need not be
+        one.followers = []  # frees memory: later executions keep this one alive as their `cause`
         seconds = now - one.started_s
         self._stage_s[stage] += seconds
         if stage == "publish":
@@ -530,7 +536,7 @@ class _Simulation:
                 self._push_work(self._done + self._scenario.driver_s, _BOOKED, None)
 
     def _booked(self) -> None:
-        """Handle that the driver has done its work for a commit. It takes the next one, if there is any."""
+        """Handle the end of the driver's work for one commit. The driver continues with the next commit, if any."""
         assert self._shared is not None
         self._unbooked -= 1
         if self._unbooked:
@@ -541,7 +547,7 @@ class _Simulation:
     # ---- Rows of the shards that share a replica -----------------------------------------------------------------
 
     def _predict_rows(self, worker: _Worker) -> None:
-        """Predict anew when the rows of a replica's next shard will have ended."""
+        """Predict again when the next shard of a replica will end, and push an event for that time."""
         assert worker.engine is not None
         worker.stamp += 1
         at = worker.engine.next_end()
@@ -549,7 +555,7 @@ class _Simulation:
             self._push_work(at, _ROWS_ENDED, worker, worker.stamp)
 
     def _rows_ended(self, worker: _Worker) -> None:
-        """Handle that all rows of some shards have ended. Their output is stored next."""
+        """Handle the end of the last rows of one or more shards. Next, their outputs are stored."""
         assert worker.engine is not None
         for one, _ in worker.engine.finish():
             assert isinstance(one, Execution)
@@ -602,7 +608,7 @@ class _Simulation:
     # ---- Lengths and the result ----------------------------------------------------------------------------------
 
     def _lengths_of(self, node: Node) -> Sequence[int]:
-        """Return the response tokens of a node's rows. A publication has none, and a canary has those of shard 0."""
+        """Return the response tokens of a node's rows. A publication has no rows. A canary has the rows of shard 0."""
         stage, step, shard = node.address.stage, node.address.step, node.address.shard
         if stage in SHARDED:
             return self._shard(step, shard, self._scenario.rows_per_shard)

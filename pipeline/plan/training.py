@@ -1,14 +1,14 @@
 """Work of forward passes and of updates on a gang's ranks: a node's roofline, in seconds at the hardware's peaks.
 
-A gang of t x d x p ranks (tensor, data, pipeline) divides rows over its d data-parallel ranks, and their rows into m
-micro-batches. With F operations of all rows:
+A gang has t x d x p ranks (tensor, data, pipeline). It divides rows over its d data-parallel ranks, and the rows of
+each rank into m micro-batches. With F operations of all rows:
 
     stage             max(F / (t d p m rate),  bytes of its weights and gradients / bandwidth)     of one micro-batch
     sweep             (m + p - 1) stage                              1F1B: p - 1 stages are the bubble
-    training          F is 3 forward passes, and what is recomputed; frozen blocks and, with LoRA, the gradients of
-                      frozen weights are left out
-    weights           a forward pass reads them, a backward pass reads them once for the gradients of its inputs, and
-                      adds the trained ones' gradients (read and written)
+    training          F is the operations of 3 forward passes and of the recomputation. Frozen blocks do not count, nor
+                      (with LoRA) the gradients of frozen weights
+    weights           a forward pass reads the weights. A backward pass reads them once for the gradients of its inputs,
+                      and reads and writes the gradients of the trained weights
     tensor parallel   all-reduces of a micro-batch's hidden states in each block: 2 forward, 2 backward, and those of
                       the recomputed modules. With sequence parallelism each is a reduce-scatter and an all-gather,
                       and the backward pass gathers the inputs of two linears once more (not with a CPU's kernels, which
@@ -17,20 +17,23 @@ micro-batches. With F operations of all rows:
                       reduce-scattered, and the weights are gathered
     optimizer         bytes of gradients, masters and moments, each read and written once
     calls             a fixed cost of every block that a micro-batch goes through. The frozen blocks are called once for
-                      each width of a micro-batch's rows, which are taken to lie evenly between a length and its double
+                      each width of a micro-batch's rows. Widths are assumed to be spread evenly between a length and
+                      its double
 
-On a CPU, operations on single numbers (norms, rotary embedding, SwiGLU, softmax, additions) count, too: F grows by
-`_ELEMENT_FLOPS` for each of E numbers, at the float32 rate. On GPUs the efficiency covers them. Measured on one thread
-of a CPU with AVX-512, torch 2.13, hidden sizes of 64 and 576:
+On a CPU, element-wise operations count too (norms, rotary embedding, SwiGLU, softmax, additions). For each of E numbers
+that they write, F grows by `_ELEMENT_FLOPS` operations at the float32 rate. On GPUs the efficiency covers them. E was
+measured on one thread of a CPU with AVX-512, torch 2.13, hidden sizes h of 64 and 576 (L blocks, i intermediate size,
+n length of a row, V vocabulary size):
 
     E                 tokens L (6 h + 2 i) + 8 L heads sum n^2 + 10 V x sampled tokens; a backward pass has 1.5 E
 
-A micro-batch on a CPU whose hidden states have fewer than n `_GRAIN` numbers has at most n times the float32 rate of a
-thread: torch gives such operations no more threads, and 16-bit products of this size are not faster.
+Small micro-batches are slower on a CPU. If the hidden states of a micro-batch have fewer than k `_GRAIN` numbers, the
+rate is at most k times the float32 rate of one thread: torch uses no more threads for such operations, and 16-bit
+products of this size are not faster.
 
-`check --trace` lists the collectives of a layout; the counts were compared with it for sequence parallelism with `mlp`
-recomputed. Tensor-parallel collectives count in full, although Megatron runs some of the backward pass's at the same
-time as a matrix product.
+`check --trace` lists the collectives of a layout. The counts here were compared with this list for sequence parallelism
+with `mlp` recomputed. Tensor-parallel collectives count in full, although Megatron overlaps some of those in the
+backward pass with a matrix product.
 
 Data-parallel collectives overlap with passes as in a run (`stages.models.gradient_buffers`), on GPUs and with
 `portable` kernels. Gradients overlap with the last micro-batch's backward pass, and gathered weights with the next
@@ -68,14 +71,15 @@ from stages.models.protocol import Role
 ARITHMETIC, WEIGHTS, BUBBLE = "arithmetic", "weights read", "pipeline bubble"
 OPTIMIZER, TENSOR, PIPELINE, DATA = "optimizer", "tensor-parallel", "pipeline sends", "data-parallel"
 _GRAIN = 32_768
-"""Fewest numbers for which torch adds a thread to an operation on a CPU (ATen/TensorIterator.h: GRAIN_SIZE)."""
+"""Minimum number of elements per thread: torch adds a thread to an operation on a CPU for each such part
+(ATen/TensorIterator.h: GRAIN_SIZE)."""
 _ELEMENT_FLOPS = 50
-"""Float32 operations of matrix products that take as long as one number of an operation on single numbers."""
+"""Number of float32 operations of a matrix product that take as long as one element of an element-wise operation."""
 _WIDTHS = 8
-"""Padded widths between a length and its double, with which rows go through the frozen blocks (`Trunk`)."""
+"""Number of padded widths between a length and its double. The frozen blocks (`Trunk`) pad rows to these widths."""
 _BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
-"""Parameters of a bucket of gradients: at least the first number, and at least the second for each data-parallel rank
-(megatron-core, distributed/distributed_data_parallel.py)."""
+"""Minimum number of parameters in a bucket of gradients: in total, and for each data-parallel rank. The larger minimum
+applies (megatron-core, distributed/distributed_data_parallel.py)."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class Work:
     links: dict[str, Numbers]
     """Seconds of collectives at the links' full bandwidth."""
     calls: Numbers = 0.0
-    """Number of decoding passes, scored rows, or blocks that micro-batches go through, each with a fixed cost."""
+    """Number of calls with a fixed cost: decoding passes, scored rows, or blocks that micro-batches go through."""
 
     @property
     def roofline(self) -> float:
@@ -100,7 +104,7 @@ class Work:
         return Work(parts, links, factor * self.calls)
 
     def plus(self, other: Work) -> Work:
-        """Return this work and another one after it."""
+        """Return the sum of this work and another."""
         return Work(_sum(self.parts, other.parts), _sum(self.links, other.links), self.calls + other.calls)
 
 
@@ -113,8 +117,8 @@ def _sum(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows that go through a model together; or the rows of several shards of `count` rows each, with arrays of
-    numbers."""
+    """Rows that go through a model together. For several shards, each with `count` rows, the other fields are arrays
+    with one number per shard."""
 
     count: int
     tokens: Numbers
@@ -125,7 +129,7 @@ class Rows:
     """Tokens of the responses."""
 
     def share(self, parts: int) -> Rows:
-        """Return the largest of `parts` nearly equal parts."""
+        """Return the largest part, if the rows are divided into `parts` nearly equal parts."""
         count = -(-self.count // parts)
         factor = count / self.count if self.count else 0.0
         return Rows(count, self.tokens * factor, self.squares * factor, self.sampled * factor)
@@ -154,15 +158,15 @@ class GangSpeed:
     flops: float
     """Peak rate of one rank, in FLOP/s."""
     small_flops: float
-    """Peak rate of a CPU's thread in float32, which operations on few numbers have; infinite on GPUs."""
+    """Peak float32 rate of one CPU thread, in FLOP/s. It limits operations on few numbers. Infinite on GPUs."""
     element_flops: float
-    """Peak rate of a rank's threads in float32, which operations on single numbers have; infinite on GPUs."""
+    """Peak float32 rate of all threads of a rank, in FLOP/s. It limits element-wise operations. Infinite on GPUs."""
     bytes_per_s: float
     """Peak memory bandwidth of one rank."""
     numbers: Mapping[Role, int]
-    """Parameters of each role's model on the rank that holds the most of it, in `model.dtype`."""
+    """Number of parameters in `model.dtype` of each role's model, on the rank with the most."""
     trained: Mapping[Role, int]
-    """Trained parameters of each role's model on the rank that has the most of them."""
+    """Number of trained parameters of each role's model, on the rank with the most."""
 
 
 def gang_speed(
@@ -187,16 +191,16 @@ class _Pass:
     operations: Numbers
     """Operations of all rows on all ranks."""
     elements: Numbers
-    """Numbers that operations on single numbers write, of all rows on all ranks."""
+    """Number of elements that element-wise operations write, for all rows on all ranks."""
     moved: float
     """Bytes of weights and gradients that a rank reads and writes for a micro-batch."""
     halves: int
-    """All-gathers and reduce-scatters of hidden states over the tensor-parallel ranks in a block. An all-reduce is
-    two."""
+    """Number of all-gathers and reduce-scatters of hidden states over the tensor-parallel ranks in a block. An
+    all-reduce counts as two."""
     sends: int = 1
-    """Sends of hidden states to the next stage, or of their gradients."""
+    """Number of sends between pipeline stages, of hidden states or of their gradients."""
     blocks: Numbers = 1.0
-    """Blocks that a pipeline stage computes. Each has a fixed cost."""
+    """Number of blocks that a pipeline stage computes. Each has a fixed cost."""
 
     def plus(self, other: _Pass) -> _Pass:
         """Return both passes as one."""
@@ -211,8 +215,8 @@ class _Pass:
 
 
 def forward_work(gang: GangSpeed, role: Role, optimizer: OptimizerConfig, rows: Rows, *, trunk: bool) -> Work:
-    """Return the work of a forward pass of a role's model over rows. `trunk`: the frozen blocks are computed, too;
-    otherwise their outputs are kept from an earlier pass."""
+    """Return the work of a forward pass of a role's model over rows. `trunk`: True if the frozen blocks are computed
+    too, False if their outputs are kept from an earlier pass."""
     forward = _forward_pass(gang, role, rows, trunk=trunk)
     if trunk and rows.count:  # a call of the frozen blocks for each width of a micro-batch's rows
         rank_rows, above = rows.share(gang.models.data_ranks), _num_blocks(gang, role, trunk=False)
@@ -249,7 +253,7 @@ def _forward_pass(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> _P
 
 
 def _elements(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> Numbers:
-    """Return the numbers that a forward pass's operations on single numbers write."""
+    """Return the number of elements that the element-wise operations of a forward pass write."""
     spec = gang.models.spec_of(role)
     blocks = gang.models.num_blocks(role) + (gang.models.model.frozen_blocks if trunk else 0)
     of_block = rows.tokens * (6 * spec.hidden_size + 2 * spec.intermediate_size) + 8 * spec.num_heads * rows.squares
@@ -257,20 +261,20 @@ def _elements(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> Number
 
 
 def _num_blocks(gang: GangSpeed, role: Role, *, trunk: bool) -> float:
-    """Return the blocks that a pipeline stage computes in a pass: its share of all, or of those above the frozen
-    ones."""
+    """Return the number of blocks that a pipeline stage computes in a pass. This is its share of all blocks if the
+    frozen blocks are computed (`trunk`), else its share of the blocks above them."""
     own = gang.models.num_blocks(role)
     return (own + gang.models.model.frozen_blocks if trunk or not own else own) / gang.models.layout.pipeline
 
 
 def _num_widths(rows: Numbers) -> Numbers:
-    """Return the expected number of different widths among rows whose widths lie evenly between a length and its
-    double."""
+    """Return the expected number of different widths among rows whose widths are spread evenly over `_WIDTHS`
+    values."""
     return _WIDTHS * (1 - (1 - 1 / _WIDTHS) ** rows)
 
 
 def _backward_pass(gang: GangSpeed, role: Role, rows: Rows) -> _Pass:
-    """Return a backward pass, with what it recomputes."""
+    """Return a backward pass, including its recomputation of activations."""
     models, layout = gang.models, gang.models.layout
     number, spec, forward = models.dtype_bytes, models.spec_of(role), _forward_pass(gang, role, rows, trunk=False)
     operations, moved = _backward(gang, role, rows), gang.numbers[role] * number
@@ -297,8 +301,9 @@ def _forward(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> Numbers
 
 
 def _backward(gang: GangSpeed, role: Role, rows: Rows) -> Numbers:
-    """Return the operations of a backward pass. Each product of the forward pass needs two (the gradients of its input
-    and its weight), or one if its weight is frozen. With LoRA the adapters' products of both passes are added."""
+    """Return the operations of a backward pass. For each matrix product of the forward pass there are two (the
+    gradients of its input and of its weight), or one if its weight is frozen. With LoRA, the adapters' products of the
+    forward and the backward pass are added."""
     operations, model = 2 * _forward(gang, role, rows, trunk=False), gang.models.model
     spec, blocks = gang.models.spec_of(role), gang.models.num_blocks(role)
     if model.lora.rank:
@@ -344,7 +349,7 @@ def _stage(gang: GangSpeed, optimizer: OptimizerConfig, rows: Rows, passes: _Pas
         return 0.0, 1
     layout, rank_rows = gang.models.layout, rows.share(gang.models.data_ranks)
     count = micro_batches(rank_rows, optimizer)
-    # a CPU's threads and 16-bit products gain nothing where a micro-batch has few numbers
+    # on a CPU, further threads and 16-bit products save no time if a micro-batch has few numbers
     parts = larger(1.0, rank_rows.tokens / count * gang.models.spec.hidden_size // _GRAIN)
     rate = smaller(gang.flops, parts * gang.small_flops)
     element_rate = smaller(gang.element_flops, parts * gang.small_flops) / _ELEMENT_FLOPS
@@ -355,8 +360,8 @@ def _stage(gang: GangSpeed, optimizer: OptimizerConfig, rows: Rows, passes: _Pas
 
 
 def micro_batches(rows: Rows, optimizer: OptimizerConfig) -> Numbers:
-    """Return the number of micro-batches of one rank's rows: the fewest within `micro_batch_tokens` and
-    `micro_batch_rows`, if all rows have the mean length."""
+    """Return the smallest number of micro-batches for one rank's rows within `micro_batch_tokens` and
+    `micro_batch_rows`. All rows are assumed to have the mean length."""
     fit = larger(1, optimizer.micro_batch_tokens / (rows.tokens / rows.count) // 1)
     return -(-rows.count // smaller(fit, optimizer.micro_batch_rows or fit))
 
@@ -365,7 +370,8 @@ def _optimizer_step(gang: GangSpeed, role: Role) -> Work:
     """Return the work of one optimizer step on the rank with the most trained parameters."""
     models, layout = gang.models, gang.models.layout
     numbers, shards = gang.trained[role], models.data_ranks if layout.distributed_optimizer else 1
-    # gradients: read for the norm and the step, and zeroed; masters and moments: read and written; the weights
+    # gradients are read for the norm and for the step, and zeroed; masters and moments are read and written; the
+    # weights are written if they are not the masters themselves
     count = trained_parameters(models, role, 0)
     moments = moments_bytes(models, role, 0) / (count.of_dtype + count.float32)
     gradients, state = 3 * models.gradient_bytes(role), 8 + 2 * moments
@@ -375,7 +381,7 @@ def _optimizer_step(gang: GangSpeed, role: Role) -> Work:
 
 
 def _exchanges(gang: GangSpeed, role: Role, steps: int, forward_s: float, backward_s: float) -> float:
-    """Return the seconds of data-parallel collectives in `steps` optimizer steps that do not overlap with a pass.
+    """Return how long data-parallel collectives do not overlap with a pass in `steps` optimizer steps, in seconds.
 
     Args:
         forward_s, backward_s: seconds of a pass of one micro-batch in one stage.

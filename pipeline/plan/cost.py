@@ -6,9 +6,9 @@
                                                │
        roofline seconds ─ efficiencies, calls, fixed costs ─► Costs.parts, Costs.seconds
 
-`Costs.seconds` returns the seconds that a worker, or a gang, is busy with a node. The graph and dispatch decide when
-the node starts (`simulate`). docs/planning.md has the equations with their sources, and lists what is not modelled.
-Pure: seconds and bytes are floats, and no file is read.
+`Costs.seconds` returns the seconds for which a worker, or a gang, is busy with a node. The graph and dispatch decide
+when the node starts (`simulate`). docs/planning.md has the equations with their sources, and lists what is not
+modelled. Pure: no file is read. Seconds and bytes are floats.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from stages.models.protocol import MODEL_ROLES, Role
 
 CONTEXT, PREFILL, COPIES, ENGINE_LINKS = "keys and values read", "prefill", "copies", "engine's collectives"
 CALLS, FIXED = "calls", "store and commit"
-"""Parts that no roofline explains: fixed costs of calls and of nodes."""
+"""Names of the parts that are not in a roofline: fixed costs of calls and of nodes."""
 _CORE_FLOPS = 243.2e9
-"""Float32 FLOP/s of one core of a node with GPUs, from conf/hardware/cpu.yaml. Reward models run on such cores."""
+"""Float32 FLOP/s of one CPU core, from conf/hardware/cpu.yaml. On a node with GPUs, reward models run on such cores."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of the nodes of one run. Made by `costs_of`."""
+    """The costs of the nodes of one run. `costs_of` makes this record."""
 
     run: PlannedRun
     cluster: HardwareCluster
@@ -65,56 +65,57 @@ class Costs:
     """Models and peaks of each gang that holds models, by the gang's name."""
     engine: DecodeSpeed
     trunk_stages: frozenset[str]
-    """Stages that compute the frozen blocks of their rows. Other stages reuse what an earlier one of the gang has
-    computed."""
+    """Stages that compute the frozen blocks of their rows. Other stages reuse the outputs that an earlier stage of the
+    gang has computed."""
 
     def seconds(self, node: Node, lengths: Sequence[int]) -> float:
-        """Return the seconds that the node's gang, or one replica, is busy with the node. A shard is assumed to
-        have the replica for itself; `engine_queue` is for shards that share it.
+        """Return the seconds for which the node's gang, or one replica, is busy with the node. The replica is assumed
+        to have no other shards. For shards that share a replica, use `engine_queue`.
 
         Args:
-            lengths: tokens of the responses that the node works on: those of its shard, or of the whole step for
-                `advantage` and updates; empty for `publish`.
+            lengths: number of tokens of each response that the node works on: the responses of its shard, or of the
+                whole step for `advantage` and updates. Empty for `publish`.
         """
         return self._total(self.work(node, lengths), self.speed_of(node.stage)) + self.calibration.turnaround_s
 
     def seconds_of_shards(self, node: Node, lengths: Sequence[Sequence[int]]) -> list[float]:
-        """Return `seconds` of a node's stage for several shards of its step, from the response tokens of each. All have
-        as many rows. Not for stages that decode."""
+        """Return the same as `seconds` for several shards at once. `lengths` has the response tokens of each shard. All
+        shards must have equally many rows. Stages that decode are not supported."""
         work = self._work(node.stage, rows_of_shards(self.prompt_tokens, np.array(lengths)))
         total = self._total(work, self.speed_of(node.stage)) + self.calibration.turnaround_s
         seconds: list[float] = np.broadcast_to(total, len(lengths)).tolist()
         return seconds
 
     def parts(self, node: Node, lengths: Sequence[int]) -> dict[str, float]:
-        """Return the seconds by their cause: arithmetic, weights read, collectives, bubble and so on."""
+        """Return the parts of `seconds` by cause, such as arithmetic, weights read, collectives or bubble."""
         parts = self._timed(self.work(node, lengths), self.speed_of(node.stage))
         fixed = parts.get(FIXED, 0.0) + self.calibration.turnaround_s
         return parts | ({FIXED: fixed} if fixed else {})
 
     def overhead(self, node: Node) -> float:
-        """Return the seconds from the commits of a node's parents to its start on an idle worker: scheduling and
-        tracking."""
+        """Return the seconds from the commit of a node's last parent to its start on an idle worker. They pass in
+        scheduling and tracking."""
         return self.calibration.overhead_s
 
     def engine_queue(self) -> RowQueue[Any]:
-        """Return the queue of a replica, without rows."""
+        """Return an empty queue for the rows of a replica."""
         speed = self.calibration.generate
         rates = PassRates(speed.efficiency, self.calibration.link_efficiency, speed.call_s)
         return RowQueue(self.engine, self.prompt_tokens, rates)
 
     def decoding_s(self, decoded: Decoded) -> float:
-        """Return the seconds of decoding on one replica, without a node's fixed costs."""
+        """Return the seconds of decoding on one replica. The fixed costs of a node are not included."""
         return self._total(decoding_work(decoded), replace(self.calibration.generate, node_s=0.0))
 
     def after_rows_s(self, *, beside: bool) -> float:
-        """Return the seconds of a shard after decoding: store, commit and turnaround. `beside`: True if its worker has
-        other shards at the same time."""
+        """Return the seconds of a shard after its decoding: store, commit and turnaround. `beside`: True if its worker
+        has other shards at the same time."""
         alone = self.calibration.generate.node_s + self.calibration.turnaround_s
         return alone + self.calibration.beside_s * beside
 
     def refit_s(self) -> float:
-        """Return the seconds in which a replica loads new weights, before its first shard of another version."""
+        """Return the seconds in which a replica loads new weights. It does this before its first shard of another
+        version."""
         return self._total(self.refit_work(), self.calibration.refit)
 
     def refit_work(self) -> Work:
@@ -127,16 +128,16 @@ class Costs:
         return speed
 
     def timed(self, work: Work, stage: str) -> float:
-        """Return the seconds of a stage's work in a node, without its worker's turnaround."""
+        """Return the seconds of a node of `stage` with this work. The worker's turnaround is not included."""
         return self._total(work, self.speed_of(stage))
 
     def _total(self, work: Work, speed: StageSpeed) -> Numbers:
-        """Return the calibrated seconds of some work, with those of calls and of the node."""
+        """Return the calibrated seconds of a node's work, including the fixed costs of its calls and of the node."""
         links = sum(work.links.values()) / self.calibration.link_efficiency
         return sum(work.parts.values()) / speed.efficiency + links + work.calls * speed.call_s + speed.node_s
 
     def _timed(self, work: Work, speed: StageSpeed) -> dict[str, float]:
-        """Return the parts of `_total` that are not 0, by their cause."""
+        """Return the parts of `_total` by cause. Parts of 0 seconds are left out."""
         parts = {name: seconds / speed.efficiency for name, seconds in work.parts.items()}
         parts |= {name: seconds / self.calibration.link_efficiency for name, seconds in work.links.items()}
         parts |= {CALLS: work.calls * speed.call_s, FIXED: speed.node_s}
@@ -145,7 +146,7 @@ class Costs:
     # ---- work, at the hardware's peaks ---------------------------------------------------------------------------
 
     def work(self, node: Node, lengths: Sequence[int]) -> Work:
-        """Return the work of a node. A shard is assumed to have its replica for itself."""
+        """Return the work of a node. The replica of a shard is assumed to have no other shards."""
         if node.stage in ("generate", "evaluate"):
             return decoding_work(decode(self.engine, self.prompt_tokens, lengths))
         if node.stage in ("canary", "canary_logprob"):
@@ -153,7 +154,7 @@ class Costs:
         return self._work(node.stage, rows_of(self.prompt_tokens, lengths))
 
     def _work(self, stage: str, rows: Rows) -> Work:
-        """Return the work of a stage that computes models over rows, scores them, or publishes."""
+        """Return the work of a node whose stage computes models over rows, scores rows, or publishes weights."""
         config, gang = self.run.config, self.gang_of(stage)
         match stage:
             case "canary":
@@ -194,8 +195,8 @@ class Costs:
         return Work({ARITHMETIC: operations / rate}, {}, rows.count)
 
     def _publication(self, gang: Gang) -> Work:
-        """Return the work of writing the trained weights to the board, and of sending the parts that ranks on other
-        nodes hold."""
+        """Return the work of a publication: to write the trained weights to the board of published weights, and to send
+        the parts that ranks on other nodes hold."""
         layout, num_bytes = self.run.config.placement.gangs[gang.name].layout, self._published_bytes
         # ranks are numbered stage by stage: all data-parallel copies of a stage come before the next stage
         per_stage, here = gang.workers // layout.pipeline, self.cluster.gpus_per_node or gang.workers
@@ -234,7 +235,8 @@ def costs_of(
 
     Args:
         run: the config with the architectures of its models (`pipeline.config.memory.planned_run`).
-        prompt_tokens: mean length of a prompt; None: the calibration's, or `prompts.max_tokens` if it has none.
+        prompt_tokens: mean length of a prompt. None: the calibration's mean length, or `prompts.max_tokens` if the
+            calibration has none.
     """
     config = run.config
     prompt = prompt_tokens or calibration.prompt_tokens or float(config.prompts.max_tokens)
@@ -249,9 +251,11 @@ def costs_of(
 def rank_peaks(
     run: PlannedRun, cluster: HardwareCluster, dtype: str, threads: int, thread_share: float
 ) -> tuple[float, float]:
-    """Return (FLOP/s, bytes/s) of one rank: of a GPU, or of `threads` cores that divide the share `thread_share` of
-    the arithmetic. Cores share the memory's bandwidth, and one thread alone may use all of it, so this is an upper
-    bound."""
+    """Return the peaks (FLOP/s, bytes/s) of one rank: of a GPU, or of `threads` CPU cores. The threads divide the share
+    `thread_share` of the arithmetic among themselves.
+
+    On CPUs the bytes/s are an upper bound: all cores share the memory's bandwidth, and here each rank gets all of
+    it."""
     hardware = cluster.hardware
     rate = hardware.fp32_flops if dtype == "float32" else hardware.bf16_flops
     speedup = 1.0 if run.on_gpus else thread_speedup(min(threads, cluster.cores), thread_share)
@@ -304,8 +308,8 @@ def _engine_speed(run: PlannedRun, cluster: HardwareCluster, calibration: Calibr
 
 
 def _trunk_stages(run: PlannedRun, gangs: Mapping[str, Gang]) -> frozenset[str]:
-    """Return the stages that compute the frozen blocks. These are the first stage of each gang that needs them for a
-    shard's rows, in the graph's order, and the stages of held-out rows and canaries."""
+    """Return the stages that compute the frozen blocks: the stages of held-out rows and canaries, and for each gang the
+    first stage (in the graph's order) that needs the frozen blocks for a shard's rows."""
     if not run.config.model.frozen_blocks:
         return frozenset()
     stages = {"evaluate_reference", "canary_logprob"}  # rows that no other stage of the gang has seen

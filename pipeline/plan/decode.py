@@ -1,31 +1,37 @@
 """Seconds of decoding, with rows that join and leave the batch in flight: a fluid simulation on a clock of passes.
 
-In a pass every row of the batch feeds its last token and gains the next one. With speculation it also feeds
-`drafts_per_pass` guesses and gains `tokens_per_pass` tokens. A pass is limited by the engine's memory bandwidth or by
-its arithmetic:
+In a pass, every row of the batch feeds its last token to the model and gains the next token. With speculation, a row
+also feeds `drafts_per_pass` guessed tokens and gains `tokens_per_pass` tokens. A pass is limited by the engine's memory
+bandwidth or by its arithmetic:
 
     pass = max(weights + context * context_s,  fed tokens * token_s) / efficiency  +  collectives  +  call_s
 
-    weights      all weights are read once, however many rows there are: few rows cost nearly as much as many
-    context_s    the keys and values of one token are read; `context` counts the tokens so far of all rows
-    token_s      2 operations per weight, and attention to the row's own context
+    weights      seconds to read all weights, the same for any number of rows: few rows cost nearly as much as many
+    context_s    seconds to read the keys and values of one token; `context` counts the tokens so far of all rows
+    token_s      seconds of arithmetic for one token: 2 operations per weight, and attention to the row's own context
 
 The prefill of a prompt computes the output layer once, for its last token.
 
 Rows are admitted in order of arrival while `max_rows` and the memory of keys and values allow it. From the end of one
-row to the end of the next the batch stays the same and the context grows linearly. So the time of this interval has a
+row to the end of the next, the batch stays the same and the context grows linearly. So the time of this interval has a
 closed form: the number of its passes times the cost of the middle pass. The heap holds the pass at which each row in
 flight will end.
 
-**Tensor parallelism** divides weights, keys and values, and arithmetic; each block all-reduces its output twice.
-**Pipeline parallelism** with g groups of rows in p stages: a group's pass visits all stages, and the group's next token
+**Tensor parallelism** divides weights, keys and values, and arithmetic. Each block all-reduces twice in a pass.
+**Pipeline parallelism** runs g groups of rows in p stages. A group's pass visits all stages, and the group's next token
 comes after max(p, g) stage times. Weights are read once for each group.
 
-The rows of all shards of a replica are one queue (`RowQueue`): the rows of a later shard wait while the batch is full.
+The rows of all shards of a replica form one queue (`RowQueue`): rows of a later shard wait while the batch is full.
 
-Not modelled: prefill that is cut into chunks (it delays the rows in flight for its whole time here), keys and values
-shared by rows of one prompt, preemption, rows that migrate, the time in which drafts are made, the gathering of logits
-over tensor-parallel ranks. Pure.
+Not modelled:
+
+- prefill in chunks: here a prefill delays the rows in flight for its whole time
+- keys and values that rows of one prompt share
+- preemption, and rows that migrate
+- the time to make drafts
+- the gathering of logits over tensor-parallel ranks
+
+Pure.
 """
 
 from __future__ import annotations
@@ -42,19 +48,19 @@ from stages.models.flops import matrix_numbers
 from stages.models.spec import ModelSpec
 
 Shard = TypeVar("Shard", bound=Hashable)
-"""Type of the names that a queue's user gives to shards."""
+"""Type of the names of shards in a `RowQueue`. The caller chooses it."""
 
 
 @dataclass(frozen=True)
 class DecodeSpeed:
-    """Roofline of one replica's passes, all ranks together; seconds at the hardware's peaks."""
+    """Roofline of the passes of one replica with all its ranks, in seconds at the hardware's peaks."""
 
     max_rows: int
-    """Most rows in the batch."""
+    """Maximum number of rows in the batch."""
     max_context: float
-    """Most tokens whose keys and values fit."""
+    """Maximum number of tokens whose keys and values fit in memory."""
     weights_s: float
-    """Seconds to read all weights, in each pass."""
+    """Seconds of a pass to read all weights."""
     context_s: float
     """Seconds to read the keys and values of one token of context."""
     token_s: float
@@ -62,41 +68,42 @@ class DecodeSpeed:
     attention_s: float
     """Seconds of arithmetic for one token's attention to one token of context."""
     output_s: float = 0.0
-    """Seconds of arithmetic in the output layer for one token. `token_s` contains them."""
+    """Seconds of arithmetic in the output layer for one token. They are a part of `token_s`."""
     reduces: int = 0
-    """All-reduces in a pass."""
+    """Number of all-reduces in a pass."""
     ranks: int = 1
-    """Tensor-parallel ranks, which all-reduce."""
+    """Number of tensor-parallel ranks, which take part in an all-reduce."""
     link: Link = field(default_factory=lambda: Link(0.0, float("inf")))
     row_bytes: float = 0.0
     """Bytes of a row in an all-reduce or a send."""
     sends: int = 0
-    """Sends from stage to stage in a pass."""
+    """Number of sends from stage to stage in a pass."""
     groups: int = 1
-    """Groups of rows, which take their passes in turn."""
+    """Number of groups of rows, which take their passes in turn."""
     tokens_per_pass: float = 1.0
-    """Tokens that a row gains in a pass."""
+    """Number of tokens that a row gains in a pass."""
     drafts_per_pass: float = 0.0
-    """Further tokens that a row feeds in a pass beside its last one: the guesses that are verified."""
+    """Number of guessed tokens that a row feeds in a pass for verification, in addition to its last token."""
 
     @property
     def fed_per_pass(self) -> float:
-        """Tokens that a row feeds in a pass."""
+        """Number of tokens that a row feeds in a pass."""
         return 1.0 + self.drafts_per_pass
 
     def memory_s(self, context: float) -> tuple[float, float]:
-        """Return the seconds of a pass for reading weights, and for reading `context` tokens' keys and values."""
+        """Return the seconds of a pass to read the weights, and those to read the keys and values of `context`
+        tokens."""
         return self.weights_s, context * self.context_s
 
     def arithmetic_s(self, rows: float, context: float) -> float:
         return self.fed_per_pass * (rows * self.token_s + context * self.attention_s)
 
     def prefill_s(self, prompt: float) -> float:
-        """Return the seconds in which a prompt's keys and values and its next token are computed."""
+        """Return the seconds to compute the keys and values of a prompt, and the token after it."""
         return prompt * (self.token_s - self.output_s + prompt / 2 * self.attention_s) + self.output_s
 
     def links_s(self, rows: float) -> float:
-        """Return the seconds of a pass in collectives and sends."""
+        """Return the seconds that a pass spends in collectives and sends."""
         num_bytes = rows * self.fed_per_pass / self.groups * self.row_bytes
         return self.reduces * all_reduce_s(self.link, self.ranks, num_bytes) + (
             self.sends * send_s(self.link, num_bytes) if self.sends else 0.0
@@ -105,7 +112,7 @@ class DecodeSpeed:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Seconds of decoding some rows, by cause, at the hardware's peaks."""
+    """Work of decoding some rows, in seconds by cause at the hardware's peaks, and the number of passes."""
 
     weights: float = 0.0
     context: float = 0.0
@@ -146,18 +153,18 @@ def decode_speed(
         flops: peak rate of one rank, in FLOP/s.
         bytes_per_s: peak memory bandwidth of one rank.
         number_bytes: bytes of a weight, a key or a value.
-        tensor, pipeline: tensor-parallel ranks, and pipeline stages.
-        groups: groups of rows that are in the pipeline's stages at once.
-        kv_bytes: memory of keys and values of all ranks together. Each has an equal part.
+        tensor, pipeline: numbers of tensor-parallel ranks and of pipeline stages.
+        groups: number of groups of rows that are in the pipeline's stages at once.
+        kv_bytes: memory for keys and values of all ranks together. Each rank has an equal part.
         link: the link between the ranks.
         tokens_per_pass, drafts_per_pass: see `DecodeSpeed`.
     """
     blocks, output = spec.num_layers * matrix_numbers(spec), spec.vocab_size * spec.hidden_size
-    rounds = max(pipeline, groups)  # stage times until a group's next token
+    rounds = max(pipeline, groups)  # a group's next token comes after so many stage times
     ranks = tensor * pipeline
     # a head is never divided: with more ranks than key-value heads, several ranks hold and read the same head
     kept = 2 * spec.num_layers * spec.head_dim * max(spec.num_kv_heads / tensor, 1.0) * number_bytes
-    per_row = rounds / groups * 2 / ranks / flops  # seconds for each weight that a token is multiplied with
+    per_row = rounds / groups * 2 / ranks / flops  # seconds of a token for each weight
     return DecodeSpeed(
         max_rows=max_rows,
         max_context=kv_bytes / (tensor * kept),
@@ -189,47 +196,49 @@ class PassRates:
 
 
 class RowQueue(Generic[Shard]):
-    """Owns the rows of one replica, in flight and waiting, on a clock of seconds.
+    """The rows of one replica, in flight and waiting, on a clock of seconds.
 
-    Rows of all shards form one queue: they are admitted in the order of their shards, and a shard ends with its last
+    The rows of all shards form one queue. They are admitted in the order of their shards. A shard ends with its last
     row. Time only moves forward.
     """
 
     def __init__(self, speed: DecodeSpeed, prompt: float, rates: PassRates | None = None) -> None:
-        """`prompt`: tokens of a prompt."""
+        """`prompt`: mean number of tokens of a prompt."""
         self._speed, self._prompt, self._rates = speed, prompt, rates or PassRates()
         self._now = self._before = 0.0
-        """`_before`: seconds of prefills and weight loading until the passes go on."""
+        """`_now`: the time. `_before`: remaining seconds of prefills and weight loading before the next pass."""
         self._clock = self._context = self._reserved = 0.0
-        """`_clock`: passes so far; `_context`, `_reserved`: tokens of all rows in flight, now and at their ends."""
+        """`_clock`: number of passes so far. `_context`: number of tokens of all rows in flight now. `_reserved`: the
+        same at the ends of the rows."""
         self._waiting: deque[tuple[int, Shard]] = deque()
         self._flight: list[tuple[float, int, int, Shard]] = []
         """A heap of (pass at which the row ends, its number, its length, its shard)."""
         self._admitted = 0
         self._left: dict[Shard, int] = {}
-        """Rows of each shard that have not ended."""
+        """Number of rows of each shard that have not ended."""
         self._total: _Parts = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         """Work so far."""
         self._begun: dict[Shard, _Parts] = {}
-        """`_total` at the start of each shard."""
+        """Value of `_total` at the start of each shard."""
         self._links_s: dict[int, float] = {}
-        """Seconds of a pass in collectives, by its rows."""
+        """Seconds of a pass in collectives and sends, by the number of its rows."""
         self._ended: list[tuple[Shard, Decoded]] = []
         self._ahead: RowQueue[Shard] | None = None
 
     def add(self, shard: Shard, lengths: Sequence[int], now: float) -> None:
-        """Add a shard with responses of these lengths, one or more."""
+        """Add a shard with responses of these lengths. There must be at least one."""
         self._advance(now)
         self._left[shard], self._begun[shard] = len(lengths), self._total
         self._waiting.extend((length, shard) for length in lengths)
 
     def pause(self, seconds: float, now: float) -> None:
-        """Stop all passes for some seconds, in which new weights are loaded."""
+        """Stop all passes for `seconds`, to load new weights."""
         self._advance(now)
         self._before += seconds
 
     def drop(self, shard: Shard, now: float) -> Decoded:
-        """Remove a shard that has not ended. Return the engine's work from the shard's start to its predicted end."""
+        """Remove a shard that has not ended. Return the engine's work from the shard's start to its predicted end, as
+        if the shard had stayed."""
         self._advance(now)
         ahead = self._copy()
         while shard in ahead._left:
@@ -247,7 +256,8 @@ class RowQueue(Generic[Shard]):
         return next(work for of, work in ahead._ended if of == shard)
 
     def next_end(self) -> float | None:
-        """Return the time at which the next shard ends if none is added; None if the queue is empty."""
+        """Return the time at which the next shard ends if no shard is added before. Return None if the queue is
+        empty."""
         if self._ended:
             return self._now
         if not self._left:
@@ -257,8 +267,8 @@ class RowQueue(Generic[Shard]):
         return self._ahead._now
 
     def finish(self) -> list[tuple[Shard, Decoded]]:
-        """Go to the time that `next_end` returned last. Return the shards that end there, each with the engine's work
-        since it was added."""
+        """Advance to the time that `next_end` returned last. Return the shards that end at this time, each with the
+        engine's work since the shard was added."""
         if not self._ended:
             assert self._ahead is not None, "next_end comes first"
             vars(self).update(vars(self._ahead))
@@ -274,14 +284,14 @@ class RowQueue(Generic[Shard]):
         return copied
 
     def _advance(self, now: float) -> None:
-        """Go to a time."""
+        """Advance to time `now`."""
         self._ahead = None
         while self._left and self._now < now:
             self._run(now)
         self._now = max(self._now, now)
 
     def _run(self, until: float) -> None:
-        """Go to the end of the next shard, or to a time if that comes first."""
+        """Advance to the end of the next shard, or to time `until` if it is earlier."""
         while self._left:
             self._admit()
             count = self._flight[0][0] - self._clock
@@ -349,9 +359,9 @@ class RowQueue(Generic[Shard]):
         self._total = a + weights, b + context, c + arithmetic, d + prefill, e + links, f + passes
 
     def _retire(self) -> bool:
-        """Remove the rows that have ended. Return True if one was the last of its shard."""
+        """Remove the rows that have ended. Return True if a shard has ended with them."""
         retired = False
-        # the first row of the heap ends now; the clock may differ from its end by rounding
+        # the first row of the heap ends now, but `_clock` may differ from its end by a rounding error
         self._clock = self._flight[0][0]
         while self._flight and self._flight[0][0] <= self._clock:
             _, _, length, shard = heapq.heappop(self._flight)
@@ -369,10 +379,10 @@ class RowQueue(Generic[Shard]):
 
 
 def least_work(speed: DecodeSpeed, prompt: float, lengths: Sequence[int]) -> Decoded:
-    """Return a lower bound of the work of decoding these responses, whatever the order of the rows and whatever rows of
-    other steps are in the batch: every pass has `max_rows` rows.
+    """Return a lower bound of the work of decoding these responses. It assumes that every pass has `max_rows` rows, so
+    it holds for any order of the rows, and for any rows of other steps in the batch.
 
-    A pass costs the larger of memory and arithmetic, so all passes together cost at least the larger sum."""
+    A pass costs the larger of memory and arithmetic. So all passes together cost at least the larger of both sums."""
     row_passes = sum(lengths) / speed.tokens_per_pass
     passes = row_passes / speed.max_rows
     context = sum(length / speed.tokens_per_pass * (prompt + length / 2) for length in lengths)

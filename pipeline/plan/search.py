@@ -1,20 +1,20 @@
 """Search for the fastest ways to place a run on devices.
 
     `space`     forms: gangs of roles
-    `options`   settings of each gang on each number of devices, with the seconds of its nodes
+    `options`   possible settings of each gang on each number of devices, with the seconds of its nodes
       └ combinations of gangs, shards and staleness, each with a lower bound of its step time
           └ the simulator plays them, the lowest bound first, until no bound is below the best time found
 
-Lower bounds of the mean step time, each of which holds for every schedule:
+Lower bounds of the mean step time. Each bound holds for every schedule:
 
     work     a gang runs the nodes of a step one after the other; replicas of a pool share them at best evenly.
              The work of gangs that share devices adds up.
-    cores    the gangs of a host without GPUs share its cores: the sum of busy cores x seconds of all gangs, divided by
-             the cores
+    cores    the gangs of a host without GPUs share its cores: the sum over all gangs of busy cores x seconds, divided
+             by the number of cores
     latency  publish[v] -> generate[v + eta] -> ... -> publish[v + eta + 1] is a chain of eta + 1 steps
 
-So the result is the best of the space whenever the search ends because of the bounds (`Found.exact`). Lengths are drawn
-for one step, and every step has the same ones, so no plan is better because of luckier draws. No I/O, no clock.
+So the result is the best plan of the space if the bounds ended the search (`Found.exact`). Response lengths are drawn
+once and used in every step of every plan, so no plan is better because of luckier draws. No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from pipeline.plan.simulate import Played, Scenario, play
 from pipeline.plan.space import GENERATE, TRAIN, Form, Space, assembled, counts_of, forms, graph_of_steps
 
 DEVICES = "--devices"
-"""The option that names the devices. Errors have it as their key."""
+"""The command-line option with the number of devices. It is the key of the errors raised here."""
 _MOST_COMBINATIONS = 20_000
-"""Largest number of combinations of the options of a form's gangs. If there are more, each gang keeps only the option
-with the least work for each number of devices."""
+"""Maximum number of combinations that a form is tried with. If there are more, each gang keeps only the option with the
+least work for each number of devices."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Plan:
     form: str
     config: RunConfig
     devices: int
-    """Devices that it uses."""
+    """Number of devices that the plan uses."""
     bounds: Mapping[str, float]
-    """Lower bounds of the step time: by the name of a gang, `devices` that gangs take in turn, `cores` that gangs
-    share, and `latency`, the chain of a step's nodes."""
+    """Lower bounds of the mean step time, in seconds. The keys are the names of gangs (or `devices`, if gangs use the
+    same devices in turn), `cores` if gangs share cores, and `latency` for the chain of a step's nodes."""
     played: Played
     value: float
-    """Value of the objective; less is better."""
+    """Value of the objective. Less is better."""
 
     @property
     def limit(self) -> str:
@@ -68,13 +68,13 @@ class Objective:
     """The quantity that a plan is chosen by."""
 
     per_device: bool = False
-    """True: the most samples per device and hour; else the shortest step."""
+    """True to maximise the samples per device and hour, False to minimise the step time."""
     staleness_price: float = 0.0
-    """Share by which one version of staleness raises the number of samples that are needed."""
+    """Fraction by which the number of needed samples rises with each version of staleness."""
 
     def value(self, step_s: float, devices: int, staleness: float) -> float:
-        """Return the number that the search minimises: seconds of a step, times `devices` if `per_device`, increased by
-        the share `staleness_price` for each version of staleness."""
+        """Return the number that the search minimises: the seconds of a step, times `devices` if `per_device`, times
+        (1 + `staleness_price` x `staleness`)."""
         return step_s * (devices if self.per_device else 1) * (1 + self.staleness_price * staleness)
 
 
@@ -83,17 +83,18 @@ class Found:
     """The result of a search."""
 
     plans: Sequence[Plan]
-    """The best plan of each form (`Form`) and staleness bound. The best of all comes first."""
+    """The best plan of each form (`Form`) and staleness bound. The best plan of all comes first."""
     considered: int
     """Number of combinations that fit in the memory of the devices."""
     simulated: int
     exact: bool
     """True if no other combination of the space can be better than the first plan."""
     refused: Mapping[str, int] = field(default_factory=dict)
-    """Number of combinations that the checks of a config refused, by the reason."""
+    """Number of simulated combinations that the checks of a config refused, by reason."""
 
     def best(self, *, synchronous: bool) -> Plan | None:
-        """Return the best plan with a staleness bound of 0 if `synchronous`, else above 0; None if there is none."""
+        """Return the best plan with a staleness bound of 0 (`synchronous`) or above 0. None if there is no such
+        plan."""
         return next((plan for plan in self.plans if (plan.config.staleness == 0) == synchronous), None)
 
 
@@ -102,14 +103,14 @@ class Found:
 
 @dataclass(frozen=True)
 class Combination:
-    """One option for each gang, with shards and a staleness bound."""
+    """One option for each gang, a number of shards and a staleness bound."""
 
     form: Form
     options: Sequence[Option]
     shards: int
     staleness: int
     devices: int
-    """Devices that the gangs use together."""
+    """Number of devices that the gangs use together."""
     bounds: Mapping[str, float]
 
     @property
@@ -119,11 +120,11 @@ class Combination:
 
 
 def combinations(space: Space, watch: Callable[[str], None] = lambda text: None) -> tuple[list[Combination], bool]:
-    """Return the combinations of the space whose gangs each fit in the devices' memory; and True if no combination was
-    left out and all bounds are exact. `watch`: called with the progress in words.
+    """Return the combinations of the space in which each gang fits in the devices' memory. Also return True if no
+    combination was left out and all bounds are exact. `watch`: called with texts about the progress.
 
     Raises:
-        ConfigError: the models or the engine fit on no number of these devices.
+        ConfigError: no combination fits on the devices.
     """
     fitting: list[Combination] = []
     known, counts = Options(space), counts_of(space)
@@ -155,7 +156,7 @@ def combinations(space: Space, watch: Callable[[str], None] = lambda text: None)
 
 
 def _least_work(options: Sequence[Option]) -> list[Option]:
-    """Return the option with the least work in a step for each number of devices."""
+    """Return, for each number of devices, the option with the least work in a step."""
     least: dict[int, Option] = {}
     for option in options:
         known = least.get(option.devices)
@@ -178,14 +179,15 @@ def _bounds(space: Space, form: Form, options: Sequence[Option], scoring: Option
     after += 5 * space.calibration.overhead_s
     first, one = max(seconds["generate"]), max(min(seconds[stage]) for stage in forward)
     chain = first + one + after
-    if not staleness:  # nothing of a step runs before its version is published
+    if not staleness:  # no node of a step runs before the step's version is published
         all_forward = sum(sum(trainer.seconds[stage]) for stage in forward if stage in trainer.seconds)
         chain = max(chain, engine.generate_s + one + after, min(seconds["generate"]) + all_forward + after)
     return work | {"latency": chain / (staleness + 1)}
 
 
 def _fits_nowhere(space: Space, nothing: set[str]) -> str:
-    """Return why no combination fits, and a number of GPUs on which one would if it is at most 64 times as many."""
+    """Return a text that says why no combination fits. It also names a number of GPUs on which a combination fits, if
+    there is one up to 64 times as large."""
     given = f"no settings of {', '.join(sorted(nothing))} fit" if nothing else "the gangs together do not fit"
     if not space.run.on_gpus:
         return f"{given} on {space.devices} cores: more cores"
@@ -220,16 +222,16 @@ def search(
     most: int = 60,
     watch: Callable[[str], None] = lambda text: None,
 ) -> Found:
-    """Return the best simulated plan of each form and staleness bound. The best of all comes first.
+    """Search for the best simulated plan of each form and staleness bound. The best plan of all comes first.
 
     Args:
-        refuse: returns why a run of a config would be refused, or None.
-        watch: called with the progress in words.
-        most: most combinations to simulate with a staleness bound of 0, and again with larger ones. Up to as many more
-            are simulated to find a plan for each form and bound.
+        refuse: returns the reason why a run with this config would be refused, or None.
+        watch: called with texts about the progress.
+        most: maximum number of combinations to simulate with a staleness bound of 0, and the same number again with
+            larger bounds. To find a plan for each form and bound, up to as many more are simulated.
 
     Raises:
-        ConfigError: nothing fits, or the checks refuse everything.
+        ConfigError: no combination fits, or the checks refuse all plans.
     """
     every, exact = combinations(space, watch)
     plans: list[Plan] = []
@@ -270,8 +272,8 @@ def _search(
     every: Sequence[Combination],
     most: int,
 ) -> tuple[list[Plan], int, bool]:
-    """Return the accepted plans, the number of simulations, and True if no other combination can be better than the
-    best plan."""
+    """Simulate combinations, the lowest bound first. Return the accepted plans, the number of simulations, and True if
+    no other combination can be better than the best plan."""
     waiting = [
         (objective.value(one.bound_s, one.devices, 0.0), one.devices, number, one) for number, one in enumerate(every)
     ]
@@ -293,7 +295,7 @@ def _search(
     while waiting and waiting[0][0] < best and played < most:
         judge(heapq.heappop(waiting)[-1])
     exact = not waiting or waiting[0][0] >= best
-    while waiting and played < 2 * most:  # one of each other form and staleness bound, for comparison
+    while waiting and played < 2 * most:  # for comparison: a plan of each form and staleness bound without one
         one = heapq.heappop(waiting)[-1]
         if (one.form.name, one.staleness) not in best_of:
             judge(one)
@@ -313,5 +315,5 @@ def played_plan(space: Space, objective: Objective, one: Combination) -> Plan:
 
 
 def scenario_to_plan(costs: Costs, lengths: Lengths) -> Scenario:
-    """Return the scenario by which plans are compared: some steps without evaluations."""
+    """Return the scenario that is simulated to compare plans: `STEPS` steps without evaluations."""
     return replace(scenario_of(costs, lengths), spec=graph_of_steps(costs.run.config))

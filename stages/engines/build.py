@@ -16,7 +16,7 @@ _BUILDERS = {
     "vllm": "stages.engines.remote.build:build_vllm",
     "tensorrt_llm": "stages.engines.remote.build:build_tensorrt_llm",
 }
-"""`engine.kind` -> its builder as `module:name`. Builders take the arguments of `build_engine`."""
+"""`engine.kind` -> the function that builds this kind, as `module:name`. It takes the arguments of `build_engine`."""
 
 
 def build_engine(
@@ -45,14 +45,14 @@ def build_engine(
         device: device of the engine's first rank; None: the engine chooses.
         eos_token_ids: EOS tokens; empty: those of the model.
         version: version of the weights in `path`.
-        migratable: True if rows must be able to continue in other engines (`MigratingEngine`).
+        migratable: True if the engine's rows must be able to move to other engines (`MigratingEngine`).
         in_flight: True to load new weights between two tokens, while rows run. By default they are loaded after the
             rows in flight have finished.
         device_sharing: True to build the engine so that it can sleep and leave its devices to other gangs. Without
             this, vLLM and TensorRT-LLM cannot sleep.
         on_lost: called with the reason if a process of the engine is lost.
         log: log file, for an engine that runs in a Python environment of its own; None: no log.
-        start_s: seconds that such an engine has to start; None: 600.
+        start_s: maximum seconds that such an engine may take to start; None: 600.
 
     Raises:
         ValueError: the settings cannot work.

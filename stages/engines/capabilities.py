@@ -1,7 +1,7 @@
-"""The capabilities of each kind of engine. Before a run relies on an ability of an engine, it looks only at them.
+"""The capabilities of each kind of engine. All decisions about what an engine can do are based on them alone.
 
-    config, device ──► Capabilities ──┬─► checks: refuse what a run asks for beyond them, before anything starts
-                                      ├─► pipeline/config/preflight.py: say what the run cannot prove
+    config, device ──► Capabilities ──┬─► checks: refuse a run that needs more, before anything starts
+                                      ├─► pipeline/config/preflight.py: list the guarantees that the run does not have
                                       └─► workers, replay: how to read weights, and what a repetition must reproduce
 
 The capabilities of an engine depend only on its settings and its device. An engine that was built has them as
@@ -24,30 +24,30 @@ and 820 to 910 MiB with SmolLM2. Other builds were never measured."""
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Facts about an engine's memory that its settings alone do not tell, for the prediction of a run's memory."""
+    """Facts about an engine's memory that its settings do not contain. The prediction of a run's memory uses them."""
 
     reserves_cache: bool = False
     """True if the engine allocates all of `engine.kv_budget_mb` at the start, even if its rows need less."""
     refit_bytes: int | None = None
-    """Bytes of new weights that a rank holds beside the old ones during a refit. If the largest tensor is larger, its
-    bytes count instead. None: all weights of the rank."""
+    """Bytes of new weights that a rank holds beside the old ones during a refit. If the largest tensor has more bytes,
+    its size counts instead. None: all weights of the rank."""
     process_bytes: int = 0
-    """Bytes of each process in the engine's own environment, without weights and cache; 0: the engine has no processes
-    of its own."""
+    """Bytes of each process in the engine's own Python environment, without weights and cache. 0: the engine has no
+    processes of its own."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The abilities of an engine. A run that needs others is refused before it starts."""
+    """The abilities of an engine. A run that needs further abilities is refused before it starts."""
 
     draws: Literal["keyed", "seeded", "free"]
     """Repeatability of sampled tokens. keyed: the noise of each token depends only on (seed, step, row, position), as
     in every other engine with keyed draws. seeded: the same request in the same engine gives the same tokens, and
     nothing more is guaranteed. free: tokens do not repeat."""
     invariance: Literal["bits", "tokens", "none"]
-    """Influence of the other rows of a batch on a row. bits: none; its tokens and the last bits of its log-probs stay
-    the same. tokens: its log-probs may change by rounding, and its tokens only if two candidates are closer than that.
-    none: its tokens and log-probs may change."""
+    """What stays the same for a row if the other rows of its batch change. bits: its tokens, and its log-probs to the
+    last bit. tokens: its log-probs except for rounding, and its tokens unless two candidates are closer than the
+    rounding. none: nothing; tokens and log-probs may change."""
     distributions: Literal["any", "plain"]
     """The distributions that rows can be drawn from. any: any temperature, suppressed tokens, and no EOS before
     `min_new_tokens`. plain: the softmax of the logits (temperature 1) or their arg max (0), with no token excluded."""
@@ -61,7 +61,7 @@ class Capabilities:
     engine passes the places on without reading the bytes."""
     failed_refit: Literal["kept", "rebuild"]
     """State after a refit that failed half-way. kept: the engine continues with the old weights. rebuild: the engine
-    must be built anew. (Weights that are not the model's are refused by every engine before it changes anything.)"""
+    must be built anew. (Every engine refuses weights of another model before it changes anything.)"""
     migration: bool
     """True if rows can continue in another engine (`MigratingEngine`)."""
     sleeps: Literal["nothing", "cache", "weights"]
@@ -104,7 +104,7 @@ def embedded_capabilities(config: EngineConfig, device: Device) -> Capabilities:
     """Return the capabilities of the embedded engine.
 
     On a CPU a row's bits do not depend on the other rows of its batch (tested). On CUDA, cuBLAS chooses its algorithm
-    by the number of rows. So a token may differ there if two candidates are closer than rounding."""
+    by the number of rows. So on CUDA a token may differ if two candidates are closer than the rounding errors."""
     return Capabilities(
         draws="keyed",
         invariance="bits" if device == "cpu" else "tokens",
@@ -154,8 +154,8 @@ def tensorrt_llm_capabilities(config: EngineConfig, device: Device) -> Capabilit
     """Return the capabilities of TensorRT-LLM. The engine was never run, so its capabilities are taken from its
     recorded interface (`serving/trtllm_adapter.py`).
 
-    Draws have a seed per request. Log-probs are those of the raw logits. They ignore the temperature and the banned
-    tokens of the draw."""
+    Draws have a seed per request. Log-probs are computed from the raw logits, so they ignore the temperature and the
+    banned tokens of the draw."""
     return Capabilities(
         draws="seeded",
         invariance="none",
@@ -178,7 +178,7 @@ STATED: Mapping[str, Callable[[EngineConfig, Device], Capabilities]] = {
     "vllm": vllm_capabilities,
     "tensorrt_llm": tensorrt_llm_capabilities,
 }
-"""`engine.kind` -> function from the config and the device to the engine's capabilities."""
+"""`engine.kind` -> function that returns the engine's capabilities, given the config and the device."""
 
 
 def capabilities_of(config: EngineConfig, device: Device) -> Capabilities:

@@ -1,4 +1,4 @@
-"""Settings of generation, with their checks: those that all engines share, and a section for each kind of engine."""
+"""Settings of generation and their checks. Some settings apply to all engines; others are in a section for one kind."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _NO_DRAFTS = {
 }
 HIDDEN_STATES_BYTES = 64 << 20
 """Memory of the hidden states that a learned draft head is trained on. Finished rows take three quarters of it (2 bytes
-a number), and rows in flight a quarter (4 bytes a number)."""
+per number), and rows in flight one quarter (4 bytes per number)."""
 ENGINE_WORK_BYTES = 3 << 30
-"""Memory of a GPU that an engine of another project needs beside weights and cache, for activations, CUDA graphs and
+"""GPU memory that an engine of another project needs in addition to weights and cache, for activations, CUDA graphs and
 buffers. vLLM's log says: "CUDA graphs can take additional 1~3 GiB memory per GPU"."""
 
 
@@ -35,7 +35,7 @@ class SpeculationConfig:
     the same prompt. learned: a small head on the model's hidden state, trained on finished rows while the engine is
     idle. both: n-grams, and the head for rows where it is expected to gain more."""
     max_tokens: int = setting(6, at_least(1, ": a draft has at least 1 token"))
-    """Most positions ahead of a row's last token for which tokens are drafted in a pass."""
+    """Maximum length of a draft: how many positions after a row's last token are drafted in one pass."""
 
 
 @dataclass
@@ -65,18 +65,18 @@ class EngineConfig:
     kind: Literal["embedded", "vllm", "tensorrt_llm"] = "embedded"
     """Engine. vllm and tensorrt_llm run in a Python environment of their own (`engine.python`)."""
     python: str | None = None
-    """Python interpreter of the environment of vLLM or TensorRT-LLM. null: the one that `make engine-vllm` or `make
-    engine-trtllm` made below the working directory. The saved config has its absolute path."""
+    """Python interpreter of the environment of vLLM or TensorRT-LLM. null: the interpreter that `make engine-vllm` or
+    `make engine-trtllm` installed below the working directory. The saved config has its absolute path."""
     max_rows: int = setting(16, at_least(1))
     """Most rows that are decoded together."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the engine's weights and activations."""
     kv_budget_mb: int = setting(512, at_least(1))
-    """Memory of all keys and values of a replica, in MB. If the rows need more, the youngest ones wait and are resumed
-    later. vLLM and TensorRT-LLM reserve all of it at their start."""
+    """Memory for all keys and values of a replica, in MB. If the rows need more, the youngest rows wait and are resumed
+    later. vLLM and TensorRT-LLM reserve all of this memory at their start."""
     cuda_graphs: bool = True
-    """Capture decode passes once per size and replay them. Only on CUDA, and in the embedded engine only with Triton's
-    kernels; no effect elsewhere. TensorRT-LLM decides itself."""
+    """Capture decode passes as CUDA graphs, once per size, and replay them. This has an effect only on CUDA, and in the
+    embedded engine only with Triton's kernels. TensorRT-LLM ignores it and decides itself."""
     tensor_parallel: int = setting(1, at_least(1))
     """Tensor-parallel ranks of a replica: each holds some heads and a part of the MLP of every block."""
     pipeline_parallel: int = setting(1, at_least(1))
@@ -128,7 +128,7 @@ def _embedded_problems(config: EmbeddedConfig) -> Iterator[Problem]:
 
 
 def _graphs_problems(config: EngineConfig) -> Iterator[Problem]:
-    """Yield a problem if CUDA graphs are switched off although this setting has no effect on the engine."""
+    """Yield a problem if `engine.cuda_graphs` is switched off although this engine does not read it."""
     without: str | None = None
     if config.kind == "embedded" and config.embedded.kernels in ("native", "torch"):
         without = (
@@ -148,9 +148,9 @@ def find_interpreter(kind: str) -> str | None:
 
 
 def interpreter(python: str) -> str:
-    """Return `engine.python` as an absolute path, which works in any working directory. If it is not found, return it
-    as it is. Links are not followed, because an interpreter finds its environment by the path that it is started
-    with."""
+    """Return `engine.python` as an absolute path, which works in any working directory. A name without a folder is
+    looked up in PATH and returned unchanged if it is not found. Links are not followed, because an interpreter finds
+    its environment by the path that it is started with."""
     if os.path.dirname(python):
         return str(Path(python).absolute())
     path = shutil.which(python)

@@ -2,19 +2,19 @@
 
 A run uses an engine as follows. Several shards call `generate` at the same time, from several threads. The engine
 batches the rows of all calls, and yields each row as it finishes. Every request names the version of the weights that
-it must be sampled with (`Request.version`). If a caller sees another version resident, it calls `load_weights`. By
-default this waits until the rows of the older version have finished (drain). An engine that updates in flight does not
-wait: its accepted rows continue under the new weights. Such an engine also accepts rows that ask for an older version
-than the resident one. `Completion.versions` tells which version sampled each token.
+it must be sampled with (`Request.version`). If another version is resident, the caller first calls `load_weights`. By
+default `load_weights` waits until the rows of the older version have finished (drain). An engine that updates in flight
+does not wait: its accepted rows continue under the new weights. Such an engine also accepts rows that ask for an older
+version than the resident one. `Completion.versions` tells which version sampled each token.
 
 Let p be the softmax of logits / temperature, without the suppressed tokens, and without EOS before `min_new_tokens`. If
 draws are keyed, the token at a position is argmax(log p + Gumbel noise). Positions are counted from the prompt's first
 token. The noise comes from stages/engines/embedded/sampling.py, and its key is (seed, step, row, position). So a row's
 tokens depend neither on the other rows of its batch nor on the engine. At temperature 0 the token is the arg max of the
-logits, and p is that of temperature 1.
+logits, and p is computed as at temperature 1.
 
-If this does not hold for an engine, its `Capabilities` (capabilities.py) say so. A run asks nothing else about an
-engine. `build_engine` (build.py) builds an engine from a config.
+If an engine differs from this description, its `Capabilities` (capabilities.py) say how. A run learns about an engine's
+abilities only from them. `build_engine` (build.py) builds an engine from a config.
 
 The functions at the end check requests and new weights. Every engine calls them before it accepts a request or weights.
 """
@@ -131,8 +131,8 @@ class EngineStats:
     """Seconds spent on checking and packing new weights."""
     busy_s: float
     prompt_tokens: int = 0
-    """Number of tokens that were fed before rows decode. These are prompts. If a row is fed again, the response so far
-    is counted as well."""
+    """Number of tokens that were fed before rows decode, i.e. of prompts. If a row is fed again, its response so far is
+    counted as well."""
     shared_tokens: int = 0
     """Number of prompt tokens that were not fed, because their keys and values were in the cache already."""
     drafted_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -140,15 +140,15 @@ class EngineStats:
     accepted_tokens: Mapping[str, int] = field(default_factory=dict)
     """Number of drafted tokens that were accepted, by kind of draft."""
     draft_lengths: Mapping[int, int] = field(default_factory=dict)
-    """Number of drafted tokens of a decoding row in a batch -> how often that number occurred."""
+    """Number of tokens drafted for one row in a batch -> number of rows and batches with that many."""
     rank_busy_s: tuple[float, ...] = ()
-    """Seconds that each rank of the model has computed. They are part of `busy_s`."""
+    """Seconds that each rank of the model has spent computing, within `busy_s`."""
     rows_given: int = 0
     """Number of rows that migrated to another engine."""
     rows_taken: int = 0
     """Number of rows that migrated here from another engine."""
     accepted_positions: Mapping[int, int] = field(default_factory=dict)
-    """Number of tokens before an accepted token in its draft -> how many such tokens were accepted."""
+    """Place in a draft, 0 for its first token -> number of tokens that were accepted at this place."""
 
 
 class GenerationEngine(Protocol):
@@ -206,7 +206,8 @@ class GenerationEngine(Protocol):
 
 
 def check_request(request: Request, max_seq: int, vocab: int, eos_ids: Set[int]) -> None:
-    """Check a request. Raises RequestError, naming the row, if no version of the weights could serve it."""
+    """Check a request, whatever version of the weights is resident. Raises RequestError, naming the row, if it cannot
+    be served."""
     sampling = request.sampling
     prompt, new = len(request.tokens), sampling.max_new_tokens
     banned = set(sampling.suppress_token_ids)
@@ -253,7 +254,7 @@ def check_ability(request: Request, can: Capabilities) -> None:
 
 def check_version(request: Request, resident: int, *, in_flight: bool) -> None:
     """Check that the resident version of the weights can serve a request. Raises RequestError if the request asks for a
-    newer one, or without `in_flight` for an older one."""
+    newer version. Without `in_flight`, also raises it if the request asks for an older version."""
     if request.version > resident or (request.version < resident and not in_flight):
         raise RequestError(
             f"row {request.row} asks for version {request.version} of the weights; version {resident} is resident"
@@ -261,8 +262,8 @@ def check_version(request: Request, resident: int, *, in_flight: bool) -> None:
 
 
 def start_generator(results: Iterator[Completion | None]) -> Iterator[Completion]:
-    """Start a generator by taking its first item, which is None, and return it. If a generator is closed before it was
-    started, its `finally` does not run, and the engine would keep its rows."""
+    """Start a generator by taking its first item, which is None, and return the generator. Without this start, closing
+    the generator would not run its `finally`, and the engine would keep the rows of the call."""
     next(results)
     return cast(Iterator[Completion], results)
 
@@ -286,7 +287,7 @@ def check_tensors(spec: ModelSpec, tensors: Mapping[str, torch.Tensor], *, compl
     """Check the names and shapes of tensors. Raises WeightsError, naming the first tensor that is unknown, has another
     shape or is not of floating point. If `complete`, also raises it for a missing tensor.
 
-    Numbers that are not finite are found later, when they are packed, so that they are read only once. If the model's
+    Does not look for NaN and infinity: packing finds them, so that the numbers are read only once. If the model's
     `lm_head.weight` is tied, it may be given, but must equal the embedding that is given with it."""
     expected = tensor_shapes(spec)
     for name, tensor in tensors.items():
@@ -305,7 +306,7 @@ def check_tensors(spec: ModelSpec, tensors: Mapping[str, torch.Tensor], *, compl
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check that all numbers are finite. Raises WeightsError, naming the first tensor with a number that is not."""
+    """Check that all numbers are finite. Raises WeightsError, naming the first tensor that has NaN or infinity."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise WeightsError(f"{name} has numbers that are not finite")

@@ -1,5 +1,5 @@
-"""Records for planning migrations: the rows that an engine has in flight, what its passes cost, and the rows that it
-shall give to another engine.
+"""Records for planning migrations, i.e. moves of rows between engines: the rows that an engine has in flight, the cost
+of its passes, and the requests to give rows to another engine.
 
 Uses only the standard library, since the driver, which plans migrations, does not load torch.
 """
@@ -15,8 +15,8 @@ RowKey = tuple[int, int, int]
 COPY_POSITIONS = 128
 """Maximum number of positions whose keys and values are copied between two passes. A whole number of cache blocks."""
 SMALLEST_SPREAD = 1.5
-"""A line is fitted if the largest number of rows is this many times the smallest one. Through numbers that lie closer
-together, the scatter of the times would give any slope."""
+"""A line is fitted only if the largest number of rows is at least this many times the smallest one. For numbers closer
+together, the slope would depend mostly on the scatter of the times."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class PassCost:
     """Seconds of a decoding pass as a function of its rows: floor_s + row_s * rows."""
 
     floor_s: float
-    """Seconds that a pass takes however few rows it has: mainly reading the weights."""
+    """Seconds that a pass takes even with very few rows, mainly to read the weights."""
     row_s: float
     """Seconds that each row adds."""
 
@@ -34,20 +34,19 @@ class PassCost:
 
 
 def can_fit_line(numbers: Collection[int]) -> bool:
-    """Return True if a line can be fitted to times of passes with these numbers of rows."""
+    """Return True if passes with these numbers of rows differ enough to fit a line to their times."""
     return bool(numbers) and max(numbers) >= SMALLEST_SPREAD * min(numbers)
 
 
 def fit_pass_cost(seconds: Mapping[int, Collection[float]]) -> PassCost | None:
     """Fit seconds = floor_s + row_s * rows to measured passes. Return None if their numbers of rows are too similar.
 
-    The fit is the weighted least-squares line through the median of each number of rows, so a pass that was interrupted
-    does not matter. Neither part is negative: if the best line has a negative part, that part is 0 and the other one is
-    fitted alone.
+    For each number of rows the fit uses the median of the seconds, so a pass that was interrupted does not matter. The
+    result is the least-squares line through these medians, each weighted by its number of passes. If a coefficient of
+    this line is negative, it is set to 0 and the other one is fitted alone.
 
     Args:
-        seconds: number of rows -> seconds of each measured pass with that many rows. The number of passes is the weight
-            of their median.
+        seconds: number of rows -> seconds of each measured pass with that many rows.
     """
     points = [(rows, median(times), len(times)) for rows, times in seconds.items()]
     if not can_fit_line([rows for rows, _, _ in points]):
@@ -74,7 +73,7 @@ class RowLoad:
     cached: int
     """Number of positions whose keys and values are cached."""
     left: int
-    """Maximum number of tokens that the row can still get."""
+    """Maximum number of tokens that can still be sampled for the row."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class EngineLoad:
     cost: PassCost | None
     """Cost of a pass that only decodes. None until passes with different numbers of rows were measured."""
     prefill_s: float
-    """Running mean of the seconds per prompt token that is fed; 0 before the first one."""
+    """Running mean of the seconds per prompt token that is fed; 0 before the first measurement."""
 
     @property
     def pass_s(self) -> float:
@@ -98,7 +97,8 @@ class EngineLoad:
         return self.cost.seconds(min(len(self.rows), self.max_rows))
 
     def later(self, seconds: float) -> EngineLoad:
-        """Return the load after this many seconds of passes over the same rows. Every row is taken to be unfinished."""
+        """Return the load after this many seconds of passes over the same rows. It is assumed that no row finishes, so
+        each keeps at least one token to sample."""
         if self.cost is None or not self.rows:
             return self
         passes = int(seconds / self.pass_s)
@@ -118,5 +118,5 @@ class MigrationRequest:
     with_cache: bool
     """True to send the row's keys and values. If False, the other engine computes them again."""
     min_left: int = 0
-    """Minimum number of tokens left to sample. If fewer are left, the row stays, since it has come close to its end
-    after the request was made."""
+    """Minimum number of tokens that must be left to sample. If fewer are left when the engine handles the request, the
+    row stays, since it will finish soon."""

@@ -1,30 +1,30 @@
-"""`stageline replay RUN --step N --stage STAGE [--shard S]`: run one node again from its stored inputs, and show the
-difference.
+"""`stageline replay RUN --step N --stage STAGE [--shard S]`: run one node again from its stored inputs, and compare its
+output with the stored one.
 
-Nothing is written to the run. Weights that a node needs are rebuilt from checkpoints and stored rollouts (law 3), so a
-replay works long after the run. A gang of several ranks is replayed on one rank, so sums may differ in the last bits;
-the answer says so.
+Nothing is written to the run. Weights that a node needs are rebuilt from checkpoints and stored rollouts (law 3 of
+docs/architecture.md), so a replay works long after the run. A node of a gang with several ranks is replayed on one
+rank. Its sums may therefore differ in the last bits, and the printed result says so.
 
 `stageline replay RUN --updates A:B`: run updates A to B - 1 of all trained models again, from the stored rollouts.
 
     start weights, or the newest checkpoint at or before A ──► updates to A ──► update A ──► ... ──► update B - 1
                                                                                  └ digest beside the committed one
 
-The models are updated one after the other: every input of an update (rollouts, advantages, values, log-probs) is
-stored, so no model needs another. Last bits may differ for a gang of several ranks, and on devices that do not repeat
-their bits; the answer says so.
+First all updates of one model are run, then all updates of the other model. This is possible because every input of an
+update (rollouts, advantages, values, log-probs) is stored. Last bits may differ for a gang of several ranks, and on
+devices that do not repeat their bits. The printed result says so.
 
 `stageline replay RUN --updates A:B key=value... name=...`: train a variant on the rollouts that RUN recorded.
 
     parent   version A of the trained models ──► where the variant starts
     stored   generate, score, reference of A to B - 1 ──► logprob, value, advantage, updates with the variant's models
-    then     version B of the parent's policy, and the variant's: held-out prompts, same noise, paired
+    then     compare version B of both policies on the held-out prompts, with the same noise for each prompt
 
 If the variant trains without a critic (`ppo.advantage`), value and the critic's updates are left out. The parent is
 only read. The variant has its own directory and MLflow run, which name the parent. It has no rollouts of its own and
-cannot be resumed: the directory of an interrupted variant is removed, and the variant starts again.
+cannot be resumed. If it is interrupted, remove its directory and start it again.
 
-All of this happens in this process.
+All computation runs in this process.
 """
 
 from __future__ import annotations
@@ -85,13 +85,14 @@ from storage.rollouts import KEEP
 from storage.weights import WeightBoard
 
 SAMPLING = ("generate", "evaluate", "canary")
-"""Stages that the engine computes. With most engines the last bits of a row's log-probs depend on the rows that share
-its batch."""
+"""Stages that the engine computes. With most engines the last bits of a row's log-probs depend on the other rows of its
+batch."""
 DRAWING = ("generate", "evaluate")
 """Stages in which the engine draws tokens."""
 SCORING = ("score", "evaluate_score")
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
-"""Largest allowed difference of a log-prob, value or score if last bits may differ, by the models' dtype."""
+"""Dtype of the models -> largest allowed difference of a log-prob, value or score. It holds where last bits may
+differ."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,9 @@ class ReplayResult:
     tolerance: float
     """Largest allowed difference of a float. Whole numbers (tokens, versions) must always be equal."""
     digests: tuple[str, str] | None = None
-    """For an update: digests of the committed weights and of the replayed ones."""
+    """Digests of the committed weights and of the replayed weights. None if the node is not an update."""
     was_committed: bool = True
-    """False if the node has no commit, for example because it failed, and succeeded now."""
+    """False if the node has no commit, for example because it failed in the run. There is then nothing to compare."""
     unproven: tuple[str, ...] = ()
     """Properties that the replay cannot prove because of the engine."""
 
@@ -167,11 +168,12 @@ def command(options: argparse.Namespace) -> int:
 
 
 def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> ReplayResult:
-    """Run a committed node again, and compare its output; or run a node that has no commit, for example to see the
-    error with which it failed.
+    """Run a node again, and compare its output with the committed output.
+
+    A node without a commit is run too, for example to see the error with which it failed. Its output is not compared.
 
     Raises:
-        ConfigError: no such stage, step or shard.
+        ConfigError: the run has no such stage, step or shard, or the node's draws cannot be repeated.
         MissingOutput: an input has no commit, or the run has no such evaluation.
     """
     node = _find_node(config, stage, step, shard)
@@ -217,8 +219,12 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> ReplayR
 
 
 def _check_draws(config: RunConfig, stage: str, commit: Commit | None) -> tuple[str, ...]:
-    """Return sentences about what the replay of a stage cannot prove with the run's engine. Raises ConfigError if the
-    replay would prove nothing. A node without a commit is always allowed, because it is compared with nothing."""
+    """Return sentences about what the replay of a stage cannot prove with the run's engine.
+
+    A node without a commit is always allowed, because its output is not compared.
+
+    Raises:
+        ConfigError: the engine cannot repeat its draws, so the replay would prove nothing."""
     if stage not in DRAWING or commit is None:
         return ()
     problem = replay_problem(config.capabilities())
@@ -258,9 +264,15 @@ def _find_node(config: RunConfig, stage: str, step: int, shard: int) -> Node:
 
 
 def _used_version(config: RunConfig, node: Node, commit: Commit | None) -> int:
-    """Return the version of the weights that a node used. For a sampled shard its commit tells; if there is no commit
-    and the version depends on timing, the last submission in the journal does. Raises ConfigError if several versions
-    sampled the shard."""
+    """Return the version of the weights that a node used. The version comes from
+
+    - the commit, if the node is a committed shard of a sampling stage,
+    - the node's last event in the journal that has a version, if the node has no commit and its version depends on
+      timing,
+    - the graph in all other cases.
+
+    Raises:
+        ConfigError: several versions sampled the shard."""
     if commit is not None and node.stage in SAMPLING:
         return _sampled_version(commit, node.address.shard)
     if commit is not None or node.newest_version is None:
@@ -285,7 +297,7 @@ def _sampled_version(commit: Commit, shard: int) -> int:
 
 
 def compare_outputs(stored: Record, replayed: Record) -> list[ArrayDifference]:
-    """Compare array by array: number of different elements, and the largest difference."""
+    """Return the differences between two outputs of a node, one item for each array of `stored`."""
     differences = []
     for name, array in stored.arrays().items():
         other = replayed.arrays()[name]
@@ -303,8 +315,11 @@ _RANGE = re.compile(r"(\d+):(\d+)")
 
 
 def update_range(config: RunConfig, text: str) -> range:
-    """Return the steps of "A:B": A to B - 1. Raises ConfigError if the text has another form, an output of these steps
-    is missing, or rollouts that they need were deleted."""
+    """Return the steps A to B - 1 for a text "A:B".
+
+    Raises:
+        ConfigError: the text has another form, the run has fewer steps, an output of these steps is missing, or
+            rollouts were deleted that are needed to rebuild the weights at step A."""
     match = _RANGE.fullmatch(text)
     steps = range(int(match[1]), int(match[2])) if match else range(0)
     if not steps:
@@ -330,7 +345,7 @@ def update_range(config: RunConfig, text: str) -> range:
 
 
 def _newest_checkpoint(config: RunConfig, role: Role, version: int) -> int:
-    """Return the version of the newest checkpoint at or before a version; 0 if there is none."""
+    """Return the version of the newest checkpoint that is not newer than `version`. Return 0 if there is none."""
     saved = config.stored.checkpoints()
     return next(iter(saved.newest_first(str(role), version)), 0)
 
@@ -341,12 +356,13 @@ def _missing_inputs(spec: GraphSpec, step: int, committed: set[Address]) -> list
 
 
 def replay_updates(config: RunConfig, steps: range) -> int:
-    """Run the updates again. Print each digest beside the committed one, and at the end "identical" or the first
-    difference. Return the exit code.
+    """Run the updates of these steps again, and return the exit code.
+
+    Print each update's digest beside the committed digest. At the end print "identical" or the first difference.
 
     Raises:
-        MissingOutput: an input of an update between the checkpoint and the range is missing.
-        ReplayMismatch: an update between the checkpoint and the range gave other weights.
+        MissingOutput: an input of an update between the checkpoint and `steps` is missing.
+        ReplayMismatch: an update between the checkpoint and `steps` gave other weights than the committed ones.
     """
     differing: list[Address] = []
     trained = update_stages(config.graph())
@@ -370,7 +386,7 @@ def replay_updates(config: RunConfig, steps: range) -> int:
 
 
 def _replay_role(config: RunConfig, role: Role, steps: range) -> Iterator[tuple[int, str, str]]:
-    """Yield (step, committed digest, digest now) of each update of a role, as `ExactlyOnceUpdates.replay_all` does."""
+    """Replay the updates of a role by `ExactlyOnceUpdates.replay_all`. Yield (step, committed digest, digest now)."""
     start = _newest_checkpoint(config, role, steps.start)
     print_line(f"{role}: from {f'the checkpoint of version {start}' if start else 'the start weights'}")
     with tempfile.TemporaryDirectory(prefix="stageline-replay-") as name:
@@ -386,7 +402,8 @@ _SHOWN = ("reward/mean", "kl/ref", "policy/approx_kl", "critic/explained_varianc
 
 @dataclass(frozen=True)
 class _VariantPlan:
-    """A variant that can begin. `scratch` holds the files that one runtime leaves for the next."""
+    """The checked inputs of a variant's training. `scratch` is a directory for files that one runtime leaves for the
+    next."""
 
     parent: RunConfig
     variant: RunConfig
@@ -405,8 +422,10 @@ class _VariantPlan:
         return self.parent.held_out >= 2
 
     def config_with_own_board(self, whose: str) -> RunConfig:
-        """Return the parent's or the variant's config for this process alone. It reads the parent's prompts and
-        rollouts, and has its own published weights."""
+        """Return a config for computing in this process alone. `whose`: "parent" or "variant".
+
+        Settings are those of the parent or the variant. Prompts and rollouts are read from the parent's directory.
+        Published weights are in `scratch`, apart from those of the other config."""
         config = local_config(self.variant if whose == "variant" else self.parent, self.scratch / whose)
         config.runs_dir, config.name = self.parent.runs_dir, self.parent.name
         config.evaluate.shards = 1
@@ -420,8 +439,8 @@ def train_variant(parent: RunConfig, steps: range, overrides: Sequence[str]) -> 
     """Train, export and compare a variant. Return the exit code.
 
     Raises:
-        ConfigError: a setting differs in which a variant may not differ; the directory exists; or the variant would
-            start from a trained critic, and the parent has none.
+        ConfigError: the variant changes a setting that it must share with the parent, its directory exists, or it would
+            start from a trained critic that the parent does not have.
         MissingOutput, StoreError: a recorded output is missing or damaged.
         ReplayMismatch: this machine does not reproduce the parent's weights.
     """
@@ -459,7 +478,8 @@ def train_variant(parent: RunConfig, steps: range, overrides: Sequence[str]) -> 
 
 
 def _tags(parent: RunConfig, variant: RunConfig, steps: range) -> dict[str, str]:
-    """Return the tags that name the parent, including MLflow's own tag if both runs are in the same store."""
+    """Return the MLflow tags that name the parent. They include MLflow's own parent tag if both runs are in the same
+    MLflow store."""
     tags = {"stageline.parent": str(parent.run_dir.resolve()), "stageline.updates": f"{steps.start}:{steps.stop}"}
     uri = variant.tracking.uri
     run_id = None if uri is None else delivered_run_id(RunPaths(parent.run_dir).mlflow_spool, uri)
@@ -492,8 +512,10 @@ def _train(plan: _VariantPlan, tracker: Tracker) -> Comparison | None:
 
 
 def _publish_parent_weights(plan: _VariantPlan) -> None:
-    """Rebuild the parent's weights that the variant starts from, unless that is version 0, and publish the parent's
-    policy that the variant is compared with, if it is compared."""
+    """Rebuild the weights of the parent that the training and the comparison need.
+
+    - If the variant does not start at version 0: save version `steps.start` of each trained role in `scratch`.
+    - If the policies are compared: publish version `steps.stop` of the parent's policy."""
     config = plan.config_with_own_board("parent")
     for role in plan.trained_roles if plan.steps.start else (Role.POLICY,) if plan.is_compared else ():
         with runtime_for(config, role) as runtime:
@@ -526,8 +548,10 @@ def _train_and_export(plan: _VariantPlan, tracker: Tracker) -> list[RecordedStep
 
 
 def _parent_state(plan: _VariantPlan) -> Mapping[str, Any]:
-    """Return the state after the parent's step before the variant's first one; empty if the variant starts at 0. The
-    parent's KL coefficient is left out if the variant has other settings `ppo.kl`."""
+    """Return the parent's state, such as its KL coefficient, at the start of the variant's first step.
+
+    It is empty if the variant starts at step 0. The KL coefficient is left out if the variant changes section
+    `ppo.kl`."""
     if not plan.steps.start:
         return {}
     state = dict(open_history(plan.parent).ledger.get(Address("advantage", plan.steps.start - 1)).state)
@@ -541,7 +565,10 @@ def _publish(host: ModelHost, config: RunConfig, version: int) -> None:
 
 
 def _held_out_scores(plan: _VariantPlan, whose: str) -> dict[int, float]:
-    """Return scores by the number of the prompt. Noise is keyed by prompt, so the scores of two policies are paired."""
+    """Sample and score responses to the held-out prompts. Return the scores by prompt index.
+
+    The sampling noise depends on the prompt and not on the policy, so the scores of two policies can be compared in
+    pairs."""
     config, version = plan.config_with_own_board(whose), plan.steps.stop
     gang = config.placement.roles[Role.GENERATE.value]
     with runtime_for(config, (Role.GENERATE, Role.SCORE)) as runtime:

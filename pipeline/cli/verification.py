@@ -1,7 +1,7 @@
 """`stageline check RUN`: verify a finished or dead run from its files.
 
-Each proof is a function that checks all records of one kind, and returns what it counted and every problem. A run that
-died must pass the same proofs for the steps that it reached.
+Each proof is a function that checks all records of one kind. It returns a text about what it counted, and a list of
+all problems. A run that died must pass the same proofs for the steps that it reached.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ from storage.records import PromptBatch, Rollout
 from storage.rollouts import KEEP, dropped
 
 Answer = tuple[str, list[str]]
-"""(What was counted, in words; every problem)."""
+"""(text about what was counted, all problems)."""
 
 
 @dataclass(frozen=True)
 class CheckedRows:
-    """Facts about a rollout, kept after its arrays were read. The rollouts of a long run do not fit into memory."""
+    """Facts about a rollout. They are kept instead of its arrays, because the rollouts of a long run do not fit into
+    memory."""
 
     numbers: tuple[int, ...]
     tokens: int
-    """Sampled tokens."""
+    """Number of sampled tokens."""
     prompt_faults: tuple[str, ...]
     version_faults: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class RunContent:
-    """Everything that was read of a run."""
+    """The content that was read from a run's directory."""
 
     config: RunConfig
     paths: RunPaths
@@ -63,13 +64,13 @@ class RunContent:
     nodes: Mapping[Address, Node]
     """Nodes of the run's graph and of its earlier graphs (`earlier_graphs`)."""
     commits: Mapping[Address, Commit]
-    """Sound commits."""
+    """Commits whose records are not damaged."""
     rows: Mapping[Address, CheckedRows]
     """Rows of `generate` and `evaluate`."""
     dropped_before: int = 0
-    """Step before which arrays were deleted; they are not checked."""
+    """First step whose arrays were not deleted. The deleted arrays of earlier steps are not checked."""
     unneeded: frozenset[Address] = frozenset()
-    """Nodes whose records are lost and that nothing needs any more. They are no faults."""
+    """Nodes whose records are lost, but whose outputs nothing needs any more. They do not count as faults."""
 
     @property
     def update_stages(self) -> Mapping[Role, str]:
@@ -81,7 +82,7 @@ class RunContent:
 
 
 def check_rows(config: RunConfig, table: PromptTable | None, commit: Commit, rollout: Rollout) -> CheckedRows:
-    """Check a rollout's rows. `table`: the run's prompts; None if they cannot be read."""
+    """Check a rollout's rows. `table`: the run's prompts, or None if they cannot be read."""
     sampled = rollout.token_versions[rollout.response_mask]
     prompts: tuple[str, ...] = (f"{commit.address}: the run's prompts cannot be read",)
     if table is not None:
@@ -91,7 +92,7 @@ def check_rows(config: RunConfig, table: PromptTable | None, commit: Commit, rol
 
 
 def _version_faults(config: RunConfig, commit: Commit, sampled: np.ndarray) -> Iterator[str]:
-    """Return faults in the versions of sampled tokens. `sampled`: the version of each."""
+    """Yield faults in the weight versions of a rollout's tokens. `sampled`: version of each sampled token."""
     address, named, step = commit.address, commit.provenance.weight_versions, commit.address.step
     evaluation = address.stage == "evaluate"
     allowed = range(step, step + 1) if evaluation else generation_versions(config.graph(), step)
@@ -107,15 +108,15 @@ def _version_faults(config: RunConfig, commit: Commit, sampled: np.ndarray) -> I
 
 
 def check_plain_readers(run: RunContent) -> Answer:
-    """Check that any Zarr reader sees what was committed: every file is in its place, and no metadata is missing."""
+    """Check that a plain Zarr reader finds every committed array, with the committed numbers."""
     stored = [c for c in run.commits.values() if c.kind is not None and not dropped(c.address, run.dropped_before)]
     faults = dict.fromkeys(fault for commit in stored for fault in run.history.store.plain_faults(commit))
     return f"{sum(len(commit.arrays) for commit in stored)} arrays", list(faults)
 
 
 def check_commits(run: RunContent) -> Answer:
-    """Check that each commit belongs to a node of the graph and has the run's seed, and that the ledger has no other
-    files."""
+    """Check that each commit belongs to a node of the graph and has the run's seed, and that the ledger contains only
+    commit records."""
     strange = sorted(address for address in run.commits if address not in run.nodes)
     faults = [f"{address}: is committed, and no node of this run" for address in strange]
     ledger = run.history.ledger
@@ -140,8 +141,10 @@ def check_identity(evidence: RunContent) -> Answer:
 
 
 def earlier_graphs(config: RunConfig) -> list[GraphSpec]:
-    """Return the earlier graphs of a run that was resumed with more steps or other evaluations. Such a run may have
-    evaluations that the current graph lacks, for example of the version that was the last one."""
+    """Return the earlier graphs of a run that was resumed with more steps or other evaluations.
+
+    Such a run may have evaluations that the current graph lacks. An example is the evaluation of the version that was
+    the last one before the number of steps was raised."""
     try:
         identity = read_identity(config.run_dir)
     except StoreError:
@@ -153,13 +156,14 @@ def earlier_graphs(config: RunConfig) -> list[GraphSpec]:
 
 
 def _eval_every(stated: Mapping[str, Any]) -> int:
-    """Return `GraphSpec.eval_every` of a stated config."""
+    """Return `GraphSpec.eval_every` for a config that identity.json states."""
     every = stated["evaluate"]["every"]
     return int(stated["steps"]) if every is None else int(every)
 
 
 def check_updates(run: RunContent) -> Answer:
-    """Check that the steps of each model's updates are 0, 1, 2, ..., and that each update has its weights' digest."""
+    """Check that each model has updates of steps 0, 1, 2, ... without gaps, and that the commit of each update has the
+    digest of its weights."""
     counted: list[str] = []
     faults: list[str] = []
     for role, stage in run.update_stages.items():
@@ -175,9 +179,11 @@ def check_updates(run: RunContent) -> Answer:
 
 
 def check_row_numbers(run: RunContent) -> Answer:
-    """Check that the rows of each step and each evaluation are numbered without repetitions, and without gaps if all
-    shards exist; that each row has the prompt that the schedule gives it; and that the rows of each trained step are
-    there, unless they were deleted."""
+    """Check the rows of all steps and evaluations:
+
+    - The row numbers of a step or an evaluation have no repetitions, and no gaps if all its shards exist.
+    - Each row has the prompt that the schedule gives it.
+    - The rows of each trained step exist, or were deleted by `storage.keep.rollouts`."""
     faults: list[str] = []
     seen: dict[tuple[str, int], list[int]] = {}
     for address, numbered in run.rows.items():
@@ -234,8 +240,11 @@ def _prompt_faults(address: Address, rollout: Rollout, prompts: PromptBatch) -> 
 
 
 def check_staleness(run: RunContent) -> Answer:
-    """Check that every sampled token of step i is of version max(0, i - eta), or under `latest` and `inflight` of a
-    newer one up to i. All tokens of an evaluation must be of the evaluated version."""
+    """Check the weight version of every sampled token:
+
+    - Tokens of step i are of version max(0, i - eta), where eta is `staleness`. With `rollout.versions` `latest` or
+      `inflight` they may also be of newer versions, up to i.
+    - Tokens of an evaluation are of the evaluated version."""
     tokens = sum(rows.tokens for rows in run.rows.values())
     faults = [fault for rows in run.rows.values() for fault in rows.version_faults]
     mode = run.config.rollout.versions
@@ -243,8 +252,11 @@ def check_staleness(run: RunContent) -> Answer:
 
 
 def check_lineage(run: RunContent) -> Answer:
-    """Check that each commit names the inputs that its node has in the graph, with the content that is committed at
-    their addresses now."""
+    """Check three claims about each commit:
+
+    - It names exactly the inputs that its node has in the graph.
+    - It names each input with the content that is committed now.
+    - If its node belongs to the policy or the critic, it names the weight version of the graph."""
     faults, num = list(lineage_faults(run.commits.values(), run.commits)), 0
     for address, commit in run.commits.items():
         named = {one.address for one in commit.provenance.inputs}
@@ -267,11 +279,11 @@ def check_lineage(run: RunContent) -> Answer:
 
 
 def check_weights(run: RunContent) -> Answer:
-    """Check three things of the weights:
+    """Check the digests of the weights:
 
-    - Each publication has a digest of its weights.
-    - The publication of version v contains the digest of the update that made v.
-    - Each update contains the digest of the update before, back to the start weights.
+    - The commit of each publication has a digest of the published weights.
+    - The publication of version v > 0 names the update that made v as an input, with its committed content.
+    - Each update names the update before it in the same way, back to the start weights.
     """
     faults: list[str] = []
     chains: list[str] = []
@@ -301,8 +313,13 @@ def _link_faults(run: RunContent, later: Address, earlier: Address) -> Iterator[
 
 
 def check_checkpoints(run: RunContent) -> Answer:
-    """Check that all files of each checkpoint have their CRCs, that its pickles hold only data, and that it has the
-    digest that the update of its version committed. A run resumes from the checkpoint before a damaged one."""
+    """Check each checkpoint:
+
+    - Its files have the recorded CRCs.
+    - Its pickles hold only data.
+    - Its digest is the one that the update of its version committed.
+
+    A run whose newest checkpoint is damaged resumes from the one before it."""
     faults, counted = [], 0
     with run.config.stored.downloaded() as stored:
         checkpoints = stored.checkpoints()
@@ -317,7 +334,7 @@ def check_checkpoints(run: RunContent) -> Answer:
 
 
 def _checkpoint_fault(run: RunContent, checkpoints: Checkpoints, role: Role, made_by: Address) -> str | None:
-    """Return the fault of the checkpoint of the version that an update made, or None."""
+    """Return the fault of a checkpoint, or None. `made_by`: the update that made the checkpoint's version."""
     version = made_by.step + 1
     try:
         checkpoints.fetch(role, version)
@@ -327,7 +344,7 @@ def _checkpoint_fault(run: RunContent, checkpoints: Checkpoints, role: Role, mad
         fault = str(error)
     commit = run.commits.get(made_by)
     if fault is not None or (commit is None and made_by in run.unneeded):
-        return fault  # without a commit its digest cannot be compared, and no run loads it
+        return fault  # without a commit there is no digest to compare with, and no run loads this checkpoint
     if commit is None or commit.digest != meta.get("digest"):
         committed = "nothing" if commit is None else commit.digest
         return f"has weights of digest {meta.get('digest')}, committed is {committed}"
@@ -335,8 +352,8 @@ def _checkpoint_fault(run: RunContent, checkpoints: Checkpoints, role: Role, mad
 
 
 def check_exports(run: RunContent) -> Answer:
-    """Check that every file of an export has its CRC. Exports by earlier versions of Stageline have no sums; they are
-    only counted."""
+    """Check that every file of an export has its recorded CRC. Exports by earlier versions of Stageline have no CRCs,
+    and are only counted."""
     faults, without = [], 0
     with run.config.stored.downloaded() as stored:
         exports = stored.exports()
@@ -359,7 +376,7 @@ def check_exports(run: RunContent) -> Answer:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A claim that was checked, how much was checked, and the faults."""
+    """A claim that was checked, a text about what was counted, and the faults."""
 
     claim: str
     checked_count: str
@@ -368,16 +385,16 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Verification:
-    """All proofs of a run, and notes that are no faults."""
+    """The results of all proofs of a run, and notes that do not count as faults."""
 
     num_commits: Counter[str]
-    """Commits by stage."""
+    """Number of commits by stage."""
     checks: tuple[CheckResult, ...]
     notes: tuple[str, ...]
     num_nodes: int
-    """Nodes of the whole run."""
+    """Number of nodes of the whole run."""
     num_unneeded: int = 0
-    """Nodes whose records are lost and that nothing needs any more."""
+    """Number of nodes whose records are lost, but whose outputs nothing needs any more."""
 
     @property
     def faults(self) -> list[str]:
@@ -410,8 +427,10 @@ class Verification:
 
 
 def verify_run(config: RunConfig) -> Verification:
-    """Read everything that a run has committed, twice (as Stageline does and as any Zarr reader does), and its
-    checkpoints."""
+    """Check a run's directory, and return the results of all proofs.
+
+    Committed arrays are read twice: as Stageline reads them, and as a plain Zarr reader does. Checkpoints and exports
+    are read too."""
     history, paths = open_history(config), RunPaths(config.run_dir)
     damaged: dict[Address, str] = {}
     commits: list[Commit] = []
@@ -463,14 +482,17 @@ CHECKS: dict[str, Callable[[RunContent], tuple[str, list[str]]]] = {
     "every checkpoint is what was saved, of the version that was committed": check_checkpoints,
     "every export is what was written, by its CRC-32": check_exports,
 }
-"""Claim -> function that returns counts and problems."""
+"""Claim -> proof: a function that returns a text about what it counted, and all problems."""
 
 
 def _dropped_outputs(
     history: History, checkpoints: Checkpoints, committed: set[Address]
 ) -> tuple[int, frozenset[Address], tuple[str, ...]]:
-    """Return three results: the first step whose arrays were not deleted; the nodes whose records are lost or damaged,
-    and not needed any more because arrays were deleted; and the faults of the record of deleted steps."""
+    """Return three results:
+
+    - the first step whose arrays were not deleted,
+    - the nodes whose records are lost or damaged, but are not needed any more because arrays were deleted,
+    - the faults of the record that says which steps were deleted."""
     try:
         return history.store.dropped_before(), unneeded_outputs(history, checkpoints, committed), ()
     except StoreError as error:
@@ -480,7 +502,8 @@ def _dropped_outputs(
 def _read_arrays(
     config: RunConfig, history: History, commits: list[Commit]
 ) -> tuple[list[str], dict[Address, CheckedRows]]:
-    """Read everything that has arrays as stages read it. Return the faults and a summary of the rollouts' rows."""
+    """Read the arrays of these commits in the way that stages read them. Return the faults, and facts about the rows of
+    the rollouts."""
     faults: list[str] = []
     rows: dict[Address, CheckedRows] = {}
     table: PromptTable | None = None
@@ -502,7 +525,7 @@ def _read_arrays(
 
 
 def _unproven_lines(evidence: RunContent) -> Iterator[str]:
-    """Yield lines about what these proofs cannot show because of the run's engines."""
+    """Yield the lines about the run's guarantees, for each kind of device that its engines computed on."""
     try:
         identity = read_identity(evidence.paths.root)
     except StoreError:
@@ -512,7 +535,7 @@ def _unproven_lines(evidence: RunContent) -> Iterator[str]:
 
 
 def _notes(evidence: RunContent, damaged: Mapping[Address, str]) -> Iterator[str]:
-    """Yield notes for a person that are no faults. `damaged`: address of a damaged record -> its fault."""
+    """Yield notes for the user that do not count as faults. `damaged`: address of a damaged record -> its fault."""
     yield from _unproven_lines(evidence)
     for address in sorted(evidence.unneeded):
         what = damaged.get(address, f"{address} has no commit record")

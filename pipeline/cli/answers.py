@@ -30,12 +30,12 @@ from storage.errors import StoreError
 from storage.redaction import redacted_text
 
 WORKING = frozenset({"run", "resume", "job", "worker", "sweep", "reward"})
-"""Commands that continue normally if nobody reads their output any more. The others end."""
+"""Commands that continue if nobody can read their output any more. Other commands fail."""
 
 
 def run_command(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Return the command's exit code. If it fails for a reason that a user can cause, print one message and return the
-    code of that failure."""
+    """Run a command and return its exit code. If it fails for a reason that a user can cause, print one message and
+    return the exit code of that kind of failure."""
     if options.command in WORKING:
         with ignore_closed_streams():
             return _run_command(command, options)
@@ -72,7 +72,7 @@ class _ClosableStream:
         except OSError as error:
             if error.errno not in (errno.EIO, errno.EPIPE):
                 raise
-            # Redirect the descriptor itself, because native code, and Python when it exits, print to it as well.
+            # Redirect the file descriptor, because native code also prints to it, and so does Python when it exits.
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
             os.close(null)
@@ -114,8 +114,11 @@ def print_error(label: str, text: str, code: int) -> int:
 
 
 def checked_output_path(option: str, given: str, suffix: str, *, replaces: bool = False) -> Path:
-    """Return the path of a file that an option names. Raises ConfigError if it has another ending, lies in no
-    directory, is a directory, or exists and `replaces` is False."""
+    """Return the path of an output file that the user gave with an option.
+
+    Raises:
+        ConfigError: the path does not end in `suffix`, its parent directory does not exist, or it is a directory. Or
+            the file exists and `replaces` is False."""
     file, refused = Path(given), f"given {given!r}"
     if file.suffix != suffix:
         raise ConfigError(option, f"{refused}; a name that ends in {suffix}")
@@ -130,26 +133,32 @@ def checked_output_path(option: str, given: str, suffix: str, *, replaces: bool 
 
 SUCCESS = 0
 BAD_INPUT = 2
-"""Refused before anything started: a config, an argument, a directory or its content cannot be used. Also if `check
-RUN` finds faults in the run, or `doctor` finds one in the machine."""
+"""A command was refused before it started anything, because a config, an argument, or a directory or its content
+cannot be used. It is also the exit code if `check RUN` finds faults in the run, or `doctor` finds one in the machine.
+"""
 STAGE_FAILED = 3
 """A started run ended before its last step because of a stage, a disk or damaged files. It can be resumed. For
-`replay`: the result differs from the committed one by more than is allowed."""
+`replay`: the result differs from the committed result by more than is allowed."""
 INTERRUPTED = 130
 DRIVER_LOST = 4
-"""Exit status of `stageline worker`: the driver disappeared. Another worker of the same kind may join the next driver.
-"""
+"""Exit code of `stageline worker`: the driver disappeared. The worker may be started again to join the next driver."""
 RESUMABLE = 75
-"""Exit status of a cluster's job (EX_TEMPFAIL of sysexits.h): it ended early and continues when it is started again."""
+"""Exit code of a cluster's job (EX_TEMPFAIL of sysexits.h): it ended early, and continues when it is started again."""
 
 
 # ---- sources ---------------------------------------------------------------------------------------------
 
 
 def config_from_sources(sources: Sequence[str], *, runs_here: bool = True) -> RunConfig:
-    """Return the config of files and key=value overrides, each kind in the order given. Raises ConfigError with
-    everything that is wrong. `runs_here`: if settings are wrong, also read the model, the prompts and the rewards, and
-    include their errors."""
+    """Return the config that YAML files and key=value overrides give. Files are merged in the order given, then the
+    overrides in the order given.
+
+    Args:
+        sources: files and overrides. A text with `=` is an override.
+        runs_here: if settings are wrong, also read the model, the prompts and the rewards, and report their errors too.
+
+    Raises:
+        ConfigError: lists all errors."""
     files = [source for source in sources if "=" not in source]
     overrides = [source for source in sources if "=" in source]
     _refuse_settings_as_files(files)
@@ -160,7 +169,7 @@ def config_from_sources(sources: Sequence[str], *, runs_here: bool = True) -> Ru
         config = readable_config(files, overrides, refused) if runs_here else None
         if config is None:
             raise
-        read_errors = import_module("pipeline.config.preflight").read_errors  # loads much, and rarely needed
+        read_errors = import_module("pipeline.config.preflight").read_errors  # slow, and rarely needed
         raise join_errors([error, *read_errors(config, refused)]) from error
 
 
@@ -182,8 +191,11 @@ def read_submitted_config(run_dir: str) -> RunConfig:
 
 
 def read_trusted_config(run_dir: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return `read_saved_config` of a run whose code or weights this process will use. Raises ConfigError also if
-    another account can change the run's directory."""
+    """Return the result of `read_saved_config`, for a run whose code or weights this process will use.
+
+    Raises:
+        ConfigError: another account can change the run's directory, or `read_saved_config` raised it.
+        StoreError: as `read_saved_config`."""
     refuse_foreign(Path(run_dir))
     return read_saved_config(run_dir, overrides)
 
@@ -204,7 +216,7 @@ def read_saved_config(run_dir: str, overrides: Sequence[str] = (), *, variants: 
             f"and no rollouts of its own. What it came to is in {paths.summary}",
         )
     identity = None if os.access(paths.config, os.R_OK) else read_identity(paths.root)
-    if identity is not None:  # it has all settings except secrets
+    if identity is not None:  # it contains all settings except secrets
         config = load_yaml(json.dumps(identity.latest.config), overrides, source_name=f"{paths.root}/{FILE}")
     elif paths.config.is_file():
         config = read_run_config(paths.config, overrides)
@@ -216,6 +228,6 @@ def read_saved_config(run_dir: str, overrides: Sequence[str] = (), *, variants: 
 
 
 def has_begun(config: RunConfig) -> bool:
-    """Return True if an earlier driver has begun the run, however far it came."""
+    """Return True if an earlier driver has begun the run, even if it finished no step."""
     paths = RunPaths(config.run_dir)
     return (paths.root / FILE).exists() or paths.config.exists() or journal_exists(paths.events)

@@ -1,8 +1,9 @@
 """`stageline calibrate RUN... --hardware 1xcpu [--write FILE]`: measure a machine's speeds in runs that it executed.
 
-`stageline calibrate CONFIG [key=value...] --hardware 16x8xH100-80 --step-seconds 253.8`: where there is no run, scale
-assumed speeds so that the config's step takes as long as a published one. `stageline simulate` and `stageline plan`
-predict with the result.
+`stageline calibrate CONFIG [key=value...] --hardware 16x8xH100-80 --step-seconds 253.8`: scale assumed speeds until a
+simulated step of the config takes the given time, such as a published one. This needs no run.
+
+`stageline simulate` and `stageline plan` use the resulting calibration for their predictions.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ from pipeline.plan.scenario import scenario_of
 from pipeline.plan.simulate import play
 
 _SIMULATED_STEPS = 6
-"""Steps to simulate in addition to `staleness` steps, in which the pipeline fills. The step time is a median."""
+"""Number of steps to simulate after the first `staleness` steps, in which the pipeline fills. The step time is the
+median over steps."""
 
 
 def command(options: argparse.Namespace) -> int:
@@ -86,8 +88,10 @@ def command(options: argparse.Namespace) -> int:
 
 
 def calibrate_to_step_time(options: argparse.Namespace, cluster: HardwareCluster, hardware: str) -> Calibration:
-    """Return assumed speeds, scaled so that a simulated step takes `--step-seconds`. Raises ConfigError for a config
-    that does not fit on the cluster, or a time that no efficiencies explain."""
+    """Return assumed speeds, scaled so that a simulated step takes `--step-seconds`.
+
+    Raises:
+        ConfigError: the config does not fit on the cluster, or an efficiency would be above 1 or too small."""
     seconds: float = options.step_seconds
     if not (math.isfinite(seconds) and seconds > 0):
         raise ConfigError(STEP_SECONDS, f"given {seconds:g}; must be above 0")
@@ -101,8 +105,8 @@ def calibrate_to_step_time(options: argparse.Namespace, cluster: HardwareCluster
 
 
 def read_observed_run(run_dir: str, cluster: HardwareCluster) -> ObservedRun:
-    """Return the executed nodes of the run in a directory, which ran on a cluster. Raises ConfigError if there is no
-    run, or it never began."""
+    """Return the nodes that a run executed. `cluster`: the cluster on which it ran. Raises ConfigError if the directory
+    holds no run, or the run never began."""
     config = read_saved_config(run_dir)
     paths = RunPaths(config.run_dir)
     if not journal_exists(paths.events):
@@ -113,13 +117,13 @@ def read_observed_run(run_dir: str, cluster: HardwareCluster) -> ObservedRun:
 
 
 def read_planned_run(config: RunConfig, *, on_gpus: bool) -> PlannedRun:
-    """Return a run with the architectures of its models, whose weights need not be there."""
+    """Return a run with the architectures of its models. The files of the weights need not exist."""
     models = role_models(config, read_model("model.path", config.model.path, weights=False), weights=False)
     return planned_run(config, models, on_gpus=on_gpus)
 
 
 def speeds_table(calibration: Calibration) -> Table:
-    """Return the table of a calibration's speeds."""
+    """Return a table of a calibration's speeds."""
     table = Table(title=f"speeds on {calibration.hardware}", title_justify="left", title_style="bold")
     table.add_column("work")
     for heading in ("efficiency", "ms per call", "ms per node", "scatter", "nodes"):
@@ -138,7 +142,7 @@ def speeds_table(calibration: Calibration) -> Table:
 
 
 def comparison_table(runs: Sequence[ObservedRun], cluster: HardwareCluster, calibration: Calibration) -> Table:
-    """Return the table of measured and predicted seconds, by stage."""
+    """Return a table of the measured and the predicted seconds of each stage, summed over the runs."""
     table = Table(title="the runs themselves", title_justify="left", title_style="bold")
     table.add_column("stage")
     for heading in ("nodes", "measured s", "predicted s", "predicted / measured"):

@@ -1,9 +1,13 @@
-"""`stageline check CONFIG [key=value...] [--as 16x8xH100-80] | RUN`: find everything for which a run would be refused,
-here or on a cluster that is not here, or check a run's directory.
+"""`stageline check CONFIG [key=value...] [--as 16x8xH100-80]`: find all reasons why a run of a config would be refused,
+on this host or on the cluster of `--as`.
 
-Starts no worker and writes nothing. For a config it also tries the reward on a few made-up responses (`--no-reward`
-leaves that out) and prints the memory that the run would need; with `--trace` also what its ranks do and take
+The command also tries the reward on a few made-up responses, unless `--no-reward` is given. It prints the memory that
+the run would need. With `--trace` it also prints the memory and the collectives of the run's ranks
 (`pipeline/cli/trace.py`).
+
+`stageline check RUN`: verify a run's directory (`pipeline/cli/verification.py`).
+
+Neither command starts a worker or writes a file.
 """
 
 from __future__ import annotations
@@ -84,13 +88,13 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _show_guarantees(config: RunConfig, device: Device) -> None:
-    """Print the engine's capabilities on a device, and the guarantees that the run therefore lacks."""
+    """Print the guarantees that a run lacks with its engine on a device, or that it lacks none."""
     for line in guarantee_lines(config, device):
         print_line(line)
 
 
 def _show_network(config: RunConfig) -> None:
-    """Print which connections of a run on several hosts are open without a certificate."""
+    """Print a warning if ranks of the run may connect to one another between hosts, which they do without TLS."""
     spread = [gang.name for gang in config.gangs() if gang.is_ordered and gang.workers > 1]
     if config.cluster.kind == "attached" and spread:
         where = config.cluster.interface or "the interface by which each host reaches the driver"
@@ -133,7 +137,8 @@ def _show_prediction(run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worke
 
 
 def _worker_columns(workers: Sequence[WorkerMemory]) -> Iterator[MemoryColumn]:
-    """Yield two columns for a gang: its first worker, and the largest of the others. If all are alike, yield one."""
+    """Yield two columns for a gang: its first worker, and the other worker that needs the most memory. If all workers
+    need the same memory, yield one column."""
     first, *others = workers
     largest = max(others, key=lambda worker: worker.total, default=first)
     name = first.worker[0]
@@ -172,8 +177,8 @@ def _reserve_text(target: TargetCheck) -> str:
 
 
 def _group_equal_hosts(hosts: Sequence[HostMemory]) -> Iterator[tuple[str, HostMemory]]:
-    """Yield (name, host). Of hosts with the same memory only the first is yielded; its name tells how many others there
-    are."""
+    """Yield (name, memory of a host) once for each group of hosts with equal memory. The name contains the name of the
+    first host and the number of the others."""
     groups: list[list[HostMemory]] = []
     for host in hosts:
         same = next((group for group in groups if group[0].items == host.items), None)
@@ -183,7 +188,7 @@ def _group_equal_hosts(hosts: Sequence[HostMemory]) -> Iterator[tuple[str, HostM
 
 
 def _check_on_target(config: RunConfig, target: str, text: str) -> int:
-    """Check a config against a cluster that is not here, and print its placement and memory."""
+    """Check a config against another cluster, print its placement and predicted memory, and return the exit code."""
     cluster = read_cluster(text)
     checked = check_target(config, cluster, text)
     whole = f"{cluster.nodes} nodes" if cluster.nodes > 1 else "a node"

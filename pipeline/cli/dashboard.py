@@ -1,5 +1,5 @@
-"""`stageline dashboard RUN`: serve the page `/stageline` of a run that has ended, or that another process drives. Every
-request reads the run's directory."""
+"""`stageline dashboard RUN`: serve the page `/stageline` of a run that has ended, or that another process drives. The
+page is made from the files in the run's directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from storage.locks import holder
 
 HOST = "127.0.0.1"
 PORT = 8788
-"""Default port. If it is taken, any other is used."""
+"""Default port. If it is taken, any free port is used."""
 HTML, TEXT = "text/html; charset=utf-8", "text/plain; charset=utf-8"
 
 
@@ -39,10 +39,10 @@ def command(options: argparse.Namespace) -> int:
 
 
 def open_server(config: RunConfig, port: int | None) -> ThreadingHTTPServer:
-    """Return a listening server of a run's page. `port` None: `PORT`, or another one if it is taken.
+    """Return a server of a run's page that listens on a port. `port` None: `PORT`, or any free port if `PORT` is taken.
 
     Raises:
-        ConfigError: the directory holds no journal, or the port is not free.
+        ConfigError: the directory holds no journal, or the server cannot use the port.
     """
     paths = RunPaths(config.run_dir)
     if not journal_exists(paths.events):
@@ -59,7 +59,8 @@ def open_server(config: RunConfig, port: int | None) -> ThreadingHTTPServer:
 
 
 class CachedRunView:
-    """The cached view of a run's directory. The directory is read again when the size of its journal has changed."""
+    """A function that returns the view of a run, and caches it. The run's directory is read again when the size of its
+    journal has changed."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -75,7 +76,7 @@ class CachedRunView:
 
 
 def read_run_view(config: RunConfig) -> GraphView:
-    """Read the record of a run's directory."""
+    """Read a run's directory, and return the view of the run."""
     paths = RunPaths(config.run_dir)
     links = tracking_links(config)
     facts = RunFacts(config.name, config.steps, config.staleness, tuple(links.items()), log_names(paths.logs))
@@ -83,7 +84,7 @@ def read_run_view(config: RunConfig) -> GraphView:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers requests like the page of a live run (`driver.dashboard`)."""
+    """A request handler that serves the same page as the driver of a live run (`driver.dashboard`)."""
 
     def __init__(self, view: Callable[[], GraphView], logs: Path, *arguments: object) -> None:
         self._view = view
@@ -115,4 +116,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Print nothing: the terminal belongs to the user."""
+        """Print nothing, because the lines would disturb the user's terminal."""

@@ -1,6 +1,7 @@
 """`stageline doctor [--submit CONFIG]`: test this machine, from its packages to a PPO update and the engines.
 
-Stops at the first fault, explains it, and writes a report for people (.txt) and for a bug report (.json).
+The tests stop at the first fault. The command explains the fault, and writes a report for people (.txt) and for a bug
+report (.json).
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def command(options: argparse.Namespace) -> int:
     _refuse_useless_options(options)
     if options.submit is not None:
         return _submit(options)
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")  # it recommends other libraries
+    # When Megatron is imported, it warns that Transformer Engine and Apex are missing.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     out, runs_dir = _make_writable_folder("--out", options.out), _make_writable_folder("--runs-dir", options.runs_dir)
     scratch = Path(tempfile.mkdtemp(prefix=".doctor-", dir=runs_dir))
     print_line("tests of this machine, a minute or two; the first fault ends them")
@@ -86,7 +88,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _make_writable_folder(key: str, given: str) -> Path:
-    """Create a folder, and return it. Raises ConfigError, naming the option, if nothing can be written there."""
+    """Create a folder, and return it. Raises ConfigError if no file can be written there. `key`: option that the error
+    names."""
     try:
         Path(given).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=given):
@@ -111,7 +114,8 @@ def _refuse_useless_options(options: argparse.Namespace) -> None:
 
 
 def _tests_until(name: str | None) -> tuple[DoctorTest, ...]:
-    """Return the tests up to the one of that name, including it; None: all. Raises ConfigError for an unknown name."""
+    """Return the tests up to the test `name`, including it. Return all tests if `name` is None. Raises ConfigError for
+    an unknown name."""
     names = [test.name for test in TESTS]
     if name is None:
         return TESTS
@@ -121,7 +125,8 @@ def _tests_until(name: str | None) -> tuple[DoctorTest, ...]:
 
 
 def _submit(options: argparse.Namespace) -> int:
-    """Submit the tests to Slurm, on the nodes that a config asks for. The reports of all nodes go into one folder."""
+    """Submit a job that runs the tests on every node that a config asks for. All nodes write their reports into one
+    folder."""
     submission = import_module("pipeline.launch.submission")  # loads torch
     config = import_module("pipeline.cli.slurm_jobs").cluster_config([options.submit, *options.more])
     folder = Path(options.out, f"doctor-{config.name}").absolute()
@@ -145,7 +150,8 @@ def _print_result(result: DoctorResult) -> None:
 
 
 def _engine_pythons(options: Sequence[str]) -> dict[str, str]:
-    """Return kind -> Python of the other engines: those given as KIND=PYTHON, and else those that `make` installed."""
+    """Return the Python interpreters of the engines that have their own environment, by kind of engine. An interpreter
+    given as KIND=PYTHON replaces the one that `make` installed. Raises ConfigError for a text of another form."""
     pythons = {kind: python for kind in OTHER_ENVIRONMENTS if (python := find_interpreter(kind)) is not None}
     for text in options:
         kind, _, python = text.partition("=")

@@ -1,11 +1,12 @@
-"""`stageline evaluate MODEL`: sample and score the evaluated prompts of a config with transformers' model alone.
+"""`stageline evaluate MODEL`: sample and score the evaluated prompts of a config with a model of transformers.
 
     prompts, reward, sampling of a config (a run's, or --prompts and --reward)
         ──► transformers: logits ──► our draw ──► Rollout ──► stage `score` ──► table
 
-No engine and no trainer takes part, so an exported version checks the figures of its run's evaluation. The draw is the
-engines' (stages/engines/embedded/sampling.py), with the keys of the run's evaluations. So the sampled tokens are those
-of the run too, unless two candidates lie within the rounding between two implementations of the model.
+Neither an engine nor the trainer takes part. With an exported version of a run, the command therefore verifies the
+figures of the run's own evaluation. Tokens are drawn by the function that the engines use
+(stages/engines/embedded/sampling.py), with the keys of the run's evaluations. The sampled tokens are therefore those of
+the run. A token can only differ if two candidates are so close that rounding decides between them.
 """
 
 from __future__ import annotations
@@ -55,8 +56,13 @@ def command(options: argparse.Namespace) -> int:
 
 
 def evaluation_config(path: str, prompts: str | None, reward: str | None, sources: Sequence[str]) -> RunConfig:
-    """Return the config of an evaluation. Files and key=value changes in `sources` are merged as for a run; `prompts`
-    and `reward` replace `evaluate.prompts.url` and `evaluate.reward.kind`. Raises ConfigError."""
+    """Return the config of an evaluation. Raises ConfigError.
+
+    Args:
+        path: directory of the model.
+        prompts: replaces `evaluate.prompts.url`, if given.
+        reward: replaces `evaluate.reward.kind`, if given.
+        sources: files and key=value changes, merged as for a run."""
     files, changes = [s for s in sources if "=" not in s], [s for s in sources if "=" in s]
     settings = ["evaluate.every=1"]
     if prompts is not None:
@@ -73,8 +79,9 @@ def evaluation_config(path: str, prompts: str | None, reward: str | None, source
 
 
 def evaluate_model(path: str, config: RunConfig) -> EvaluatedModel:
-    """Sample and score responses to the config's evaluated prompts. The tokenizer is that of the model at `path`; for
-    the export of a random model, which has none, it is that of `model.path`.
+    """Sample and score responses to the config's evaluated prompts.
+
+    The tokenizer is read from `path`. If there is none, as in the export of a random model, it is that of `model.path`.
 
     Raises:
         ConfigError: the model, the prompts or the reward cannot be used.
@@ -110,8 +117,8 @@ def evaluate_model(path: str, config: RunConfig) -> EvaluatedModel:
 
 
 def _check_token_ids(config: RunConfig, path: str) -> None:
-    """Raise ConfigError for token ids in the config if they name other tokens in the vocabulary of the model at `path`
-    than in that of `model.path`."""
+    """Raise ConfigError for the token ids in the config if the model at `path` has another vocabulary than the model of
+    `model.path`."""
     ids_by_name = {
         "sampling.suppress_token_ids": config.sampling.suppress_token_ids,
         "model.eos_token_ids": config.model.eos_token_ids,
@@ -124,8 +131,8 @@ def _check_token_ids(config: RunConfig, path: str) -> None:
 
 
 def _load_model(path: str, config: RunConfig) -> Any:
-    """Return transformers' model, on the GPU if there is one. Raises ConfigError if it cannot be loaded, or its context
-    is too short."""
+    """Load a model with transformers, and return it on the GPU if there is one. Raises ConfigError if it cannot be
+    loaded, or its context is too short."""
     try:
         dtype = getattr(torch, config.engine.dtype)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
@@ -139,7 +146,8 @@ def _load_model(path: str, config: RunConfig) -> Any:
 
 
 class _Model:
-    """A causal language model of transformers that samples by our draw. Implements `stages.generate.Sampler`."""
+    """A causal language model of transformers, with tokens drawn as in Stageline's engines. Implements
+    `stages.generate.Sampler`."""
 
     def __init__(self, model: Any, eos_ids: tuple[int, ...], max_rows: int) -> None:
         self._model, self._eos_ids, self._max_rows = model, eos_ids, max_rows
@@ -153,7 +161,8 @@ class _Model:
 
     @torch.inference_mode()
     def _batch(self, rows: Sequence[Request]) -> list[Completion]:
-        """Return the responses of rows with the same settings, which run together: prompts padded on the left."""
+        """Return the responses to requests that are computed as one batch. All have the same sampling settings. Prompts
+        are padded on the left."""
         sampling, device = rows[0].sampling, self._model.device
         lengths = np.array([len(row.tokens) for row in rows])
         seeds, steps, numbers = np.array([(row.seed, row.step, row.row) for row in rows], np.int64).T
@@ -184,7 +193,7 @@ class _Model:
         return [self._completion(row, tokens, numbers_of) for row, tokens, numbers_of in generated]
 
     def _completion(self, row: Request, tokens: np.ndarray, logprobs: np.ndarray) -> Completion:
-        """Return a response up to its EOS."""
+        """Return a response. It ends with its first EOS token, if it has one."""
         ends = np.flatnonzero(np.isin(tokens, self._eos_ids))
         num = int(ends[0]) + 1 if ends.size else len(tokens)
         reason = FinishReason.STOP if ends.size else FinishReason.LENGTH
@@ -193,7 +202,7 @@ class _Model:
 
 
 def _table(evaluated: EvaluatedModel) -> Table:
-    """Return the figures for the terminal."""
+    """Return a table of the evaluation's figures for the terminal."""
     scores, rollout = evaluated.scores.scores, evaluated.rollout
     table = Table(show_header=False)
     error = standard_error(scores.tolist())

@@ -55,11 +55,13 @@ def export_rollouts(config: RunConfig, path: Path) -> int:
 
 
 def export_version(config: RunConfig, version: int | Literal["best"] | None, to: Path | None) -> Path:
-    """Write a version to a directory and return the directory.
+    """Write a version of the policy to a directory and return the directory.
 
     Args:
-        version: None: the newest version. "best": the best one by the run's evaluations so far.
-        to: None: the directory of that version inside the run's directory.
+        config: the config of the run.
+        version: number of the version. None: the newest version. "best": the best version by the run's evaluations so
+            far.
+        to: directory to write. None: the directory of that version inside the run's directory.
 
     Raises:
         ConfigError: there is no such version, or `to` exists.

@@ -1,4 +1,4 @@
-"""`stageline inspect RUN [--step N]`: print the rows of a step as a table; default: the last step that has any."""
+"""`stageline inspect RUN [--step N]`: print the rows of a step as a table. The default is the last step with rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def last_step(config: RunConfig) -> int:
-    """Return the newest step that has rows. Raises MissingOutput."""
+    """Return the newest step that has rows. Raises MissingOutput if there is none."""
     steps = [address.step for address in open_history(config).ledger.addresses("generate")]
     if not steps:
         raise MissingOutput(f"{config.run_dir} has no rollouts yet")
@@ -42,8 +42,8 @@ def last_step(config: RunConfig) -> int:
 
 
 def inspect_step(config: RunConfig, step: int, rows: int) -> RenderableType:
-    """Return a table of a step's rows with the results of the stages, and one of the step's nodes: worker,
-    attempt, versions of the weights, duration.
+    """Return two tables about a step. The first has its rows with the results of the stages, or a text if the rows were
+    deleted. The second has its nodes: worker, attempt, versions of the weights, duration.
 
     Raises:
         ConfigError: no such step.
@@ -81,7 +81,7 @@ def step_rows(config: RunConfig, step: int) -> list[InspectRow]:
 
 
 def _inspect_row(line: Mapping[str, Any], user_messages: Sequence[str] | None) -> InspectRow:
-    """Return a row for the table. `line`: a line of `row_columns`."""
+    """Return a row for the table. `line`: column of `row_columns` -> value of this row."""
 
     def number(name: str) -> float | None:
         value = float(line[name])

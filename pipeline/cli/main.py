@@ -34,7 +34,7 @@ class Command:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    # Megatron recommends Transformer Engine and Apex when it is imported. Its errors are still shown.
+    # When Megatron is imported, it warns that Transformer Engine and Apex are missing. Only its warnings are hidden.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     options = _parse(arguments)
     module, _, function = COMMANDS[options.command].function.partition(":")
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse arguments. argparse alone takes key=value changes before an option or after it, but not both."""
+    """Parse arguments. Changes (key=value) may stand both before and after an option, which argparse alone refuses."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     taken = next((getattr(options, name) for name in ("changes", "sources", "more") if hasattr(options, name)), None)
@@ -462,4 +462,4 @@ COMMANDS = {
     "sync": Command("pipeline.cli.sync", "deliver the rest of a run's tracking data to MLflow", _sync),
     "reward": Command("pipeline.cli.reward", "train a reward model, or let a judge label responses", _reward),
 }
-"""Function and arguments of each command, by name."""
+"""Name of a command -> its function and arguments."""

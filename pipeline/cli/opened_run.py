@@ -1,13 +1,14 @@
 """Read a run's directory with pandas and xarray: the interface of `import stageline` and of `stageline export
 --rollouts`.
 
-Writes nothing, starts nothing, and loads no torch if the store has the run's vocabulary. Only committed outputs count,
-as in the run itself. A run may be opened while it runs; each call reads what is committed by then.
+The run's directory is not changed, and no process is started. torch is imported only if the store lacks the run's
+vocabulary. Only committed outputs are read. A run may be opened while it runs. Each call then reads the outputs that
+are committed at that time.
 
-- `row_table`, `token_table`, `step_arrays`: tables with one line per row or per sampled token, and all arrays of some
-  steps as one data set. Missing outputs are NaN. The tables need the memory of one shard or step.
-- `write_rows`: one Parquet file for users without Zarr, with the columns of `row_table` and lists of the tokens and
-  their numbers. Each step becomes a row group, so memory use is that of one step.
+- `row_table`, `token_table`: a table with one line per row or per sampled token of a shard. Missing outputs are NaN.
+- `step_arrays`: all arrays of some steps as one data set.
+- `write_rows`: one Parquet file for users without Zarr. It has the columns of `row_table`, and lists with the tokens of
+  each row and their numbers. Each step becomes a row group, so only one step is in memory at a time.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ STEP_STAGES = ("generate", "score", "reference", "logprob", "value", "advantage"
 
 
 def row_table(rows: StageRows, decode: Decode) -> pd.DataFrame:
-    """Return `row_columns` as a table."""
+    """Return the columns of `row_columns` as a table with one line per row."""
     return pd.DataFrame(row_columns(rows, decode))
 
 
@@ -114,7 +115,7 @@ def step_arrays(history: History, steps: Iterable[int], decode: Decode) -> xr.Da
         for stage in STEP_STAGES:
             for commit in _commits(history, stage, step):
                 record = history.store.read(commit.address)
-                start = commit.address.shard * commit.rows  # a whole step is shard 0
+                start = commit.address.shard * commit.rows  # a stage without shards has shard 0
                 of_shard = slice(start, start + commit.rows)
                 for name, array in record.arrays().items():
                     whole = arrays.setdefault(name, _missing_values(array, len(numbers), history.rows_per_step))
@@ -137,7 +138,7 @@ def _commits(history: History, stage: str, step: int) -> Iterator[Commit]:
 
 
 def _missing_values(array: np.ndarray, num_steps: int, num_rows: int) -> np.ndarray:
-    """Return an array for all rows of some steps, filled with the store's value for missing elements."""
+    """Return an array for all rows of `num_steps` steps, filled with the store's value for missing elements."""
     fill: Any = {"f": np.nan, "i": -1}.get(array.dtype.kind, False)
     return np.full((num_steps, num_rows, *array.shape[1:]), fill, array.dtype)
 
@@ -174,8 +175,9 @@ _INTEGER_COLUMNS = (
 
 
 def write_rows(path: Path, history: History, steps: Iterable[int], decode: Decode) -> int:
-    """Write the rows of these steps and return their number. The file appears only when it is complete. Raises
-    StoreError and DroppedOutput as `read_step_shards` does."""
+    """Write the rows of these steps to a Parquet file, and return the number of rows.
+
+    The file appears only when it is complete. Errors of `read_step_shards` are passed on."""
     numbers, written = [*steps], 0
     staged = path.with_name(f".{path.name}.part")
     schema = _schema(_score_columns(history, numbers))
@@ -194,7 +196,7 @@ def write_rows(path: Path, history: History, steps: Iterable[int], decode: Decod
 
 
 def _score_columns(history: History, steps: Iterable[int]) -> list[str]:
-    """Return the columns of the score's parts, which are the same in all scored steps."""
+    """Return the names of the columns for the parts of the score. They are the same in all scored steps."""
     for step in steps:
         commit = history.ledger.find(Address("score", step, 0))
         if commit is not None:
@@ -224,7 +226,7 @@ def _file_table(rows: StageRows, decode: Decode, schema: pyarrow.Schema) -> pyar
 
 
 def _list_columns(rows: StageRows) -> dict[str, list[Any]]:
-    """Return the list columns. Columns whose stage has no output yet are left out."""
+    """Return the columns that have a list per row. A column is left out if its stage has no output yet."""
     arrays = {column: rows.find_array(_FIELDS.get(column, column)) for column in _LIST_COLUMNS}
     made = {
         column: [row[mask] for row, mask in zip(array, rows.rollout.response_mask, strict=True)]
@@ -236,7 +238,7 @@ def _list_columns(rows: StageRows) -> dict[str, list[Any]]:
 
 @dataclass(frozen=True, repr=False)
 class OpenedRun:
-    """A run to read. Steps count from 0; `steps=None` means all steps with rows."""
+    """A run whose outputs can be read. Steps are numbered from 0. `steps=None` means all steps with rows."""
 
     path: Path
     config: RunConfig
@@ -249,29 +251,38 @@ class OpenedRun:
 
     @property
     def steps(self) -> list[int]:
-        """Return the steps with rows that `storage.keep.rollouts` has not deleted."""
+        """Return the steps whose rows are stored, without those that `storage.keep.rollouts` has deleted."""
         return stored_steps(self.history)
 
     def rows(self, steps: Iterable[int] | None = None) -> pd.DataFrame:
-        """Return a table with one line per response of these steps. Missing numbers are NaN.
+        """Return a table with one line per response of these steps. Missing numbers are NaN. Columns:
 
-        Columns: step, shard, row, prompt_index; version_first and version_last of the weights that sampled the
-        response; prompt, response, finish_reason (stop, length); prompt_length, response_length in tokens; score;
-        score.NAME, each part of the score before its weight; kl to the reference, nats per response; entropy_mean,
-        value_mean, advantage_mean over the sampled tokens; reward_sum; trained_on. Raises StoreError for damaged data.
+        - step, shard, row, prompt_index
+        - version_first, version_last: oldest and newest version of the weights that sampled the response
+        - prompt, response, finish_reason (stop or length)
+        - prompt_length, response_length: in tokens
+        - score, and score.NAME for each part of the score before its weight is applied
+        - disagreement.NAME for each disagreement that is stored with the scores
+        - kl: KL to the reference, in nats per response
+        - entropy_mean, value_mean, advantage_mean: means over the sampled tokens
+        - reward_sum, trained_on
+
+        Raises:
+            StoreError: stored data is damaged.
         """
         shards = (shard for step in self._steps_or_all(steps) for shard in read_step_shards(self.history, step))
         return self._join_tables(row_table, shards)
 
     def tokens(self, steps: Iterable[int] | None = None) -> pd.DataFrame:
-        """Return one line per sampled token: step, row, position in the response, token, text, version,
-        sampler_logprob, policy_logprob, ref_logprob, log_ratio to the reference, entropy, value, reward, advantage,
-        return."""
+        """Return a table with one line per sampled token. Columns: step, row, position (in the response, from 0),
+        token, text, version, sampler_logprob, policy_logprob, ref_logprob, log_ratio (to the reference), entropy,
+        value, reward, advantage, return."""
         shards = (shard for step in self._steps_or_all(steps) for shard in read_step_shards(self.history, step))
         return self._join_tables(token_table, shards)
 
     def evaluations(self) -> pd.DataFrame:
-        """Return one line per held-out response: version, then the columns of `rows` that apply."""
+        """Return a table with one line per held-out response. The first column is the evaluated version. The others are
+        the columns of `rows` that an evaluation has."""
         versions = sorted({address.step for address in self.history.ledger.addresses("evaluate")})
         shards = (shard for version in versions for shard in read_evaluation_shards(self.history, version))
         table = self._join_tables(row_table, shards)
@@ -280,20 +291,22 @@ class OpenedRun:
         return table.drop(columns=unasked, errors="ignore").rename(columns={"step": "version"})
 
     def metrics(self) -> pd.DataFrame:
-        """Return one line per finished step with a column per metric. The index is the step."""
+        """Return a table with one line per finished step and one column per metric. Its index is the step."""
         starts = read_run_starts(RunPaths(self.path).events)
         lines = {step: self.history.read_step_metrics(step, starts) for step in self.history.finished_steps()}
         return pd.DataFrame.from_dict(lines, orient="index").rename_axis("step")
 
     def arrays(self, steps: Iterable[int] | None = None) -> xr.Dataset:
-        """Return every stored array of these steps over (step, row, token), with the text of prompts and responses, in
-        memory. (`xarray.open_datatree` of `rollouts.zarr` reads lazily, and sees only files in their final place.)"""
+        """Return every stored array of these steps over (step, row, token), with the text of prompts and responses. All
+        arrays are in memory at once.
+
+        To read lazily, use `xarray.open_datatree` on `rollouts.zarr`. It sees only files in their final place."""
         return step_arrays(self.history, self._steps_or_all(steps), self.decode)
 
     def _join_tables(
         self, table: Callable[[StageRows, Decode], pd.DataFrame], shards: Iterable[StageRows]
     ) -> pd.DataFrame:
-        """Return the tables of all shards as one; without shards, an empty table with its columns."""
+        """Return the tables of all shards as one table. Without shards, return an empty table with the same columns."""
         tables = [table(shard, self.decode) for shard in shards]
         return pd.concat(tables or [table(empty_rows(), self.decode)], ignore_index=True)
 
@@ -313,5 +326,5 @@ def open_run(path: str | os.PathLike[str]) -> OpenedRun:
 
 
 def open_configured_run(config: RunConfig) -> OpenedRun:
-    """Return the run in the directory that a config names."""
+    """Return the run whose directory a config names."""
     return OpenedRun(config.run_dir, config, open_history(config), token_decoder(config.stored.root, config.model.path))

@@ -1,7 +1,7 @@
-"""`stageline plan CONFIG [key=value...] --devices 64xH100-80`: search for the fastest way to place a run on devices
-that need not be here, and print the best synchronous and asynchronous plans.
+"""`stageline plan CONFIG [key=value...] --devices 64xH100-80`: search for the fastest way to place a run on devices,
+and print the best synchronous and asynchronous plans.
 
-Starts nothing, and writes only the file that is asked for.
+This host need not have the devices. No run is started, and only the file of `--write` is written.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def command(options: argparse.Namespace) -> int:
 def _read_inputs(
     options: argparse.Namespace, hardware: str, cluster: HardwareCluster
 ) -> tuple[RunConfig, Calibration, Lengths]:
-    """Return the config to plan, the speeds and the lengths of responses. With `--from` all three are those of the run,
-    except what other options give. Raises ConfigError."""
+    """Return the config to plan, the speeds and the lengths of responses. With `--from`, all three come from that run,
+    except for the values that other options give. Raises ConfigError."""
     if options.from_run is None:
         if not options.sources:
             raise ConfigError("CONFIG", "none given; a plan needs a config file, or a run (--from RUN)")
@@ -95,7 +95,7 @@ def _read_inputs(
     saved = read_saved_config(options.from_run)
     # a new run cannot have the old one's directory
     config = load_yaml(to_yaml(saved), [f"name={saved.name}-planned", *options.sources])
-    whole_nodes = replace(cluster, gpus_per_node=cluster.hardware.gpus_per_node)  # those that the run had
+    whole_nodes = replace(cluster, gpus_per_node=cluster.hardware.gpus_per_node)  # the run used whole nodes
     observed = read_observed_run(options.from_run, whole_nodes)
     if options.calibration is None:
         calibration = calibrate([observed], whole_nodes, hardware)
@@ -113,7 +113,8 @@ def _read_inputs(
 
 
 def _with_predictions(plan: Plan) -> RunConfig:
-    """Return a plan's config with its predicted seconds, which the summary of its run compares."""
+    """Return a plan's config with the predicted seconds of a step and of its stages. The summary of its run compares
+    them with the measured seconds."""
     by_stage = {stage: seconds / STEPS for stage, seconds in plan.played.stage_s.items() if seconds}
     predicted = {"step": plan.played.mean_s, **by_stage}
     return replace(plan.config, predicted_s={name: float(f"{seconds:.4g}") for name, seconds in predicted.items()})
@@ -123,11 +124,12 @@ def devices_of(text: str, nodes_of: int | None) -> tuple[str, HardwareCluster, i
     """Return the hardware, the cluster and the number of devices that a text like `64xH100-80` names.
 
     Args:
-        nodes_of: devices that are used of each node; None: all that it has.
+        text: number of devices and name of the hardware.
+        nodes_of: number of devices to use on each node. None: as many as possible.
 
     Raises:
-        ConfigError: the text has another form, the hardware is unknown, the devices do not make whole nodes, or there
-            are more than a node has (`nodes_of`, and all devices if these are cores).
+        ConfigError: the text has another form, the hardware is unknown, or the number of devices is not a multiple of
+            the number on each node. Or a node has fewer devices than `nodes_of`, or fewer cores than the text asks for.
     """
     match = _TEXT.fullmatch(text)
     if match is None or int(match[1]) < 1:
@@ -149,7 +151,8 @@ def devices_of(text: str, nodes_of: int | None) -> tuple[str, HardwareCluster, i
 
 
 def _refusals(cluster: HardwareCluster, text: str) -> Callable[[RunConfig], str | None]:
-    """Return a function that says why a run of a config would be refused on the cluster, or None."""
+    """Return a function that takes a config, and returns the reason why its run would be refused on the cluster. The
+    function returns None if the run would start."""
 
     def refuse(config: RunConfig) -> str | None:
         try:
@@ -163,7 +166,7 @@ def _refusals(cluster: HardwareCluster, text: str) -> Callable[[RunConfig], str 
 
 
 def _table(result: Found, config: RunConfig) -> Table:
-    """Return a table of the plans, the best first."""
+    """Return a table of the plans. The best plan comes first."""
     table = Table(title="Plans", title_justify="left", title_style="bold", box=None, pad_edge=False)
     for heading in ("", "gangs", "staleness", "devices", "s/step", "samples /\ndevice-hour", "limited by"):
         table.add_column(heading, no_wrap=True)
@@ -183,7 +186,7 @@ def _table(result: Found, config: RunConfig) -> Table:
 
 
 def _placement(plan: Plan, on_gpus: bool) -> Iterator[str]:
-    """Yield the shards and each gang of a plan in words."""
+    """Yield texts about a plan: its number of shards, then the workers and layout of each gang."""
     config = plan.config
     yield f"shards {config.rollout.shards}"
     for name in (GENERATE, TRAIN, CRITIC, REFERENCE):
@@ -208,8 +211,11 @@ def _placement(plan: Plan, on_gpus: bool) -> Iterator[str]:
 
 
 def _verdict(result: Found, price: float) -> Iterator[str]:
-    """Yield lines for users: the step times of the best synchronous and the best asynchronous plan, the price of
-    staleness from which the latter is worse, and how many combinations were searched."""
+    """Yield lines for users about
+
+    - the step times of the best synchronous and the best asynchronous plan,
+    - the price of staleness from which on the asynchronous plan is worse,
+    - the numbers of combinations that were searched and left out."""
     synchronous, asynchronous = result.best(synchronous=True), result.best(synchronous=False)
     if synchronous is not None and asynchronous is not None:
         slow, fast = synchronous.played.mean_s, asynchronous.played.mean_s

@@ -1,5 +1,5 @@
-"""Start a run from a script or a notebook: the interface of `import stageline` (docs/python.md). What runs is what
-`stageline run` runs."""
+"""Start a run from a script or a notebook: the interface of `import stageline` (docs/python.md). The run is the same as
+with `stageline run`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from pipeline.observe.text import print_plain
 
 
 def load_config(*sources: str | os.PathLike[str]) -> RunConfig:
-    """Return the config of YAML files and `key=value` changes, merged as on the command line. Raises ConfigError with
-    everything that is wrong, and TypeError for a list or a mapping in place of a text."""
+    """Return the config of YAML files and `key=value` changes, merged as on the command line.
+
+    Raises:
+        ConfigError: lists all errors.
+        TypeError: a source is neither a text nor a path."""
     for source in sources:
         if not isinstance(source, str | os.PathLike):
             raise TypeError(f'give each file and each change as an argument ("run.yaml", "seed=1"), not {source!r}')
@@ -41,12 +44,13 @@ def run(
     name that committed no update is moved aside.
 
     Args:
-        config: is checked again, so it may have been changed since it was loaded. It is not modified.
-        callbacks: each is called as `callback(step, metrics)` when a step is over, and with the `eval/` metrics of a
-            version when its evaluation is over. They get copies in the driver's process, so they cannot change the
-            run's numbers. An exception in a callback ends the run, which can be resumed.
-        resume: continue the run if its directory has it already, instead of raising ConfigError.
-        overwrite: move an earlier run of this name aside, also one with updates.
+        config: the config. It is checked again, so you may change it after loading. It is not modified.
+        callbacks: functions that the driver's process calls. Each is called as `callback(step, metrics)` when a step is
+            over, and as `callback(version, metrics)` with the `eval/` metrics when an evaluation is over. They get
+            copies of the metrics, so they cannot change the run's numbers. An exception in a callback ends the run,
+            which can be resumed.
+        resume: if the run has begun, continue it instead of raising ConfigError.
+        overwrite: move an earlier run of this name aside even if it has committed updates.
         quiet: print nothing.
 
     Raises:
@@ -71,8 +75,8 @@ def run(
 
 @contextmanager
 def _hide_main_module() -> Iterator[None]:
-    """Return a context in which worker processes do not import the calling script, which would start the run again in
-    each of them. multiprocessing does not import a main module whose spec has the name `__main__`."""
+    """Return a context in which worker processes do not import the calling script. The import would start the run again
+    in each worker. multiprocessing does not import a main module whose spec has the name `__main__`."""
     main = sys.modules["__main__"]
     before, main.__spec__ = main.__spec__, ModuleSpec("__main__", None)
     try:

@@ -1,5 +1,5 @@
-"""`stageline report RUN [RUN...]`: write a run, or several side by side, as one self-contained HTML file. A finished
-variant counts as a run."""
+"""`stageline report RUN [RUN...]`: write one self-contained HTML file about a run, or about several runs side by side.
+A finished variant counts as a run."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _read_configs(run_dirs: Sequence[str]) -> list[RunConfig]:
-    """Return the configs of the runs. Raises ConfigError for a directory without a run, a run that never began, a run
-    given twice, and too many runs."""
+    """Return the configs of the runs. Raises ConfigError for a directory without a run, a run that never began, an
+    unfinished variant, a run given twice, and too many runs."""
     if len(run_dirs) > MAX_RUNS:
         raise ConfigError("RUN", f"given {len(run_dirs)} runs; a report has 1 to {MAX_RUNS}")
     configs = [read_saved_config(run_dir, variants=True) for run_dir in run_dirs]
@@ -52,8 +52,11 @@ def _read_configs(run_dirs: Sequence[str]) -> list[RunConfig]:
 
 
 def _output_path(given: str | None, configs: Sequence[RunConfig]) -> Path:
-    """Return the path of the file. Raises ConfigError if a given path is a directory, lies in no directory, does not
-    end in .html, or is a file that is no report."""
+    """Return the path of the report.
+
+    Raises:
+        ConfigError: the path is a directory, its parent directory does not exist, it does not end in .html, or it is
+            an existing file that is not a report."""
     if given is None and len(configs) == 1:
         return RunPaths(configs[0].run_dir).report
     file = _COMPARISON_FILE if given is None else Path(given)
@@ -84,7 +87,7 @@ def _read_source(config: RunConfig) -> Source:
 
 
 def _label_by_directory(sources: Sequence[Source]) -> list[Source]:
-    """Label runs of the same name by their directories."""
+    """Return the sources. If several have the same name, their directories are added to the names."""
     names = [source.name for source in sources]
     return [
         source if names.count(source.name) == 1 else replace(source, name=f"{source.name} ({source.directory})")

@@ -41,7 +41,7 @@ def _label(files: list[str], changes: list[str], source: str | None) -> int:
 
 
 def _run_reporting_full_disk(act: Callable[[], object], run_dir: Path, way_on: str) -> int:
-    """Run `act` and return the exit code. If the disk refuses a write, print the error with `way_on`, the advice."""
+    """Run `act` and return the exit code. If the disk refuses a write, print the error and the advice `way_on`."""
     try:
         act()
     except AppendFailed as error:

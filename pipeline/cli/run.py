@@ -76,8 +76,9 @@ def execute(
     json_lines: bool = False,
 ) -> int:
     """Run a config to its end, and return the exit code. If the run stops earlier, print how to continue.
-    `immediate_signals`: signals that end the run at once, with exit code 75. If any are given, missing workers also
-    give that code."""
+
+    `immediate_signals` are signals that end the run at once, with exit code 75. If any are given, the exit code is also
+    75 if workers are missing."""
     paths = RunPaths(config.run_dir)
     try:
         run(
@@ -115,13 +116,19 @@ def execute(
 
 
 def move_earlier_run_aside(config: RunConfig, *, overwrite: bool, user_agreed: bool) -> str | None:
-    """Move an earlier run of this name aside if no update of it was committed, or if `overwrite` is True and the user
-    agrees (`user_agreed`, or asked at the terminal). Return a sentence that says where it is now. Return None if
-    nothing was moved: the start of the run refuses a directory that holds a run.
+    """Move the directory of an earlier run of this name aside, so that a new run can begin. Return a sentence that says
+    where it is now, or None if nothing was moved.
+
+    - A run without a committed update is moved.
+    - A run with a committed update is moved if `overwrite` is True and the user agrees. If `user_agreed` is False, the
+      user is asked at the terminal.
+    - A variant, a reward model's training, a link, and a run with a Slurm job or data in `storage.url` are not moved.
+
+    If a run is not moved, the start of the new run refuses its directory.
 
     Raises:
-        ConfigError: the new run cannot work (then nothing is moved), the user does not agree, or the earlier run cannot
-            be moved.
+        ConfigError: the new run cannot work, the user does not agree, or the earlier run cannot be moved. In all these
+            cases nothing is moved.
     """
     paths = RunPaths(config.run_dir)
     if not (holds_run(paths) or paths.config.exists()) or paths.variant.exists() or _is_reward_training(paths):
@@ -131,7 +138,7 @@ def move_earlier_run_aside(config: RunConfig, *, overwrite: bool, user_agreed: b
             need = f"{paths.root} is a link, or belongs to a Slurm job: choose another name=..., or remove it"
             raise ConfigError("--overwrite", f"given; {need}")
         return None
-    if config.storage.url is not None:  # what is there cannot be moved aside; the start of the run refuses it
+    if config.storage.url is not None:  # data at a URL cannot be moved
         if overwrite:
             need = f"the run's data at {config.storage.url} is not moved: choose another storage.url, and name"
             raise ConfigError("--overwrite", f"given; {need}")
@@ -159,7 +166,7 @@ def move_earlier_run_aside(config: RunConfig, *, overwrite: bool, user_agreed: b
 
 
 def _is_reward_training(paths: RunPaths) -> bool:
-    """Return True if the directory holds a reward model's training or a labelling."""
+    """Return True if the directory holds the training of a reward model, or responses that a judge labelled."""
     try:
         if paths.config.exists():
             read_run_config(paths.config)

@@ -1,7 +1,8 @@
-"""`stageline simulate CONFIG [key=value...] --hardware 16x8xH100-80`: play a run on a virtual clock, on a cluster that
-need not be here, and print where its time would go.
+"""`stageline simulate CONFIG [key=value...] --hardware 16x8xH100-80`: simulate a run on a cluster with a virtual clock,
+and print how its time would be spent.
 
-Starts nothing, and writes only the files that are asked for.
+This host need not be part of the cluster. No run is started, and only the files of `--timeline` and `--trace-file` are
+written.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pipeline.plan.scenario import journal_events, scenario_of, trace_events
 from pipeline.plan.simulate import Execution, Failures, Played, Stragglers, play
 
 _MOST_DRAWN = 20_000
-"""Most executions in a timeline or a trace. If there are more, it has the first ones."""
+"""Maximum number of executions in a timeline or a trace. Later executions are left out."""
 
 
 def command(options: argparse.Namespace) -> int:
@@ -72,7 +73,8 @@ def calibration_of(file: str | None, hardware: str, cluster: HardwareCluster) ->
 
 
 def lengths_of(text: str | None, config: RunConfig, seed: int) -> Lengths:
-    """Return the distribution of lengths that a text names. Without a text, all responses have the longest length."""
+    """Return the distribution of response lengths that a text describes. If `text` is None, all responses have
+    `sampling.max_new_tokens` tokens."""
     most = config.sampling.max_new_tokens
     return FixedLengths(most) if text is None else parse_lengths(text, most, seed)
 
@@ -83,7 +85,7 @@ def _keep(drawn: list[Execution], one: Execution) -> None:
 
 
 def _stragglers(text: str | None) -> Stragglers | None:
-    """Return the stragglers that a text like `0.05:3` names."""
+    """Return the stragglers that a text like `0.05:3` describes: 5% of the nodes take 3 times as long."""
     if text is None:
         return None
     share, _, factor = text.partition(":")
@@ -107,7 +109,7 @@ def _failures(options: argparse.Namespace, config: RunConfig) -> Failures | None
 
 
 def _write(options: argparse.Namespace, config: RunConfig, played: Played, drawn: Sequence[Execution]) -> None:
-    """Write the timeline and the trace that were asked for."""
+    """Write the timeline and the trace, if their options are given."""
     if options.timeline is not None:
         plots: Any = import_module("pipeline.observe.plots")  # matplotlib takes a second
         timeline = run_timeline(journal_events(drawn))
@@ -151,7 +153,7 @@ def _rows(played: Played, config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _seconds(seconds: float) -> str:
-    """Return a time with three significant digits, or in minutes or hours if it is long."""
+    """Return a time as text: in seconds with three significant digits, or in minutes or hours from 120 s on."""
     return format_duration(seconds) if seconds >= 120 else f"{seconds:.3g} s"
 
 

@@ -55,7 +55,7 @@ def submit(options: argparse.Namespace) -> int:
 
 
 def has_all_steps(config: RunConfig) -> bool:
-    """Return True if the run has done as many steps as the config has."""
+    """Return True if the run has ended and has done all steps of the config."""
     paths = RunPaths(config.run_dir)
     if not journal_exists(paths.events):
         return False
@@ -63,16 +63,16 @@ def has_all_steps(config: RunConfig) -> bool:
 
 
 def cluster_config(sources: Sequence[str]) -> RunConfig:
-    """Return the config as a job runs it: with attached workers, and a directory that does not depend on the working
-    directory. Raises ConfigError."""
+    """Return the config with which a job runs. Workers are attached, and the path of the run's directory is absolute.
+    Raises ConfigError."""
     config = config_from_sources([*sources, "cluster.kind=attached"])
     config.runs_dir = str(config.run_dir.absolute().parent)
     return config
 
 
 def check_for_cluster(config: RunConfig) -> None:
-    """Raise ConfigError for everything for which the job would be refused, as far as this host can tell."""
-    refuse_foreign(config.run_dir)  # a job may continue a run that is there
+    """Raise ConfigError if the job would refuse the config. Only the checks that work on this host are made."""
+    refuse_foreign(config.run_dir)  # a job may continue a run that exists there
     check_run(config, resume=has_begun(config))
 
 
@@ -92,8 +92,10 @@ def cancel(options: argparse.Namespace) -> int:
 
 
 def may_requeue(options: argparse.Namespace) -> int:
-    """Return exit code 0 if the job may be requeued, else print the reason and return 75. A job's script asks this when
-    a start has ended."""
+    """Record the end of a start of a job, and decide whether the job may be requeued. The job's script calls this
+    command.
+
+    Return exit code 0 if the job may be requeued. Otherwise print the reason and return 75."""
     paths = RunPaths(Path(options.run_dir))
     committed = count_committed(read_submitted_config(options.run_dir).stored.ledger())
     end = JobEnd(options.restart, committed, options.because, options.lost)
@@ -155,7 +157,7 @@ def _log_files(run_dir: str, gang: str | None, index: int | None) -> Mapping[str
 
 
 def _print_end(name: str, file: Path, lines: int, several: bool) -> int:
-    """Print the last lines of a file. Return the offset of its end."""
+    """Print the last complete lines of a file. Return the offset after them, or 0 if the file does not exist."""
     if not file.exists():
         return 0
     last: deque[bytes] = deque(maxlen=lines)
@@ -163,7 +165,7 @@ def _print_end(name: str, file: Path, lines: int, several: bool) -> int:
     with file.open("rb") as content:
         for line in content:
             if not line.endswith(b"\n"):
-                break  # the line is being written; the next look prints it whole
+                break  # the line is still being written: a later call prints it
             last.append(line)
             end += len(line)
     for line in last:
@@ -172,8 +174,8 @@ def _print_end(name: str, file: Path, lines: int, several: bool) -> int:
 
 
 def _print_from(name: str, file: Path, offset: int, several: bool) -> int:
-    """Print the whole lines from an offset on. Return the offset of their end. A file that became shorter is read from
-    its beginning."""
+    """Print the complete lines of a file from an offset on. Return the offset after them, or 0 if the file does not
+    exist. A file that became shorter is read from its beginning."""
     if not file.exists():
         return 0
     with file.open("rb") as content:

@@ -1,6 +1,7 @@
-"""`stageline status [RUN] [--runs-dir DIR]`: show how far a run is and the state of its job; without RUN, of every run.
+"""`stageline status [RUN] [--runs-dir DIR]`: show the progress of a run and the state of its job. Without RUN, show
+every run of a directory.
 
-Reads the run's directory and asks Slurm, if there is one. Starts and changes nothing.
+The command reads the run's directory and asks Slurm, if the host has Slurm. It starts and changes nothing.
 """
 
 from __future__ import annotations
@@ -27,21 +28,22 @@ from storage.locks import holder
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a run as seen from outside."""
+    """The state of a run, as another process can read it."""
 
     name: str
     finished_steps: int
-    """Finished steps."""
+    """Number of finished steps."""
     steps: int
+    """Number of steps that the config asks for."""
     driver: str | None
-    """Description of the process that drives it now; None: there is none."""
+    """Description of the driver's process. None if no driver is running."""
     has_begun: bool
     record: JobRecord | None
     job: JobState | None
-    """State of its job. None if Slurm is absent or has forgotten the job, or if Slurm could not be asked:
-    `unknown_reason` then says why."""
+    """State of the run's job. None if there is no job or no Slurm, if Slurm has forgotten the job, or if Slurm did not
+    answer."""
     unknown_reason: str | None
-    """Reason why the job's state is unknown."""
+    """Reason why Slurm did not answer. None if it answered or was not asked."""
 
 
 def command(options: argparse.Namespace) -> int:
@@ -63,7 +65,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 class _Slurm:
-    """Asks Slurm about many jobs. After one failure it does not ask again, because each question might wait as long."""
+    """A client that asks Slurm about many jobs. After one failure it raises the same error without asking again.
+    Otherwise each question might wait for the time limit."""
 
     def __init__(self) -> None:
         self._silent: ConfigError | None = None
@@ -79,8 +82,8 @@ class _Slurm:
 
 
 def run_state(run_dir: str, ask: Callable[[str], JobState | None] = job_state) -> RunState:
-    """Return the state of the run in a directory; `ask` returns the state of its job. Raises ConfigError if there is no
-    run."""
+    """Return the state of the run in a directory. `ask` is a function that returns the state of a job. Raises
+    ConfigError if the directory holds no run."""
     config, paths = read_submitted_config(run_dir), RunPaths(Path(run_dir))
     done = len(_read_finished_steps(config)) if has_begun(config) else 0
     record, job, unknown = read_record(paths.job), None, None
@@ -93,7 +96,8 @@ def run_state(run_dir: str, ask: Callable[[str], JobState | None] = job_state) -
 
 
 def _read_finished_steps(config: RunConfig) -> list[int]:
-    """Return the steps that are done, read without the store: importing Zarr takes longer than the rest."""
+    """Return the finished steps. They are read from the ledger alone, because the import of Zarr would take longer than
+    the rest of the command."""
     ledger = config.stored.ledger()
     over = max(ledger.closed_until(), read_dropped(config.stored.root))
     return finished_steps(config.graph(), over, ledger.addresses(from_step=over))
@@ -136,8 +140,8 @@ def _job_text(job: JobState | None) -> str:
 
 
 def _row(path: Path, slurm: _Slurm) -> tuple[str, str, str, str] | None:
-    """Return a row of the table; None for a directory of another program. The row of a damaged run holds its error, so
-    that the other runs can be shown."""
+    """Return a run's row of the table, or None for a directory of another program. The row of a damaged run shows the
+    error, so that the other runs can still be shown."""
     try:
         state = run_state(str(path), slurm.job_state)
     except OtherProgramsConfig:

@@ -1,9 +1,9 @@
-"""`stageline sweep CONFIG... key=value,value...`: run each combination, with Slurm as a job array, else one after the
-other.
+"""`stageline sweep CONFIG... key=value,value...`: start one run for each combination of values.
 
-All are runs of one MLflow experiment, under a parent run that lists the settings in which they differ. The same command
-again continues the runs that are not done and have no job. The functions at the top are pure: they find the
-combinations.
+With Slurm the runs are submitted, as one job array if possible. Otherwise they run on this host one after the other.
+All runs are in one MLflow experiment, below a parent run that lists the settings in which they differ. If the same
+command is called again, it continues the runs that are not done and have no job. The functions at the top are pure, and
+find the combinations.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from storage.redaction import redacted
 
 _OPEN, _CLOSE = "[{(", "]})"
 _COMMON_KEYS = ("name", "runs_dir")
-"""Settings that must be the same for all runs of a sweep. All of section `tracking` must be, too."""
+"""Settings that must be the same for all runs of a sweep. The same holds for all settings of section `tracking`."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def parse_axes(changes: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]
     values, `betas=[0.8, 0.9]` has one.
 
     Raises:
-        ConfigError: a setting is given twice, no setting has several values, or a setting has several and may not:
-            because all runs must share it, it is a secret, or its values are empty or repeated.
+        ConfigError: a setting is given twice, or no setting has several values. Or a setting has several values, but
+            all runs must share it, it is a secret, or some of its values are empty or equal.
     """
     fixed, axes, keys = [], dict[str, list[str]](), set[str]()
     for change in changes:
@@ -92,7 +92,8 @@ def parse_axes(changes: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]
 
 
 def sweep_points(axes: Mapping[str, Sequence[str]], name: str) -> list[SweepPoint]:
-    """Return every combination; the last setting's values change fastest. `name`: start of the name of each run.
+    """Return one point for each combination of values. The values of the last setting change fastest. `name`: beginning
+    of each run's name.
 
     Raises:
         ConfigError: two runs would have the same name, or a name would be too long.
@@ -114,7 +115,8 @@ def sweep_points(axes: Mapping[str, Sequence[str]], name: str) -> list[SweepPoin
 
 
 def _parsed_value(value: str) -> str:
-    """Return a value as the config reads it, so that 0 and 00 count as the same. Invalid YAML is refused later."""
+    """Return a text of the value that the config would read, so that 0 and 00 count as equal. Invalid YAML is returned
+    unchanged, because it is refused later."""
     try:
         return repr(OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False))
     except Exception:  # yaml's errors have no common public base that omegaconf re-exports
@@ -122,14 +124,15 @@ def _parsed_value(value: str) -> str:
 
 
 def _short_key(key: str, other_keys: Sequence[str]) -> str:
-    """Return the shortest end of a key, in whole parts, with which no other key of the sweep ends."""
+    """Return the shortest ending of a key that no other key of the sweep has. An ending consists of whole parts. For
+    example, `model.policy.lr` has the endings `lr` and `policy.lr`."""
     parts = key.split(".")
     ends = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
     return next((end for end in ends if not any(f".{other}".endswith(f".{end}") for other in other_keys)), key)
 
 
 def _split_at_commas(text: str) -> Iterator[str]:
-    """Split at commas that are outside of brackets and quotes."""
+    """Split a text at the commas that are outside of brackets and quotes."""
     depth, quote, start = 0, "", 0
     for place, mark in enumerate(text):
         if quote:
@@ -171,8 +174,10 @@ def command(options: argparse.Namespace) -> int:
 def _submit(
     configs: Sequence[RunConfig], points: Sequence[SweepPoint], folder: RunPaths, max_running: int | None
 ) -> int:
-    """Submit the runs that are neither done nor have a job. If each run is a job of its own and one is refused, the
-    others are still submitted."""
+    """Submit the runs that are not done and have no job, and return the exit code.
+
+    If the runs cannot be one job array, each is submitted as its own job. If one of these jobs is refused, the others
+    are still submitted."""
     done = {config.name: f"done, {config.steps} of {config.steps} steps" for config in configs if has_all_steps(config)}
     jobs = {config.name: unfinished_job_text(config) for config in configs if config.name not in done}
     for config in configs:
@@ -209,8 +214,8 @@ def _submit_one(config: RunConfig) -> int:
 
 
 def _run_one_by_one(configs: Sequence[RunConfig], points: Sequence[SweepPoint]) -> int:
-    """Run the configs one after the other, and return the highest exit code. A failed run does not stop the others; an
-    interrupted one does."""
+    """Run the configs one after the other, and return the highest exit code. After a failed run the next one starts. An
+    interrupted run ends the sweep."""
     codes = {}
     for config in configs:
         print_line(f"---- {config.name}")
@@ -235,12 +240,18 @@ def _comparison(configs: Sequence[RunConfig], points: Sequence[SweepPoint], code
 
 
 def _check_concurrent_runs(config: RunConfig, max_running: int | None, *, is_array: bool, has_other_jobs: bool) -> None:
-    """Refuse settings that cannot work if the runs of a sweep run at the same time. `is_array`: they are tasks of one
-    job array; `has_other_jobs`: a job of another run of the sweep exists.
+    """Refuse settings that cannot work if runs of a sweep run at the same time.
+
+    Args:
+        config: the config of one of the runs.
+        max_running: maximum number of runs at the same time, or None.
+        is_array: True if the runs are tasks of one job array.
+        has_other_jobs: True if another run of the sweep has a job already.
 
     Raises:
-        ConfigError: `max_running` is given and the runs are separate jobs, whose number Slurm cannot limit; or several
-            runs may write to MLflow's sqlite file, which allows one writer at a time, and on a network filesystem none.
+        ConfigError: `max_running` is given, but the runs are separate jobs, whose number Slurm cannot limit. Or several
+            runs may write to MLflow's sqlite file at the same time. The file allows one writer at a time, and no writer
+            on a network filesystem.
     """
     uri = config.tracking.uri
     if max_running is not None and not is_array:
@@ -258,7 +269,7 @@ def _with_parent_run(configs: Sequence[RunConfig], points: Sequence[SweepPoint],
     """Create the parent run in MLflow, and return the configs with its id. Without tracking, return them unchanged.
 
     Raises:
-        ConfigError: MLflow cannot be reached, so there would be no parent.
+        ConfigError: MLflow cannot be reached, so the parent run cannot be created.
     """
     config = configs[0]
     if config.tracking.uri is None:

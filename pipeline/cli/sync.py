@@ -1,4 +1,4 @@
-"""`stageline sync RUN [--to URI]`: deliver the rest of a run's tracking spool to MLflow, and to further trackers."""
+"""`stageline sync RUN [--to URI]`: deliver the rest of a run's tracking spool to MLflow and to `tracking.also`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def command(options: argparse.Namespace) -> int:
 def sync(config: RunConfig, to: str | None) -> int:
     """Deliver the spool and return the exit code. `to`: another MLflow store, which gets the whole run.
 
+    A missing database file is created. A missing directory is not created, because it is more likely a spelling error.
+
     Raises:
-        ConfigError: the run was not tracked, is running, or there is no store. A missing database file is created. A
-            missing directory is not, because the path is then more likely misspelt.
+        ConfigError: the run was not tracked, is running, or no usable store is given.
     """
     paths = RunPaths(config.run_dir)
     if not paths.mlflow_spool.exists():

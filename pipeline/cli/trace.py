@@ -1,7 +1,9 @@
-"""`stageline check CONFIG --trace`: run one rank of each pipeline stage of each training gang without GPUs and without
-the other ranks (`stages.models.trace`), and print its memory beside the prediction, and its collectives.
+"""`stageline check CONFIG --trace`: trace the ranks of each gang that holds models, and print their memory and their
+collectives. The memory is printed beside the prediction of `stageline check`.
 
-The traces run in processes of their own, since torch cannot forget a device; two at a time if there are two cores.
+A trace runs one rank of a pipeline stage, without GPUs and without the other ranks (`stages.models.trace`). Traces run
+in other processes, because a process that used the fake GPU cannot use a real one afterwards. Two traces run at the
+same time if there are two cores.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _NAMES = {DEVICE: "GPU", HOST: "host", PINNED: "pinned"}
 
 
 def show_trace(config: RunConfig) -> None:
-    """Print the traces of all gangs that hold models."""
+    """Trace the ranks of all gangs that hold models, and print the traces."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that the device has no backend of its own
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     gangs = {gang.name: traced_gang(config, gang) for gang in config.gangs() if gang.roles & MODEL_ROLES}
@@ -61,7 +63,7 @@ def show_trace(config: RunConfig) -> None:
 
 
 def traced_gang(config: RunConfig, gang: Gang) -> TracedGang:
-    """Return a gang's input of the trace."""
+    """Return the settings with which the ranks of a gang are traced."""
     settings = config.placement.gangs[gang.name]
     return TracedGang(
         config.model,
@@ -76,8 +78,11 @@ def traced_gang(config: RunConfig, gang: Gang) -> TracedGang:
 
 
 def predicted_bytes(gang: TracedGang, stage: int) -> dict[str, int]:
-    """Return the predicted bytes of the first rank of a stage, by place, for the rows that the trace runs: on its GPU,
-    in the host's memory for a publication, and pinned there for checkpoints and for what is offloaded."""
+    """Return the predicted bytes of the first rank of a stage, for the rows that the trace runs. The keys are:
+
+    - DEVICE: all memory on the rank's GPU
+    - HOST: host memory for a publication
+    - PINNED: pinned host memory for checkpoints and offloaded tensors"""
     model = gang.model
     own = {role: read_spec(model.path_of(role)) for role in gang.roles if model.path_of(role) != model.path}
     models = GangModels(
@@ -106,7 +111,7 @@ def predicted_bytes(gang: TracedGang, stage: int) -> dict[str, int]:
 
 
 def _comparison_text(traced: int, of_formula: int) -> str:
-    """Return a text with a traced and a predicted number of bytes, and their difference."""
+    """Return a text with a traced number of bytes, a predicted number (`of_formula`), and their difference."""
     difference = f" ({of_formula / traced - 1:+.1%})" if traced else ""
     return f"traced {_mebibytes(traced) or 0} MiB, predicted {_mebibytes(of_formula) or 0} MiB{difference}"
 
@@ -132,8 +137,10 @@ def _show_rank(name: str, gang: TracedGang, rank: TracedRank) -> None:
 
 
 def group_repeats(collectives: Sequence[Collective], longest: int = 16) -> Iterator[tuple[int, Sequence[Collective]]]:
-    """Yield the collectives in order as (number of times, sequence): a sequence that is repeated directly is yielded
-    once. Repeats are long, because the blocks of a model all make the same few calls."""
+    """Yield the collectives in order as pairs (number of times, sequence). A sequence that directly follows itself is
+    yielded once. There are many repetitions, because all blocks of a model make the same few calls.
+
+    `longest` is the maximum length of a repeated sequence."""
     start = 0
     while start < len(collectives):
         best = 1, 1

@@ -1,8 +1,7 @@
 """Measure copies between devices, in a process of its own: `python -m pipeline.doctor.copies RESULT DEVICE...`.
 
 COPY_BYTES are copied from the host to each device, from each device to the host, and between each pair of devices in
-both directions. For each copy the rate is measured. The target computes a checksum, which is compared with the checksum
-of the source.
+both directions. Each copy's rate is measured, and the checksum of the target is compared with that of the source.
 """
 
 from __future__ import annotations
@@ -28,12 +27,13 @@ PIECE_FACTOR = 6364136223846793005
 
 @dataclass(frozen=True)
 class CopyResult:
-    """The measured copies, by name: "0->1" is the copy from GPU 0 to GPU 1, "host->0" from the host to GPU 0, "0->host"
-    back."""
+    """The results of all copies. A copy is named by source and target, for example "0->1" from GPU 0 to GPU 1, or
+    "host->0" from the host to GPU 0."""
 
     bytes_per_s: dict[str, float]
+    """Name of a copy -> its rate."""
     wrong: list[str]
-    """Names of the copies whose checksum differs from that of the source."""
+    """Names of the copies after which source and target had different checksums."""
 
 
 def measure_copies(devices: list[str], num_bytes: int) -> CopyResult:
@@ -65,7 +65,7 @@ def measure_copies(devices: list[str], num_bytes: int) -> CopyResult:
 def copy_rate(source: Tensor, target: Tensor) -> float:
     """Copy a tensor into another four times. Return the rate of the fastest copy, in bytes per second."""
     best = 0.0
-    for _ in range(4):  # the first one opens the connection
+    for _ in range(4):  # the first copy opens the connection
         target.zero_()
         _wait(source, target)
         began = time.perf_counter()

@@ -38,8 +38,8 @@ for gloo, and 10 Gbit/s for NCCL."""
 MIN_LINK_FRACTION = 0.25
 """Fraction of the links' rate in `conf/hardware` that an all-reduce by NCCL must reach.
 
-With NUM_BYTES over good links it reaches more than half. Over PCIe in place of NVLink, or over TCP in place of
-InfiniBand, it reaches a tenth or less. We have not measured these fractions."""
+We expect an all-reduce of NUM_BYTES to reach more than half of the rate over good links. Over PCIe in place of NVLink,
+or over TCP in place of InfiniBand, we expect a tenth or less. We have not measured these fractions."""
 PROGRAM = ("-m", "pipeline.doctor.exchange")
 LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
 """Environment variables with which NCCL prints the network that it uses. The report contains this output."""
@@ -56,7 +56,7 @@ class AllReduceResult:
     gpu: str
     """Name of rank 0's GPU; empty if it has none."""
     bytes_per_s: float
-    """Size of one rank's tensor, divided by the duration of an all-reduce: the fastest of six."""
+    """Size of one rank's tensor, divided by the duration of the fastest of six all-reduces."""
 
 
 def ranks(settings: DoctorSettings) -> Finding:
@@ -164,7 +164,7 @@ def measure_all_reduce(
     try:
         pattern = torch.arange(num_bytes // 4, device=device).remainder_(251).float()  # small enough for exact sums
         expected = pattern * size + size * (size - 1) // 2
-        for _ in range(6):  # the first one opens the connections
+        for _ in range(6):  # the first all-reduce opens the connections
             tensor = pattern + index
             float(tensor[-1])  # waits for the device
             began = time.perf_counter()
@@ -182,8 +182,10 @@ def measure_all_reduce(
 def reachable_address(on_one_host: bool) -> str:
     """Return the address at which the other ranks reach this host.
 
-    If `on_one_host` is true, it is 127.0.0.1. Otherwise it is the address of the host's name. If that is a loopback
-    address, as in Debian's /etc/hosts, it is the address of the interface that has the default route."""
+    - If all ranks are on one host, the address is 127.0.0.1.
+    - Otherwise it is the address to which the host's name resolves.
+    - If the name resolves to a loopback address, as in Debian's /etc/hosts, it is the address of the interface that has
+      the default route."""
     if on_one_host:
         return "127.0.0.1"
     named = socket.gethostbyname(socket.gethostname())

@@ -59,7 +59,7 @@ def measure_engine(job: EngineJob) -> EngineResult:
         if sleeps:
             engine.sleep()
             engine.wake()
-            if engine.version != 2:  # its weights were freed too
+            if engine.version != 2:  # sleeping has freed the weights too
                 engine.load_weights(2, weights)
         return EngineResult(
             device=job.device or "its own device",

@@ -31,7 +31,7 @@ PIECE_BYTES = 64 << 20
 """Number of bytes that a test writes to measure a rate."""
 MAX_CLOCK_SKEW_S = 5.0
 """Largest accepted difference between this host's clock and its file server's clock. Logs and reports order events by
-both."""
+times of both clocks."""
 LOOPBACK_TIMEOUT_S = 10.0
 MIN_SPEEDUP = 0.25
 """Smallest accepted rate of all threads together, as a fraction of the rate of a single thread. If other programs use
@@ -108,7 +108,7 @@ def processors(settings: DoctorSettings) -> Finding:
     quota = _core_quota()
     cores = max(1, min(len(os.sched_getaffinity(0)), int(quota or 1 << 20)))
     one, many = _product_rate(1), _product_rate(cores)
-    for _ in range(MAX_REPEATS if cores > 1 else 0):  # another program may have had a core for that moment
+    for _ in range(MAX_REPEATS if cores > 1 else 0):  # another program may have used a core at that moment
         if many >= MIN_SPEEDUP * one:
             break
         many = max(many, _product_rate(cores))

@@ -162,8 +162,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def result_text(result: DoctorResult) -> str:
-    """Return a result as text for the report. It is one line, and a second line with the advice if the test found a
-    fault."""
+    """Return a result as text for the report. If the test found a fault, a second line has the advice."""
     mark = {Status.OK: "ok", Status.ABSENT: "--", Status.FAULT: "FAULT", Status.NOT_REACHED: "  "}[result.status]
     absent, not_reached = f"not on this machine: {result.text}", f"not reached: {result.title}"
     text = {Status.ABSENT: absent, Status.NOT_REACHED: not_reached}.get(result.status, result.text)

@@ -44,10 +44,10 @@ class Program:
 def run_together(programs: Sequence[Program], deadline_s: float, advice: str) -> None:
     """Run programs at the same time until all have ended.
 
-    When the call returns or raises, none of the programs is running, nor any process in their sessions.
+    When the call returns or raises, all programs and all processes in their sessions have ended.
 
     Raises:
-        Fault: a program failed, or was still running after `deadline_s`. It has the output of every program."""
+        Fault: a program failed, or was still running after `deadline_s`. Its facts have the output of every program."""
     with tempfile.TemporaryDirectory(prefix="stageline-doctor-") as folder, contextlib.ExitStack() as stack:
         logs = [Path(folder, f"{index}.log") for index in range(len(programs))]
         running = []

@@ -1,4 +1,4 @@
-"""The doctor's tests of training: updates, layouts, publication and memory. Each runs in processes of its own
+"""The doctor's tests of training: updates, layouts, publication and memory. The updates run in processes of their own
 (`rank.py`).
 
 The reference is always a float32 update on the CPU with plain torch kernels. Without GPUs, the compiled kernels are
@@ -70,8 +70,8 @@ def bfloat16(settings: DoctorSettings) -> Finding:
 
 
 def layouts(settings: DoctorSettings) -> Finding:
-    """Test that two ranks compute the same as one, under tensor, pipeline and data parallelism, on neighbouring
-    GPUs."""
+    """Test that two ranks compute the same update as one rank, with tensor, pipeline and data parallelism. The ranks use
+    neighbouring GPUs."""
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         raise Absent("fewer than two GPUs")
     alone = _float32(settings)[_job(settings, publish=True)]

@@ -47,7 +47,7 @@ _KEYS = {
     "gres": "slurm.gres",
     "array": "--at-once",
 }
-"""Words in Slurm's error messages, and the setting that each of them concerns."""
+"""Words in an error message of Slurm -> setting that the error concerns."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class JobState:
 
     @property
     def is_over(self) -> bool:
-        """True if the job has ended and Slurm will not run it again."""
+        """Return True if the job has ended and Slurm will not run it again."""
         return self.state in _ENDED_STATES
 
 
@@ -150,7 +150,7 @@ def _fields(line: str) -> Mapping[str, str]:
 
 
 def _one_line_error(complaint: str) -> str:
-    """Return an error message of Slurm as one line, without the name of the command in front of each of its lines."""
+    """Return an error message of Slurm as one line. The name of the command at the start of each line is removed."""
     lines: Sequence[str] = [re.sub(r"^(?:.*?\b(?:error|fatal)|\w+): ", "", line) for line in complaint.splitlines()]
     return "; ".join(line.strip() for line in lines if line.strip()) or "it does not say why"
 

@@ -4,9 +4,9 @@ The job's shape is its groups of nodes. It says on which group the workers of ea
 
     gangs without nodes of their own ───────► the batch node ─┐
     a gang with slurm.gangs.NAME.nodes ─┬───► its own nodes ──┴─► alike? ──yes──► a plain job, groups side by side
-    and those beside it ────────────────┘                           └─────no───► a heterogeneous one, a component each
+    gangs that run beside it ───────────┘                           └─────no───► a heterogeneous job, a component each
 
-Pure functions, except that the template is read.
+All functions are pure, except that the template is read from its file.
 """
 
 from __future__ import annotations
@@ -173,11 +173,11 @@ def _worker_count_text(step: Step) -> str:
 def _workers(slurm: SlurmConfig, shape: JobShape) -> Iterator[str]:
     """Yield a line per gang: its kind, its name, and options of srun.
 
-    Slurm starts each gang as a job step, and the steps share the nodes. Each gets all CPUs of its nodes, and all of the
-    job's GPUs there if its workers need GPUs. Slurm does not bind tasks to CPUs or GPUs: NCCL does not use NVLink to a
-    GPU that a control group hides from the process (NVIDIA/nccl#1066). Each worker reports the GPUs that it sees, and
-    the driver assigns some of them to it. `--cpus-per-task` is not given, because with it the steps on a node would get
-    the same CPUs.
+    Slurm starts each gang as a job step, and the steps share the nodes. Each step gets all CPUs of its nodes. If its
+    workers need GPUs, it also gets all GPUs that the job has on these nodes. Slurm does not bind tasks to CPUs or GPUs,
+    because NCCL does not use NVLink to a GPU that a control group hides from the process (NVIDIA/nccl#1066). Each
+    worker reports the GPUs that it sees, and the driver assigns some of them to it. `--cpus-per-task` is not given,
+    because with it the steps on a node would get the same CPUs.
     """
     for number, group in enumerate(shape.groups):
         where = f"--het-group={number}" if shape.heterogeneous else f"--relative={shape.first_node(group)}"
@@ -190,8 +190,10 @@ def _workers(slurm: SlurmConfig, shape: JobShape) -> Iterator[str]:
 
 
 def _sbatch_word(value: str) -> str:
-    """Return a value for an option of sbatch, in quotes if it needs them. In an option, sbatch interprets quotes, and #
-    outside of quotes, like a shell. Unlike a shell, it does not expand dollar signs."""
+    """Return a value for an option of sbatch, in quotes if it needs them.
+
+    Like a shell, sbatch interprets quotes, and takes # outside of quotes as the start of a comment. Unlike a shell, it
+    does not expand dollar signs."""
     if re.fullmatch(r"[\w@%+=:,./-]*", value):
         return value
     escaped = re.sub(r'(["\\])', r"\\\1", value)
@@ -248,8 +250,8 @@ class JobShape:
 
 
 def job_shape(config: RunConfig) -> JobShape:
-    """Return the nodes and resources that a run requests from Slurm. The config must be valid: `run_problems` finds
-    nothing."""
+    """Return the nodes and resources that a run requests from Slurm. `run_problems` must find no problem in the
+    config."""
     slurm, used = config.slurm, {gang.name for gang in config.gangs()}
     gangs = [gang for gang in config.placement.gangs if gang in used]  # a run without a critic may list its gang
     hosts = {gang: host_gang(slurm, gang) for gang in gangs}

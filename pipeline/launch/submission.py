@@ -1,4 +1,4 @@
-"""Submission to Slurm of a run, or of several runs as one array.
+"""Submission of runs to Slurm: one run as a job, or several runs as a job array.
 
 config ──► job/config.yaml (resolved, as the run will have it) ──► job/run.sbatch ──► sbatch ──► job/job.json
 """

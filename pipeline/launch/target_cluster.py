@@ -91,8 +91,8 @@ def is_slurm(config: RunConfig) -> bool:
 
 
 def limits_of(config: RunConfig, cluster: HardwareCluster, num_gpus: int, text: str) -> MemoryLimits:
-    """Return how many bytes a host may use, and a GPU: what the cluster has, or the config's limit if that is lower.
-    `text`: the cluster as the user named it."""
+    """Return the numbers of bytes that a run may use on a host and on a GPU of the cluster. Each is the cluster's
+    memory, or the config's limit if the limit is lower. `text`: the cluster as the user named it."""
     settings = config.cluster
     host = math.inf if settings.host_memory_gb is None else settings.host_memory_gb * GIB
     device = math.inf if settings.device_memory_gb is None else settings.device_memory_gb * GIB

@@ -1,5 +1,4 @@
-"""Arguments and answers that all commands share: exit codes, output, one message for an error, and reading a config or
-a run."""
+"""Functions and constants that all commands share: exit codes, output, messages for errors, and reading a config."""
 
 from __future__ import annotations
 
@@ -95,8 +94,8 @@ def output_console() -> Console:
 
 
 def print_line(text: str) -> None:
-    """Print one line of output as it is: without markup and without folding. Control characters are shown and have no
-    effect."""
+    """Print one line of output without markup and without folding. Control characters are shown as text and have no
+    effect on the terminal."""
     print_plain(output_console(), text)
 
 
@@ -195,7 +194,7 @@ def read_trusted_config(run_dir: str, overrides: Sequence[str] = ()) -> RunConfi
 
     Raises:
         ConfigError: another account can change the run's directory, or `read_saved_config` raised it.
-        StoreError: as `read_saved_config`."""
+        StoreError: `read_saved_config` raised it."""
     refuse_foreign(Path(run_dir))
     return read_saved_config(run_dir, overrides)
 

@@ -58,7 +58,7 @@ TESTS = (
     DoctorTest("vllm", "vLLM", load_lazily("engines:vllm")),
     DoctorTest("tensorrt_llm", "TensorRT-LLM", load_lazily("engines:tensorrt_llm")),
 )
-"""All tests, in the order of the ladder."""
+"""All tests, in the order in which they run."""
 
 
 def command(options: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """`stageline evaluate MODEL`: sample and score the evaluated prompts of a config with a model of transformers.
 
     prompts, reward, sampling of a config (a run's, or --prompts and --reward)
-        ──► transformers: logits ──► our draw ──► Rollout ──► stage `score` ──► table
+        ──► transformers: logits ──► drawn tokens ──► Rollout ──► stage `score` ──► table
 
 Neither an engine nor the trainer takes part. With an exported version of a run, the command therefore verifies the
 figures of the run's own evaluation. Tokens are drawn by the function that the engines use

@@ -24,7 +24,7 @@ _EXIT_CODES = (
 
 @dataclass(frozen=True)
 class Command:
-    """A command as the parser knows it."""
+    """The function, the help text and the arguments of a command."""
 
     function: str
     """`module:function`. If only a module is given, its function `command` is called."""

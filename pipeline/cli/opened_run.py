@@ -7,8 +7,8 @@ are committed at that time.
 
 - `row_table`, `token_table`: a table with one line per row or per sampled token of a shard. Missing outputs are NaN.
 - `step_arrays`: all arrays of some steps as one data set.
-- `write_rows`: one Parquet file for users without Zarr. It has the columns of `row_table`, and lists with the tokens of
-  each row and their numbers. Each step becomes a row group, so only one step is in memory at a time.
+- `write_rows`: one Parquet file for users without Zarr. It has the columns of `row_table`. Further columns have lists
+  with one element per token. Each step becomes a row group, so only one step is in memory at a time.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def empty_rows() -> StageRows:
 
 
 def token_table(rows: StageRows, decode: Decode) -> pd.DataFrame:
-    """Return a table with one line per sampled token: its position in the response (from 0), its text and its
-    numbers."""
+    """Return a table with one line per sampled token: its row, its position in the response (from 0), its text, its
+    weight version, and the numbers of `TOKEN_COLUMNS`."""
     rollout = rows.rollout
     where, at = np.nonzero(rollout.response_mask)
     ids = rollout.tokens[where, at]

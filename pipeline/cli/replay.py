@@ -297,7 +297,7 @@ def _sampled_version(commit: Commit, shard: int) -> int:
 
 
 def compare_outputs(stored: Record, replayed: Record) -> list[ArrayDifference]:
-    """Return the differences between two outputs of a node, one item for each array of `stored`."""
+    """Return, for each array of `stored`, the number of elements that differ and the largest difference."""
     differences = []
     for name, array in stored.arrays().items():
         other = replayed.arrays()[name]

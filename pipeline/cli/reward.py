@@ -1,5 +1,8 @@
-"""`stageline reward train CONFIG... [key=value...]`: train a reward model from human judgements. `stageline reward
-label CONFIG... [key=value...] [--from RUN]`: have a judge make a preference set."""
+"""`stageline reward train CONFIG... [key=value...]`: train a reward model from judgements, or from the scores of a
+larger reward model.
+
+`stageline reward label CONFIG... [key=value...] [--from RUN]`: have a judge make a preference set.
+"""
 
 from __future__ import annotations
 

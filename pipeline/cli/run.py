@@ -1,6 +1,6 @@
 """The commands that run a config to its last step.
 
-    stageline run CONFIG... [key=value...]      start a run; an earlier one of that name with no update is moved aside
+    stageline run CONFIG... [key=value...]      start a run; an earlier run of that name without updates is moved aside
     stageline resume RUN [key=value...]         continue an interrupted run
     stageline job CONFIG... [key=value...]      start or continue a run: the command of a cluster's job
 

@@ -3,7 +3,7 @@
 stageline submit CONFIG... [key=value...] [--dry-run]                have Slurm run a config; a requeued job resumes it
 stageline logs RUN [--gang NAME] [--index I] [--lines N] [--follow]  print the output of the job or of a gang's workers
 stageline cancel RUN                                                 end the job
-stageline may-requeue RUN --job ID --restart N --because TEXT ...
+stageline may-requeue RUN --job ID --restart N --because TEXT ...    tell a job's script if the job may be requeued
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def cluster_config(sources: Sequence[str]) -> RunConfig:
 
 
 def check_for_cluster(config: RunConfig) -> None:
-    """Raise ConfigError if the job would refuse the config. Only the checks that work on this host are made."""
+    """Raise ConfigError if the job would be refused. The error lists all reasons that this host can find."""
     refuse_foreign(config.run_dir)  # a job may continue a run that exists there
     check_run(config, resume=has_begun(config))
 

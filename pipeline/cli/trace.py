@@ -1,9 +1,9 @@
-"""`stageline check CONFIG --trace`: trace the ranks of each gang that holds models, and print their memory and their
-collectives. The memory is printed beside the prediction of `stageline check`.
+"""`stageline check CONFIG --trace`: trace one rank of each pipeline stage of each gang that holds models. Print its
+memory beside the predicted memory, and print its collectives.
 
-A trace runs one rank of a pipeline stage, without GPUs and without the other ranks (`stages.models.trace`). Traces run
-in other processes, because a process that used the fake GPU cannot use a real one afterwards. Two traces run at the
-same time if there are two cores.
+A traced rank runs without GPUs and without the other ranks (`stages.models.trace`). Traces run in other processes,
+because a process that used the fake GPU cannot use a real one afterwards. Two traces run at the same time if there are
+two cores.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NAMES = {DEVICE: "GPU", HOST: "host", PINNED: "pinned"}
 
 
 def show_trace(config: RunConfig) -> None:
-    """Trace the ranks of all gangs that hold models, and print the traces."""
+    """Trace all gangs that hold models, and print the traces."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that the device has no backend of its own
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     gangs = {gang.name: traced_gang(config, gang) for gang in config.gangs() if gang.roles & MODEL_ROLES}

@@ -87,7 +87,7 @@ def _test(settings: DoctorSettings, model: str, groups: Sequence[tuple[EngineJob
     the reference."""
     reference = EngineJob(model, "embedded", "float32", kernels="torch", threads=settings.threads, device="cpu")
     jobs = [job for group in groups for job in group]
-    on_cpu = jobs[0].device == "cpu"  # then one process loads the libraries for both
+    on_cpu = jobs[0].device == "cpu"  # then one process runs all jobs, so it loads the libraries once
     programs = [(reference, *jobs)] if on_cpu else [(reference,), *groups]
     results = _run(tuple(programs), settings.deadline_s)
     facts = {f"{job.device or job.kind} {job.dtype}": dict(_facts(results[job])) for job in jobs}
@@ -105,8 +105,10 @@ def _test(settings: DoctorSettings, model: str, groups: Sequence[tuple[EngineJob
 
 
 def _check_result(job: EngineJob, result: EngineResult, reference: EngineResult, facts: dict[str, Any]) -> None:
-    """Raise Fault if an engine kept its old weights after a refit, or if its rows differ from those of the
-    reference."""
+    """Raise Fault if an engine kept its old weights after a refit.
+
+    If its draws are keyed, also raise Fault if its rows differ from the rows of the reference. The same holds if its
+    rows change when they are generated alone, or after other weights were loaded in between."""
     who = f"{job.kind} in {job.dtype} on {job.device or 'its own device'}"
     if all(changed.logprobs == first.logprobs for changed, first in zip(result.changed, result.first, strict=True)):
         raise Fault(f"{who}: new weights change nothing", "it keeps its old weights: send the JSON report", **facts)
@@ -157,7 +159,7 @@ def _test_model(settings: DoctorSettings) -> str:
     """Return the path of the model that engines are tested with.
 
     A random model is written to files if its context is shorter than `CONTEXT_TOKENS`, or if engines in other
-    environments need files. The files have this context length, which adds no weights."""
+    environments need files. The written model has a context of `CONTEXT_TOKENS`, which does not change its weights."""
     model = settings.model
     if not is_random(model) or (read_spec(model).max_positions >= CONTEXT_TOKENS and not settings.engines):
         return model

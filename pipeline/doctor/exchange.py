@@ -33,8 +33,8 @@ NUM_BYTES = {"gloo": 64 << 20, "nccl": 256 << 20}
 RENDEZVOUS_S = 300.0
 """Longest time that a rank waits for the others, in seconds. Their nodes may take longer for the preceding tests."""
 MIN_BYTES_PER_S = {"gloo": 20e6, "nccl": 1e9}
-"""Slowest accepted all-reduce in bytes per second if the rate of the links is not known: a fifth of 1 Gbit/s Ethernet
-for gloo, and 10 Gbit/s for NCCL."""
+"""Lowest accepted rate of an all-reduce in bytes per second, if the rate of the links is not known: a fifth of 1 Gbit/s
+Ethernet for gloo, and 10 Gbit/s for NCCL."""
 MIN_LINK_FRACTION = 0.25
 """Fraction of the links' rate in `conf/hardware` that an all-reduce by NCCL must reach.
 
@@ -117,7 +117,7 @@ def judge_rate(measured: AllReduceResult, size: int, place: Place) -> Finding:
 
 
 def _min_rate(measured: AllReduceResult, size: int, place: Place) -> tuple[float, str]:
-    """Return the slowest accepted rate in bytes per second, and the reason for it. In a ring of n ranks, an all-reduce
+    """Return the lowest accepted rate in bytes per second, and the reason for it. In a ring of n ranks, an all-reduce
     sends a rank's bytes 2 (n - 1) / n times over each link."""
     known = hardware_with(measured.gpu) if measured.backend == "nccl" else None
     if known is None:

@@ -39,7 +39,8 @@ NEWER_LINKS = ("B100", "B200", "B300")
 MIN_LINK_FRACTION = 0.5
 """Fraction of the links' rate that a copy must reach."""
 PCIE_BYTES_PER_S = 5e9
-"""Slowest accepted copy without NVLink, between GPUs or between a GPU and the host: a third of PCIe 3.0 x16."""
+"""Lowest accepted rate of a copy without NVLink, between GPUs or between a GPU and the host: a third of PCIe 3.0 x16.
+"""
 PROGRAM = ("-m", "pipeline.doctor.copies")
 _NVIDIA_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version")
 _FIELDS = (

@@ -1,5 +1,5 @@
-"""The doctor's first test: the installed packages. It imports none of them, so it can name a package that is
-missing."""
+"""The doctor's first test: the installed packages. The test does not import the packages, so it can report a missing
+package."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ def bfloat16(settings: DoctorSettings) -> Finding:
 
 
 def layouts(settings: DoctorSettings) -> Finding:
-    """Test that two ranks compute the same update as one rank, with tensor, pipeline and data parallelism. The ranks use
-    neighbouring GPUs."""
+    """Test that two ranks compute the same update as one rank, with tensor, pipeline and data parallelism. The two
+    ranks use neighbouring GPUs."""
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         raise Absent("fewer than two GPUs")
     alone = _float32(settings)[_job(settings, publish=True)]

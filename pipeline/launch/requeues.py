@@ -22,12 +22,13 @@ from storage.ledger import Ledger
 
 _FILE = "attempts.json"
 MAX_LOST_STARTS = 20
-"""Maximum number of starts of a job that may lose their driver, workers or batch node. After one more the job ends,
-because nodes that fail so often need the attention of a person. Starts that end by a time limit or by preemption do not
-count."""
+"""Maximum number of starts of a job that may lose their driver, workers or batch node. If one more start loses them,
+the job ends, because nodes that fail so often need the attention of a person. Starts that end by a time limit or by
+preemption do not count."""
 MAX_REQUEUES_WITHOUT_PROGRESS = 3
-"""Number of requeues in a row without a new commit after which a job ends, whatever their reasons. A single one may be
-bad luck, for example if a node fails early. After three, the job would probably be requeued forever."""
+"""Number of requeues in a row without a new commit after which a job ends. The reasons of the requeues do not matter.
+One such requeue may be bad luck, for example if a node fails early. After three, the job would probably be requeued
+forever."""
 
 
 @dataclass(frozen=True)

@@ -158,8 +158,8 @@ def devices_of_joining_worker(
 def _divide_units(
     units: Sequence[_Unit], device_sharing: DeviceSharing
 ) -> tuple[list[_Unit], list[tuple[str, list[_Unit]]]]:
-    """Divide a host's units. Return those that get GPUs of their own, and a list with an entry for each other gang:
-    (gang whose GPUs it uses, its units)."""
+    """Return the units of a host that get GPUs of their own. Also return, for each gang that uses the GPUs of another
+    gang: (name of the other gang, the units that use its GPUs)."""
     own, followers = list(units), []
     for group in device_sharing:
         sizes = {name: sum(unit.size for unit in units if unit.gang.name == name) for name in group}

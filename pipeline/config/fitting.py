@@ -51,8 +51,9 @@ class DeviceMemory:
 def memory_problems(
     run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str] | None = None
 ) -> Iterator[Problem]:
-    """Yield a problem for the memory of a host, for /dev/shm and for GPUs, if predicted to be too small. Each problem
-    names changes that may help. `hosts`: the host of each worker; None: all on this host."""
+    """Yield the problems of a run that is predicted not to fit: at most one for the memory of hosts, one for /dev/shm,
+    and one for each gang, for the GPUs of which it takes the most. Each problem names changes that may help. `hosts`:
+    the host of each worker; None: all on this host."""
     hosts = hosts or place_all_here(run.config.gangs())
     workers = workers_memory(run)
     of_hosts = hosts_memory(run, workers, hosts)
@@ -173,7 +174,7 @@ def _with_advice(
     run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str], gang: Gang, predicted: str
 ) -> Problem:
     """Return the problem of a run that does not fit. It names a cache size or layouts that would fit, or else other
-    changes. `gang`: the one that takes the most memory."""
+    changes. `gang`: the gang that takes the most memory."""
     key, settings, engine = f"placement.gangs.{gang.name}", run.config.placement.gangs[gang.name], run.config.engine
     trained = bool(gang.roles & MODEL_ROLES)
     fitting = [layout_text(one) for one in fitting_layouts(run, limits, gang, hosts)] if trained else []
@@ -223,9 +224,9 @@ def layout_text(layout: LayoutConfig) -> str:
 def _max_bytes_at_once(
     load: Sequence[WorkerMemory], shares: Mapping[Worker, int], device_sharing: Sequence[Sequence[str]]
 ) -> int:
-    """Return the most bytes that these workers hold on a GPU at one time. Of gangs that share devices one is active at
-    a time and counts in full; the others count with the bytes that they leave on the device. The active gang is taken
-    to be the one with the largest total. `shares`: number of GPUs of each worker."""
+    """Return the most bytes that these workers hold on a GPU at one time. In a group of gangs that share devices, one
+    gang is active at a time and counts in full. The others count with the bytes that they leave on the device. The
+    active gang is taken to be the gang for which the sum is largest. `shares`: number of GPUs of each worker."""
 
     by_gang: dict[str, tuple[int, int]] = {}
     for one in load:
@@ -285,8 +286,8 @@ _DESCRIPTORS_PER_RANK = 16
 
 
 def descriptors_needed(config: RunConfig) -> int:
-    """Return the number of open files that the driver needs, or the most of the driver and its workers if the cluster
-    is local."""
+    """Return the number of open files that the driver needs. If the cluster is local, return the largest number that
+    the driver or one of its workers needs."""
     gangs = config.gangs()
     driver = _OWN_DESCRIPTORS + _DESCRIPTORS_PER_WORKER * sum(gang.workers for gang in gangs)
     if config.cluster.kind != "local":

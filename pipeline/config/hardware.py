@@ -74,7 +74,7 @@ def hardware_names() -> list[str]:
 
 def load_hardware(name: str, option: str = AS) -> HardwareConfig:
     """Return a kind of node by the name of a shipped file or by the path of a YAML file. Raises ConfigError if there is
-    no such file or its settings are wrong. `option`: the option by which the name was given, as the key of the error
+    no such file or its settings are wrong. `option`: the option by which the name was given. It is the key of the error
     if there is no such file."""
     file = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
     if not file.is_file() and name.endswith(".yaml"):
@@ -135,10 +135,10 @@ class HardwareCluster:
 
     nodes: int
     gpus_per_node: int
-    """GPUs that are used of each node."""
+    """Number of GPUs of each node that are used."""
     hardware: HardwareConfig
     some_cores: int = 0
-    """Cores that are used of each node without GPUs; 0: all. The run has all of the node's memory."""
+    """Number of cores of each node that are used, if nodes have no GPUs; 0: all. The run has all memory of the node."""
 
     @property
     def share(self) -> float:
@@ -179,8 +179,8 @@ def hardware_of(text: str) -> str:
 
 def read_cluster(text: str, option: str = AS) -> HardwareCluster:
     """Return the cluster that a text like `16x8xH100-80` names. Raises ConfigError if the text has another form, the
-    hardware is unknown, or the number of nodes or of GPUs is impossible. `option`: the option by which the text was
-    given, as the key of the error."""
+    hardware is unknown, or the number of nodes, GPUs or cores is impossible. `option`: the option by which the text was
+    given. It is the key of the error."""
     match = _TEXT.fullmatch(text)
     if match is None:
         raise ConfigError(option, f"given {text!r}; must be {_FORM} (there are {', '.join(hardware_names())})")

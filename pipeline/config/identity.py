@@ -1,25 +1,25 @@
 """A run's identity: written to `identity.json` when the run starts, and compared whenever it is resumed.
 
-    recorded      content                                                   required on resume
-    config        every setting, and the digest that its commits carry      only the changes that `config_changes`
-    allows model files   digests of weights, config and tokenizer, by role         the same files, in any place
-    reward models their files' digests, by the key of their arguments       the same files, in the same place
-    prompts       digest of tokens and rewards' fields, evaluated ones too  the same
-    software      versions of the software that decides bits                the same, or `cluster.same_numerics: warn`
-    numerics      of each gang's workers: processor, compiler, kernels      likewise, whenever a gang is built
+    recorded       content                                                   required on resume
+    config         every setting, and the digest that commits store          only changes that `change_problems` allows
+    model files    digests of weights, config and tokenizer, by role         the same files, in any place
+    reward models  their files' digests, by the key of their arguments       the same files, in the same place
+    prompts        digest of their tokens and fields, evaluated prompts too  the same prompts
+    software       versions of the software that decides bits                the same, or `cluster.same_numerics: warn`
+    numerics       of each gang's workers: processor, compiler, kernels      likewise, whenever a gang is built
 
-A driver that finds an allowed difference appends a statement; nothing is ever removed. So the file tells under which
+A driver that finds an allowed difference appends a statement. Nothing is ever removed. So the file tells under which
 configs and on which numerics each commit was made.
 
-The lists at the top name the settings that may change when a run is resumed. There are no others:
+The lists at the top name the settings that may change when a run is resumed. No other setting may change:
 
-    DECIDES_NOTHING        left out of the config's digest; may change
-    MAY_CHANGE             in the digest; may change, each for its own reason
+    KEYS_WITHOUT_EFFECT    not in the config's digest; may change
+    CHANGEABLE_KEYS        in the digest; may change, each for the reason given there
     steps                  may grow, if no learning rate depends on it
-    OF_POOLS               a pool's workers and concurrent_shards may grow or shrink
-    everything else        decides what is computed: another value needs another run
+    POOL_KEYS              a pool's workers and concurrent_shards may grow or shrink
+    all other settings     decide what is computed: another value needs another run
 
-Keys are patterns of `fnmatch`.
+Keys of KEYS_WITHOUT_EFFECT and POOL_KEYS are patterns of `fnmatch`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ CHANGEABLE_KEYS = {
 POOL_KEYS = ("placement.gangs.*.workers", "placement.gangs.*.concurrent_shards")
 """Settings that may change if the gang is a pool: a row's result does not depend on its replica or on other rows."""
 _LOCATION_KEYS = frozenset({"name", "runs_dir"})
-"""Settings that are the path of the run's directory. Their values in its files may be old, and are not compared."""
+"""Settings that make up the path of the run's directory. The directory may have been moved, so their recorded values
+are not compared."""
 
 
 @dataclass(frozen=True)
@@ -185,15 +186,16 @@ _WAY_ON = "Put it back, or remove it: a run whose commits are all of its config 
 
 @dataclass(frozen=True)
 class Statement:
-    """A driver's record of the run. The first is written when the run starts, a further one after each change."""
+    """A driver's record of the run. The first statement is written when the run starts. Another is appended after each
+    change."""
 
     time: float
     """Seconds since the epoch."""
     why: str
     config: Mapping[str, Any]
-    """Resolved, as sections and keys; written and compared without secrets."""
+    """The resolved config, as sections and keys. It is written and compared without secrets."""
     config_hash: str
-    """Digest of the config, as commits made under it carry it."""
+    """Digest of the config. Commits made under the config store the same digest."""
     software: Mapping[str, str]
     """Name -> version of the software that decides bits."""
     changed: tuple[str, ...] = ()
@@ -209,11 +211,11 @@ class GangNumerics:
 
     gang: str
     fingerprint: str
-    """Short form, as commits carry it."""
+    """Shortened digest of `items`. Commits store it."""
     items: Mapping[str, str]
-    """Items that the fingerprint is the digest of."""
+    """The facts, by name, on which the last bits of the worker's results depend."""
     worker: str
-    """First worker with this fingerprint."""
+    """Name of the first worker with this fingerprint."""
     time: float
     statement: int
     """Number of the statement under which the fingerprint was first seen."""
@@ -224,8 +226,8 @@ class Identity:
     """A run's identity. Models and prompts stay the same; statements and numerics are only appended."""
 
     models: Mapping[str, Mapping[str, str]]
-    """{name of a file: its digest} by role (policy, reference, critic), by the key of a reward model's arguments, or by
-    the key of a rubric's file."""
+    """Key -> {name of a file: its digest}. A key is a role (policy, reference, critic), the key path of a reward
+    model's arguments, or the key path of a rubric's file."""
     prompts: str
     statements: tuple[Statement, ...]
     numerics: tuple[GangNumerics, ...] = field(default=())
@@ -269,8 +271,9 @@ def write_identity(run_dir: Path, identity: Identity) -> None:
 
 
 def edited_settings(identity: Identity, saved: Mapping[str, Any]) -> list[Change]:
-    """Return the differences of the saved config from the last statement. The list is also empty if the saved config is
-    that of the statement before, because a driver may die between writing the statement and the config."""
+    """Return the differences between the saved config and the last statement. Return an empty list too if the saved
+    config equals that of the statement before: a driver may have died after it wrote a statement and before it wrote
+    the config."""
     changes = [config_changes(statement.config, saved) for statement in identity.statements[-2:]]
     return [] if [] in changes else changes[-1]
 
@@ -286,7 +289,7 @@ def differences(stated: Mapping[str, str], present: Mapping[str, str]) -> list[s
 
 
 def fingerprint(items: Mapping[str, str]) -> str:
-    """Return the digest of numerics, shortened as commits carry it."""
+    """Return the digest of a worker's numerics, shortened as in commits."""
     return codec.digest(dict(items))[:12]
 
 

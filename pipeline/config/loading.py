@@ -128,7 +128,7 @@ UNSUPPORTED = {
 """Name of a sampling setting that other systems have -> why Stageline has none, and what to use."""
 _MAX_SUGGESTIONS = 3
 _MIN_SIMILARITY = 0.8
-"""Least similarity (of difflib) of a key that is suggested from another section."""
+"""Least similarity, as difflib measures it, at which a key of another section is suggested."""
 _HINTS: dict[Any, dict[str, Any]] = {}
 _GIVEN = {int: 1, float: 1.0}
 """Values that stand for missing numbers while other settings are checked; all other missing values are texts."""
@@ -167,8 +167,9 @@ def is_setting(word: str, schema: type) -> bool:
 
 
 def _unknown_keys(source: Any, schema: Any, name: str, root_schema: type, prefix: str = "") -> Iterator[ConfigError]:
-    """Yield an error for each unknown key, with its whole path and what to use, or why there is no such setting. Yield
-    one also for a plain value given to a section, and for a mapping given to a setting with a single value."""
+    """Yield an error for each unknown key. It names the key's whole path, and what to use instead or why there is no
+    such setting. Also yield an error for a plain value given to a section, and for a mapping given to a setting with a
+    single value."""
     if not isinstance(schema, DictConfig):
         return
     if OmegaConf.get_type(schema) is dict:  # a mapping of names to sections, or to plain values
@@ -360,8 +361,8 @@ def load_config(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str
 def readable_config(
     files: Iterable[str | os.PathLike[str]], overrides: Iterable[str], refused: Collection[str]
 ) -> RunConfig | None:
-    """Return a config that `load_config` refuses, so that the files that it names can still be checked. The `refused`
-    settings get their defaults, where they have any. Return None if the sources cannot be merged."""
+    """Return the config of sources that `load_config` refuses, so that the files that it names can still be checked.
+    The `refused` settings get their defaults, if they have any. Return None if the sources cannot be merged."""
     try:
         merged, _ = _merge(RunConfig, _sources(files, overrides))
         for key in OmegaConf.missing_keys(merged):
@@ -528,9 +529,9 @@ def _without(content: Any, keys: Collection[str], prefix: str = "") -> Any:
 
 
 def _other_problems(schema: type, merged: Any, missing: Sequence[str], refused: Sequence[str]) -> Iterator[ConfigError]:
-    """Yield the problems of the other settings, so that a user sees them together with those of the `refused` ones.
-    Problems that name a refused or missing key are left out: the value checked is only a default or an earlier
-    source's."""
+    """Yield the problems of the settings that are neither `refused` nor `missing`, so that a user sees all errors at
+    once. Problems that name a refused or missing key are left out, because that key now has a default or the value of
+    an earlier source."""
     OmegaConf.set_readonly(merged, False)  # a frozen dataclass makes it read-only
     for key in missing:
         OmegaConf.update(merged, key, _GIVEN.get(_type_of(key, schema), "given"))
@@ -544,8 +545,8 @@ def _other_problems(schema: type, merged: Any, missing: Sequence[str], refused: 
 
 
 def _other_command_error(source: Any, name: str, schema: type) -> Iterator[ConfigError]:
-    """Yield an error if a file is the config of another command: if that command's config has all top-level keys of the
-    file, and `schema` does not."""
+    """Yield an error if a file is the config of another command. It is if all its top-level keys are keys of that
+    command's config, and not all are keys of `schema`."""
     if not isinstance(source, DictConfig) or "=" in name:
         return
     sections_of = {kind: {field.name for field in dataclasses.fields(kind)} for kind in _COMMANDS}
@@ -556,9 +557,9 @@ def _other_command_error(source: Any, name: str, schema: type) -> Iterator[Confi
 
 
 def _default_placement(sources: Sequence[Source]) -> DictConfig:
-    """Return the default placement to merge the sources into. It is empty if a source has `placement.roles` of its own,
-    which must then name all roles except `advantage`. A single role's override (`placement.roles.critic=other`) changes
-    the default."""
+    """Return the default placement to merge the sources into. It is empty if a source has a section `placement.roles`,
+    because that section must then name all roles except `advantage`. An override of a single role
+    (`placement.roles.critic=other`) changes the default instead."""
     named: set[str] = set()
     for name, source in sources:
         placement = source.get("placement") if isinstance(source, DictConfig) else None

@@ -8,9 +8,9 @@
 On a host without GPUs everything lies in the host's memory. With GPUs, the models and their caches lie in GPU memory;
 the host holds the processes, copies of weights, the models' files, which all processes map, and the published versions.
 
-The prediction is an upper bound: the largest micro-batches that rows of any lengths can fill, and every slot of every
-engine in use. Differences between engines are in their capabilities (`EngineMemory`). `fitting` compares the prediction
-with the memory available. The last part reads the memory of this host and its GPUs; all else is pure.
+The prediction is an upper bound. It assumes the largest micro-batches that rows of any lengths can fill, and that every
+engine is full of rows. Differences between engines are in their capabilities (`EngineMemory`). `fitting` compares the
+prediction with the memory available. The last part reads the memory of this host and its GPUs; all else is pure.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ from stages.models.protocol import MODEL_ROLES, Role
 from stages.models.spec import ModelSpec, is_random, read_config, read_spec, stored_bytes, tensor_shapes
 
 PROCESS_BYTES = 500 << 20
-"""A worker's process before any work: libraries, mostly torch's, and records. Measured: a worker that trains the tiny
-model in float32 takes 499 MiB in all."""
+"""Memory of a worker's process before any work: libraries, mostly torch's, and records. Measured: a worker that trains
+the tiny model in float32 takes 499 MiB in all."""
 CUDA_PROCESS_BYTES = 2 << 30
 """Host memory that CUDA adds to a process: libraries and the driver's records. Not measured."""
 DRIVER_BYTES = 500 << 20
 SHARED_MEMORY = Path("/dev/shm")
 """Directory of published weights unless the config gives another."""
 _HEAD_BYTES = 110 << 20
-"""A learned draft head and its optimizer, at hidden size `_HEAD_HIDDEN`; see engine.md."""
+"""Memory of a learned draft head and its optimizer, at hidden size `_HEAD_HIDDEN`; see docs/engine.md."""
 _HEAD_HIDDEN = 576
 
 
 class Phase(StrEnum):
-    """The times at which a worker's memory is predicted. The largest of these numbers is its maximum."""
+    """The phases for which a worker's memory is predicted. The largest of the predictions is the worker's peak."""
 
     START = "start"
     """Weights are read."""
@@ -200,7 +200,7 @@ class WorkerMemory:
         return sum(self.items[name] for name in self.items.keys() - _ON_HOST - _REMAINS - _COMPUTED_AGAIN)
 
     def at(self, phase: Phase, names: Iterable[str] | None = None) -> int:
-        """Return the bytes in use in a phase, of these items or of all."""
+        """Return the bytes that the items `names` take in a phase. None: all items."""
         kept = self.items if names is None else names
         return sum(self.items[name] for name in kept if phase in _PHASES.get(name, _ALWAYS))
 
@@ -215,9 +215,10 @@ class HostMemory:
 
     host: str
     items: Mapping[str, int]
-    """Name of a gang -> bytes of all its workers; and the items that all workers of the host share."""
+    """Bytes by purpose. A key is the name of a gang, for all its workers on the host, or the name of an item that all
+    workers of the host share."""
     shared: int
-    """Bytes in /dev/shm, which are among the items."""
+    """Bytes in /dev/shm. They are included in `items`."""
 
     @property
     def total(self) -> int:
@@ -304,7 +305,8 @@ def _models_of(run: PlannedRun, gang: Gang) -> list[PlannedModel]:
 
 
 def _items(run: PlannedRun, gang: Gang, stage: int, *, first: bool) -> dict[str, int]:
-    """Return the items of a worker: of a gang's first rank, or of another rank of a pipeline stage."""
+    """Return the items of a worker of this pipeline stage. `first`: True for the gang's first rank, which also exports
+    the policy."""
     devices = gang.gpus if run.on_gpus else 0
     items = {PROCESS: PROCESS_BYTES + (CUDA_PROCESS_BYTES if devices else 0), CONTEXT: devices * CUDA_CONTEXT_BYTES}
     if gang.roles & MODEL_ROLES:
@@ -359,8 +361,8 @@ def _model_items(run: PlannedRun, gang: Gang, stage: int, *, first: bool) -> dic
 
 
 def _converted_bytes(run: PlannedRun) -> int:
-    """Return the bytes of the tensors that an export converts to the run's dtype for one of its files. Trained tensors
-    are written from the published version, and need no conversion."""
+    """Return the most bytes that an export converts to the run's dtype for one of its files. Only tensors that are not
+    trained are converted: trained tensors are written from the published version."""
     dtype = run.config.model.dtype
     unchanged = parameters(run.spec) - _published_parameters(run)
     return 0 if run.model.stored_dtype == dtype else min(MAX_FILE_BYTES, DTYPE_BYTES[dtype] * unchanged)
@@ -369,7 +371,7 @@ def _converted_bytes(run: PlannedRun) -> int:
 def largest_micro_batch(optimizer: OptimizerConfig, config: RunConfig) -> MicroBatchSize:
     """Return the largest micro-batch that rows of any lengths can make. Short rows may fill `micro_batch_tokens` where
     rows of full length would not. A row of more than `micro_batch_tokens` has a micro-batch of its own. At least one
-    token of each row belongs to the prompt, so with responses of at most n tokens at most T n / (n + 1) of T tokens
+    token of each row belongs to the prompt. So if responses have at most n tokens, at most T n / (n + 1) of T tokens
     were sampled."""
     rows = min(optimizer.micro_batch_rows or config.rollout.rows, config.rollout.rows)
     tokens = min(max(optimizer.micro_batch_tokens, config.seq), rows * config.seq)
@@ -460,8 +462,9 @@ def gpus_here() -> int:
 
 
 def memory_limits(config: RunConfig) -> MemoryLimits:
-    """Return the memory of this host, or of this process's container if that is less, the memory of its smallest GPU,
-    and the size of its /dev/shm. Limits in the config replace the first two."""
+    """Return the memory of this host, of its smallest GPU, and of its /dev/shm. If this process's container has less
+    memory than the host, that counts. `cluster.host_memory_gb` and `cluster.device_memory_gb` replace what the host and
+    the GPU have."""
     cluster, num_devices = config.cluster, gpus_here()
     host, device = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), math.inf
     for path in _CONTAINER_LIMITS:
@@ -501,6 +504,7 @@ def _planned_model(path: str, spec: ModelSpec) -> PlannedModel:
 
 
 def weights_bytes(config: RunConfig) -> int:
-    """Return the bytes of published weights on each host that has any. For a config that `preflight` accepts."""
+    """Return the bytes of published weights on each host that has any. The config must be one that `preflight`
+    accepts."""
     models = role_models(config, read_model("model.path", config.model.path))
     return board_bytes(planned_run(config, models, on_gpus=False))

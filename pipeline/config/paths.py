@@ -109,8 +109,9 @@ _NETWORK = re.compile(
 
 
 def network_filesystem(path: Path, mounts: str | None = None) -> str | None:
-    """Return the type of the filesystem of a path, which need not exist yet, if several hosts can mount that type.
-    Return None otherwise, or if the system does not tell. `mounts`: the text of /proc/self/mountinfo."""
+    """Return the type of the filesystem that a path is on, if several hosts can mount a filesystem of this type at
+    once. Otherwise, or if the system does not tell, return None. The path need not exist yet. `mounts`: the text of
+    /proc/self/mountinfo."""
     if mounts is None:
         mounts = MOUNTS.read_text("utf8", "replace") if MOUNTS.is_file() else ""
     resolved = path.resolve()
@@ -132,8 +133,8 @@ def network_filesystem(path: Path, mounts: str | None = None) -> str | None:
 # checkpoints become the weights. Commands that only show a run read it as data and need no check.
 
 TRUSTED = "STAGELINE_TRUST"
-"""Environment variable: directories, separated by colons, whose content is trusted whoever wrote it. It is no config
-key, because the config lies in the directory that is to be trusted."""
+"""Name of the environment variable that lists trusted directories, separated by colons. Their content is trusted
+whoever wrote it. This is no config key, because the config is itself in the directory to trust."""
 
 
 def refuse_foreign(run_dir: Path) -> None:

@@ -24,7 +24,7 @@ class GangConfig:
     `workers` independent replicas."""
 
     workers: int = setting(1, at_least(1))
-    """Processes."""
+    """Number of worker processes."""
     threads: int = setting(1, at_least(1))
     """CPU threads of each worker's computation. If a replica has several ranks (engine.tensor_parallel,
     engine.pipeline_parallel), each rank has this many."""
@@ -32,9 +32,9 @@ class GangConfig:
     """Shards that each replica of a pool works on at once. Must be 1 for a parallel group."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     offload: Offload = "none"
-    """Parts of the gang's models that leave its devices while they are not needed. gradients: gradient buffers, except
-    during the update of their model. idle: also the models of policy, critic and reference that are idle; they move
-    to the host's memory, which needs GPUs."""
+    """Parts of the gang's models that leave its devices while they are not needed. gradients: the gradient buffers of a
+    model, except during its update. idle: also those models of policy, critic and reference that are idle; they move to
+    the host's memory. idle needs GPUs."""
     device: Literal["auto", "cpu"] = "auto"
     """Devices of reward models and local judges. auto: GPUs, one for each worker, if the hosts have any; cpu: CPUs
     although the hosts have GPUs. Other models always compute on GPUs if there are any."""
@@ -62,8 +62,8 @@ class PlacementConfig:
     """true: if a host has fewer GPUs than its workers need, gangs may share a GPU and its memory. Ranks of one gang
     never share a GPU. null: true for a local run on a host with a single GPU, otherwise false."""
     device_sharing: list[list[str]] = field(default_factory=list)
-    """Groups of gangs that share the same devices: while one has work, the others have released them.
-    `[[generate, train]]`: generation and training on the same GPUs."""
+    """Groups of gangs that share the same devices. One gang of a group uses the devices at a time; the others have
+    released them. `[[generate, train]]`: generation and training on the same GPUs."""
 
 
 DEFAULT_PLACEMENT: Mapping[str, Any] = {
@@ -77,7 +77,7 @@ DEFAULT_PLACEMENT: Mapping[str, Any] = {
     },
 }
 """Placement if the config places no role, for one machine: an engine with two shards in flight, a scorer, and one
-process for all training. Settings that are given for the three gangs change them."""
+process for all training. A config may change settings of these three gangs."""
 
 
 def default_placement() -> PlacementConfig:
@@ -98,7 +98,7 @@ def placed_gangs(
     """Return the gangs with the roles placed on them, and the GPUs that their workers need.
 
     Args:
-        critic: True if a critic is trained. Without one its role is left out, and gangs that have no other role too.
+        critic: True if a critic is trained. Otherwise its role is left out, and gangs that have no other role too.
         replica_ranks: ranks of one replica of the engine.
         scoring_models: True if rewards have models.
     """
@@ -181,7 +181,8 @@ def _device_sharing_problems(placement: PlacementConfig) -> Iterator[Problem]:
 
 def _unused_layout_problems(key: str, layout: LayoutConfig, roles: Collection[str]) -> Iterator[Problem]:
     """Yield a problem for each given layout setting that has no effect on a gang without policy, critic and reference.
-    On a gang that scores and does not generate, the settings that divide a model have an effect; on others none."""
+    If the gang scores and does not generate, the settings that divide a model have an effect. Otherwise no setting
+    has."""
     if Role.SCORE in roles and Role.GENERATE not in roles:
         why = "nothing is trained on that gang"
         names = sorted({one.name for one in fields(layout)} - {"tensor", "pipeline", "sequence_parallel"})

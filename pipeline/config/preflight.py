@@ -1,6 +1,6 @@
-"""Checks of a run before it starts that read the disk: model, prompts, reward, run directory. Nothing is started.
+"""Check a run before it starts: its model, prompts, rewards and directory on disk. No worker is started.
 
-The first part tells which guarantees a run lacks because of its engine:
+The first part tells which guarantees a run lacks because of its engine or its settings:
 
     Capabilities of the engine, on the device of its workers ──► sentences
                                                                    ├─► line and event at the start, tag in MLflow
@@ -66,8 +66,8 @@ from storage.prompts import PromptItem, PromptsError
 from storage.redaction import MARK, marked
 
 DEVICE_ITEM, ENGINE_DEVICE_ITEM = "device", "engine.device"
-"""Keys of a worker's numerics (stages/native/fingerprint.py). The first is present if the worker has a GPU. The second
-is reported by an engine in an environment of its own."""
+"""Keys of a worker's numerics (stages/native/fingerprint.py). `DEVICE_ITEM` is present if the worker has a GPU.
+`ENGINE_DEVICE_ITEM` is reported by an engine in an environment of its own."""
 
 
 def engine_device(numerics: Mapping[str, str]) -> Device:
@@ -76,7 +76,7 @@ def engine_device(numerics: Mapping[str, str]) -> Device:
 
 
 def recorded_devices(config: RunConfig, identity: Identity | None) -> list[Device]:
-    """Return the devices that a run's engines have computed on, as its identity records; CPU if it records none."""
+    """Return the kinds of device that the run's identity records for its engines, or CPU if it records none."""
     gang = gang_of_role(config.placement, Role.GENERATE)
     known = [] if identity is None else identity.numerics_of(gang)
     devices: list[Device] = sorted({engine_device(one.items) for one in known})
@@ -84,14 +84,14 @@ def recorded_devices(config: RunConfig, identity: Identity | None) -> list[Devic
 
 
 def engine_line(config: RunConfig, device: Device) -> str:
-    """Return a line for users: the engine, its capabilities, and its Python if it runs in another than ours."""
+    """Return a line for users: the engine, its capabilities, and its Python interpreter if that is not ours."""
     elsewhere = f"; its Python is {config.engine.python}" if config.engine.python else ""
     return f"engine {config.engine.kind} on {device}: {config.capabilities(device)}{elsewhere}"
 
 
 def guarantee_lines(config: RunConfig, device: Device) -> list[str]:
-    """Return lines for users about a run's guarantees: one line if it lacks none, otherwise the engine's
-    line and each missing guarantee."""
+    """Return lines for users about a run's guarantees. If the run lacks none, one line says so. Otherwise the engine's
+    line is followed by one line for each missing guarantee."""
     missing = unproven_guarantees(config, device)
     if not missing:
         return [f"engine {config.engine.kind} on {device}: a run repeats bit for bit, and leaves nothing unproven"]
@@ -145,8 +145,8 @@ def _unproven_canaries(config: RunConfig, can: Capabilities) -> Iterator[str]:
 
 
 def _unproven_corrections(config: RunConfig, can: Capabilities) -> Iterator[str]:
-    """Yield a sentence if the difference of engine and trainer is not corrected. Law 5: mu is the engine's policy,
-    pi_prox the trainer's, and the weight w = pi_prox / mu corrects their difference."""
+    """Yield a sentence if the difference between engine and trainer is not corrected. The correction is the weight
+    w = pi_prox / mu, where mu is the engine's policy and pi_prox the trainer's."""
     if config.ppo.anchor == "proximal" and config.ppo.correction == "none":
         stale = " and of stale rows" if config.staleness else ""
         yield f"the difference of engine and trainer{stale} is not corrected for (ppo.correction=none)"
@@ -162,10 +162,11 @@ class Preflight:
     tokenizer: Tokenizer
     prompts: PromptTable
     lost_prompts: str | None = None
-    """Damage of a resumed run's saved prompts, if they had to be read from their source again."""
+    """Description of the damage of a resumed run's saved prompts, which were then read from their source again. None if
+    there was no damage."""
     sandboxes: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
-    """Key of each reward part that runs code in a sandbox -> {files, network, processes: the mechanism that protects it
-    on this host, or None}."""
+    """Key path of each reward part that runs code in a sandbox -> what is protected (files, network, processes) -> the
+    mechanism that protects it on this host. None if it is not protected."""
 
 
 def check_run(config: RunConfig, *, resume: bool) -> Preflight:
@@ -191,8 +192,8 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
     have a source of their own.
 
     Args:
-        saved: file of a resumed run's prompts. They stay its prompts even if their source has changed; the source is
-            read only if the file is lost.
+        saved: file of a resumed run's prompts. The run keeps these prompts even if their source has changed. The source
+            is read only if the file is lost or damaged.
 
     Raises:
         ConfigError: names the key paths of the settings that cannot work.
@@ -228,8 +229,8 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
 
 
 def check_shapes(config: RunConfig, *, on_gpus: bool) -> Mapping[Role, ModelSpec]:
-    """Return the model of each role, after the checks that need its config.json alone: no weights, tokenizer, prompts,
-    rewards or directories are looked at. `on_gpus`: whether the run will compute on GPUs.
+    """Run the checks that need only each model's config.json, and return the architecture of each role's model.
+    Weights, tokenizer, prompts and directories are not read. `on_gpus`: True if the run will compute on GPUs.
 
     Raises:
         ConfigError: names the key paths of the settings that cannot work.
@@ -258,8 +259,8 @@ def _check_scorer(config: RunConfig, key: str, path: str) -> None:
 
 
 def read_errors(config: RunConfig, refused: Collection[str]) -> list[ConfigError]:
-    """Read the model, the prompts and the rewards of a config with refused settings, and return the errors. Errors that
-    name a setting in `refused` are left out."""
+    """Read the model, the prompts and the rewards of a config, some of whose settings were `refused`. Return the errors
+    except those that name a refused setting."""
     reading = (partial(_check_model, config), partial(_read_items, config), partial(_check_rewards, config, None))
     errors = [error for several in refusals(*reading) for error in several.errors]
     return [error for error in errors if not mentions(Problem(error.key, None, error.message), refused)]
@@ -284,7 +285,8 @@ def _check_descriptors(config: RunConfig) -> None:
 
 
 def _check_roles(config: RunConfig, model: ModelSpec, *, weights: bool = True) -> Mapping[Role, ModelSpec]:
-    """Return the model of each role. Raises ConfigError if its gang's layout cannot divide it."""
+    """Return the architecture of each role's model. Raises ConfigError if a model cannot be read or does not fit the
+    policy, if the layout of its gang cannot divide it, or if it cannot have the adapters of `model.lora`."""
     models = role_models(config, model, weights=weights)
     for role, of_role in models.items():
         _check_layout(config, role, of_role)
@@ -317,9 +319,13 @@ def open_tokenizer(config: RunConfig, path: str) -> Tokenizer:
 
 
 def check_run_directory(config: RunConfig, *, resume: bool) -> None:
-    """Raise ConfigError if the run's directory or its object store cannot be written to, or holds another run, or holds
-    this run and `resume` is False. On resume also refuse an edited config file and changes that the run may not have.
-    Sets the number of evaluated prompts, if it is None, to that of the run in the directory. Leaves no file."""
+    """Check the run's directory and its object store. Leaves no file. If the number of evaluated prompts is None, set
+    it to that of the run in the directory.
+
+    Raises:
+        ConfigError: the directory or the store cannot be written to, or holds another run. Without `resume`: it holds
+            this run already. With `resume`: config.yaml was edited, or a setting differs that a resumed run must keep.
+    """
     for problem in plain_name().problems(
         {"name": config.name}
     ):  # a resumed run is named by its directory, which may have moved
@@ -365,7 +371,8 @@ def _keep_number_of_evaluated(config: RunConfig, paths: RunPaths, identity: Iden
 
 
 def holds_run(paths: RunPaths) -> bool:
-    """Return True if a directory holds a run that has begun. (An empty ledger may be a disk mounted for a new run.)"""
+    """Return True if a directory holds a run that has begun. An empty ledger directory does not count: it may be a disk
+    that is mounted for a new run."""
     return paths.events.exists() or paths.first_full_events.exists() or any((paths.root / "ledger").glob("*"))
 
 
@@ -390,7 +397,7 @@ def _check_same_run(config: RunConfig, paths: RunPaths, identity: Identity) -> N
 
 
 def check_trackers(tracking: TrackingConfig) -> None:
-    """Raise ConfigError if the package of a further tracker is not installed."""
+    """Raise ConfigError if the package of a tracker in `tracking.also` is not installed."""
     missing = [name for name in tracking.also if not any(metadata.distributions(name=name))]
     if missing:
         need = f"not installed in this environment: `pip install {' '.join(missing)}`, or leave it out"
@@ -415,7 +422,8 @@ def _check_tracking(config: RunConfig) -> None:
 
 
 def check_writable(key: str, given: str, directory: Path) -> None:
-    """Raise ConfigError if a directory, or its nearest existing parent, cannot be written to."""
+    """Raise ConfigError if a directory cannot be written to. If it does not exist yet, its nearest existing parent is
+    checked."""
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
@@ -499,7 +507,8 @@ def _check_engine(config: RunConfig) -> None:
 
 
 def _check_engine_device(config: RunConfig, device: Device) -> None:
-    """Raise ConfigError if the engine does not run on these devices, or cannot share them as the config asks."""
+    """Raise ConfigError if the engine does not run on this kind of device. Also if the config lets it share devices
+    with other gangs, but it cannot release its memory."""
     can = config.capabilities(device)
     if device not in can.devices:
         others = " or ".join(able(config.engine, device, lambda can: device in can.devices))
@@ -520,9 +529,14 @@ class _BuiltPart:
 
 
 def _check_rewards(config: RunConfig, policy: ModelSpec | None) -> list[_BuiltPart]:
-    """Build every part of both rewards, including the user's own, and return them. Raises ConfigError if that fails, if
-    a reward model does not suit the policy, or if a judge's answers cannot be stored. `policy`: None if its model
-    could not be read; reward models are then not compared with it."""
+    """Build every part of `reward` and `evaluate.reward`, including the user's own. Close the parts, and return a
+    description of each. `policy`: the policy's architecture. None if it could not be read; reward models are then not
+    compared with it.
+
+    Raises:
+        ConfigError: a part cannot be built, a reward model does not suit the policy, or the directory for a judge's
+            answers cannot be written to.
+    """
     sections = {"reward": config.reward, "evaluate.reward": config.evaluate.reward}
     of_sections = run_checks(
         *(partial(check_parts, section, key, config.reward.trust_answers) for key, section in sections.items())
@@ -535,7 +549,8 @@ def _check_rewards(config: RunConfig, policy: ModelSpec | None) -> list[_BuiltPa
 
 
 def check_parts(section: RewardPartsConfig, key: str, trust_answers: bool) -> list[_BuiltPart]:
-    """Build the parts of a section, close them, and return what was seen. Raises ConfigError if that fails."""
+    """Build the parts of a reward section, close them, and return a description of each. Raises ConfigError if a part
+    cannot be built."""
     try:
         parts = build_parts(section, key, trust_answers=trust_answers)
     except UnfitReward as error:
@@ -594,8 +609,8 @@ def may_share_gpus(config: RunConfig, num_gpus: int) -> bool:
 
 
 def device_notes(config: RunConfig, num_gpus: int, num_cores: int) -> list[str]:
-    """Return notes about a local run: gangs that share a GPU because their host has no other, and workers that have
-    more threads than the host has cores."""
+    """Return notes about a local run: gangs that share this host's only GPU, and workers that have more threads than
+    the host has cores."""
     if config.cluster.kind != "local":
         return []
     notes = [
@@ -630,7 +645,8 @@ def _check_cuda_only(config: RunConfig, *, on_gpus: bool) -> None:
 
 
 def _prompts_of(config: RunConfig, tokenizer: Tokenizer, saved: Path | None) -> tuple[PromptTable, str | None]:
-    """Return a run's prompts, and the damage of its saved prompts if they had to be read from their source."""
+    """Return a run's prompts. If its saved prompts are damaged, read the prompts from their source, and return a
+    description of the damage too; otherwise None."""
     if saved is None:
         return _read_prompts(config, tokenizer), None
     try:
@@ -692,7 +708,8 @@ def _items(source: PromptsConfig, section: str) -> list[PromptItem]:
 
 @contextmanager
 def _errors_of(section: str) -> Iterator[None]:
-    """Raise a PromptsError of the block as a ConfigError. `section`: key path of the source's own settings."""
+    """Raise a PromptsError of the block as a ConfigError. `section`: key path of the section with the source's URL,
+    format and field."""
     try:
         yield
     except PromptsError as error:

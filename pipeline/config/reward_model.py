@@ -1,7 +1,7 @@
-"""The configurations of a reward model's training and of labelling, and their problems.
+"""The configurations of a reward model's training and of a labelling, and their problems.
 
-In a labelling a judge makes a preference set from prompts and responses. Both configurations share sections with a
-run's.
+In a labelling a judge makes a preference set from prompts and responses. Both configurations share sections with that
+of a run.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class ScorerConfig:
     blocks: int | None = setting(None, at_least(1))
     """Number of lowest blocks that the scorer keeps, for a student smaller than its start model; null: all."""
     frozen_blocks: int = setting(0, at_least(0))
-    """Number of the lowest blocks that are frozen, with the embeddings. Their outputs are computed once per row and
-    kept."""
+    """Number of the lowest blocks that are frozen, with the embeddings. The output of these blocks is computed once per
+    row and kept."""
     trunk_cache_mb: int = setting(1024, at_least(0))
     """Memory for the frozen blocks' outputs on a rank."""
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -76,7 +76,7 @@ class RewardModelConfig:
     train: RewardTrainingConfig = field(default_factory=RewardTrainingConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-4))
-    """The optimizer. A step in its settings is an optimizer step, since a training has no PPO steps."""
+    """The optimizer. Where its settings count steps, they count optimizer steps, since a training has no PPO steps."""
     workers: int = setting(1, at_least(1))
     """Ranks: processes of this host."""
     threads: int = setting(1, at_least(1))
@@ -93,7 +93,7 @@ class RewardModelConfig:
     @property
     def start_path(self) -> str:
         """Directory of the model that training starts from. A student (`model.blocks`) starts from a copy of the lowest
-        blocks, which the run makes."""
+        blocks, which the training makes."""
         return self.model.path if self.model.blocks is None else str(self.run_dir / ".student")
 
     def trained_model(self, path: str | None = None) -> ModelConfig:
@@ -181,7 +181,7 @@ class LabelConfig:
     pairs_per_prompt: int | None = setting(None, at_least(1))
     """Most pairs per prompt that the judge compares, drawn from all pairs; null: all."""
     min_margin: float = setting(0.0, at_least(0))
-    """Pairs with a margin not above this are ties and left out."""
+    """Largest margin of a pair that counts as a tie. Ties are left out."""
     prompts_at_once: int = setting(64, at_least(1))
     """Prompts per round. The judge is asked about all responses to them, then all their labels are written."""
     threads: int = setting(1, at_least(1))

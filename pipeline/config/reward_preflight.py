@@ -1,4 +1,4 @@
-"""Checks of a reward model's training before it starts that read the disk: model, judgements, directory."""
+"""Check a reward model's training before it starts: its model, judgements and directory on disk."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _check_scorer(config: RewardModelConfig, spec: ModelSpec) -> None:
         adapter_problems(model.lora, Role.CRITIC, spec),
         layout_problems(model, Role.CRITIC, spec, config.layout),
     ):
-        # the trainer calls it a critic
+        # The trainer treats the model as a critic, and the problem calls it so.
         need = problem.need.replace(f"the {Role.CRITIC}", "the model").replace("model.critic.", "optimizer.")
         raise refusal(dataclasses.replace(problem, need=need))
     wrong = head_problem(config.model.path, spec)

@@ -34,8 +34,8 @@ def read_model(key: str, path: str, *, weights: bool = True) -> ModelSpec:
 
 
 def model_paths(config: RunConfig) -> dict[str, str]:
-    """Return the directories that models are read from, each with the first key that names it. Needs rewards that can
-    be built."""
+    """Return directory -> key path of the first setting that names it, for the directories that models are read from.
+    Needs rewards that can be built."""
     model = config.model
     paths = [("model.path", model.path), ("model.reference_path", model.reference_path)]
     paths += [("model.critic_path", model.critic_path)] if config.has_critic else []

@@ -246,7 +246,8 @@ def _reuse_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _gang_problems(config: RunConfig, gang: Gang) -> Iterator[Problem]:
-    """Yield the problems of an ordered gang's layout with its rows or rewards, and of its offload with LoRA."""
+    """Yield the problems of an ordered gang. Its data-parallel ranks must divide the rows, a layout for rewards needs a
+    reward with a model, and `offload: idle` does not go with LoRA."""
     key, layout = f"placement.gangs.{gang.name}", config.placement.gangs[gang.name].layout
     if gang.divides_scorers:  # its ranks divide a shard's rows by tokens, so any number of rows will do
         if not config.scoring_models():
@@ -277,7 +278,7 @@ PLAIN_TEMPERATURES = (0.0, 1.0)
 
 def _engine_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield a problem for each setting that the engine's capabilities do not allow. The checked capabilities do not
-    depend on the device. (`preflight.py` tells which guarantees an accepted run lacks.)"""
+    depend on the device. (`preflight.py` lists the guarantees that an accepted run lacks.)"""
     can = config.capabilities()
     if config.in_flight and "inflight" not in can.updates:
         others = _other_engines_text(config, lambda c: "inflight" in c.updates)

@@ -25,8 +25,8 @@ RULES = (
     "trainer_idle", "engine_silent", "staleness", "entropy", "kl", "critic", "mismatch", "first_updates",
     "equal_groups", "cut_responses", "constant_score", "constant_length", "unmoved",
 )  # fmt: skip
-"""Names of the alarms in `alarms.stop`. The journal, MLflow's tags and the table at the end use the same names, except
-for mismatch."""
+"""Names of the alarms in `alarms.stop`. The journal, MLflow's tags and the table at the end of a run use the same
+names, except for mismatch."""
 
 _LIMITS = {
     "trainer_idle": "trainer_idle_s",
@@ -58,7 +58,7 @@ class AlarmsConfig:
     kl_above: float | None = setting(1.0, above(0, ", or null for no such alarm"))
     """kl: alarm if the KL to the reference (`kl/ref_per_token`, nats per token) is above this for 3 steps in a row."""
     critic_steps: int | None = setting(20, at_least(1, ", or null for no such alarm"))
-    """critic: steps in a row with a negative `critic/explained_variance`, which is worse than a constant."""
+    """critic: steps in a row with a negative `critic/explained_variance`: the critic is worse than a constant."""
     stop: list[str] = setting([])
     """Rules whose alarm ends the run. The run can be resumed. `mismatch` is the alarm of the canaries (section
     `mismatch`)."""
@@ -125,8 +125,9 @@ class ClusterConfig:
     """Origin of the workers. local: the driver starts them on its own host. attached: `stageline worker` starts them on
     any hosts, and they join."""
     interface: str | None = None
-    """Attached: name of the network interface, the same on every host, for all listening sockets, gloo and NCCL; null:
-    each host uses the interface by which it reaches the driver, and gloo and NCCL follow the environment."""
+    """Attached: name of the network interface for all listening sockets, gloo and NCCL. It must be the same on every
+    host. null: each host uses the interface by which it reaches the driver, and gloo and NCCL follow their environment
+    variables."""
     address: str | None = setting(
         None,
         Constraint(
@@ -134,9 +135,9 @@ class ClusterConfig:
             lambda given: _listening(given) is not None,
         ),
     )
-    """Attached: address on the driver's host that the scheduler listens on: HOST, HOST:PORT or :PORT. Without a host,
-    or if null, it is the address of `interface`, or else that of the default route. Without a port, or if null, the
-    scheduler takes any free port."""
+    """Attached: address on the driver's host that the scheduler listens on: HOST, HOST:PORT or :PORT. Without HOST the
+    scheduler listens on the address of `interface`, or if that is null on the address of the default route. Without
+    PORT it takes any free port. null: without both."""
     arrival_timeout_s: float = setting(600.0, above(0, " seconds"))
     """Attached: seconds for a worker to join, from the driver's start or from the loss of the worker before it. A
     replica that is late is left out. A rank that is late ends the run, which can be resumed."""
@@ -152,8 +153,9 @@ class ClusterConfig:
     """Seconds for workers to load their models after their process has started. null: 300, and 10 for every GB of the
     largest model's files."""
     deadline_s: float = setting(1800.0, above(0, " seconds"))
-    """Seconds that a node of the task graph may take. Then its worker counts as lost, or, if another replica can do its
-    work, as suspect: it is ended after as many seconds more."""
+    """Seconds that a node of the task graph may take. After that its worker counts as lost and is ended. If another
+    replica can do its work, it first counts as suspect: it gets no new nodes, and is ended if it is still busy after as
+    many seconds more."""
     collective_timeout_s: float = setting(300.0, above(0, " seconds"))
     """Seconds for all ranks of a gang to reach a collective; after that the gang counts as lost, and the error names
     the missing ranks. At most half of `deadline_s` is used, so that the error comes before the gang is ended."""
@@ -165,14 +167,14 @@ class ClusterConfig:
     weights_dir: str | None = setting(None, local_directory())
     """Directory for published weights; null: in /dev/shm."""
     host_memory_gb: float | None = setting(None, above(0, _WHAT_THERE_IS))
-    """Memory of a host that a run may be predicted to take, in units of 2^30 bytes; null: all that this host, or its
-    container, has."""
+    """Largest predicted memory of a run on one host, in units of 2^30 bytes; null: all memory of this host or its
+    container."""
     device_memory_gb: float | None = setting(None, above(0, _WHAT_THERE_IS))
-    """Memory of a GPU that a run may be predicted to take, in units of 2^30 bytes; null: all that it has."""
+    """Largest predicted memory of a run on one GPU, in units of 2^30 bytes; null: all memory of the GPU."""
     migrate_rows: bool = False
-    """True: rows in flight move between the replicas of the engine when the measured cost of a pass says that all ends
-    sooner: from loaded to idle replicas, or to fewer replicas while other work waits for one. Tokens and log-probs stay
-    the same."""
+    """True: rows in flight move between the replicas of the engine if all rows then end sooner, as predicted from the
+    measured cost of a pass. They move from loaded to idle replicas, or to fewer replicas while other work waits for a
+    replica. Tokens and log-probs stay the same."""
 
 
 def listening(config: ClusterConfig) -> tuple[str | None, int]:
@@ -325,8 +327,8 @@ class RolloutConfig:
     rows: int = setting(32, at_least(1))
     """Responses per PPO step."""
     shards: int = setting(2, at_least(1))
-    """Parts of a step's rows. Each part is generated and scored by itself, and its log-probs and values are computed by
-    themselves too."""
+    """Number of equal parts of a step's rows. Generation, scores, log-probs and values are computed separately for each
+    part."""
     responses_per_prompt: int = setting(1, at_least(1))
     """Responses to each prompt of a step; divides the rows of a shard."""
     versions: Literal["exact", "latest", "inflight"] = "exact"
@@ -356,7 +358,7 @@ _NOT_IN_WANDB = "/\\#?%:"
 
 @dataclass
 class TrackingConfig:
-    """MLflow: where the run is logged and under which name; and further trackers."""
+    """Trackers: where MLflow logs the run and under which name, and which further trackers get its metrics."""
 
     uri: str | None = setting(
         "sqlite:///runs/mlflow.db",

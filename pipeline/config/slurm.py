@@ -72,10 +72,11 @@ class SlurmGangConfig:
     beside: str | None = None
     """Another gang, on whose nodes this gang's workers are spread evenly."""
     gpus_per_worker: int | None = setting(None, at_least(0))
-    """GPUs of each worker. null: as many as it needs, which is one for a rank that holds a model, one for each engine
-    rank of a replica, one for a scorer if rewards have models (and `device` is not cpu), else none."""
+    """GPUs of each worker. null: as many as it needs. A rank that holds a model needs one. A replica needs one for each
+    of its engine ranks. A scoring worker needs one if rewards have models and its gang's `device` is not cpu. Other
+    workers need none."""
     cpus_per_worker: int | None = setting(None, at_least(1))
-    """CPUs of each worker. null: `placement.gangs.NAME.threads`, for a replica times its engine ranks."""
+    """CPUs of each worker. null: `placement.gangs.NAME.threads`, and for a replica that many for each engine rank."""
     partition: str | None = setting(None, _WORD)
     """Partition of these nodes; null: `slurm.partition`."""
     sbatch: list[str] = setting([], _OPTIONS)
@@ -140,8 +141,8 @@ def cpus_per_worker(config: SlurmConfig, placement: PlacementConfig, gang: str, 
 
 def parse_time_limit(limit: str) -> float:
     """Return the seconds of a time limit in Slurm's notation: M:S, H:M:S, D-H, D-H:M, D-H:M:S. Raises ValueError for
-    anything else and for a bare number: YAML turns an unquoted 1:30:00 into seconds, which Slurm would read as
-    minutes."""
+    any other text. A bare number is refused too: YAML turns an unquoted 1:30:00 into a number of seconds, and Slurm
+    would read it as minutes."""
     match = _TIME.fullmatch(limit)
     if match is None or limit.isdigit():
         raise ValueError(limit)

@@ -1,12 +1,13 @@
 """The place of a run's stored data: its directory, or an object store (`storage.url`). Every process of a run, and
-every command that reads one, gets it from `RunConfig.stored`.
+every command that reads a run, gets the place from `RunConfig.stored`.
 
     in the run's directory          config.yaml, identity.json, prompts, journal, logs, results
     there, or below `storage.url`   ledger/, rollouts.zarr/, attempts/, damaged/, archive/, dropped.json
     in both                         checkpoints/, weights/ (exports): written locally, then uploaded
 
-Two directories can name the same object store: that of a driver that was killed, or seems to be, and that of the driver
-which continues the run elsewhere. So each driver writes a claim when it starts, and ends when it finds a later one.
+Two directories can name the same object store. One is of a driver that was killed, or only seems to be. The other is of
+the driver that continues the run elsewhere. So each driver writes a claim when it starts, and ends when it finds a
+later claim.
 
     drivers/000002.json   {"host": "node7", "directory": "/data/runs/demo", "time": 1767225600.0}
 """
@@ -39,7 +40,7 @@ _PROBE_S = 5.0
 
 @dataclass(frozen=True)
 class RunStorage:
-    """The place of what a run stores."""
+    """The place of a run's stored data."""
 
     directory: Path
     """The run's directory."""
@@ -83,8 +84,8 @@ class RunStorage:
         return Exports(self.directory / "weights", None if self.url is None else self.root.below("weights"))
 
     def copied_after(self, version: int) -> list[str]:
-        """Return the keys of all files of uploaded checkpoints and exports of later versions, manifests first. Empty
-        without an object store."""
+        """Return the keys of all uploaded files of checkpoints and exports whose version is later than `version`,
+        manifests first. Empty without an object store."""
         keys = []
         for kind in ("checkpoints", "weights") if self.url is not None else ():
             for key in files.keys(self.root.below(kind)):
@@ -95,8 +96,8 @@ class RunStorage:
 
     @contextmanager
     def downloaded(self) -> Iterator[RunStorage]:
-        """Yield the same storage with an empty directory for the block, into which checkpoints and exports are
-        downloaded. Without an object store, yield this storage."""
+        """Yield the same storage with another directory, into which checkpoints and exports are downloaded. The
+        directory is empty at first, and is removed after the block. Without an object store, yield this storage."""
         if self.url is None:
             yield self
             return
@@ -104,7 +105,8 @@ class RunStorage:
             yield replace(self, directory=Path(folder))
 
     def replace_places(self, text: str) -> str:
-        """Return a text in which files of the directory are named by their places in the object store."""
+        """Return a text with the path of the run's directory replaced by the URL of the object store, if there is
+        one."""
         return text if self.url is None else text.replace(str(self.directory), self.url)
 
 
@@ -135,7 +137,7 @@ def claim(stored: RunStorage) -> Claim:
     owner = {"host": socket.gethostname(), "directory": str(stored.directory.resolve()), "time": time.time()}
     data = json.dumps(owner | {"id": uuid.uuid4().hex}).encode()
     number = len(_claims(stored)) + 1
-    # After a lost answer the repeated request finds this process's own file.
+    # If the store's answer was lost, the request is repeated, and finds the file that this process wrote.
     while not files.write_new(stored.root, _claim_key(number), data) and _read(stored, number) != data:
         number += 1
     return Claim(stored, number)
@@ -183,8 +185,9 @@ def check_stored(stored: RunStorage, *, resume: bool, had_url: bool) -> None:
 
 
 def _probe(root: files.Root) -> None:
-    """Write an object and remove it again. Raises StoreError if the store refuses that, or replaces an object that was
-    to be created only if there is none: then two workers could commit the same output."""
+    """Write an object and remove it again. Raises StoreError if the store refuses that. Also raises StoreError if the
+    store overwrites an object although it was asked to create it only if there is none. Two workers could then commit
+    the same output."""
     key = f"probe-{uuid.uuid4().hex}"
     try:
         files.write_new(root, key, b"1")

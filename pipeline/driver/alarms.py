@@ -66,7 +66,8 @@ class Alarms:
         self._silent_engines = remove_name(self._silent_engines, worker)
 
     def check_time(self, now: float) -> None:
-        """Check the rules about time. `now`: seconds, of a clock that stops with the driver. Raises AlarmStop."""
+        """Check the rules about time. `now`: seconds of the driver's clock, which stops while the driver is suspended.
+        Raises AlarmStop."""
         if self._limits.trainer_idle_s is not None:
             idle = [self._trainer_gang] if self._dispatch.is_idle(self._trainer_gang) else []
             self._idle_gangs, overdue = update_without_progress(

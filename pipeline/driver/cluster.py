@@ -107,8 +107,9 @@ async def _kill_and_wait(addresses: list[str], dask_scheduler: Any) -> None:
                 await asyncio.sleep(0.01)
     for address in here:
         if address in dask_scheduler.workers:
-            # Every task needs a resource, so the worker gets no tasks without one. Removing the worker instead would
-            # end it for good, with its nanny, if it is alive after all. This way it can be killed later and restart.
+            # Every task needs a resource, so a worker without resources gets no tasks. Removing the worker instead
+            # would end it for good, with its nanny, if it is alive after all. Without resources it can be killed later,
+            # and its nanny restarts it.
             for resource in dask_scheduler.workers[address].resources:
                 dask_scheduler.resources[resource][address] = 0
 
@@ -131,8 +132,8 @@ def _kill_process(dask_worker: Any) -> None:
 
 
 def begin_forkserver(config: RunConfig) -> None:
-    """Start the process that local workers are forked from, unless there is one. They inherit this process's limit of
-    open files, so it is raised first."""
+    """Start the process that local workers are forked from, unless it is running. First raise this process's limit of
+    open files, because the workers inherit it."""
     raise_descriptor_limit(descriptors_needed(config))
     start_forkserver(shared=shares_cores(config))
 
@@ -186,8 +187,8 @@ class Cluster(Closing):
 
 
 def visible_gpus_of_workers(config: RunConfig, num_gpus: int, inherited: str | None) -> dict[Worker, str]:
-    """Return `CUDA_VISIBLE_DEVICES` for each worker of a run whose workers are all on this host. `inherited`: this
-    process's own."""
+    """Return `CUDA_VISIBLE_DEVICES` for each worker of a run whose workers are all on this host. `inherited`: the
+    variable's value in this process."""
     gangs, sharing = config.gangs(), config.placement.device_sharing
     plan = plan_devices(gangs, place_all_here(gangs), {THIS_HOST: num_gpus}, sharing)
     return {worker: visible_devices(gpus, inherited) for worker, gpus in plan.items()}

@@ -51,7 +51,7 @@ class ExecutorEvents:
 
     def on_worker_built(self, worker: WorkerKey, numerics: Mapping[str, str]) -> None:
         """Called when a worker is built, before it gets work. `numerics`: facts, by name, on which the last bits of
-        the worker's results depend. If it raises ConfigError, the worker counts as one that cannot be built."""
+        the worker's results depend. If this method raises ConfigError, the build of the worker counts as failed."""
 
     def on_worker_replaced(self) -> None:
         """Called when the successor of a lost worker process is built."""
@@ -71,7 +71,8 @@ class Context:
     journal: Journal
     settings: ExecutorSettings
     name: str
-    """Random name of this executor, part of attempt names and keys. Another executor on the cluster has another."""
+    """Random name of this executor. It is part of attempts' names and of task keys, so these differ from those of any
+    other executor on the cluster."""
     now: Callable[[], float]
     """Returns the seconds of the driver's clock, which stops while the driver is suspended."""
     watch_future: Callable[[Future, WorkerKey, Address | None], None]

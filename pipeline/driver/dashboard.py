@@ -3,10 +3,11 @@
     GET /stageline             the page (observe.graph_page)
     GET /stageline/view        its changing part, once a second while a browser shows the page
     GET /stageline/logs/NAME   the end of a worker's log
-    /graph                     only the markers, with a column per step and a row per stage. Dask puts each task one
-                               column to the right of its dependencies, and tasks without any into one endless column
-    /groups                    Dask's drawing, in another order. Dask calls `dask.order` without dependencies, and fails
-                               at the first group that comes before one that it depends on
+    /graph                     only the markers, with a column per step and a row per stage. Dask's page would put each
+                               task one column to the right of its dependencies, and all tasks without dependencies into
+                               one endless column
+    /groups                    Dask's drawing, in another order. Dask's page orders groups without their dependencies
+                               (`dask.order`), and fails at a group that comes before a group that it depends on
 
 Loads Bokeh, so it is imported only if there is a dashboard.
 """

@@ -13,13 +13,14 @@
       ├────────► DeviceOrders ──────┤      │
       └────────► MigrationOrders ───┘      └── a worker is down ──► Attempts, MigrationOrders, DeviceOrders
 
-When a worker dies, its unfinished nodes are lost and run again, up to `cluster.attempts` times. An exception raised by
-a stage ends the run, unless it is transient (then `attempts` tries again). A rank of a gang may raise because a peer
-died. So the driver waits `PEER_GRACE_S` for news of such a death before it blames the stage.
+When a worker dies, its unfinished nodes are lost and run again. The run ends when a node was lost `cluster.attempts`
+times. An exception that a stage raises ends the run, unless it is transient: then the node runs again (`attempts.py`).
+A rank of a gang may raise because a peer died. So the driver waits `PEER_GRACE_S` for news of such a death before it
+blames the stage.
 
 A worker that is overdue (stopped, hung) is killed if no other worker can do its work. Otherwise it becomes a *suspect*:
-its shards run elsewhere at once, and whichever attempt at a node commits first counts. The suspect gets work again when
-all its old attempts have ended. If they do not end within another deadline, it is killed.
+its shards run elsewhere at once, and the first attempt at a node that commits counts. The suspect gets work again when
+all its old attempts have ended. If they do not end within another deadline, the suspect is killed.
 
 The driver's clock stops while the driver is suspended. So deadlines do not expire while a job is suspended.
 """
@@ -56,8 +57,8 @@ from storage import codec
 from storage.address import Address
 
 _MAX_CHECK_INTERVAL_S = 5.0
-"""Most seconds by which the driver's clock advances between two notices. So time in which the driver was suspended does
-not count against deadlines."""
+"""Most seconds by which the driver's clock advances between two notices. So the time for which the driver was suspended
+does not count against deadlines."""
 _PROCESSES = "all"
 """Topic on which Dask's scheduler reports processes that ended."""
 

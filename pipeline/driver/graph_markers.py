@@ -7,7 +7,8 @@
 
 A marker is a task in the scheduler's table that is never computed: no worker or client knows it, and no real task
 depends on it. So it cannot block anything, and lost workers cannot block it. Its state comes from Dispatch. The real
-tasks (`attempts`) cannot carry these edges, since Dask fetches what a task depends on, and computes it again when lost.
+tasks (`attempts.py`) cannot carry these edges: Dask would fetch the results of a task's dependencies, and would compute
+a lost result again.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class Marker:
 
 
 def marker_states(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int) -> dict[Address, Marker]:
-    """Return the wanted markers, parents before children: those of the window, and of the eta + 1 steps before it,
-    since the window's generation depends on their publications. `admitted`: the first step after the window. Empty if
-    the window alone has more than `MAX_MARKERS` nodes."""
+    """Return the wanted markers, parents before children. They are those of the window and of the eta + 1 steps before
+    it, since the window's generation depends on the publications of these steps. Empty if the window alone has more
+    than `MAX_MARKERS` nodes. `admitted`: the first step after the window."""
     if not statuses or len(statuses) > MAX_MARKERS:
         return {}
     shown = add_finished_steps(spec, statuses, admitted, spec.staleness + 1, MAX_MARKERS)
@@ -67,8 +68,8 @@ def marker_states(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int
 class GraphMarkers(SchedulerPlugin):
     """Owns the markers in a scheduler of this process. Dask calls `transition`; the run calls the other methods.
 
-    Markers outside the window are removed here. Dask would remove a task only when nothing depends on it, and so would
-    keep a chain of tasks over the whole run. Dask also keeps dependencies of a group on removed groups, and then its
+    Markers outside the window are removed here. Dask would remove a task only when nothing depends on it, so a chain of
+    tasks over the whole run would stay. Dask also keeps the dependencies of a group on removed groups, and then its
     page of groups fails. These dependencies are removed here too."""
 
     name = "stageline-markers"
@@ -88,7 +89,7 @@ class GraphMarkers(SchedulerPlugin):
             self._scheduler.loop.add_callback(self._apply_markers, markers)
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        """Drop the other groups' dependency on a group when its last task is forgotten."""
+        """When the last task of a group is forgotten, remove this group from the dependencies of all other groups."""
         del start, args, kwargs
         if finish != "forgotten":
             return
@@ -100,8 +101,8 @@ class GraphMarkers(SchedulerPlugin):
     # ---- In the scheduler's loop -----------------------------------------------------------------------------------
 
     def _apply_markers(self, markers: Mapping[Address, Marker]) -> None:
-        """Make the markers match `markers`. `_shown` is correct at every moment, so if one of Dask's pages raises, the
-        next call continues."""
+        """Make the markers match `markers`. `_shown` is correct at every moment. So if one of Dask's pages raises an
+        error, the next call does the rest."""
         new = [address for address in markers if address not in self._shown]
         for address in new:
             self._add(address, markers[address])
@@ -139,8 +140,8 @@ class GraphMarkers(SchedulerPlugin):
         task = self._shown[address]
         if state == task.state:
             return
-        # Pages that draw durations would take a change from processing to memory for a computation, and look for its
-        # times. So the marker is released in between.
+        # Dask's pages of durations would take a change from processing to memory for a computation, and look up when
+        # it began and ended. So the marker is released in between.
         if task.state == "processing" and state == "memory":
             self._set_state(address, "released")
         before, task.state = task.state, state
@@ -177,7 +178,7 @@ def _is_group_forgotten(group: TaskGroup) -> bool:
 # ---- Task keys -------------------------------------------------------------------------------------------
 #
 #     ("generate-000003", 1)          the task that computes shard 1 of step 3; a later attempt adds its name
-#     ("generate-commit-000003", 1)   its marker, which shows if it has its commit
+#     ("generate-commit-000003", 1)   marker of the same node, which shows whether the node has its commit
 #
 # Dask takes the part before the number as the task's name, for counts and colours, and the whole first part as its
 # group. So there is one group for each stage of a step. Groups named by the stage alone would depend on each other in
@@ -215,5 +216,5 @@ def marker_stage(key: object) -> str | None:
 
 
 def build_key(worker: str, incarnation: int, executor: str, task: str = "build") -> tuple[object, ...]:
-    """Return the key of a worker's build, or of another task (`task`) that precedes it."""
+    """Return the key of a worker's build, or of another `task` that precedes the build."""
     return f"{task}-process", worker, incarnation, executor

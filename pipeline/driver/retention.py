@@ -3,16 +3,16 @@
     rollouts: 0 ········ 29 │ 30 ·············· 44 │ 45 46 47
               arrays gone   │ kept: a recovery may │ in the window
                             │ train on them again  └─ finished_until
-                            └─ `first_step_to_keep`: the older of two sound checkpoints of each trained model,
-                               both no newer than the oldest version that an open node may read
+                            └─ `first_step_to_keep`: the older of the last two versions with sound checkpoints of all
+                               trained models, both no newer than the oldest version that an open node may read
 
     ledger:   0 ···· 15 │ 16 ···· 31 │ 32 ··· 44 45 46 47
                 closed  │    open    │  over ─┘   └─ in the window
                         └─ closed (moved into a segment) when the steps up to 31 + margin are over
 
-Exports: `export.every` and the end of the run export versions, of which the newest `storage.keep.exports` stay. Under
-`storage.keep.rollouts` every evaluated version is exported too, since it could not be rebuilt later; it is deleted
-again unless it is the best. The best version so far always stays.
+Exports: the last version is exported, and every n-th version with `export.every` = n. The newest `storage.keep.exports`
+of them stay. Under `storage.keep.rollouts` every evaluated version is exported too, since it could not be rebuilt
+later. Such an export is deleted again unless its version is the best. The best version so far always stays.
 
 Deletions run in a thread of `Retention`. Segments are closed in the driver's thread.
 """
@@ -38,8 +38,8 @@ from storage.rollouts import KEEP
 
 
 def is_usable(checkpoints: Checkpoints, ledger: Ledger, role: Role, version: int) -> bool:
-    """Return the answer of `pipeline.workers.updates.is_usable`. The module is imported late because it loads torch,
-    which few drivers need, and none at its start."""
+    """Return the result of `pipeline.workers.updates.is_usable`. That module loads torch, so it is imported only here:
+    few drivers need it, and no driver needs it at its start."""
     return bool(import_module("pipeline.workers.updates").is_usable(checkpoints, ledger, role, version))
 
 
@@ -47,13 +47,14 @@ def first_step_to_keep(spec: GraphSpec, keep: int, finished_until: int, saved: C
     """Return the first step whose rollouts must stay, so that a lost trainer, a version that must be published again, a
     damaged checkpoint and `resume --from-checkpoint` all find the data that they need.
 
-    Nodes from step `finished_until` on read versions from `finished_until` - eta on. To make the oldest of them
-    again, a recovery begins at a checkpoint that is no newer. That checkpoint may be damaged, so the one before it is
-    the floor. The margin is the same as for closing the ledger: an outdated attempt may still be reading.
+    Nodes from step `finished_until` on read versions from `finished_until` - eta on. To make the oldest of these
+    versions again, a recovery begins at a checkpoint that is not newer. This checkpoint may be damaged, so the rollouts
+    after the checkpoint before it must stay. Two windows of finished steps stay in any case, as in the ledger
+    (`_steps_before_closing`), because an outdated attempt may still be reading them.
 
     Args:
         keep: `storage.keep.rollouts`: fewest finished steps to keep.
-        finished_until: all nodes of all earlier steps are done.
+        finished_until: step before which all nodes are done.
         saved: versions of which every trained model has a sound checkpoint.
     """
     usable = sorted(version for version in saved if version <= finished_until - spec.staleness)
@@ -76,7 +77,7 @@ class Retention:
         self._evaluations: dict[int, Evaluation] = {}
         """Complete evaluations, by version."""
         self._sound: dict[int, bool] = {}
-        """Result of reading every byte of the trained models' checkpoints, by version."""
+        """True if the checkpoints of all trained models are sound, by version. Every byte of them was read."""
         self._over_until = 0
         self._pass: Future[None] | None = None
         asked = keep.rollouts is not None or keep.exports is not None
@@ -184,8 +185,8 @@ def is_complete(spec: GraphSpec, ledger: Ledger, unneeded: Collection[Address] =
 
 
 def close_finished_segments(spec: GraphSpec, ledger: Ledger, unneeded: Collection[Address]) -> None:
-    """Close the segments again that were opened for a damaged record, if that record is unneeded. Call it before
-    workers start, so that the run begins after these segments, as before."""
+    """Close the segments again that were opened because a record was damaged, if that record is unneeded. Must be
+    called before workers start: then the run begins after these segments, as it would without the damage."""
     if not unneeded:
         return
     while True:
@@ -216,7 +217,7 @@ class LedgerCompactor:
         self._unneeded = unneeded
         self._steps_before_closing = _steps_before_closing(spec)
         self.first_step = ledger.closed_until()
-        """First open step. All earlier steps are over and closed."""
+        """First step that is in no closed segment. All earlier steps are over."""
         self._over: set[int] = set()
         self._next_over = self.first_step
         self._addresses: defaultdict[int, list[Address]] = defaultdict(list)
@@ -227,8 +228,8 @@ class LedgerCompactor:
         return self._next_over
 
     def on_step_finished(self, step: int, addresses: Iterable[Address]) -> None:
-        """Record that all nodes of a step are done, and close the segments that can be closed. `addresses`: the step's
-        nodes, some of which (a publication, an evaluation) are numbered as a later step's."""
+        """Record that all nodes of a step are done, and close the segments that can be closed. `addresses`: those of
+        the step's nodes. A publication's or an evaluation's address may have the number of a later step."""
         for address in addresses:
             if address.step >= self.first_step and address not in self._unneeded:
                 self._addresses[first_step(address.step)].append(address)

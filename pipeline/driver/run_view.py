@@ -1,8 +1,8 @@
 """Live views of a run: the state behind its page on Dask's dashboard, the markers, the links, and the terminal display.
 
-    driver's thread, once a second:   look() ──► markers
-                                        └── if the page was requested in the last seconds ──► GraphView
-    the dashboard's loop:             await fresh() ──► requests a view, and waits for the next look()
+    driver's thread, once a second:   update() ──► markers
+                                        └── if a view was requested in the last seconds ──► GraphView
+    the dashboard's loop:             await request_view() ──► waits for the next update() ──► GraphView
 
 Only the driver's thread reads dispatch, flow, ledger and board. The dashboard's loop gets a frozen `GraphView`.
 """
@@ -52,7 +52,8 @@ _REQUEST_AGE_S = 5.0
 _TIMEOUT_S = 3.0
 """Longest time that a request waits for the driver's next `update`."""
 _MAX_READS = 64
-"""Most commits that one `update` reads for the curves, since a long run that is resumed has many."""
+"""Most commits that one `update` reads for the curves. A long run that is resumed has many, and reads them bit by
+bit."""
 
 
 class RunView:
@@ -112,8 +113,8 @@ class RunView:
 
     async def request_view(self) -> GraphView | None:
         """Return a view that is at most a second older than this call. If needed, wait for the driver's next `update`.
-        If that does not come soon, return the last view, whose `time_s` tells its age. None while the workers are being
-        started."""
+        If there is none within `_TIMEOUT_S`, return the last view, whose `time_s` tells its age. Return None if there
+        is no view yet, because the workers are being started."""
         self._last_request_s = asked = time.monotonic()
         while self._last_view_s < asked - 1.0 and time.monotonic() < asked + _TIMEOUT_S:
             await asyncio.sleep(0.05)
@@ -168,7 +169,8 @@ def open_progress(config: RunConfig, screen: Screen, links: Mapping[str, str], f
 
 
 def first_driver_start_s(config: RunConfig, now: float) -> float:
-    """Return the start of the run's first driver, in seconds since the epoch. `now` if this is the first."""
+    """Return the time at which the run's first driver started, in seconds since the epoch. Return `now` if this is the
+    first driver."""
     return min(read_run_starts(RunPaths(config.run_dir).events), default=now)
 
 

@@ -1,6 +1,6 @@
 """Context managers around a run: the lock, the signals, the boards of published weights, the worker processes.
 
-    only_driver ──► interruptible ──► published_weights ──► worker_processes ──► the run
+    hold_driver_lock ──► handle_signals ──► published_weights ──► start_cluster ──► the run
 
 The lock allows one process at a time in a directory of `runs_dir`: a run's driver, a reward model's training, or a
 labelling.
@@ -56,10 +56,12 @@ class TerminatedEarly(KeyboardInterrupt):
 
 @contextmanager
 def handle_signals(immediate_signals: Collection[signal.Signals] = ()) -> Iterator[None]:
-    """Make SIGTERM and SIGHUP interrupt like Ctrl-C. Ctrl-C also works if a shell started this process in the
-    background with SIGINT ignored. Only the first SIGHUP counts: a closed terminal sends one, and its shell another.
-    The signals in `immediate_signals` raise TerminatedEarly instead. Only the first of them counts: a cluster's manager
-    may send several, to every process."""
+    """Make SIGTERM and SIGHUP raise KeyboardInterrupt in the block, as Ctrl-C does. Ctrl-C also works if a shell
+    started this process in the background with SIGINT ignored. Only the first SIGHUP counts, because a closed terminal
+    sends one and its shell sends another.
+
+    The signals in `immediate_signals` raise TerminatedEarly instead. Only the first of them counts, because a cluster's
+    manager may send several to every process."""
 
     def interrupt(number: int, frame: object) -> None:
         if number == signal.SIGHUP:
@@ -82,12 +84,12 @@ def handle_signals(immediate_signals: Collection[signal.Signals] = ()) -> Iterat
 
 @contextmanager
 def published_weights(config: RunConfig, ledger: Ledger) -> Iterator[WeightBoard | None]:
-    """Yield the board of published weights: that of the policy's gang, whose rank 0 runs on the driver's host. Yield
-    None if workers are attached, since all boards are then on their hosts.
+    """Yield the board of published weights of the policy's gang, whose rank 0 runs on the driver's host. Yield None if
+    workers are attached, since all boards are then on the workers' hosts.
 
     First remove weights that this run did not publish: a killed run whose directory was removed leaves its weights in
     memory under the same name. Also remove boards of dead runs (`pipeline/workers/attached.py`). At the end remove this
-    run's boards on this host; workers remove those on other hosts."""
+    run's boards on this host. Workers remove the boards on other hosts."""
     if config.cluster.kind == "attached":
         yield None
         return
@@ -105,7 +107,8 @@ def published_weights(config: RunConfig, ledger: Ledger) -> Iterator[WeightBoard
 @contextmanager
 def start_cluster(config: RunConfig) -> Iterator[Cluster]:
     """Yield the run's cluster. Local workers are started while the terminal's signals are blocked, and inherit that
-    signal mask. The terminal signals the whole process group, but only the driver must react, and end the workers."""
+    signal mask. A terminal sends its signals to the whole process group, but only the driver must react to them: it
+    ends the workers."""
     logging.getLogger("distributed").setLevel(logging.ERROR)  # the executor reports losses itself
     if config.cluster.kind == "attached":
         with AttachedWorkers(config, weights_bytes(config)) as attached:

@@ -4,7 +4,7 @@
     nodes of a step, with their times, inputs and outputs ──► spans of a trace
     worker's heartbeat ──cpu, memory, gpu──► scheduler ──every 10 s──► sums by gang ──► tracker
 
-The functions of the config are pure. `SystemMetrics` does what the last line shows.
+The functions that take a config are pure. `SystemMetrics` does what the last line shows.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def step_spans(ran: Iterable[tuple[Node, Outcome]], gang_of: Mapping[Role, str])
 
 def trace_previews(run_name: str, step: int, ran: Sequence[tuple[Node, Outcome]], history: History) -> tuple[str, str]:
     """Return the texts of request and response that MLflow's list of traces shows for a step, such as
-    (`demo · step 7 · v6`, `reward 0.198 KL 0.79`). The version is the one that sampled the step's rows. What an earlier
-    driver ran is read from the ledger."""
+    (`demo · step 7 · v6`, `reward 0.198 KL 0.79`). The version is the one that sampled the step's rows. Results of
+    nodes that an earlier driver ran are read from the ledger."""
     known = {node.address: outcome.ref for node, outcome in ran if outcome.ref is not None}
     sampled = {node.version for node, _ in ran if node.stage == "generate"}
     for address in history.addresses(step):

@@ -1,6 +1,6 @@
 """Show people what every node and every gang is doing. Nothing is decided here. No clock, no I/O, no Dask.
 
-`ObservedDispatch` is a dispatch that also answers questions of people. It follows what dispatch hands out.
+`ObservedDispatch` is a dispatch that also records what it hands out, and tells people the state of nodes and gangs.
 
 **Queues.** Workers do not report when a node begins. Dispatch knows enough to infer this: a worker runs as many nodes
 as it has threads, begins the most urgent node that can run, and interrupts none.
@@ -46,7 +46,7 @@ class WorkerQueues:
         self._children: defaultdict[Address, set[Address]] = defaultdict(set)
         """Nodes that were handed out ahead of a parent, by that parent."""
         self._queued: defaultdict[tuple[str, int], list[Node]] = defaultdict(list)
-        """A heap per worker. A node that is gone stays in it until it reaches the top."""
+        """A heap per worker. A node that has left its worker stays in the heap until it reaches the top."""
         self._running: defaultdict[tuple[str, int], set[Address]] = defaultdict(set)
         self._nodes: dict[Address, Node] = {}
         self._beside: set[Address] = set()
@@ -131,15 +131,15 @@ class NodeState(StrEnum):
     """State of a node, as people see it."""
 
     WAITING = "waiting"
-    """It waits for parents."""
+    """The node waits for parents."""
     READY = "ready"
-    """It waits only for a worker."""
+    """The node waits only for a worker."""
     QUEUED = "queued"
-    """A worker has it, and runs other nodes first."""
+    """A worker has the node, and runs other nodes first."""
     RUNNING = "running"
-    """A worker runs it."""
+    """A worker runs the node."""
     DONE = "done"
-    """It has its commit."""
+    """The node has its commit."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class NodeStatus:
     worker: tuple[str, int] | None = None
     """Gang and replica (rank 0 in an ordered gang) that the node was handed to."""
     num_losses: int = 0
-    """Number of times it was lost with its worker."""
+    """Number of times that the node was lost with its worker."""
 
 
 def node_state(done: bool, submitted: bool, parents_done: bool, running: bool) -> NodeState:
@@ -198,9 +198,9 @@ class Wait:
     node: Address
     """Node that the gang would run next."""
     running_nodes: tuple[Address, ...]
-    """Running nodes that it waits for, directly or through other nodes."""
+    """Running nodes that `node` waits for, directly or through other nodes."""
     ready_nodes: tuple[Address, ...]
-    """Nodes that it waits for and that wait only for a worker."""
+    """Nodes that `node` waits for likewise, and that wait only for a worker themselves."""
     devices_of: str | None = None
     """Gang that holds the devices which this gang shares."""
 

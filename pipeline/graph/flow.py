@@ -47,8 +47,8 @@ class Flow:
             first_step: every earlier step is over and all its nodes are committed.
             committed: addresses of the outputs, from `first_step` on, that an earlier driver of this run committed.
             published: versions whose weights are readable now.
-            sampled_versions: shards that lost their commit although committed outputs were made from them, with the
-                version that sampled each. They must be sampled with that version again.
+            sampled_versions: shards whose commits were lost although committed outputs were made from them -> the
+                version that sampled each. The shard must be sampled with the same version again.
             on_step: called with a step and its nodes when every node of the step is done.
             on_unread: called with a version when all its readers are done.
         """
@@ -151,7 +151,7 @@ class Flow:
     def _remove_reader(self, version: int, reader: Address) -> None:
         """Record that a possible reader of a version has its commit."""
         self._readers.get(version, set()).discard(reader)
-        if max(version - 1, 0) < self._first:  # its publication is among the steps that are over
+        if max(version - 1, 0) < self._first:  # the step that published the version is over
             self._on_unread(version)
         else:
             self._release_if_unread(version)
@@ -166,8 +166,9 @@ class Flow:
         self._on_unread(version)
 
     def _adapt_to_resume(self, node: Node) -> Node:
-        """Return the node as a resumed run needs it. A shard that several versions may sample waits for one that had
-        been published. A shard that must come out as before gets the version that sampled it."""
+        """Return the node as a resumed run needs it. A shard that several versions may sample waits for a version that
+        had been published before this driver started. A shard that must come out as before gets the version that
+        sampled it."""
         if node.newest_version is None or self._has_commit(node.address):
             return node
         if node.address in self._made_with:
@@ -181,7 +182,7 @@ class Flow:
             return False
         if node.stage != "publish" or node.version in self._published:
             return True
-        # Published weights live in memory: if they are lost and a node still has to read them, publish runs again.
+        # Published weights are in memory only. If they are lost and a node still has to read them, publish runs again.
         if any(made == node.version and not self._has_commit(a) for a, made in self._made_with.items()):
             return False
         return all(map(self._has_commit, resumed_weight_readers(self._spec, node.version, self._newest)))

@@ -1,7 +1,7 @@
-"""Writing in the background while a worker computes, and the files that complete an exported policy.
+"""Write files in the background while a worker computes, and complete an exported policy.
 
-Checkpoints are written from copies that were taken before, and exports from published versions. An exported policy gets
-a model card for the Hugging Face hub, and checksums of all its files.
+Checkpoints are written from copies of the models, and exports from published versions, so training can go on meanwhile.
+An exported policy gets a model card for the Hugging Face hub, and checksums of all its files.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from storage.redaction import redacted_text
 
 
 class BackgroundWriter:
-    """Owns a thread that does one piece of work after another, in the order of submission. The ranks of a gang submit
-    the same pieces, so they do collective work in the same order. At most one piece of each name is pending. The next
-    call with its name, or `close`, raises the error of a piece that failed."""
+    """Owns a thread that does pieces of work one after the other, in the order of submission. All ranks of a gang
+    submit the same pieces in the same order, so their collectives match. At most one piece of each name is pending. If
+    a piece fails, the next `submit` or `wait_for` with its name raises its error, or else `wait_for_all` or `close`."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="background-writer")
         self._pending: dict[str, Future[None]] = {}
 
     def submit(self, name: str, work: Callable[[], None]) -> None:
-        """Start a piece of work, after waiting for the earlier one of the same name."""
+        """Hand a piece of work to the thread, after waiting for the earlier piece of the same name. Raises the error of
+        the earlier piece."""
         self.wait_for(name)
         self._pending[name] = self._thread.submit(work)
 
     def wait_for(self, name: str) -> None:
-        """Wait for the work of a name, if there is any."""
+        """Wait for the pending piece of this name, if there is one. Raises its error."""
         pending = self._pending.pop(name, None)
         if pending is not None:
             pending.result()
 
     def wait_for_all(self) -> None:
-        """Wait for all work. Raises the error of the first piece that failed."""
+        """Wait for all pending pieces. Raises the error of the first piece that failed."""
         errors = [error for future in self._pending.values() if (error := future.exception()) is not None]
         self._pending.clear()
         if errors:
@@ -81,7 +82,8 @@ limits are those of the model that it started from.
 
 
 def describe_export(directory: Path, config: RunConfig, version: int, config_hash: str) -> None:
-    """Write README.md into a finished export, and then the checksums of all its files. These make it complete."""
+    """Write README.md into a finished export, and then the checksums of all its files. An export with checksums counts
+    as complete."""
     kl, base = config.ppo.kl, config.model.path
     parts = [
         f"{part.weight:g} · `{name}` (`{part.kind}`)"

@@ -3,15 +3,15 @@
     a version is published ──► take ──► a replica with rows in flight loads it between two passes;
                                         a replica without rows loads it when a shard needs it
 
-A lost or late `take` does no harm: the rows continue within their staleness bound, and the next shard loads its
-version.
+A lost or late `take` does no harm: the rows in flight continue within their staleness bound, and the next shard loads
+the version that it needs.
 
     a gang is idle ──► sleep ──► the engine frees its cache, models move to the host ──► SleepReport
     the next call  ──► the worker moves back what it needs
 
-Only one of the gangs that share devices (`placement.device_sharing`) holds them. No other gang may use them before the
-report. The driver repeats an order, since it may be lost. A worker answers a repeated order with its first answer and
-does nothing.
+Of the gangs that share devices (`placement.device_sharing`) only one holds them at a time. The next gang may use them
+when all workers of that gang have reported. The driver repeats an order, since it may be lost. A worker does not carry
+out a repeated order again: it only repeats its report.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from storage import codec
 from storage.errors import StoreError
 
 TAKE = "stageline_take_weights"
-"""Name of the handler."""
+"""Name of the Dask handler that receives this order."""
 
 
 def accept_refit_orders(worker: Worker, take_weights: Callable[[int], None]) -> None:
@@ -55,7 +55,7 @@ def order_take(client: Client, workers: Iterable[str], version: int) -> None:
 # ---- sleep ------------------------------------------------------------------------------------------------
 
 SLEEP = "stageline_sleep"
-"""Name of the handler."""
+"""Name of the Dask handler that receives this order."""
 
 
 def accept_sleep_orders(worker: Worker, spec: WorkerSpec, sleep: Callable[[], None]) -> None:
@@ -64,7 +64,7 @@ def accept_sleep_orders(worker: Worker, spec: WorkerSpec, sleep: Callable[[], No
     last = -1
     """Number of the last order."""
     error: str | None = None
-    """Its error, if it failed."""
+    """Error of the last order, if it failed."""
 
     def act(number: int) -> None:
         nonlocal last, error
@@ -88,5 +88,6 @@ def accept_sleep_orders(worker: Worker, spec: WorkerSpec, sleep: Callable[[], No
 
 
 def order_sleep(client: Client, workers: Iterable[str], number: int) -> None:
-    """Order workers, by address, to free their devices. Does not wait. `number`: the order's, larger each time."""
+    """Order workers, by address, to free their devices. Does not wait. `number`: number of the order. A new order has a
+    larger number; a repeated order has the same."""
     notify(client, workers, SLEEP, number=number)

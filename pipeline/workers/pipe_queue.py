@@ -1,5 +1,5 @@
-"""A queue between two processes without semaphores. Standard library only: a worker process imports it before its
-environment is set."""
+"""A queue between two processes without semaphores. This module imports only the standard library, because a worker
+process imports it before its environment is set."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 class PipeQueue:
     """Replaces `multiprocessing.Queue` between a nanny and its worker process, where one process puts and the other
     gets. A `multiprocessing.Queue` has three named semaphores in /dev/shm, which stay there if the processes and their
-    resource tracker are killed together. As with that class, both processes hold both ends, so neither notices when
-    the other ends."""
+    resource tracker are killed together. As in a `multiprocessing.Queue`, both processes hold both ends of the pipe, so
+    neither notices when the other one dies."""
 
     def __init__(self) -> None:
         self._reader, self._writer = Pipe(duplex=False)
@@ -32,8 +32,8 @@ class PipeQueue:
         return self._reader.recv()
 
     def close(self) -> None:
-        """Make `put` raise from now on. The pipe stays open as long as the object, since a thread may be waiting in
-        `get`."""
+        """Make `put` raise from now on. The pipe stays open until this object is deleted, since a thread may be waiting
+        in `get`."""
         self._closed = True
 
     def join_thread(self) -> None:

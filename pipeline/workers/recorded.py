@@ -3,8 +3,8 @@
     generate, score, reference (stored) ──┬─► logprob, value (the variant's own models) ──► advantage ──► updates
                                           └─ sampler_logprobs and token_versions as recorded, for the correction
 
-A step runs in this process and in the pipeline's order, and shard by shard where the pipeline has shards. So a variant
-without any difference ends with the bits of the recorded run.
+Each step runs in this process, in the pipeline's order, and shard by shard where the pipeline works by shards. So a
+variant whose settings do not differ ends with the same bits as the recorded run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def train_recorded(
 ) -> Iterator[RecordedStep]:
     """Train the policy of `host`, and its critic if there is one, on the rollouts in `store`. The models must be at
     version `steps.start`. Yield each step when its updates are done. `state`: the state that `advantage` of the step
-    before returned; empty at step 0. One rank only.
+    before returned; empty at step 0. `host` must have a single rank.
 
     Raises MissingOutput or StoreError if recorded data is missing or damaged."""
     for step in steps:

@@ -1,4 +1,4 @@
-"""Send the bytes of a version to another host: a process that does nothing else, and the function that receives.
+"""Send the bytes of a version to another host. A separate process sends them; `received` receives them.
 
     worker that has the version       its sender, a process               worker that receives
     ───────────────────────────       ────────────────────                ────────────────────
@@ -7,8 +7,8 @@
                                       sends pieces of the board's file ─► … a thread for each connection
                                                                           yields piece 0, 1, 2, …
 
-The worker's interpreter takes no part in sending, so its gang computes as fast as before. Both ends use the run's
-certificate, as all Dask connections do. The sender ends when its input ends, and so with its worker.
+The worker's interpreter takes no part in sending, so its gang computes no slower meanwhile. Both ends use the run's
+certificate, as all Dask connections do. The sender ends when its standard input ends, so at the latest with its worker.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ PIECE_BYTES = 4 << 20
 PROGRAM = "pipeline.workers.weight_sender"
 """Module of the sender's process."""
 _PIECES_AHEAD = 2
-"""Pieces of each stripe that are received before the first of them is used."""
+"""Number of pieces of each stripe that are requested before the first of them is used."""
 _LOOK_S = 0.005
-"""Seconds between two looks at a growing file."""
+"""Seconds between two checks how much of a growing file is there."""
 _IDLE_S = 60.0
 """Seconds without progress after which a sender closes a connection."""
 _REQUEST_BYTES = 4096
-"""Greatest length of a request."""
+"""Greatest length of a request, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _piece(stream: ssl.SSLSocket, num_bytes: int) -> memoryview:
 
 
 def _end_reads(stream: ssl.SSLSocket) -> None:
-    """Let a thread that waits for bytes of this connection go on."""
+    """Shut a connection down, so that a thread that waits for its bytes stops waiting."""
     with suppress(OSError):  # the sender has closed it already
         socket.socket.shutdown(stream, socket.SHUT_RDWR)
 
@@ -118,8 +118,8 @@ def _end_reads(stream: ssl.SSLSocket) -> None:
 
 
 class WeightSender:
-    """Owns the process that sends the versions of a board, and the socket at which it is asked. The process is started
-    when it is needed, and again if it has ended."""
+    """Owns the process that sends the versions of a board, and the socket on which it listens. The process is started
+    when it is first needed, and again if it has ended."""
 
     def __init__(self, board: str, host: str, certificate: Mapping[str, str]) -> None:
         """`host`: address at which readers of other hosts connect. `certificate`: the texts `ca_file`, `cert` and
@@ -132,7 +132,8 @@ class WeightSender:
         self._closed = False
 
     def address(self) -> tuple[str, int]:
-        """Return the address of the sender, which runs then. Raises OSError if it cannot be started, or is closed."""
+        """Start the sender unless it runs, and return its address. Raises OSError if it cannot be started, or is
+        closed."""
         with self._starting:
             if self._closed:
                 raise OSError("the sender of weights is closed")
@@ -178,8 +179,8 @@ def serve(listener: socket.socket, board: WeightBoard, context: ssl.SSLContext) 
 
 
 def _answer(connection: socket.socket, board: WeightBoard, context: ssl.SSLContext) -> None:
-    """Send the stripe that the other side asks for. A connection is closed at once if the other side has not the run's
-    certificate, or if the version is not here; the reader then asks the worker, which knows why."""
+    """Send the stripe that a reader asks for. The connection is closed without an answer if the reader lacks the run's
+    certificate, or if the version is not here. The reader then asks the worker for the reason."""
     connection.settimeout(_IDLE_S)
     with suppress(OSError, MissingOutput), connection, context.wrap_socket(connection, server_side=True) as stream:
         with stream.makefile("rb") as requests:
@@ -213,7 +214,7 @@ def main() -> None:
 
 
 def _end_with_input() -> None:
-    sys.stdin.buffer.read()  # to its end: the worker has ended, or closed the pipe
+    sys.stdin.buffer.read()  # returns when the worker has ended, or has closed the pipe
     os._exit(0)
 
 

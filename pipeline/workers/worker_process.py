@@ -54,14 +54,18 @@ _DASK_SETTINGS: dict[str, Any] = {
 
 
 def _malloc_thresholds() -> tuple[int, int]:
-    """Return glibc's two thresholds in bytes: the size from which an allocation gets pages of its own, and the free
-    memory at the heap's end from which pages are given back. Both are as high as possible, because a step allocates and
-    frees the same large buffers (activations, gradients, logits) again and again. A page that was given back must be
-    faulted in and zeroed again, which took a quarter of a training step. Setting either one switches off glibc's own
-    adaptation of both (up to 32 MiB), so both are set. The cost: a process keeps the memory that it has freed, and its
-    resident memory stays at its peak.
+    """Return two thresholds of glibc's malloc, in bytes:
 
-    glibc 2.36 takes 1 GiB and 1 TiB (measured); older ones may refuse more than 32 MiB and stay at 128 KiB."""
+    - M_MMAP_THRESHOLD: smallest allocation that gets pages of its own
+    - M_TRIM_THRESHOLD: free memory at the end of the heap above which its pages are given back to the system
+
+    Both are as high as glibc allows. A step allocates and frees the same large buffers (activations, gradients, logits)
+    again and again. Pages that were given back must be faulted in and zeroed again, which took a quarter of a training
+    step. Both thresholds are set, because setting only one stops glibc from adapting the other one. The cost: a process
+    keeps the memory that it has freed, so its resident memory stays at its peak.
+
+    glibc 2.36 accepts 1 GiB and 1 TiB (measured). Older versions may refuse more than 32 MiB, and then stay at 128
+    KiB."""
     libc, version = platform.libc_ver()
     current = libc == "glibc" and tuple(int(part) for part in version.split(".")[:2]) >= (2, 36)
     return (1 << 30, 1 << 40) if current else (1 << 25, 1 << 25)
@@ -91,7 +95,7 @@ TERMINAL_SIGNALS = frozenset({signal.SIGINT, signal.SIGHUP})
 """Signals that a terminal sends to every process of a command, at Ctrl-C and when it is closed. Only the driver must
 react to them."""
 _UNLIMITED = 1_000_000.0
-"""Capacity of a pin. It limits nothing, because the number of threads does."""
+"""Capacity of a pin: enough for any number of nodes. The number of threads is the limit."""
 
 
 def _worker_extensions() -> dict[str, Any]:
@@ -99,15 +103,21 @@ def _worker_extensions() -> dict[str, Any]:
 
 
 def wait_policy(shared: bool) -> str:
-    """Return OpenMP's way to wait. Threads that share cores must not spin: that takes 5 to 17 times as long."""
+    """Return OpenMP's wait policy. Threads that share cores must not spin: with spinning the work takes 5 to 17 times
+    as long."""
     return "PASSIVE" if shared else "ACTIVE"
 
 
 def worker_environment(threads: int, shared: bool, gpus: str | None = None) -> dict[str, str]:
-    """Return the environment of a worker's process, in addition to the forkserver's. It contains this process's own
-    variables, because they may have changed since the forkserver started (in a notebook that sets credentials after its
-    first run, say). `shared`: the process shares its cores. `gpus`: `CUDA_VISIBLE_DEVICES`, so that libraries in the
-    process see only its own devices, numbered from 0. None: inherit the value of this process."""
+    """Return the environment variables to set in a worker's process, which inherits the forkserver's. They include this
+    process's own variables, because these may have changed since the forkserver started (for example in a notebook that
+    sets credentials after its first run).
+
+    Args:
+        shared: True if the process shares its cores.
+        gpus: `CUDA_VISIBLE_DEVICES`, so that libraries in the process see only its own devices, numbered from 0. None:
+            the value of this process.
+    """
     return {
         **{name: value for name, value in os.environ.items() if name not in FORKSERVER_ENVIRONMENT},
         **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
@@ -122,7 +132,8 @@ def worker_environment(threads: int, shared: bool, gpus: str | None = None) -> d
 
 
 def trainer_environment(roles: Collection[str], gpus: str | None) -> dict[str, str]:
-    """Return the environment of a worker with these roles and GPUs if it only trains. A user's own values stay.
+    """Return further environment variables of a worker with these roles and GPUs, if it trains or holds the reference,
+    and has no engine. Otherwise return none. A user's own values stay.
 
     Expandable segments keep buffers of many sizes from leaving holes in the GPU's memory. Workers with an engine do not
     get them, because its CUDA graphs need fixed segments. With one connection to the device, which Megatron asks for,
@@ -137,9 +148,9 @@ def trainer_environment(roles: Collection[str], gpus: str | None) -> dict[str, s
 
 
 def bind_to_gpus(addresses: Iterable[str], devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:
-    """Keep all threads of this process, and its later children, on the cores nearest to GPUs with these PCI addresses
-    (0000:1b:00.0), as far as it may use them. Return the cores. If the system does not know them, change nothing and
-    return an empty set."""
+    """Restrict all threads of this process, and its later children, to the cores nearest to GPUs with these PCI
+    addresses (0000:1b:00.0). Cores that the process may not use are left out. Return the cores. If the system does not
+    tell which cores are near, change nothing and return an empty set."""
     near: set[int] = set()
     for address in addresses:
         listed = devices / address / "local_cpulist"
@@ -207,8 +218,8 @@ def nanny_options(
 
 
 def remove_abandoned_scratch(folder: Path) -> None:
-    """Remove the scratch directories of Dask and of engines that killed drivers and workers of this user left in the
-    temporary folder. (An engine's is rarely more than a link: `stages/engines/remote/guard.py`.)"""
+    """Remove scratch directories of Dask and of engines from the temporary folder, if they are this user's and their
+    process has ended. (That of an engine is rarely more than a link: `stages/engines/remote/guard.py`.)"""
     for path in (*folder.glob(f"{_SCRATCH}*-*"), *folder.glob(f"{ENGINE_SCRATCH}*-*")):
         owner = path.name.removeprefix(_SCRATCH).removeprefix(ENGINE_SCRATCH).partition("-")[0]
         if owner.isdigit() and not process_alive(int(owner)) and path.lstat().st_uid == os.getuid():
@@ -217,8 +228,8 @@ def remove_abandoned_scratch(folder: Path) -> None:
 
 @contextmanager
 def dask_settings() -> Iterator[None]:
-    """Set Dask's settings for a run until the block ends, with a scratch directory of this process, which is removed at
-    the end. Directories that killed processes left are removed first."""
+    """Set Dask's settings for a run until the block ends. First remove the scratch directories that killed processes
+    left. Dask gets a scratch directory for this process, which is removed at the end of the block."""
     remove_abandoned_scratch(Path(tempfile.gettempdir()))
     prefix = f"{_SCRATCH}{os.getpid()}-"
     with (
@@ -245,9 +256,9 @@ WARNING_FILTERS = (
 def start_forkserver(*, shared: bool) -> None:
     """Start the forkserver, the process that all workers are forked from, unless this process has one already.
 
-    It has imported `PRELOADED` (except on a host with NVIDIA devices), so a worker starts seconds sooner. It blocks the
-    terminal's signals for all workers. OpenMP reads its settings at the import, so they are set here. `shared`: the
-    workers share cores."""
+    The forkserver imports `PRELOADED` (except on a host with NVIDIA devices), so a worker starts seconds sooner. It
+    blocks the terminal's signals for all workers. OpenMP reads its settings when it is imported, so they are set here.
+    `shared`: True if the workers share cores."""
     environment = {**FORKSERVER_ENVIRONMENT, "OMP_WAIT_POLICY": wait_policy(shared)}
     before = {name: os.environ.get(name) for name in environment}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)

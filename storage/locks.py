@@ -7,10 +7,10 @@ releases a lock when the last process that shares it ends.
 
     driver.lock   {"process": 4711, "host": "n1", "boot": "5c0b…", "since": 1790000000.0}     empty: nobody holds it
 
-Some shared filesystems keep flock within a host, so two hosts could both have the lock. Therefore the holder writes its
-identity into the file and sets the file's time every `BEAT_S`. A process that finds another host's name in the file
-waits until that holder is silent. A holder is silent when the file's time has not changed for `HOLDER_TIMEOUT_S`, or is
-`STALE_S` old by the file server's clock.
+On some shared filesystems flock works only within a host, so two hosts could both have the lock. Therefore the holder
+writes its identity into the file, and sets the file's modification time every `BEAT_S` seconds. A process that finds
+another host's name in the file waits until that holder is silent. A holder is silent when the file's time has not
+changed for `HOLDER_TIMEOUT_S`, or is `STALE_S` old by the file server's clock.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def open_lock(path: Path) -> IO[str]:
 def take_lock(
     file: IO[str], path: Path, wait_s: float, *, shared: bool = False, progress: Callable[[], int] = lambda: 0
 ) -> None:
-    """Lock an open file. Wait at most `wait_s` seconds for its holder; the wait begins anew whenever `progress` returns
-    another number.
+    """Lock an open file. Wait at most `wait_s` seconds for the present holder. The wait begins anew whenever `progress`
+    returns another number than before.
 
     Raises:
         StoreError: naming the process that has the lock.
@@ -88,8 +88,8 @@ def is_named(file: IO[str], path: Path) -> bool:
 
 
 def lock_holder(path: Path) -> str | None:
-    """Return the process that has a lock on a file, with its command, or None if there is none or the system does not
-    say."""
+    """Return the process that has a lock on a file, with its command. Return None if no process has it, or the system
+    does not tell."""
     with suppress(OSError):
         inode = path.stat().st_ino
         for line in Path("/proc/locks").read_text().splitlines():
@@ -101,7 +101,7 @@ def lock_holder(path: Path) -> str | None:
 
 
 def _described(pid: int) -> str:
-    """Return a process's id and the first words of its command; the others may hold a secret."""
+    """Return a process's id and the first words of its command. Later words are left out, as they may hold a secret."""
     words: list[bytes] = []
     with suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:3]
@@ -113,10 +113,10 @@ BEAT_S = 2.0
 HOLDER_TIMEOUT_S = 30.0
 STALE_S = 300.0
 _LOOKS, _PAUSE_S = 3, 0.05
-"""Number of looks at a file that another process of this host has locked, and the seconds between them. A process that
-only asks for the holder (`holder`) has the lock for an instant."""
+"""Number of attempts to lock a file that another process of this host has locked, and the seconds between them. More
+than one is needed because a process that only asks for the holder (`holder`) has the lock for an instant."""
 _WATCH_S = 0.5
-"""Seconds between looks at a file whose last holder was on another host."""
+"""Seconds between attempts to lock a file whose last holder was on another host."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def holder(path: Path) -> str | None:
                 return str(last or "another process")
     except FileNotFoundError:
         return None
-    except PermissionError:  # another user's file: it has a name in it until that process ends normally
+    except PermissionError:  # another user's file: it is not empty until its holder ends normally
         status = path.stat()
         is_held = status.st_size > 0 and time.time() - status.st_mtime < STALE_S
         return (lock_holder(path) or "another user's process") if is_held else None
@@ -193,7 +193,8 @@ def boot_identity() -> str:
 
 
 def _take(lock: IO[str], path: Path) -> None:
-    """Take the lock, and wait until a holder on another host is silent."""
+    """Take the lock. If the file names a holder on another host, first wait until that holder is silent. Raises
+    HeldByAnother if another process has the lock, or that holder is alive."""
     began, first, looks, age_s = time.monotonic(), _time(path), 0, None
     while True:
         locked = _try_lock(lock)
@@ -228,7 +229,8 @@ def _try_lock(lock: IO[str]) -> bool:
 
 
 def _last_holder(lock: IO[str]) -> Holder | None:
-    """Return the holder whose name is in the file; None if it ended by itself, or if another version wrote the file."""
+    """Return the holder that the file names. Return None if the file is empty, because the last holder ended normally,
+    or if another version of this program wrote it."""
     lock.seek(0)
     try:
         return Holder(**json.loads(lock.read()))
@@ -237,13 +239,15 @@ def _last_holder(lock: IO[str]) -> Holder | None:
 
 
 def _time(path: Path) -> int:
-    """Return the file's time. Opens it anew, because a network filesystem then asks its server."""
+    """Return the file's modification time in nanoseconds. Opens the file anew, because a network filesystem then asks
+    its server."""
     with path.open() as file:
         return os.fstat(file.fileno()).st_mtime_ns
 
 
 def _age_s(path: Path) -> float:
-    """Return the age of the file's time, by the clock that sets files' times."""
+    """Return the seconds since the file's modification time, by the clock of the filesystem. A new file tells the
+    present time of this clock."""
     probe = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
     probe.touch(exist_ok=False)
     try:

@@ -22,12 +22,13 @@ PEER_ERRORS = (RuntimeError, OSError)
 """Errors that a collective raises if a peer is lost; other code raises them too."""
 
 MESSAGE_TIMEOUT_S = 30.0
-"""Seconds without a message after which a worker that sends weights, or that has accepted rows, counts as lost. A short
-`cluster.deadline_s` lowers it."""
+"""Seconds without a message after which a worker that sends weights, or that has accepted rows, counts as lost. The
+limit is lower if `cluster.deadline_s` is short."""
 
 
 class WorkerLost(RuntimeError):
-    """The process that was to run a call died, or the present process of the worker is not built for the call."""
+    """The process that was to run a call died. Or the worker's present process was not built for the call, or has begun
+    it before."""
 
     def __init__(self, worker: str, incarnation: int) -> None:
         super().__init__(worker, incarnation)
@@ -38,7 +39,7 @@ class WorkerLost(RuntimeError):
 
 @dataclass(frozen=True)
 class MirrorSpec:
-    """The place of a host's published weights, and the worker that sends the missing ones."""
+    """The board of published weights on a host, and the worker from which the host gets missing versions."""
 
     board: str
     """Directory of the host's board."""
@@ -60,7 +61,7 @@ class WorkerSpec:
     size: int
     """Ranks of the gang; 1 for a pool's replica."""
     incarnation: int
-    """Number of times that the gang (or replica) was built before; calls of another incarnation are refused."""
+    """Number of times that the gang (or replica) was built before. A process refuses calls of another incarnation."""
     runtime: str
     """module:class of the runtime (`pipeline.workers.runtime:StageRuntime`; tests have others)."""
     config_yaml: str = field(repr=False)
@@ -106,14 +107,15 @@ class Call:
     sequence: int | None = None
     """Number of the node in the gang's order, the same on every rank."""
     ledger: str | None = None
-    """URL of the run's ledger, where a process that must not run the call can find its commit."""
+    """URL of the run's ledger. A process that must not run the call looks there for the node's commit
+    (`run_node_task`)."""
     peers: tuple[str, ...] = ()
     """Dask addresses of the other ranks, in a call to rank 0 of a gang. Rank 0 forwards the call to them."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one call on one worker, as a runtime returns it and the driver receives it."""
+    """The result of one call on one worker. A runtime returns it, and the driver receives it."""
 
     address: Address
     attempt: str
@@ -212,7 +214,7 @@ class MigrationOrder:
     gang: str
     index: int
     incarnation: int
-    """Incarnation of the source; a process of another one does not answer."""
+    """Incarnation of the source. A process of another incarnation does not answer."""
     target: str
     """Dask address of the replica that receives the rows."""
     rows: tuple[MigrationRequest, ...]
@@ -234,9 +236,9 @@ class MigrationDone:
     held_s: float
     """Seconds in which the passes of both replicas waited for these copies."""
     standstill_s: float
-    """Seconds from when a row was taken out until it was accepted, summed over the rows."""
+    """Seconds from the time at which a row was taken out until it was accepted, summed over the rows."""
     waiting: tuple[Address, ...]
-    """See `RowsReport`."""
+    """Nodes of this replica that only wait for rows on other replicas, as in `RowsReport`."""
     refusal: str | None = None
     """Reason why the rows were not accepted."""
 

@@ -27,7 +27,7 @@ class Shard:
 
 
 class ArrivingRow:
-    """Owns what has arrived of another replica's row."""
+    """Owns a row from another replica while it arrives and continues here: first its copied parts, then the row."""
 
     def __init__(self, engine: MigratingEngine) -> None:
         self._engine = engine
@@ -45,7 +45,7 @@ class ArrivingRow:
         return self._accepted
 
     def close(self) -> None:
-        """Drop the row, or its parts if it has not arrived."""
+        """Drop the row, or its copied parts if the row has not arrived."""
         if self._accepted is not None:
             self._accepted.close()
         elif self._parts_of is not None:
@@ -91,7 +91,7 @@ class ReplicaRows:
         rows migrate."""
 
         def listen(here: EngineLoad) -> None:
-            self._engine.rows_left()  # all unfinished rows of a call may be elsewhere now
+            self._engine.rows_left()  # all unfinished rows of a call may now be on other replicas
             with self._lock:
                 self._here = frozenset(row.key for row in here.rows)
             report(here, self.waiting)
@@ -118,13 +118,13 @@ class ReplicaRows:
 
     @contextmanager
     def arriving(self, version: int) -> Iterator[ArrivingRow]:
-        """Return a context in which a row of another replica arrives and continues here. Its end stops the row if it is
-        not finished. Raises RequestError if rows of this version cannot continue here."""
+        """Return a context in which a row from another replica arrives and continues here. When the block ends, a row
+        that is not finished is stopped. Raises RequestError if rows of this version cannot continue here."""
         with self._engine.resident({version}), closing(ArrivingRow(self._rows)) as arriving:
             yield arriving
 
     def deliver(self, ticket: int, completion: Completion) -> None:
-        """Give the caller of a row its completion, which another replica has finished."""
+        """Hand the completion of a row, which another replica has finished, to the caller that waits for it."""
         with self._lock:
             key = self._elsewhere.pop(ticket, None)
             for shard in self._shards:
@@ -132,12 +132,12 @@ class ReplicaRows:
         self._rows.deliver(ticket, completion)
 
     def give_back(self, tickets: Collection[int]) -> None:
-        """Continue these rows here after all."""
+        """Take back rows that were to migrate, and continue them here."""
         with self._lock:
             for ticket in tickets:
                 self._elsewhere.pop(ticket, None)
         self._rows.give_back(tickets)
 
     def tickets_awaited(self, tickets: Collection[int]) -> set[int]:
-        """Return those of the tickets whose callers still wait for the row."""
+        """Return the tickets of the rows that callers still wait for."""
         return self._rows.tickets_awaited(tickets)

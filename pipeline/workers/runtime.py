@@ -4,8 +4,8 @@
                │no
                └► read inputs from the store ──► the stage's pure function ──► write, commit ──► reference
 
-`stages.py` maps each stage to its function, and `parts.py` builds the engine and models that it needs. Stages that
-change or publish weights look for their commit, and write it, themselves.
+`stages.py` maps each stage to its function, and `parts.py` builds the engine and models that a worker needs. The
+functions of stages that change or publish weights look for the commit, and write it, themselves.
 
 `runtime_for` gives `replay` and `export` a runtime in their own process, which writes nothing to the run.
 """
@@ -124,15 +124,16 @@ def local_config(config: RunConfig, scratch: Path) -> RunConfig:
 
 
 def was_held_in_one_process(config: RunConfig, roles: Collection[Role]) -> bool:
-    """Return True if the run itself held the model of each of these roles in one process. Then sums may have the same
-    bits here."""
+    """Return True if the run held the model of each of these roles in one process. Then sums may have the same bits in
+    this process."""
     gangs = [config.placement.gangs[config.placement.roles[role.value]] for role in roles if role in MODEL_ROLES]
     return all(gang.workers == 1 for gang in gangs)
 
 
 @contextmanager
 def runtime_for(config: RunConfig, roles: Role | Collection[Role]) -> Iterator[StageRuntime]:
-    """Yield a runtime in this process with only what these roles need. It has the threads of the first role's gang."""
+    """Yield a runtime in this process that has only the engine and models which these roles need. It uses as many
+    threads as a worker of the first role's gang."""
     check_secrets(config)
     held = [roles] if isinstance(roles, Role) else [*roles]
     only = copy.deepcopy(config)

@@ -2,10 +2,11 @@
 
     RUN/attached/                   mode 0700
       scheduler-000001.json         mode 0600; one for each driver of the run; the newest counts
-      shared-000001                 a file whose content every worker must find as the scheduler file states it
+      shared-000001                 the nonce of the scheduler file; a worker that reads another content does not join,
+                                    because its host does not see the driver's directory
 
-Everybody who can read the scheduler file can join, and can make every worker run anything. The driver removes the file
-when it ends in order. The next driver removes the file of a killed one.
+Everybody who can read the scheduler file can join, and can make every worker run anything. A driver removes its file
+when it ends normally. The file of a killed driver is removed by the next driver.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ class SchedulerFile:
 
     @property
     def shared(self) -> Path:
-        """File that shows if a host sees the driver's directory."""
+        """File with the nonce. A host that reads it sees the driver's directory."""
         return RunPaths(Path(self.run_dir)).attached / f"shared-{self.stem}"
 
 
 def host_name() -> str:
-    """Return this host's name, as people read it."""
+    """Return this host's name, for people to read."""
     return socket.gethostname()
 
 
@@ -72,7 +73,7 @@ def newest_driver(run_dir: Path) -> int:
     try:
         names = os.listdir(
             RunPaths(run_dir).attached
-        )  # unlike a look for one name, this asks a network filesystem again
+        )  # a listing asks the server of a network filesystem again; the look-up of one name may not
     except OSError:
         return 0
     return max((int(match[1]) for name in names if (match := _NAME.fullmatch(name))), default=0)
@@ -98,12 +99,13 @@ def _link(staged: Path, path: Path) -> None:
     try:
         os.link(staged, path)
     except FileExistsError:
-        if not staged.samefile(path):  # the same file if a server linked it, and only its answer was lost
+        if not staged.samefile(path):  # it is the same file if a server made the link and only its answer was lost
             raise
 
 
 def remove_scheduler_file(path: Path, nonce: str) -> None:
-    """Remove the file that holds this nonce; another driver's file under the same name stays. Raises OSError."""
+    """Remove the scheduler file if it holds this nonce. Another driver's file under the same name stays. Raises
+    OSError."""
     with suppress(FileNotFoundError, StoreError):
         if read_scheduler_file(path).nonce == nonce:
             path.unlink()

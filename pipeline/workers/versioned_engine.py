@@ -44,16 +44,17 @@ _BFLOAT16_EXPONENT = np.uint16(0x7F80)
 
 
 class VersionedEngine:
-    """Owns an engine and decides which shards may use it together.
+    """Owns an engine and decides which shards may use it together. The resident version is the version of the weights
+    that the engine has.
 
-    Shards of the resident version share the engine. A shard of another version waits until those shards have left, or
-    only wait for rows in other replicas. Then it loads its weights, and shards of its version may enter. Dispatch runs
-    the oldest step first, so versions seldom alternate.
+    Shards of the resident version share the engine. A shard of another version waits until all of these shards have
+    left, or only wait for rows in other replicas. Then it loads its weights, and shards of its version may enter.
+    Dispatch runs the oldest step first, so versions seldom alternate.
 
     If the engine updates in flight, a shard names the oldest version that it may be sampled with, and a newer resident
-    version will do. The first shard that needs a newer version, or the driver's order (`load_in_flight`), loads it
-    while the other rows continue. No version is newer than a row's step, since the step's update waits for the row.
-    Evaluations need exactly one version."""
+    version is allowed too. A newer version is loaded while the rows in flight continue: by the first shard that needs
+    it, or by an order of the driver (`load_in_flight`). No version is newer than a row's step, since the step's update
+    waits for the row. Evaluations need exactly one version."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class VersionedEngine:
         in_flight: bool = False,
         fetch: Callable[[int], None] = lambda version: None,
     ) -> None:
-        """`fetch(version)`: copies a version that the board lacks from another host, if there is one."""
+        """`fetch(version)`: copies a version that the board lacks from another host, if another host has it."""
         self._engine = engine
         self._in_flight = in_flight
         self._fetch = fetch
@@ -93,7 +94,7 @@ class VersionedEngine:
         version on the board is not what was published."""
         exact = exact or not self._in_flight
         if not self._is_allowed(version, exact) and not self._board.has(version):
-            with clock.bookkeeping():  # before it enters, so that other shards do not wait for the transfer
+            with clock.bookkeeping():  # before this shard enters, so that other shards do not wait for the transfer
                 self._fetch(version)
         self._enter(version, clock, exact)
         try:
@@ -103,7 +104,8 @@ class VersionedEngine:
 
     def load_in_flight(self, version: int) -> None:
         """Load a version for the rows in flight, if the engine updates in flight. Waits for shards that need exactly
-        one version. Does nothing without rows: the next shard loads its version. Raises the errors of `engine_at`."""
+        one version. Without rows in flight do nothing, since the next shard loads the version that it needs. Raises the
+        errors of `engine_at`."""
         with self._changed:
             wanted = self._in_flight and self._inside > 0
         if wanted:
@@ -111,8 +113,8 @@ class VersionedEngine:
                 pass
 
     def sleep(self) -> None:
-        """Free the engine's devices until the next shard. Does nothing if they are free. Raises RuntimeError while
-        the engine has shards or loads weights."""
+        """Free the engine's devices until the next shard. Does nothing if they are already free. Raises RuntimeError if
+        the engine has shards or is loading weights."""
         with self._changed:
             if self._inside or self._loading:
                 raise RuntimeError(f"{self._inside} shards are in the engine: it sleeps after them")
@@ -152,10 +154,10 @@ class VersionedEngine:
                 self._changed.notify_all()
 
     def _load(self, version: int, lease: WeightLease) -> None:
-        """Verify the published weights and load them. The bytes are read once here and once by the engine, which also
-        checks that all numbers are finite. If the engine accepts no tensors of this process, this process checks the
-        numbers while it computes the checksum. Raises EngineLost if an earlier load failed half-way and made the engine
-        unusable."""
+        """Verify the published weights and load them. The bytes are read twice: here for the checksum, and by the
+        engine, which also checks that all numbers are finite. If the engine cannot load tensors of this process, the
+        numbers are checked here together with the checksum. Raises EngineLost if an earlier load failed half-way and
+        made the engine unusable."""
         if self._broken is not None:
             raise EngineLost(self._broken)
         can = self._engine.capabilities
@@ -174,7 +176,7 @@ class VersionedEngine:
                 self._broken = f"a load of weights v{version} failed half-way: the engine must be built again"
 
     def _check_names(self, version: int, names: Set[str]) -> None:
-        """Raise WeightsError, naming a tensor, unless this version has the same tensors as the one loaded before. A
+        """Raise WeightsError, naming a tensor, if this version has other tensors than the version loaded before. A
         missing tensor would keep its old numbers."""
         differing = names ^ self._names if self._names else frozenset()
         if differing:
@@ -205,7 +207,8 @@ class VersionedEngine:
     # ---- rows that migrate ----
 
     def rows_left(self) -> None:
-        """Wake shards that wait for another version: rows may have left for another replica, or have finished."""
+        """Wake the shards that wait for another version, because rows may have left for another replica, or have
+        finished."""
         with self._changed:
             self._changed.notify_all()
 

@@ -44,7 +44,7 @@ PIECE_BYTES = 4 << 20
 PROGRAM = "pipeline.workers.weight_sender"
 """Module of the sender's process."""
 _PIECES_AHEAD = 2
-"""Number of pieces of each stripe that are requested before the first of them is used."""
+"""Number of pieces of each stripe that are read ahead."""
 _LOOK_S = 0.005
 """Seconds between two checks how much of a growing file is there."""
 _IDLE_S = 60.0

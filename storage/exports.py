@@ -4,8 +4,8 @@
 
 A directory without this record is another program's model, or the export of an earlier Stageline. It cannot be checked.
 
-The exported versions of a run are directories `v000012`. With an object store an export is uploaded before it gets that
-name (`storage/copies.py`), so that a version's directory is complete in both places.
+The exported versions of a run are directories like `v000012`. With an object store an export is uploaded before it gets
+such a name (`storage/copies.py`). So a version's directory is complete in both places.
 
     <root>/.v000012/   being written, or left by a process that died
     <root>/v000012/    complete
@@ -39,7 +39,7 @@ def write_sums(directory: Path) -> None:
 
 
 def has_sums(directory: Path) -> bool:
-    """Return True if the directory has the record, damaged or not."""
+    """Return True if the directory has the record, even if the record is damaged."""
     return (directory / RECORD).exists()
 
 
@@ -84,7 +84,7 @@ class Exports:
     """The exported versions below `root`. Holds no handle."""
 
     def __init__(self, root: Path, store: files.Root | None = None) -> None:
-        """`store`: the directory of an object store to which they are uploaded."""
+        """`store`: the directory of an object store to which exports are uploaded."""
         self.root = root
         self._copies = None if store is None else Copies(store, RECORD)
 
@@ -109,8 +109,8 @@ class Exports:
         return sorted({version for path in (*local, *uploaded) if (version := version_of(path)) is not None})
 
     def clear_unfinished(self, before: int) -> list[int]:
-        """Return the versions below `before` whose exports were begun and not finished, and remove what is left of
-        finished ones. No process may be writing any of them."""
+        """Return the versions below `before` whose exports were begun and not finished. If a version has a finished
+        export too, remove the unfinished one instead. No process may be writing any of these exports."""
         staged = (int(path.name[2:]) for path in self.root.glob(".v*") if path.name[2:].isdecimal())
         begun = {version for version in staged if version < before}
         for version in begun.intersection(finished := self.versions()):
@@ -118,8 +118,8 @@ class Exports:
         return sorted(begun.difference(finished))
 
     def fetch(self, version: int) -> Path | None:
-        """Return the local directory of an export, after downloading it if it is only in the object store. None: there
-        is no such export. Its files may have been damaged since. Raises StoreError."""
+        """Return the local directory of an export. If the export is only in the object store, download it first. Return
+        None if there is no such export. The local files are not checked. Raises StoreError."""
         place = self.place(version)
         if place.is_dir():
             return place
@@ -134,12 +134,12 @@ class Exports:
         return place
 
     def forget(self, version: int) -> None:
-        """Remove the local files of an export that is in the object store. Do nothing without one."""
+        """Remove the local files of an export that is in the object store. Do nothing without an object store."""
         if self._copies is not None:
             shutil.rmtree(self.place(version), ignore_errors=True)
 
     def drop(self, versions: Iterable[int]) -> None:
-        """Remove exports, and leftovers of an earlier, interrupted call."""
+        """Remove the exports of these versions, and what an earlier, interrupted call left."""
         for left in self.root.glob(f"{_LEAVING}*"):
             shutil.rmtree(left, ignore_errors=True)
         for version in {*versions}.intersection(self.versions()):

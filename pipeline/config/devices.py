@@ -129,7 +129,7 @@ def devices_of_joining_worker(
         visible_gpus: identities of the GPUs that the worker sees. Two workers may see the same GPU.
         workers_by_gpu: identity of a GPU -> the workers that joined earlier and use it. A GPU counts as free if all its
             users are of gangs that share devices with this worker's gang.
-        share: `placement.oversubscribe`. The worker may then use GPUs of other gangs if too few are free.
+        share: `placement.oversubscribe`. If True, the worker may use GPUs of other gangs if too few are free.
     """
     alternating = {name for group in device_sharing if gang.name in group for name in group} - {gang.name}
     workers_by_gpu = {

@@ -1,4 +1,4 @@
-"""Compare the memory and the open files that a run is predicted to need with those available, and find settings that
+"""Compare the memory and the open files that a run is predicted to need with what is available, and find settings that
 would fit.
 
     WorkerMemory, HostMemory (`memory`) ──► each host, its /dev/shm, each GPU ──► does not fit ──► Problem: the bytes
@@ -52,8 +52,8 @@ def memory_problems(
     run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str] | None = None
 ) -> Iterator[Problem]:
     """Yield the problems of a run that is predicted not to fit: at most one for the memory of hosts, one for /dev/shm,
-    and one for each gang, for the GPUs of which it takes the most. Each problem names changes that may help. `hosts`:
-    the host of each worker; None: all on this host."""
+    and for each gang one for the GPUs on which it takes the most memory. Each problem names changes that may help.
+    `hosts`: the host of each worker; None: all on this host."""
     hosts = hosts or place_all_here(run.config.gangs())
     workers = workers_memory(run)
     of_hosts = hosts_memory(run, workers, hosts)

@@ -158,7 +158,8 @@ def _continue_hint(change: Change, config: RunConfig) -> str:
     if change.after <= change.before or config.model.path.startswith("random:"):
         return ""
     run, name, first = config.run_dir, f"{config.name}-{change.after}", config.model
-    # shared with the reference, so its files must be the policy's; an export holds merged weights, without adapters
+    # If the reference shares weights with the policy, it must have the same files. An export has merged weights and no
+    # adapters.
     shared = first.frozen_blocks > 0 or first.lora.rank > 0
     reference = "null" if shared else first.reference_path or first.path
     url = "" if config.storage.url is None else f" storage.url={config.storage.url}-{change.after}"

@@ -183,7 +183,7 @@ def _unknown_keys(source: Any, schema: Any, name: str, root_schema: type, prefix
         return
     for key in map(str, source):
         path = f"{prefix}{key}"
-        if key not in schema.keys():  # noqa: SIM118  (`in` denies keys without a value)
+        if key not in schema.keys():  # noqa: SIM118  (`in` is False for a key without a value)
             meant = MOVED.get(path) or _suggestions(key, prefix, [*map(str, schema)], root_schema)
             if not meant and key in UNSUPPORTED:
                 yield ConfigError(path, f"no such key (in {name}): it {UNSUPPORTED[key]}")
@@ -210,7 +210,7 @@ def _unknown_keys(source: Any, schema: Any, name: str, root_schema: type, prefix
 
 def _suggestions(key: str, prefix: str, siblings: Sequence[str], root_schema: type) -> list[str]:
     """Return the paths of at most three settings that a user may have meant by an unknown key of the section `prefix`,
-    which has the settings `siblings`. These are tried in order, until one finds a setting:
+    which has the settings `siblings`. The following are tried in order, until one finds a setting:
 
     1. settings of this name in the sections below (for a key of `UNSUPPORTED` nothing else is tried)
     2. settings that have this name in any section or, by `SYNONYMS`, in another system
@@ -479,7 +479,7 @@ def _load(schema: type, sources: Sequence[Source]) -> Any:
     except OmegaConfBaseException as error:  # a reference to a missing key
         raise join_errors([*errors, ConfigError(_key_of(error), first_line(error))]) from error
     for key in missing:
-        if not any(key in str(error) for error in errors):  # an error about it was found already, or suggests it
+        if not any(key in str(error) for error in errors):  # an earlier error is about the key, or suggests it
             errors.append(ConfigError(key, f"has no value; set it in the config file or as {key}=..."))
     if errors:
         raise join_errors([*errors, *_other_problems(schema, merged, missing, [error.key for error in errors])])

@@ -5,8 +5,9 @@
     processes, CUDA, publication, copies for checkpoints and exports         ─┘        │
     the models' files and published weights, once per host                   ──────────┴─────► HostMemory
 
-On a host without GPUs everything lies in the host's memory. With GPUs, the models and their caches lie in GPU memory;
-the host holds the processes, copies of weights, the models' files, which all processes map, and the published versions.
+On a host without GPUs everything is in the host's memory. With GPUs, the models and their caches are in GPU memory. The
+host's memory then has the processes, copies of weights, published versions, and the models' files, which all processes
+map.
 
 The prediction is an upper bound. It assumes the largest micro-batches that rows of any lengths can fill, and that every
 engine is full of rows. Differences between engines are in their capabilities (`EngineMemory`). `fitting` compares the
@@ -125,7 +126,8 @@ class PlannedModel:
 
     @property
     def is_mapped(self) -> bool:
-        """True if all processes of a host share its files in memory; False if each makes its random weights."""
+        """True if the model has files, which all processes of a host share in memory. False if its weights are random:
+        then each process makes its own copy."""
         return not is_random(self.path)
 
 
@@ -462,9 +464,9 @@ def gpus_here() -> int:
 
 
 def memory_limits(config: RunConfig) -> MemoryLimits:
-    """Return the memory of this host, of its smallest GPU, and of its /dev/shm. If this process's container has less
-    memory than the host, that counts. `cluster.host_memory_gb` and `cluster.device_memory_gb` replace what the host and
-    the GPU have."""
+    """Return the memory of this host, of its smallest GPU, and of its /dev/shm. If this process's container may use
+    less than the host has, the container's limit counts. `cluster.host_memory_gb` and `cluster.device_memory_gb`
+    replace the memory of host and GPU."""
     cluster, num_devices = config.cluster, gpus_here()
     host, device = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), math.inf
     for path in _CONTAINER_LIMITS:

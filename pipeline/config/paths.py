@@ -49,7 +49,8 @@ class RunPaths:
 
     @property
     def variant(self) -> Path:
-        """File of a variant: the parent run, whose rollouts it was trained on, and the settings that differ."""
+        """File of a variant. It names the parent run, on whose rollouts the variant was trained, and the settings that
+        differ."""
         return self.root / "variant.json"
 
     @property

@@ -181,8 +181,8 @@ def _device_sharing_problems(placement: PlacementConfig) -> Iterator[Problem]:
 
 def _unused_layout_problems(key: str, layout: LayoutConfig, roles: Collection[str]) -> Iterator[Problem]:
     """Yield a problem for each given layout setting that has no effect on a gang without policy, critic and reference.
-    If the gang scores and does not generate, the settings that divide a model have an effect. Otherwise no setting
-    has."""
+    If the gang scores and does not generate, the settings that divide a model have an effect. Otherwise no layout
+    setting has an effect."""
     if Role.SCORE in roles and Role.GENERATE not in roles:
         why = "nothing is trained on that gang"
         names = sorted({one.name for one in fields(layout)} - {"tensor", "pipeline", "sequence_parallel"})

@@ -157,7 +157,7 @@ def _unproven_corrections(config: RunConfig, can: Capabilities) -> Iterator[str]
 
 @dataclass(frozen=True)
 class Preflight:
-    """Results of the checks, so that the run need not read them again."""
+    """The data that the checks have read. The run uses it, so that nothing is read twice."""
 
     tokenizer: Tokenizer
     prompts: PromptTable
@@ -165,8 +165,8 @@ class Preflight:
     """Description of the damage of a resumed run's saved prompts, which were then read from their source again. None if
     there was no damage."""
     sandboxes: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
-    """Key path of each reward part that runs code in a sandbox -> what is protected (files, network, processes) -> the
-    mechanism that protects it on this host. None if it is not protected."""
+    """Key path of each reward part that runs code in a sandbox -> its protections. For each of files, network and
+    processes they name the mechanism that protects it on this host, or None."""
 
 
 def check_run(config: RunConfig, *, resume: bool) -> Preflight:
@@ -259,8 +259,8 @@ def _check_scorer(config: RunConfig, key: str, path: str) -> None:
 
 
 def read_errors(config: RunConfig, refused: Collection[str]) -> list[ConfigError]:
-    """Read the model, the prompts and the rewards of a config, some of whose settings were `refused`. Return the errors
-    except those that name a refused setting."""
+    """Return the errors of reading the model, the prompts and the rewards of a config in which the settings `refused`
+    are wrong. Errors that name one of these settings are left out."""
     reading = (partial(_check_model, config), partial(_read_items, config), partial(_check_rewards, config, None))
     errors = [error for several in refusals(*reading) for error in several.errors]
     return [error for error in errors if not mentions(Problem(error.key, None, error.message), refused)]
@@ -405,8 +405,9 @@ def check_trackers(tracking: TrackingConfig) -> None:
 
 
 def _check_tracking(config: RunConfig) -> None:
-    """Raise ConfigError if several runs share an MLflow file on a network filesystem. SQLite's locks do not work there,
-    and one driver would overwrite the records of another."""
+    """Raise ConfigError if a run with attached workers tracks in an MLflow file that is on a network filesystem and not
+    in the run's directory. Other runs may use the same file. SQLite's locks do not work on such a filesystem, so one
+    driver would overwrite the records of another."""
     uri = config.tracking.uri
     if config.cluster.kind == "local" or uri is None or not uri.startswith(SQLITE):
         return

@@ -1,4 +1,4 @@
-"""Checks that the models of reference, critic and rewards fit the policy's model, if they are other models."""
+"""Check that the models of reference, critic and rewards fit the policy's model, if they are not the same model."""
 
 from __future__ import annotations
 

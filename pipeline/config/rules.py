@@ -60,7 +60,7 @@ def run_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _without_problems(config: RunConfig, wrong: Sequence[str]) -> tuple[RunConfig, list[str]]:
     """Return the config with the wrong settings at their defaults, so that the others can be checked across sections.
-    Also return the sections that were replaced as a whole, since they would still have had problems."""
+    Also return the sections that were replaced as a whole, because they still had problems."""
     sound, usual = deepcopy(config), _valid_config()
     replaced = {key.partition(".")[0] for key in wrong if not set_default(sound, key)}
     for section in replaced:

@@ -65,7 +65,7 @@ class RunConfig:
     steps: int = setting(10, at_least(1))
     """PPO steps."""
     staleness: int = setting(1, at_least(0, ": 0 is synchronous PPO, 1 or more overlaps"))
-    """The staleness bound eta: version max(0, i - eta) generates step i, or a newer one (`rollout.versions`)."""
+    """The staleness bound eta. Version max(0, i - eta) generates step i, or a newer version (`rollout.versions`)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -87,8 +87,9 @@ class RunConfig:
             lambda given: all(s > 0 and (name == "step" or name in STAGE_ROLES) for name, s in given.items()),
         ),
     )
-    """Predicted seconds of a step by stage, each summed over the stage's nodes, and seconds from step to step (`step`).
-    `stageline plan --write` sets them, and the summary compares them with the measured ones."""
+    """Predicted seconds of each stage, summed over its nodes of one step. The key `step` has the predicted seconds from
+    one step to the next. `stageline plan --write` sets these numbers, and the summary compares them with the measured
+    ones."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
@@ -163,7 +164,8 @@ class RunConfig:
 
     @property
     def in_flight(self) -> bool:
-        """True if engines load new weights under the rows in flight; otherwise they wait until these have finished."""
+        """True if engines load new weights while rows are in flight. Otherwise they first wait until these rows have
+        finished."""
         return self.rollout.versions == "inflight"
 
     def capabilities(self, device: Device = "cpu") -> Capabilities:

@@ -46,19 +46,20 @@ class AlarmsConfig:
     again only after the rule has ceased to hold."""
 
     trainer_idle_s: float | None = setting(900.0, above(0, ", or null for no such alarm"))
-    """trainer_idle: seconds for which the policy's gang is up and has no node to work on."""
+    """trainer_idle: alarm if the policy's gang is up and has no node to work on for this many seconds."""
     engine_silent_s: float | None = setting(900.0, above(0, ", or null for no such alarm"))
-    """engine_silent: seconds for which a generating replica has nodes to run and finishes none."""
+    """engine_silent: alarm if a generating replica has nodes to run and finishes none for this many seconds."""
     staleness_steps: int | None = setting(None, at_least(1, ", or null for no such alarm"))
-    """staleness: steps in a row in which every token is at the staleness bound. For `rollout.versions: latest`; under
-    `exact` every row is at the bound by design."""
+    """staleness: alarm if every token is at the staleness bound for this many steps in a row. It needs
+    `rollout.versions` latest or inflight: under `exact` every row is at the bound by design."""
     entropy_below: float | None = setting(0.05, above(0, ", or null for no such alarm"))
     """entropy: alarm if the policy's entropy (`policy/entropy`, nats per sampled token) is below this for 3 steps in a
     row: it has collapsed."""
     kl_above: float | None = setting(1.0, above(0, ", or null for no such alarm"))
     """kl: alarm if the KL to the reference (`kl/ref_per_token`, nats per token) is above this for 3 steps in a row."""
     critic_steps: int | None = setting(20, at_least(1, ", or null for no such alarm"))
-    """critic: steps in a row with a negative `critic/explained_variance`: the critic is worse than a constant."""
+    """critic: alarm if `critic/explained_variance` is negative for this many steps in a row: the critic is worse than a
+    constant."""
     stop: list[str] = setting([])
     """Rules whose alarm ends the run. The run can be resumed. `mismatch` is the alarm of the canaries (section
     `mismatch`)."""
@@ -139,8 +140,9 @@ class ClusterConfig:
     scheduler listens on the address of `interface`, or if that is null on the address of the default route. Without
     PORT it takes any free port. null: without both."""
     arrival_timeout_s: float = setting(600.0, above(0, " seconds"))
-    """Attached: seconds for a worker to join, from the driver's start or from the loss of the worker before it. A
-    replica that is late is left out. A rank that is late ends the run, which can be resumed."""
+    """Attached: seconds that a worker may take to join. They count from the driver's start, or from the loss of the
+    process that the worker replaces. A replica that is late is left out. A rank that is late ends the run, which can be
+    resumed."""
     dashboard: str | None = setting(
         "127.0.0.1:8787",
         Constraint(
@@ -150,7 +152,7 @@ class ClusterConfig:
     )
     """Address of the Dask dashboard; null: none. Another port is taken if this one is in use."""
     start_timeout_s: float | None = setting(None, above(0, " seconds, or null"))
-    """Seconds for workers to load their models after their process has started. null: 300, and 10 for every GB of the
+    """Seconds for workers to load their models after their process has started. null: 300 plus 10 for every GB of the
     largest model's files."""
     deadline_s: float = setting(1800.0, above(0, " seconds"))
     """Seconds that a node of the task graph may take. After that its worker counts as lost and is ended. If another
@@ -167,12 +169,13 @@ class ClusterConfig:
     weights_dir: str | None = setting(None, local_directory())
     """Directory for published weights; null: in /dev/shm."""
     host_memory_gb: float | None = setting(None, above(0, _WHAT_THERE_IS))
-    """Largest predicted memory of a run on one host, in units of 2^30 bytes; null: all memory of this host or its
-    container."""
+    """Limit of the memory that a run is predicted to take on a host, in units of 2^30 bytes; null: all memory of this
+    host or its container."""
     device_memory_gb: float | None = setting(None, above(0, _WHAT_THERE_IS))
-    """Largest predicted memory of a run on one GPU, in units of 2^30 bytes; null: all memory of the GPU."""
+    """Limit of the memory that a run is predicted to take on a GPU, in units of 2^30 bytes; null: all memory of the
+    GPU."""
     migrate_rows: bool = False
-    """True: rows in flight move between the replicas of the engine if all rows then end sooner, as predicted from the
+    """True: rows in flight move between the replicas of the engine if all work then ends sooner, as predicted from the
     measured cost of a pass. They move from loaded to idle replicas, or to fewer replicas while other work waits for a
     replica. Tokens and log-probs stay the same."""
 
@@ -220,8 +223,8 @@ class EvaluateConfig:
     """Evaluation of published versions on held-out prompts, and the choice of the best version."""
 
     every: int | None = setting(None, at_least(0))
-    """Versions between evaluations. The first and the last version are always evaluated; null: only these two; 0:
-    none at all."""
+    """Versions between evaluations. The first and the last version are evaluated too. null: only these two; 0: no
+    version is evaluated."""
     shards: int = setting(1, at_least(1))
     """Parts of an evaluation that are generated and scored separately."""
     temperature: float | None = setting(None, at_least(0))
@@ -263,11 +266,12 @@ class ExportConfig:
 
 FLOAT32_FLOOR_NATS = 0.01
 BFLOAT16_FLOOR_NATS = 0.05
-"""exp(0.05) is 1.05. Measured on a healthy SmolLM2-135M, mean of 32 tokens: 6e-6 nats in float32; in bfloat16 0.014 to
-0.031 in the embedded engine, up to 0.077 in vLLM."""
+"""Lowest limits of the alarm: in float32, and if engine or trainer compute in bfloat16. exp(0.05) is 1.05. Differences
+measured on a healthy SmolLM2-135M, mean of 32 tokens: 6e-6 nats in float32; in bfloat16 0.014 to 0.031 in the embedded
+engine, up to 0.077 in vLLM."""
 FACTOR = 3.0
-"""Factor from the difference at version 0 to the limit. In healthy runs the differences of later versions were 0.6 to
-1.3 times that of version 0."""
+"""Limit of the alarm divided by the difference at version 0. In healthy runs the differences of later versions were 0.6
+to 1.3 times that of version 0."""
 STALE_SHARE = 2 / 3
 """Share of the limit that is allowed if the engine's log-probs are close to those of the weights that sampled the
 tokens."""

@@ -159,8 +159,8 @@ def _claim_key(number: int) -> str:
 
 
 def check_stored(stored: RunStorage, *, resume: bool, had_url: bool) -> None:
-    """Raise ConfigError if a run cannot store its data at its place, if another run has data there, or if it resumes
-    and its data is elsewhere. Leaves no file. `had_url`: the run's data was below a `storage.url` before."""
+    """Raise ConfigError if a run cannot store its data at its place. Also if a new run finds data there, or a resumed
+    run does not find its own. Leaves no file. `had_url`: True if the run's data was below a `storage.url` before."""
     if stored.url is None:
         if resume and had_url and not any(Path(stored.ledger_url).glob("*")):
             raise _refused(

@@ -164,7 +164,8 @@ def evaluate_step_rules(step: int, metrics: Mapping[str, float], limits: AlarmsC
 def count_violations(
     before: Mapping[str, int], step: int, rules: Collection[Rule]
 ) -> tuple[dict[str, int], list[Alarm]]:
-    """Return how many steps in a row, up to this one, each rule held, and the alarms of this step."""
+    """Return, for each rule, the number of steps in a row in which it held, up to this step. Also return the alarms of
+    this step."""
     after = {**before, **{rule.name: before.get(rule.name, 0) + 1 if rule.is_violated else 0 for rule in rules}}
     alarms = []
     for rule in rules:

@@ -67,8 +67,8 @@ def scheduler_spec(config: RunConfig, security: Security, host: str, port: int) 
 
 
 def dashboard_address(address: str | None) -> str:
-    """Return the dashboard's address, with port 0 (any) if its port is taken (Dask would warn) or reserved for the
-    system. Raises ConfigError if the address is not one of this host."""
+    """Return the dashboard's address. Its port is 0 (any free port) if the given port is taken, because Dask would warn
+    about that, or is reserved for the system. Raises ConfigError if the address is not one of this host."""
     host, _, port = (address or "127.0.0.1:0").rpartition(":")
     with socket.socket() as probe:
         try:

@@ -26,7 +26,7 @@ class ExecutorSettings:
 
     cluster: ClusterConfig
     start_timeout_s: float
-    """`cluster.start_timeout_s`, or the time that follows from the model if that is null."""
+    """`cluster.start_timeout_s`. If that is null, a time that follows from the size of the models' files."""
     paths: RunPaths
     ledger_url: str
     config_yaml: str = field(repr=False)

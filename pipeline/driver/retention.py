@@ -38,8 +38,8 @@ from storage.rollouts import KEEP
 
 
 def is_usable(checkpoints: Checkpoints, ledger: Ledger, role: Role, version: int) -> bool:
-    """Return the result of `pipeline.workers.updates.is_usable`. That module loads torch, so it is imported only here:
-    few drivers need it, and no driver needs it at its start."""
+    """Return the result of `pipeline.workers.updates.is_usable`. That module loads torch, so it is imported only when
+    this function is called: few drivers need it, and no driver needs it at its start."""
     return bool(import_module("pipeline.workers.updates").is_usable(checkpoints, ledger, role, version))
 
 

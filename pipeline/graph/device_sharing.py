@@ -9,8 +9,8 @@ samples as far ahead as the staleness bound allows, and then the training gang t
 `rollout.versions: exact` the graph alone says which weights sample which rows, so the run computes the same numbers as
 on separate devices.
 
-There is no deadlock: the holder hands the devices over as soon as it has nothing ready, so it never waits for work that
-only a waiting gang could do.
+There is no deadlock: the holder hands the devices over as soon as it has nothing ready. So it never keeps them while it
+waits for work that only another gang could do on them.
 """
 
 from __future__ import annotations

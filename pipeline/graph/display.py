@@ -42,9 +42,9 @@ class WorkerQueues:
         """The worker of every node that is handed out."""
         self._threads: dict[tuple[str, int], int] = {}
         self._unfinished: dict[Address, set[Address]] = {}
-        """Unfinished parents of a node that was handed out ahead of them."""
+        """Node that was handed out ahead of its parents -> the parents that are not done."""
         self._children: defaultdict[Address, set[Address]] = defaultdict(set)
-        """Nodes that were handed out ahead of a parent, by that parent."""
+        """Parent that is not done -> the nodes that were handed out ahead of it."""
         self._queued: defaultdict[tuple[str, int], list[Node]] = defaultdict(list)
         """A heap per worker. A node that has left its worker stays in the heap until it reaches the top."""
         self._running: defaultdict[tuple[str, int], set[Address]] = defaultdict(set)
@@ -202,7 +202,7 @@ class Wait:
     ready_nodes: tuple[Address, ...]
     """Nodes that `node` waits for likewise, and that wait only for a worker themselves."""
     devices_of: str | None = None
-    """Gang that holds the devices which this gang shares."""
+    """Gang that holds the shared devices that the idle gang waits for; None if it waits for no other gang's devices."""
 
     def __str__(self) -> str:
         if self.devices_of is not None and self.ready_nodes == (self.node,):

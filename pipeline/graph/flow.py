@@ -157,7 +157,8 @@ class Flow:
             self._release_if_unread(version)
 
     def _release_if_unread(self, version: int) -> None:
-        """Release a version if all its readers are done. Under `latest` that may be before it is published."""
+        """Release a version if it is published and all its readers are done. Under `latest` the readers may be done
+        before the publication."""
         if self._readers.get(version, True) or version in self._awaited:
             return
         del self._readers[version]

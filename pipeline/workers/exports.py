@@ -19,8 +19,9 @@ from storage.redaction import redacted_text
 
 class BackgroundWriter:
     """Owns a thread that does pieces of work one after the other, in the order of submission. All ranks of a gang
-    submit the same pieces in the same order, so their collectives match. At most one piece of each name is pending. If
-    a piece fails, the next `submit` or `wait_for` with its name raises its error, or else `wait_for_all` or `close`."""
+    submit the same pieces in the same order, so their collectives match. At most one piece of each name is pending. The
+    error of a piece that failed is raised by the next `submit` or `wait_for` with its name, or by `wait_for_all` or
+    `close`."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="background-writer")

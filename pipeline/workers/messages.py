@@ -125,7 +125,7 @@ class Outcome:
     worker: str
     index: int
     started: float
-    """Seconds since the epoch by the worker's clock; `finished` too."""
+    """Time of the start, in seconds since the epoch by the worker's clock; `finished` likewise."""
     finished: float
     store_s: float
     """Seconds of the call spent on reading and writing the store, ledger, weights and checkpoints."""

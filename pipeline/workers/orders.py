@@ -10,8 +10,8 @@ the version that it needs.
     the next call  ──► the worker moves back what it needs
 
 Of the gangs that share devices (`placement.device_sharing`) only one holds them at a time. The next gang may use them
-when all workers of that gang have reported. The driver repeats an order, since it may be lost. A worker does not carry
-out a repeated order again: it only repeats its report.
+when all workers of the present holder have reported. The driver repeats an order, since it may be lost. A worker does
+not carry out a repeated order again: it only repeats its report.
 """
 
 from __future__ import annotations

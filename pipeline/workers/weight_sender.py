@@ -46,7 +46,7 @@ PROGRAM = "pipeline.workers.weight_sender"
 _PIECES_AHEAD = 2
 """Number of pieces of each stripe that are read ahead."""
 _LOOK_S = 0.005
-"""Seconds between two checks how much of a growing file is there."""
+"""Seconds between two checks of how much of a growing file is there."""
 _IDLE_S = 60.0
 """Seconds without progress after which a sender closes a connection."""
 _REQUEST_BYTES = 4096
@@ -180,7 +180,7 @@ def serve(listener: socket.socket, board: WeightBoard, context: ssl.SSLContext) 
 
 def _answer(connection: socket.socket, board: WeightBoard, context: ssl.SSLContext) -> None:
     """Send the stripe that a reader asks for. The connection is closed without an answer if the reader lacks the run's
-    certificate, or if the version is not here. The reader then asks the worker for the reason."""
+    certificate, or if the version is not here. The reader then asks a worker again, which tells the reason."""
     connection.settimeout(_IDLE_S)
     with suppress(OSError, MissingOutput), connection, context.wrap_socket(connection, server_side=True) as stream:
         with stream.makefile("rb") as requests:

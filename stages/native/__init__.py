@@ -1,1 +1,1 @@
-"""Code in C that is compiled on the machine where it runs, and the ties between processes of one host."""
+"""Compilation of C code on the machine where it runs, and the fingerprint of what decides the last bits of results."""

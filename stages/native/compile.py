@@ -1,13 +1,13 @@
 """Compile kernels in C on the machine they run on, and load them.
 
-They include no header of Python or torch, so they need only a C compiler and compile in seconds. A library is kept in
-the user's cache folder under a digest of sources, compiler, flags and processor. Loaded code runs with this user's
-rights, so the folder must belong to this user and be closed to others. A user without a home (in some containers) has
-it in the temporary folder.
+The kernels include no header of Python or torch, so they need only a C compiler and compile in seconds. A compiled
+library is kept in the user's cache folder. Its name contains a digest of the sources, the compiler, the flags and the
+processor. Loaded code runs with this user's rights, so the folder must belong to this user and be closed to others. If
+the user has no usable home, as in some containers, the folder is created in the temporary directory.
 
-$CC names another compiler, $STAGELINE_CFLAGS more flags (the tests' sanitizers).
+The environment variable CC names another compiler. STAGELINE_CFLAGS adds flags, such as the tests' sanitizers.
 
-The functions at the end check the arguments of kernels, since C reads and writes whatever is at an address.
+The functions at the end check the arguments of kernels, because C code does not check the addresses that it gets.
 """
 
 from __future__ import annotations
@@ -40,9 +40,13 @@ class NoNativeKernelsError(RuntimeError):
 
 
 def build_library(name: str, folder: Path, sources: Sequence[str], headers: Sequence[str] = ()) -> Path:
-    """Return the path of a library made from the sources in a folder, which may include the headers there and
-    `numbers.h`. It is compiled under another name and moved, so several processes may do this at once. Raises
-    NoNativeKernelsError, also if the cache folder is another user's."""
+    """Compile the sources in a folder into a library, unless the cache has it. Return the library's path.
+
+    The sources may include `headers` of the same folder, and `numbers.h`. Several processes may build the same library
+    at once, because each compiles it under another name and then moves it to its place.
+
+    Raises:
+        NoNativeKernelsError: there is no compiler or no cache folder for this user, or the compilation failed."""
     compiler, release = _compiler(), compiler_version()
     if compiler is None or release is None:
         raise NoNativeKernelsError("there is no C compiler (cc, or what $CC names)")
@@ -53,13 +57,13 @@ def build_library(name: str, folder: Path, sources: Sequence[str], headers: Sequ
     cache = cache_folder()
     library = cache / f"{name}-{digest[:20]}.so"
     try:
-        # Another user's may lie here only from before the folder was closed to others.
+        # Another user's library can only date from before the folder was closed to others. It is replaced.
         if library.exists() and library.lstat().st_uid == os.geteuid():
             return library
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             built = Path(scratch) / library.name
             command = [compiler, *flags, f"-I{_NUMBERS.parent}", *map(str, files), "-o", str(built), "-lm"]
-            # without $PATH, which the compiler was found without, gcc does not find its linker
+            # If $PATH is not set, the compiler is found nevertheless, but gcc would not find its linker.
             environment = {"PATH": os.defpath, **os.environ}
             subprocess.run(
                 command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, env=environment
@@ -78,8 +82,8 @@ def compiler_flags() -> tuple[str, ...]:
 
 
 def compiler_version() -> str | None:
-    """Return the C compiler's version on one line, or None if there is no compiler. (An upgrade may replace the
-    compiler at the same path.)"""
+    """Return the C compiler's version on one line, or None if there is no compiler. The path does not identify a
+    compiler, because an upgrade replaces the file at the same path."""
     compiler = _compiler()
     return None if compiler is None else _version_of(compiler)
 
@@ -104,9 +108,15 @@ def load_library(
     headers: Sequence[str],
     records: Mapping[str, type[ctypes.Structure]],
 ) -> ctypes.CDLL:
-    """Load the library of `build_library`. `records`: by their names in C, the structs that are passed to it; each
-    `struct NAME` has a function `layout_NAME` (`numbers.h`: LAYOUT). Raises NoNativeKernelsError; RuntimeError if a
-    record has another layout here than there."""
+    """Build a library with `build_library`, load it, and check that C and Python lay out its structs alike.
+
+    Args:
+        records: the structs that are passed to the library, by their names in C. For each `struct NAME` the library has
+            a function `layout_NAME`, which the macro LAYOUT in `numbers.h` defines.
+
+    Raises:
+        NoNativeKernelsError: the library cannot be built or loaded.
+        RuntimeError: a struct has different layouts in C and in Python."""
     try:
         library = ctypes.CDLL(str(build_library(name, folder, sources, headers)))
     except OSError as error:
@@ -122,8 +132,8 @@ def load_library(
 
 
 def cache_folder() -> Path:
-    """Return the folder of the libraries, which only this user can enter. Raises NoNativeKernelsError if there is no
-    such place."""
+    """Return the folder of the libraries, which only this user can enter. Raises NoNativeKernelsError if no such folder
+    can be made."""
     problems = []
     for folder in _candidates():
         try:
@@ -139,13 +149,15 @@ def _candidates() -> Iterator[Path]:
     if given := os.environ.get("XDG_CACHE_HOME"):
         yield Path(given) / "stageline"
         return
-    with suppress(RuntimeError):  # there is neither $HOME nor an entry for this user
+    with suppress(RuntimeError):  # raised if there is neither $HOME nor a user database entry
         yield Path.home() / ".cache" / "stageline"
     yield Path(tempfile.gettempdir()) / f"stageline-cache-{os.geteuid()}"
 
 
 def _processor() -> str:
-    """Return what -march=native depends on, if it can be read: a shared cache folder may serve different machines."""
+    """Return the processor's model and features, on which -march=native depends. Libraries are named after them too,
+    because machines with different processors may share a cache folder. If there is no /proc/cpuinfo, return what
+    Python's `platform` says about the processor."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.is_file():
         return f"{platform.machine()} {platform.processor()}"
@@ -157,12 +169,12 @@ def _processor() -> str:
 # ---- arguments -------------------------------------------------------------------------------------------
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
-"""numbers.h: FLOAT32, BFLOAT16."""
+"""The number of each dtype in C: FLOAT32 and BFLOAT16 in numbers.h."""
 _FLOAT32 = (torch.float32,)
 
 
 def kind_of(dtype: torch.dtype) -> int:
-    """Return the dtype's number in C. Raises ValueError if C does not know it."""
+    """Return the dtype's number in C. Raises ValueError if the kernels do not support the dtype."""
     kind = KINDS.get(dtype)
     if kind is None:
         raise ValueError(f"native kernels compute in float32 and bfloat16, not in {dtype}")
@@ -170,7 +182,8 @@ def kind_of(dtype: torch.dtype) -> int:
 
 
 def expect(name: str, tensor: Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype] = _FLOAT32) -> None:
-    """Raise ValueError, naming the tensor, unless it is contiguous, on the CPU, of this shape and one of `dtypes`."""
+    """Raise ValueError unless the tensor is contiguous, on the CPU, of this shape, and of one of `dtypes`. The message
+    contains `name`."""
     if (
         tensor.dtype in dtypes
         and tensor.shape == tuple(shape)

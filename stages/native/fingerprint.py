@@ -1,15 +1,16 @@
-"""The fingerprint: the items that the last bits of a process's results depend on. Two workers with the same items,
-weights and inputs compute the same bits; with other items they may not.
+"""The fingerprint of a process: the items on which the last bits of its results depend. Two workers with the same
+items, weights and inputs compute the same bits. If an item differs, their results may differ.
 
     software       versions of Python and of the packages in `software.SOFTWARE`
-    processor      vector and matrix instructions, and whether the kernel lets this process use the latter (AMX)
-    libraries      torch's build and the instruction set it dispatches to; the C compiler's version and flags
+    processor      vector and matrix instructions, and whether the kernel lets this process use matrix registers (AMX)
+    libraries      torch's build and the instruction set that it uses; the C compiler's version and flags
     environment    variables that change how MKL, oneDNN, torch and cuBLAS compute
     device         a GPU's name and capability, versions of CUDA and cuDNN
 
-The number of threads and the layout are in the config. A processor's name and cache sizes are left out, although a
-library may block its products by them: clouds mix names within one type of machine, and the digest comparison of
-replayed updates shows a difference anyway.
+The number of threads and the layout are not part of the fingerprint, because they are in the config. The processor's
+name and cache sizes are left out too, although a library may choose the block sizes of matrix products by them. In
+clouds, machines of one type have processors of different names. If results differ nevertheless, the digest comparison
+of replayed updates shows it.
 """
 
 from __future__ import annotations
@@ -67,14 +68,14 @@ def machine_numerics() -> dict[str, str]:
 
 @cache
 def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Return True if oneDNN has products of this type on this processor. float32 it always has."""
+    """Return True if oneDNN can multiply matrices of this dtype on this processor. Always True for float32."""
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype != torch.float16 or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def _processor_flags() -> frozenset[str]:
-    """Return the processor's flags as Linux lists them; empty on other systems."""
+    """Return the processor's flags as Linux lists them. Empty on other systems."""
     listing = Path("/proc/cpuinfo")
     if not listing.is_file():
         return frozenset()
@@ -86,8 +87,9 @@ def _processor_flags() -> frozenset[str]:
 
 
 def _matrix_registers(flags: frozenset[str]) -> str:
-    """Return whether this process may use the processor's matrix registers. It requests them as the C kernels do: a
-    sandbox or an older kernel may refuse them on the same processor."""
+    """Return "granted" or "refused": whether this process may use the processor's matrix registers. Return "none" if
+    the processor has none. Linux is asked as the C kernels ask it, because a sandbox or an older Linux may refuse the
+    registers on the same processor."""
     if "amx_bf16" not in flags or platform.machine() != "x86_64":
         return "none"
     granted = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0

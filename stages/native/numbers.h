@@ -1,4 +1,5 @@
-/* Numbers in float32 and bfloat16, e^x and logarithms, for kernels in C: plain arithmetic, which compilers vectorise. */
+/* Conversions of float32 and bfloat16, e^x and logarithms for kernels in C: plain arithmetic, which compilers
+ * vectorise. */
 
 #ifndef STAGELINE_NUMBERS_H
 #define STAGELINE_NUMBERS_H
@@ -11,7 +12,7 @@
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 
-/* Bytes of a number. */
+/* Return the size of a number in bytes. */
 INLINE int64_t size_of(int dtype) { return dtype == BFLOAT16 ? 2 : 4; }
 
 INLINE float float_of(uint32_t bits) {
@@ -30,7 +31,7 @@ INLINE float load(const void *from, int64_t i, int dtype) {
     return dtype == BFLOAT16 ? float_of((uint32_t)((const uint16_t *)from)[i] << 16) : ((const float *)from)[i];
 }
 
-/* The bits of the nearest bfloat16, of two the even one; NaN stays NaN. */
+/* Return the bits of the bfloat16 nearest to x. Of two equally near ones it is the even one. NaN stays NaN. */
 INLINE uint32_t rounded(float x) {
     uint32_t bits = bits_of(x);
     return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0 : (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
@@ -43,10 +44,11 @@ INLINE void store(void *to, int64_t i, int dtype, float x) {
         ((float *)to)[i] = x;
 }
 
-/* e^x for |x| <= 87, clamped there (Cephes' expf, about 1 ulp): plain arithmetic, so that loops of it are vectorised. */
+/* Return e^x, with x clamped to -87 .. 87 (Cephes' expf, about 1 ulp). Plain arithmetic, so that compilers vectorise
+ * loops of it. */
 INLINE float exp_(float x) {
-    /* Selected by bit masks. For a condition compilers make two paths with the constants folded in, and execute both;
-     * the path of -87 ends in denormal numbers, each of which may cost hundreds of cycles. */
+    /* x is clamped by bit masks. From a condition, compilers would make two paths with the constants folded in, and
+     * execute both. The path for -87 ends in denormal numbers, each of which may cost hundreds of cycles. */
     uint32_t below = -(uint32_t)(x < -87.0f), above = -(uint32_t)(x > 87.0f);
     x = float_of((bits_of(x) & ~(below | above)) | (bits_of(-87.0f) & below) | (bits_of(87.0f) & above));
     float n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
@@ -60,7 +62,7 @@ INLINE float exp_(float x) {
     return (p * r * r + r + 1.0f) * float_of((uint32_t)((int32_t)n + 127) << 23);
 }
 
-/* Natural logarithm of a positive normal number (Cephes' logf, about 1 ulp). */
+/* Return the natural logarithm of a positive normal number (Cephes' logf, about 1 ulp). */
 INLINE float log_(float x) {
     uint32_t bits = bits_of(x);
     int32_t exponent = (int32_t)(bits - 0x3f3504f3u) >> 23; /* the rest of x lies in [sqrt(1/2), sqrt(2)) */
@@ -79,8 +81,9 @@ INLINE float log_(float x) {
     return f + p + e * 0.693359375f;
 }
 
-/* The layout of a record that `native.py` builds too. The function `layout_NAME` writes the offsets of the named fields,
- * in their order, then the record's size and -1, as far as there is space; `compile.py` compares them. */
+/* Define the function `layout_NAME` of a struct that Python builds too. The function writes `space` numbers: the
+ * offsets of the named fields in their order, the struct's size, -1, and then -2 as often as there is space.
+ * `compile.py` compares these numbers with the layout in Python. */
 #define LAYOUT(record, ...) \
     void layout_##record(int64_t *to, int space) { \
         const int64_t layout[] = {__VA_ARGS__, (int64_t)sizeof(struct record), -1}; \

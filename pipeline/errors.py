@@ -1,5 +1,5 @@
 """Errors that end a command: `ConfigError` (exit code 2), with functions that report several problems as one error, and
-`StageFailed` with its kinds (exit code 3). Light to import, because every command imports it."""
+`StageFailed` with its kinds (exit code 3). The module is light to import, because every command imports it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from storage.redaction import redacted
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot work: `key` is the path, the message says what was given and what would work."""
+    """A configuration that cannot work. `key` is the key path of the setting, or the file. The message says what was
+    given and what would work."""
 
     def __init__(self, key: str, message: str, others: Sequence[ConfigError] = ()) -> None:
-        """`others`: further errors; their messages follow below this one's."""
+        """`others`: further errors, whose messages are appended on further lines."""
         super().__init__("\n".join([f"{key}: {message}", *map(str, others)]))
         self.key = key
         self._alone, self._others = message, tuple(others)
@@ -27,29 +28,29 @@ class ConfigError(ValueError):
 
     @property
     def errors(self) -> list[ConfigError]:
-        """The errors that this one stands for."""
+        """All errors that this error combines: the first error, then `others`."""
         return [ConfigError(self.key, self._alone), *self._others] if self._others else [self]
 
 
 class OtherProgramsConfig(ConfigError):
-    """Error: a directory holds the config of another program, not a run's."""
+    """The config in a directory belongs to another program, so the directory is not the directory of a run."""
 
 
 def refusal(problem: Problem) -> ConfigError:
-    """Return the error of a problem, without secrets in the given value."""
+    """Return the error that reports a problem. Secrets in the given value are redacted."""
     [given] = redacted({problem.key: problem.given}).values()
     return ConfigError(problem.key, f"given {given!r}; {problem.need}")
 
 
 def refuse(problems: Iterable[Problem]) -> None:
-    """Raise ConfigError with all of these problems, if there are any."""
+    """Raise one ConfigError that reports all problems. Do nothing if there is no problem."""
     if errors := [refusal(problem) for problem in problems]:
         raise join_errors(errors)
 
 
 def join_errors(errors: Sequence[ConfigError]) -> ConfigError:
-    """Return several errors as one, a line each. Its key is the first error's. Only the first error of each key is
-    kept."""
+    """Combine errors into one error, whose message has a line for each. The key of the first error becomes its key. If
+    several errors have the same key, only the first of them is kept."""
     by_key: dict[str, ConfigError] = {}
     for error in (one for several in errors for one in several.errors):
         by_key.setdefault(error.key, error)
@@ -81,10 +82,11 @@ def _tried(checks: Sequence[Callable[[], Any]]) -> tuple[list[Any], list[ConfigE
 
 
 class StageFailed(RuntimeError):
-    """A stage raised, or a node or worker was lost too often."""
+    """A stage raised an error, or a node or worker was lost too often."""
 
     def __init__(self, message: str, further: Mapping[str, str] = MappingProxyType({})) -> None:
-        """`further`: label -> a path or a command that helps to find the cause. Commands print each on its own line."""
+        """`further`: label -> a path or a command that helps to find the cause. The command line prints each entry on a
+        line of its own."""
         super().__init__(message)
         self.further = dict(further)
 

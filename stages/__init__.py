@@ -1,2 +1,2 @@
-"""The computation: one file per kind of PPO stage, and the models, engines, rewards and maths they use. Imports
-storage."""
+"""The computation: one file per kind of PPO stage, and the models, engines, rewards and maths that the stages use.
+Imports storage."""

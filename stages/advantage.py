@@ -62,8 +62,8 @@ def advantage(
     """Return the advantages of every row of the step, the state for the next step, and the step's metrics.
 
     Args:
-        policy: None under `proximal: loglinear | sampler`; the KL term then uses sampler_logprobs.
-        values: None if no critic is trained (`cfg.advantage`).
+        policy: None if `cfg.proximal` is "loglinear" or "sampler". The KL term then uses sampler_logprobs.
+        values: None if `cfg.advantage` trains no critic.
         staleness_bound: eta; every sampled token must have max(0, step - eta) <= version <= step.
         state: the state from the step before; empty at step 0. Keys: kl_coef (of this step), step_kl_coef (of the step
             before), score_mean, score_squares, score_count.
@@ -77,8 +77,8 @@ def advantage(
 
     Raises:
         StalenessError: a sampled token has a version outside the range given under `staleness_bound`.
-        ValueError: the records do not belong together or to `cfg`, or `cfg.advantage` compares groups and the rows are
-            not whole groups.
+        ValueError: the records do not belong together or do not suit `cfg`. Also raised if `cfg.advantage` compares
+            groups and a group lacks rows or has rows of different prompts.
     """
     _check(rollout, scores, reference, policy, values, cfg)
     check_staleness(rollout, step, staleness_bound)
@@ -109,8 +109,8 @@ def advantage(
 
 
 def check_staleness(rollout: Rollout, step: int, bound: int) -> None:
-    """Raise StalenessError unless max(0, step - bound) <= version <= step for every sampled token. It names the first
-    row where this is false."""
+    """Raise StalenessError unless max(0, step - bound) <= version <= step for every sampled token. The message names
+    the first row with another version."""
     staleness = step - rollout.token_versions.astype(np.int64)
     bad = rollout.response_mask & ((staleness < 0) | (staleness > bound) | (rollout.token_versions < 0))
     if bad.any():
@@ -125,8 +125,8 @@ def check_staleness(rollout: Rollout, step: int, bound: int) -> None:
 def _shape_scores(
     scores: Scores, truncated: torch.Tensor, cfg: PPOConfig, normalize: NormalizeConfig, state: Mapping[str, Any]
 ) -> tuple[torch.Tensor, RunningMoments]:
-    """Return the scores after the replacement for missing EOS and the normalisation, and the running moments including
-    this step."""
+    """Return the shaped scores, and the running moments including this step. Shaping replaces the scores of
+    responses without EOS and then normalises the scores, each if the config says so."""
     shaped = penalise_missing_eos(torch.tensor(scores.scores).double(), truncated, cfg.missing_eos_score)
     before = RunningMoments(*(state.get(name, 0) for name in ("score_mean", "score_squares", "score_count")))
     running = update_running_moments(before, shaped)
@@ -152,8 +152,8 @@ def _record(
 
 
 def _groups(rollout: Rollout, loss_mask: torch.Tensor, responses_per_prompt: int) -> Groups:
-    """Return the groups of rows. Groups are formed by row number and not by prompt, since a prompt may be drawn twice
-    in a step. Rows that the loss leaves out do not count in their group. Raises ValueError if rows of a group are
+    """Return the groups of rows. Rows that the loss leaves out do not count in their group. Groups are formed by row
+    number and not by prompt, because a prompt may be drawn twice in a step. Raises ValueError if rows of a group are
     missing or have different prompts."""
     first, number = np.unique(rollout.row // responses_per_prompt, return_inverse=True)
     for index in range(len(first)):
@@ -169,7 +169,7 @@ def _groups(rollout: Rollout, loss_mask: torch.Tensor, responses_per_prompt: int
 def _without_equal_groups(
     loss_mask: torch.Tensor, shaped_scores: torch.Tensor, groups: Groups | None, cfg: PPOConfig
 ) -> torch.Tensor:
-    """Return the loss mask. With `cfg.skip_equal_groups` it leaves out the groups whose scores are all equal."""
+    """Return the loss mask. If `cfg.skip_equal_groups` is true, it excludes the groups whose scores are all equal."""
     if groups is None or not cfg.skip_equal_groups:
         return loss_mask
     return loss_mask & ~equal_groups(shaped_scores, groups)[groups.number][:, None]
@@ -237,7 +237,8 @@ def _reward_metrics(scores: Scores, shaped_scores: torch.Tensor, kl: torch.Tenso
 def _ref_kl_metrics(
     rollout: Rollout, log_policy: torch.Tensor, log_ref: torch.Tensor, cfg: PPOConfig
 ) -> dict[str, float]:
-    """Return the metrics of the KL. `log_policy`: log pi_prox, or log mu if no proximal policy was computed."""
+    """Return the metrics of the KL to the reference. `log_policy`: log pi_prox, or log mu if no proximal policy was
+    computed."""
     log_mu, mask = rollout.sampler_logprobs, rollout.response_mask
     return measure.ref_kl_metrics(log_policy.numpy(), log_mu, log_ref.numpy(), mask, cfg.correction_cap)
 
@@ -275,8 +276,8 @@ def _check(
     values: Values | None,
     cfg: PPOConfig,
 ) -> None:
-    """Raise ValueError for records with different numbers of rows, and for a record that `cfg` needs and lacks, or
-    excludes."""
+    """Raise ValueError if the records have different numbers of rows, if `cfg` needs a record that is None, or if `cfg`
+    excludes a record that is given."""
     for record in (scores, reference, policy, values):
         if record is not None and record.num_rows != rollout.num_rows:
             raise ValueError(f"{record.KIND} has {record.num_rows} rows, the rollout {rollout.num_rows}")

@@ -6,8 +6,8 @@ value        the value of the state before each token, by the critic's weights a
 
 A canary compares trainer and engine: both score the same few tokens (`canary_logprob`, `engine_logprobs`) with one
 version of the weights. Under staleness no row is fresh, so an engine that did not load all of its weights looks like an
-engine with older weights. The canary shows the difference, since trainer and engine score its tokens with the same
-version, whatever version sampled them.
+engine with older weights. The canary tells the two apart, because trainer and engine score its tokens with the same
+version, whatever version sampled the tokens.
 """
 
 from __future__ import annotations
@@ -94,9 +94,11 @@ def canary_requests(rollout: Rollout, sampling: SamplingConfig, *, seed: int, ve
 
 
 def sampled_by(part: Rollout, version: int) -> bool:
-    """Return True if `version` sampled all compared tokens of these rows, as it always does at staleness 0. The stored
-    log-probs are then the engine's log-probs for this version. So the canary compares the trainer with them, and asks
-    an engine only if the difference is too large. (After a resume another engine may be running.)"""
+    """Return True if `version` sampled all compared tokens of these rows. At staleness 0 this is always so.
+
+    If True, the stored log-probs are the engine's log-probs for this version. The canary then compares the trainer with
+    the stored log-probs. It asks an engine only if the difference is too large, because another engine may be running
+    after a resume."""
     return bool((part.token_versions[part.response_mask] == version).all())
 
 

@@ -31,9 +31,14 @@ def generate(
 ) -> Rollout:
     """Sample one response per prompt with version `version` of the weights, which must be resident.
 
-    `seq`: width of the arrays, at least the longest prompt + max_new_tokens; `pad_id` fills the rest of a row. Raises
-    ValueError if two rows have the same number or a row does not fit `seq`. Raises RequestError if the engine refuses a
-    request. Raises RuntimeError if the engine returns an unknown row, a row twice, or not every row."""
+    Args:
+        seq: width of the arrays, at least the longest prompt + max_new_tokens.
+        pad_id: token that fills the rest of a row.
+
+    Raises:
+        ValueError: two rows have the same number, or a row does not fit `seq`.
+        RequestError: the engine refuses a request.
+        RuntimeError: the engine returns an unknown row, a row twice, or not every row."""
     index_of = _checked_rows(prompts, sampling, seq)
     num = prompts.num_rows
     tokens = np.full((num, seq), pad_id, np.int32)

@@ -1,5 +1,5 @@
-"""Turn a prompt source into the prompts of each shard. The source is tokenised once; then a pure function of (seed,
-step) draws the prompts of a step."""
+"""Turn a prompt source into the prompts of each shard. The source is tokenised once. Then a pure function of (seed,
+step) draws the prompts of each step."""
 
 from __future__ import annotations
 
@@ -36,17 +36,18 @@ class PromptTable:
     lengths: np.ndarray
     """int32 [prompts]"""
     train: np.ndarray
-    """int64: prompt numbers that are trained on."""
+    """int64: numbers of the training prompts."""
     held_out: np.ndarray
-    """int64: prompt numbers set aside for evaluation."""
+    """int64: numbers of the prompts that are set aside for evaluation."""
     pad_id: int
     extra: list[dict[str, Any]]
     """Other fields of the source, for the reward."""
     messages: list[list[dict[str, str]]] | None = None
-    """For a chat source: each prompt's messages, for the reward. Empty for a plain prompt beside chats."""
+    """Messages of each prompt of a chat source, for the reward. Empty for a plain prompt in a table that also has
+    chats. None without a chat source."""
 
     def save(self, path: Path) -> None:
-        """Write `path` (.npz) and two files beside it: .jsonl with the extra fields, and for a chat source .chat.jsonl
+        """Write `path` (.npz) and, beside it, .jsonl with the extra fields. For a chat source also write .chat.jsonl
         with the messages. `path` is written last and atomically, so it exists only if all files are complete."""
         path.with_suffix(".jsonl").write_text("".join(json.dumps(e, default=str) + "\n" for e in self.extra), "utf8")
         if self.messages is not None:
@@ -66,7 +67,8 @@ class PromptTable:
 
     @staticmethod
     def load(path: Path) -> PromptTable:
-        """Return the table that `save` wrote. Raises StoreError, naming the file, if a file is missing or damaged."""
+        """Return the table that `save` wrote. Raises StoreError, which names the file, if a file is missing or
+        damaged."""
         extras = path.with_suffix(".jsonl")
         extra = _read_lines(extras)
         try:
@@ -83,15 +85,15 @@ class PromptTable:
         return table
 
     def for_reward(self, numbers: Iterable[int]) -> tuple[list[dict[str, Any]], list[list[dict[str, str]]] | None]:
-        """Return the extra fields and the messages (None without chats) of these prompts, as the stage `score` takes
-        them."""
+        """Return the inputs of the stage `score` for these prompts: the extra fields, and the messages. The messages
+        are None if the table has none."""
         chosen = [*numbers]
         chats = None if self.messages is None else [self.messages[i] for i in chosen]
         return [self.extra[i] for i in chosen], chats
 
     def evaluated_on(self, other: PromptTable) -> PromptTable:
-        """Return the prompts of both tables. All of this table's are trained on, and all of the other's are held out.
-        The held-out prompts have the numbers after the training prompts'."""
+        """Return a table with the prompts of both tables. All prompts of this table become training prompts. All
+        prompts of `other` become held-out prompts. Their numbers follow the numbers of the training prompts."""
         first, num = len(self.lengths), len(other.lengths)
         chats = [chat for table in (self, other) for chat in table.messages or [[]] * len(table.lengths)]
         return PromptTable(
@@ -105,7 +107,7 @@ class PromptTable:
         )
 
     def beginning(self, num: int) -> PromptTable:
-        """Return the first `num` prompts, all held out."""
+        """Return a table of the first `num` prompts, all of them held out."""
         chats = None if self.messages is None else self.messages[:num]
         train, held_out = np.arange(0, dtype=np.int64), np.arange(num, dtype=np.int64)
         return PromptTable(self.tokens[:num], self.lengths[:num], train, held_out, self.pad_id, self.extra[:num], chats)
@@ -122,9 +124,11 @@ class PromptTable:
 
 
 def last_questions(path: Path) -> list[str] | None:
-    """Return the last user message of each prompt of a saved table, for people to read. It is "" for a prompt without
-    one. Return None if all prompts are plain text, or if the file of messages is missing or damaged. The caller then
-    shows the decoded prompt."""
+    """Return the last user message of each prompt of a saved table, for people to read. For a prompt without user
+    messages it is "".
+
+    Return None if all prompts are plain text, or if the file of messages is missing or damaged. The caller then shows
+    the decoded prompts."""
     try:
         chats = _read_lines(path.with_suffix(".chat.jsonl"))
     except StoreError:
@@ -133,7 +137,8 @@ def last_questions(path: Path) -> list[str] | None:
 
 
 def _read_lines(path: Path) -> list[Any]:
-    """Return the JSON value of each line of a file. Raises StoreError, naming it."""
+    """Return the JSON value of each line of a file. Raises StoreError, which names the file, if the file is missing or
+    damaged."""
     try:
         return [json.loads(line) for line in path.read_text("utf8").removesuffix("\n").split("\n")]
     except FileNotFoundError as error:
@@ -150,11 +155,15 @@ def read_source(config: PromptsConfig) -> list[PromptItem]:
 def tokenise(
     items: list[PromptItem], tokenizer: Tokenizer, config: PromptsConfig, seed: int, eval_shards: int = 1
 ) -> PromptTable:
-    """Return all prompts of a source as tokens. `eval_shards`: number of equal parts that the held-out prompts are
-    divided into. If `prompts.held_out` is not set, the number of held-out prompts is a multiple of it.
+    """Return the prompts of a source as tokens. Prompts that are empty or shorter than `prompts.opening_tokens` are
+    left out. With `too_long: skip`, prompts longer than `prompts.max_tokens` are left out too.
+
+    Args:
+        eval_shards: number of equal parts into which the held-out prompts are divided. If `prompts.held_out` is not
+            set, the number of held-out prompts is a multiple of `eval_shards`.
 
     Raises:
-        PromptsError: a prompt is longer than `prompts.max_tokens` (unless `too_long: skip`), or no prompt is usable.
+        PromptsError: a prompt is longer than `prompts.max_tokens` and `too_long` is not "skip", or no prompt is usable.
     """
     kept: list[tuple[list[int], PromptItem]] = []
     for number, item in enumerate(items):
@@ -190,8 +199,8 @@ def tokenise(
 def training_prompts(
     table: PromptTable, *, seed: int, step: int, shard: int, rows: int, shards: int, responses_per_prompt: int
 ) -> PromptBatch:
-    """Return the prompts of one shard of a step: `rows / shards` rows, where each prompt has `responses_per_prompt`
-    consecutive rows."""
+    """Return the prompts of one shard of a step. The shard has `rows / shards` rows. Each prompt of the step has
+    `responses_per_prompt` consecutive rows."""
     chosen = np.repeat(batch_indices(table.train, seed, step, rows // responses_per_prompt), responses_per_prompt)
     size = rows // shards
     return _batch(table, chosen, slice(shard * size, (shard + 1) * size))

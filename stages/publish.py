@@ -1,4 +1,4 @@
-"""Stage `publish`: write the policy's trained weights as a version that every engine of the host can map."""
+"""Stage `publish`: write the policy's trained weights as a version that every engine of the host can memory-map."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def publish(models: ModelHost, board: WeightBoard, version: int) -> Manifest | N
 
 
 def is_published(ledger: Ledger, manifest: Manifest) -> bool:
-    """Return True if a version on a board has the same digest as this version in the run's ledger."""
+    """Return True if the run's ledger has a commit of the manifest's version with the manifest's digest."""
     commit = ledger.find(Address("publish", manifest.version))
     return commit is not None and commit.digest == manifest.digest

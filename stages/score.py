@@ -33,9 +33,10 @@ def score(
         messages: messages of each row's chat prompt, empty for a plain prompt; None if all prompts are plain.
 
     Raises:
-        RewardFailed: a part failed, or returned a wrong number of scores or a score that is not a finite float32; or
-            the sum is not finite. The message names the part, and the row if one row is at fault.
-        ValueError: there is not one mapping in `extras` per row.
+        RewardFailed: a part failed, returned a wrong number of scores, or returned a score that is not a finite
+            float32. Also raised if the sum is not finite. The message names the part, and the row if one row is at
+            fault.
+        ValueError: the number of mappings in `extras` is not the number of rows.
     """
     if len(extras) != rollout.num_rows:
         raise ValueError(f"{len(extras)} extras were given for {rollout.num_rows} rows")
@@ -65,7 +66,7 @@ def follow(
     extras: Sequence[Mapping[str, Any]],
     messages: Sequence[Sequence[Mapping[str, str]]] | None = None,
 ) -> None:
-    """Take part in the `score` of the same rows that rank 0 computes. The other ranks of its gang call this."""
+    """Take part in rank 0's call of `score` with the same rows. All other ranks of the gang call this function."""
     samples = samples_of(tokenizer, rollout, extras, messages)
     for part in parts:
         for batch in _batches(part, samples):
@@ -78,7 +79,7 @@ def samples_of(
     extras: Sequence[Mapping[str, Any]],
     messages: Sequence[Sequence[Mapping[str, str]]] | None = None,
 ) -> list[Sample]:
-    """Return the rows as rewards see them."""
+    """Return the rows as samples, the input of rewards."""
     samples = []
     for i, extra in enumerate(extras):
         start = int(rollout.prompt_lengths[i])
@@ -103,9 +104,10 @@ def samples_of(
 
 
 def token_batches(lengths: Sequence[int], budget: int | None) -> Iterator[list[int]]:
-    """Yield batches of row indices whose number of rows x longest length is at most `budget` tokens. The longest rows
-    come first, so that a scorer's memory peaks in its first call. A row longer than the budget is alone. If `budget` is
-    None, yield one batch of all rows, in their order."""
+    """Yield batches of row indices. In each batch, the number of rows x the longest length is at most `budget` tokens.
+
+    The longest rows come first, so that a scorer's memory peaks in its first call. A row longer than the budget is in a
+    batch of its own. If `budget` is None, yield one batch of all rows, in their order."""
     if budget is None:
         yield list(range(len(lengths)))
         return
@@ -125,9 +127,9 @@ def _batches(part: Part, samples: Sequence[Sample]) -> Iterator[list[int]]:
 
 
 def _scored(part: Part, samples: Sequence[Sample]) -> tuple[dict[str, np.ndarray], set[str]]:
-    """Return a part's numbers, float32 [rows], by the names that its reward gives them. An unnamed list of scores has
-    the name "". An ensemble's disagreement is among the numbers. Also return the names of the numbers that are only
-    measured and not added to the score."""
+    """Return the numbers of a part by name, each float32 [rows], and the names of those that are only measured and not
+    added to the score. The reward gives the names. A plain list of scores has the name "". An ensemble's disagreement
+    is among the numbers."""
     numbers_of: dict[str, np.ndarray] = {}
     measured: set[str] = set()
     for rows in _batches(part, samples):

@@ -15,7 +15,8 @@ token's reward to go with the mean of the step (reinforce_pp).
     reinforce_pp   A_t = sum_{s >= t} gamma^(s - t) r_s, then whitened     Hu 2025 (2501.03262)
 
 group and rloo give every token of a response the same advantage. In a group whose R are all equal, the advantages are
-exactly 0. Otherwise the rounding error of the mean would be trained on, since AdamW divides by a gradient's size.
+set to exactly 0. Otherwise the rounding error of the mean would train the policy, because AdamW divides by a gradient's
+size.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from stages.ppo.masks import last_token_mask
 
 @dataclass(frozen=True)
 class RunningMoments:
-    """Mean, sum of squared distances from it, and number of all scores so far in the run."""
+    """Moments of all scores so far in the run: mean, sum of squared distances from the mean, and number of scores."""
 
     mean: float = 0.0
     squares: float = 0.0
@@ -53,9 +54,11 @@ class RunningMoments:
 def penalise_missing_eos(
     scores: Float[Tensor, " rows"], truncated: Bool[Tensor, " rows"], missing_eos_score: float | None
 ) -> Float[Tensor, " rows"]:
-    """Return the scores, where every cut response has `missing_eos_score` if it is set. It is rounded to float32, as
-    scores are stored. Otherwise a score of -0.1 and a `missing_eos_score` of -0.1 would differ by rounding, and
-    normalisation would divide by this difference."""
+    """Return the scores, with `missing_eos_score` as the score of every cut response. If `missing_eos_score` is None,
+    return the scores unchanged.
+
+    `missing_eos_score` is rounded to float32, in which scores are stored. Otherwise a score of -0.1 and a
+    `missing_eos_score` of -0.1 would differ by rounding, and normalisation would divide by this difference."""
     if missing_eos_score is None:
         return scores
     return torch.where(truncated, torch.tensor(missing_eos_score, dtype=torch.float32).to(scores), scores)
@@ -83,8 +86,8 @@ def update_running_moments(state: RunningMoments, scores: Float[Tensor, " rows"]
 def normalise_scores(
     scores: Float[Tensor, " rows"], moments: RunningMoments, cfg: NormalizeConfig
 ) -> Float[Tensor, " rows"]:
-    """Return (score - mean) / std, bounded to -clip .. clip. The config turns each of the three operations on or off.
-    There is no division while all scores of the run are equal."""
+    """Return (score - mean) / std, clipped to -clip .. clip. The config turns each of the three operations on or off.
+    As long as all scores of the run are equal, they are not divided by std."""
     if cfg.mean:
         scores = scores - moments.mean
     if cfg.scale and moments.std > 0:
@@ -103,8 +106,10 @@ def token_rewards(
 ) -> Float[Tensor, "rows seq"]:
     """Return r_t = 1[t = last] * R - beta * k_t over the sampled tokens, 0 elsewhere.
 
-    The KL term exists only if `cfg.where` is "reward"; under "loss" it is a term of the policy loss. `policy_logprobs`:
-    of the proximal policy, or of the sampler if no proximal policy was computed.
+    The KL term exists only if `cfg.where` is "reward". If it is "loss", the KL is a term of the policy loss.
+
+    Args:
+        policy_logprobs: log-probs of the proximal policy, or of the sampler if no proximal policy was computed.
     """
     score_at_last = torch.where(last_token_mask(mask), scores[:, None], 0)
     if cfg.where == "loss":
@@ -135,7 +140,8 @@ def gae(
         V_{last+1} = bootstrap_value    if the response was cut and `on_truncation` is "bootstrap"
                    = 0                  otherwise: nothing follows
 
-    and A_{last+1} = 0. Each row's mask is one contiguous run, at its own offset. Nothing here has a gradient.
+    and A_{last+1} = 0. The masked tokens of a row must be contiguous, and may start anywhere. The results have no
+    gradient.
     """
     r_t = torch.where(mask, rewards, 0).detach()
     v_t = torch.where(mask, values, 0).detach()
@@ -146,7 +152,7 @@ def gae(
     v_tp1 = torch.where(last_token_mask(mask), v_end[:, None], v_tp1)
     delta_t = torch.where(mask, r_t + gamma * v_tp1 - v_t, 0)
 
-    # The selection keeps A from flowing back into the prompt.
+    # The mask is applied again, because the recursion continues into the prompt.
     a_t = torch.where(mask, _discounted_sums(delta_t, gamma * lam), 0)
     return a_t, a_t + v_t
 
@@ -189,8 +195,8 @@ class Groups:
 
 @jaxtyped(typechecker=beartype)
 def equal_groups(x: Float[Tensor, " rows"], groups: Groups) -> Bool[Tensor, " groups"]:
-    """Return True for each group whose counted rows all have the same x, to the last bit. A group with fewer than two
-    counted rows is also True."""
+    """Return True for each group whose counted rows all have the same x, to the last bit. Also return True for a group
+    with fewer than two counted rows."""
     inf = torch.full((groups.num_groups,), torch.inf, dtype=x.dtype)
     least = inf.scatter_reduce(0, groups.number, torch.where(groups.counted, x, torch.inf), "amin")
     most = (-inf).scatter_reduce(0, groups.number, torch.where(groups.counted, x, -torch.inf), "amax")
@@ -199,8 +205,8 @@ def equal_groups(x: Float[Tensor, " rows"], groups: Groups) -> Bool[Tensor, " gr
 
 @jaxtyped(typechecker=beartype)
 def group_std(x: Float[Tensor, " rows"], groups: Groups) -> Float[Tensor, " groups"]:
-    """Return the standard deviation of the counted rows of each group: the sum of squares divided by n - 1; 0 for
-    equal rows."""
+    """Return the standard deviation of the counted rows of each group. The variance divides by n - 1. The result is
+    exactly 0 for a group of equal rows."""
     squares = _sums(_centred(x, groups) ** 2, groups)
     return torch.sqrt(squares / (_sizes(groups, x) - 1).clamp(min=1))
 
@@ -209,15 +215,15 @@ def group_std(x: Float[Tensor, " rows"], groups: Groups) -> Float[Tensor, " grou
 def group_advantages(
     totals: Float[Tensor, " rows"], groups: Groups, scale: Literal["std", "none"]
 ) -> Float[Tensor, " rows"]:
-    """Return A_i = R_i - mean; with `scale="std"` divided by std + GROUP_STD_EPS. The std divides by n - 1, as
-    published runs do; the GRPO paper does not say."""
+    """Return A_i = R_i - mean. If `scale` is "std", divide it by std + GROUP_STD_EPS. The variance divides by n - 1, as
+    in published runs. The GRPO paper does not say which divisor it uses."""
     centred = _centred(totals, groups)
     return centred if scale == "none" else centred / (group_std(totals, groups) + GROUP_STD_EPS)[groups.number]
 
 
 @jaxtyped(typechecker=beartype)
 def leave_one_out_advantages(totals: Float[Tensor, " rows"], groups: Groups) -> Float[Tensor, " rows"]:
-    """Return A_i = R_i - 1/(n - 1) sum_{j != i} R_j = n/(n - 1) (R_i - mean); 0 in a group of one."""
+    """Return A_i = R_i - 1/(n - 1) sum_{j != i} R_j = n/(n - 1) (R_i - mean). It is 0 in a group of one row."""
     sizes = _sizes(groups, totals)
     return _centred(totals, groups) * (sizes / (sizes - 1).clamp(min=1))[groups.number]
 
@@ -226,7 +232,8 @@ def leave_one_out_advantages(totals: Float[Tensor, " rows"], groups: Groups) -> 
 def rewards_to_go(
     rewards: Float[Tensor, "rows seq"], mask: Bool[Tensor, "rows seq"], gamma: float
 ) -> Float[Tensor, "rows seq"]:
-    """Return G_t = r_t + gamma * G_{t+1} over the sampled tokens, 0 elsewhere: GAE with lambda 1 and values of 0."""
+    """Return G_t = r_t + gamma * G_{t+1} over the sampled tokens, 0 elsewhere. This is GAE with lambda 1 and values of
+    0."""
     none = torch.zeros_like(rewards)
     never = torch.zeros_like(mask[:, 0])
     to_go, _ = gae(rewards, none, none[:, 0], mask, never, gamma, 1.0, "terminate")
@@ -234,7 +241,7 @@ def rewards_to_go(
 
 
 def _centred(x: Tensor, groups: Groups) -> Tensor:
-    """Return each row's x minus the mean of its group. It is exactly 0 in equal groups and in rows that do not
+    """Return each row's x minus the mean of its group. The result is exactly 0 in equal groups and in rows that do not
     count."""
     means = _sums(x, groups) / _sizes(groups, x).clamp(min=1)
     varies = groups.counted & ~equal_groups(x, groups)[groups.number]

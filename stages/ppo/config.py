@@ -13,10 +13,10 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 @dataclass
 class KLConfig:
-    """The KL penalty that keeps the policy near the reference. It counts once, in the reward or in the loss."""
+    """The KL penalty that keeps the policy near the reference. It is applied in one place: the rewards or the loss."""
 
     where: Literal["reward", "loss"] = "reward"
-    """reward: subtracted from the rewards of tokens. loss: added to the policy's loss."""
+    """reward: the penalty is subtracted from the rewards of tokens. loss: it is added to the policy's loss."""
     estimator: KLEstimator = "k1"
     """Estimator of the KL per token (Schulman 2020): k1 log-ratio, k2 half its square, k3 ratio - 1 - log-ratio."""
     coef: float = setting(0.05, at_least(0))
@@ -30,8 +30,8 @@ class KLConfig:
 
 @dataclass
 class NormalizeConfig:
-    """Normalization of the scores, by the mean and standard deviation of all scores of the run so far, including this
-    step's."""
+    """Normalization of the scores, by the mean and standard deviation of all scores of the run so far. The scores of
+    the current step are included."""
 
     mean: bool = False
     """Subtract the mean. Refused without `clip` under `advantage: group`, `group_mean` and `rloo`, which subtract a
@@ -39,7 +39,7 @@ class NormalizeConfig:
     scale: bool = False
     """Divide by the standard deviation."""
     clip: float | None = setting(None, above(0, ", or null for no bound"))
-    """Bound of the scores, after the mean and the deviation: they are clipped to -clip .. clip; null: no bound."""
+    """Bound of the scores after `mean` and `scale`: they are clipped to -clip .. clip; null: no bound."""
 
 
 @dataclass
@@ -47,10 +47,10 @@ class PPOConfig:
     """The algorithm: advantages, the loss of policy and critic, and the limits of an update."""
 
     advantage: Literal["gae", "group", "group_mean", "rloo", "reinforce_pp"] = "gae"
-    """Baseline of the advantages. gae: the critic's values; all others train without a critic. group: the mean over the
-    responses to the prompt, with division by their standard deviation (GRPO). group_mean: the same without the division
-    (Dr. GRPO). rloo: the mean over the other responses to the prompt (leave one out). reinforce_pp: the mean of the
-    step, by whitening (REINFORCE++). See stages/ppo/advantages.py."""
+    """Baseline of the advantages. All except gae train without a critic. gae: the critic's values. group: the mean over
+    the responses to the prompt, and the difference is divided by their standard deviation (GRPO). group_mean: the same
+    without the division (Dr. GRPO). rloo: the mean over the other responses to the prompt (leave one out).
+    reinforce_pp: the mean of the step, by whitening (REINFORCE++). See stages/ppo/advantages.py."""
     skip_equal_groups: bool = False
     """Under `advantage: group`, `group_mean` and `rloo`, leave a prompt's responses out of the loss if all have the
     same score."""
@@ -70,7 +70,8 @@ class PPOConfig:
     value_clip: float | None = setting(0.2, above(0, ", or null for none"))
     """Clip of the new values around the old values; null: none."""
     anchor: Literal["proximal", "sampler"] = "proximal"
-    """Policy that the ratio is clipped around: the proximal policy pi_prox, or the sampler mu (vanilla PPO)."""
+    """Policy in the denominator of the clipped ratio. proximal: the proximal policy pi_prox. sampler: the sampler mu
+    (vanilla PPO)."""
     correction: Literal["truncate", "mask", "none"] = "truncate"
     """Importance weight w = pi_prox / mu of a token under `anchor: proximal`. truncate: min(w, C). mask: tokens outside
     [1/C, C] are left out. none: 1."""
@@ -78,20 +79,21 @@ class PPOConfig:
     """The cap C of `correction`."""
     proximal: Literal["auto", "recompute", "loglinear", "sampler"] = "recompute"
     """Source of pi_prox. recompute: a forward pass at the step's start. loglinear: interpolation between mu and pi,
-    without a forward pass. sampler: mu. auto: recompute, unless it would change only rounding. The saved config has the
-    choice that auto made."""
+    without a forward pass. sampler: mu. auto: recompute, unless the forward pass would change only rounding. The saved
+    config has the choice that auto made."""
     epochs: int = setting(2, at_least(1))
-    """Passes of an update over the rows of its step."""
+    """Number of passes of an update over the rows of its step."""
     minibatches: int = setting(2, at_least(1))
-    """Optimizer steps per epoch; divides the rows of a step."""
+    """Number of minibatches per epoch, with one optimizer step each. It must divide the number of rows of a step."""
     critic_warmup_steps: int = setting(0, at_least(0))
     """Number of PPO steps at the run's start that train only the critic. In these steps the policy's version advances
-    and its weights stay the same. The schedule of its learning rate starts after them."""
+    and its weights stay the same. The schedule of the policy's learning rate starts after these steps."""
     target_kl: float | None = setting(None, above(0, ", or null for none"))
     """Limit on `policy/approx_kl` of a minibatch, in nats per token. If a minibatch exceeds it, this minibatch and the
     rest of the policy's update are skipped; null: no limit."""
     aggregation: Literal["token", "sequence"] = "token"
-    """Loss of a minibatch: the mean over its sampled tokens, or the mean over its rows of each row's mean."""
+    """Loss of a minibatch. token: the mean over its sampled tokens. sequence: the mean over each row's sampled tokens,
+    then the mean over the rows."""
     entropy_coef: float = setting(0.0, at_least(0))
     """Weight of the entropy bonus in the policy's loss."""
     whiten_advantages: bool | None = None
@@ -105,7 +107,7 @@ class PPOConfig:
     so the outcome of a cut response counts twice; use bootstrap for rewards that accrue per token, not for one score
     per response. mask: the response is in neither loss (overlong filtering)."""
     missing_eos_score: float | None = setting(None, finite(", or null for none"))
-    """Score of every response that was cut; null: the reward's own."""
+    """Score of every response that was cut; null: the score that the reward gives."""
     kl: KLConfig = field(default_factory=KLConfig)
     """The KL penalty."""
 
@@ -120,8 +122,8 @@ def has_critic(config: PPOConfig) -> bool:
 
 
 def whitens_advantages(config: PPOConfig) -> bool:
-    """Return `ppo.whiten_advantages`. If it is null, return True for the estimators that were published with whitening:
-    gae and reinforce_pp."""
+    """Return `ppo.whiten_advantages`. If it is null, return True for gae and reinforce_pp, because these estimators
+    were published with whitening."""
     return config.advantage not in GROUPED if config.whiten_advantages is None else config.whiten_advantages
 
 
@@ -129,16 +131,18 @@ def resolve_proximal(config: PPOConfig, *, staleness: int, exact: bool) -> Liter
     """Return `ppo.proximal` with `auto` resolved. `auto` avoids the forward pass for pi_prox if the pass would change
     only rounding. Three things read pi_prox:
 
-    - The policy's loss. With one optimizer step per update, pi_prox is pi before that step, whichever weights sampled
-      the rows: `loglinear` is exact. Under `anchor: sampler` the loss does not read it: `sampler`.
+    - The policy's loss. With one optimizer step per update, pi_prox is pi before this step, whichever weights sampled
+      the rows. So `loglinear` is exact. Under `anchor: sampler` the loss does not read pi_prox, so `sampler` is chosen.
     - A KL penalty in the rewards. It needs the forward pass. On fresh rows mu's log-probs differ from pi_prox's only by
       rounding. But if the scores of a step do not vary, the advantages consist of the penalty alone. Whitening divides
-      it by its standard deviation and AdamW divides by the gradient's size, so the policy would be trained on rounding
-      errors.
+      the penalty by its standard deviation, and AdamW divides by the gradient's size. So the policy would be trained on
+      rounding errors.
     - The controller of the KL's coefficient, if there is one. It can use mu's KL on fresh rows if engine and trainer
-      agree (`exact`: both compute in float32; in bfloat16 they differ by 0.02 nats a token).
+      agree (`exact`).
 
-    `staleness`: the bound eta.
+    Args:
+        staleness: the bound eta.
+        exact: True if engine and trainer both compute in float32. In bfloat16 they differ by 0.02 nats a token.
     """
     if config.proximal != "auto":
         return config.proximal
@@ -163,7 +167,7 @@ def ppo_problems(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _estimator_problems(config: PPOConfig) -> Iterator[Problem]:
-    """Yield the problems of settings that contradict `ppo.advantage`."""
+    """Yield the problems of settings that do not suit `ppo.advantage`."""
     chosen = f"ppo.advantage={config.advantage}"
     if config.skip_equal_groups and config.advantage not in GROUPED:
         need = f"{chosen} compares no groups: false, or ppo.advantage=group, group_mean or rloo"

@@ -16,7 +16,7 @@ from torch import Tensor
 from stages.ppo.config import KLConfig, KLEstimator
 
 MAX_RELATIVE_ERROR = 0.2
-"""Ziegler et al. 2019 clip the controller's relative error to +- 20 %."""
+"""Bound of the controller's relative error, as in Ziegler et al. 2019: it is clipped to +- 20 %."""
 
 
 @jaxtyped(typechecker=beartype)
@@ -51,8 +51,9 @@ def token_kl_loss(
         k3:  d k3 = (1 - exp(-d)) * grad log pi     expectation under pi: grad KL(pi_ref || pi)
         k1:  d k1 = grad log pi                     expectation under pi: ZERO, it would train nothing
 
-    So k1 keeps its value and takes the gradient of k2. Values and expectations hold for tokens drawn from the current
-    policy. For tokens drawn from mu, `losses.policy_loss` weights each term with rho = pi / mu.
+    Because the gradient of k1 trains nothing, k1 keeps its value and takes the gradient of k2. Values and expectations
+    hold for tokens drawn from the current policy. For tokens drawn from mu, `losses.policy_loss` weights each term with
+    rho = pi / mu.
     """
     value = token_kl(new_logprobs, ref_logprobs, estimator)
     if estimator != "k1":
@@ -62,7 +63,8 @@ def token_kl_loss(
 
 
 def next_kl_coef(coef: float, kl_per_response: float, rows: int, cfg: KLConfig) -> float:
-    """Return the coefficient beta of the next step; without a target always `cfg.coef` (Ziegler et al. 2019, 2.2).
+    """Return the coefficient beta of the next step (Ziegler et al. 2019, 2.2). Without a target it is always
+    `cfg.coef`.
 
         e      = clip((KL - target) / target, -0.2, 0.2)
         beta' = beta * (1 + e * rows / horizon)

@@ -5,8 +5,8 @@ value loss.
     pi_prox   the proximal policy: the trainer's weights at the start of the step
     pi        the policy being trained
 
-Both losses are sums of weight_t * term_t (see `stages.ppo.masks`): add them over the micro-batches and ranks of a
-minibatch to get its loss. A framework that AVERAGES gradients over n ranks needs them multiplied by n.
+Both losses are sums of weight_t * term_t (see `stages.ppo.masks`). The loss of a minibatch is the sum over its
+micro-batches and ranks. If a framework AVERAGES gradients over n ranks, multiply the losses by n.
 
 Stats of the policy loss (`LossStats`). Sums:
 
@@ -18,8 +18,8 @@ Stats of the policy loss (`LossStats`). Sums:
     policy/weight_mean      w before the correction, with anchor proximal
     policy/weight_outside   share of tokens with w > C (under `mask` also w < 1/C), with anchor proximal
 
-Maxima: policy/ratio_max, policy/weight_max. A ratio u above exp(80) counts as exp(80) where a clip bounds the term.
-Where no clip does (A < 0 without a dual clip), a u that overflows makes the loss infinite.
+Maxima: policy/ratio_max, policy/weight_max. A ratio u above exp(80) counts as exp(80) where a clip bounds the term. No
+clip bounds the term if A < 0 and there is no dual clip. There a ratio that overflows makes the loss infinite.
 
 Sources: Schulman et al. 2017 (clip), Yu et al. 2025 (DAPO: clip_high), Ye et al. 2019 (dual clip), Hilton et al. 2022
 and AReaL, Fu et al. 2025 (decoupled objective).
@@ -40,7 +40,7 @@ from stages.ppo.config import PPOConfig
 from stages.ppo.kl import token_kl_loss
 
 MAX_LOG_RATIO = 80.0
-"""exp(80) = 5.5e34. float32 ends at exp(88.7), and clips act far below."""
+"""Bound of the log-ratio. exp(80) = 5.5e34 is far above every clip, and float32 overflows only at exp(88.7)."""
 
 
 @jaxtyped(typechecker=beartype)
@@ -52,19 +52,19 @@ class PolicyLossInputs:
     mask: Bool[Tensor, "rows seq"]
     """`Advantages.loss_mask`."""
     weights: Float[Tensor, "rows seq"]
-    """These rows of `masks.token_weights` of the whole minibatch."""
+    """The rows of this micro-batch in `masks.token_weights` of the whole minibatch."""
     advantages: Float[Tensor, "rows seq"]
     sampler_logprobs: Float[Tensor, "rows seq"]
     """log mu."""
     policy_logprobs: Float[Tensor, "rows seq"] | None
-    """log pi_prox; needed under `proximal: recompute`, None otherwise."""
+    """log pi_prox. Needed if `proximal` is "recompute", None otherwise."""
     ref_logprobs: Float[Tensor, "rows seq"] | None
-    """Needed under `kl.where: loss`, None otherwise."""
+    """log pi_ref. Needed if `kl.where` is "loss", None otherwise."""
     stale_optimizer_steps: Int[Tensor, "rows seq"]
-    """s_prox - s_mu: optimizer steps from the weights that drew the token to the start of this update, i.e. (step -
-    token_versions) * epochs * minibatches. Skipped steps count too. Read under `proximal: loglinear`."""
+    """s_prox - s_mu: number of optimizer steps from the weights that drew the token to the start of this update, which
+    is (step - token_versions) * epochs * minibatches. Skipped steps count too. Read if `proximal` is "loglinear"."""
     optimizer_steps_taken: int
-    """s_pi - s_prox: optimizer steps made since the start of this update."""
+    """s_pi - s_prox: number of optimizer steps since the start of this update."""
 
 
 @jaxtyped(typechecker=beartype)
@@ -86,13 +86,14 @@ def loglinear_proximal(
     stale_optimizer_steps: Int[Tensor, "rows seq"],
     optimizer_steps_taken: int,
 ) -> Float[Tensor, "rows seq"]:
-    """Return log pi_prox without a forward of its own, interpolated between mu and pi by optimizer steps; detached.
+    """Return log pi_prox, interpolated between mu and pi by optimizer steps, without gradient. It needs no forward
+    pass.
 
         log pi_prox = log mu + alpha * (log pi - log mu)
         alpha       = (s_prox - s_mu) / (s_pi - s_mu) = stale / (stale + taken)
 
-    Before the first optimizer step of the update alpha is 1 for every token, since pi IS pi_prox at that moment. (For a
-    fresh token the quotient would be 0/0.) After that step alpha is 0 for a fresh token: pi_prox = mu.
+    Before the first optimizer step of the update, alpha is 1 for every token, because pi IS pi_prox at that moment.
+    (For a fresh token the quotient would be 0/0.) After the first step, alpha is 0 for a fresh token, so pi_prox = mu.
     """
     if optimizer_steps_taken == 0:
         return new_logprobs.detach()
@@ -108,7 +109,7 @@ def behaviour_weights(
     correction: Literal["truncate", "mask", "none"],
     cap: float,
 ) -> tuple[Float[Tensor, "rows seq"], Float[Tensor, "rows seq"]]:
-    """Return (w after the correction, w before it), w = pi_prox / mu, without gradient.
+    """Return (w after the correction, w before the correction) for w = pi_prox / mu, without gradient.
 
     truncate:  min(w, C)
     mask:      w where 1/C <= w <= C, else 0: the policy term omits the token; other tokens keep their loss weights
@@ -195,8 +196,8 @@ def value_loss(
 
         L = 1/2 sum_t weight_t * max[ (V - G)^2, (V_old + clip(V - V_old, -c, +c) - G)^2 ]
 
-    Without a `value_clip` c the second square is left out. Sums of the stats: critic/loss, critic/clipfrac (tokens
-    where the clipped square is the larger), critic/mean. No maxima.
+    If the `value_clip` c is None, the second square is left out. The stats have no maxima. Their sums are critic/loss,
+    critic/clipfrac (share of tokens whose clipped square is larger than the other one) and critic/mean (mean of V).
     """
     mask = inputs.mask
     v = torch.where(mask, new_values, 0)
@@ -230,7 +231,8 @@ def _ratio(log_ratio: Tensor, advantages: Tensor, cfg: PPOConfig) -> Tensor:
 
 
 def _clipped_gain(u: Tensor, advantages: Tensor, cfg: PPOConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return g of `policy_loss`, and by name of the stat 1 for each token whose gradient the clip removed, else 0."""
+    """Return g of `policy_loss`, and the stats of the clips by name. A stat is 1 for each token whose gradient the clip
+    removed, else 0."""
     unclipped = u * advantages
     high = cfg.clip if cfg.clip_high is None else cfg.clip_high
     clipped = u.clamp(1 - cfg.clip, 1 + high) * advantages
@@ -271,8 +273,8 @@ def _proximal_logprobs(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs,
 
 
 def _reference_kl(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs, cfg: PPOConfig) -> Tensor:
-    """Return rho_t * k_t(pi, pi_ref), with k's gradient, 0 outside the mask. `cfg.correction` applies to rho as to w.
-    Before the first optimizer step of the update rho equals w, unless `anchor` or `proximal` is "sampler"."""
+    """Return rho_t * k_t(pi, pi_ref), with the gradient of k, 0 outside the mask. `cfg.correction` applies to rho as to
+    w. Before the first optimizer step of the update, rho equals w, except if `anchor` or `proximal` is "sampler"."""
     if inputs.ref_logprobs is None:
         raise ValueError("ppo.kl.where: loss needs ref_logprobs")
     k = token_kl_loss(log_pi, torch.where(inputs.mask, inputs.ref_logprobs, 0), cfg.kl.estimator)
@@ -281,7 +283,8 @@ def _reference_kl(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs, cfg:
 
 
 def _outside_cap(w: Tensor, cfg: PPOConfig) -> Tensor:
-    """Return True for each token whose weight is above the cap; under `correction: mask` also below 1 / cap."""
+    """Return True for each token whose weight is above the cap. Under `correction: mask` also return True for each
+    token whose weight is below 1 / cap."""
     outside = w > cfg.correction_cap
     return outside | (w < 1 / cfg.correction_cap) if cfg.correction == "mask" else outside
 
@@ -298,8 +301,8 @@ def _masked_max(x: Tensor, mask: Tensor) -> Tensor:
 class LossStats:
     """Detached scalars of one micro-batch.
 
-    `sums` were weighted as the loss was (`masks.token_weights` over the whole minibatch): ADD them over micro-batches
-    and ranks to get the minibatch's mean. `maxima` combine by MAX. Nothing else combines correctly.
+    `sums` have the same weights as the loss (`masks.token_weights` of the whole minibatch). To get the mean over a
+    minibatch, ADD them over its micro-batches and ranks. `maxima` are combined by MAX. Other ways to combine are wrong.
     """
 
     sums: Mapping[str, Tensor]

@@ -38,7 +38,7 @@ def predictions_of_tokens(per_position: Shaped[Tensor, "rows seq *rest"]) -> Sha
 
 @jaxtyped(typechecker=beartype)
 def last_token_mask(mask: Bool[Tensor, "rows seq"]) -> Bool[Tensor, "rows seq"]:
-    """Return a mask that is True only at the last True of each row. The Trues of a row must be contiguous; a row may
+    """Return a mask that is True only at the last True of each row. The Trues of a row must be contiguous. A row may
     have none."""
     next_is_sampled = torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
     return mask & ~next_is_sampled
@@ -46,7 +46,7 @@ def last_token_mask(mask: Bool[Tensor, "rows seq"]) -> Bool[Tensor, "rows seq"]:
 
 @jaxtyped(typechecker=beartype)
 def last_token_index(mask: Bool[Tensor, "rows seq"]) -> Int[Tensor, " rows"]:
-    """Return the index of the last True of each row; 0 in a row without any."""
+    """Return the index of the last True of each row. It is 0 for a row without a True."""
     index = torch.arange(mask.shape[1], device=mask.device)
     return torch.where(mask, index, 0).amax(dim=1)
 
@@ -58,7 +58,7 @@ def state_values(
     """Return a critic's outputs per position as (values, bootstrap_values) of `storage.records.Values`.
 
         values[:, t]     = value_head[:, t - 1]     where token t was sampled, else 0
-        bootstrap_values = value_head[:, last]      the state after the last sampled token; 0 in a row without any
+        bootstrap_values = value_head[:, last]      the state after the last sampled token; 0 in a row without tokens
 
     Differentiable.
     """
@@ -83,10 +83,10 @@ def masked_var(x: Float[Tensor, "rows seq"], mask: Bool[Tensor, "rows seq"]) -> 
 def masked_whiten(
     x: Float[Tensor, "rows seq"], mask: Bool[Tensor, "rows seq"], *, keep_mean: bool = False
 ) -> Float[Tensor, "rows seq"]:
-    """Return (x - mean) / sqrt(var + eps) with the moments of the masked entries; 0 outside the mask. `keep_mean`: add
-    the mean again.
+    """Return (x - mean) / sqrt(var + eps) with the moments of the masked entries; 0 outside the mask. If `keep_mean` is
+    true, add the mean to the result.
 
-    Pass every row of the step, since the moments of a shard would scale each shard differently.
+    Pass all rows of the step. With the rows of one shard, each shard would be scaled differently.
     """
     mean = masked_mean(x, mask)
     whitened = (x - mean) * torch.rsqrt(masked_var(x, mask) + WHITENING_EPS)
@@ -97,10 +97,10 @@ def masked_whiten(
 def token_weights(
     mask: Bool[Tensor, "rows seq"], aggregation: Literal["token", "sequence"], dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "rows seq"]:
-    """Return the share of each token in a loss over exactly these rows; sums to 1 (to 0 if the mask is empty).
+    """Return the share of each token in a loss over exactly these rows. The shares sum to 1, or to 0 for an empty mask.
 
         token:     1 / (number of masked tokens)
-        sequence:  1 / (masked tokens of the row * number of rows that have any)
+        sequence:  1 / (masked tokens of the row * number of rows that have masked tokens)
 
     Call it once with the mask of the WHOLE minibatch, then slice the result along rows.
     """

@@ -1,7 +1,7 @@
 """Compute the metrics of a step from the records of all its rows, in numpy float64.
 
-Every metric is taken over sampled tokens (or over responses) only. A metric that is undefined for a step is absent, and
-not NaN or 0: for example the mismatch on fresh tokens when every token is stale.
+Every metric is taken over sampled tokens or over responses only. A metric that is undefined for a step is absent, and
+neither NaN nor 0. For example, the mismatch on fresh tokens is absent if every token is stale.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def reward_metrics(scores: PerRow, shaped_scores: PerRow, kl_per_response: PerRo
 
 
 def part_metrics(scores: Scores) -> dict[str, float]:
-    """Return the metrics of each part of the scores, before it is weighted. They reveal reward hacking, where the sum
-    rises while a part falls.
+    """Return the metrics of each part of the scores, before weighting. They reveal reward hacking: the sum rises while
+    a part falls.
 
-    reward/NAME/mean, reward/NAME/std     absent if the score is just this one part
+    reward/NAME/mean, reward/NAME/std     absent if the score consists of this part alone
     reward/NAME/disagreement              for an ensemble: mean over rows of the standard deviation among its members
     """
     if scores.num_rows == 0:
@@ -60,7 +60,7 @@ def ref_kl_metrics(
     = min(pi_prox / mu, cap), and the weights are normalised by their mean over the step's N tokens (R responses):
 
         kl/ref             = 1/R sum_it (w_it / w_mean) d_it = N/R * E[w d] / E[w],      w_mean = 1/N sum_it w_it
-        kl/ref_k3          the same of exp(-d) - 1 + d in place of d
+        kl/ref_k3          the same with exp(-d) - 1 + d in place of d
         kl/ref_per_token   = E[w d] / E[w]
         kl/ref_capped_share    share of tokens whose pi_prox / mu is above the cap
         kl/ref_sampler     = 1/R sum_it (log mu - log pi_ref)
@@ -93,9 +93,9 @@ def proximal_metrics(
     mask: Mask,
     step: int,
 ) -> dict[str, float]:
-    """Compare the proximal policy with the sampler, d = log pi_prox - log mu, w = exp(d).
+    """Compare the proximal policy with the sampler, with d = log pi_prox - log mu and w = exp(d).
 
-    On fresh tokens (version = step) both policies have the same weights, so a difference is due to numerics or a bug:
+    On fresh tokens (version = step) both policies have the same weights, so rounding or a bug causes a difference:
 
         mismatch/mean_abs       mean |d| over fresh tokens
         mismatch/exp_abs        mean exp(|d|) over fresh tokens; worth an alarm above 1.05
@@ -129,14 +129,14 @@ def proximal_metrics(
 def canary_metrics(
     engine_logprobs: PerToken, policy_logprobs: PerToken, sampler_logprobs: PerToken, mask: Mask
 ) -> dict[str, float]:
-    """Compare engine and trainer at the same version, on tokens that any version sampled; d = log mu - log pi, both
-    computed now.
+    """Compare engine and trainer at the same version, on tokens that any version may have sampled. d = log mu - log pi,
+    both computed with this version.
 
-    mismatch/canary_mean_abs    mean |d|, which the alarm uses
+    mismatch/canary_mean_abs    mean |d|; the alarm compares it with its limit
     mismatch/canary_max_abs     largest |d|
     mismatch/canary_k3          mean of exp(-d) - 1 + d: KL(mu || pi) per token, as if mu had drawn the tokens
-    mismatch/canary_moved       mean |log mu now - log mu when sampled|: if it stays 0 although the tokens are stale,
-                                the engine's weights do not change
+    mismatch/canary_moved       mean |log mu of this version - log mu when the token was sampled|. If it stays 0
+                                although the tokens are stale, the engine's weights do not change.
     """
     if not mask.any():
         return {}
@@ -169,8 +169,8 @@ def staleness_metrics(
 
 
 def value_metrics(values: PerToken, returns: PerToken, mask: Mask) -> dict[str, float]:
-    """Return metrics of the critic at the start of the step: critic/explained_variance = 1 - Var(G - V) / Var(G),
-    absent if the returns do not vary; and the means of G and V."""
+    """Return metrics of the critic at the start of the step: the means of the returns G and of the values V, and
+    critic/explained_variance = 1 - Var(G - V) / Var(G). The latter is absent if the returns do not vary."""
     v, g = _float64(values, mask)[mask], _float64(returns, mask)[mask]
     if g.size == 0:
         return {}
@@ -183,9 +183,12 @@ def value_metrics(values: PerToken, returns: PerToken, mask: Mask) -> dict[str, 
 def group_metrics(
     equal: Bool[np.ndarray, " groups"], score_std: Float[np.ndarray, " groups"], skipped_rows: int
 ) -> dict[str, float]:
-    """Return metrics of the groups of responses to one prompt: group/equal_fraction (share of groups whose scores are
-    all equal, so that they teach nothing), group/score_std (mean of the groups' standard deviations), and
-    group/skipped_rows (rows of equal groups, if the loss leaves them out)."""
+    """Return metrics of the groups of responses to one prompt.
+
+    group/equal_fraction    share of groups whose scores are all equal: the policy learns nothing from them
+    group/score_std         mean over the groups of the standard deviation of their scores
+    group/skipped_rows      number of rows of equal groups that the loss leaves out
+    """
     if equal.size == 0:
         return {}
     return {
@@ -196,13 +199,14 @@ def group_metrics(
 
 
 def advantage_metrics(unwhitened: PerToken, mask: Mask) -> dict[str, float]:
-    """Return mean and standard deviation of the advantages before whitening (after it they are 0 and 1)."""
+    """Return the mean and standard deviation of the advantages before whitening. (Whitening makes them 0 and 1.)"""
     a = _float64(unwhitened, mask)[mask]
     return {"advantage/mean": float(a.mean()), "advantage/std": float(a.std())} if a.size else {}
 
 
 def response_metrics(rollout: Rollout) -> dict[str, float]:
-    """Return metrics of the responses' lengths in tokens, EOS included, and of how they ended."""
+    """Return the mean and maximum length of the responses in tokens, EOS included, and the fraction of responses that
+    ended with EOS or at the length limit."""
     if rollout.num_rows == 0:
         return {}
     lengths = rollout.response_mask.sum(axis=1)

@@ -1,7 +1,7 @@
-"""Divide the rows of a step: epochs, minibatches (one optimizer step each), shares of data-parallel ranks,
-micro-batches (one forward each).
+"""Divide the rows of a step into minibatches of each epoch (one optimizer step each), shares of data-parallel ranks,
+and micro-batches (one forward pass each).
 
-Only `minibatch_rows` changes the result; the rest of this file changes speed (see `stages.ppo.masks`).
+Only `minibatch_rows` changes the result. The rest of this file changes the speed (see `stages.ppo.masks`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from jaxtyping import Int
 
 
 def minibatch_rows(num_rows: int, minibatches: int, epochs: int, seed: int, step: int) -> list[list[np.ndarray]]:
-    """Return the row indices of each minibatch of each epoch, num_rows / minibatches per minibatch. Every epoch has
-    each row once.
+    """Return the row indices of each minibatch of each epoch: one list per epoch, with one array of num_rows /
+    minibatches indices per minibatch. Every epoch has each row once.
 
     Each epoch shuffles the rows anew. The permutation depends only on (seed, step, epoch), so that a replay trains on
     the same minibatches.
@@ -35,10 +35,15 @@ def micro_batches(
     max_tokens: int,
     max_rows: int | None = None,
 ) -> list[np.ndarray]:
-    """Divide row indices into micro-batches of similar numbers of tokens, as few as possible. Each has at most
-    `max_tokens` tokens (a longer row is alone) and at most `max_rows` rows. `lengths`: lengths of these rows, in their
-    order. Within a micro-batch the longest row comes first. Micro-batches with more tokens come first, so that the
-    first needs the most memory."""
+    """Divide row indices into micro-batches with similar numbers of tokens, as few as `split_balanced` allows.
+
+    Each micro-batch has at most `max_tokens` tokens and at most `max_rows` rows. A row of more than `max_tokens` tokens
+    is in a micro-batch of its own. Within a micro-batch the longest row comes first. The micro-batch with the most
+    tokens comes first, so that the first forward pass needs the most memory.
+
+    Args:
+        rows: row indices.
+        lengths: number of tokens of each row in `rows`."""
     alone, others = np.flatnonzero(lengths > max_tokens), np.flatnonzero(lengths <= max_tokens)
     parts = [*alone[:, None], *(others[part] for part in _split_within(lengths[others], max_tokens, max_rows))]
     return [rows[part] for part in sorted(parts, key=lambda part: -int(lengths[part].sum()))]
@@ -55,10 +60,12 @@ def _split_within(lengths: np.ndarray, max_tokens: int, max_rows: int | None) ->
 
 
 def split_balanced(lengths: Int[np.ndarray, " rows"], parts: int) -> list[np.ndarray]:
-    """Divide the indices of `lengths` into parts of nearly the same sum. The longest rows are assigned first, each to
-    the part with the smallest sum so far; among equal sums, to the part with the fewest rows. (Graham's LPT rule, 1969:
-    the largest sum is at most 4/3 of the best.) With fewer rows than parts some parts are empty. Each part has its
-    longest row first; rows of one length keep their order."""
+    """Divide the indices of `lengths` into `parts` parts of nearly the same sum. If there are fewer rows than parts,
+    some parts are empty.
+
+    Rows are assigned from the longest to the shortest. Each row goes to the part with the smallest sum so far, and
+    among equal sums to the part with the fewest rows. This is Graham's LPT rule (1969): the largest sum is at most 4/3
+    of the best possible one. So each part has its longest row first, and rows of one length keep their order."""
     sums = np.zeros(parts, np.int64)
     held: list[list[int]] = [[] for _ in range(parts)]
     for index in np.argsort(-lengths, kind="stable"):

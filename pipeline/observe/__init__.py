@@ -1,1 +1,1 @@
-"""The journal of a run and what is made from it: history, summary, plots, report, live display and tracking."""
+"""The journal of a run, and its outputs for users: history, summary, plots, report, live display and tracking."""

@@ -1,8 +1,8 @@
 """The page `/stageline` as HTML, for runs in progress and for ended runs.
 
 `render_page` renders the whole page. `render_fragment` renders the part that an open page fetches again every second.
-`grid_svg` draws the steps and stages with the staleness edges. The learning curves are drawn in the browser, by the
-same script as in the report. All text from the run is escaped. The functions are pure functions of `GraphView`, except
+`grid_svg` draws the steps and stages with the staleness edges. A script in the browser draws the learning curves. The
+report uses the same script. All text from the run is escaped. The functions are pure functions of `GraphView`, except
 `log_names` and `read_log_end`, which read the workers' log files.
 """
 
@@ -36,7 +36,7 @@ PATH = "stageline"
 REFRESH_S = 1.0
 """Seconds between two fetches of an open page. A page in a hidden browser tab does not fetch."""
 _SHOWN_NODES = 8
-"""Maximum number of nodes listed by name per gang. Of further nodes only the number is shown."""
+"""Maximum number of nodes per gang that are listed by name. Of further nodes only the number is shown."""
 _STYLE = ("base.css", "figures.css", "stageline.css")
 _SCRIPT = ("text.js", "dom.js", "curves.js", "stageline.js")
 HEADERS = {
@@ -46,8 +46,8 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-"""Headers of each response. They keep a browser from running any other script, even if a run's name or a worker's
-message contains one."""
+"""Headers of each response. With them a browser runs only the page's own script, even if a run's name or a worker's
+message contains another script."""
 
 
 def render_page(view: GraphView) -> str:
@@ -62,8 +62,8 @@ def render_page(view: GraphView) -> str:
 
 
 def render_fragment(view: GraphView) -> str:
-    """Return the content of the page, which changes during a run. An open page replaces its content by each newer
-    fragment."""
+    """Return the part of the page that changes during a run. An open page fetches the newest fragment and replaces the
+    old one by it."""
     facts = view.facts
     learning = {
         "runs": [{"name": facts.name, "curves": view.curves}],
@@ -176,14 +176,14 @@ LABEL_W, COLUMN_W, GAP, ROW_H, HEAD_H = 128, 92, 22, 26, 26
 """Sizes in pixels: width of the stage names, width of a column, gap between columns, height of a row, and height of the
 step numbers."""
 _SINGLE_CELLS = 12
-"""Maximum number of shards in a cell that are drawn as one rectangle each. More shards are drawn as one bar with a
-segment for each state."""
+"""Maximum number of shards in a cell for which each shard is drawn as a rectangle. If a cell has more shards, it is
+drawn as one bar with a segment for each state."""
 _ORDER = (NodeState.DONE, NodeState.RUNNING, NodeState.QUEUED, NodeState.READY, NodeState.WAITING)
 
 
 def stage_labels_svg(view: GraphView) -> str:
-    """Return an SVG drawing of the stage names. It is separate from the `grid_svg`, so that it stays in place while the
-    grid is scrolled."""
+    """Return an SVG drawing of the stage names. It is separate from `grid_svg`, so that the names stay in place while
+    the grid is scrolled."""
     stages = stages_in_order(view.nodes)
     parts = _rows(stages, "stages", LABEL_W)
     for i, stage in enumerate(stages):
@@ -192,8 +192,7 @@ def stage_labels_svg(view: GraphView) -> str:
 
 
 def _rows(stages: Sequence[str], kind: str, width: int) -> list[str]:
-    """Return the beginning of an SVG drawing: a background with one row per stage, in which every second row is
-    shaded."""
+    """Return the beginning of an SVG drawing: a background with one row per stage. Every second row is shaded."""
     height = HEAD_H + len(stages) * ROW_H + 6
     parts = [f'<svg class="{kind}" width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img">']
     for i in range(len(stages)):
@@ -285,8 +284,8 @@ def _seconds(seconds: float) -> str:
 
 
 def _staleness_edges(view: GraphView, x_of: Mapping[int, int], y_of: Mapping[str, int]) -> list[str]:
-    """Return the staleness edges as SVG. The shards of a step share one edge from each publication that they wait
-    for."""
+    """Return the staleness edges as SVG. All shards of a step share one edge from each publication for which they
+    wait."""
     nodes = {node.address: node for node in view.nodes}
     ends: dict[tuple[Address, int], list[NodeView]] = {}
     for publication, generation in view.staleness_edges:

@@ -85,20 +85,21 @@ class GangView:
     workers: int
     is_up: bool
     running_nodes: tuple[RunningNode, ...]
-    """Running nodes. The node that has run longest is first."""
+    """Running nodes. The node that has run longest comes first."""
     num_queued: int
     """Number of nodes that are queued at busy workers."""
     wait_reason: str | None
-    """The event or device that the gang waits for. None if the gang is busy or has no nodes left."""
+    """A text about the nodes or devices that the gang waits for. None if the gang is busy or has no nodes left."""
 
 
 @dataclass(frozen=True)
 class VersionView:
-    """A published version of the weights. A live view has every version in memory. A recorded view has every version
-    that is still to be read."""
+    """A published version of the weights. A live view lists the versions that are in memory. A recorded view lists the
+    versions that some node still has to read."""
 
     version: int
     num_bytes: int | None
+    """Size of the weights. None in a recorded view."""
     readers: tuple[Address, ...]
     """Nodes that still have to read this version."""
 
@@ -111,7 +112,7 @@ class RunFacts:
     steps: int
     staleness: int
     links: tuple[tuple[str, str], ...] = ()
-    """Pairs of a label and an address or command."""
+    """Pairs (label, address or command)."""
     logs: tuple[str, ...] = ()
     """Names of the workers' log files."""
 
@@ -141,7 +142,7 @@ class GraphView:
 
     @property
     def staleness_edges(self) -> tuple[tuple[Address, Address], ...]:
-        """Pairs (publish, generate) of shown nodes, in which the staleness bound makes the generation wait for the
+        """Pairs (publish, generate) of shown nodes. The staleness bound makes the generation wait for the
         publication."""
         shown = {node.address for node in self.nodes}
         return tuple(
@@ -172,7 +173,7 @@ def wait_text(wait: Wait) -> str:
 
 def work_text(gang: GangView, now_s: float, max_named: int) -> str:
     """Return a text about the nodes of a gang: the running nodes with their durations, and the number of queued nodes.
-    Empty if the gang has neither.
+    The text is empty if the gang has no such nodes.
 
     Args:
         gang: the gang.
@@ -188,11 +189,16 @@ def work_text(gang: GangView, now_s: float, max_named: int) -> str:
 
 
 def nodes_to_show(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int) -> list[NodeStatus]:
-    """Return the nodes to show: those of the open steps, and of up to `MAX_FINISHED_STEPS` columns before them. Parents
-    come first.
+    """Return the nodes to show, parents first: the nodes of the open steps, and the nodes of up to `MAX_FINISHED_STEPS`
+    columns before them. If all steps are finished, only the last columns are shown.
 
-    For a finished run these are the last columns. Earlier steps are searched too, because some nodes of a column, such
-    as evaluations, have the number of an earlier step in their address. `admitted` is the number of admitted steps."""
+    Earlier steps are searched too, because some nodes of a column, such as evaluations, have the number of an earlier
+    step in their address.
+
+    Args:
+        spec: the shape of the graph.
+        statuses: the nodes of the open steps.
+        admitted: number of admitted steps."""
     first = max(0, min((status.node.scheduled_step for status in statuses), default=admitted) - MAX_FINISHED_STEPS)
     nodes = add_finished_steps(spec, statuses, admitted, MAX_FINISHED_STEPS + spec.staleness + 1, MAX_NODES)
     return [status for status in nodes if status.node.scheduled_step >= first or not first]
@@ -250,8 +256,13 @@ def gang_views(
     waits: Mapping[str, Wait],
     is_up: Callable[[str], bool] = lambda name: True,
 ) -> tuple[GangView, ...]:
-    """Return the view of every gang. `waits` maps the name of a gang to its wait, and `is_up` returns True if the gang
-    of that name is up."""
+    """Return the view of every gang.
+
+    Args:
+        gangs: the gangs.
+        nodes: the nodes of all gangs.
+        waits: the wait of each idle gang, by the gang's name.
+        is_up: a function that returns True if the gang of that name is up."""
     return tuple(gang_view(gang, is_up(gang.name), nodes, waits.get(gang.name)) for gang in gangs)
 
 
@@ -269,7 +280,8 @@ class CurveCache:
     def read_curves(self, steps_done: int, max_reads: int = MAX_POINTS) -> RunCurves:
         """Return the curves of the steps before `steps_done`. If there are many steps, evenly spaced ones are chosen.
 
-        At most `max_reads` steps are read from the ledger, the newest first. Steps in the cache need not be read."""
+        At most `max_reads` steps are read from the ledger, the newest first. Steps in the cache are not read again, and
+        do not count."""
         stride = max(1, -(-steps_done // MAX_POINTS))
         wanted = range((steps_done - 1) % stride, steps_done, stride)
         self._metrics = {step: metrics for step, metrics in self._metrics.items() if step in wanted}
@@ -287,7 +299,7 @@ class CurveCache:
         return RunCurves(steps, steps_done, metrics if steps else {}, {EVALUATION_METRIC: held_out} if held_out else {})
 
     def _held_out_means(self, newest: int) -> list[tuple[int, float]]:
-        """Return (version, mean score) of the versions up to `newest` whose evaluation is completely scored."""
+        """Return (version, mean score) of each version up to `newest` if all shards of its evaluation are scored."""
         for version in range(newest + 1):
             if is_evaluated(self.spec, version) and version not in self._held_out:
                 shards = [Address("evaluate_score", version, s) for s in range(self.spec.eval_shards)]
@@ -344,10 +356,10 @@ def recorded_view(
 def _with_recorded_states(
     statuses: Iterable[NodeStatus], gang_of: Mapping[Role, Gang], events: NodeEvents
 ) -> list[NodeStatus]:
-    """Return the statuses after replacing the state of each node that was handed to a worker by RUNNING or QUEUED.
+    """Return the statuses, in which each node that was handed to a worker is RUNNING or QUEUED.
 
-    The journal does not say which of a worker's nodes were running. At most as many as the worker has threads can run
-    at once. The nodes that could start first are taken to be the running ones."""
+    The journal does not say which of a worker's nodes were running. A worker runs at most as many nodes at once as it
+    has threads. The nodes that could start first are taken to be the running ones."""
     statuses = list(statuses)
     had: defaultdict[str, list[tuple[float, Node]]] = defaultdict(list)
     for status in statuses:
@@ -365,8 +377,8 @@ def _with_recorded_states(
 def _recorded_waits(
     statuses: Collection[NodeStatus], gang_of: Mapping[Role, Gang], events: NodeEvents
 ) -> dict[str, Wait]:
-    """Return the wait of each idle gang, by the gang's name. The waits are derived from the recorded states, while
-    `Dispatch.waits` returns them for a live run."""
+    """Return the wait of each idle gang, by the gang's name. The waits are derived from the recorded states. (For a
+    live run `Dispatch.waits` returns them.)"""
     running: defaultdict[str, list[Address]] = defaultdict(list)
     worker_of: dict[Address, str] = {}
     for status in statuses:
@@ -389,6 +401,6 @@ def gangs_by_role(gangs: Iterable[Gang]) -> dict[Role, Gang]:
 
 
 def ordered_gang_names(gangs: Iterable[Gang]) -> frozenset[str]:
-    """Return the names of the gangs whose workers are ranks. They run every node together, and if one is lost, all are
-    rebuilt."""
+    """Return the names of the gangs whose workers are ranks. The ranks of a gang run every node together. If one rank
+    is lost, all ranks of the gang are rebuilt."""
     return frozenset(gang.name for gang in gangs if gang.is_ordered)

@@ -1,9 +1,9 @@
-"""The catalogue of all metrics: what each means, and where it is shown. To add a metric, see docs/extending.md.
+"""The catalogue of all metrics, and the places where metrics are shown. To add a metric, see docs/extending.md.
 
-    METRICS    unit, x-axis and healthy range of every metric; docs/metrics.md explains them, a test keeps both equal
+    METRICS    unit, x-axis and healthy range of every metric; docs/metrics.md explains the same metrics (tested)
     TERMINAL   metrics on the line of a step and in the live panel
     PANELS     learning curves in the report and in plots/curves.png; `/stageline` shows the first two panels
-    OVERVIEW   metrics that MLflow's page shows first; MLflow gets every metric of a step except `UNTRACKED`
+    OVERVIEW   metrics that MLflow's page shows first; `select_tracked` says which other metrics MLflow gets
 
 In the name of a metric, a part in angle brackets stands for any word: `time/<stage>_s`. `find_unhealthy_numbers`
 returns the unhealthy numbers that the display shows in red. Problems that need attention at once are alarms
@@ -42,18 +42,19 @@ TERMINAL = (
 )
 """The metrics of a step that are shown on the terminal, as (name, label, unit)."""
 GROUPED_TERMINAL = (("group/equal_fraction", "equal groups", ""), ("response/truncated_fraction", "cut", ""))
-"""Further metrics on the terminal, shown if the advantages compare the responses to one prompt with each other."""
+"""Further metrics on the terminal. They are shown if the advantages compare the responses to one prompt with each
+other."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture among the learning curves."""
+    """One of the plots that together show the learning curves."""
 
     title: str
     unit: str
     series: tuple[tuple[str, str], ...]
-    """Pairs (name of a metric, label). A name may contain `*`, which matches any text. If several metrics match, each
-    is drawn, and the matched part is put before the label."""
+    """Pairs (name of a metric, label). A name may contain `*`, which matches any text. If at least two metrics match,
+    each is drawn, and the matched part is put before the label. If fewer match, none is drawn."""
     healthy: float | None = None
     """Ideal value, drawn as a dashed line."""
 
@@ -101,8 +102,8 @@ OVERVIEW = {
     "time/step_s": "Overview/step_seconds",
     "samples_per_s": "Overview/samples_per_s",
 }
-"""Metrics that are logged a second time under the heading `Overview`. MLflow's page lists headings with capitals first,
-and opens only the first few."""
+"""Metrics that are logged a second time under the heading `Overview`. MLflow's page lists headings that begin with a
+capital letter first, and opens only the first few headings."""
 UNTRACKED = frozenset(
     (
         "score/mean",  # the same as reward/mean
@@ -119,7 +120,7 @@ TRACKED_IF_NONZERO = frozenset(
         *(f"critic/{what}_steps" for what in ("skipped", "empty", "stopped", "overflow")),
     )
 )  # fmt: skip
-"""Metrics of rare events. Such a metric is tracked from its first value other than 0 on."""
+"""Metrics of rare events. Tracking of such a metric begins with its first value other than 0."""
 
 _TABLE = """
 Overview/reward | score | step | rises
@@ -294,7 +295,7 @@ def terminal_numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 def select_tracked(
     values: Mapping[str, float], meaningless: Collection[str], tracked_before: Collection[str]
 ) -> dict[str, float]:
-    """Return the metrics to send to the tracking, those of the overview first.
+    """Return the metrics to send to the tracking. The metrics of the overview come first.
 
     Args:
         values: all metrics.
@@ -320,7 +321,7 @@ MIN_ENTROPY = 0.1
 MIN_ENTROPY_FRACTION = 0.2
 """Lowest healthy entropy, as a fraction of the first step's entropy."""
 MAX_NEGATIVE_STEPS = 5
-"""Number of steps in a row with a negative explained variance after which it counts as unhealthy."""
+"""Number of steps in a row that must have a negative explained variance before it counts as unhealthy."""
 RECENT_STEPS = 50
 """Number of recent steps that callers keep for `find_unhealthy_numbers`."""
 

@@ -7,9 +7,11 @@ the first line of stdin. Only this module imports mlflow. `pipeline/observe/trac
                earlier if the store cannot be reached (`stageline sync` delivers the remaining items)
 
 When the store has accepted a delivery, the writer advances an offset in `mlflow_spool.state.json`. If the writer dies
-before it has done so, the delivery is repeated. This changes nothing: a metric's key in MLflow includes its time stamp,
-which was taken when the metric was spooled; trace ids are derived from the spool's key and the step; and the run is
-found by the spool's key.
+between the two, the delivery is repeated. This changes nothing in MLflow:
+
+- A metric's key in MLflow includes its time stamp, which was taken when the metric was spooled.
+- Trace ids are derived from the spool's key and the step.
+- The run is found by the spool's key.
 
 The writer reports to the driver in JSON lines on the descriptor REPORTS. stdout and stderr go to a log, because MLflow
 writes to them.
@@ -66,12 +68,12 @@ POLL_S = 0.25
 DOWN_S = 3.0
 """Seconds for which the writer retries an unreachable store after stdin is closed."""
 WINDOW_BYTES = 1 << 20
-"""Number of bytes of the spool that are read ahead of the delivery."""
+"""Approximate number of bytes of the spool that are read before they are delivered."""
 MAX_METRICS = 1000
 MAX_PARAMS = 100
 MAX_VALUE = 6000
-"""MLflow's limits: number of metrics in one `log_batch`, number of params in one, and characters in the value of a
-param."""
+"""MLflow's limits: the number of metrics in one `log_batch`, the number of params in one `log_batch`, and the number of
+characters in the value of a param."""
 SPOOL_TAG = "stageline.spool"
 STORE_ERRORS = (MlflowException, OSError, SQLAlchemyError)
 
@@ -106,8 +108,8 @@ class SpoolWriter:
     def _read(self) -> bool:
         """Read about WINDOW_BYTES of the spool if both queues are empty. Return True if there are items to deliver.
 
-        Metrics have their own queue and offset: a batch of metrics may be sent before items of other kinds that precede
-        some of these metrics in the spool."""
+        Metrics have their own queue and offset, because they are sent in batches. A batch may be sent before items of
+        other kinds that precede some of its metrics in the spool."""
         if not (self._metrics or self._rest):
             first = self._read_to
             for end, item in read_spool(self._spool, self._read_to):
@@ -121,9 +123,10 @@ class SpoolWriter:
         return bool(self._metrics or self._rest)
 
     def deliver(self) -> None:
-        """Send all items of the spool.
+        """Send all items of the spool that are not delivered. Items that were sent before an error stay delivered.
 
-        If the store cannot be reached, one of STORE_ERRORS is raised. Items that were sent before stay delivered."""
+        Raises:
+            STORE_ERRORS: the store cannot be reached."""
         if self._client is None:
             self._client = MlflowClient(self._uri)
         while self._read():
@@ -144,8 +147,8 @@ class SpoolWriter:
             self._save()
 
     def _opens_next(self) -> bool:
-        """Return True if the next item is of kind `open`. It must be sent before the metrics that follow it, because it
-        sets the run to RUNNING."""
+        """Return True if the next item is of kind `open`. Such an item must be sent before the metrics that follow it,
+        because it sets the run to RUNNING."""
         before = not self._metrics or (bool(self._rest) and self._rest[0][0] < self._metrics[0][0])
         return bool(self._rest) and self._rest[0][1]["kind"] == "open" and before
 
@@ -191,14 +194,14 @@ class SpoolWriter:
         except MlflowException as error:
             if not _is_rejected(error):
                 raise
-            for metric in batch:  # one bad name must not lose the others
+            for metric in batch:  # a metric with an invalid name must not keep out the other metrics
                 self._send_unless_rejected(
                     f"metric {metric.key}", partial(client.log_batch, self.run_id, metrics=[metric])
                 )
 
     def _send_unless_rejected(self, description: str, send: Callable[[], None]) -> None:
-        """Send an item by calling `send`. If the store rejects the item for good, report a warning and drop it, so that
-        it does not block later items."""
+        """Send an item by calling `send`. If the store rejects the item for good, report a warning and drop the item,
+        so that it does not block later items."""
         try:
             send()
         except MlflowException as error:
@@ -207,8 +210,8 @@ class SpoolWriter:
             self._report({"warning": f"MLflow refused {description.strip()}: {error.message}"})
 
     def _open(self, client: MlflowClient, item: Item) -> None:
-        """Continue the MLflow run whose id is in the state file. If there is none, continue the run that is tagged with
-        the spool's key. If there is no such run, create one."""
+        """Continue the MLflow run whose id is in the state file. If the file has no id, continue the run that is tagged
+        with the spool's key. If there is no such run either, create a run."""
         tags = {**item["tags"], SPOOL_TAG: item["key"]}
         run = self._find_run(client, item)
         if run is None:
@@ -245,8 +248,8 @@ class SpoolWriter:
     def _trace(self, client: MlflowClient, item: Item) -> None:
         """Send the trace of a step with `log_spans` and `start_trace`, the functions that MLflow's exporter calls.
 
-        The exporter itself is not used, because it swallows errors. The two functions let the caller choose the trace
-        id, so a repeated delivery is harmless."""
+        The exporter itself is not used, because it hides errors. The two functions let the caller choose the trace id,
+        so a repeated delivery is harmless."""
         name = f"step {item['step']}"
         otel_id = hashlib.sha256(f"{self._state['key']} {name}".encode()).hexdigest()[:32]
         start, end = _time_range(item["spans"])
@@ -314,8 +317,8 @@ def _is_rejected(error: MlflowException) -> bool:
 
 
 def _artifact_location(uri: str, experiment: str) -> str | None:
-    """Return the directory for artifacts, beside the sqlite file (MLflow's default is the current directory). Return
-    None for a server."""
+    """Return the URI of the directory for artifacts, next to the sqlite file. (MLflow's default is the current
+    directory.) Return None for a server."""
     if not uri.startswith("sqlite:///"):
         return None
     folder = Path(uri.removeprefix("sqlite:///")).absolute().parent / "mlflow_artifacts"
@@ -329,7 +332,7 @@ def _time_range(spans: Iterable[Item]) -> tuple[float, float]:
 
 
 def _spans(otel_id: str, name: str, item: Item) -> list[Span]:
-    """Return the spans of a step: one for the step, one per gang below it, and one per node below its gang. The inputs
+    """Return the spans of a step as a tree: the step contains its gangs, and each gang contains its nodes. The inputs
     and outputs of a node are addresses, because the arrays stay in the store."""
     of_gang: dict[str, list[Item]] = {}
     for span in item["spans"]:
@@ -381,8 +384,8 @@ def _write_report(descriptor: int, report: Item) -> None:
 
 
 def _without_credentials(uri: str) -> str:
-    """Return the URI without user and password. Both are put into environment variables that MLflow reads, so that
-    MLflow's links and errors do not show them."""
+    """Return the URI without user and password, and put both into environment variables that MLflow reads. So MLflow's
+    links and errors do not show them. If the URI lacks one of the two, return it unchanged."""
     bare, user, password = split_credentials(uri)
     if not (user and password):
         return uri
@@ -393,14 +396,14 @@ def _without_credentials(uri: str) -> str:
 def deliver_until_closed(writer: SpoolWriter, uri: str, timeout_s: float, report: Callable[[Item], None]) -> None:
     """Deliver items until stdin is closed and everything is sent.
 
-    After stdin is closed, the delivery ends at the latest after `timeout_s`, or after `DOWN_S` if the store cannot be
-    reached."""
+    After stdin is closed, the delivery ends after `timeout_s` seconds at the latest. If the store cannot be reached, it
+    ends after `DOWN_S` seconds at the latest."""
     deadline: float | None = None
     closed_at = 0.0
     retry_at, backoff_s, down = 0.0, 1.0, False
     while True:
         if deadline is None and select.select([sys.stdin], [], [], POLL_S)[0]:
-            closed_at = time.monotonic()  # end of file: after the URI nothing is written to stdin
+            closed_at = time.monotonic()  # stdin is at its end: nothing is written to it after the URI
             deadline = closed_at + timeout_s
         closing = deadline is not None
         if closing or time.monotonic() >= retry_at:
@@ -436,7 +439,7 @@ def main(arguments: Iterable[str]) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
     path = Path(spool).with_suffix(".lock")
     with open_lock(path) as lock:
-        # The writer of an earlier attempt may still deliver this spool, at most for this time.
+        # The writer of an earlier attempt may still deliver this spool. It ends within this time.
         take_lock(lock, path, 2 * float(timeout_s) + DOWN_S)
         writer = SpoolWriter(uri, Path(spool), report)
         deliver_until_closed(writer, uri, float(timeout_s), report)

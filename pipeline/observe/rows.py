@@ -2,7 +2,7 @@
 
 - `StageRows`: the rows of a shard, a step or an evaluation. Only arrays of commits are read, and each is checked
   against its CRC-32 (storage/rollouts.py). Arrays of an attempt that died or came too late are therefore never seen.
-- `row_columns`: the numbers and texts of each row. pipeline/cli/opened_run.py makes tables and files of them.
+- `row_columns`: the numbers and texts of each row. pipeline/cli/opened_run.py makes tables and files from them.
 - `response_pairs`: the responses to the held-out prompts before and after training.
 """
 
@@ -42,7 +42,7 @@ class StageRows:
 
     step: int
     shard: int
-    """Number of the shard; 0 if the rows are those of a whole step."""
+    """Number of the shard. 0 if these are the rows of a whole step."""
     rollout: Rollout
     scores: Scores | None = None
     reference: ReferenceLogprobs | None = None
@@ -54,8 +54,8 @@ class StageRows:
     def log_ratio(self) -> np.ndarray | None:
         """log pi - log pi_ref per token, float32 [rows seq]. Zero outside the response.
 
-        pi is the trainer's policy at the start of the step. If its log-probs are not recomputed, pi is the sampler's
-        policy."""
+        pi is the trainer's policy at the start of the step. If the run does not recompute its log-probs, pi is the
+        sampler's policy."""
         if self.reference is None:
             return None
         ours = self.rollout.sampler_logprobs if self.policy is None else self.policy.policy_logprobs
@@ -76,8 +76,8 @@ class StageRows:
         return np.where(self.rollout.response_mask, difference, 0.0)
 
     def find_array(self, name: str) -> np.ndarray | None:
-        """Return the array of that name, from whichever output has it. None if no output has it. The scores are not
-        searched."""
+        """Return the array `name` of the rollout or of any output except the scores. None if they have no such
+        array."""
         for record in (self.rollout, self.reference, self.policy, self.values, self.advantages):
             if record is not None and name in record.arrays():
                 return np.asarray(record.arrays()[name])
@@ -168,7 +168,7 @@ PART_COLUMN = "score."
 
 
 def row_columns(rows: StageRows, decode: Decode) -> dict[str, Any]:
-    """Return the columns of a table with one line per row: where the row comes from, its texts and its numbers.
+    """Return the columns of a table with one line per row: the row's origin, its texts and its numbers.
 
     Sums and means are over the sampled tokens, in float64. `kl` is the sum of the log-ratios to the reference, nats per
     response."""
@@ -205,8 +205,8 @@ def row_columns(rows: StageRows, decode: Decode) -> dict[str, Any]:
 
 
 def score_column(array: str) -> str:
-    """Return the name of the column for an array of `Scores`: `score.NAME` for a part of the score, `disagreement.NAME`
-    for a disagreement."""
+    """Return the name of the column for an array of `Scores`. It is `score.NAME` for a part of the score, and
+    `disagreement.NAME` for a disagreement."""
     return array.replace(SCORE_PREFIX, PART_COLUMN, 1)
 
 
@@ -247,8 +247,8 @@ class ResponsePair:
 
 
 def prompt_text(rollout: Rollout, row: int, decode: Decode, user_messages: Sequence[str] | None) -> str:
-    """Return the prompt of a row as readers should see it: its last user message, or its whole text if it has none.
-    `user_messages` has this message for every prompt ("" if there is none), and is None if all prompts are plain
+    """Return the prompt of a row for readers: its last user message, or its whole text if it has no user message.
+    `user_messages` has the last user message of each prompt, "" if it has none. It is None if all prompts are plain
     text."""
     last = "" if user_messages is None else user_messages[int(rollout.prompt_index[row])]
     return last or decode(rollout.tokens[row, : rollout.prompt_lengths[row]].tolist())
@@ -278,10 +278,10 @@ def response_pairs(history: History, decode: Decode, user_messages: Sequence[str
 
 
 def choose_pairs(pairs: Sequence[ResponsePair]) -> list[ResponsePair]:
-    """Choose three pairs by the change of their scores: the largest gain, the median and the largest loss. If there are
-    fewer pairs, return all.
+    """Return three pairs, chosen by the change of their scores: the largest gain, the median and the largest loss. If
+    there are fewer pairs, return all.
 
-    A fixed choice of prompts could look like success or failure by chance."""
+    With a fixed choice of prompts, a run could look like a success or a failure by chance."""
     by_change = sorted(pairs, key=lambda pair: pair.before_score - pair.after_score)
     places = dict.fromkeys((0, (len(by_change) - 1) // 2, len(by_change) - 1)) if by_change else ()
     return [by_change[place] for place in places]

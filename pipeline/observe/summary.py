@@ -9,10 +9,10 @@ busy for the longest time, so it sets the step time.
       A  time the busiest gang is busy but not computing                     (store, ledger)
       B  time the busiest gang is idle although its next box was ready       (scheduling, tracking, the driver)
 
-A box is ready when its node's last parent finished, or when the node was submitted if no parent is recorded. So waiting
-for another gang's result is not overhead; it counts in `idle`.
+A box is ready when its node's last parent finished. If no parent is recorded, it is ready when its node was submitted.
+So waiting for another gang's result is not overhead. It counts in `idle`.
 
-The time in which a trainer was lost (pipeline/observe/incidents.py) does not include time without a driver.
+The time for which a trainer was lost (pipeline/observe/incidents.py) does not include time without a driver.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class EvalSummary:
 
 @dataclass(frozen=True)
 class TrainerLoss:
-    """The loss of a gang that trains."""
+    """The loss of a worker in a gang that trains."""
 
     t: float
     """Time of the loss, seconds since the epoch."""
@@ -106,8 +106,10 @@ class Summary:
     samples_per_s: float
     tokens_per_s: float
     stage_s: dict[str, float]
-    """Seconds by stage, summed over its nodes. Only rank 0 is counted. Nodes that run at the same time are added up."""
+    """Seconds by stage, summed over its nodes. Only rank 0 is counted. If two nodes run at the same time, the seconds
+    of both are added."""
     overhead_fraction: float
+    """Fraction of the wall time that is spent on bookkeeping, as the docstring of the module defines it."""
     staleness: StalenessSummary
     eval: EvalSummary | None
     reward: list[float]
@@ -115,8 +117,8 @@ class Summary:
     kl: list[float]
     """KL to the reference by step, nats per response."""
     versions: dict[str, str | int]
-    """Number of published versions of the weights, version 0 included, under the key `weights`. The other keys are
-    packages, with the version of each."""
+    """Key `weights`: number of published versions of the weights, version 0 included. Every other key is the name of a
+    package, and its value is the package's version."""
     # The fields below are not compared between runs.
     overlap_fraction: float
     """Fraction of the wall time in which at least two gangs were busy."""
@@ -124,16 +126,17 @@ class Summary:
     idle: dict[str, float]
     """Fraction of the wall time in which workers ran nothing, by gang: the mean over the gang's workers."""
     alarms: int
-    """Number of versions at which engine and trainer differed by more than `mismatch.alarm_nats`, or the engine kept
-    older weights."""
+    """Number of versions of the weights at which engine and trainer differed by more than `mismatch.alarm_nats`, or at
+    which the engine kept older weights."""
     kl_final: float | None
     """KL to the reference in the last step, nats per response."""
     distinct_bigrams: dict[str, float | None]
     """Number of distinct bigrams / number of all bigrams in the held-out responses, `before` and `after` training."""
     trainer_losses: tuple[TrainerLoss, ...] = ()
-    """Losses of gangs that train, in order of time."""
+    """Losses of workers in gangs that train, in order of time."""
     trainer_lost_s: float = 0.0
-    """Seconds from the loss of a trainer until it trained again, in total. Losses that overlap in time count once."""
+    """Total time from the loss of a trainer until it trained again, in seconds. If losses overlap in time, the overlap
+    counts once."""
     alarms_by_rule: dict[str, int] = field(default_factory=dict)
     """Number of alarms by rule in the section `alarms`."""
     evaluations: tuple[EvaluatedVersion, ...] = ()
@@ -141,11 +144,11 @@ class Summary:
     best: EvaluatedVersion | None = None
     """The version with the highest held-out reward among those whose KL is within `evaluate.select.max_kl`."""
     predictions: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Pairs (predicted, measured) of the seconds of a step, by stage. The seconds of a stage are summed over its nodes.
-    The key `step` has the seconds of the whole step. Empty if the config has no `predicted_s`."""
+    """By stage, the (predicted, measured) seconds per step, summed over the stage's nodes. The key `step` has the
+    seconds of the whole step. Empty if the config has no `predicted_s`."""
     hints: tuple[str, ...] = ()
-    """Explanations why the run learned little. For each rule with advice that raised an alarm: its last alarm and the
-    advice."""
+    """Explanations why the run learned little. There is one text for each rule that raised an alarm and has advice: the
+    rule's last alarm, and the advice."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -165,11 +168,11 @@ def summarise(
 
     Args:
         events: all events of the journal.
-        steps: the numbers of each finished step. Of a step that is given twice, after a resume, the last numbers count.
+        steps: the numbers of each finished step. If a step is given twice, after a resume, its last numbers count.
         evaluations: complete evaluations in order of version. The first is compared with the last.
         parents: the parents of each node in the graph.
-        software: the versions of the packages.
-        best: the best of the evaluations.
+        software: the version of each package.
+        best: the best evaluation, or None if there is none.
         rebuilt_together: names of the gangs whose workers are lost and rebuilt together.
         predicted_s: predicted seconds of a step, by stage and for the whole `step`, from the config."""
     log = list(events)
@@ -229,7 +232,7 @@ def _hints(log: Sequence[Event]) -> tuple[str, ...]:
 
 
 def _seconds(start: float, end: float | None, periods: Sequence[Interval]) -> float | None:
-    """Return for how many seconds between two times a driver was working. None if `end` is None."""
+    """Return the number of seconds between two times in which a driver was working. None if `end` is None."""
     return None if end is None else total_length(intersect_intervals([(start, end)], periods))
 
 
@@ -248,7 +251,7 @@ def _stage_s(all_boxes: Sequence[Box]) -> dict[str, float]:
 def _predictions(
     predicted_s: Mapping[str, float], measured_s: Mapping[str, float], steps: int
 ) -> dict[str, tuple[float, float]]:
-    """Return the predicted and the measured seconds of a step for each stage that the run executed."""
+    """Return the predicted and the measured seconds per step, for each predicted stage that the run executed."""
     common = [stage for stage in predicted_s if stage in measured_s and steps]
     return {stage: (predicted_s[stage], measured_s[stage] / steps) for stage in common}
 
@@ -316,7 +319,7 @@ def _staleness(steps: Sequence[StepNumbers]) -> StalenessSummary:
 
 
 def _compare_evaluations(evaluations: Sequence[Evaluation]) -> EvalSummary | None:
-    """Compare the first evaluation with the last, on the prompts that both have."""
+    """Compare the first evaluation with the last one, on the prompts that both have. Return None if there are none."""
     if not evaluations:
         return None
     compared = compare_paired(evaluations[0].scores, evaluations[-1].scores)

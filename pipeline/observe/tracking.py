@@ -5,11 +5,11 @@ MLflow (`pipeline/observe/mlflow_writer.py`, the only module that imports mlflow
                                                        │               (delivered offsets: mlflow_spool.state.json)
                                                        └─► one process for each of `tracking.also` (`sinks.py`)
 
-The spool is a queue on disk, so a call never waits for MLflow. Nothing is lost or repeated if the server is down or the
-driver is killed.
+The spool is a queue on disk, so the driver does not wait for MLflow while it logs. If the server is down or the driver is
+killed, no item is lost, and no item appears twice in MLflow.
 
-The writer is a process and not a thread because of Python's global interpreter lock. A writer thread held the lock for
-up to 146 ms at a time while it imported mlflow and logged, and used 3.1 s of the driver's CPU time in 7 s. With a
+The writer is a process and not a thread because of Python's global interpreter lock. While a writer thread imported
+mlflow and logged, it held the lock for up to 146 ms at a time and used 3.1 s of the driver's CPU time in 7 s. With a
 writer process, these figures are 3 ms and 0.09 s.
 """
 
@@ -40,9 +40,9 @@ LOG = logging.getLogger("stageline.tracking")
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 DETACH_TIMEOUT_S = 2.0
-"""Time limit of `detach`. It suffices for a writer that has few items left."""
+"""Time limit of `detach` in seconds. It suffices for a writer that has few items left."""
 ANNOUNCE_S = 2.0
-"""Seconds after which `close` logs a warning that it is waiting for a writer."""
+"""Seconds that `close` waits for a writer before it logs a warning."""
 IMPORT_GRACE_S = 60.0
 """Seconds by which `close` extends its time limit, because the writer may still be importing mlflow or creating the
 database."""
@@ -94,15 +94,15 @@ class Delivery:
     run_id: str | None
     """Id of the MLflow run. None if the store was never reached, or if the writer was killed."""
     num_undelivered: int
-    """Number of items that are not delivered. If the writer was killed, the number of all items in the spool."""
+    """Number of items that are not delivered. If the writer was killed, it is the number of all items in the spool."""
 
 
 class Tracker(Protocol):
     """The driver's interface to experiment tracking. Only `close` and `detach` wait for the tracking server."""
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Log metrics of a step. Only the first value of each metric of a step is kept, so a resumed run may log a step
-        again."""
+        """Log metrics of a step. If a metric of this step is logged already, the new value is ignored. So a resumed run
+        may log a step again."""
         ...
 
     def has_metric(self, step: int, name: str) -> bool:
@@ -122,8 +122,8 @@ class Tracker(Protocol):
         ...
 
     def log_table(self, local_path: Path) -> None:
-        """Log a file, which contains pandas' "split" JSON, as a table that can be compared between runs. Logging it
-        again replaces it."""
+        """Log a file as a table that can be compared between runs. The file contains pandas' "split" JSON. Logging the
+        table again replaces it."""
         ...
 
     def log_model(self, name: str, source: Path) -> None:
@@ -141,21 +141,21 @@ class Tracker(Protocol):
         ...
 
     def detach(self) -> None:
-        """Stop within seconds, but do not end the MLflow run, because another process will continue the run. That
-        process delivers the remaining items."""
+        """Stop within seconds without ending the MLflow run. Another process will continue the run and deliver the
+        remaining items."""
         ...
 
 
 class _SeenMetrics:
-    """The set of (step, metric name) pairs that are in the spool. To save memory, it is one integer per step with one
-    bit per name: a run has hundreds of names and tens of thousands of steps."""
+    """The set of (step, metric name) pairs that are in the spool. To save memory, it is stored as one integer per step
+    with one bit per name. A run has hundreds of names and tens of thousands of steps."""
 
     def __init__(self) -> None:
         self._bit: dict[str, int] = {}
         self._seen: dict[int, int] = {}
 
     def mark_new(self, step: int, names: Iterable[str]) -> list[str]:
-        """Return the names that this step has not had before, and mark them as seen."""
+        """Return the names that were not seen at this step before, and mark them as seen."""
         before = seen = self._seen.get(step, 0)
         new = []
         for name in names:
@@ -241,7 +241,7 @@ class MlflowTracker:
             close_timeout_s: maximum duration of `close`, once the writer has started.
             meaningless_metrics: names of metrics that have no meaning under this config. They are not logged.
             tags_if_abandoned: tags to set if the driver ends without closing the run.
-            further_trackers: names of further sinks."""
+            further_trackers: names of the sinks that also get the metrics (`tracking.also`)."""
         self.uri = redacted_text(uri)
         self.spool_path = spool_path
         self._closed = False
@@ -342,15 +342,15 @@ def deliver(spool_path: Path, target: str, timeout_s: float = 60.0) -> Delivery:
     """Deliver the remaining items of a spool to an MLflow URI or to a further sink.
 
     If the spool was last delivered to the same `target`, only the remaining items are sent. Any other URI gets the
-    whole run. The call waits for the start of the writer, and at most `timeout_s` for the delivery."""
+    whole run. The call waits until the writer has started, and then at most `timeout_s` seconds for the delivery."""
     return _Writer(target, spool_path, timeout_s).finish()
 
 
 def opening_hint(uri: str, experiment: str | None = None) -> str:
     """Return the address to open, or the command to type, to see the runs in MLflow. Secrets in the URI are redacted.
 
-    `experiment` is MLflow's id of the experiment, if known. The address contains `workflowType`, because without it
-    MLflow's page shows every experiment as one of GenAI evaluations, regardless of the experiment's tags."""
+    `experiment` is MLflow's id of the experiment, if known. The address contains `workflowType`. Without it MLflow's
+    page shows every experiment as a GenAI experiment, regardless of the experiment's tags."""
     uri = redacted_text(uri)
     page = f"/#/experiments/{experiment}/runs?workflowType=machine_learning" if experiment is not None else ""
     if uri.startswith("http"):
@@ -360,8 +360,8 @@ def opening_hint(uri: str, experiment: str | None = None) -> str:
 
 
 def sink_hints(names: Iterable[str], run_dir: Path) -> dict[str, str]:
-    """Return a command for each further sink, by a label. The command shows or uploads the files that the sink has
-    written."""
+    """Return a command for each further sink, by the label of the sink. The command shows or uploads the files that the
+    sink has written."""
     commands = {
         "tensorboard": ("TensorBoard", f"tensorboard --logdir {run_dir / 'tensorboard'}"),
         "wandb": ("Weights & Biases", f"wandb sync {run_dir / 'wandb'}/offline-run-*"),
@@ -370,12 +370,12 @@ def sink_hints(names: Iterable[str], run_dir: Path) -> dict[str, str]:
 
 
 class _Writer:
-    """A writer process and its two pipes. Its target is MLflow or one of the further sinks.
+    """A writer process and its two pipes. The process delivers to MLflow or to one of the further sinks.
 
-    stdin            one line with the target: MLflow's URI, which may contain a password, or the sink's name; end of
-                     file means that the driver is gone
-    a second pipe    reports of the writer, one JSON object per line; its descriptor is an argument
-    stdout, stderr   go to NAME_writer.log, which only this user may read: a library's output may contain anything
+    stdin            one line with the target: MLflow's URI, which may contain a password, or the sink's name. End of
+                     file means that the driver has closed the pipe or died.
+    a second pipe    reports of the writer, one JSON object per line. Its descriptor is an argument of the process.
+    stdout, stderr   NAME_writer.log. Only this user may read it, because a library's output may contain secrets.
     """
 
     def __init__(self, target: str, spool_path: Path, timeout_s: float) -> None:
@@ -427,11 +427,11 @@ class _Writer:
             LOG.warning("the writer for %s ended early; see %s", self._target, self._log)
 
     def finish(self, timeout_s: float | None = None) -> Delivery:
-        """Wait until the writer has delivered the remaining items, then end it. An interrupted delivery is repeated
-        later, which changes nothing.
+        """Wait until the writer has delivered the remaining items and ended. Return the state of the delivery.
 
-        The wait lasts at most `timeout_s`. None means the writer's own time limit, plus the time for importing
-        mlflow."""
+        The wait lasts at most `timeout_s` seconds. None means the writer's own time limit, plus the time for importing
+        mlflow. A writer that has not ended by then is killed. Its interrupted delivery is repeated later, which changes
+        nothing in MLflow."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -445,7 +445,7 @@ class _Writer:
         return self._delivery or Delivery(None, sum(1 for _ in read_spool(self._spool_path)))
 
     def _wait(self, timeout_s: float) -> None:
-        """Wait for the writer to end. If this takes long, log a warning with the reason.
+        """Wait for the writer to end. If this takes longer than `ANNOUNCE_S`, log a warning with the reason.
 
         Raises:
             TimeoutExpired: the writer has not ended after `timeout_s` seconds."""
@@ -453,7 +453,7 @@ class _Writer:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(ANNOUNCE_S)
                 return
-            if not self._down:  # else the writer has warned already, and gives up soon
+            if not self._down:  # if the store is down, the writer has already warned and will give up soon
                 LOG.warning(
                     "sending the rest of the run to %s: at most %.0f s, or a few if it cannot be reached",
                     self._target, timeout_s - ANNOUNCE_S,
@@ -463,8 +463,7 @@ class _Writer:
 
 
 def _private_log(path: Path) -> IO[bytes]:
-    """Open a log file for appending, readable by this user only. The permissions of an existing file are changed
-    accordingly."""
+    """Open a log file for appending. Only this user may read it, even if an existing file had other permissions."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.fchmod(descriptor, 0o600)
     return os.fdopen(descriptor, "ab")
@@ -473,9 +472,9 @@ def _private_log(path: Path) -> IO[bytes]:
 # ---- spool -----------------------------------------------------------------------------------------------
 
 _FIELDS: dict[Any, set[str]] = {
-    "open": {"t", "key", "experiment", "run_name", "params", "tags"},  # and in new spools: if_abandoned
+    "open": {"t", "key", "experiment", "run_name", "params", "tags"},  # newer spools also have: if_abandoned
     "metrics": {"t", "step", "values"},
-    "trace": {"t", "step", "spans"},  # and in new spools: asked, answered
+    "trace": {"t", "step", "spans"},  # newer spools also have: asked, answered
     "dataset": {"t", "name", "digest", "source", "context", "profile"},
     "model": {"t", "name", "source"},
     "artifact": {"t", "path", "artifact_dir"},
@@ -484,8 +483,8 @@ _FIELDS: dict[Any, set[str]] = {
 }
 """Required fields of a spool item, by its kind."""
 STATE_FIELDS = {"uri", "metrics", "rest", "run_id", "experiment_id", "open"}
-"""Fields of the writer's state file: the URI without secrets, the delivered offset of each of the two queues, the
-MLflow run and its experiment, and True if the run is open."""
+"""Fields of the writer's state file: the URI without secrets, the delivered offset of each of the two queues, the ids
+of the MLflow run and of its experiment, and True if the run is open."""
 
 
 def delivered_run_id(spool_path: Path, uri: str) -> str | None:
@@ -497,8 +496,8 @@ def delivered_run_id(spool_path: Path, uri: str) -> str | None:
 
 
 def read_state(spool_path: Path) -> dict[str, Any]:
-    """Return the content of the writer's state file. Empty if the file is missing, or damaged, for example by a power
-    cut. In that case all items are delivered again, which changes nothing."""
+    """Return the content of the writer's state file. Empty if the file is missing, or if it is damaged, for example by
+    a power cut. Then all items are delivered again, which changes nothing in MLflow."""
     try:
         state = json.loads(spool_path.with_suffix(".state.json").read_bytes())
     except (FileNotFoundError, ValueError):
@@ -516,17 +515,17 @@ def experiment_id(spool_path: Path, uri: str) -> str | None:
 
 
 def read_spool(path: Path, offset: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the complete items of a spool that begin at byte `offset` or later, each with the offset of its end.
+    """Yield the complete items of a spool that begin at byte `offset` or later, each as (offset of its end, item).
 
     Items are read one at a time, because the spool of a long run does not fit into memory. A line that is still being
-    written is left for the next call. A line that is not an item, because the disk is damaged, is skipped."""
+    written is left for the next call. A line that a damaged disk has corrupted is skipped."""
     if not path.exists():
         return
     with path.open("rb") as lines:
         lines.seek(offset)
         for line in lines:
             if not line.endswith(b"\n"):
-                return  # the rest of this line may be there at the next read, and would look like a line of its own
+                return  # if more of this line were written now, the loop would read it as a line of its own
             offset += len(line)
             with contextlib.suppress(ValueError, TypeError):
                 item = json.loads(line)

@@ -4,8 +4,8 @@ The comparison pairs the scores by prompt, so the differences between prompts do
 
     gain = mean of (after - before)      error = sd / sqrt(n)      t = gain / error      sd with n - 1
 
-The best version has the highest held-out reward within a KL budget. A variant of a run is compared with its parent in
-the same way. Pure functions.
+The best version has the highest held-out reward among the versions within a KL budget. A variant of a run is compared
+with its parent by the same paired comparison. Pure functions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PairedScores:
     gain: float
     """Mean of after - before."""
     error: float | None
-    """Standard error of the gain; None for fewer than two prompts."""
+    """Standard error of the gain. None for fewer than two prompts."""
     t_statistic: float | None
     """Student's t: gain / error. None for fewer than two prompts, or if all differences are equal."""
     num_better: int
@@ -84,8 +84,8 @@ class Evaluation:
     distinct_bigrams: float | None = None
     """Number of distinct bigrams / number of all bigrams, over all responses. Low for a repetitive policy."""
     kl: float | None = None
-    """KL divergence from the reference in nats per response: mean over the responses of the sum over tokens of log mu -
-    log pi_ref. None until the reference has scored the responses."""
+    """KL divergence from the reference in nats per response: log mu - log pi_ref, summed over the tokens of each
+    response, then averaged over the responses. None until the reference has scored the responses."""
     length: float | None = None
     """Mean number of sampled tokens per response, EOS included."""
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -113,10 +113,11 @@ def reduce_to_means(e: Evaluation) -> EvaluatedVersion:
 
 
 def best_evaluation(evaluations: Iterable[Evaluation], max_kl: float | None) -> Evaluation | None:
-    """Return the evaluation with the highest mean score among those whose KL is at most `max_kl` (None: no limit).
+    """Return the evaluation with the highest mean score among the evaluations whose KL is at most `max_kl`. If `max_kl`
+    is None, there is no limit.
 
-    Ties go to the oldest version, because it is nearest to the reference. If there is a limit, evaluations of unknown
-    KL are not considered. Return None if no evaluation is left."""
+    Among equal scores the oldest version is chosen, because it is nearest to the reference. If there is a limit,
+    evaluations of unknown KL are not considered. Return None if no evaluation is left."""
     within = [e for e in evaluations if max_kl is None or (e.kl is not None and e.kl <= max_kl)]
     return max(within, key=lambda e: (e.mean, -e.version), default=None)
 
@@ -150,10 +151,10 @@ class VariantSummary:
     parent: str
     """Directory of the parent run."""
     updates: tuple[int, int]
-    """The updated steps as a half-open range: the first step, and the last step + 1."""
+    """The steps that the variant trained, as a half-open range: the first step, and the last step + 1."""
     changed: Sequence[str]
     steps: Sequence[Mapping[str, Any]]
-    """One record per step: number, digests of the trained models after it, metrics."""
+    """One record per step: the step's number, the digests of the trained models after the step, and its metrics."""
     weights: str
     """Path of the exported policy."""
     comparison: Comparison | None
@@ -172,10 +173,10 @@ class VariantSummary:
 
 
 def compare(parent: Mapping[int, float], variant: Mapping[int, float]) -> Comparison:
-    """Compare the scores of a variant with those of its parent, on the prompts that both have.
+    """Compare the scores of a variant with the scores of its parent, on the prompts that both have.
 
     Raises:
-        ValueError: they have no prompt in common."""
+        ValueError: the two have no prompt in common."""
     paired = compare_paired(parent, variant)
     if paired is None:
         raise ValueError("no prompt is in both")

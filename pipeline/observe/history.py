@@ -1,6 +1,6 @@
 """The results of a run, read from its ledger and store: metrics of steps and scores of evaluations.
 
-The live run, `resume`, `inspect` and the report all read through `History`, so their numbers agree.
+The live run, `resume`, `inspect` and the report all read the results through `History`, so their numbers agree.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ neither summed nor cumulative are averaged."""
 
 @dataclass(frozen=True)
 class History:
-    """Access to the results of a run, through its ledger, its store and the shape of its graph."""
+    """A reader of the results of a run. It needs the run's ledger, its store and the shape of its graph."""
 
     spec: GraphSpec
     ledger: Ledger
     store: RolloutStore
     rows_per_step: int
-    """Rows per step."""
+    """Number of rows per step."""
 
     def addresses(self, step: int) -> list[Address]:
         """Return the addresses of a step's nodes, without evaluations.
 
-        They include the canary of version `step`, which compares engine and trainer under the weights with which the
-        step starts."""
+        They include the canary of version `step`, the weights at the start of the step. A canary compares engine and
+        trainer."""
         nodes = step_nodes(self.spec, step)
         addresses = [n.address for n in nodes if n.stage != "canary" and not n.stage.startswith("evaluate")]
         return addresses + ([Address("canary", step)] if self.spec.has_canaries else [])
 
     def commits(self, step: int, known_commits: Mapping[Address, Ref] = _NONE) -> list[Ref]:
-        """Return references to the commits of a step that exist. Commits in `known_commits` are not read again."""
+        """Return references to the existing commits of a step. Commits in `known_commits` are not read again."""
         return self._existing_refs(self.addresses(step), known_commits)
 
     def _existing_refs(self, addresses: Iterable[Address], known_commits: Mapping[Address, Ref] = _NONE) -> list[Ref]:
@@ -73,23 +73,24 @@ class History:
         except DamagedCommit:
             if not dropped(address, self.store.dropped_before()):
                 raise
-            return None  # not needed any more; `check` and the next driver report the damage
+            return None  # the commit is not needed any more; `check` and the next driver report the damage
         return None if commit is None else commit.ref()
 
     def newest_version(self) -> int:
         """Return the newest version of the policy, which equals the number of its updates. It is derived from the last
-        committed update alone, because commits of earlier updates may be lost."""
+        committed update. Updates are not counted, because commits of earlier updates may be lost."""
         return max((address.step + 1 for address in self.ledger.addresses("update_policy")), default=0)
 
     def read_step_metrics(
         self, step: int, driver_starts: Iterable[float] = (), known_commits: Mapping[Address, Ref] = _NONE
     ) -> dict[str, float]:
-        """Return all metrics of a step: those of its stages, `time/<stage>_s` summed over shards, and the throughput.
+        """Return all metrics of a step: the metrics of its stages, `time/<stage>_s` summed over shards, and the
+        throughput.
 
         Args:
             step: number of the step.
-            driver_starts: start times of the run's drivers. If one is within the step, the step gets no step time and
-                no throughput, because the run was stopped in between.
+            driver_starts: start times of the run's drivers. If a driver started during the step, the step has no step
+                time and no throughput, because the run was stopped in between.
             known_commits: commits that the caller has already read. They are not read again."""
         commits = self.commits(step, known_commits)
         metrics: dict[str, float] = {}
@@ -117,8 +118,8 @@ class History:
         return metrics
 
     def read_step_numbers(self, step: int) -> StepNumbers | None:
-        """Return the numbers of a step for `summary.json`, or None if a commit that contains them is lost. Only these
-        commits are read, because a run may have ten thousand steps."""
+        """Return the numbers of a step for `summary.json`, or None if the commits that contain them are lost. Only the
+        commits of the stages in `_NUMBERED` are read, because a run may have ten thousand steps."""
         commits = self._existing_refs(address for address in self.addresses(step) if address.stage in _NUMBERED)
         metrics = {name: value for commit in commits for name, value in commit.metrics.items()}
         if not metrics.keys() >= {STEP_METRIC, "kl/ref", "generate/tokens"}:
@@ -136,7 +137,7 @@ class History:
 
     def is_step_finished(self, step: int, known_commits: Mapping[Address, Ref] = _NONE) -> bool:
         """Return True if the step is finished: all trained models are updated, and the next version of the policy is
-        published. Commits in `known_commits` are not looked up."""
+        published. Commits in `known_commits` are taken as existing and are not looked up."""
         updates = (Address(stage, step) for stage in update_stages(self.spec).values())
         ends = (*updates, Address("publish", step + 1))
         return all(address in known_commits or self.ledger.find(address) is not None for address in ends)
@@ -147,8 +148,8 @@ class History:
         return finished_steps(self.spec, over, self.ledger.addresses(from_step=over))
 
     def read_evaluation(self, version: int) -> Evaluation | None:
-        """Return the evaluation of a version, or None if any of its rows is not scored yet. The KL is None if the
-        reference has not scored all rows."""
+        """Return the evaluation of a version, or None if not all of its rows are scored yet. The evaluation's KL is
+        None until the reference has scored all rows."""
         if not (self._is_stage_complete("evaluate", version) and self._is_stage_complete("evaluate_score", version)):
             return None
         rollouts, scores = self.read_evaluated_rows(version)
@@ -168,11 +169,11 @@ class History:
         return all(self.ledger.find(Address(stage, version, s)) is not None for s in range(self.spec.eval_shards))
 
     def evaluated_kl(self, version: int, rollouts: Rollout) -> list[float] | None:
-        """Return the KL to the reference of each response of an evaluation, in nats, or None until the reference has
-        scored all shards.
+        """Return the KL to the reference of each response of an evaluation, in nats. Return None until the reference
+        has scored all shards.
 
-        The KL is the sum over the sampled tokens of log mu - log pi_ref, in float64. All tokens are sampled with this
-        version, so no importance weights are needed."""
+        The KL is the sum over the sampled tokens of log mu - log pi_ref, in float64. This version sampled all tokens,
+        so no importance weights are needed."""
         if not self._is_stage_complete("evaluate_reference", version):
             return None
         reference = self.store.read_step("evaluate_reference", version, self.spec.eval_shards)
@@ -190,7 +191,7 @@ class History:
         return [e for e in map(self.read_evaluation, self.evaluated_versions()) if e is not None]
 
     def evaluated_versions(self) -> list[int]:
-        """Return the versions with scores for at least one shard of the held-out rows."""
+        """Return the versions of which at least one shard of held-out rows is scored."""
         return sorted({address.step for address in self.ledger.addresses("evaluate_score")})
 
 
@@ -199,7 +200,7 @@ def evaluation_metrics(evaluation: Evaluation, first: Evaluation | None = None) 
     if there are several parts.
 
     If `first` is given, the metrics include the gain over `first` and Student's t of the gain. Both are computed on the
-    prompts that the two evaluations have in common."""
+    prompts that both evaluations have."""
     metrics = {EVALUATION_METRIC: evaluation.mean, "eval/kl": evaluation.kl, "eval/length_mean": evaluation.length}
     parts = evaluation.parts if len(evaluation.parts) > 1 else {}
     gain = None if first is None else compare_paired(first.scores, evaluation.scores)
@@ -221,8 +222,8 @@ def canary_alarm_text(version: int, metrics: Mapping[str, float]) -> str | None:
 
 
 def distinct_bigrams(rollout: Rollout) -> float | None:
-    """Return the number of distinct bigrams / the number of all bigrams of tokens, over all responses. None if no
-    response has two tokens."""
+    """Return the number of distinct token bigrams divided by the number of all token bigrams, over all responses. None
+    if no response has two tokens."""
     bigrams: list[tuple[int, int]] = []
     for row in range(rollout.num_rows):
         start = int(rollout.prompt_lengths[row])

@@ -1,10 +1,11 @@
-"""The journal of a run: one JSON line per event. Timeline, report and summary are made from it.
+"""The journal of a run: one JSON line per event. Timeline, report and summary are made from the journal.
 
     events-000001.jsonl, events-000002.jsonl, ...    full parts, in order; never written again
     events.jsonl                                     the newest part, open for appending
 
 Only the driver writes the journal. Workers send their start and end times to the driver with the results of their
-nodes. If a crash or a damaged disk corrupts a line, only that event is lost: readers yield a warning instead of it.
+nodes. If a crash or a damaged disk corrupts a line, only the event on this line is lost. Readers then yield a warning
+in place of the event.
 
 `LineFile` appends whole lines to a file, for the journal and for the spool of the tracking. One process at a time may
 have the file open. On opening, an incomplete last line is truncated. If an append fails, for example on a full disk,
@@ -36,21 +37,21 @@ class EventKind(StrEnum):
     RUN_STARTED = "run_started"
     RUN_FINISHED = "run_finished"
     SUBMITTED = "submitted"
-    """The driver handed a node to `worker`. It may be queued there. `t` is read from the driver's clock."""
+    """The driver handed a node to `worker`. The node may have to wait there. `t` is read from the driver's clock."""
     STARTED = "started"
     """The stage began on a worker. `t` is read from the worker's clock."""
     FINISHED = "finished"
     """The output of the stage was committed. `t` is read from the worker's clock. The stage took `seconds`, of which
     the last `store_s` were spent in store and ledger."""
     FAILED = "failed"
-    """An attempt was lost or raised an error; `detail` says why."""
+    """An attempt to run a node was lost or raised an error. `detail` says why."""
     PUBLISHED = "published"
     """Weights of version `step` became readable."""
     GANG_BUILT = "gang_built"
     GANG_LOST = "gang_lost"
     ALARM = "alarm"
-    """Something needs attention now; `detail` describes it. If `stage` is `canary`, engine and trainer differ at
-    version `step` of the weights. Otherwise `rule` is the name of the rule in `alarms`."""
+    """Something needs attention now. `detail` describes it. If `stage` is `canary`, engine and trainer differ at
+    version `step` of the weights. Otherwise `rule` is the name of the rule in section `alarms` of the config."""
     ROWS_MIGRATED = "rows_moved"
     """Rows migrated from `worker` to another replica. `detail` names the replica and the number of rows."""
     DEVICES_HANDED_OVER = "devices_passed"
@@ -60,7 +61,7 @@ class EventKind(StrEnum):
     """An engine was built. `detail` lists what the engine supports, and the guarantees that the run lacks because of
     the engine. Later engines with the same `detail` are not recorded."""
     WARNED = "warned"
-    """Something was wrong and the run continued; `detail` says what."""
+    """Something was wrong, but the run continued. `detail` says what was wrong."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ class Event:
     """The step. For the stages `publish` and `evaluate`, the version of the weights."""
     shard: int | None = None
     rank: int | None = None
-    """The rank that ran the node, in STARTED and FINISHED. There is always an event of rank 0. Other ranks have one
-    only if their times differ from it by more than a tenth."""
+    """The rank that ran the node, in STARTED and FINISHED. Rank 0 always has an event. Another rank has an event only
+    if its times differ from those of rank 0 by more than a tenth."""
     gang: str | None = None
     worker: str | None = None
     attempt: str | None = None
@@ -83,23 +84,23 @@ class Event:
     detail: str | None = None
     rule: str | None = None
     command: str | None = None
-    """The driver's command line. Only RUN_STARTED has `command`, `host` (the driver's host) and `code` (the commit of
-    the code)."""
+    """The driver's command line. Only RUN_STARTED has `command`, `host` (the driver's host) and `code` (the git commit
+    of the code)."""
     host: str | None = None
     code: str | None = None
     version: int | None = None
-    """The version of the weights to sample with. Only SUBMITTED of stage `generate` has it, if `rollout.versions` is
-    `latest`."""
+    """The version of the weights to sample with. Only SUBMITTED of stage `generate` has a version, and only if
+    `rollout.versions` is `latest`."""
     cpu_s: float | None = None
-    """Processor seconds that the driver's process, with the scheduler, has used since its start. Only PUBLISHED has
-    it."""
+    """CPU time in seconds that the driver's process, which includes the scheduler, has used since its start. Only
+    PUBLISHED has it."""
 
     def to_json(self) -> str:
         return codec.encode({k: v for k, v in vars(self).items() if v is not None}, separators=(",", ":"))
 
     @staticmethod
     def from_json(line: str | bytes) -> Event:
-        """Parse a line. Raises NotARecord if it is not an event."""
+        """Return the event of a line. Raises NotARecord if the line is not an event."""
         return codec.decode(Event, line, complete=False)
 
 
@@ -135,8 +136,8 @@ class Journal(Closing):
         return event
 
     def _begin_part(self) -> None:
-        """Rename the file to the next numbered part and open a new file. Readers that have the old file open can
-        continue to read it.
+        """Rename the file to the next numbered part and open a new file. Readers that have opened the old file can
+        continue to read.
 
         Raises:
             AppendFailed: the file cannot be renamed."""
@@ -153,15 +154,16 @@ class Journal(Closing):
 
 
 def journal_exists(path: Path) -> bool:
-    """Return True if a run has a journal: `events.jsonl` or, if the driver died between two parts, numbered parts."""
+    """Return True if a run has a journal. If the driver died between two parts, there is no `events.jsonl`, but there
+    are numbered parts."""
     return path.exists() or bool(_list_parts(path))
 
 
 def read_events(path: Path) -> Iterator[Event]:
     """Yield the events of all parts, in the order in which they were written.
 
-    A last line without a newline is skipped, because it is incomplete or still being written. For any other line that
-    is not an event, a `WARNED` event is yielded with the time of the event before it.
+    A last line without a newline is skipped, because it is incomplete or still being written. In place of any other
+    line that is not an event, a `WARNED` event is yielded. Its time is the time of the preceding event.
 
     Raises:
         FileNotFoundError: there is no journal."""
@@ -181,10 +183,10 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def _open_parts(path: Path, stack: ExitStack) -> list[tuple[Path, IO[bytes]]]:
-    """Open every part, in order.
+    """Open every part. Return (path, open file) of each part, in order.
 
     The newest part is opened first. The driver may rename it to a numbered part before the numbered parts are listed.
-    In that case the listing contains the file a second time, which is detected by comparing inodes."""
+    Then the list contains the same file again. The function detects this by comparing inodes, and leaves it out."""
     newest = stack.enter_context(path.open("rb")) if path.exists() or not _list_parts(path) else None
     parts: list[tuple[Path, IO[bytes]]] = []
     for _, part in _list_parts(path):
@@ -196,7 +198,7 @@ def _open_parts(path: Path, stack: ExitStack) -> list[tuple[Path, IO[bytes]]]:
 
 
 def _list_parts(path: Path) -> list[tuple[int, Path]]:
-    """Return number and path of each full part, in order."""
+    """Return (number, path) of each full part, in order."""
     pattern = re.compile(re.escape(path.stem) + r"-(\d{6,})" + re.escape(path.suffix))
     files = path.parent.iterdir() if path.parent.is_dir() else ()
     return sorted((int(match[1]), part) for part in files if (match := pattern.fullmatch(part.name)))
@@ -213,10 +215,10 @@ def is_finished(events: Iterable[Event]) -> bool:
 
 
 def read_run_starts(path: Path) -> list[float]:
-    """Return the start time of each driver of a run, in seconds since the epoch; empty if there is no journal yet."""
+    """Return the start time of each driver of a run, in seconds since the epoch. Empty if there is no journal yet."""
     if not journal_exists(path):
         return []
-    with ExitStack() as stack:  # a long run's journal has a million lines: parse only these few
+    with ExitStack() as stack:  # parse only the lines that may match: a long run's journal has a million lines
         started = f'"{EventKind.RUN_STARTED.value}"'.encode()
         lines = [line for _, part in _open_parts(path, stack) for line in part if started in line]
     events = (event for event in map(_parse_event, lines) if event is not None)
@@ -235,8 +237,8 @@ def _parse_event(line: bytes) -> Event | None:
 
 
 class AppendFailed(RuntimeError):
-    """A line could not be written. The message names the file and the reason. The file keeps its earlier lines, and
-    commits of the run are not affected."""
+    """A line could not be written. The message names the file and the reason. The earlier lines of the file, and the
+    commits of the run, are not affected."""
 
 
 class LineFile(Closing):
@@ -263,7 +265,7 @@ class LineFile(Closing):
             while written < len(data):
                 written += os.pwrite(self._descriptor, data[written:], self._end + written)
         except OSError as error:
-            with contextlib.suppress(OSError):  # else the next opening truncates the line
+            with contextlib.suppress(OSError):  # if this fails, the next opening truncates the line
                 os.truncate(self._descriptor, self._end)
             raise self._failure(error) from error
         self._end += len(data)
@@ -284,7 +286,8 @@ class LineFile(Closing):
 
 
 def _complete_lines_bytes(descriptor: int, block: int = 1 << 16) -> int:
-    """Return the length of a file up to and including its last newline. The file is read backwards from its end."""
+    """Return the number of bytes of a file up to and including its last newline. The file is read backwards from its
+    end."""
     end = os.fstat(descriptor).st_size
     while end > 0:
         start = max(0, end - block)

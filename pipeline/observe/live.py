@@ -34,21 +34,21 @@ from pipeline.observe.text import escape_control_characters, plain_text, sparkli
 from storage.redaction import redacted, redacted_text
 
 UNPROVEN_PREFIX, NO_CAPABILITIES = ". Not proven: ", "nothing"
-"""Separator in the text of an engine event, before the guarantees that the run lacks. If it lacks none,
-`NO_CAPABILITIES` follows."""
+"""In the text of an engine event, the separator before the guarantees that the run lacks, and the word in their place
+if the run lacks none."""
 _SHOWN_NODES = 3
-"""Maximum number of nodes listed by name per gang. Of further nodes only the number is shown."""
+"""Maximum number of nodes per gang that are listed by name. Of further nodes only the number is shown."""
 
 
 def estimate_seconds_left(durations_s: list[float], steps_left: int) -> float | None:
-    """Return the estimated seconds left: the mean duration of the last five steps times the number of steps left. None
-    before the first step."""
+    """Return the estimated number of seconds left: the mean duration of the last five steps times the number of steps
+    left. None before the end of the first step."""
     recent = durations_s[-5:]
     return sum(recent) / len(recent) * steps_left if recent else None
 
 
 def format_clock(seconds: float | None) -> str:
-    """Format seconds as h:mm:ss, or m:ss below an hour; "-" for None."""
+    """Return seconds as h:mm:ss, or as m:ss if they are less than an hour. Return "-" for None."""
     if seconds is None:
         return "-"
     minutes, s = divmod(round(seconds), 60)
@@ -66,7 +66,7 @@ class Screen:
     now: Callable[[], float] = time.time
 
     def print_event(self, kind: str, line: str | Text, **fields: object) -> None:
-        """Print a line. If a program reads the output, print a JSON object of `kind` and `fields` instead, in which NaN
+        """Print a line. If a program reads the output, print a JSON object of `kind` and `fields` instead. In it, NaN
         and infinity become null."""
         if self.json_lines:
             about = redacted(_finite({"t": round(self.now(), 3), "event": kind, **fields}))
@@ -88,13 +88,13 @@ class Progress:
     """The live display of a run.
 
     Args:
-        links: addresses or commands by label, for example of the Dask dashboard.
+        links: addresses or commands by label, for example the address of the Dask dashboard.
         first_step: the step at which a resumed run continues.
         workers: the gang of each worker that will be built.
-        rebuilt_together: gangs whose workers are all built at the same time.
+        rebuilt_together: names of the gangs whose workers are lost and rebuilt together.
         json_lines: True if a program reads the output.
-        has_fixed_length: True if all responses end at the length limit by configuration. The fraction of responses cut
-            there is then not shown."""
+        has_fixed_length: True if the config makes all responses end at the length limit. Then the fraction of truncated
+            responses is not shown."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Progress:
         """Gang of each worker that is up or expected to come up."""
         self._together = frozenset(rebuilt_together)
         self._loading = dict.fromkeys(self._gangs, self._started)
-        """Time since which each worker that is not up has been loading."""
+        """Time at which each worker that is not up began to load its models."""
         self._views: Mapping[str, GangView] = {}
         self._screen = Screen(self._console, json_lines, now)
         terminal = self._console.is_terminal and not json_lines
@@ -134,13 +134,13 @@ class Progress:
 
     @property
     def has_live_panel(self) -> bool:
-        """True if there is a live panel, which shows the views passed to `show_gangs`."""
+        """True if there is a live panel. It shows the views that are passed to `show_gangs`."""
         return self._live is not None
 
     def on_event(self, event: Event) -> None:
-        """Update the state of the workers, and print warnings and messages of the event."""
+        """Update the state of the workers with an event, and print the messages about the event."""
         if event.kind is EventKind.SUBMITTED and not self._begun:
-            self._begun, self._last_step_at = True, self._now()  # the first step does not include the workers' start
+            self._begun, self._last_step_at = True, self._now()  # the first step's time excludes the workers' start
             if self._gangs and not self.has_live_panel:
                 seconds = self._now() - self._started
                 self._print("ready", f"ready after {seconds:.1f} s", seconds=round(seconds, 3))
@@ -260,8 +260,8 @@ class Progress:
         return shown
 
     def _gangs_table(self) -> Table:
-        """Return a table with one line per gang. It shows the gang's work and the workers that load models. An idle
-        gang's line shows what the gang waits for."""
+        """Return a table with one line per gang. A line shows the nodes of the gang and its workers that load models.
+        The line of an idle gang shows what the gang waits for."""
         table = Table.grid(padding=(0, 2))
         views, loading, now = self._views, self._loading, self._now()
         for gang in sorted({*tuple(self._gangs.values()), *views}):
@@ -275,8 +275,8 @@ class Progress:
         return table
 
     def _print_engine_guarantees(self, detail: str) -> None:
-        """Report the guarantees that the run lacks because of its engine. If it lacks none, only programs get a
-        message."""
+        """Report the guarantees that the run lacks because of its engine. If it lacks none, print a message only if a
+        program reads the output."""
         missing = detail.partition(UNPROVEN_PREFIX)[2]
         if self._screen.json_lines or missing != NO_CAPABILITIES:
             self._print("engine", f"not proven in this run: {missing or detail}", text=detail)

@@ -1,6 +1,6 @@
 """PNG plots: the learning curves and the timeline of a run, the costs of an engine, and the training of a reward model.
 
-Only this module imports matplotlib (Agg, no display); import it only to draw.
+Only this module imports matplotlib, with the backend Agg, which needs no display. Import this module only to draw.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeline.observe.curves import RunCurves, panels_to_draw
 from pipeline.observe.metric_catalogue import PANELS, Panel
 from pipeline.observe.timeline import OTHER_COLOUR, STAGE_COLOURS, Box, Lane, Timeline
 
-if TYPE_CHECKING:  # it loads torch and Megatron, which the driver of a run does not
+if TYPE_CHECKING:  # this import would load torch and Megatron, which a run's driver does not load
     from stages.preferences.losses import Reliability
 
 INK, FAINT = "#22252B", "#D8DBE0"
@@ -33,8 +33,8 @@ Points = Sequence[tuple[float, float]]
 
 
 def plot_timeline(timeline: Timeline, losses: Sequence[tuple[float, str]], path: Path, title: str) -> None:
-    """Draw the stages that each worker ran over time. The number in a box is its PPO step. `losses` are pairs of the
-    time at which a worker was lost and its name."""
+    """Draw the stages that each worker ran over time. The number in a box is its PPO step. `losses` are pairs (time of
+    the loss, name of the lost worker)."""
     windows = [window for window in (timeline.middle_period, (timeline.start_s, timeline.end_s)) if window is not None]
     height = 0.42 * max(len(timeline.lanes), 2) + 0.7
     figure = Figure(figsize=(13, len(windows) * height + 1.5), dpi=130, layout="constrained", facecolor="white")
@@ -100,11 +100,13 @@ def plot_reward_model(
     path: Path,
     title: str,
 ) -> None:
-    """Draw three plots about the training of a reward model.
+    """Draw up to three plots about the training of a reward model.
 
-    The first shows the accuracy by optimizer step, or the loss if there is no calibration. The second shows the
-    calibration on held-out pairs, for a Bradley-Terry model. The third is a histogram of the margins on held-out pairs:
-    the score of the better row minus the score of the worse row."""
+    - The accuracy by optimizer step, on the training pairs and on the validation pairs. If `calibration` is None, the
+      training loss replaces the accuracy on the training pairs.
+    - The calibration on held-out pairs. This plot is left out if `calibration` is None.
+    - A histogram of the margins on held-out pairs. A margin is the score of the better row minus the score of the worse
+      row."""
     figure = Figure(figsize=(12.6, 3.8), dpi=130, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     curves, right, last = figure.subplots(1, 3)
@@ -139,8 +141,8 @@ def plot_reward_model(
 
 
 def _draw_window(ax: Axes, timeline: Timeline, window: tuple[float, float], panel_width_px: int) -> None:
-    """Draw the part of the lanes within a time window. Neighbouring lanes are 1 apart. There is an additional gap of
-    0.5 between gangs. y grows downwards."""
+    """Draw the part of the lanes within a time window. On the y-axis, which points downwards, neighbouring lanes have a
+    distance of 1. Between gangs there is an additional distance of 0.5."""
     left, right = window[0], max(window[1], window[0] + 1e-3)
     px_per_s = panel_width_px / (right - left)
     gangs: dict[str, int] = {}
@@ -162,8 +164,8 @@ def _draw_window(ax: Axes, timeline: Timeline, window: tuple[float, float], pane
 def _draw_stage(
     ax: Axes, row: Sequence[Box], y: float, window: tuple[float, float], origin: float, px_per_s: float
 ) -> None:
-    """Draw the boxes of one stage in a lane. If nearly all boxes are wide enough, each contains the number of its
-    step."""
+    """Draw the boxes of one stage in a lane. If at least 90 % of the boxes are wide enough for it, write the number of
+    the step into the boxes."""
     left, right = window
     colour = STAGE_COLOURS.get(row[0].address.stage, OTHER_COLOUR)
     widest = max(box.end_s - box.start_s for box in row) * px_per_s
@@ -172,7 +174,7 @@ def _draw_stage(
                    linewidth=0.7 if widest > 4 else 0.0, zorder=2)  # fmt: skip
     spans = [(box.address.step, max(box.start_s, left), min(box.end_s, right)) for box in row]
     fitting = [(step, lo, hi) for step, lo, hi in spans if (hi - lo) * px_per_s > 9 * len(str(step)) + 2]
-    # Boxes cut by the window's edge do not count.
+    # Boxes that the window's edge cuts do not count in the 90 %.
     whole = [box for box in row if box.start_s >= left and box.end_s <= right]
     if len(fitting) < 0.9 * len(whole):
         return  # numbers in only a few boxes would be misleading

@@ -1,8 +1,8 @@
 """Executions of nodes over time: busy gangs, their overlap, and the lanes of a timeline. Pure functions of the
 journal's events.
 
-A **box** is one execution of a node on one rank: the period [finished - seconds, finished]. A gang is **busy** while
-one of its boxes is open. Gangs **overlap** while at least two of them are busy. Staleness makes such overlap possible:
+A **box** is one execution of a node on one rank: the period [finished - seconds, finished]. A gang is **busy** during
+each of its boxes. Gangs **overlap** while at least two gangs are busy. Staleness makes such overlap possible:
 
     published v(i) ├─────────── step i ───────────┤ published v(i+1)
     generate       ██████████████░░░░░░██████████
@@ -47,7 +47,7 @@ OTHER_COLOUR = "#9D9D9D"
 
 @dataclass(frozen=True)
 class Box:
-    """One execution of a node on one rank; times in seconds since the epoch."""
+    """One execution of a node on one rank. Times are in seconds since the epoch."""
 
     address: Address
     gang: str
@@ -71,10 +71,10 @@ def read_boxes(events: Iterable[Event]) -> list[Box]:
 
 
 def driver_periods(events: Iterable[Event]) -> list[Interval]:
-    """Return the periods in which a driver worked.
+    """Return the periods in which a driver worked, one for each driver that ran a node.
 
-    Each RUN_STARTED event begins a new period. It lasts from the first submission or start of a node to the last end of
-    a node."""
+    A driver's events are those from its RUN_STARTED event to the next one. Its period lasts from the first submission
+    or start of a node to the last end of a node."""
     working = {EventKind.SUBMITTED, EventKind.STARTED, EventKind.FINISHED, EventKind.FAILED}
     groups: list[list[float]] = [[]]
     for e in events:
@@ -100,7 +100,7 @@ def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersect_intervals(intervals: Iterable[Interval], limits: Sequence[Interval]) -> list[Interval]:
-    """Return the intersections of the intervals with the limits."""
+    """Return the intersection of each interval with each limit, if it is not empty."""
     pairs = itertools.product(intervals, limits)
     cut = ((max(start, first), min(end, last)) for (start, end), (first, last) in pairs)
     return [(start, end) for start, end in cut if end > start]
@@ -136,8 +136,8 @@ def overlap_periods(all_boxes: Iterable[Box]) -> list[Interval]:
 def overlap_by_step(events: Iterable[Event]) -> dict[int, float]:
     """Return the fraction of each step's time in which gangs overlapped, by step.
 
-    The time of a step is from the publication of its version to the publication of the next version. Steps during which
-    a driver started are left out."""
+    The time of a step is from the publication of its version to the publication of the next version. A step is left out
+    if a driver started during this time."""
     log = list(events)
     starts = sorted(e.t for e in log if e.kind is EventKind.RUN_STARTED)
     published = {e.step: e.t for e in log if e.kind is EventKind.PUBLISHED and e.step is not None}
@@ -167,8 +167,8 @@ class Lane:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The executions of a run, arranged in lanes. Periods without a driver are cut out: times are in seconds since the
-    epoch, minus the length of all gaps before them (`Timeline.without_gaps`)."""
+    """The executions of a run, arranged in lanes. Periods without a driver, the gaps, are cut out: a time is in seconds
+    since the epoch, minus the length of all gaps before it (`Timeline.without_gaps`)."""
 
     lanes: Sequence[Lane]
     """Lanes, sorted by gang and worker."""
@@ -183,13 +183,13 @@ class Timeline:
     """Periods in which no driver worked, in order. Their times are clock times, from which no gaps are subtracted."""
 
     def without_gaps(self, t: float) -> float:
-        """Convert a clock time to a time of this timeline, by subtracting the gaps before it."""
+        """Return the time in this timeline of a clock time: the clock time minus the gaps before it."""
         return subtract_gaps(self.gaps, t)
 
 
 def run_timeline(events: Iterable[Event], max_boxes: int | None = None) -> Timeline | None:
-    """Return the timeline of a run, or None if nothing was executed. If `max_boxes` is given and there are more boxes,
-    the lanes have only the earliest and the latest ones, `max_boxes` in total."""
+    """Return the timeline of a run, or None if nothing was executed. If there are more than `max_boxes` boxes, the
+    lanes contain only the first and the last `max_boxes` / 2 of them. None: no limit."""
     log = list(events)
     gaps = gaps_between(driver_periods(log))
     every = [
@@ -231,11 +231,11 @@ def arrange_lanes(drawn: Iterable[Box]) -> list[Lane]:
 
 
 def middle_window(drawn: Sequence[Box], num_steps: int = 4) -> Interval | None:
-    """Return the period in which the middle `num_steps` steps were trained. None if no more than `num_steps` steps were
+    """Return the period in which the middle `num_steps` steps were trained. None if at most `num_steps` steps were
     trained.
 
-    The period is from the start of the first update to the end of the last update, plus a margin of 4 % on both sides.
-    It does not exceed the time of all boxes."""
+    The period is from the start of the first update to the end of the last update of these steps, plus a margin of 4 %
+    on both sides. It is cut to the time from the first to the last box."""
     updates = [box for box in drawn if box.address.stage.startswith("update")]
     trained = sorted({box.address.step for box in updates})
     if len(trained) <= num_steps:

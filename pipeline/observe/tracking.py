@@ -5,8 +5,8 @@ MLflow (`pipeline/observe/mlflow_writer.py`, the only module that imports mlflow
                                                        │               (delivered offsets: mlflow_spool.state.json)
                                                        └─► one process for each of `tracking.also` (`sinks.py`)
 
-The spool is a queue on disk, so the driver does not wait for MLflow while it logs. If the server is down or the driver is
-killed, no item is lost, and no item appears twice in MLflow.
+The spool is a queue on disk, so the driver does not wait for MLflow while it logs. If the server is down or the driver
+is killed, no item is lost, and no item appears twice in MLflow.
 
 The writer is a process and not a thread because of Python's global interpreter lock. While a writer thread imported
 mlflow and logged, it held the lock for up to 146 ms at a time and used 3.1 s of the driver's CPU time in 7 s. With a

@@ -1,6 +1,6 @@
 """The learning curves of a run: metrics of its steps and evaluations. The plot, the report and `/stageline` draw them.
 
-`round_or_none` prepares a value for JSON: it is rounded, and null if it is not finite.
+`round_or_none` prepares a value for JSON: it rounds the value, and replaces a value that is not finite by None.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeline.observe.metric_catalogue import PANELS, Panel
 from storage.address import Address, Ref
 
 MAX_POINTS = 400
-"""Maximum number of points of a curve. A longer run is drawn at this many of its steps, spread evenly."""
+"""Maximum number of points of a curve. If a run has more steps, this many evenly spaced steps are drawn."""
 
 
 class HeldOutPoint(NamedTuple):
@@ -26,7 +26,7 @@ class HeldOutPoint(NamedTuple):
     version: int
     value: float | None
     error: float | None
-    """Standard error of the value, if it is the mean score."""
+    """Standard error of the value. Only the mean score has one. Otherwise None."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class RunCurves:
 
     steps: Sequence[int]
     of_steps: int
-    """Number of finished steps. `steps` holds fewer of them if the run is long."""
+    """Number of all finished steps. If the run is long, `steps` contains only some of them."""
     metrics: Mapping[str, Sequence[float | None]]
-    """One value per step in `steps`, by name of the metric. None if the step lacks the metric, or if the value is not
-    finite."""
+    """By name of a metric, one value per step in `steps`. A value is None if the step lacks the metric, or if the value
+    is not finite."""
     held_out: Mapping[str, Sequence[HeldOutPoint]]
-    """One point per evaluation, by name of an `eval/` metric."""
+    """By name of an `eval/` metric, one point per evaluation."""
 
 
 def read_curves(
@@ -89,8 +89,8 @@ def run_curves(
 def panels_to_draw(runs: Sequence[RunCurves], panels: Sequence[Panel] = PANELS) -> list[Panel]:
     """Return the panels to draw, with their series. A panel is left out if no run has any of its metrics.
 
-    A series whose name contains `*` is replaced by one series for each metric that matches. It is left out if fewer
-    than two metrics match."""
+    A series whose name contains `*` is replaced by one series for each metric that matches. If fewer than two metrics
+    match, the series is left out."""
     names = sorted({name for run in runs for name in (*run.metrics, *run.held_out)})
     drawn = []
     for panel in panels:
@@ -110,16 +110,16 @@ def panels_to_draw(runs: Sequence[RunCurves], panels: Sequence[Panel] = PANELS) 
 
 
 def round_or_none(value: float | None, digits: int = 5) -> float | None:
-    """Round a number to `digits` significant digits. Return None if it is not finite, because JSON has no such
-    numbers."""
+    """Return a number rounded to `digits` significant digits. Return None if it is None or not finite, because JSON has
+    no NaN and no infinity."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.{digits}g}")
 
 
 def even_indices(total: int, max_count: int) -> list[int]:
-    """Return up to `max_count` indices, spread evenly over range(total). Both ends are included; if `max_count` is 1,
-    only the last."""
+    """Return up to `max_count` indices, spread evenly over range(total). Both ends are included. If `max_count` is 1,
+    only the last index is returned."""
     if total <= max_count:
         return list(range(total))
     if max_count < 2:

@@ -2,8 +2,8 @@
 
 Several shards share an engine, and the engine does not count per shard. A shard gets everything that the engine counted
 since the last reading, so the numbers of a single shard mean little. Only counts and two peaks are committed. For a
-step, counts are added up over shards and replicas, ratios are computed from the sums, and of a peak the maximum is
-taken. If an evaluation runs at the same time as a step, part of the counts goes to the evaluation.
+step, the counts are summed over its shards, and ratios are computed from the sums. Of each peak, the maximum over the
+shards is taken. If an evaluation runs at the same time as a step, part of the counts goes to the evaluation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the protocol imports torch, which the driver does not load
+if TYPE_CHECKING:  # this import would load torch, which the driver does not load
     from stages.engines.protocol import EngineStats
 
 _COUNT = "engine/"
@@ -28,8 +28,8 @@ def shard_metrics(
     Args:
         stats: the engine's counts since the last reading.
         fetch_s: seconds spent on fetching weights from another host.
-        fetched_bytes: bytes of these weights.
-        peak_bytes: peak memory of the replica's process so far."""
+        fetched_bytes: number of bytes that were fetched.
+        peak_bytes: peak memory of the replica's process so far, in bytes."""
     return {
         "engine/tokens": float(stats.tokens),
         "engine/busy_s": stats.busy_s,
@@ -50,7 +50,7 @@ def shard_metrics(
 
 
 def is_shard_metric(name: str) -> bool:
-    """Return True if the metric `name` of a commit was made by `shard_metrics`."""
+    """Return True if the metric `name` of a commit comes from `shard_metrics`."""
     return name.startswith(_COUNT)
 
 
@@ -62,7 +62,7 @@ def step_metrics(shards: Iterable[Mapping[str, float]]) -> dict[str, float]:
     shared_fraction    fraction of the prompt tokens whose keys and values were shared with another row
     acceptance         accepted / drafted tokens
     draft_length/N     fraction of the decoding passes in which N tokens were drafted for a row
-    fetch_s            seconds of fetching weights from another host, prefetching included"""
+    fetch_s            seconds spent on fetching weights from another host, prefetching included"""
     total: dict[str, float] = {}
     for shard in shards:
         for name, value in shard.items():

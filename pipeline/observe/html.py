@@ -1,5 +1,5 @@
 """HTML that the report and the page `/stageline` share: the styles and scripts of `static/`, a content security policy
-that allows only these, and JSON that is safe inside an HTML element. The pages load nothing from other hosts.
+that allows only these, and JSON that is safe inside an HTML element. The pages load no files from other hosts.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _STATIC = Path(__file__).parent / "static"
 
 @cache
 def read_static(*names: str) -> str:
-    """Return the content of files of `static/`, joined in the order given."""
+    """Return the contents of these files of `static/`, joined in the given order."""
     return "\n".join((_STATIC / name).read_text("utf8") for name in names)
 
 
 def content_security_policy(style: str, script: str, *further_directives: str) -> str:
-    """Return a content security policy that allows this style and this script. `further_directives` are further
-    directives of the policy. Everything else is forbidden."""
+    """Return a content security policy that allows this style, this script and what `further_directives` allow. It
+    forbids everything else. `further_directives`: directives that are appended to the policy."""
     own = f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}"
     return "; ".join([own, *further_directives])
 

@@ -1,7 +1,7 @@
 """Incidents of a run: lost workers and their recovery, alarms, failed attempts, warnings. Pure functions of the
 journal's events.
 
-The display, `/stageline`, the summary and the report read the same `WorkerLosses`:
+The display, `/stageline`, the summary and the report all use `WorkerLosses`:
 
     GANG_LOST ──► lost ──GANG_BUILT──► built ──first update that began after the loss has ended──► trained
 
@@ -23,16 +23,17 @@ _UPDATES = frozenset({"update_policy", "update_critic"})
 
 @dataclass(frozen=True)
 class WorkerLoss:
-    """The loss of a worker; times in seconds since the epoch."""
+    """The loss of a worker. Times are in seconds since the epoch."""
 
     gang: str
     worker: str
     lost_at: float
     reason: str
     rebuilt_at: float | None = None
-    """Time at which the worker, or its whole gang, was rebuilt."""
+    """Time at which the worker, or its whole gang, was rebuilt. None if it is not rebuilt yet."""
     trained_again_at: float | None = None
-    """Time at which the gang finished its first update after the loss. None for a gang that does not train."""
+    """Time at which the gang finished its first update after the loss. None if it has not finished one yet, or if the
+    gang does not train."""
 
 
 @dataclass
@@ -69,7 +70,7 @@ class WorkerLosses:
                     loss.gang == event.gang
                     and loss.rebuilt_at is not None
                     and begun >= loss.lost_at
-                    # The ranks end an update at different times: the earliest end counts.
+                    # The ranks end an update at different times. The earliest end counts.
                     and (loss.trained_again_at is None or event.t < loss.trained_again_at)
                 ),
                 trained_again_at=event.t,
@@ -89,8 +90,8 @@ class WorkerLosses:
         self.losses = [replace(loss, **change) if concerned(loss) else loss for loss in self.losses]
 
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> tuple[list[str], dict[str, float]]:
-        """Handle the end of a step. Return a message about each trainer that has trained again, and the metric
-        `trainer/lost_s` if there is such a trainer.
+        """Handle the end of a step. Return a message about each trainer that has trained again since the last call. If
+        there is such a trainer, also return the metric `trainer/lost_s`.
 
         If a gang was lost several times before it trained again, the time is counted from the first loss."""
         lost_at, self._step = self._step, step + 1
@@ -113,8 +114,8 @@ class WorkerLosses:
 
 
 def find_worker_losses(events: Iterable[Event], rebuilt_together: Collection[str] = ()) -> WorkerLosses:
-    """Return the losses in all events of a journal. `rebuilt_together` are the gangs whose workers are lost and rebuilt
-    together."""
+    """Return the losses in all events of a journal. `rebuilt_together`: names of the gangs whose workers are lost and
+    rebuilt together."""
     losses = WorkerLosses(rebuilt_together)
     for event in events:
         losses.apply_event(event)
@@ -149,12 +150,12 @@ class Incident:
 def incident_of_event(
     event: Event, losses: WorkerLosses, lost_s: Mapping[tuple[str, float], float] = _NONE
 ) -> Incident | None:
-    """Return the incident that an event describes, or None if the event is an ordinary one.
+    """Return the incident that an event describes, or None if the event describes no incident.
 
     Args:
         event: an event of the journal.
-        losses: the losses of workers, this event included.
-        lost_s: seconds from a loss until its gang trained again, by (gang, time of the loss), if known."""
+        losses: the losses of workers up to this event and including it.
+        lost_s: seconds from a loss until the gang trained again, by (gang, time of the loss), for the known losses."""
     if event.kind is EventKind.GANG_BUILT:
         loss = losses.loss_repaired_by(event)
         if loss is None:

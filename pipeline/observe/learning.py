@@ -1,10 +1,10 @@
-"""Rules that show that a run does not learn. They are checked on the metrics of one step.
+"""Rules that detect a run that does not learn. They are checked on the metrics of one step.
 
-The display shows violated rules in red. The alarms (pipeline/driver/alarms.py) count for how many steps in a row a rule
-is violated. The end of a run repeats them with advice. Pure functions.
+The display shows violated rules in red. The alarms (pipeline/driver/alarms.py) count the steps in a row in which a rule
+is violated. At the end of a run, the rules that raised an alarm are shown again, with advice. Pure functions.
 
     equal_groups     most prompts have responses with equal scores: their advantages are 0
-    cut_responses    most responses are cut by the length limit, and no critic values their ends
+    cut_responses    most responses are cut by the length limit; checked only if the advantages compare groups
     constant_score   all responses of the step have the same score
     constant_length  all responses of the step have the same length, though the config permits others
     unmoved          no optimizer step changed the policy
@@ -19,8 +19,8 @@ from pipeline.observe.metric_catalogue import upper_limit
 
 EQUAL_FRACTION, TRUNCATED_FRACTION = "group/equal_fraction", "response/truncated_fraction"
 MAX_TRUNCATED_FRACTION = 0.5
-"""Fraction of truncated responses at which the rule `cut_responses` is violated. Smaller fractions above the healthy
-range are shown in red, but do not count for the alarm."""
+"""Fraction of truncated responses at which the rule `cut_responses` is violated. A smaller fraction that is above the
+healthy range is shown in red, but does not violate the rule."""
 ALARM_STEPS, EQUAL_LENGTH_ALARM_STEPS = 3, 10
 """Number of steps in a row after which a violated rule raises an alarm: the default, and the number for
 `constant_length`. The second number is larger, because short answers may have equal lengths by chance."""
@@ -76,7 +76,7 @@ def check_learning(
     mean, longest = metrics.get("response/length_mean"), metrics.get("response/length_max")
     if mean is not None and longest is not None and not has_fixed_length:
         text = f"all responses had {longest:g} tokens (response/length_max)"
-        constant = mean == longest and cut is not None and cut < 1  # if all are cut, the limit is the length
+        constant = mean == longest and cut is not None and cut < 1  # if all are cut, all have the length limit
         results.append(RuleResult("constant_length", constant, text, EQUAL_LENGTH_ALARM_STEPS))
     names = ("policy/lr", "policy/optimizer_steps", "policy/grad_norm_max")
     causes = {name: metrics[name] for name in names if name in metrics}

@@ -1,5 +1,5 @@
-"""The state of each node in progress or finished lately, updated with every event of the journal. The live display and
-`/stageline` show it."""
+"""The states of the nodes that are in progress and of those that finished last, updated with every event of the
+journal. The live display and `/stageline` show them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pipeline.observe.journal import Event, EventKind
 from storage.address import Address
 
 _REMEMBERED = 4096
-"""Number of finished nodes that are kept. It exceeds the number on a page."""
+"""Number of finished nodes that are kept. It is larger than the number of nodes on a page."""
 _INCIDENTS = 12
 """Number of incidents that are kept."""
 
 
 @dataclass(frozen=True)
 class SubmittedNode:
-    """A node that was handed to a worker and has not ended. It is running or queued there."""
+    """A node that was handed to a worker and has not ended. The worker is running it or has it in its queue."""
 
     gang: str | None
     worker: str
     submitted_at: float
-    """Time at which it was handed out, seconds since the epoch."""
+    """Time at which the node was handed to the worker, seconds since the epoch."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class FinishedNode:
     finished_at: float
     """Time of the commit, seconds since the epoch."""
     seconds: float
-    """Duration of the execution."""
+    """Duration of the execution in seconds."""
 
 
 @dataclass
@@ -45,18 +45,24 @@ class NodeEvents:
     losses: WorkerLosses = field(default_factory=WorkerLosses)
     submitted: dict[Address, SubmittedNode] = field(default_factory=dict)
     finished: OrderedDict[Address, FinishedNode] = field(default_factory=OrderedDict)
-    """The nodes that finished last."""
+    """The `_REMEMBERED` nodes that finished last, in order."""
     incidents: deque[Incident] = field(default_factory=lambda: deque(maxlen=_INCIDENTS))
     latest_event_s: float = 0.0
     """Time of the latest event, seconds since the epoch."""
     _free_since: dict[str, float] = field(default_factory=dict)
-    """Time at which each worker last finished a node."""
+    """Time at which each worker last finished a node, seconds since the epoch."""
 
     def earliest_start(self, address: Address, parents: Iterable[Address], threads: int) -> float | None:
-        """Return the earliest time at which a node in progress can have started, in seconds since the epoch.
+        """Return the earliest time at which a node in progress can have started, in seconds since the epoch. Return
+        None if the node is not in progress.
 
-        At this time the node had been handed out and its parents were done. If the worker has only one thread, its
-        previous node had ended too. Return None if the journal has no such node in progress."""
+        It is the time at which the node had been handed to its worker and all its parents were done. If the worker has
+        only one thread, the worker's previous node must have ended too.
+
+        Args:
+            address: the node.
+            parents: the parents of the node.
+            threads: number of nodes that the worker can run at the same time."""
         out = self.submitted.get(address)
         if out is None:
             return None
@@ -92,7 +98,7 @@ class NodeEvents:
                 self.submitted[address] = SubmittedNode(event.gang, event.worker, event.t)
         elif event.kind in (EventKind.FINISHED, EventKind.FAILED):
             self.submitted.pop(address, None)
-        # The event of rank 0 comes first. Other ranks have events only if their times differ.
+        # Rank 0's event comes first and is kept. Other ranks have an event only if their times differ.
         if event.kind is EventKind.FINISHED and event.worker is not None and address not in self.finished:
             self.finished[address] = FinishedNode(event.worker, event.t, event.seconds or 0.0)
             self._free_since[event.worker] = event.t

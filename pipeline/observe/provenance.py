@@ -22,8 +22,8 @@ SOFTWARE = ("stageline", "torch", "megatron-core", "transformers", "dask", "zarr
 
 
 def git_commit() -> str:
-    """Return the commit of the running code. "+changes" is appended if tracked files were changed. Empty if the code is
-    in no repository, or without git."""
+    """Return the git commit of the running code. "+changes" is appended if tracked files were changed. Empty if the
+    code is not in a repository, or if git is not installed."""
     if shutil.which("git") is None:
         return ""
     here = Path(__file__).resolve().parent
@@ -68,16 +68,16 @@ def software_versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A Slurm job, as it was last started."""
+    """A Slurm job. If it was requeued, the fields describe its latest start."""
 
     job_id: str
-    """Id of the job. For a task of an array: the array's id and the number of the task, such as 12_3."""
+    """Id of the job. For a task of a job array, it is the array's id and the task's number, such as 12_3."""
     nodes: str
     """The job's nodes in Slurm's notation. For a heterogeneous job, the nodes of all components."""
     restarts: int
-    """Number of requeues."""
+    """Number of times that the job was requeued."""
     submitted_from: str | None
-    """The host from which the job was submitted."""
+    """The host from which the job was submitted. None if Slurm does not tell."""
 
     def tags(self) -> dict[str, str]:
         """Return the tags of the job for the tracking."""
@@ -109,7 +109,7 @@ def tunnel_command(dashboard: str, login_host: str | None) -> str:
 
     Args:
         dashboard: URL of the dashboard.
-        login_host: the host from which the job was submitted. It is used as jump host."""
+        login_host: the host from which the job was submitted. It is used as jump host. None: no jump host."""
     address = urlsplit(dashboard)
     through = "" if login_host is None else f"-J {login_host} "
     return f"ssh -N {through}-L {address.port}:{address.hostname}:{address.port} {platform.node()}"

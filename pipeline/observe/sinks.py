@@ -1,17 +1,17 @@
 """Further trackers of a run (`tracking.also`), each in a process of its own: `python -m THIS_MODULE SPOOL TIMEOUT_S
-REPORTS`, with the tracker's name as the first line of stdin. `pipeline/observe/tracking.py` starts them.
+REPORTS`, with the tracker's name as the first line of stdin. `pipeline/observe/tracking.py` starts these processes.
 
     mlflow_spool.jsonl ─┬─ metrics ─────────► TensorBoardSink ──► tensorboard/events.out.tfevents.stageline
                         └─ config, metrics ─► WandbSink ────────► wandb/offline-run-…   (`wandb sync` uploads it)
 
-MLflow's writer reads the same spool. Only MLflow gets all of the spool, which includes traces, data sets, artifacts and
-models. Each sink has its own offset in the spool, so it waits neither for MLflow nor for another sink. If the process
-of a sink dies, the next process (started by a resume or by `stageline sync`) neither loses nor repeats a point:
+MLflow's writer reads the same spool. Traces, data sets, artifacts and models go to MLflow only. Each sink has its own
+offset in the spool, so it waits neither for MLflow nor for another sink. If the process of a sink dies, a resume or
+`stageline sync` starts another one, which neither loses nor repeats a point:
 
     TensorBoard   `mlflow_spool.tensorboard.json` holds the offset in the spool, and the size that the event file had at
-                  this offset. The next process truncates the event file to this size and continues. So the file
-                  depends on the spool alone.
-    W&B           its library cannot continue an offline run. The next process removes the directory and writes the
+                  this offset. The next process truncates the event file to this size and continues. So the contents
+                  of the file depend on the spool alone.
+    W&B           The library cannot continue an offline run. The next process removes the directory and writes the
                   whole spool again, under the same run id.
 
 The libraries are optional. Each is imported only by the process that needs it.
@@ -40,19 +40,20 @@ POLL_S = 0.25
 
 
 class Sink(Protocol):
-    """The delivery of one spool to one tracker."""
+    """The interface of a sink, which delivers one spool to one tracker."""
 
     def deliver(self) -> None:
         """Write the new items of the spool."""
         ...
 
     def close(self) -> None:
-        """Close the files. All items that were delivered are in them."""
+        """Write what is still in memory, and close the files."""
         ...
 
 
 class TensorBoardSink:
-    """The run's metrics as a TensorBoard event file. It owns the event file, and a note of what is delivered."""
+    """A sink that writes the run's metrics as a TensorBoard event file. It owns the event file, and the file that notes
+    what is delivered."""
 
     def __init__(self, spool: Path) -> None:
         self._spool = spool
@@ -62,15 +63,15 @@ class TensorBoardSink:
         path.parent.mkdir(exist_ok=True)
         self._file = path.open("ab")
         self._read_to, size = self._noted()
-        if path.stat().st_size < size:  # lost in a power cut
+        if path.stat().st_size < size:  # a power cut has destroyed the end of the event file
             self._read_to, size = 0, 0
         self._file.truncate(size)
         self._is_new = size == 0
         self._records = importlib.import_module("tensorboard.summary.writer.record_writer").RecordWriter(self._file)
 
     def _noted(self) -> tuple[int, int]:
-        """Return the delivered offset of the spool and the size that the event file had there. Both are 0 if the note
-        is missing or damaged."""
+        """Return the delivered offset of the spool, and the size of the event file at this offset. Both are 0 if the
+        file that notes them is missing or damaged."""
         try:
             read_to, size = map(int, json.loads(self._note.read_bytes()))
         except (FileNotFoundError, TypeError, ValueError):
@@ -90,7 +91,8 @@ class TensorBoardSink:
             new.replace(self._note)
 
     def _write(self, item: Item) -> None:
-        """Write the metrics of an item. If the file is new, first write the record that names the file's format."""
+        """Write the metrics of an item. If the event file is new, first write the record that names the file's
+        format."""
         if self._is_new:
             self._records.write(self._event(wall_time=item["t"], file_version="brain.Event:2").SerializeToString())
             self._is_new = False
@@ -104,7 +106,8 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """The run's config and metrics as an offline run of Weights & Biases. It owns the directory of the offline run."""
+    """A sink that writes the run's config and metrics as an offline run of Weights & Biases. It owns the directory of
+    the offline run."""
 
     def __init__(self, spool: Path) -> None:
         self._wandb = importlib.import_module("wandb")
@@ -129,7 +132,7 @@ class WandbSink:
             self._read_to = end
 
     def _open(self, item: Item) -> None:
-        """Begin the run. If it has begun already, because a driver resumed it, update its config."""
+        """Begin the offline run. If an earlier item has begun it, a driver resumed the run: update the config."""
         self._status = "KILLED"
         if self._run is not None:
             self._run.config.update(item["params"], allow_val_change=True)
@@ -145,14 +148,14 @@ class WandbSink:
         )
 
     def _log(self, item: Item) -> None:
-        """Write the metrics of an item. Their x-axes are written as metrics too, because W&B's own step number cannot
-        decrease."""
+        """Write the metrics of an item. The values of their x-axes are written as metrics too, because W&B's own step
+        number cannot decrease."""
         for name in item["values"].keys() - self._axes.keys():
             metric = find_metric(name)
             self._axes[name] = STEP if metric is None else metric.axis
             self._run.define_metric(name, step_metric=self._axes[name])
         steps = {self._axes[name]: item["step"] for name in item["values"]}
-        self._run.log(item["values"] | steps | {"_timestamp": item["t"]})  # the metric's time, not the delivery's
+        self._run.log(item["values"] | steps | {"_timestamp": item["t"]})  # the time of the metric, not of the delivery
 
     def close(self) -> None:
         if self._run is not None:
@@ -171,7 +174,7 @@ def main(arguments: Iterable[str]) -> int:
     with open_lock(path) as lock:
         take_lock(lock, path, 2 * float(timeout_s))  # the process of an earlier attempt may still deliver
         with contextlib.closing(SINKS[name](Path(spool))) as sink:
-            while not select.select([sys.stdin], [], [], POLL_S)[0]:  # end of file: the driver closed, or is gone
+            while not select.select([sys.stdin], [], [], POLL_S)[0]:  # stdin ends when the driver closes it or dies
                 sink.deliver()
             sink.deliver()
     with contextlib.suppress(BrokenPipeError):  # the driver was killed

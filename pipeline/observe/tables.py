@@ -16,13 +16,13 @@ from rich.text import Text
 from pipeline.observe.summary import Summary, summary_lines
 from pipeline.observe.text import escape_control_characters, format_number, plain_text
 
-if TYPE_CHECKING:  # it loads pandas and Zarr, which `stageline check` does not need
+if TYPE_CHECKING:  # this import would load pandas and Zarr, which `stageline check` does not need
     from pipeline.observe.rows import ResponsePair
 
 
 @dataclass(frozen=True)
 class MemoryColumn:
-    """Predicted memory, in bytes, of one worker or host. Several workers or hosts with equal predictions share a
+    """The predicted memory of one worker or host, in bytes. Several workers or hosts with equal predictions share a
     column."""
 
     heading: str
@@ -79,9 +79,8 @@ def responses_table(pairs: Sequence[ResponsePair]) -> Table:
 
 
 def end_of_run_text(summary: Summary, pairs: Sequence[ResponsePair], paths: Mapping[str, Path | str]) -> RenderableType:
-    """Return what is printed at the end of a run: its results, responses before and after training, the paths of its
-    files and pages, and a last line with the numbers that matter most. Print it with `soft_wrap=True`, so that paths
-    can be copied."""
+    """Return the text to print at the end of a run: its results, responses before and after training, the paths of its
+    files and pages, and `last_line`. Print the text with `soft_wrap=True`, so that paths can be copied."""
     parts: list[RenderableType] = [summary_table(summary)]
     if pairs:
         parts.append(responses_table(pairs))
@@ -90,14 +89,14 @@ def end_of_run_text(summary: Summary, pairs: Sequence[ResponsePair], paths: Mapp
         *(plain_text(f"{label:<{width}}", "dim").append_text(plain_text(path)) for label, path in paths.items()),
         last_line(summary, paths.get("report")),
     ):
-        line.overflow = None  # the console's choice: soft_wrap leaves the line whole
+        line.overflow = None  # None leaves the choice to the console: with soft_wrap it does not break the line
         parts.append(line)
     return Group(*parts)
 
 
 def last_line(summary: Summary, report: Path | str | None) -> Text:
-    """Return the three numbers that matter most (held-out reward before and after, seconds a step, tokens a second), as
-    far as the run has them, and the report's path."""
+    """Return the last line of a run's output: held-out reward before and after training, seconds per step, sampled
+    tokens per second, and the path of the report. Values that the run does not have are left out."""
     parts: list[str] = []
     if summary.eval is not None:
         parts.append(f"held-out reward {format_number(summary.eval.before)} → {format_number(summary.eval.after)}")
@@ -109,7 +108,7 @@ def last_line(summary: Summary, report: Path | str | None) -> Text:
 
 
 def inspect_table(rows: Sequence[InspectRow], title: str) -> Table:
-    """Return a table of the stored rows of a step, with the parts of the score if there are several."""
+    """Return a table of the stored rows of a step. If the score has several parts, the table shows them too."""
     table = Table(title=title, title_justify="left", title_style="bold", show_lines=True)
     table.add_column("row", justify="right")
     table.add_column("prompt", ratio=2, overflow="fold")
@@ -135,8 +134,8 @@ def memory_table(title: str, columns: Sequence[MemoryColumn], limit: float | Non
 
     Args:
         title: title of the table.
-        columns: the predictions. They are shown in GiB if the total of one is 10 GiB or more, else in MiB.
-        limit: available memory in bytes. It is shown in the title."""
+        columns: the predictions. They are shown in GiB if at least one total is 10 GiB or more, else in MiB.
+        limit: available memory in bytes. If it is given and finite, the title shows it."""
     large = max(column.total for column in columns) >= 10 * 2**30
     size, digits = (2**30, 1) if large else (2**20, 0)
 
@@ -159,8 +158,8 @@ def memory_table(title: str, columns: Sequence[MemoryColumn], limit: float | Non
 
 
 def placement_table(rows: Sequence[tuple[str, str, str, str]]) -> Table:
-    """Return a table of the placement. The cells of a row are a gang's name, its number of workers, its layout, and its
-    nodes with their GPUs."""
+    """Return a table of the placement. The cells of a row are a gang's name, its number of workers, its layout, and the
+    GPUs that it uses on each node."""
     table = Table(title="placement", title_justify="left")
     for heading in ("gang", "workers", "layout", "nodes and their GPUs"):
         table.add_column(heading, overflow="fold")

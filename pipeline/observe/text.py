@@ -2,9 +2,9 @@
 
 `format_number` formats scores and KLs for tables, headlines and descriptions. `format_duration` formats times.
 `sparkline` draws a curve in one line. `escape_control_characters`, `plain_text` and `print_plain` make text of models,
-prompts and rewards safe to print. A response is untrusted: an escape sequence in it could colour or overwrite the
-terminal, or change its title, and a direction mark could reverse the text around it. The library rich does not remove
-them.
+prompts and rewards safe to print. A response is untrusted. An escape sequence in it could colour or overwrite the
+terminal, or change the terminal's title. A direction mark could reverse the text around it. The library rich removes
+neither.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from rich.text import Text
 from storage.redaction import redacted_text
 
 _SMALLEST, _LARGEST = 0.0005, 1e6
-"""Between these limits a number is readable with three decimals."""
+"""Limits between which a number is readable with three decimals."""
 _NOTHING = 1e-6
-"""Smaller values are rounding errors: the computed KL between a model and itself is 1e-8, not 0."""
+"""Limit below which a value counts as a rounding error. For example, the computed KL between a model and itself is 1e-8
+and not 0."""
 
 
 def format_number(value: float, *, with_sign: bool = False) -> str:
-    """Format a number with three decimals: 0.250. If the number is too small or too large for this, three significant
-    digits are shown instead: 3.1e-05, 1.25e+30, nan. Rounding errors are shown as 0.000.
+    """Return a number as text with three decimals: 0.250. If the number is too small or too large for this, the text
+    has three significant digits: 3.1e-05, 1.25e+30. NaN becomes nan. Rounding errors become 0.000.
 
-    If `with_sign` is true, numbers that are not negative begin with +."""
+    If `with_sign` is true, 0 and positive numbers begin with +."""
     if abs(value) < _NOTHING:
         value = 0.0  # avoid -0.000
     kind = ".3f" if value == 0 or _SMALLEST <= abs(value) < _LARGEST else ".3g"
@@ -35,7 +36,7 @@ def format_number(value: float, *, with_sign: bool = False) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return seconds in words: 71.6 s, 12 min 05 s, 10 h 01 min."""
+    """Return a duration as text: 71.6 s, 12 min 05 s, 10 h 01 min."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -76,7 +77,7 @@ _KEPT = frozenset("\n\t")
 _DIRECTION_MARKS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 """Unicode code points that change the direction of writing."""
 _CONTROL_PICTURES = 0x2400
-"""The symbol for control character c is at code point 0x2400 + c in Unicode."""
+"""Unicode code point of the first control picture. The picture of control character c is at 0x2400 + c."""
 _TABLE = (
     {code: chr(_CONTROL_PICTURES + code) for code in range(0x20) if chr(code) not in _KEPT}
     | {0x7F: "\N{SYMBOL FOR DELETE}"}
@@ -86,12 +87,13 @@ _TABLE = (
 
 
 def escape_control_characters(text: str) -> str:
-    """Replace every control character (except newline and tab) and every direction mark with visible characters: ESC
-    becomes ␛, C1 becomes \\x9b, the right-to-left override becomes \\u202e."""
+    """Return the text after replacing control characters (except newline and tab) and direction marks by visible
+    characters. For example, ESC becomes ␛, the C1 code CSI becomes \\x9b, and the right-to-left override becomes
+    \\u202e."""
     return text.translate(_TABLE)
 
 
 def progress_bar(console: Console) -> Progress:
-    """Return a bar with counts and the remaining time. It is shown on terminals only."""
+    """Return a progress bar with counts and the remaining time. The bar is shown on terminals only."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, disable=not console.is_terminal)

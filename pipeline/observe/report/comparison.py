@@ -1,6 +1,6 @@
 """The comparison of several runs: settings that differ, numbers that can be compared, and scores on common held-out
-prompts. Each run is compared with the first one. If two runs are too different, the comparison says what is left out
-and why.
+prompts. Each run is compared with the first run. If two runs are too different, the comparison says which numbers are
+left out, and why.
 
 `worst_mismatches` finds the tokens on which trainer and sampler differ most. Pure functions.
 """
@@ -51,7 +51,7 @@ class LeftOut:
 class HeldOutScores:
     """Scores of the last evaluated version of a run.
 
-    The key of a score is the text of its prompt, and the number of earlier prompts with the same text."""
+    The key of a score has two parts: the text of the prompt, and the number of earlier prompts with the same text."""
 
     version: int
     by_prompt: Mapping[tuple[str, int], float]
@@ -63,12 +63,12 @@ class PairedEvaluation:
 
     run: int
     versions: tuple[int, int]
-    """The compared versions of the weights: of the first run, and of this run."""
+    """The compared versions of the weights: the version of the first run, and the version of this run."""
     found: Comparison
     error: float | None
     """Standard error of the difference."""
     pairs: Sequence[tuple[float | None, float | None]]
-    """For each prompt, the score in the first run and the score in this one."""
+    """For each prompt, its score in the first run and its score in this run."""
     remark: str
 
 
@@ -82,7 +82,7 @@ class RunComparison:
 def compare_runs(
     settings: Sequence[Mapping[str, Any]], sameness: Sequence[Sameness], held_out: Sequence[HeldOutScores | None]
 ) -> RunComparison:
-    """Compare two or more runs. The first one is the baseline for all others."""
+    """Compare two or more runs. The first run is the baseline for all other runs."""
     left_out: list[LeftOut] = []
     paired: list[PairedEvaluation] = []
     for run in range(1, len(settings)):
@@ -166,15 +166,15 @@ class TokenMismatch:
     policy: float | None
     """Log-prob computed by the trainer with the weights at the start of the step."""
     staleness: int
-    """Version of the weights that is trained, minus the version that sampled the token. If it is 0, both log-probs
+    """Version of the weights that the step trains, minus the version that sampled the token. If it is 0, both log-probs
     should be equal up to rounding."""
 
 
 def worst_mismatches(
     read: Sequence[StageRows], decode: Decode, max_count: int = MAX_MISMATCHES
 ) -> list[TokenMismatch] | None:
-    """Return up to `max_count` tokens with the largest |log pi - log mu|, in descending order. None if the trainer
-    recomputed no log-probs in these steps."""
+    """Return up to `max_count` tokens with the largest |log pi - log mu|, in descending order. Return None if the
+    trainer recomputed no log-probs in these steps."""
     steps = [step for step in read if step.mismatch is not None]
     if not steps:
         return None

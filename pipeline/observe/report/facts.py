@@ -1,7 +1,7 @@
 """The facts about a run in its report: settings, progress, and the main results with their standard errors. Pure
 functions.
 
-Held-out scores of the first and the last evaluated version are compared by prompt (pipeline/observe/evaluations.py).
+The held-out scores of the first and the last evaluated version are paired by prompt (pipeline/observe/evaluations.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pipeline.observe.text import format_number
 from storage.redaction import redacted_text
 
 _MAX_FAILURES, _MAX_FAILURE_CHARS = 3, 300
-"""Maximum number of failures that `failure_texts` returns, and maximum number of characters of each. The incidents on
-the page have the full text."""
+"""Maximum number of failures that `failure_texts` returns, and maximum number of characters of each reason. The
+incidents on the page have the full text."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Fact:
 def run_facts(
     settings: Mapping[str, Any], events: Sequence[Event], software: Mapping[str, str], hosts: Collection[str]
 ) -> list[Fact]:
-    """Return the facts about a run that are known. `hosts` are the hosts of its workers."""
+    """Return the known facts about a run. `hosts`: the hosts of its workers."""
     s = settings
     critic = "" if s.get("ppo.advantage") == "gae" else ", no critic"
     facts = [
@@ -55,7 +55,7 @@ def run_facts(
 
 
 def progress_text(events: Sequence[Event], steps_done: int, steps: int) -> str:
-    """Return a text about the progress of a run: finished, failed or not finished, and the number of steps."""
+    """Return a text about the progress of a run: "finished", "failed" or "not finished", and the number of steps."""
     if is_finished(events) or steps_done == steps:
         return f"finished: {steps_done} steps"
     given_up = _unresolved_failures(
@@ -65,8 +65,8 @@ def progress_text(events: Sequence[Event], steps_done: int, steps: int) -> str:
 
 
 def failure_texts(events: Sequence[Event]) -> list[str]:
-    """Return texts about the latest failures since the last driver started. They explain why an unfinished run ended.
-    Failures of nodes that succeeded later are left out."""
+    """Return texts about the latest failures since the last driver started. They explain why an unfinished run ended. A
+    failure is left out if its node succeeded later."""
     shown = _unresolved_failures(events, (EventKind.FINISHED,))[-_MAX_FAILURES:]
     return [
         f"{e.stage} of step {e.step} failed: {(e.detail or '').partition(chr(10))[0][:_MAX_FAILURE_CHARS]}"
@@ -75,8 +75,8 @@ def failure_texts(events: Sequence[Event]) -> list[str]:
 
 
 def _unresolved_failures(events: Sequence[Event], undone_by: Collection[EventKind]) -> list[Event]:
-    """Return the failed nodes since the last driver started, each with its latest failure. An event of a kind in
-    `undone_by` removes its node from them."""
+    """Return the latest failure of each node that failed since the last driver started. A node is left out if an event
+    of a kind in `undone_by` followed its failure."""
     failed: dict[tuple[str | None, int | None, int], Event] = {}
     for event in events:
         node = (event.stage, event.step, event.shard or 0)

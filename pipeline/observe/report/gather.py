@@ -39,7 +39,7 @@ from storage.errors import StoreError
 MAX_EXECUTIONS = 20_000
 """Maximum number of executions in a timeline."""
 _MAX_READ_BYTES, _TOKEN_BYTES = 512 << 20, 64
-"""Maximum number of bytes of rows to read, and the estimated size of one token in all arrays together."""
+"""Maximum number of bytes of rows to read, and estimated number of bytes of one token in all arrays together."""
 _MIN_STEPS = 3
 _MAX_TEXT_CHARS = 1600
 """Maximum number of characters of a held-out prompt or response."""
@@ -47,7 +47,7 @@ _MAX_TEXT_CHARS = 1600
 
 @dataclass(frozen=True)
 class HeldOutPairs:
-    """Responses to the held-out prompts by the first and by the last evaluated version."""
+    """Responses of the first and of the last evaluated version to the held-out prompts."""
 
     versions: tuple[int, int]
     pairs: Sequence[ResponsePair]
@@ -60,7 +60,7 @@ class RunIncidents:
 
     shown: Sequence[Incident]
     of_all: int
-    """Number of all incidents. If there are very many, not all are shown."""
+    """Number of all incidents. If there are very many, `shown` has only the most severe ones."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class RunTimeline:
     in milliseconds since `start`."""
 
     start: float
-    """Start of the first execution, seconds since the epoch."""
+    """Start time of the first execution, seconds since the epoch."""
     duration_ms: int
     window_ms: tuple[int, int]
     """The part of the timeline that is shown first: the middle steps, or everything if there are few steps."""
@@ -98,7 +98,8 @@ class RunTimeline:
     begin_ms: Sequence[int]
     length_ms: Sequence[int]
     versions: Sequence[str]
-    """Versions of the weights that each execution used. Empty for an execution whose commit was not read."""
+    """Versions of the weights that each execution used, as text. The text is empty if the execution's commit was not
+    read, or if it used no weights."""
     marks: Sequence[TimelineMark]
     of_executions: int
     """Number of all executions. If the run is long, only the first and the last ones are drawn."""
@@ -124,15 +125,15 @@ class RunContents:
     samples: Samples
     held_out: HeldOutPairs | None
     mismatches: Sequence[TokenMismatch] | None
-    """The tokens with the largest mismatch. None if this run's trainer does not recompute log-probs; empty if no step
-    has them yet."""
+    """The tokens with the largest mismatch. None if this run's trainer does not recompute log-probs. Empty if it has
+    not recomputed any yet."""
     incidents: RunIncidents
     remarks: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """The page's contents about one run, and the held-out scores that are compared with other runs."""
+    """The page's contents about one run, and its held-out scores, which are compared with those of other runs."""
 
     contents: RunContents
     held_out: HeldOutScores | None
@@ -193,7 +194,7 @@ def read_contents(source: Source, budget: SampleBudget, max_executions: int = MA
 
 
 def _variant_contents(source: VariantSource) -> RunContents:
-    """Return the page's contents about a variant: settings, curves, and its held-out reward next to that of its
+    """Return the page's contents about a variant: settings, curves, and the held-out rewards of the variant and its
     parent."""
     summary, compared = source.summary, source.summary.comparison
     start, stop = summary.updates
@@ -226,8 +227,8 @@ def _variant_contents(source: VariantSource) -> RunContents:
 
 
 def _commits(history: History, steps: Sequence[int]) -> dict[Address, Commit]:
-    """Return the commits of the nodes of some steps. They include the canaries and evaluations of the versions with the
-    same numbers."""
+    """Return the commits of the nodes of some steps. For each step, the commits include the canary and the evaluation
+    of the version that has the number of the step."""
     spec = history.spec
     commits = {}
     for step in steps:
@@ -288,7 +289,8 @@ def timeline_columns(
 
 
 def _versions(commits: Mapping[Address, Commit]) -> dict[Address, str]:
-    """Return the versions of the weights that each node used: "v3", or "v3-4" if they changed while it ran."""
+    """Return the versions of the weights that each node used, as text: "v3", or "v3-4" if the version changed while the
+    node ran."""
     texts = {}
     for address, commit in commits.items():
         versions = commit.provenance.weight_versions
@@ -298,8 +300,8 @@ def _versions(commits: Mapping[Address, Commit]) -> dict[Address, str]:
 
 
 def _read_rows(history: History, max_steps: int) -> tuple[list[StageRows], int, list[str]]:
-    """Read the rows of up to `max_steps` steps. Return them, the number of stored steps, and remarks about rows that
-    are missing."""
+    """Read the rows of up to `max_steps` steps. Return the rows, the number of stored steps, and remarks about missing
+    rows."""
     steps, before = stored_steps(history, complete_only=True), history.store.dropped_before()
     remarks = [f"the rows of steps before {before} were deleted (storage.keep.rollouts)"] if before else []
     read = []
@@ -312,7 +314,8 @@ def _read_rows(history: History, max_steps: int) -> tuple[list[StageRows], int, 
 
 
 def _count_affordable_steps(history: History, steps: Sequence[int]) -> int:
-    """Return the number of steps whose rows together stay within `_MAX_READ_BYTES`, but at least `_MIN_STEPS`."""
+    """Return the number of steps whose rows together stay within `_MAX_READ_BYTES`, but at least `_MIN_STEPS`. Return 0
+    if no rows are stored."""
     commit = history.ledger.find(Address("generate", steps[-1])) if steps else None
     if commit is None:
         return 0

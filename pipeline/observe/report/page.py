@@ -1,8 +1,8 @@
-"""The page: one HTML file that loads nothing. It consists of the contents as JSON, and the styles and scripts of
+"""The page: one HTML file that loads no other file. It consists of the contents as JSON, and the styles and scripts of
 `static/`.
 
-Text of a run is only in the JSON and, escaped, in the title. Every `<` in the JSON is written as an escape, so the text
-cannot end the HTML element that contains it (pipeline/observe/html.py).
+Text of a run is only in the JSON and, escaped, in the title. Every `<` in the JSON is written as an escape. So the text
+cannot end the HTML element that contains the JSON (pipeline/observe/html.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeline.observe.report.source import Source
 from pipeline.observe.timeline import STAGE_COLOURS
 
 MAX_BYTES = 5_000_000
-"""Maximum size of the file."""
+"""Maximum size of the file in bytes."""
 MAX_RUNS = 8
 """Maximum number of runs on a page: the number of colours that can be told apart."""
 _HTML_HEAD = """<!doctype html>
@@ -34,7 +34,7 @@ _HTML_HEAD = """<!doctype html>
 _STYLES = ("base.css", "figures.css", "report.css")
 _SCRIPTS = ("text", "dom", "frame", "curves", "bars", "timeline", "samples", "tables", "main")
 _MIN_BUDGET_FRACTION = 0.02
-"""Fraction of the budget at which it is not reduced further, because all its limits are at their minimum."""
+"""Fraction of the budget below which the budget is not reduced further, because all its limits are at their minimum."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class PageContents:
 def build_report(sources: Sequence[Source], budget: SampleBudget | None = None, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the report as an HTML file.
 
-    If the file is larger than `max_bytes`, it is made again with fewer rows and executions. This ends when a small
-    fraction of the budget is left.
+    If the file is larger than `max_bytes`, it is made again with fewer rows and executions. A file that was made with
+    less than `_MIN_BUDGET_FRACTION` of the budget is returned in any case.
 
     Args:
         sources: 1 to `MAX_RUNS` runs.
@@ -99,7 +99,7 @@ def render_page(shown: PageContents) -> bytes:
 </body>
 </html>
 """
-    return text.encode("utf8", "backslashreplace")  # a lone surrogate becomes an escape of JSON
+    return text.encode("utf8", "backslashreplace")  # a lone surrogate in the JSON becomes a JSON escape
 
 
 def is_report(file: Path) -> bool:

@@ -1,7 +1,8 @@
 """Samples of a run's responses, with the numbers that each stage computed for each token.
 
-The sample is even over steps and rows. Extreme rows among those that were read (highest and lowest score, largest KL,
-largest mismatches) are added and marked, because an even sample of many rows would hardly contain them.
+The sample is spread evenly over steps and rows. Extreme rows are added and marked, because an even sample of many rows
+would hardly contain them. They are the rows with the highest and lowest score, the largest KL and the largest
+mismatches among the rows that were read.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from storage.records import FinishReason
 from storage.rollouts import Decode
 
 NUM_EXTREME_ROWS = 8
-"""Maximum number of rows for each kind of extreme."""
+"""Maximum number of extreme rows for each property, such as "highest score"."""
 _MAX_PROMPT_CHARS = 1200
-"""Maximum number of characters of a prompt."""
+"""Maximum number of characters of a prompt that are shown."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class SampleBudget:
 
 @dataclass(frozen=True)
 class SampleRow:
-    """One response. Each array of numbers has one entry per shown token, or is None if the run has no such numbers."""
+    """One response. Each array of numbers has one entry per shown token. It is None if the run has no such numbers."""
 
     step: int
     row: int
@@ -62,7 +63,7 @@ class SampleRow:
     kl: float | None
     """KL to the reference, nats per response."""
     length: int
-    """Number of sampled tokens. If the response is long, fewer tokens are shown."""
+    """Number of sampled tokens. If the response is long, only its first tokens are shown."""
     cut: bool
     """True if the length limit ended the response."""
     versions: str
@@ -81,7 +82,7 @@ class Samples:
 
     rows: Sequence[SampleRow]
     of_rows: int
-    """Total number of rows in all stored steps."""
+    """Number of rows in all stored steps."""
     read_steps: int
     of_steps: int
 
@@ -97,12 +98,12 @@ def choose_samples(
     """Choose the rows to show.
 
     Args:
-        read: the steps whose rows were read.
-        of_steps: number of stored steps, which may be larger.
+        read: the rows of the steps that were read.
+        of_steps: number of stored steps. It may be larger than the number of steps that were read.
         decode: function from token ids to text.
         budget: limits on the sample.
         mismatched: (step, row) of the rows with the largest mismatches. Some of them are shown.
-        user_messages: last user message of each prompt; None if the prompts are plain text."""
+        user_messages: last user message of each prompt. None if all prompts are plain text."""
     places = [(i, row) for i, step in enumerate(read) for row in range(step.rollout.num_rows)]
     if not places:
         return Samples([], 0, 0, of_steps)
@@ -124,8 +125,8 @@ def choose_samples(
 
 
 def _extremes(read: Sequence[StageRows], rows_per_property: int) -> dict[tuple[int, int], str]:
-    """Return the extreme rows: (index in `read`, row) -> the property in which the row is extreme. There are up to
-    `rows_per_property` rows per property."""
+    """Return the extreme rows: (index in `read`, row) -> the property in which the row is extreme. Each property has up
+    to `rows_per_property` rows."""
     columns: list[tuple[str, list[np.ndarray | None], int]] = [
         ("lowest score", [None if s.scores is None else s.scores.scores for s in read], 1),
         ("highest score", [None if s.scores is None else s.scores.scores for s in read], -1),
@@ -182,16 +183,16 @@ def shorten(text: str, max_chars: int) -> str:
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _MAX_CHARACTER_TOKENS = 4
-"""Maximum number of tokens that together form one character, if each token is one byte. A longer sequence that decodes
-to no complete character is not a part of one."""
+"""Maximum number of tokens that together form one character: a character has at most 4 bytes, and a token has at least
+one. If more tokens decode to no complete character, they are not the beginning of one."""
 
 
 def token_texts(decode: Decode, tokens: Sequence[int]) -> list[str]:
     """Return the text that each token adds to the text of the tokens before it.
 
-    If several tokens form one character, the text is assigned to the last of them, and the others get an empty text. A
-    token's text depends on the token before it, because of spaces, so tokens are decoded in short windows. Decoding the
-    whole response for each token would take quadratic time."""
+    If several tokens form one character, the last of them gets the text, and the others get an empty text. Tokens are
+    decoded in short windows, because a token's text depends on the token before it: decoders add or drop spaces.
+    Decoding the whole response for each token would take quadratic time."""
     texts: list[str] = []
     start = done = 0
     for end in range(1, len(tokens) + 1):

@@ -1,4 +1,5 @@
-"""The input of a report: an opened run, and the facts that are only in its config; or a variant of a run."""
+"""The input of a report. A `RunSource` is an opened run with the facts that are only in its config. A `VariantSource`
+is a variant of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from storage.rollouts import Decode
 class Sameness:
     """Facts that decide which numbers of two runs can be compared.
 
-    A number depends on some of these facts. It can be compared if the two runs have the same text for each of them."""
+    A number depends on some of these facts. It can be compared if both runs have the same text for all facts on which
+    it depends."""
 
     model: str
     """Files of the initial policy."""
@@ -52,15 +54,15 @@ class RunSource:
     rebuilt_together: Collection[str] = ()
     """Names of the gangs whose workers are lost and rebuilt together."""
     user_messages: Sequence[str] | None = None
-    """The last user message of each prompt; None if the prompts are plain text."""
+    """The last user message of each prompt. None if all prompts are plain text."""
     remarks: tuple[str, ...] = ()
     """Remarks for the reader about parts of the run that could not be read."""
 
 
 @dataclass(frozen=True)
 class VariantSource:
-    """A finished variant of a run. It was trained on the rollouts of its parent, so it has no rows, ledger or journal
-    of its own. All its numbers are in its summary."""
+    """A finished variant of a run. It was trained on the rollouts of the parent run, so it has no rows, ledger or
+    journal of its own. All numbers of the variant are in its summary."""
 
     name: str
     directory: str
@@ -68,7 +70,7 @@ class VariantSource:
     """Settings of the variant's config, by key path."""
     summary: VariantSummary
     sameness: Sameness
-    """Equal to those of the parent run."""
+    """The facts of the parent run, which hold for the variant too."""
 
 
 Source = RunSource | VariantSource

@@ -92,7 +92,7 @@ class StageFailed(RuntimeError):
 
 
 class WorkersMissing(StageFailed):
-    """A worker that the run needs is missing. It may start on other nodes of the cluster."""
+    """A worker that the run needs did not start in time. It may be able to start on other nodes of the cluster."""
 
 
 class StoredWrongly(StageFailed):

@@ -64,16 +64,16 @@ def advantage(
     Args:
         policy: None if `cfg.proximal` is "loglinear" or "sampler". The KL term then uses sampler_logprobs.
         values: None if `cfg.advantage` trains no critic.
-        staleness_bound: eta; every sampled token must have max(0, step - eta) <= version <= step.
-        state: the state from the step before; empty at step 0. Keys: kl_coef (of this step), step_kl_coef (of the step
-            before), score_mean, score_squares, score_count.
+        staleness_bound: eta. Every sampled token must have max(0, step - eta) <= version <= step.
+        state: the state that the previous step returned. Empty at step 0. Keys: kl_coef (of this step), step_kl_coef
+            (of the previous step), score_mean, score_squares, score_count.
         normalize: how scores are normalised before they become rewards.
-        responses_per_prompt: `rollout.responses_per_prompt`; rows n k to (n + 1) k - 1 of the step have the same
-            prompt.
+        responses_per_prompt: `rollout.responses_per_prompt`, called k. For each n, rows n k to (n + 1) k - 1 of the
+            step have the same prompt.
 
     Returns:
         (advantages, state, metrics). `metrics["kl/coef"]` and `state["step_kl_coef"]` are the KL coefficient of THIS
-        step; `state["kl_coef"]` is the coefficient of the next step.
+        step. `state["kl_coef"]` is the KL coefficient of the next step.
 
     Raises:
         StalenessError: a sampled token has a version outside the range given under `staleness_bound`.
@@ -244,8 +244,8 @@ def _ref_kl_metrics(
 
 
 def _state(kl_coef: float, next_coef: float, running: RunningMoments) -> dict[str, Any]:
-    """Return the state: this step's KL coefficient, which the update of the step reads, and the values for the next
-    step."""
+    """Return the state: the KL coefficient of this step, which this step's update reads, and the values that the next
+    step reads."""
     return {
         "step_kl_coef": kl_coef,
         "kl_coef": next_coef,

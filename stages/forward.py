@@ -50,7 +50,7 @@ def value(models: ModelHost, rollout: Rollout) -> Values | None:
 
 
 CANARY_STEP = 2**31 - 2
-"""Step number in the keys of canaries' rows. No step of a run has this number, and evaluations use a different one."""
+"""Step number in the keys of canaries' rows. It differs from the numbers of all steps and from `EVALUATION_STEP`."""
 
 
 CANARY_TOKENS = 8
@@ -127,14 +127,19 @@ def engine_logprobs(
 def compared(
     engine: np.ndarray, part: Rollout, policy_logprobs: np.ndarray, num_rows: int
 ) -> tuple[CanaryLogprobs, dict[str, float]]:
-    """Return the record for a shard of `num_rows`, and metrics that compare log-probs of the canary rows `part` at the
-    same version. `engine` and `policy_logprobs` [rows, seq] are the engine's and the trainer's log-probs."""
+    """Return the record of the engine's log-probs for a shard, and metrics that compare them with the trainer's.
+
+    Args:
+        engine: the engine's log-probs of the canary rows, [rows seq].
+        part: the canary rows.
+        policy_logprobs: the trainer's log-probs at the same version, [rows seq]. The canary rows come first.
+        num_rows: number of rows of the shard."""
     metrics = canary_metrics(engine, policy_logprobs[: part.num_rows], part.sampler_logprobs, part.response_mask)
     return CanaryLogprobs(_all_rows(engine, num_rows)), metrics
 
 
 def _all_rows(logprobs: np.ndarray, num_rows: int) -> np.ndarray:
-    """Return log-probs of all rows, with zeros for rows of the shard that are not canaries."""
+    """Return log-probs of all rows of a shard, with zeros for the rows after the canary rows."""
     whole = np.zeros((num_rows, logprobs.shape[1]), np.float32)
     whole[: len(logprobs)] = logprobs
     return whole

@@ -1,4 +1,5 @@
-"""The learning curves of a run: metrics of its steps and evaluations. The plot, the report and `/stageline` draw them.
+"""The learning curves of a run: metrics of its steps and evaluations. The plot, the report and `/stageline` draw the
+curves.
 
 `round_or_none` prepares a value for JSON: it rounds the value, and replaces a value that is not finite by None.
 """
@@ -26,7 +27,7 @@ class HeldOutPoint(NamedTuple):
     version: int
     value: float | None
     error: float | None
-    """Standard error of the value. Only the mean score has one. Otherwise None."""
+    """Standard error of the mean score. None for all other metrics."""
 
 
 @dataclass(frozen=True)

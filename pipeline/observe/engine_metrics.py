@@ -75,12 +75,12 @@ def step_metrics(shards: Iterable[Mapping[str, float]]) -> dict[str, float]:
     metrics = {
         "generate/busy_s": total["engine/busy_s"],
         "generate/refit_s": total["engine/refit_s"],
-        "generate/fetch_s": total.get(_FETCH_S, 0.0),  # older runs do not have it
+        "generate/fetch_s": total.get(_FETCH_S, 0.0),  # older runs lack this metric
         "generate/fetched_bytes": total.get(_FETCHED_BYTES, 0.0),
         "generate/tokens_per_busy_s": _ratio(total["engine/tokens"], total["engine/busy_s"]),
         "generate/occupancy": _ratio(total["engine/full_decode_steps"], total["engine/decode_steps"]),
         "generate/kv_peak_fraction": total[_KV_PEAK],
-        "generate/peak_memory_bytes": total.get(_PEAK_BYTES, 0.0),  # older runs do not have it
+        "generate/peak_memory_bytes": total.get(_PEAK_BYTES, 0.0),  # older runs lack this metric
         "generate/preemptions": total["engine/preemptions"],
         "generate/prompt_tokens": total["engine/prompt_tokens"],
         "generate/shared_fraction": _ratio(total["engine/shared_tokens"], prompts),

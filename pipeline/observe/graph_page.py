@@ -51,7 +51,8 @@ message contains another script."""
 
 
 def render_page(view: GraphView) -> str:
-    """Return the whole page. A script on the page regularly fetches the current `render_fragment` from `PATH`/view."""
+    """Return the whole page. A script on the page regularly fetches a new result of `render_fragment` from
+    `PATH`/view."""
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         f"<title>{escape(view.facts.name)} - Stageline</title><style>{read_static(*_STYLE)}</style></head><body><main>"

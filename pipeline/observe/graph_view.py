@@ -9,7 +9,7 @@ A running driver makes the record from its own state:
 Without a driver, `recorded_view` makes the record from the run's directory:
 
     ledger ──► Flow, ObservedDispatch (as `resume` would start them) ──► states of nodes, waits, readers ──┐
-    journal ──► nodes in progress, seconds, notes ─────────────────────────────────────────────────┴──► GraphView
+    journal ──► nodes in progress, seconds, incidents ─────────────────────────────────────────────┴──► GraphView
 """
 
 from __future__ import annotations
@@ -207,8 +207,8 @@ def nodes_to_show(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int
 def node_views(
     statuses: Sequence[NodeStatus], gang_of: Mapping[Role, Gang], events: NodeEvents, admitted: int
 ) -> tuple[NodeView, ...]:
-    """Return a view of each node. Times and workers are taken from the journal's `events`. `admitted` is the number of
-    steps that are admitted so far."""
+    """Return a view of each node. Times and workers come from `events`, the state that the journal's events lead to.
+    `admitted`: number of steps that are admitted so far."""
     return tuple(_node_view(status, gang_of[status.node.role], events, admitted - 1) for status in statuses)
 
 

@@ -34,8 +34,8 @@ from pipeline.observe.text import escape_control_characters, plain_text, sparkli
 from storage.redaction import redacted, redacted_text
 
 UNPROVEN_PREFIX, NO_CAPABILITIES = ". Not proven: ", "nothing"
-"""In the text of an engine event, the separator before the guarantees that the run lacks, and the word in their place
-if the run lacks none."""
+"""Two parts of the text of an engine event: the separator before the list of guarantees that the run lacks, and the
+word that replaces an empty list."""
 _SHOWN_NODES = 3
 """Maximum number of nodes per gang that are listed by name. Of further nodes only the number is shown."""
 
@@ -194,7 +194,7 @@ class Progress:
         self._views = {view.name: view for view in views}
 
     def show_link(self, label: str, address: str) -> None:
-        """Show a new address."""
+        """Show an address or a command under a label."""
         self._links[label] = address
         if not self.has_live_panel:
             self._print("link", f"{label}: {address}", label=label, address=address)

@@ -1,13 +1,13 @@
 """The process that delivers a run's spool to MLflow: `python -m THIS_MODULE SPOOL TIMEOUT_S REPORTS`, with the URI as
-the first line of stdin. Only this module imports mlflow. `pipeline/observe/tracking.py` starts it.
+the first line of stdin. Only this module imports mlflow. `pipeline/observe/tracking.py` starts the process.
 
     reads      complete lines of the spool
     waits for  new lines, or a store that is down (backoff 1 s … 30 s; one warning until it is back)
-    ends       after stdin is closed (the driver closed it or died), when everything is delivered or after TIMEOUT_S;
-               earlier if the store cannot be reached (`stageline sync` delivers the remaining items)
+    ends       after the driver has closed stdin or died: when everything is delivered, or after TIMEOUT_S. If the store
+               cannot be reached, it ends earlier, and `stageline sync` delivers the remaining items.
 
 When the store has accepted a delivery, the writer advances an offset in `mlflow_spool.state.json`. If the writer dies
-between the two, the delivery is repeated. This changes nothing in MLflow:
+before it does so, the delivery is repeated. This changes nothing in MLflow:
 
 - A metric's key in MLflow includes its time stamp, which was taken when the metric was spooled.
 - Trace ids are derived from the spool's key and the step.

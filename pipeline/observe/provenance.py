@@ -77,7 +77,7 @@ class SlurmJob:
     restarts: int
     """Number of times that the job was requeued."""
     submitted_from: str | None
-    """The host from which the job was submitted. None if Slurm does not tell."""
+    """The host from which the job was submitted. None if Slurm does not say."""
 
     def tags(self) -> dict[str, str]:
         """Return the tags of the job for the tracking."""

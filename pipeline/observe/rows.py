@@ -1,7 +1,7 @@
 """The rows of a run with the outputs of all stages.
 
 - `StageRows`: the rows of a shard, a step or an evaluation. Only arrays of commits are read, and each is checked
-  against its CRC-32 (storage/rollouts.py). Arrays of an attempt that died or came too late are therefore never seen.
+  against its CRC-32 (storage/rollouts.py). Arrays of an attempt that died or came too late are therefore never read.
 - `row_columns`: the numbers and texts of each row. pipeline/cli/opened_run.py makes tables and files from them.
 - `response_pairs`: the responses to the held-out prompts before and after training.
 """

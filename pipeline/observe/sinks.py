@@ -132,7 +132,7 @@ class WandbSink:
             self._read_to = end
 
     def _open(self, item: Item) -> None:
-        """Begin the offline run. If an earlier item has begun it, a driver resumed the run: update the config."""
+        """Begin the offline run. If it has begun already, because a driver has resumed the run, update the config."""
         self._status = "KILLED"
         if self._run is not None:
             self._run.config.update(item["params"], allow_val_change=True)

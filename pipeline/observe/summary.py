@@ -3,11 +3,11 @@ functions: no clock, no I/O.
 
 A box is one execution of a node (pipeline/observe/timeline.py). Its last `store_s` seconds are spent on store and
 ledger. A gang is **computing** while a box is open, except in these seconds. The **busiest gang** is the one that is
-busy for the longest time, so it sets the step time.
+busy for the longest time, so it determines the step time.
 
     overhead_fraction = (A + B) / wall
-      A  time the busiest gang is busy but not computing                     (store, ledger)
-      B  time the busiest gang is idle although its next box was ready       (scheduling, tracking, the driver)
+      A  time in which the busiest gang is busy but not computing                 (store, ledger)
+      B  time in which the busiest gang is idle although its next box is ready    (scheduling, tracking, the driver)
 
 A box is ready when its node's last parent finished. If no parent is recorded, it is ready when its node was submitted.
 So waiting for another gang's result is not overhead. It counts in `idle`.
@@ -59,8 +59,8 @@ class StepNumbers:
     num_tokens: int
     """Number of sampled tokens."""
     staleness: Mapping[int, int]
-    """Number of rows by staleness: the version of the weights that is trained, minus the version that sampled the
-    row."""
+    """Number of rows by staleness. The staleness of a row is the version of the weights that is trained, minus the
+    version that sampled the row."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ class TrainerLoss:
     gang: str
     reason: str
     built_s: float | None
-    """Seconds until the gang was rebuilt; None if it never was."""
+    """Seconds until the gang was rebuilt. None if it was not rebuilt."""
     lost_s: float | None
-    """Seconds until the gang trained again; None if it never did."""
+    """Seconds until the gang trained again. None if it did not train again."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,8 @@ class Summary:
     evaluations: tuple[EvaluatedVersion, ...] = ()
     """Evaluations in order of version."""
     best: EvaluatedVersion | None = None
-    """The version with the highest held-out reward among those whose KL is within `evaluate.select.max_kl`."""
+    """The version with the highest held-out reward among the versions whose KL is within `evaluate.select.max_kl`. None
+    if there is no such version."""
     predictions: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By stage, the (predicted, measured) seconds per step, summed over the stage's nodes. The key `step` has the
     seconds of the whole step. Empty if the config has no `predicted_s`."""

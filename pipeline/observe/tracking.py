@@ -101,7 +101,7 @@ class Tracker(Protocol):
     """The driver's interface to experiment tracking. Only `close` and `detach` wait for the tracking server."""
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Log metrics of a step. If a metric of this step is logged already, the new value is ignored. So a resumed run
+        """Log metrics of a step. If a metric of this step was logged before, the new value is ignored. So a resumed run
         may log a step again."""
         ...
 
@@ -508,7 +508,7 @@ def read_state(spool_path: Path) -> dict[str, Any]:
 
 
 def experiment_id(spool_path: Path, uri: str) -> str | None:
-    """Return MLflow's id of the run's experiment; None if the spool was never delivered to `uri`."""
+    """Return MLflow's id of the run's experiment. None if the spool was never delivered to `uri`."""
     state = read_state(spool_path)
     number = state.get("experiment_id") if state.get("uri") == redacted_text(uri) else None
     return None if number is None else str(number)

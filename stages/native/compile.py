@@ -155,7 +155,7 @@ def _candidates() -> Iterator[Path]:
 
 
 def _processor() -> str:
-    """Return the processor's model and features, on which -march=native depends. Libraries are named after them too,
+    """Return the processor's model and features, on which -march=native depends. A library's name depends on them,
     because machines with different processors may share a cache folder. If there is no /proc/cpuinfo, return what
     Python's `platform` says about the processor."""
     cpuinfo = Path("/proc/cpuinfo")

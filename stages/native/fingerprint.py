@@ -2,7 +2,7 @@
 items, weights and inputs compute the same bits. If an item differs, their results may differ.
 
     software       versions of Python and of the packages in `software.SOFTWARE`
-    processor      vector and matrix instructions, and whether the kernel lets this process use matrix registers (AMX)
+    processor      vector and matrix instructions, and whether Linux lets this process use matrix registers (AMX)
     libraries      torch's build and the instruction set that it uses; the C compiler's version and flags
     environment    variables that change how MKL, oneDNN, torch and cuBLAS compute
     device         a GPU's name and capability, versions of CUDA and cuDNN
@@ -88,8 +88,8 @@ def _processor_flags() -> frozenset[str]:
 
 def _matrix_registers(flags: frozenset[str]) -> str:
     """Return "granted" or "refused": whether this process may use the processor's matrix registers. Return "none" if
-    the processor has none. Linux is asked as the C kernels ask it, because a sandbox or an older Linux may refuse the
-    registers on the same processor."""
+    the processor has none. The function makes the same request as the C kernels, because a sandbox or an older Linux
+    may refuse the registers on the same processor."""
     if "amx_bf16" not in flags or platform.machine() != "x86_64":
         return "none"
     granted = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0

@@ -18,7 +18,8 @@ class KLConfig:
     where: Literal["reward", "loss"] = "reward"
     """reward: the penalty is subtracted from the rewards of tokens. loss: it is added to the policy's loss."""
     estimator: KLEstimator = "k1"
-    """Estimator of the KL per token (Schulman 2020): k1 log-ratio, k2 half its square, k3 ratio - 1 - log-ratio."""
+    """Estimator of the KL per token (Schulman 2020). k1: d. k2: d^2 / 2. k3: exp(-d) - 1 + d. Here d is log pi - log
+    pi_ref."""
     coef: float = setting(0.05, at_least(0))
     """Weight of the penalty, and the first weight under an adaptive controller."""
     target: float | None = setting(None, above(0, ", or null for none"))
@@ -57,7 +58,8 @@ class PPOConfig:
     gamma: float = setting(1.0, between(0, 1))
     """Discount. It must be 1 under `advantage: group`, `group_mean` and `rloo`, where a response has one reward."""
     lam: float = setting(0.95, between(0, 1))
-    """Lambda of GAE, for the policy's advantages, and for the critic's returns unless `critic_lam` is set."""
+    """Lambda of GAE for the policy's advantages. It is used for the critic's returns too, unless `critic_lam` is
+    set."""
     critic_lam: float | None = setting(None, between(0, 1))
     """Lambda of the critic's returns (decoupled GAE, VC-PPO, arXiv 2503.01491); null: `lam`."""
     clip: float = setting(0.2, between(0, 1, " (0.2 is usual)", ends=False))
@@ -65,10 +67,11 @@ class PPOConfig:
     clip_high: float | None = setting(None, above(0, " (0.28 is usual), or null for none of its own"))
     """Epsilon of the upper bound alone (clip-higher, DAPO, arXiv 2503.14476); null: `clip`."""
     dual_clip: float | None = None
-    """Upper bound of the ratio for negative advantages, 1 + clip or more (dual clip, arXiv 1912.09729); null: no
-    bound."""
+    """Upper bound of the ratio of tokens with a negative advantage (dual clip, arXiv 1912.09729). It must be at least
+    1 + clip; null: no bound."""
     value_clip: float | None = setting(0.2, above(0, ", or null for none"))
-    """Clip of the new values around the old values; null: none."""
+    """Epsilon of the value clip: the critic's loss clips a new value to old value - epsilon .. old value + epsilon;
+    null: no clip."""
     anchor: Literal["proximal", "sampler"] = "proximal"
     """Policy in the denominator of the clipped ratio. proximal: the proximal policy pi_prox. sampler: the sampler mu
     (vanilla PPO)."""
@@ -103,9 +106,9 @@ class PPOConfig:
     """Scale the rewards of tokens to variance 1 and keep their mean."""
     truncated: Literal["terminate", "bootstrap", "mask"] = "terminate"
     """Treatment of a response that was cut by the length limit. terminate: the value after its last token is 0.
-    bootstrap: the value after its last token is the critic's value of that state. The last token still gets the score,
-    so the outcome of a cut response counts twice; use bootstrap for rewards that accrue per token, not for one score
-    per response. mask: the response is in neither loss (overlong filtering)."""
+    bootstrap: the value after its last token is the critic's value of the state there. The last token still gets the
+    score, so the outcome of a cut response counts twice. Use bootstrap for rewards that accrue per token, and not for
+    one score per response. mask: the response is in neither loss (overlong filtering)."""
     missing_eos_score: float | None = setting(None, finite(", or null for none"))
     """Score of every response that was cut; null: the score that the reward gives."""
     kl: KLConfig = field(default_factory=KLConfig)

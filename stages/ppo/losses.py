@@ -1,14 +1,14 @@
 """The two losses of PPO: the clipped policy loss, with three policies so that stale data is corrected, and the clipped
 value loss.
 
-    mu        the behaviour policy: drew the token, with the weights of its `token_versions`
+    mu        the behaviour policy, which drew the token: the weights of its `token_versions`
     pi_prox   the proximal policy: the trainer's weights at the start of the step
     pi        the policy being trained
 
 Both losses are sums of weight_t * term_t (see `stages.ppo.masks`). The loss of a minibatch is the sum over its
 micro-batches and ranks. If a framework AVERAGES gradients over n ranks, multiply the losses by n.
 
-Stats of the policy loss (`LossStats`). Sums:
+Stats of the policy loss (`LossStats`), in the symbols of `policy_loss`. Sums:
 
     policy/loss             all terms                      policy/surrogate       the first term
     policy/kl_ref           rho * k, if `kl.where: loss`   policy/entropy         H
@@ -143,7 +143,7 @@ def policy_loss(
 
         anchor proximal:   u = pi / pi_prox,  w = corrected pi_prox / mu
         anchor sampler:    u = pi / mu,       w = 1
-        rho = corrected pi / mu, without gradient: k and its gradient are defined for tokens drawn from pi
+        rho = corrected pi / mu, without gradient, because k and its gradient are defined for tokens drawn from pi
 
     Args:
         new_logprobs: log pi of the tokens, with gradient.

@@ -19,7 +19,7 @@ PerRow = Float[np.ndarray, " rows"]
 def reward_metrics(scores: PerRow, shaped_scores: PerRow, kl_per_response: PerRow, kl_coef: float) -> dict[str, float]:
     """Return the metrics of the scores before shaping, and the mean of the shaped scores less the KL penalty.
 
-    reward/adjusted_mean = mean(shaped score - beta * sum_t k_t), whether beta acts in the reward or in the loss.
+    reward/adjusted_mean = mean(shaped score - beta * sum_t k_t). It is the same if beta acts in the loss.
     """
     scores = scores.astype(np.float64)
     if scores.size == 0:

@@ -50,7 +50,8 @@ def micro_batches(
 
 
 def _split_within(lengths: np.ndarray, max_tokens: int, max_rows: int | None) -> list[np.ndarray]:
-    """Return the fewest parts of `split_balanced` within both limits. No row is longer than `max_tokens`."""
+    """Return the parts of `split_balanced`, for the smallest number of parts at which all parts are within both limits.
+    No row may be longer than `max_tokens`."""
     fewest = max(-(-int(lengths.sum()) // max_tokens), -(-len(lengths) // (max_rows or max(1, len(lengths)))))
     for pieces in range(fewest, len(lengths)):
         parts = split_balanced(lengths, pieces)

@@ -11,9 +11,9 @@ The loop runs in the engine's own thread. Callers' threads queue rows, pack new 
 default, new weights are swapped in when no row is in flight. With `in_flight` they are swapped in between two batches,
 and the rows in flight are fed again from their first token.
 
-By default, a call of `generate` waits as long as `load_weights` waits for the rows in flight and swaps. A call raises
-RequestError if a row asks for another version than the resident one. With `in_flight` a call does not wait, and rows
-may also ask for an older version.
+By default, a call of `generate` waits while `load_weights` waits for the rows in flight and swaps the weights. A call
+raises RequestError if a row asks for another version than the resident one. With `in_flight` a call does not wait, and
+rows may also ask for an older version.
 
 Three parts are optional: speculative decoding (`drafts`, through `extensions.Drafts`), a model that spans processes
 (`ranks`, through `runner.Runner`), and rows that migrate to another engine (`migration`, a subclass that uses the last
@@ -50,7 +50,7 @@ from stages.engines.protocol import Completion, EngineStats, Request, check_requ
 class EmbeddedEngine:
     """Owns a runner, the rows and the engine thread. Implements `GenerationEngine`.
 
-    `cache_shape` is that of the runner. `max_rows` is the maximum number of rows that run at the same time."""
+    `cache_shape` is the runner's `cache_shape`. `max_rows` is the maximum number of rows that run at the same time."""
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class EmbeddedEngine:
 
         Args:
             runner: holds the weights of `version`. It is closed with the engine.
-            scheduler: built for the runner's number of blocks and depth, without rows.
+            scheduler: a scheduler without rows, built for the runner's number of blocks and its `depth`.
             capabilities: abilities that the engine reports.
-            max_seq: longest prompt plus response, in tokens.
+            max_seq: maximum length of a prompt and its response together, in tokens.
             threads: number of torch threads in the engine's own thread.
             eos_ids: tokens that end a response.
             version: version of the runner's weights.
@@ -134,7 +134,8 @@ class EmbeddedEngine:
         """Start a batch if possible. Then end the oldest batch, if none was started or if `Runner.depth` batches are
         under way.
 
-        No batch is started while new weights or a thread that needs a pause wait for the batches under way."""
+        No batch is started while new weights wait for the end of the batches under way, or while another thread waits
+        for a pause between batches."""
         paused = self._running_batches and (self._admission.weights is not None or self._admission.num_pausing > 0)
         submitted = not paused and self._plan_and_run()
         if self._running_batches and (not submitted or len(self._running_batches) == self._runner.depth):
@@ -152,7 +153,8 @@ class EmbeddedEngine:
         return bool(chunks)
 
     def _sample_and_finish(self) -> None:
-        """End the oldest batch: append the tokens that it drew to its rows, and retire the complete ones."""
+        """End the oldest batch: append the tokens that it drew to its rows, and retire the rows that are complete or
+        failed."""
         scheduler, batch = self._scheduler, self._running_batches.popleft()
         chunks, draws = batch.chunks, self._runner.collect()
         kept = keep(chunks, draws, self.version)
@@ -177,8 +179,8 @@ class EmbeddedEngine:
             self._finish(ended)
 
     def _finish(self, rows: Sequence[Row]) -> None:
-        """Return each row to its caller: its completion, or the error of a row that failed. The caller of this method
-        holds the lock."""
+        """Send the result of each row to the row's caller: the completion, or the error of a failed row. The caller of
+        this method holds the lock."""
         for row in rows:
             self._detach(row)
             row.call.results.put((row, row.outcome()))
@@ -222,8 +224,8 @@ class EmbeddedEngine:
         The rows run whether or not the result is iterated. Closing the iterator early drops its unfinished rows.
 
         Raises:
-            RequestError: a request cannot be served. Versions newer than the resident one are refused, and without
-                `in_flight` older ones too.
+            RequestError: a request cannot be served, for example because it asks for a newer version than the resident
+                one. Without `in_flight`, requests for older versions are refused too.
             RuntimeError: the engine is asleep or has stopped. The iterator raises this too, if the engine stops
                 later.
             FloatingPointError: raised by the iterator if the logits of a row are not finite. The message names the row.
@@ -318,13 +320,13 @@ class EmbeddedEngine:
         """Record a batch that has ended. The caller holds the lock."""
 
     def _wants_report(self) -> bool:
-        """Return True if `_report` must be called soon even though there is nothing to compute. The caller holds the
+        """Return True if `_report` must be called even though there may be nothing to compute. The caller holds the
         lock."""
         return False
 
     def _report(self, rows: Collection[Row]) -> None:
         """Receive all rows of this engine. The engine thread calls this before each batch and whenever `_wants_report`
-        is True. The thread does not hold the lock then."""
+        is True. It does not hold the lock during the call."""
 
     def _stopped(self) -> None:
         """Handle the stop of the engine. No row finishes afterwards. The caller holds the lock."""
@@ -334,7 +336,7 @@ class EmbeddedEngine:
         return self._admission.stopped
 
     def check(self, request: Request) -> None:
-        """Check a request. Raises RequestError if it could not be served with any version of the weights."""
+        """Check a request. Raises RequestError if no version of the weights could serve it."""
         check_request(request, self._max_seq, self._runner.vocab, self.eos_ids)
 
     def check_awake(self) -> None:
@@ -366,21 +368,21 @@ class EmbeddedEngine:
         self._admission.finished(1)
 
     def store_cache(self, cache: np.ndarray) -> list[int] | None:
-        """Write keys and values of another engine's row into blocks, and return these. Return None if there are too few
-        free ones. The caller passes them to `put_in` or `free_blocks`. Call this between batches."""
+        """Write keys and values of another engine's row into free blocks, and return the blocks. Return None if too few
+        blocks are free. The caller passes the blocks to `put_in` or `free_blocks`. Call this between batches."""
         blocks = self._scheduler.take_blocks(blocks_for(cache.shape[3]))
         if blocks is not None:
             self._runner.write_cache(blocks, cache)
         return blocks
 
     def free_blocks(self, blocks: Sequence[int]) -> None:
-        """Release blocks of `store_cache`. Call this between batches."""
+        """Release blocks that `store_cache` returned. Call this between batches."""
         self._scheduler.pool.release(blocks)
 
     def put_in(self, row: Row, blocks: list[int], num_cached: int) -> None:
         """Continue a row from another engine. `blocks` hold the keys and values of its first `num_cached` positions. If
-        there are any and a slot is free, the row runs at once. Otherwise it is queued, the blocks are released, and its
-        tokens are fed again. Call this between batches."""
+        `num_cached` > 0 and fewer than `max_rows` rows are running, the row runs at once. Otherwise the row is queued,
+        the blocks are released, and its tokens are fed again. Call this between batches."""
         if num_cached and self._scheduler.admit_with_blocks(row, blocks):
             row.num_cached = num_cached
         else:
@@ -395,8 +397,9 @@ class EmbeddedEngine:
 
 
 def _zero_blocks(row: Row, pool: BlockPool, runner: Runner) -> None:
-    """Write zeros into the blocks that only this failed row holds. The next holder of a block multiplies positions that
-    it has not written yet by 0, so their contents must be finite. No batch under way reads or writes these blocks."""
+    """Write zeros into the blocks that only this failed row holds. The next row that holds such a block multiplies the
+    positions that it has not written yet by 0, so their contents must be finite. No batch under way reads or writes
+    these blocks."""
     own = pool.discard(row.blocks)
     layers, heads, dim = runner.cache_shape
     runner.write_cache(own, np.zeros((layers, 2, heads, len(own) * BLOCK_TOKENS, dim), np.float32))
@@ -404,7 +407,7 @@ def _zero_blocks(row: Row, pool: BlockPool, runner: Runner) -> None:
 
 @dataclass(frozen=True)
 class _RunningBatch:
-    """A batch under way, with the times before and after the drafting."""
+    """A batch under way, with the times before and after its guesses were drafted."""
 
     chunks: list[Chunk]
     started_at: float
@@ -446,7 +449,8 @@ class Counters:
         scheduler.pool.reset_peak()
 
     def stats(self, scheduler: Scheduler, drafts: DraftCounts, rank_busy_s: Collection[float]) -> EngineStats:
-        """Return the statistics. `rank_busy_s`: seconds that each rank has computed since the last call."""
+        """Return the statistics. `rank_busy_s`: seconds that each rank has spent computing since `stats` was last
+        called."""
         decoded = scheduler.max_rows * self.decode_steps
         return EngineStats(
             tokens=self.tokens,

@@ -27,9 +27,9 @@ class DraftCounts:
     """Number of guesses that were verified, by kind."""
     accepted: Counter[str] = field(default_factory=Counter)
     lengths: Counter[int] = field(default_factory=Counter)
-    """Number of guesses n that a decoding row had in a batch -> how often that occurred."""
+    """Number of guesses that a row had in a batch -> how often this number occurred."""
     accepted_at: Counter[int] = field(default_factory=Counter)
-    """Number of guesses before a right guess in its draft -> how many such guesses were right."""
+    """Depth in the tree of guesses, 0 for a guess of the next token -> number of right guesses at this depth."""
 
 
 class Drafts(Protocol):

@@ -12,17 +12,18 @@
     deliver:     returns a row to its caller    ◄───── (ticket, Completion) as each finishes
     give_back:   the target is lost, the rows continue here
 
-The first phase is only there so that a row stands still for a short time in the second. It may be left out, and it may
-end at any point: then the row never left its source.
+The first phase shortens the time for which a row stands still in the second phase. It may be left out. It may also stop
+at any point, since the row is still at its source.
 
-A migrated row's tokens and log-probs have the same bits as without the migration: noise is keyed by the row, and keys
-and values are copied, or computed again by kernels whose results depend only on the row. The callers of the rows notice
-nothing, apart from `RowsLost`.
+On a CPU a migrated row's tokens and log-probs have the same bits as without the migration. Its noise is keyed by the
+row. Its keys and values are copied, or computed again by kernels whose results depend only on the row. (On a GPU they
+may change by rounding.) The callers of the rows notice nothing, apart from `RowsLost`.
 
-`MigratedRow` is a row on its way; `Capabilities.migration` says which engines can send and receive rows. `OutgoingRows`
-and `AcceptedRows` keep the rows that left and arrived, `BatchTimes` measures the engine, and `LoadWatch` reports its
-load. The functions at the end check, pack and unpack rows. `OutgoingRows` is used only under the engine's lock,
-`BatchTimes` and `LoadWatch` only in the engine's thread.
+`MigratedRow` is a row on its way to another engine. `Capabilities.migration` is True for engines that can send and
+receive rows. `OutgoingRows` owns the rows that have left this engine, and `AcceptedRows` owns the rows that have
+arrived. `BatchTimes` measures the engine, and `LoadWatch` reports its load. The functions at the end check, pack and
+unpack rows. `OutgoingRows` is used only under the engine's lock, `BatchTimes` and `LoadWatch` only in the engine's
+thread.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class MigratedRow:
     """Everything that another engine needs to continue a row."""
 
     ticket: int
-    """Number of the row in the engine that it left."""
+    """Number that the row's source engine gave to it."""
     request: Request
     version: int
     """Version of the weights that the row continues with."""
@@ -72,10 +73,10 @@ class MigratedRow:
     logprobs: Float32[np.ndarray, " new"]
     versions: Int32[np.ndarray, " new"]
     cache: Float32[np.ndarray, "layers 2 kv_heads positions dim"] | None
-    """Keys and values of the positions from `num_copied` on, in a layout that depends on no engine. None: there are
-    none. Without any keys and values the other engine feeds the row's tokens again."""
+    """Keys and values of the positions from `num_copied` on, in a layout that is the same for all engines. None: none
+    are sent. If none were copied before either, the other engine feeds the row's tokens again."""
     num_copied: int = 0
-    """Number of first positions whose keys and values the other engine has already."""
+    """Number of positions, from the first on, whose keys and values the other engine has already."""
 
     @property
     def num_tokens(self) -> int:
@@ -85,27 +86,27 @@ class MigratedRow:
 
 @dataclass(frozen=True, eq=False)
 class CopiedPart:
-    """A part of a row's keys and values, while the row goes on decoding."""
+    """A copy of a part of a row's keys and values. The row itself goes on decoding at its source."""
 
     key: RowKey
     version: int
-    """Version of the weights that made them."""
+    """Version of the weights that computed the keys and values."""
     start: int
-    """First position: a multiple of `BLOCK_TOKENS`, as is `stop`."""
+    """First position. Like `stop`, it is a multiple of `BLOCK_TOKENS`."""
     cache: Float32[np.ndarray, "layers 2 kv_heads positions dim"] | None
-    """None if there is no full block more."""
+    """None if no further block is full."""
     held_s: float
     """Seconds in which the engine computed nothing because of the copy."""
 
     @property
     def stop(self) -> int:
-        """Position after the last one."""
+        """Position after the last position of the part."""
         return self.start + (0 if self.cache is None else self.cache.shape[3])
 
 
 @dataclass
 class _StoredParts:
-    """The parts of a row that have arrived, in blocks of the cache."""
+    """The parts of a row that have arrived so far, and the blocks of the cache that hold them."""
 
     version: int
     blocks: list[int]
@@ -118,15 +119,15 @@ def key_of(request: Request) -> RowKey:
 
 
 class MigratingEngine(EmbeddedEngine):
-    """An engine whose rows can leave and arrive. Also owns the rows that have left. All public methods are
-    thread-safe."""
+    """An engine that can send rows to other engines and receive rows from them. Also owns the rows that have left. All
+    public methods are thread-safe."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         """Take the arguments of `EmbeddedEngine`."""
         self._outgoing, self._times = OutgoingRows(), BatchTimes()
         self._watch: LoadWatch | None = None
         self._stored: dict[RowKey, _StoredParts] = {}
-        """Parts of rows that have not arrived yet."""
+        """Parts of rows that may arrive later."""
         self._num_out = self._num_in = 0
         """Numbers of rows that left and arrived since `stats` was last called."""
         super().__init__(*args, **settings)
@@ -147,16 +148,23 @@ class MigratingEngine(EmbeddedEngine):
     def watch_load(self, listener: Callable[[EngineLoad], None]) -> None:
         """Report the engine's load to `listener` from now on, in the engine's thread.
 
-        The first report is made at once. Another one follows when rows have migrated, when the cost of a pass is known
-        for the first time, and when the number of rows here has changed by an eighth: few reports while there are many
-        rows, and one for each of the last rows. An exception of the listener stops the engine."""
+        The first report is made at once. Another report follows
+
+        - when rows have migrated,
+        - when the cost of a pass is known for the first time,
+        - when the number of rows here has changed by an eighth, and at least by 1. So there are few reports while there
+          are many rows, and one report for each of the last rows.
+
+        An exception of the listener stops the engine."""
         with self.lock:
             self._watch = LoadWatch(listener)
             self.lock.notify_all()
 
     def copy_out(self, key: RowKey, start: int) -> CopiedPart | None:
-        """Return a copy of a row's keys and values from position `start` on: full blocks, at most `COPY_POSITIONS`. The
-        row stays. Return None if it is not here or does not decode. Raises RuntimeError if the engine has stopped."""
+        """Return a copy of a row's keys and values from position `start` on: only full blocks, and at most
+        `COPY_POSITIONS` positions. The row stays in this engine. Return None if the row is not here, is not decoding,
+        is no longer wanted, or has fewer than `start` cached positions. Raises RuntimeError if the engine has
+        stopped."""
         with self.between_batches():
             began = time.perf_counter()
             row = next((row for row in self.rows_here() if key_of(row.request) == key), None)
@@ -169,13 +177,14 @@ class MigratingEngine(EmbeddedEngine):
     def migrate_out(
         self, rows: Collection[MigrationRequest], copied: Mapping[RowKey, CopiedPart] = MappingProxyType({})
     ) -> list[MigratedRow]:
-        """Take rows out of this engine, each with everything that another engine needs to continue it.
+        """Remove rows from this engine. Return each with everything that another engine needs to continue it.
 
         A row is skipped if it is not here, if fewer than `min_left` tokens are left to sample, if no caller waits
         for it, or if the weights have changed since a part was copied. The rows that leave no longer count as in flight
         here, unless they are given back. Raises RuntimeError if the engine has stopped.
 
-        `copied`: the last part of each row that was copied before; the other engine has all up to its end."""
+        `copied`: the last part of each row that `copy_out` has copied. The other engine already has all positions up to
+        the end of this part."""
         migrated = []
         asked_for = {one.key: one for one in rows}
         with self.between_batches():
@@ -196,11 +205,12 @@ class MigratingEngine(EmbeddedEngine):
         return migrated
 
     def write_in(self, part: CopiedPart) -> float:
-        """Keep a part of a row that may arrive. Return the seconds in which the engine computed nothing because of it.
+        """Store a part of a row that may arrive later. Return the seconds in which the engine computed nothing because
+        of this.
 
         Raises:
-            RequestError: the part belongs to other weights or another model, does not follow the last one, or there is
-                no memory for it. All parts of this row are dropped.
+            RequestError: the part belongs to other weights or another model, does not begin where the stored parts end,
+                or does not fit into the free memory. All stored parts of this row are dropped.
             RuntimeError: the engine is asleep or has stopped.
         """
         with self.between_batches():
@@ -228,7 +238,8 @@ class MigratingEngine(EmbeddedEngine):
         return None
 
     def drop_parts(self, key: RowKey) -> None:
-        """Forget the parts of a row that will not arrive. Does nothing if there are none or the engine has stopped."""
+        """Delete the stored parts of a row that will not arrive. Does nothing if there are none or the engine has
+        stopped."""
         with suppress(RuntimeError), self.between_batches():
             self._drop_stored(key)
 
@@ -238,12 +249,12 @@ class MigratingEngine(EmbeddedEngine):
             self.free_blocks(stored.blocks)
 
     def migrate_in(self, migrated: Sequence[MigratedRow]) -> AcceptedRows:
-        """Continue rows of another engine. If no slot is free, they are queued. Return an iterable over their
-        completions.
+        """Continue rows of another engine. Rows are queued if `max_rows` rows are running already. Return an iterable
+        over the completions.
 
         Raises:
-            RequestError: a row needs another version, has keys of another model, is too long, or the parts that were
-                sent before are not here. None of the rows is taken.
+            RequestError: a row needs another version, has keys of another model, is too long, or its parts that were
+                sent before are not here. Then none of the rows is accepted.
             RuntimeError: the engine is asleep or has stopped.
         """
         for one in migrated:
@@ -265,7 +276,8 @@ class MigratingEngine(EmbeddedEngine):
         return AcceptedRows(call, {row: one.ticket for row, one in rows.items()})
 
     def _num_stored(self, key: RowKey) -> int:
-        """Return the number of positions of a row whose keys and values of the resident version are here."""
+        """Return the number of a row's positions whose keys and values are stored here. Return 0 if another version of
+        the weights computed them."""
         stored = self._stored.get(key)
         return stored.num_positions if stored is not None and stored.version == self.version else 0
 
@@ -277,16 +289,16 @@ class MigratingEngine(EmbeddedEngine):
             super().sleep()
 
     def deliver(self, ticket: int, completion: Completion) -> None:
-        """Return a completion to the caller of a row that was taken out. Does nothing if no row with this ticket is
-        out."""
+        """Pass a completion to the caller of a row that left this engine. Does nothing if no row with this ticket is in
+        another engine."""
         with self.lock:
             left = self._outgoing.pop(ticket)
             if left is not None:
                 left[0].call.results.put((left[0], completion))
 
     def give_back(self, tickets: Collection[int]) -> None:
-        """Continue rows that were taken out, in this engine again. If the engine's weights have changed since a row
-        left, its caller gets RowsLost instead."""
+        """Take back rows that left this engine, and continue them here. If the engine's weights have changed since a
+        row left, its caller gets RowsLost instead."""
         with self.lock:
             for left in map(self._outgoing.pop, self._outgoing.tickets_awaited(tickets)):
                 assert left is not None
@@ -300,7 +312,7 @@ class MigratingEngine(EmbeddedEngine):
                     row.call.results.put((row, self._lost_error(row)))
 
     def tickets_awaited(self, tickets: Collection[int]) -> set[int]:
-        """Return the tickets of rows that are out and whose callers still wait."""
+        """Return those of `tickets` whose rows are in other engines and whose callers still wait."""
         with self.lock:
             return self._outgoing.tickets_awaited(tickets)
 
@@ -311,7 +323,7 @@ class MigratingEngine(EmbeddedEngine):
         )
 
     def _rows_changed(self) -> None:
-        """Make a report due, since rows have migrated. The caller holds the lock."""
+        """Note that rows have migrated, so that a report of the load is due. The caller holds the lock."""
         if self._watch is not None:
             self._watch.rows_migrated = True
 
@@ -338,7 +350,7 @@ class MigratingEngine(EmbeddedEngine):
 
 _LEARNING_RATE = 0.2
 _RECENT_PASSES = 9
-"""Number of times that are kept for each number of rows."""
+"""Number of measured times that are kept for each number of rows."""
 _BULK_TOKENS = 8
 """Minimum number of prompt tokens in a batch that is used to measure the time per prompt token."""
 
@@ -372,7 +384,7 @@ class OutgoingRows:
         return self._rows.pop(ticket, None)
 
     def tickets_awaited(self, tickets: Collection[int]) -> set[int]:
-        """Return the tickets whose rows are still wanted, and forget the other rows."""
+        """Return those of `tickets` whose rows are still wanted. Forget the rows of the other tickets."""
         for ticket in tickets:
             if ticket in self._rows and self._rows[ticket][0].unwanted:
                 del self._rows[ticket]
@@ -412,20 +424,20 @@ class AcceptedRows:
 
 
 class BatchTimes:
-    """Owns the times of the recent decoding passes, by number of rows, and the running mean of the seconds that feeding
-    one prompt token takes."""
+    """Owns the times of the recent decoding passes, by number of rows. Also owns the running mean of the seconds that
+    feeding one prompt token takes."""
 
     def __init__(self) -> None:
         self.prefill_s = 0.0
         self.cost_known = False
-        """True if `cost` returns one."""
+        """True if `cost` does not return None."""
         self._pass_s = 0.0
         """Seconds of the last decoding pass."""
         self._passes: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT_PASSES))
 
     def observe(self, chunks: Collection[Chunk], seconds: float, num_groups: int = 1) -> None:
-        """Record a batch. `num_groups`: number of batches under way together. The rows of all of them have gone through
-        a pass after as many times `seconds`."""
+        """Record a batch. `num_groups`: number of batches that are under way at the same time. The rows of all these
+        batches have gone through one pass after `num_groups * seconds`."""
         fed = sum(chunk.count for chunk in chunks if not chunk.decodes)
         if not fed:
             self._pass_s = seconds
@@ -437,13 +449,14 @@ class BatchTimes:
             self.prefill_s += (each - self.prefill_s) * (_LEARNING_RATE if self.prefill_s else 1.0)
 
     def cost(self) -> PassCost | None:
-        """Return the fitted cost of a decoding pass. None until passes with different numbers of rows were timed."""
+        """Return the fitted cost of a decoding pass. Return None until the timed passes differ enough in their numbers
+        of rows."""
         return fit_pass_cost(self._passes)
 
 
 class LoadWatch:
-    """Owns the listener to the engine's load, and the state of the last report: the number of rows, and whether the
-    cost of a pass was known."""
+    """Owns the listener to the engine's load. Also remembers the last report: its number of rows, and whether it had
+    the cost of a pass."""
 
     def __init__(self, listener: Callable[[EngineLoad], None]) -> None:
         self._listener = listener
@@ -464,8 +477,8 @@ class LoadWatch:
 
 
 def may_migrate(row: Row) -> bool:
-    """Return True if another engine may continue the row. It must be wanted, and its tokens must be drawn. A row with
-    prescribed tokens stays, since it is to be scored by this engine."""
+    """Return True if another engine may continue the row. The row must be wanted, and its tokens must be drawn. A row
+    with prescribed tokens stays, since this engine must score it."""
     return not row.unwanted and not row.request.forced
 
 
@@ -514,7 +527,8 @@ def unpack_row(migrated: MigratedRow, call: GenerateCall, eos_ids: Set[int]) -> 
 
 def check_migrated(migrated: MigratedRow, version: int, cache_shape: tuple[int, int, int], num_stored: int) -> None:
     """Check that this engine can continue a row. Raises RequestError, naming the row, if it cannot. `cache_shape`:
-    layers, key/value heads, head dimension. `num_stored`: number of the row's positions that were sent before."""
+    layers, key/value heads, head dimension. `num_stored`: number of the row's positions whose keys and values are
+    stored here already."""
     problem = None
     layers, heads, dim = cache_shape
     positions = migrated.cache.shape[3] if migrated.cache is not None and migrated.cache.ndim == 5 else 0

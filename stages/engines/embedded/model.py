@@ -5,7 +5,7 @@ batch. The residual stream, the attention and the logits are float32 for any dty
 weights, fused kernels round only the operands of the matrix products. Other kernels also round the results of the
 products inside a block.
 
-On a CPU a row's numbers are the same bits in any batch; see `kernels`. `FusedKernels` compute half a block or more in
+On a CPU a row's results have the same bits in any batch (see `kernels`). `FusedKernels` compute half a block or more in
 one call. For other kernels this module combines the single operations.
 
 Shape letters: N tokens, H query heads, K key/value heads, D head dimension, C hidden size, V vocabulary.
@@ -64,13 +64,13 @@ _VECTORS = {
     "q_norm": (Q_NORM,),
     "k_norm": (K_NORM,),
 }
-"""Field of `Block` -> the layer's vectors that it joins. Only some models have them all."""
+"""Field of `Block` -> the layer's vectors that it joins. A model may lack the last three fields."""
 
 
 @dataclass(frozen=True)
 class LlamaWeights:
-    """A whole model in the form that kernels use. New weights replace it. On a CUDA device they overwrite its tensors
-    between two batches."""
+    """The weights of a model, or of a rank's part of it, in the form that kernels use. A refit replaces the record,
+    with one exception: `LocalRunner` on a CUDA device copies the new tensors into the old ones, between two batches."""
 
     embedding: Float[torch.Tensor, "V C"]
     blocks: tuple[Block, ...]
@@ -115,9 +115,9 @@ def build_weights(
 def refit_weights(
     spec: ModelSpec, old: LlamaWeights, tensors: Mapping[str, torch.Tensor], kernels: Kernels
 ) -> LlamaWeights:
-    """Return a copy of `old` with the given tensors, whose names and shapes were checked. All other tensors are shared
-    with `old`, so memory is needed only for the given ones. Raises WeightsError, naming the first tensor that is not
-    finite."""
+    """Return a copy of `old` in which `tensors` replace the old ones. Their names and shapes must have been checked.
+    All other tensors are shared with `old`, so only `tensors` need memory. Raises WeightsError, naming the first tensor
+    that is not finite."""
     dtype, device = old.embedding.dtype, old.embedding.device
     place, pack = _placer(tensors, dtype, device), _packer(spec, tensors, dtype, device, kernels)
     vectors, sizes = _vectors(spec), {part: shape[0] for part, shape in layer_shapes(spec).items()}
@@ -236,8 +236,8 @@ def _vectors(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
 def _placer(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
 ) -> Callable[[str], torch.Tensor]:
-    """Return a function from a tensor's name to a copy of the tensor for the engine. Matrices are converted to `dtype`;
-    norms and biases stay float32. The function raises WeightsError if a number is not finite."""
+    """Return a function that takes a tensor's name and returns a copy of the tensor on `device`. Matrices are converted
+    to `dtype`; norms and biases stay float32. The function raises WeightsError if a number is not finite."""
 
     def place(name: str) -> torch.Tensor:
         tensor = tensors[name].detach()
@@ -256,9 +256,9 @@ def _packer(
     device: torch.device,
     kernels: Kernels,
 ) -> Callable[[list[str], Packed | None], Packed]:
-    """Return a function that stacks and packs the tensors with given names. Its second argument is the old packed
-    weight, from which it takes the tensors that are not in `tensors`. It raises WeightsError if a number is not finite
-    after rounding."""
+    """Return a function that stacks and packs the tensors with the names in its first argument. Its second argument is
+    the old packed weight. Tensors that are not in `tensors` are taken from the old weight. The function raises
+    WeightsError if a number is not finite after rounding."""
     shapes = tensor_shapes(spec)
 
     def pack(names: list[str], old: Packed | None) -> Packed:

@@ -57,7 +57,7 @@ class DraftTree:
 
     def find_child(self, guess: int, token: int) -> int | None:
         """Return the index of the guess with this token whose parent is `guess` (-1: the row). Return None if there is
-        none."""
+        no such guess."""
         for other, (each, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
             if parent == guess and each == token:
                 return other
@@ -76,7 +76,7 @@ class DraftTree:
 
 
 def chain(tokens: Sequence[int]) -> DraftTree:
-    """Return a tree that does not branch."""
+    """Return a tree that does not branch: each token follows the one before it."""
     return DraftTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
 
 
@@ -94,7 +94,8 @@ class GenerateCall:
     """Queue of rows, each with its completion or error. None in the queue means that the engine has stopped."""
     abandoned: threading.Event
     num_local_rows: int = 0
-    """Number of unfinished rows of the call that are in this engine. Rows may also be in another one."""
+    """Number of unfinished rows of the call that are in this engine. The call may have further rows in other
+    engines."""
 
 
 @dataclass(eq=False)
@@ -114,12 +115,12 @@ class Row:
     """Number of positions whose keys are in the blocks or are written by the batch under way. Between two batches the
     last token is not counted, since it is fed only to sample the next one."""
     num_to_refeed: int = 0
-    """Number of tokens just before the last one that were fed as guesses, but whose keys are not in place. These tokens
-    are fed again."""
+    """Number of tokens just before the row's last token that were fed as guesses, but whose keys are not in place. They
+    are fed again in the next batch."""
     failure: FloatingPointError | None = None
     """The error that ends this row, if any."""
     dropped: bool = False
-    """True if this row is no longer wanted. Other rows of its call may still be."""
+    """True if this row is no longer wanted. Other rows of its call may still be wanted."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)

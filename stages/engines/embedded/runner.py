@@ -1,5 +1,4 @@
-"""Runners compute batches. This module has their protocol, and the runner of a whole model on one device in this
-process.
+"""The protocol of runners, which compute batches, and the runner of a whole model on one device in this process.
 
 The engine decides which rows run (`scheduler`) and turns them into arrays (`batch`). A runner holds the weights and the
 cache. It runs batches in the order in which they are submitted.
@@ -62,8 +61,8 @@ class Runner(Protocol):
         ...
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """Return new weights for `swap`. The old weights stay in use meanwhile, and also if this raises WeightsError
-        because the new ones cannot be made."""
+        """Return new weights for `swap`. The old weights stay in use until then. Raises WeightsError if the new weights
+        cannot be made."""
         ...
 
     def swap(self, prepared: Any) -> None:
@@ -76,17 +75,17 @@ class Runner(Protocol):
         ...
 
     def busy_s(self) -> tuple[float, ...]:
-        """Return, for each rank, the seconds of wall-clock time that it has spent on batches since the start. Time in
-        which a rank waited for others is not counted."""
+        """Return each rank's seconds of work on batches since the start, in wall-clock time. Time in which a rank
+        waited for other ranks is not counted."""
         ...
 
     def read_cache(self, blocks: Sequence[int], num_positions: int) -> np.ndarray:
-        """Return a copy of the keys and values of a row's first positions, for the whole model: float32 [layers, 2,
-        kv_heads, positions, dim]. No batch may be under way."""
+        """Return a copy of the keys and values of the first `num_positions` positions in `blocks`, for the whole model:
+        float32 [layers, 2, kv_heads, positions, dim]. No batch may be under way."""
         ...
 
     def write_cache(self, blocks: Sequence[int], copied: np.ndarray) -> None:
-        """Write a copy made by `read_cache` into a row's blocks. No batch under way may read or write these blocks."""
+        """Write a copy made by `read_cache` into `blocks`. No batch under way may read or write these blocks."""
         ...
 
     @property
@@ -103,7 +102,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class Prepared:
-    """New weights that a runner has prepared for itself."""
+    """New weights, made by `LocalRunner.prepare`."""
 
     weights: LlamaWeights
 
@@ -121,8 +120,8 @@ class LocalRunner:
         """Load the model.
 
         Raises:
-            ValueError: sizes cannot work.
-            WeightsError: the weights are not those of the model.
+            ValueError: `max_seq` or the settings do not suit the model (see `checked_spec`, `affordable_blocks`).
+            WeightsError: a tensor is missing, unknown, of another shape or not finite.
             NoNativeKernelsError, NoTritonKernelsError: the config asks for kernels that are not available.
         """
         self._spec = checked_spec(path, engine, max_seq)
@@ -155,8 +154,7 @@ class LocalRunner:
             self._captured = CapturedBatches(self._whole_batch, max_seq, device, capture)
         self._refit_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._resident = Residence(lambda: all_tensors(self._weights))
-        """Moves the weights to the host's memory and back. Used only on a CUDA device, since on a CPU they are always
-        in the host's memory."""
+        """Moves the weights to the host's memory and back. Used only on a CUDA device."""
 
     def submit(self, batch: Batch) -> None:
         with torch.inference_mode(), torch.cuda.device(self._device) if self._refit_stream else nullcontext():
@@ -177,7 +175,8 @@ class LocalRunner:
         return replace(drawn, hidden=hidden[wanted].cpu().numpy()) if batch.wants_hidden else drawn
 
     def _whole_batch(self, tokens: Tokens, drawing: Drawing) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the draw after each token of a batch, without reading anything from the device."""
+        """Return the token drawn after each token of a batch, and its log-prob. Copies nothing from the device to the
+        host."""
         assert isinstance(self._kernels, DeviceKernels)
         hidden = forward(self._weights, self._spec, self._kernels, tokens, self._cache)
         scores = logits(
@@ -274,8 +273,8 @@ def affordable_blocks(engine: EngineConfig, per_block: int, max_seq: int) -> int
 
 
 def choose_kernels(engine: EngineConfig, device: torch.device) -> Kernels:
-    """Return the kernels that `engine.embedded.kernels` names. auto means the best ones that are available on the
-    device. Raises NoNativeKernelsError or NoTritonKernelsError if the named ones are not available."""
+    """Return the kernels that `engine.embedded.kernels` names. auto means the best kernels that are available on the
+    device. Raises NoNativeKernelsError or NoTritonKernelsError if the named kernels are not available."""
     wanted = engine.embedded.kernels
     has_triton = find_spec("triton") is not None
     if wanted == "triton" or (wanted == "auto" and device.type == "cuda" and has_triton):
@@ -319,8 +318,8 @@ def on_device(batch: Batch, device: torch.device) -> Tokens:
 
 
 def draw(kernels: Kernels, scores: torch.Tensor, batch: Batch) -> Draws:
-    """Return the draws of a batch. `scores`: float32 logits [M, V], which may be overwritten. Where a token is
-    prescribed (`Batch.forced`), it takes the place of the drawn one."""
+    """Return the draws of a batch. `scores`: float32 logits [M, V], which may be overwritten. A prescribed token
+    (`Batch.forced`) replaces the drawn token."""
     ban(scores, batch.banned)
     forced = forced_logprobs(scores, batch.temperatures, batch.forced)  # before `choose` overwrites the logits
     chosen, logprobs_of_chosen = kernels.choose(scores, batch.temperatures, batch.keys)

@@ -3,11 +3,11 @@
 Each token's noise has a key: (seed, step, row, position). The generator is counter-based (Salmon et al. 2011, "Parallel
 random numbers: as easy as 1, 2, 3"). No state passes from draw to draw, so the noise depends only on the key and on the
 token's id. splitmix64 (Steele et al. 2014) mixes the four numbers of a key into 64 bits. A word that stands for the
-token id then goes through two multiply-xorshift rounds (with the constants of Ettinger's `lowbias32`), each of which
-takes in one half of the key.
+token id then goes through two multiply-xorshift rounds (with the constants of Ettinger's `lowbias32`). Each round mixes
+in one half of the key.
 
-Up to the uniform variate everything is integer arithmetic, or is rounded once per operation, so its bits are the same
-on every device. The two logarithms are the device's own. They may differ in the last bit.
+All operations up to the uniform variate work on integers or round exactly once. So the variate has the same bits on
+every device. The two logarithms are the device's own. They may differ in the last bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _ROUND_1 = 0x7FEB352D
 _ROUND_2 = 0x846CA68B - (1 << 32)
-"""The constant as int32, since torch has no uint32 arithmetic. In two's complement both products have the same bits."""
+"""0x846CA68B as int32, since torch has no uint32 arithmetic. A product of int32 has the same bits as one of uint32."""
 _UNIFORM_SCALE = (1.0 - 2.0**-24) * 2.0**-31
 """The largest float32 below 2^-31. The largest 31-bit word is rounded to 2^31, and its product with this scale is still
 below 1."""
@@ -51,8 +51,8 @@ def noise_keys(
 def gumbel(keys: UInt64[np.ndarray, " keys"], vocab: int, device: torch.device) -> Float32[torch.Tensor, "keys vocab"]:
     """Return standard Gumbel noise, -log(-log u), for every token of every key.
 
-    1 - u is a multiple of 2^-31 plus half a step, kept to float32's relative precision. The noise therefore lies within
-    (-2.9, 22.2), and its upper tail, which decides the arg max, is resolved best."""
+    1 - u is (k + 1/2) 2^-31 for an integer k, rounded to float32. The noise therefore lies within (-2.9, 22.2). Its
+    upper tail, which decides the arg max, has the finest resolution."""
     return gumbel_of(keys, token_words(vocab, device))
 
 
@@ -138,7 +138,7 @@ def sample(
     """Draw a token for each row from softmax(logits / temperature): the arg max of log p plus the Gumbel noise of the
     row's key. Return tokens and log-probs. Overwrites `logits`.
 
-    At temperature 0 the token is the arg max of the logits, and its log-prob is that at temperature 1."""
+    At temperature 0 the token is the arg max of the logits, and its log-prob is computed at temperature 1."""
     device = logits.device
     _apply_temperatures(logits, temperatures)
     drawn = torch.tensor([t > 0 for t in temperatures], device=device)[:, None]
@@ -225,8 +225,8 @@ def forced_logits(
 
 def put_forced(part: Float64[torch.Tensor, "rows 5"], forced: Mapping[int, int], logits: Mapping[int, float]) -> None:
     """Change a result of `sample_part` so that `join_parts` chooses the prescribed tokens. In the rows with a
-    prescribed token, the score becomes +inf if this part holds the token, and -inf otherwise. `logits`: result of
-    `forced_logits`."""
+    prescribed token, the logit plus noise becomes +inf if this part holds the token, and -inf otherwise. `logits`:
+    result of `forced_logits`."""
     for row, token in forced.items():
         part[row, 0] = token
         part[row, 1] = float("inf") if row in logits else float("-inf")

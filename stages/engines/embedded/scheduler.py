@@ -12,7 +12,7 @@ their tokens, so a long prompt is fed in pieces and does not delay the rows that
 If `depth` > 1 (pipeline stages on several ranks), several batches are under way at the same time. A row is in at most
 one of them, and each batch takes an equal share of the rows. The shares together hold all rows, so rows that one batch
 leaves out fit into the next one. A row whose batch is under way keeps its blocks. A batch may read keys that an earlier
-one writes, since every rank runs the batches in order.
+batch writes, since every rank runs the batches in order.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Chunk:
     start: int
     count: int
     samples: bool
-    """True if the chunk ends with the row's last token, so that the next one can be sampled."""
+    """True if the chunk ends with the row's last token, so that the next token can be sampled."""
     drafts: DraftTree = NO_GUESSES
     decodes: bool = True
-    """True if the chunk's own tokens are only the row's last one and the `Row.num_to_refeed` tokens before it."""
+    """True if the chunk's own tokens are only the row's last token and the `Row.num_to_refeed` tokens before it."""
 
     @property
     def stop(self) -> int:
@@ -138,15 +138,15 @@ class Scheduler:
         return abandoned
 
     def take_blocks(self, num_blocks: int) -> list[int] | None:
-        """Return blocks for keys and values from another engine. Return None, without a change, unless one more block
-        for each running row is left."""
+        """Return blocks for keys and values of a row from another engine. Return None, and change nothing, if too few
+        free blocks would be left: one for each running row, and one for the new row."""
         if num_blocks + len(self.running) + 1 > self.pool.num_free:
             return None
         return [self.pool.take() for _ in range(num_blocks)]
 
     def admit_with_blocks(self, row: Row, blocks: list[int]) -> bool:
-        """Start a row at once, with blocks that hold its keys and values. Return False, without a change, if no slot is
-        free."""
+        """Start a row at once, with blocks that hold its keys and values. Return False, and change nothing, if
+        `max_rows` rows are running already."""
         if len(self.running) >= self.max_rows:
             return False
         row.blocks = blocks
@@ -161,8 +161,8 @@ class Scheduler:
             self._drop_blocks(row)
 
     def _admit(self) -> bool:
-        """Move the first waiting row to the running ones and return True. Return False if no row waits or no slot is
-        free.
+        """Move the first waiting row to the running ones and return True. Return False if no row waits or if `max_rows`
+        rows are running already.
 
         If other rows run, return False also if there are too few blocks for the row's tokens and one more block for
         each running row. Otherwise the row would soon be preempted."""
@@ -178,7 +178,7 @@ class Scheduler:
         """Return a row's chunk, or None if the row is not in this batch. That is the case if no budget is left, if the
         row was preempted, or if it waits for blocks."""
         if not row.blocks:
-            # without the prompt's last token, which must be fed so that the next one can be sampled
+            # the prompt's last token is not matched: it must be fed, so that the next token can be sampled
             row.blocks = self.pool.match(row.tokens[: len(row.request.tokens) - 1])
             row.num_cached = len(row.blocks) * BLOCK_TOKENS
             self.num_shared_tokens += row.num_cached

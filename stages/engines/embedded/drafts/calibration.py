@@ -32,8 +32,9 @@ _GUESSES = 32
 """Most tokens in the passes that measure the cost of a long context. With so many tokens, attention takes a large part
 of the pass."""
 _PROPORTIONAL = 3.0
-"""If a pass takes this many times as long as one of a quarter of its size, larger ones are not timed: their time grows
-nearly in proportion to their size, so drafts do not pay there. Timing them takes seconds on a slow processor."""
+"""If a pass takes more than this many times as long as a pass of a quarter of its size, larger passes are not timed.
+Their time grows nearly in proportion to their size, so drafts do not pay there. Timing them would take seconds on a
+slow processor."""
 HEAD_VOCAB = 4096
 """Size of the learned head's vocabulary. It consists of the most frequent tokens of the responses."""
 LENGTHS: Literal["measured", "longest"] = "measured"
@@ -41,7 +42,7 @@ LENGTHS: Literal["measured", "longest"] = "measured"
 longest: the maximum that the drafters make. longest is slower if many drafts are refused, but tests use it to get
 drafts on any machine."""
 BRANCHES = 4
-"""Maximum number of the learned head's guesses per position. The likely ones are verified in the same pass. A fifth
+"""Maximum number of the learned head's guesses per position. The likely guesses are verified in the same pass. A fifth
 guess would rarely be right. Kernels that do not support trees of guesses (Triton) get one guess per position."""
 TRAIN_SHARE = 0.5
 """Largest share of the engine's idle time that is spent on training the head."""
@@ -53,17 +54,18 @@ _MEASURED_S = 0.25
 
 
 class TrainingShare:
-    """The share of the engine's idle time in which the draft head may be trained now: `TRAIN_SHARE` if one of the cores
-    that this process may use is idle while the engine waits between two lessons, otherwise `BUSY_TRAIN_SHARE`."""
+    """The share of the engine's idle time in which the draft head may be trained. Training is done in lessons of some
+    tens of milliseconds, between which the engine waits. The share is `TRAIN_SHARE` if during these waits at least one
+    of the cores that this process may use is idle on average. Otherwise it is `BUSY_TRAIN_SHARE`."""
 
     def __init__(self) -> None:
         self._wait_began: tuple[float, float] | None = None
         self._waited = self._idle = 0.0
-        """Seconds of the waits since the last answer, and idle core-seconds in them."""
+        """Seconds of waits since `_is_spare` was last set, and idle core-seconds during these waits."""
         self._is_spare = False
 
     def __call__(self, lesson_begins: bool) -> float:
-        """Return the share. Call it when a lesson begins and when it ends; between lessons the engine waits."""
+        """Return the current share. Call this when a lesson begins, with True, and when it ends, with False."""
         at, idle = self._sample()
         if lesson_begins and self._wait_began is not None:
             self._waited += at - self._wait_began[0]
@@ -82,8 +84,9 @@ class TrainingShare:
 
 
 def training_share(device: torch.device) -> Callable[[bool], float]:
-    """Return the function that says how much the draft head may be trained now. A GPU belongs to the engine alone. An
-    engine on CPUs may share its cores with a busy trainer."""
+    """Return a function that returns the share of idle time in which the draft head may be trained (see
+    `TrainingShare`). On a GPU the share is constant, since the GPU belongs to the engine alone. An engine on CPUs may
+    share its cores with a busy trainer."""
     return (lambda lesson_begins: TRAIN_SHARE) if device.type == "cuda" else TrainingShare()
 
 
@@ -137,7 +140,8 @@ def make_student(path: str, device: torch.device, head_vocab: int = HEAD_VOCAB) 
 
 
 def read_teacher(path: str) -> Teacher:
-    """Return the parts of the model in `path` that the draft head learns from. The large ones are read when needed."""
+    """Return the parts of the model in `path` that the draft head learns from. The large parts are read when they are
+    needed."""
     spec = read_spec(path)
     return Teacher(
         embedding=lambda tokens: read_weights(path)[EMBEDDING][torch.tensor(tokens)],

@@ -20,11 +20,12 @@ CALIBRATED = (1, 2, 4, 8, 16, 32, 64, 128)
 _MEAN_RATE = 0.1
 """Smallest weight of a new measurement in the running mean."""
 _COMMON_RATE, _LOCAL_RATE = 0.08, 0.04
-"""Exponents with which a pass changes the whole curve, and the two sizes next to its own. The whole curve is changed
-because usually the whole machine has become slower or faster. Otherwise a size that was last timed while the machine
-was faster would look too cheap."""
+"""If a pass takes f times as long as predicted, the whole curve is multiplied by f to the power of the first number.
+The two sizes nearest to the pass share a further factor: f to the power of the second number. The whole curve is
+changed because usually the whole machine has become slower or faster. Otherwise a size that was last timed while the
+machine was faster would look too cheap."""
 _FIRST_STEP_SHARE = 0.03
-"""Time that a drafted position is assumed to take until it is measured, as a share of the smallest pass."""
+"""Time that a drafted position is assumed to take until it is measured, as a share of the time of the smallest pass."""
 _NEGLIGIBLE = 0.01
 """Probability below which guesses are ignored."""
 
@@ -184,8 +185,8 @@ def choose_depth(
 # ---- trials: passes with and without drafts --------------------------------------------------------------
 
 _WINDOW = 16
-"""Minimum length of the window: the number of latest passes with drafts that are compared with the latest ones
-without."""
+"""Minimum length of the window, in passes. The window holds the latest passes with drafts. They are compared with the
+latest passes without drafts."""
 _WINDOW_ROWS = 128
 """Minimum number of rows in the window of passes with drafts, summed over its passes. With few rows the number of
 tokens per row is mostly chance. A comparison of a few passes would sooner or later be wrong."""
@@ -195,8 +196,8 @@ full."""
 _PLAIN_EVERY = 32
 """One in this many passes runs without drafts while they are allowed."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 128, 4096
-"""Shortest and longest pause of drafts, in passes. Each pause is twice the last one, until drafts gain over a whole
-window."""
+"""Shortest and longest pause of drafts, in passes. Each pause is twice as long as the last one, until drafts gain over
+a whole window."""
 
 
 @dataclass
@@ -261,8 +262,8 @@ class Trials:
 
     def gain(self, num_rows: int) -> float | None:
         """Return the speed-up by drafts over the latest passes: the tokens per second with drafts, divided by the
-        tokens per second without. Return None if there are too few passes. Uses the median of the seconds, so that a
-        pass that another process slowed down does not count."""
+        tokens per second without. Return None if there are too few passes. Uses the median of the seconds, so a pass
+        that another process has slowed down does not matter."""
         trial = self._trials.get(num_rows)
         if trial is None or not (trial.enough_drafted and trial.enough_plain):
             return None

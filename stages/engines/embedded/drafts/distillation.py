@@ -9,9 +9,9 @@ drawn. It is unrolled over y_j and the tokens that followed. Its loss at step k 
 
 Tokens outside the reduced vocabulary are never targets. As inputs they share one embedding.
 
-Memory: hidden states take up to `budget_bytes`, three quarters of it for finished rows (2 bytes a number) and a quarter
-for rows in flight (4 bytes a number; `draft_head`). The head in float32 with AdamW's two moments takes about 4 * (5 C²
-+ 3 R C) * 4 bytes for hidden size C and R tokens (W included): 110 MB at C = 576, R = 4096.
+Memory: hidden states take up to `budget_bytes`, three quarters of it for finished rows (2 bytes per number) and a
+quarter for rows in flight (4 bytes per number; see `draft_head`). The head in float32 with AdamW's two moments takes
+about 4 * (5 C² + 3 R C) * 4 bytes for hidden size C and R tokens (W included): 110 MB at C = 576, R = 4096.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from jaxtyping import Bool, Float32, Int64
 UNROLLED = 4
 """Number of drafted positions in training; longer drafts use the same cell."""
 _BATCH = 64
-"""Positions of rows that one training step learns from."""
+"""Number of positions of rows that one training step learns from."""
 _PASSES_PER_PLACE = 8
 """Mean number of times that a position is trained on before training stops."""
 _LEARNING_RATE = 1e-3
 _FEATURE_WEIGHT = 0.1
 _ENOUGH_TOKENS = 512
-"""Number of response tokens that must be there before the head is made, since its vocabulary is chosen from them."""
+"""Number of response tokens that are collected before the head is created, since its vocabulary is chosen from them."""
 _PUBLISH_STEPS = 16
-"""Training steps between two published copies of the head."""
+"""Number of training steps between two published copies of the head."""
 _PLACE_BYTES = 16
-"""Bytes per position, besides its hidden state."""
+"""Bytes of a stored position in addition to its hidden state."""
 _MIN_COVERAGE_GAIN = 0.02
-"""Share of the responses' tokens that a new vocabulary must cover in addition, to replace the old one."""
+"""A new vocabulary replaces the old one if it covers more of the responses' tokens, by more than this share of them."""
 
 
 def cell_input(
@@ -68,7 +68,7 @@ class Teacher:
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """A draft head for R tokens and hidden size C. Its tensors are the trained ones."""
+    """A draft head for R tokens and hidden size C. Its tensors change in training."""
 
     ids: Int64[torch.Tensor, " R"]
     """Token ids, on the CPU."""
@@ -107,7 +107,7 @@ class FinishedRows:
         self._next = stop
 
     def starts(self) -> Int64[torch.Tensor, " starts"]:
-        """Return the places at which training can start: those that are not the last place of their row."""
+        """Return the places at which training can start: all places of each row except its last one."""
         return (torch.arange(self.num_places) + 1 < self.ends).nonzero()[:, 0]
 
 
@@ -156,7 +156,7 @@ class Student:
 
     def add(self, hidden: Float32[np.ndarray, "n C"], tokens: Sequence[int]) -> None:
         """Add a finished row. `hidden`: outputs of the model's last block. `tokens`: the token that was drawn from each
-        of them."""
+        output."""
         self._rows.add(self.normed(torch.from_numpy(hidden)), tokens)
         self._counts.update(tokens)
         self._has_new_rows = True
@@ -166,7 +166,7 @@ class Student:
         self._starts = self._starts[:0]
 
     def refit(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the teacher's parts from the model's new weights."""
+        """Copy the teacher's parts from the model's new weights. `step` uses the copies from then on."""
         head, out, norm = self._head, tensors.get(self._teacher.out_name), tensors.get(self._teacher.norm_name)
         ids = None if head is None or out is None else head.ids.clone()
         rows = None if ids is None or out is None else out.detach()[ids.to(out.device)].float().cpu()
@@ -174,8 +174,8 @@ class Student:
             self._pending_refit = (ids, rows, None if norm is None else norm.detach().float().cpu().clone())
 
     def step(self) -> bool:
-        """Train on one batch. Return False, without training, if the rows have been trained on often enough, or if
-        there are too few."""
+        """Train on one batch. Return False, without training, if the rows have been trained on often enough, or if too
+        few tokens have been collected."""
         if self._num_due <= 0 or self._counts.total() < _ENOUGH_TOKENS:
             return False
         self._apply_refit()
@@ -227,16 +227,17 @@ class Student:
             self._optimizer.step()
 
     def _missed_share(self, head: Head) -> float:
-        """Return a share of the responses' tokens: those that the best vocabulary would cover and the vocabulary of
-        `head` does not."""
+        """Return the share of the responses' tokens that the best vocabulary covers, minus the share that the
+        vocabulary of `head` covers."""
         possible = sum(count for _, count in self._counts.most_common(self._num_tokens))
         covered = sum(self._counts[token] for token in head.ids.tolist())
         return (possible - covered) / self._counts.total()
 
     def _choose_vocabulary(self) -> None:
-        """Choose the head's vocabulary: the most frequent tokens of the responses. If there are too few different ones,
-        add the lowest token ids, which tokenizers give to frequent tokens. A token that was in the old vocabulary keeps
-        its learned weights. The optimiser's state is reset."""
+        """Choose the head's vocabulary, and create a head with it. The vocabulary consists of the most frequent tokens
+        of the responses. If there are too few different tokens, add the lowest token ids, which tokenizers give to
+        frequent tokens. A token that was in the old vocabulary keeps its learned weights. The optimiser's state is
+        reset."""
         old, old_draft_ids, old_teacher_out = self._head, self._draft_ids, self._teacher_out
         frequent = [token for token, _ in self._counts.most_common(self._num_tokens)]
         taken = set(frequent)

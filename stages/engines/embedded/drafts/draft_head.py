@@ -31,11 +31,11 @@ from stages.engines.embedded.rows import DraftTree, Row
 from stages.engines.embedded.sampling import gumbel_of, noise_keys, token_words
 
 _LEVEL_BOUNDS = (0.5, 1.5, 3.0)
-"""Upper bounds of the confidence classes, in nats with the noise included. They divide the lead of the best token over
-the second one, and the gap of every other token to the best one."""
+"""Upper bounds of the confidence classes, in nats with the noise included. For the best token they classify its lead
+over the second-best token. For every other token they classify its distance from the best token."""
 _RANKS = 4
 """Number of ranks (the best guess after a token, the second best, ...) that have confidence classes of their own.
-Guesses of lower rank share the classes of the last one."""
+Guesses of lower rank share the classes of the last of these ranks."""
 KIND = "learned"
 
 
@@ -51,7 +51,7 @@ class _DraftingHead:
 
 class LearnedDrafter:
     """Owns the draft head and the hidden states of the rows in flight. If the states exceed their memory budget, long
-    rows keep only their latest ones."""
+    rows keep only their latest states."""
 
     kinds: tuple[str, ...] = (KIND,)
     by_position = True
@@ -63,8 +63,8 @@ class LearnedDrafter:
         Args:
             student: the head in training, in float32.
             kernels: the kernels to draft with.
-            dtype: dtype of the copy of the weights that drafts. Kernels that make a whole draft in one call use
-                bfloat16 instead.
+            dtype: dtype of the weights that are used for drafting, a copy of the student's. Kernels that make a whole
+                draft in one call use bfloat16 instead.
             branches: number of guesses per position of a draft.
         """
         self.generation = 0
@@ -76,7 +76,8 @@ class LearnedDrafter:
             self._dtype, self._unroll = torch.bfloat16, kernels.unroll
         self._drafting_head: _DraftingHead | None = None
         self._hidden: dict[Row, list[np.ndarray]] = {}
-        """Hidden states of each row, in consecutive parts, from some token on up to the latest one."""
+        """Hidden states of each row up to its latest token, as consecutive parts. The oldest states may have been
+        dropped."""
         self.held_bytes = 0
         """Bytes of the states in `_hidden`."""
 
@@ -87,7 +88,7 @@ class LearnedDrafter:
             pass
 
     def _drop_states(self) -> bool:
-        """Choose the row with the states of the most passes, and drop the older half of its states. Return False if no
+        """Drop the older half of the states of one row: the row that has states of the most passes. Return False if no
         row has states of more than one pass."""
         states = max(self._hidden.values(), key=len)
         older = states[: len(states) // 2]
@@ -196,9 +197,10 @@ def unroll(
 ) -> Guessed:
     """Return the head's guesses for `depth` positions, as draft ids.
 
-    A guess costs as much as its logit is below that of the best guess, and a path costs the sum of its guesses. At each
-    position the `branches` cheapest paths are kept; their last guesses are the inputs of the next position. The logits
-    are not divided by the temperature. Instead the noise is multiplied by it, which gives the same order.
+    The cost of a guess is the logit of the best guess after the same token minus its own logit. The cost of a path is
+    the sum of the costs of its guesses. At each position the `branches` cheapest paths are kept. Their last guesses are
+    the inputs of the next position. The logits are not divided by the temperature. Instead the noise is multiplied by
+    it, which gives the same order.
 
     Args:
         kernels: the kernels to compute with.

@@ -21,7 +21,7 @@ from stages.engines.embedded.rows import DraftTree, Row, chain
 _LENGTHS = (3, 2)
 """Lengths of the n-grams to look up; the longer match is tried first, since it is right more often."""
 _MAX_PROMPTS = 4096
-"""Maximum number of prompts whose responses are kept. A prompt whose last response is the oldest is dropped first."""
+"""Maximum number of prompts whose responses are kept. The prompt whose last response is oldest is dropped first."""
 _RESPONSES = 2
 """Number of latest responses that are kept per prompt."""
 
@@ -34,7 +34,8 @@ class Draft:
     tree: DraftTree
     kind: str
     levels: tuple[int, ...] = ()
-    """Confidence class of each guess; acceptance is measured per class. Empty if the drafter has no confidence."""
+    """Confidence class of each guess; acceptance is measured per class. Empty if the drafter does not estimate its
+    confidence."""
 
 
 class Drafter(Protocol):
@@ -48,7 +49,7 @@ class Drafter(Protocol):
     wants_hidden: bool
     """True if `observe` must get the model's hidden states."""
     generation: int
-    """Number of the learned version that drafts. It increases when a newly trained version comes into use."""
+    """Number of the trained version that makes the drafts. It increases when a newly trained version comes into use."""
 
     def propose(self, rows: Sequence[Row], longest: Sequence[int]) -> list[Draft | None]:
         """Return for each row a draft of the tokens after `row.tokens`, or None if there is none. `longest`: maximum
@@ -165,8 +166,8 @@ class Guesses:
     levels: tuple[int | None, ...]
     """Confidence class of each guess; see `Draft`."""
     gains: tuple[float, ...]
-    """Probability that each guess and all guesses before it on its path are right. It is at most that of the guess's
-    parent."""
+    """Probability that each guess and all guesses before it on its path are right. It is at most the gain of the
+    guess's parent."""
 
     @property
     def total(self) -> float:

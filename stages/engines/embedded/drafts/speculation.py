@@ -1,4 +1,4 @@
-"""The choice of guesses to verify in the next pass: those that maximise the expected tokens per second.
+"""Choose the guesses that the next pass verifies. The choice maximises the expected tokens per second.
 
     rows that decode ──► drafters ──► trees of guesses, each with the gain measured for its kind, depth and confidence;
                           │           trees of one row are merged ──► choose_guesses
@@ -6,10 +6,10 @@
                           │   average (choose_depth, which counts the drafting time), or not at all
     pass: seconds, accepted or not, hidden states ──► costs, acceptance, drafters
 
-No guesses may be best, that is plain decoding. This happens at large batches, where a pass costs in proportion to its
-tokens. A draft length is chosen once for several passes, so the choice costs almost nothing. `Trials` overrules the
-cost model: if passes with drafts turn out to gain nothing, drafts pause for a while. `Acceptance` counts how often
-guesses were right.
+The best choice may be no guesses, which is plain decoding. This happens with large batches, whose passes cost in
+proportion to their tokens. A draft length is chosen once for several passes, so the choice costs almost nothing.
+`Trials` overrules the cost model: if passes with drafts turn out to gain nothing, drafts pause for a while.
+`Acceptance` counts how often guesses were right.
 
 The clock is a parameter. `Acceptance` measures time in passes.
 """
@@ -36,7 +36,7 @@ _MIN_GAIN = 1.05
 """Minimum predicted speed-up. Drafts that promise less are not verified, since the estimates are not more precise than
 this."""
 _MIN_DRAFTING_SHARE = 0.02
-"""If drafting takes more than this share of a pass, the pass counts as one with drafts, even if no draft was worth
+"""If drafting takes more than this share of a pass, the pass counts as a pass with drafts, even if no draft was worth
 verifying."""
 _DECISION_PASSES = 16
 """Number of passes for which a chosen draft length is reused while the numbers of rows and tokens stay the same."""
@@ -59,8 +59,8 @@ class Speculation:
         """Start without measurements.
 
         Args:
-            drafters: sources of drafts. Those that work position by position must come last. They are asked only for
-                rows for which the others have no better draft.
+            drafters: sources of drafts. Drafters that work position by position must come last. They are asked only for
+                rows for which the other drafters have no better draft.
             costs: measured seconds of passes.
             longest: maximum number of positions in a draft.
             lengths: see `calibration.LENGTHS`.
@@ -80,7 +80,7 @@ class Speculation:
         """(index of the drafter, rows to draft for, tokens of the pass without drafts) -> (draft length, number of the
         pass at which to choose again)."""
         self._proposed: dict[Row, Guesses] = {}
-        """Guesses that each row verifies in its latest pass. Several passes may be under way, each with other rows."""
+        """Guesses of each row that its latest pass verifies. Several passes may be under way, each with other rows."""
 
     # ---- per pass ----
 
@@ -119,8 +119,8 @@ class Speculation:
         seconds: float | None,
         drafting_s: float = 0.0,
     ) -> None:
-        """See `Drafts`. `seconds` is None if the pass fed prompts, because their tokens cost less: nothing is sampled
-        after them."""
+        """See `Drafts`. `seconds` is None if the pass fed prompts. Their tokens cost less than other tokens, because
+        nothing is sampled after them."""
         self._acceptance.passes += 1
         if seconds is not None and self._lengths == "measured":
             sizes = [chunk.count + len(chunk.drafts) for chunk in chunks]
@@ -157,8 +157,8 @@ class Speculation:
             drafter.refit(tensors)
 
     def train(self) -> float | None:
-        """Let the drafters train for some tens of milliseconds. Return the seconds to wait before the next call, so
-        that training takes no more than its share of the time. Return None if there is nothing to learn."""
+        """Let the drafters train for some tens of milliseconds. Return the seconds to wait before the next call. After
+        this wait, training has taken no more than its share of the time. Return None if there is nothing to learn."""
         self._train_share(True)
         started = self._clock()
         learned = False
@@ -174,15 +174,15 @@ class Speculation:
     # ---- reports ----
 
     def acceptance(self, kind: str) -> list[float]:
-        """Return the measured acceptance rate at each depth: the probability that one of the guesses there is right if
-        their parent is right."""
+        """Return the measured acceptance rate at each depth: the probability that one of the guesses at this depth is
+        right, if their parent is right."""
         return self._acceptance.rates(kind)
 
     # ---- steps of a pass ----
 
     def _candidates(self, drafter: Drafter, limits: Mapping[Row, int], proposed: Mapping[Row, Guesses]) -> list[Row]:
-        """Return the rows for which to ask a drafter. If the drafter works position by position, rows whose drafts from
-        other drafters promise more tokens are left out."""
+        """Return the rows for which to ask a drafter. If the drafter works position by position, leave out the rows for
+        which other drafters' drafts promise more tokens."""
         if not (drafter.by_position and proposed):
             return list(limits)
         means = self._acceptance.gains(drafter.kinds, self._longest)
@@ -230,7 +230,7 @@ class Speculation:
 
     def _with_gains(self, draft: Draft) -> Guesses:
         """Return the guesses of a draft with the probability that each is accepted. If the engine cannot verify a tree
-        of guesses in one pass, keep only the chain of likeliest ones."""
+        of guesses in one pass, keep only the chain of the likeliest guesses."""
         tree, gains = draft.tree, list[float]()
         levels = draft.levels or (None,) * len(tree)
         for parent, depth, level in zip(tree.parents, tree.depths, levels, strict=True):
@@ -272,7 +272,7 @@ class Speculation:
             max(map(self._acceptance.width, drafter.kinds)),
         )
         if depth and not drafter.by_position:
-            depth = self._longest  # whole drafts all cost the same; the good ones are chosen afterwards
+            depth = self._longest  # a draft of any length costs the same; the good guesses are chosen later
         if len(self._depths) > 4096:
             self._depths.clear()
         self._depths[key] = (depth, self._acceptance.passes + _DECISION_PASSES)
@@ -290,10 +290,10 @@ _PRIOR_ACCEPTED, _PRIOR_TRIED = 2.0, 3.0
 """Assumed numbers of accepted and tried guesses before any measurement. They are optimistic, so that every kind is
 tried."""
 _DECAY = 0.999
-"""Factor on all counts per pass. Because counts fade, a kind that is no longer used is tried again after some hundreds
-of passes."""
+"""Factor by which all counts shrink per pass. Because of this, a kind of guess that is no longer used is tried again
+after some hundreds of passes."""
 _DECAY_AFTER_LEARNING = 0.5
-"""Factor on the counts of a drafter when a newly trained version of it comes into use."""
+"""Factor by which a drafter's counts shrink when a newly trained version of the drafter comes into use."""
 _WIDTH_RATE = 0.05
 
 
@@ -302,7 +302,7 @@ class _Tally:
     accepted: float = 0.0
     tried: float = 0.0
     seen: int = 0
-    """Number of the pass at which the counts were last updated. They fade from that pass on."""
+    """Number of the pass at which the counts were last updated."""
 
     def age(self, now: int) -> None:
         factor = _DECAY ** (now - self.seen)
@@ -322,8 +322,8 @@ class Acceptance:
         self.passes = 0
         """Number of passes so far; the owner increments it."""
         self._tallies: dict[tuple[str, int, int | None], _Tally] = {}
-        """Tallies by kind, depth and confidence class. The tally of class None counts how often at least one guess of
-        that kind and depth was right."""
+        """Tallies by kind, depth and confidence class. The tally of class None counts how often at least one of a row's
+        guesses of this kind and depth was right."""
         self._widths: dict[str, float] = {}
         """Mean number of guesses verified per position, by kind."""
 
@@ -379,8 +379,8 @@ class Acceptance:
         return rates
 
     def gains(self, kinds: Sequence[str], longest: int) -> list[float]:
-        """Return, for each position, the probability that a guess is right there and at all positions before. It is an
-        average over the confidence classes. Of the given kinds, the one with the highest sum is used."""
+        """Return, for each position, the probability that this position and all positions before it have a right guess,
+        whatever its confidence class. Of the given kinds, the one whose probabilities have the highest sum is used."""
         each = [
             list(itertools.accumulate((self.rate(kind, depth, None) for depth in range(longest)), operator.mul))
             for kind in kinds
@@ -388,7 +388,7 @@ class Acceptance:
         return max(each, key=sum)
 
     def width(self, kind: str) -> float:
-        """Return the mean number of guesses verified per position."""
+        """Return the mean number of guesses of a kind that are verified per position."""
         return self._widths.get(kind, 1.0)
 
     def _tally(self, kind: str, depth: int, level: int | None, *, accepted: bool) -> None:

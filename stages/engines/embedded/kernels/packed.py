@@ -1,9 +1,9 @@
 """Weights in the layout that their device multiplies fastest, and memory in huge pages.
 
-On a CPU, plain torch uses oneDNN's blocked layout, made once; `gemm.c` has a layout of its own. oneDNN's layout makes a
-row's result independent of the batch: the same bits for 2 or more rows and at every place in the batch, in float32 and
-bfloat16 (plain `F.linear` differs below 4 rows). A single row is computed as two. On other devices the weight stays as
-it is.
+On a CPU, the kernels in plain torch use oneDNN's blocked layout, which is made once. `gemm.c` has a layout of its own.
+With oneDNN's layout a row's result does not depend on the batch: it has the same bits in any batch of 2 or more rows
+and at every place in it, in float32 and bfloat16. (Plain `F.linear` gives other bits below 4 rows.) A single row is
+computed as two equal rows. On other devices the weight is not changed.
 
 `Slabs` takes memory for packed weights, keys and values from the system in large pieces, which the system may back with
 huge pages. A forward pass spends most of its time on reading weights, keys and values. With pages of 2 MiB it reads
@@ -32,7 +32,7 @@ _TYPICAL_ROWS = 32
 
 @dataclass(frozen=True, eq=False)
 class NativeWeight:
-    """A weight [out, in] as packed by gemm.c. Never written after it was made."""
+    """A weight [out, in] as packed by gemm.c. It is never changed."""
 
     tiles: torch.Tensor
     """The packed weight as bytes (uint8)."""
@@ -81,8 +81,8 @@ def unpack(packed: torch.Tensor) -> Float[torch.Tensor, "out in"]:
 def linear(
     x: Float[torch.Tensor, "rows in"], packed: torch.Tensor, dtype: torch.dtype
 ) -> Float[torch.Tensor, "rows out"]:
-    """Return x W^T as `dtype`, which must be the dtype of the packed weight. There are two exceptions: on CUDA `dtype`
-    may be float32, and a CPU without products of `dtype` has packed the weight as float32."""
+    """Return x W^T as `dtype`, which must be the dtype of the packed weight. There are two exceptions. On CUDA `dtype`
+    may be float32. A CPU that cannot multiply in `dtype` has packed the weight as float32."""
     x = x.to(packed.dtype)
     if packed.is_cuda and packed.dtype != dtype:
         return torch.mm(x, packed.t(), out_dtype=dtype)
@@ -94,8 +94,8 @@ def linear(
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """Return True if all numbers are finite. First check only their sum, at a tenth of the cost: since NaN and infinity
-    survive every sum, a finite sum proves that all numbers are finite."""
+    """Return True if all numbers are finite. First check only their sum, at a tenth of the cost. A sum with NaN or
+    infinity is never finite, so a finite sum proves that all numbers are finite."""
     return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
 
 
@@ -146,7 +146,7 @@ class Slabs:
 
 
 def _reserve(num_bytes: int) -> mmap.mmap:
-    """Reserve address space in whole huge pages; memory is assigned at the first write to each."""
+    """Reserve address space in whole huge pages. The system assigns memory to a page when it is first written."""
     try:
         region = mmap.mmap(-1, -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

@@ -22,21 +22,21 @@ from stages.engines.embedded.kernels.packed import Packed
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TreePaths:
-    """For each token, the places of the last keys that it reads, up to its own.
+    """The places of the last keys that each token reads, up to and including its own key.
 
     A place is an index into the keys of a row as the cache holds them. The guesses of a tree are written one after the
     other, but their positions are counted along their paths. So the place of a guess may differ from its position (see
     `rows`)."""
 
     cells: Int64[torch.Tensor, " N"]
-    """Place where each token's key is written. It equals the token's position if all keys that the token reads are in
-    place."""
+    """Place where each token's key is written. It equals the token's position if all keys that the token reads are at
+    the places of their positions."""
     starts: Int64[torch.Tensor, " N"]
-    """First position whose key is not at the place of the position. If there is none, the position after the token's
-    own."""
+    """First position whose key is at a place with another number. If there is no such position: the token's position +
+    1."""
     paths: Int64[torch.Tensor, "N L"]
-    """Places of the keys of positions starts, starts + 1, ... up to the token's own. The entries after these are
-    unused."""
+    """Places of the keys of positions starts, starts + 1, ... up to the token's own position. The entries after these
+    are unused."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -53,8 +53,8 @@ class Tokens:
     longest: int
     """Largest position + 1, or an upper bound."""
     tree_paths: TreePaths | None = None
-    """Places of the keys that each token reads. None if all keys are at the places of their positions, as without
-    guesses or with chains of guesses."""
+    """Places of the keys that each token reads. None if all keys are at the places of their positions. This is the case
+    without guesses, and with guesses that form chains."""
     independent: bool = False
     """True if no token reads a key that another token of the batch writes. Then keys may be written while other keys
     are read."""
@@ -99,7 +99,7 @@ class Kernels(Protocol):
         Args:
             parts: the weight's parts, by the row at which each begins.
             dtype: dtype to which the weight is rounded.
-            old: a packed weight that gives the rows that are not in `parts`. It stays as it is.
+            old: a packed weight from which rows that are not in `parts` are copied. It is not changed.
             wide: True if `linear` must be able to return float32.
 
         Raises:
@@ -114,8 +114,8 @@ class Kernels(Protocol):
     def linear(
         self, x: Float[torch.Tensor, "N in"], packed: Packed, dtype: torch.dtype
     ) -> Float[torch.Tensor, "N out"]:
-        """Return x W^T, summed in float32, as `dtype`. This must be the weight's own dtype, or may be float32 if the
-        weight was packed with `wide`."""
+        """Return x W^T, summed in float32, as `dtype`. `dtype` must be the weight's own dtype. It may also be float32
+        if the weight was packed with `wide`."""
         ...
 
     def add_norm(
@@ -174,8 +174,8 @@ class Kernels(Protocol):
 
 @dataclass(frozen=True)
 class Block:
-    """One transformer block. Its matrices are packed, and the ones that are applied together are fused. All vectors are
-    float32."""
+    """One transformer block. Its matrices are packed. Matrices that are applied to the same input are fused into one.
+    All vectors are float32."""
 
     attention_norm: torch.Tensor
     qkv: Packed
@@ -242,7 +242,7 @@ class HeadWeights:
     embedding: Float32[torch.Tensor, "T+1 C"]
     """Embedding of each draft id. The last row is the embedding of all other tokens."""
     words: Int32[torch.Tensor, "1 T"]
-    """Word of each draft id's token from `sampling.token_words`, from which its noise is computed."""
+    """Word of each draft id's token (see `sampling.token_words`). The noise of the token is computed from it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,11 +253,11 @@ class Guessed:
     parents: Int64[np.ndarray, "R depth G"]
     """Index of each guess's parent among the guesses of the position before; 0 at the first position."""
     ranks: Int64[np.ndarray, "R depth G"]
-    """Rank of each guess among the guesses after its parent, beginning with 0 for the best. -1 if there is no such
-    guess; the other arrays have no meaning then."""
+    """Rank of each guess among the guesses after its parent; 0 is the best guess. -1 if this entry has no guess. Then
+    the entries of the other arrays have no meaning."""
     gaps: Float32[np.ndarray, "R depth G"]
-    """Distance of each guess from the best guess after the same parent, in logits with the noise included. For the best
-    guess itself, its lead over the second."""
+    """Logit of the best guess after the same parent minus the logit of this guess, both with noise. For the best guess
+    itself: its logit minus that of the second-best guess."""
 
 
 @runtime_checkable

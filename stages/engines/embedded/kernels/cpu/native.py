@@ -1,9 +1,9 @@
 """The kernels in C (`kernels.c`, `gemm.c`, `drafts.c`), called through ctypes.
 
-If both use the GNU runtime of OpenMP, as torch's own packages for Linux do, the kernels share torch's threads. The
-records mirror the structs in C, and `load_library` compares their layouts. The functions `check_...` raise ValueError
-if the sizes of the arguments do not match. They do not check values (positions, blocks), for which the scheduler is
-responsible.
+If the kernels and torch both use the GNU runtime of OpenMP, they share their threads. torch's packages for Linux use
+it. The records mirror the structs in C, and `load_library` compares their layouts. The functions `check_...` raise
+ValueError if the sizes of the arguments do not match. They do not check values (positions, block numbers): the
+scheduler is responsible for these.
 
 Shape letters: see `kernels.protocol`.
 """
@@ -40,9 +40,10 @@ class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.workspace = torch.empty(0, dtype=torch.uint8)
         self.last_pass: list[weakref.ref[object]] = []
-        """The blocks of the last forward pass and their cache, as weak references."""
+        """Weak references to the blocks of the last forward pass and to the first layer's keys."""
         self.addresses: ctypes.Array[BlockRecord] | None = None
-        """Addresses of the tensors of `last_pass`."""
+        """C structs of these blocks, with the addresses of their weights, keys and values. None before the first
+        pass."""
 
 
 def load_native_kernels() -> NativeKernels:
@@ -81,8 +82,8 @@ class NativeKernels:
     _thread_state: _ThreadState = field(default_factory=_ThreadState)
 
     def use_matrix_registers(self, wanted: bool) -> bool:
-        """Choose, for the whole process, whether bfloat16 products use the CPU's matrix registers (Intel's AMX). They
-        do by default. Return True if the registers are wanted and available."""
+        """Choose, for the whole process, whether bfloat16 products use the CPU's matrix registers (Intel's AMX). By
+        default they are used. Return True if the registers are wanted and available."""
         return bool(self.library.use_matrix_registers(wanted))
 
     def pack(
@@ -177,17 +178,17 @@ class NativeKernels:
         _check_memory(failed, tokens)
 
     def _buffers(self, num: int, block: Block) -> BuffersRecord:
-        """Return buffers for batches of `num` tokens through blocks of this size. The next call in the same thread
-        reuses their memory."""
+        """Return buffers for a batch of `num` tokens in a block of this size. The next call in the same thread reuses
+        their memory."""
         qkv, out, gate_up, down = map(_native, (block.qkv, block.out, block.gate_up, block.down))
         size, projected = qkv.dtype.itemsize, max(qkv.out_features, gate_up.out_features)
         widths = (qkv.in_features * size, projected * 4, out.in_features * 4, out.in_features * size)
         return BuffersRecord(*self._workspace(num, (*widths, down.in_features * size)))
 
     def _workspace(self, rows: int, row_bytes: tuple[int, ...]) -> list[int]:
-        """Return the addresses of one buffer for each entry of `row_bytes`, its size in bytes per row. Each buffer
-        begins at a cache line. The memory belongs to this thread and is reused, since the system would have to clear
-        new memory page by page."""
+        """Return the address of one buffer for each entry of `row_bytes`. An entry is the size of its buffer in bytes
+        per row. Each buffer begins at a cache line. The memory belongs to this thread. It is reused, since the system
+        would have to clear new memory page by page."""
         ends = list(itertools.accumulate(-(-rows * size // 64) * 64 for size in row_bytes))
         state = self._thread_state
         if state.workspace.numel() < ends[-1]:
@@ -442,7 +443,7 @@ RECORDS = {
     "block": BlockRecord,
     "buffers": BuffersRecord,
 }
-"""Name in C -> record; the layouts are compared when the library is loaded."""
+"""Name of a struct in C -> its record here. `load_library` compares their layouts."""
 
 
 # ---- checks of arguments ---------------------------------------------------------------------------------
@@ -468,8 +469,8 @@ def check_weights(
 
 
 def check_heads(num_heads: int, width: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Check the shapes of the cache, and that a product `width` numbers wide holds all queries, keys and values. The
-    number of key/value heads comes from the shape of the cache."""
+    """Check the shapes of the cache, and that `width` is the number of a token's queries, keys and values together. The
+    number of key/value heads is read from the shape of the cache."""
     require(keys.ndim == 4, f"keys have {keys.ndim} axes; wanted: 4")
     pool, kv_heads, dim, _ = keys.shape
     expect("keys", keys, (pool, kv_heads, dim, BLOCK_TOKENS), FLOATS)
@@ -482,7 +483,7 @@ def check_heads(num_heads: int, width: int, keys: torch.Tensor, values: torch.Te
 
 
 def check_head_vectors(block: Block, num_heads: int, kv_heads: int, dim: int) -> None:
-    """Check the shapes of the biases, and of the norms of queries and keys. A model may lack them."""
+    """Check the shapes of the biases, and of the norms of queries and keys. A model may have none of these."""
     require((block.q_norm is None) == (block.k_norm is None), "q_norm and k_norm must be given together")
     if block.qkv_bias is not None:
         expect("qkv_bias", block.qkv_bias, ((num_heads + 2 * kv_heads) * dim,))

@@ -1,4 +1,4 @@
-"""The kernels for CUDA devices, in Triton; the only file that imports it.
+"""The kernels for CUDA devices, in Triton. No other file imports Triton.
 
 Attention is split over the context (flash decoding), so that a few rows with long contexts fill the device as well as
 many rows with short ones:
@@ -9,7 +9,7 @@ many rows with short ones:
 
 Splits begin at fixed positions (0, SPLIT, 2 SPLIT, ...), and each is summed in the same order in any program. A token's
 numbers in these kernels therefore depend on its row alone. On a GPU the batch can still change the matrix products
-between the kernels, whose algorithm cuBLAS chooses by the number of rows.
+between the kernels, since cuBLAS chooses their algorithm by the number of rows.
 
 With a bfloat16 cache the operands of both products of the attention are bfloat16; scores, softmax and sums are float32.
 With a float32 cache everything is float32.
@@ -18,7 +18,7 @@ The file is long because kernels are read together with the code that launches t
 shares a dozen values. Unit tests compare the kernels with `kernels.reference` in Triton's interpreter, on a CPU
 (TRITON_INTERPRET=1). They have not run on a GPU yet.
 
-Shape letters: see `kernels.protocol`; S splits, E chunks of the vocabulary, B banned tokens.
+Shape letters: see `kernels.protocol`. In addition: S splits, E chunks of the vocabulary.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from stages.engines.embedded.kernels.reference import TorchKernels
 from stages.engines.embedded.sampling import sample_part, token_words
 
 SPLIT = 256
-"""Positions in a split of the context: a multiple of a block."""
+"""Number of positions in a split of the context. It is a multiple of the positions in a block."""
 _TILE = 64
 """Number of positions that are multiplied at a time. SPLIT is a multiple of it."""
 _DOT_ROWS = 16
-"""Smallest number of rows of a matrix product; smaller groups of query heads are padded."""
+"""Smallest number of rows that a matrix product may have. Smaller groups of query heads are padded."""
 _PROGRAMS_PER_PROCESSOR = 8
 """Number of programs that keep one multiprocessor busy, even if their contexts differ in length."""
 _CHUNK = 4096
-"""Logits per program. Fixed, since it decides the order in which the normaliser is summed."""
+"""Number of logits per program. It is constant, since it decides the order in which the normaliser is summed."""
 _GATE_BLOCK = 1024
 
 _PAGE = tl.constexpr(BLOCK_TOKENS)
@@ -226,8 +226,8 @@ def _rotated(
     at: tl.tensor, cos: tl.tensor, sin: tl.tensor, position: tl.tensor, DIM: tl.constexpr, PADDED_DIM: tl.constexpr
 ) -> tl.tensor:
     """Return some heads [heads, PADDED_DIM], rotated by the angles of a position. `at` [heads]: pointers to the first
-    number of each head. The pairs (a, b) to rotate consist of a number of the first half and the same number of the
-    second half of a head: (a cos - b sin, b cos + a sin)."""
+    number of each head. A head is rotated in pairs (a, b): a is a number of the head's first half, and b is the number
+    at the same place of its second half. A pair becomes (a cos - b sin, b cos + a sin)."""
     half: tl.constexpr = DIM // 2
     d = tl.arange(0, PADDED_DIM)
     inside = d < DIM
@@ -423,7 +423,8 @@ def _log(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _gumbel(words: tl.tensor, low: tl.tensor, high: tl.tensor) -> tl.tensor:
-    """Return Gumbel noise. This is the function of sampling.py."""
+    """Return the Gumbel noise of some tokens (see `sampling.gumbel`). `words`: their `sampling.token_words`. `low`,
+    `high`: the halves of the key."""
     x = (words ^ low) * _ROUND_1
     x = ((x ^ (x >> 15)) + high) * _ROUND_2
     x = (x ^ (x >> 16)) & 0x7FFFFFFF
@@ -443,10 +444,14 @@ def _look(
 ) -> None:  # fmt: skip
     """Reduce one chunk of a row's logits [N, V] to four numbers in `found` [4, N, E] and a token in `places` [N, E].
 
-    The four numbers are the largest logit / temperature, the sum of exponentials relative to it, the largest sum of
-    logit / temperature and noise, and the logit / temperature of the token with that largest sum. `places` gets this
-    token. The logits of banned tokens [N, B] count as minus infinity. Negative entries of `banned` stand for no
-    token."""
+    Let l be logit / temperature, or the logit at temperature 0. The four numbers are
+
+    - max l,
+    - the sum of exp(l - max l),
+    - max (l + noise), or max l at temperature 0,
+    - l of the token that has this last maximum. `places` gets the token.
+
+    The logits of banned tokens [N, B] count as minus infinity. Negative entries of `banned` stand for no token."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = i < vocab

@@ -40,7 +40,7 @@ def build_engine(
     Args:
         path: a Hugging Face directory or `random:tiny`. Its weights become `version`.
         config: section `engine` of the config.
-        max_seq: longest prompt plus response, in tokens.
+        max_seq: maximum length of a prompt and its response together, in tokens.
         threads: number of torch threads.
         device: device of the engine's first rank; None: the engine chooses.
         eos_token_ids: EOS tokens; empty: those of the model.
@@ -56,7 +56,7 @@ def build_engine(
 
     Raises:
         ValueError: the settings cannot work.
-        WeightsError: the weights are not those of the model.
+        WeightsError: a tensor is missing, unknown, of another shape or not finite.
         EngineLost: an engine in a Python environment of its own did not start.
     """
     module, _, name = _BUILDERS[config.kind].partition(":")

@@ -20,8 +20,8 @@ Draw = tuple[int, float]
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The input of one forward pass: N tokens of R rows, and a draw after M of them. It holds only numbers, so it can
-    be sent to the ranks of a model."""
+    """The input of one forward pass: N tokens of R rows, and a draw after M of these tokens. It holds only numbers, so
+    it can be sent to the ranks of a model."""
 
     ids: Int64[np.ndarray, " N"]
     positions: Int64[np.ndarray, " N"]

@@ -1,7 +1,8 @@
 """Build an embedded engine from its config, with speculative decoding, several ranks and migration if the config or the
 caller asks for them.
 
-These three parts are optional. Outside them only this module imports them, and only the ones that are used.
+These three parts are optional. Apart from the parts themselves, only this module imports them, and it imports only the
+parts that are used.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ def build_embedded(
 
     Args:
         path: a Hugging Face directory or `random:tiny`. Its weights become `version`.
-        max_seq: longest prompt plus response, in tokens.
-        threads: number of torch threads in the engine's own thread. If the model has several ranks, each rank has that
-            many.
-        device: device of the engine, or of rank 0 of several. The default is the first GPU, or the CPU if there is
-            none.
+        max_seq: maximum length of a prompt and its response together, in tokens.
+        threads: number of torch threads in the engine's own thread. If the model has several ranks, each rank has this
+            number of threads.
+        device: device of the engine, or of rank 0 if the model has several ranks. The default is the first GPU, or the
+            CPU if there is no GPU.
         eos_token_ids: EOS tokens; empty: those of the model.
         in_flight: see `build_engine`.
         drafters: drafters to use instead of those that `engine.embedded.speculation` names.
@@ -63,8 +64,8 @@ def build_embedded(
         device_sharing, log, start_s: ignored; this engine needs none of them.
 
     Raises:
-        ValueError: sizes cannot work.
-        WeightsError: the weights are not those of the model.
+        ValueError: `max_seq` or the settings do not suit the model.
+        WeightsError: a tensor is missing, unknown, of another shape or not finite.
         NoNativeKernelsError, NoTritonKernelsError: the config asks for kernels that are not available.
         RankLost: the process of a rank ended during the start.
     """

@@ -17,7 +17,7 @@ from stages.engines.embedded.kernels.blocks import BLOCK_TOKENS, NO_BLOCK, block
 from stages.engines.embedded.kernels.packed import Slabs
 
 _NO_PARENT = 0
-"""Serial number that the first block of a prompt has as its predecessor."""
+"""Serial number that stands for the predecessor of a prompt's first block."""
 _Content = tuple[int, tuple[int, ...]]
 """Content of a known block: the serial number of the block before it, and the block's own tokens."""
 
@@ -27,8 +27,8 @@ class KVCache:
     D].
 
     In this layout the keys of a block's positions lie side by side, so a kernel computes their scores together. The
-    dtype is that of the weights. A wider one would add little precision, and decoding many or long rows spends most of
-    its time on reading the cache. On a CPU the system may back the memory with huge pages."""
+    dtype is that of the weights. A wider dtype would add little precision and take longer to read, and decoding many or
+    long rows spends most of its time on reading the cache. On a CPU the system may back the memory with huge pages."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class KVCache:
             torch.cuda.empty_cache()
 
     def read(self, blocks: Sequence[int], num_positions: int) -> Float[np.ndarray, "layers 2 K positions D"]:
-        """Return a copy of the keys and values of a row's first positions, given the row's blocks. The copy is not
+        """Return a copy of the keys and values of the first `num_positions` positions in `blocks`. The copy is not
         divided into blocks."""
         index = torch.tensor(blocks[: blocks_for(num_positions)], device=self._device)
         copied = torch.stack(
@@ -88,7 +88,7 @@ class KVCache:
         return copied.flatten(3, 4)[:, :, :, :num_positions].contiguous().float().cpu().numpy()
 
     def write(self, blocks: Sequence[int], copied: Float[np.ndarray, "layers 2 K positions D"]) -> None:
-        """Write a copy made by `read` into a row's blocks; positions after the last one become 0."""
+        """Write a copy made by `read` into `blocks`. The rest of the last block becomes 0."""
         layers, both, heads, positions, dim = copied.shape
         index = torch.tensor(blocks[: blocks_for(positions)], device=self._device)
         whole = torch.zeros(layers, both, heads, len(index) * BLOCK_TOKENS, dim, dtype=self._dtype)
@@ -150,7 +150,8 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Remove one holder from each block of a row. Blocks without holders become free. A row's last blocks are freed
-        first, so they are reused first: `match` can find them only if the first ones are still known."""
+        first, so they are reused first. This is best because `match` finds a block only if all blocks before it are
+        still known."""
         for block in reversed(blocks):
             self._reference_counts[block] -= 1
             if self._reference_counts[block] == 0:

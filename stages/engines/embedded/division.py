@@ -49,8 +49,8 @@ class Share:
 
 
 def divide(spec: ModelSpec, tensor: int, pipeline: int) -> list[Share]:
-    """Return the share of every rank. Raises ValueError, whose message begins with the key path, if the model cannot be
-    divided this way."""
+    """Return the share of every rank. Raises ValueError, whose message begins with the config key, if the model cannot
+    be divided this way."""
     check_division(spec, tensor, pipeline)
     stages = _stages(spec, pipeline)
     return [
@@ -69,7 +69,7 @@ def divide(spec: ModelSpec, tensor: int, pipeline: int) -> list[Share]:
 
 
 def check_division(spec: ModelSpec, tensor: int, pipeline: int) -> None:
-    """Check that `divide` can make this division. Raises ValueError, whose message begins with the key path, if it
+    """Check that `divide` can make this division. Raises ValueError, whose message begins with the config key, if it
     cannot."""
     num_heads, num_kv_heads, num_layers = spec.num_heads, spec.num_kv_heads, spec.num_layers
     possible = [n for n in range(1, num_heads + 1) if n <= num_kv_heads or (n % num_kv_heads == num_heads % n == 0)]
@@ -101,8 +101,8 @@ def _heads(num_heads: int, num_kv_heads: int, tensor: int, index: int) -> tuple[
 
 def _stages(spec: ModelSpec, pipeline: int) -> list[range]:
     """Return the range of blocks of each stage, chosen so that every stage has nearly the same number of weights to
-    multiply by. The output layer counts as the number of blocks with as many weights. Rounding never makes stage 0 the
-    largest stage, since stage 0 also runs the scheduler."""
+    multiply by. The output layer counts as a number of blocks: its weights divided by the weights of a block. Rounding
+    never makes stage 0 the largest stage, since stage 0 also runs the scheduler."""
     block = spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
     head = spec.vocab_size * spec.hidden_size / block
     num_before = pipeline - 1

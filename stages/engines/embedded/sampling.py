@@ -6,8 +6,8 @@ token's id. splitmix64 (Steele et al. 2014) mixes the four numbers of a key into
 token id then goes through two multiply-xorshift rounds (with the constants of Ettinger's `lowbias32`). Each round mixes
 in one half of the key.
 
-All operations up to the uniform variate work on integers or round exactly once. So the variate has the same bits on
-every device. The two logarithms are the device's own. They may differ in the last bit.
+All operations up to the uniform variate work on integers, or round their result once. So the variate has the same bits
+on every device. The two logarithms are the device's own. They may differ in the last bit.
 """
 
 from __future__ import annotations

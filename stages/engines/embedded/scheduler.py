@@ -138,8 +138,8 @@ class Scheduler:
         return abandoned
 
     def take_blocks(self, num_blocks: int) -> list[int] | None:
-        """Return blocks for keys and values of a row from another engine. Return None, and change nothing, if too few
-        free blocks would be left: one for each running row, and one for the new row."""
+        """Return blocks for keys and values of a row from another engine. Return None, and change nothing, if fewer
+        free blocks would be left than one for each running row and one for the new row."""
         if num_blocks + len(self.running) + 1 > self.pool.num_free:
             return None
         return [self.pool.take() for _ in range(num_blocks)]

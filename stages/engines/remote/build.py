@@ -28,8 +28,8 @@ from stages.native.compile import cache_folder
 
 _VLLM = "stages.engines.remote.serving.vllm_adapter:VllmAdapter"
 _START_S = 600.0
-"""Default of `build_engine` for the seconds that an engine has to start. A run gives its engines less time than the
-start of a worker may take."""
+"""Default of `start_s` in `build_engine`: maximum seconds that an engine may take to start. A run gives its engines
+less time than the start of a worker may take."""
 _MESSAGE_TIMEOUT_S = 60.0
 """Maximum number of seconds without a message from an engine's process, which sends one every second. After that time
 the process counts as lost."""
@@ -55,7 +55,8 @@ def build_vllm(path: str, config: EngineConfig, *, device_sharing: bool = False,
 def build_tensorrt_llm(
     path: str, config: EngineConfig, *, device_sharing: bool = False, **settings: Any
 ) -> GenerationEngine:
-    """Build TensorRT-LLM in the environment of `engine.python`; otherwise like `build_vllm`."""
+    """Build TensorRT-LLM in the environment of `engine.python`. Takes the arguments and raises the errors of
+    `build_vllm`."""
     extra = {
         "sleeps": device_sharing,
         "bucket_mb": TENSORRT_LLM_BUCKET_MB,

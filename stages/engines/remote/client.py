@@ -47,8 +47,8 @@ from stages.engines.remote.wire import PROTOCOL, ProtocolError, frame, unpack_ar
 from storage.records import FinishReason
 
 _START_MESSAGE_TIMEOUT_S = 30.0
-"""Minimum time without a message after which a starting server counts as hung. Loading libraries from a cold disk may
-block its interpreter for that long, so that it sends no messages."""
+"""A starting server counts as hung only after at least this many seconds without a message. Loading libraries from a
+cold disk may block its interpreter for that long, so that it sends no messages."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ class RemoteEngine:
         """See `GenerationEngine`.
 
         Raises:
-            RequestError: a request cannot be served. Versions newer than the resident one are refused, and without
-                `in_flight` older ones too.
+            RequestError: a request cannot be served, for example because it asks for a newer version than the resident
+                one. Without `in_flight`, requests for older versions are refused too.
             RuntimeError: the engine is asleep.
             EngineLost: the engine has stopped. The iterator raises this too, if the engine stops later.
             FloatingPointError: raised by the iterator, if the logits of a row are not finite. The message names the
@@ -247,7 +247,7 @@ class RemoteEngine:
             if not self._closing:
                 self._server.close()
                 if self._on_lost is not None:
-                    self._on_lost(self._about_server(reason))  # first, as it may end this process before a stage fails
+                    self._on_lost(self._about_server(reason))  # first: it may end this process before a stage fails
         finally:
             with self._changed:
                 self._failure = lost
@@ -287,7 +287,7 @@ class RemoteEngine:
             if call is None:
                 if not 0 <= number < self._given:
                     raise ProtocolError(f"a row with id {number}, which was not sent")
-                return  # its caller left while it finished
+                return  # the row's caller left while the row finished
             request = call.requests[number]
             result = self._result(request, message)
             del self._calls[number], call.requests[number]
@@ -359,8 +359,8 @@ class RemoteEngine:
             raise RuntimeError("the engine is asleep: wake() it first")
 
     def _stopped(self) -> EngineLost:
-        """Return the error for a caller. Each caller gets an exception of its own, since one that is raised twice would
-        collect both tracebacks."""
+        """Return the error for a caller. Each caller gets an exception of its own, since an exception that is raised
+        twice collects both tracebacks."""
         return EngineLost(f"the engine has stopped: {self._failure}" if not self._closing else "the engine has stopped")
 
     def _lost_error(self, event: str) -> EngineLost:

@@ -146,7 +146,7 @@ class ServerProcess:
                 start_new_session=True,
             )
             stack.enter_context(watching)
-            stack.callback(watching.kill)  # before the server, whose process id may be reused afterwards
+            stack.callback(watching.kill)  # before the server ends and its process id may be reused
             self._closing = threading.Lock()
             self._stack = stack.pop_all()
 
@@ -159,8 +159,8 @@ class ServerProcess:
             return ""
 
     def describe_end(self) -> str:
-        """Return how a server ended that has closed the connection, as the end of a sentence: its exit status, or that
-        it still runs."""
+        """Return the rest of a sentence that begins "The server ended", for a server that has closed the connection. It
+        gives the exit status, or says that the server still runs."""
         try:
             return f"with status {self.process.wait(_END_S)}"
         except subprocess.TimeoutExpired:

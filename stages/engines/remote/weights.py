@@ -44,7 +44,7 @@ class ModelFiles:
         those in the model's files.
 
         Raises WeightsError, naming the tensor, if the model has no such tensor, its shape differs, or a number is not
-        finite. Also raises it if a tensor is missing that the last call replaced, since its current values are
+        finite. Also raises it if `tensors` lacks a tensor that the last call replaced, since its current values are
         unknown."""
         check_tensors(self.spec, tensors, complete=False)
         if not (isinstance(tensors, MappedTensors) and tensors.finite):

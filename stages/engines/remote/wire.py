@@ -93,7 +93,7 @@ class Channel:
         """Set the system's time limit for receiving. Python's own timeout would apply to sending too, and could end a
         `send` in the middle of a message."""
         if timeout_s != self._timeout_s:
-            micros = 0 if timeout_s is None else max(1, int(timeout_s * 1e6))  # 0: none
+            micros = 0 if timeout_s is None else max(1, int(timeout_s * 1e6))  # 0: no limit
             self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIME.pack(*divmod(micros, 10**6)))
             self._timeout_s = timeout_s
 

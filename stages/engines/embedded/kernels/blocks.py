@@ -5,7 +5,7 @@ run's memory uses it too and loads no torch.
 from __future__ import annotations
 
 BLOCK_TOKENS = 16
-"""Positions in a block; `kernels.c` has the same number."""
+"""Number of positions in a block. `kernels.c` has the same number."""
 NO_BLOCK = 0
 """Table entry for positions without a token. This block is never written, so its contents are always finite."""
 

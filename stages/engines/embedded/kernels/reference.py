@@ -3,7 +3,7 @@
 On a CPU the results for a token have the same bits in any batch, because each query position is an entry of its own in
 a batched product. For this, keys and values must be copied before they are read. The native kernels read them in place.
 
-Shape letters: see `kernels.protocol`; T positions that are read.
+Shape letters: see `kernels.protocol`. In addition: T positions that are read.
 """
 
 from __future__ import annotations
@@ -148,8 +148,9 @@ def _read(
 
 
 def _rotate(x: Float[torch.Tensor, "N heads D"], cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply the rotary embedding. The pairs (a, b) to rotate consist of a number of the first half and the same number
-    of the second half of a head (Hugging Face's order): (a, b) -> (a cos - b sin, b cos + a sin)."""
+    """Apply the rotary embedding. A head is rotated in pairs (a, b): a is a number of the head's first half, and b is
+    the number at the same place of its second half (Hugging Face's order). A pair becomes (a cos - b sin, b cos + a
+    sin)."""
     halves = x.view(x.shape[0], x.shape[1], 2, -1)
     signed = torch.stack([-sin, sin], dim=1)[:, None]
     return torch.addcmul(halves * cos[:, None, None], halves.flip(2), signed).view(x.shape)

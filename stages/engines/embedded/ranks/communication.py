@@ -36,9 +36,9 @@ class RankCommunicator:
     """Owns this rank's connections to the other ranks.
 
     On CPUs it uses gloo. Each rank sends its part to all others, and every rank adds the parts in the order of the
-    ranks. A sum then has the same bits on every rank and in any batch, which a ring all-reduce does not guarantee: it
-    adds each piece of a tensor in another order. For the small tensors of decoding this also takes only a tenth of the
-    time of gloo's all-reduce. On GPUs it uses NCCL's all-reduce."""
+    ranks. So a sum has the same bits on every rank and in any batch. A ring all-reduce does not guarantee this, since
+    it adds each piece of a tensor in another order. For the small tensors of decoding, the exchange also takes only a
+    tenth of the time of gloo's all-reduce. On GPUs the communicator uses NCCL's all-reduce."""
 
     def __init__(self, folder: Path, rank: int, tensor: int, pipeline: int, device: torch.device) -> None:
         """Connect to the other ranks, and wait until all have connected. `folder`: a new folder that only the ranks of
@@ -47,17 +47,18 @@ class RankCommunicator:
         self._device = device
         store = dist.FileStore(str(folder / "store"), tensor * pipeline)
         self._peers: Any = _group(store, f"stage{self._stage}", self._index, tensor, device) if tensor > 1 else None
-        """Process group of this stage's ranks; None if there is one rank. torch has no common type for the backends."""
+        """Process group of this stage's ranks; None if the stage has one rank. torch has no common type for the
+        backends."""
         self._stages: Any = _group(store, f"i{self._index}", self._stage, pipeline, device) if pipeline > 1 else None
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._pipeline = pipeline
         self.waited_s = 0.0
-        """Seconds since the start that this rank has waited for other ranks, including the time of transfers."""
+        """Seconds for which this rank has waited for other ranks since the start, transfers included."""
 
     @property
     def total(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """All-reduce over the ranks of this stage, as a function from this rank's part to the float32 sum of all parts.
-        None if the stage has one rank."""
+        """The all-reduce over the ranks of this stage: a function that takes this rank's part and returns the float32
+        sum of all parts. None if the stage has one rank."""
         return None if self._peers is None else self._total
 
     def _total(self, part: torch.Tensor) -> Float32[torch.Tensor, "*shape"]:
@@ -80,8 +81,8 @@ class RankCommunicator:
         return total
 
     def gather(self, part: Float64[torch.Tensor, "rows 5"]) -> Float64[torch.Tensor, "ranks rows 5"] | None:
-        """Collect the parts of all ranks of this stage. Return them on the stage's first rank, and None on the
-        others."""
+        """Collect the parts of all ranks of this stage. Return them on the stage's first rank, and None on the other
+        ranks."""
         started = time.perf_counter()
         gathered = None
         if self._index:
@@ -135,9 +136,12 @@ def _group(store: Any, name: str, rank: int, size: int, device: torch.device) ->
 class Prepare:
     """Announcement of new weights: their number, and the names, dtypes and shapes of their tensors.
 
-    The rank answers None, or an error if they do not fit into its memory. Then rank 0 sends False if they do not fit
-    into the memory of another rank. Otherwise it sends True and the bytes of one tensor after the other. After the
-    bytes the rank answers None, or an error if it cannot pack the weights."""
+    The messages after this one:
+
+    - The rank answers None, or an error if the weights do not fit into its memory.
+    - Rank 0 sends False if the weights do not fit into another rank's memory; then nothing follows. Otherwise it sends
+      True, and the bytes of one tensor after the other.
+    - The rank answers None, or an error if it cannot pack the weights."""
 
     number: int
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]

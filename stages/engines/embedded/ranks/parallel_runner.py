@@ -71,7 +71,7 @@ class ParallelRunner:
         Args:
             path: a Hugging Face directory or `random:tiny`.
             engine: the engine's settings.
-            max_seq: longest prompt plus response, in tokens.
+            max_seq: maximum length of a prompt and its response together, in tokens.
             device: device of rank 0. If it is a GPU, the other ranks use the GPUs after it.
             threads: number of torch threads of each rank.
             on_lost: see `RankProcesses`.
@@ -144,7 +144,7 @@ class ParallelRunner:
         return self._prepare(tensors)
 
     def swap(self, prepared: PreparedOnRanks) -> None:
-        # wait for the answers: another thread of each rank prepares the next weights from the ones then in use
+        # wait for the answers, since another thread of each rank builds the next weights from the weights in use
         self._command(Swap(prepared.number), answered=True)
         self._model.set_weights(prepared.weights)
 
@@ -198,8 +198,8 @@ class ParallelRunner:
 
     def _prepare(self, tensors: Mapping[str, torch.Tensor]) -> PreparedOnRanks:
         """Prepare new weights on all ranks. The tensors are sent over separate connections, so passes can run
-        meanwhile. A rank packs its part while others still receive theirs. Raises WeightsError, naming the rank, if a
-        rank cannot take the weights. Then all ranks drop them."""
+        meanwhile. A rank packs its part while other ranks still receive theirs. If a rank cannot take its part, all
+        ranks drop the new weights, and WeightsError is raised, naming the rank."""
         with self._preparing:
             self._number += 1
             number, ranks = self._number, self._processes.ranks
@@ -248,5 +248,5 @@ class ParallelRunner:
 
 
 def rank_device(device: torch.device, rank: int) -> torch.device:
-    """Return the device of a rank, given that of rank 0. Ranks use consecutive GPUs, or share the CPU."""
+    """Return the device of a rank, given the device of rank 0. Ranks use consecutive GPUs, or share the CPU."""
     return device if device.type == "cpu" else torch.device(device.type, (device.index or 0) + rank)

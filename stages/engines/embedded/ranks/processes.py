@@ -1,11 +1,11 @@
-"""The processes of the other ranks of a model: how the engine's process starts them, and their program.
+"""The processes of a model's ranks 1, 2, ...: how rank 0's process starts them, and the program that they run.
 
-A thread of `RankProcesses` starts the processes, waits for their ends and reaps them. They end with this thread, so
-none is left behind, however this process ends. Each runs `main`: `python -m THIS_MODULE COMMANDS WEIGHTS` (file
-descriptors).
+A thread of `RankProcesses` starts the processes, waits for their ends and reaps them. They end with this thread
+(`end_with_parent`), so none is left behind, however this process ends. Each process runs `main`. Its arguments COMMANDS
+and WEIGHTS are the file descriptors of its two connections.
 
     main thread      commands, one after the other: passes, swaps, sleep and wake ──► draws, from the last stage
-    second thread    weights: receives tensors, packs them beside the old ones, and answers if it succeeded
+    second thread    weights: receives tensors, packs them beside the old ones, and answers None or an error
 
 A rank's process also ends when one of its two connections closes.
 """
@@ -46,7 +46,7 @@ from storage.host import end_with_parent
 Result = TypeVar("Result")
 _ROOT = Path(__file__).resolve().parents[4]
 _EXIT_NOTICE_S = 30.0
-"""Maximum time from a broken connection until the end of the rank's process is noticed."""
+"""Maximum seconds from a broken connection until the end of the rank's process is noticed."""
 
 
 class RankLost(RuntimeError):
@@ -166,7 +166,7 @@ class RankProcesses:
 
 
 def main() -> None:
-    for of_terminal in (signal.SIGINT, signal.SIGHUP):  # both are for the process that owns this one
+    for of_terminal in (signal.SIGINT, signal.SIGHUP):  # both are meant for the process that started this one
         signal.signal(of_terminal, signal.SIG_IGN)
     end_with_parent()
     commands, weights = (Connection(int(number)) for number in sys.argv[1:3])
@@ -220,8 +220,8 @@ def _receive_weights(weights: Connection, model: RankModel, prepared: dict[int, 
 
 
 def _prepare(message: Prepare, weights: Connection, model: RankModel, prepared: dict[int, LlamaWeights]) -> None:
-    """Receive and prepare the announced weights. Answer twice with None or an error: before the tensors are sent, and
-    after they are packed."""
+    """Receive and prepare the announced weights. Answer twice, each time with None or an error: before the tensors are
+    sent, and after they are packed."""
     try:
         tensors = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in message.tensors}
     except (RuntimeError, MemoryError) as error:  # torch reports missing memory as RuntimeError

@@ -74,7 +74,7 @@ class RankModel:
         `set_weights(prepare(...))`."""
         self._spec, self.name = spec, spec.name
         self._part = spec.share.spec(spec.model)
-        """Sizes of the part that is computed here."""
+        """Sizes of this rank's part of the model."""
         self._device = torch.device(spec.device)
         self._kernels = choose_kernels(spec.engine, self._device)
         self._cache = KVCache(
@@ -93,8 +93,8 @@ class RankModel:
     @torch.inference_mode()
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> LlamaWeights:
         """Return new weights, made from this rank's slices (`shard_tensors`) while the old ones stay in use. The first
-        call needs all slices. Later calls need only those that change. Any thread may call this. Raises WeightsError,
-        naming the first slice that is not finite."""
+        call needs all slices. Later calls need only the slices that change. Any thread may call this. Raises
+        WeightsError, naming the first slice that is not finite."""
         if self._weights is None:
             dtype = getattr(torch, self._spec.engine.dtype)
             return build_weights(self._part, tensors, dtype, self._device, self._spec.max_seq, self._kernels)
@@ -111,7 +111,7 @@ class RankModel:
     @torch.inference_mode()
     def run(self, batch: Batch) -> Draws | None:
         """Compute this rank's part of a pass. Return the draws on the first rank of the last stage, and None on the
-        others."""
+        other ranks."""
         assert self._weights is not None
         spec, others = self._spec, self._communicator
         started, waited_s = time.perf_counter(), others.waited_s
@@ -180,7 +180,7 @@ class RankModel:
 def shard_tensors(share: Share, spec: ModelSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return this rank's slices of some of the model's tensors, whose names and shapes were checked. The slices are
     views, under the names that they have in the rank's own model. If this rank does not use the embedding or the output
-    layer, its slice is one row, since a packed matrix has at least one."""
+    layer, it gets one row of that matrix, since a packed matrix has at least one row."""
     own: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         of_layer = layer_and_part(name)

@@ -1,7 +1,7 @@
 """The interface between the server's loop and an engine of another project. Each engine implements it in one file.
 
-The functions at the end collect the facts about an environment on which the last bits of results depend, and map
-weights that another process has written.
+`machine_facts` collects facts about the machine that the last bits of results depend on. `map_tensors` maps weights
+that another process has written.
 
 Runs in the engine's own Python environment.
 """
@@ -28,7 +28,7 @@ class Settings:
     """A Hugging Face directory."""
     dtype: str
     max_seq: int
-    """Longest prompt plus response, in tokens."""
+    """Maximum length of a prompt and its response together, in tokens."""
     max_rows: int
     kv_budget_mb: int
     tensor_parallel: int
@@ -42,9 +42,9 @@ class ServedRow:
     """A request to generate one response.
 
     The token at a position is drawn from p, the softmax of logits / temperature without the banned tokens. At
-    temperature 0 it is the arg max, and its log-prob is that at temperature 1. The draw is the arg max of log p plus
-    noise whose key is (seed, step, row, position), unless `Capabilities.draws` of the engine says otherwise. Rows that
-    the engine's capabilities exclude (`distributions`, `scores`) are not sent."""
+    temperature 0 the token is the arg max, and its log-prob is computed at temperature 1. The draw is the arg max of
+    log p plus noise whose key is (seed, step, row, position), unless `Capabilities.draws` of the engine says otherwise.
+    Rows that the engine's capabilities exclude (`distributions`, `scores`) are not sent."""
 
     id: int
     row: int
@@ -77,7 +77,7 @@ class Ready:
     engine: str
     version: str
     facts: Mapping[str, str]
-    """Facts that the last bits of the engine's results depend on. Those in `machine_facts` are not repeated here."""
+    """Facts that the last bits of the engine's results depend on, without the facts of `machine_facts`."""
     device: str
     """Device that the engine computes on: cpu or cuda."""
 

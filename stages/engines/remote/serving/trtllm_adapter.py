@@ -9,7 +9,7 @@
 - **Speculation** is off, since TensorRT-LLM refuses log-probs with it or returns wrong ones.
 - **Weights** are loaded in place when no row is in flight. A refit that fails half-way leaves mixed weights, so any
   error ends the server, and the replica is built anew. Every recorded version needs Ray for a refit.
-- **Compiled engines** are kept for the next start (`keep_compiled`).
+- **Compiled kernels** of torch and Triton are kept for the next start (`keep_compiled`).
 
 TensorRT-LLM marks its calls for reinforcement learning as prototypes, and they differ between versions. So `find_api`
 looks for each of them. If one is missing, an error names the call and the version.
@@ -61,7 +61,7 @@ class TrtllmAdapter:
         self._api = find_api(sleeps=settings.extra["sleeps"])
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[asyncio.Task[Finished], int] = {}
-        """Rows in flight, as the tasks that wait for them, with their ids. Aborted rows are still here."""
+        """Task that waits for a row in flight -> id of the row. Aborted rows stay here until they end."""
         self._has_weights, self._asleep = True, False
         self._llm = self._loop.run_until_complete(self._start())
         facts = {"dtype": settings.dtype, "max_rows": str(settings.max_rows), "ranks": str(ranks)}
@@ -266,7 +266,7 @@ EXTENSION = "tensorrt_llm.llmapi.rlhf_utils.WorkerExtension"
 _ASYNC_LLM = ("tensorrt_llm._torch.async_llm", "tensorrt_llm.llmapi", "tensorrt_llm")
 _MEMORY = ("tensorrt_llm._torch.virtual_memory",)
 _COMPILERS_FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-"""Environment variables for the folders in which torch and Triton keep what they compile -> name of our folder."""
+"""Environment variable that names the folder for torch's or Triton's compiled kernels -> name of our folder."""
 
 
 class MissingFeatureError(RuntimeError):
@@ -279,14 +279,14 @@ class TrtllmApi:
 
     version: str
     make_llm: Any
-    """The class AsyncLLM. Only its weights can be exchanged. It needs Ray."""
+    """The class AsyncLLM, the only class whose weights can be replaced. It needs Ray."""
     sampling_params: Any
     kv_cache_config: Any
     sleep_options: Mapping[str, Any]
-    """Arguments of AsyncLLM that let the engine sleep; empty if it need not."""
+    """Arguments of AsyncLLM that make the engine able to sleep. Empty if it need not sleep."""
     sleep_tags: tuple[str, ...]
-    """Tags of the memory to free in sleep: that of keys and values, and that of the weights. Empty if the engine need
-    not sleep."""
+    """Tags of the memory to free in sleep: the tag of keys and values, and the tag of the weights. Empty if the engine
+    need not sleep."""
 
 
 def find_api(*, sleeps: bool) -> TrtllmApi:
@@ -313,7 +313,7 @@ def find_api(*, sleeps: bool) -> TrtllmApi:
 
 def keep_compiled(folder: str, key: Mapping[str, object]) -> Path:
     """Make torch and Triton store what they compile in a folder for this key (model, layout, versions). The next start
-    with the same key then compiles nothing. Call this before tensorrt_llm is imported. Return the folder."""
+    with the same key then need not compile them again. Call this before tensorrt_llm is imported. Return the folder."""
     name = hashlib.sha256(json.dumps(dict(key), sort_keys=True, default=str).encode()).hexdigest()[:16]
     place = Path(folder) / name
     for variable, inside in _COMPILERS_FOLDERS.items():
@@ -347,8 +347,8 @@ def buckets(
 
 
 def _sleep_tags(kinds: Any, version: str) -> tuple[str, ...]:
-    """Return the tags of the memory to free: that of the cache, and that of the weights. If weights have no tag of
-    their own, the second is the tag of the whole model. Raises MissingFeatureError if a tag is missing."""
+    """Return the tags of the memory to free: the tag of the cache, and the tag of the weights. If the weights have no
+    tag of their own, the second tag is that of the whole model. Raises MissingFeatureError if a tag is missing."""
     named = {kind.name: str(kind.value) for kind in kinds}
     weights = "MODEL_WEIGHTS_MAIN" if "MODEL_WEIGHTS_MAIN" in named else "MODEL_ENGINE_MAIN"
     for name in ("KV_CACHE", weights):

@@ -1,15 +1,14 @@
 """Serve vLLM: its own scheduler, cache and kernels, with our draw.
 
 The draw is a logits processor that runs last. It removes the banned tokens, divides by the temperature, and draws the
-token with our keyed noise. If the request prescribes a token, it takes that one. It then sets the token's logit to its
-log-prob, and all other logits to -inf. vLLM takes the arg max, and returns the processed "logit" as the token's
-log-prob. So the tokens are those of any other engine with the same logits, and the log-probs are those of the
-distribution that was drawn from. Prescribed tokens are scored in the same pass.
+token with our keyed noise. If the request prescribes a token, the processor takes this token instead. It then sets the
+token's logit to its log-prob, and all other logits to -inf. vLLM takes the arg max, and returns the processed "logit"
+as the token's log-prob. So the tokens are the same as in any other engine with keyed draws and the same logits. The
+log-probs are those of the distribution that was drawn from. Prescribed tokens are scored in the same pass.
 
 vLLM's `reload_weights` loads new weights in place. vLLM pickles the arguments of a call for its ranks, so the ranks get
-the places of the tensors instead, and map them (`MappedLoading`). If embeddings are tied, the output head would keep
-its old weights unless it is named too, so we name it. Rows in flight go back to vLLM's queue, and are fed again from
-their tokens.
+the places of the tensors instead, and map them (`MappedLoading`). If embeddings are tied, we name the output head too.
+Otherwise it would keep its old weights. Rows in flight go back to vLLM's queue, and their tokens are fed again.
 
 New blocks of the cache are filled with zeros. Attention multiplies the positions after a row's end by 0, and 0 x NaN is
 NaN. So a NaN that an earlier row left there would spread, even after the weights have changed.
@@ -55,7 +54,7 @@ _ROW = "stageline_row"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LOOK_S = 1.0
 _LONGEST_START_S = 3600.0
-"""Maximum wait for the start of another engine. The client ends this process earlier, after
+"""Maximum number of seconds to wait while another engine starts. The client ends this process earlier, after
 `RemoteSettings.start_s`."""
 
 if not hasattr(KVCacheConfig, "needs_kv_cache_zeroing"):
@@ -112,7 +111,7 @@ class VllmAdapter:
     def __init__(self, settings: Settings) -> None:
         """Build the engine. Raises vLLM's own error for a model or a setting that it does not support."""
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or all workers of a host would share its first cores
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # otherwise all workers would share the first cores
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         # keeps vLLM's scheduler in this process, where `made` and `load_now` read it
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -166,7 +165,7 @@ class VllmAdapter:
             max_tokens=row.max_new_tokens,
             stop_token_ids=[] if row.forced else list(row.stop),
             ignore_eos=True,
-            logprobs=0,  # the sampled token's
+            logprobs=0,  # only the log-prob of the sampled token
             detokenize=False,
             extra_args={_ROW: vars(row)},
         )

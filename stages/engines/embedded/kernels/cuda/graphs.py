@@ -6,10 +6,10 @@ and nothing read from the host in between. Therefore
 
     shapes    a batch is padded to the next of `SIZES` tokens; padding tokens have no block and are ignored
     memory    ids, positions, tables, noise keys, temperatures and banned tokens arrive in one buffer per size, by one
-              copy; the draws leave through another
+                  copy; the draws leave through another buffer
     lengths   the kernels read them from the positions (`triton_kernels`), so one graph serves every context
     weights   stay in place: a refit copies into them (`LocalRunner.swap`). Two sets of weights, each with its own
-              graphs, would save that copy (8 ms for 16 GB at 4 TB/s, read and written) for twice the memory
+              graphs, would save that copy (8 ms for 16 GB at 4 TB/s, read and written) but take twice the memory
     cache     stays in place; when its memory is released, the graphs are dropped too (`clear`)
 
 Only batches that draw after every token are captured: rows that decode, with or without drafts. Prompts run eagerly.
@@ -39,7 +39,7 @@ little to pad a batch, even by half."""
 BANNED = 8
 """Maximum number of banned tokens per draw in a captured batch. Batches with more run eagerly."""
 _NO_TOKEN = -1
-"""Placeholder: no banned token."""
+"""Entry of `banned` that stands for no token."""
 _ALIGNMENT = 16
 """Alignment in bytes. Kernels are fastest if compiled for aligned memory."""
 
@@ -181,9 +181,9 @@ def size_for(num_tokens: int) -> int:
 def reads_no_new_key(batch: DecodeBatch) -> bool:
     """Return True if each row has one token, and no token reads a key that another token of the batch writes.
 
-    This is the case if each block that is written occurs once in the tables. Rows share the full blocks of their
-    prompts. So one row may feed the last token of such a block in the same batch in which another row begins to read
-    the block."""
+    This is the case if each block that is written occurs once in the tables. It is not always the case, since rows
+    share the full blocks of their prompts: one row may feed the last token of a block in the same batch in which
+    another row begins to read the block."""
     if len(batch.tables) != len(batch.ids):
         return False
     written = batch.tables[batch.rows, batch.positions // BLOCK_TOKENS]

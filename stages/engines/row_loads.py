@@ -43,7 +43,7 @@ def fit_pass_cost(seconds: Mapping[int, Collection[float]]) -> PassCost | None:
 
     For each number of rows the fit uses the median of the seconds, so a pass that was interrupted does not matter. The
     result is the least-squares line through these medians, each weighted by its number of passes. If a coefficient of
-    this line is negative, it is set to 0 and the other one is fitted alone.
+    this line is negative, it is set to 0 and the other coefficient is fitted alone.
 
     Args:
         seconds: number of rows -> seconds of each measured pass with that many rows.
@@ -65,7 +65,7 @@ def fit_pass_cost(seconds: Mapping[int, Collection[float]]) -> PassCost | None:
 
 @dataclass(frozen=True)
 class RowLoad:
-    """A row in flight, as planning needs it."""
+    """The numbers of a row in flight that planning needs."""
 
     key: RowKey
     tokens: int

@@ -161,8 +161,8 @@ class Admission:
         return True
 
     def finished(self, num_rows: int) -> None:
-        """Reduce `num_unfinished` by the number of rows that are finished, were dropped, or have moved to another
-        engine. If it reaches 0, wake the waiting threads."""
+        """Subtract `num_rows` from `num_unfinished`, for rows that have finished, were dropped, or have moved to
+        another engine. If no row is left, wake the waiting threads."""
         self.num_unfinished -= num_rows
         if num_rows and self.idle:
             self.changed.notify_all()

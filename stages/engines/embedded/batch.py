@@ -37,7 +37,7 @@ class Batch:
     banned: list[tuple[int, ...]]
     """Tokens that each draw must not give."""
     wants_hidden: bool = False
-    """True if the hidden states before the draws are needed."""
+    """True if the hidden states from which tokens are drawn are needed (`Draws.hidden`)."""
     tree_paths: BatchTreePaths | None = None
     """Places in the cache of the keys that each token reads. None if the guesses of every row form a chain, so that all
     keys are at the places of their positions."""

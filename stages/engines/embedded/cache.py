@@ -192,7 +192,7 @@ class BlockPool:
             if block not in self._content:
                 content = (serial, tuple(tokens[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS]))
                 if content in self._by_content:
-                    return  # another row has computed the same tokens meanwhile, and its blocks are the known ones
+                    return  # another row has published the same tokens meanwhile; its blocks stay the known ones
                 self._by_content[content] = block
                 self._content[block] = content
                 self._serials[block] = self._next_serial

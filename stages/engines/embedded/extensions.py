@@ -36,7 +36,7 @@ class Drafts(Protocol):
     """Speculative decoding. Only the engine thread uses it, but any thread may call `refit`."""
 
     wants_hidden: bool
-    """True if `observe` needs the hidden states before the draws."""
+    """True if `observe` needs the hidden states from which tokens are drawn."""
     counts: DraftCounts
     """Counts since the last call of `stats`, which replaces this object by a new one under the engine's lock."""
 
@@ -58,7 +58,7 @@ class Drafts(Protocol):
         Args:
             chunks: the chunks that sampled.
             kept: for each chunk, the indices of the draws that became tokens (see `batch.keep`).
-            hidden: the hidden states before all draws; None if they are not wanted.
+            hidden: the hidden state from which each of the M draws was made; None if `wants_hidden` is False.
             seconds: the batch's duration without `propose`; None if prompts were fed.
             drafting_s: the duration of `propose`.
         """

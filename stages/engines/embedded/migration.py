@@ -282,7 +282,7 @@ class MigratingEngine(EmbeddedEngine):
         return stored.num_positions if stored is not None and stored.version == self.version else 0
 
     def sleep(self) -> None:
-        """See `EmbeddedEngine.sleep`. Raises RuntimeError also while parts of rows arrive."""
+        """See `EmbeddedEngine.sleep`. Also raises RuntimeError while parts of arriving rows are stored."""
         with self.lock:
             if self._stored:
                 raise RuntimeError(f"{len(self._stored)} rows are arriving; let them finish first")

@@ -49,7 +49,7 @@ def noise_keys(
 
 
 def gumbel(keys: UInt64[np.ndarray, " keys"], vocab: int, device: torch.device) -> Float32[torch.Tensor, "keys vocab"]:
-    """Return standard Gumbel noise, -log(-log u), for every token of every key.
+    """Return standard Gumbel noise, -log(-log u), for every pair of a key and a token.
 
     1 - u is (k + 1/2) 2^-31 for an integer k, rounded to float32. The noise therefore lies within (-2.9, 22.2). Its
     upper tail, which decides the arg max, has the finest resolution."""
@@ -70,7 +70,8 @@ def gumbel_of(
 
 
 def block_rows(vocab: int, device: torch.device) -> int:
-    """Return the number of rows to process at a time. On a CPU their buffers then fit into its cache."""
+    """Return the number of rows to process at a time. On a CPU it is so small that the buffers fit into the CPU's
+    cache."""
     return max(1, _BLOCK_ELEMENTS // vocab) if device.type == "cpu" else _ALL_ROWS
 
 

@@ -173,5 +173,5 @@ class ServerProcess:
             self._stack.close()
 
     def _end(self) -> None:
-        guard.end_group(self.process.pid)  # also if it has ended by itself, since its ranks may still run
+        guard.end_group(self.process.pid)  # also if the server has ended by itself, since its ranks may still run
         self.process.wait()

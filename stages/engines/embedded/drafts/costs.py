@@ -76,8 +76,8 @@ class PassCosts:
 
 
 class DraftingCosts:
-    """Measured seconds of drafting, by number of rows. If the drafter works position by position, they are the seconds
-    for one position of all rows. Otherwise they are the seconds for the whole drafts of all rows."""
+    """Measured seconds of drafting, by number of rows. For a drafter that works position by position, this is the time
+    for one position of all rows. For other drafters it is the time for the whole drafts of all rows."""
 
     def __init__(self, by_position: bool, smallest_pass: float) -> None:
         self._by_position = by_position
@@ -103,8 +103,8 @@ class DraftingCosts:
 
     def observe(self, num_rows: int, length: int, seconds: float) -> None:
         """Update the mean seconds for this number of rows. The first measurements have equal weights; later, old
-        measurements fade. A measurement above 3 times the mean is cut to that value, since another process has probably
-        slowed it."""
+        measurements fade. A measurement above 3 times the mean counts as 3 times the mean, since another process has
+        probably slowed it."""
         each = seconds / (length if self._by_position else 1)
         known, times = self._measured.get(num_rows, (each, 0))
         each = min(each, 3 * known)
@@ -165,7 +165,7 @@ def choose_depth(
     Args:
         num_rows: B, the number of decoding rows.
         num_drafted: b, the number of rows that get drafts.
-        gains: g, for each position the mean over rows of the probability that the draft is right up to it.
+        gains: g_i is the probability that a draft is right up to and including position i, as a mean over rows.
         others: expected number of tokens from the drafts of other drafters.
         seconds: T, from the number of guesses in a pass to its seconds.
         drafting: D, from the draft length to the seconds of drafting.
@@ -194,7 +194,7 @@ _ENOUGH_PLAIN = 4
 """Minimum number of passes without drafts in a comparison. The window of passes with drafts must also be at least half
 full."""
 _PLAIN_EVERY = 32
-"""One in this many passes runs without drafts while they are allowed."""
+"""While drafts are allowed, one in this many passes still runs without them."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 128, 4096
 """Shortest and longest pause of drafts, in passes. Each pause is twice as long as the last one, until drafts gain over
 a whole window."""

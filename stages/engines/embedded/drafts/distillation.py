@@ -40,7 +40,8 @@ _PUBLISH_STEPS = 16
 _PLACE_BYTES = 16
 """Bytes of a stored position in addition to its hidden state."""
 _MIN_COVERAGE_GAIN = 0.02
-"""A new vocabulary replaces the old one if it covers more of the responses' tokens, by more than this share of them."""
+"""Minimum gain of a new vocabulary to replace the old one. The gain is the share of the responses' tokens that the new
+vocabulary covers, minus the share that the old one covers."""
 
 
 def cell_input(
@@ -255,7 +256,7 @@ class Student:
             up, down = old.up.detach(), old.down.detach()
             draft_ids = old_draft_ids[torch.tensor(ids)]
             kept = draft_ids < self._num_tokens
-            self._teacher_out[kept] = old_teacher_out[draft_ids[kept]]  # these may have been refitted
+            self._teacher_out[kept] = old_teacher_out[draft_ids[kept]]  # a refit may have changed these rows
             out[kept] = old.out.detach().cpu()[draft_ids[kept]]
             embedding[:-1][kept] = old.embedding.detach().cpu()[draft_ids[kept]]
             embedding[-1] = old.embedding.detach().cpu()[-1]

@@ -255,7 +255,7 @@ class Speculation:
         others: float,
         seconds: Callable[[float], float],
     ) -> int:
-        """Return the draft length to ask for from drafter `number`; 0 if no length is expected to gain."""
+        """Return the draft length to ask drafter `number` for; 0 if no length is expected to gain."""
         key = (number, num_drafted, num_tokens)
         depth, until = self._depths.get(key, (0, -1))
         if self._acceptance.passes < until:
@@ -290,10 +290,10 @@ _PRIOR_ACCEPTED, _PRIOR_TRIED = 2.0, 3.0
 """Assumed numbers of accepted and tried guesses before any measurement. They are optimistic, so that every kind is
 tried."""
 _DECAY = 0.999
-"""Factor by which all counts shrink per pass. Because of this, a kind of guess that is no longer used is tried again
-after some hundreds of passes."""
+"""Factor by which all counts are multiplied per pass. Since they shrink, a kind of guess that is no longer used is
+tried again after some hundreds of passes."""
 _DECAY_AFTER_LEARNING = 0.5
-"""Factor by which a drafter's counts shrink when a newly trained version of the drafter comes into use."""
+"""Factor by which a drafter's counts are multiplied when a newly trained version of the drafter comes into use."""
 _WIDTH_RATE = 0.05
 
 
@@ -334,7 +334,7 @@ class Acceptance:
 
         Args:
             guesses: the guesses that were chosen for the pass.
-            verified: the tree of the guesses that were fed: all of them, or only the first.
+            verified: the tree of the guesses that were fed: all of `guesses`, or only the first of them.
             accepted: indices of the guesses that were right.
             reached: indices of the tokens whose successor was drawn; -1 is the row's own last token. Only guesses with
                 such a parent were tested.

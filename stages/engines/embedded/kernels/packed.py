@@ -107,7 +107,7 @@ _UNUSED_REFERENCES = 3
 """Reference count of a region that no tensor uses: one reference from the list, one from the loop, and one from the
 argument of `sys.getrefcount`."""
 _CACHE_LINE = 64
-"""Bytes of a cache line. Every tensor begins at one."""
+"""Bytes of a cache line. Every tensor begins at a multiple of it."""
 
 
 class Slabs:

@@ -138,7 +138,7 @@ class ParallelRunner:
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> PreparedOnRanks:
         check_tensors(self._spec, tensors, complete=False)
-        for name, tensor in tensors.items():  # checked here, under the names that the caller uses
+        for name, tensor in tensors.items():  # checked here, since the error must name the caller's tensor
             if not all_finite(tensor):
                 raise WeightsError(f"{name} holds NaN or infinity")
         return self._prepare(tensors)

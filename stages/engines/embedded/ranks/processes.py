@@ -228,7 +228,7 @@ def _prepare(message: Prepare, weights: Connection, model: RankModel, prepared: 
         weights.send(str(error))
         return
     weights.send(None)
-    if not weights.recv():  # they do not fit into another rank's memory
+    if not weights.recv():  # the weights do not fit into another rank's memory
         return
     for tensor in tensors.values():
         receive_bytes(weights, tensor)

@@ -183,7 +183,7 @@ def map_tensors(tensors: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]
         if end > files[path].size:
             raise ValueError(f"{name} ends at byte {end} of {path}, which has {files[path].size}")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of torch, for memory that cannot be written
+            warnings.simplefilter("ignore", UserWarning)  # torch warns about memory that cannot be written
             tensor = torch.from_numpy(files[path][start:end].view(dtype).reshape(tuple(info["shape"])))
         mapped[name] = tensor.view(torch.bfloat16) if is_bfloat16 else tensor
     return mapped

@@ -24,7 +24,7 @@ Choose = Callable[[torch.Tensor, list[float], np.ndarray], tuple[torch.Tensor, t
 @functools.cache
 def fastest_choice(device: str) -> tuple[str, Choose]:
     """Return the fastest function that draws on a type of device, and its name. On a CPU with a compiler this is the
-    embedded engine's C, otherwise torch."""
+    embedded engine's C kernel. Otherwise it is `sample`, in torch."""
     if device == "cpu":
         try:
             return "native", load_native_kernels().choose
@@ -51,7 +51,7 @@ def draw(
     )
     tokens, logprobs = choose(
         logits.contiguous(), temperatures, keys
-    )  # contiguous only if the engine has not padded the vocabulary
+    )  # logits of a padded vocabulary are not contiguous
     for i, token in forced.items():
         tokens[i], logprobs[i] = token, given[i]
     return tokens, logprobs

@@ -224,7 +224,7 @@ class _StaticBuffers:
         self.logprobs = self._drawn[size * 8 :].view(torch.float32)
 
     def fill(self, batch: DecodeBatch) -> None:
-        """Copy a batch to the device in one copy. Each token gets a copy of its row's table."""
+        """Copy a batch to the device in one transfer. Each token gets a copy of its row's table."""
         num = len(batch.ids)
         views = self._views
         views["ids"][:num], views["ids"][num:] = batch.ids, 0

@@ -1,1 +1,1 @@
-"""Judges: language models that are asked how good a response is, behind an endpoint or in this process."""
+"""Judges: language models that grade or compare responses. They run behind an endpoint or in this process."""

@@ -35,13 +35,13 @@ RETRY_S = 60.0
 """Seconds for which a transient error of the filesystem is retried."""
 _HEAD = re.compile(rb'\{"key": "([0-9a-f]{32})", ')
 _MAX_LINE_BYTES = 64 << 20
-"""Bytes. An answer has at most 16 MiB."""
+"""Most bytes of a line. The answer in it has at most 16 MiB."""
 _BATCH = 10_000
-"""Lines that are inserted into the index together."""
+"""Number of lines that are inserted into the index at once."""
 
 
 def question_key(body: Mapping[str, Any]) -> str:
-    """Return the digest of a request to a judge: its model, the messages, and how to answer."""
+    """Return the digest of the body of a request to a judge (model, messages, sampling settings): 32 hex digits."""
     return sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -51,20 +51,19 @@ class _File:
 
     number: int
     path: Path | None
-    """Path of the file. None if `AnswerCache` has no directory: then its only file is a temporary one of this
-    process."""
+    """Path of the file. None for the temporary file of an `AnswerCache` without a directory."""
     read: int = 0
     """Bytes whose lines are in the index."""
     size: int = 0
-    """Its size in bytes when it was last read."""
+    """Size of the file in bytes when it was last read."""
 
 
 class AnswerCache:
     """Owns this process's file of answers and an index of all files in the directory. Thread-safe."""
 
     def __init__(self, directory: Path | None) -> None:
-        """`directory`: None keeps answers in a temporary file until `close`. No file is created before the first
-        answer."""
+        """`directory`: folder of the files of answers. None: answers stay in a temporary file until `close`. No file is
+        created before the first answer."""
         self._directory = directory
         self._lock = threading.Lock()
         self._database: sqlite3.Connection | None = None
@@ -88,7 +87,7 @@ class AnswerCache:
             return answer
 
     def refresh(self) -> None:
-        """Read the answers that other processes have added."""
+        """Add the answers of other processes to the index."""
         with self._lock:
             if self._directory is None or not self._directory.is_dir():
                 return
@@ -98,7 +97,7 @@ class AnswerCache:
                     self._read_more(file, path)
 
     def add(self, key: str, answer: Answer, about: Mapping[str, Any]) -> None:
-        """Store an answer; `about` is further information about it. Raises StoreRefused if the disk is full."""
+        """Store an answer. `about`: further fields of its line. Raises StoreRefused if the disk is full."""
         record = {"key": key, **about, "text": answer.text, "likeliest": answer.likeliest}
         data = (json.dumps(record, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
         with self._lock:
@@ -135,7 +134,7 @@ class AnswerCache:
         return self._files.setdefault(path, _File(len(self._files), path))
 
     def _append(self, data: bytes) -> _File:
-        """Append to this process's file, after the `read` bytes that it has, and return the file."""
+        """Append to this process's file at byte `read`, and return the file. Creates the file if there is none."""
         if self._own is None:
             path = None
             if self._directory is None:
@@ -157,7 +156,7 @@ class AnswerCache:
         return self._own
 
     def _read(self, file: _File, key: str, start: int, length: int) -> Answer | None:
-        """Return the answer of a line, or None if it is damaged or gone."""
+        """Return the answer in a line, or None if the line is damaged or the file is gone."""
         try:
             if file is self._own:
                 line = os.pread(self._descriptor, length, start)
@@ -185,7 +184,7 @@ class AnswerCache:
         try:
             with path.open("rb") as stream:
                 stream.seek(file.read)
-                while (line := stream.readline(_MAX_LINE_BYTES)).endswith(b"\n"):  # else it is being written, or cut
+                while (line := stream.readline(_MAX_LINE_BYTES)).endswith(b"\n"):  # else: still being written, or cut
                     head = _HEAD.match(line)
                     if head is None:
                         damaged += 1

@@ -1,11 +1,11 @@
-"""The use of a judge over all processes of a run, and its budget.
+"""Count a judge's requests and tokens over all processes of a run, and enforce its budget.
 
     DIRECTORY/spent-JUDGE-*.txt    one file for each process: requests, prompt tokens, completion tokens
 
 Each process writes its own file and adds up all files. Before it sends a request, it records the request, checks the
 sum against the budget, and takes the request back if the budget is used up. If two processes want the last request, at
-most one gets it. The sum never exceeds `max_requests` where processes see each other's writes at once, as on one host;
-on several hosts, a network filesystem may show them seconds late.
+most one gets it. On one host, processes see each other's writes at once, so the sum never exceeds `max_requests`. On
+several hosts it may, because a network filesystem can show writes seconds late.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from storage.files import retried
 
 @dataclass(frozen=True)
 class JudgeUsage:
-    """Use of some requests."""
+    """Numbers of requests and of their tokens."""
 
     requests: int = 0
     """Requests that were sent, answered or not."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    """Tokens that the server counted, of requests that were answered."""
+    """Prompt and completion tokens of the answered requests, as counted by the server."""
 
     def __add__(self, other: JudgeUsage) -> JudgeUsage:
         return JudgeUsage(
@@ -41,13 +41,13 @@ class JudgeUsage:
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits of a judge's use, and its prices."""
+    """Limits of a judge's requests and cost, and the prices of its tokens."""
 
     max_requests: int | None = None
     max_cost: float | None = None
     prompt_price: float = 0.0
     completion_price: float = 0.0
-    """Price of a million tokens, in the unit of `max_cost`."""
+    """Prices of a million prompt or completion tokens, in the unit of `max_cost`."""
 
     @property
     def is_limited(self) -> bool:
@@ -61,8 +61,8 @@ class Budget:
         return (usage.prompt_tokens * self.prompt_price + usage.completion_tokens * self.completion_price) / 1e6
 
     def reached_limit(self, usage: JudgeUsage) -> str | None:
-        """Return which limit `usage` has reached, so that no further request is allowed. Return None below all
-        limits."""
+        """Return a text about the limit that `usage` has reached, or None if it is below all limits. At a limit, no
+        further request is allowed."""
         if self.max_requests is not None and usage.requests >= self.max_requests:
             return f"max_requests = {self.max_requests} is used up"
         if self.max_cost is not None and self.cost(usage) >= self.max_cost:
@@ -71,11 +71,12 @@ class Budget:
 
 
 class UsageFile:
-    """Owns this process's file about a judge's use. Thread-safe."""
+    """Owns the file with this process's requests and tokens of a judge. Thread-safe."""
 
     def __init__(self, budget: Budget, directory: Path | None, judge: str) -> None:
-        """`judge`: a name of the judge, the same in every process. `directory`: None limits this process alone. Nothing
-        is created before the first request."""
+        """`judge`: a name of the judge, the same in every process. `directory`: folder of the files of all processes.
+        None: there are no files, and the budget limits this process alone. No file is created before the first
+        request."""
         self.budget = budget
         self._directory, self._judge = directory, judge
         self._file = f"spent-{judge}-{os.getpid()}-{uuid.uuid4().hex[:8]}.txt"
@@ -83,7 +84,7 @@ class UsageFile:
         self._own = JudgeUsage()
 
     def count_request(self) -> None:
-        """Count a request that is about to be sent. Raises BudgetSpent if there is none left."""
+        """Count a request before it is sent. Raises BudgetSpent if the budget allows no further request."""
         with self._lock:
             before = self._own
             self._write(before + JudgeUsage(requests=1))
@@ -98,7 +99,7 @@ class UsageFile:
             self._write(self._own + JudgeUsage(0, prompt_tokens, completion_tokens))
 
     def total(self) -> JudgeUsage:
-        """Return what all processes have used up. Raises RewardFailed for a damaged file."""
+        """Return the usage of all processes together. Raises RewardFailed for a damaged file."""
         with self._lock:
             return self._own + self._usage_of_others()
 
@@ -113,7 +114,7 @@ class UsageFile:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(directory / self._file, os.O_WRONLY | os.O_CREAT, 0o600)
             try:
-                os.pwrite(descriptor, data, 0)  # always the same length: a reader sees either the old numbers or these
+                os.pwrite(descriptor, data, 0)  # always the same length: a reader sees the old numbers or the new ones
             finally:
                 os.close(descriptor)  # on a network filesystem, closing makes it visible to others
 

@@ -4,9 +4,13 @@
                         ▲        │ 429, 5xx, no connection, too slow, no JSON
                         └─ wait ─┘ as long as Retry-After says (for all questions), or longer each time
 
-The call fails when a request fails and its next try would be more than `retry_s` after the judge's last answer. Then no
-row is scored, and the answers so far are kept. It also fails when the judge's budget is used up, after the running
-requests have ended, since they are paid for. Only this module imports aiohttp, when the first question is asked.
+The call fails, and no row is scored, in three cases. Answers that arrived before are kept.
+
+- A request fails, and its next try would be `retry_s` or more after the judge's last answer.
+- The judge refuses a request, or its answer lacks data that the settings need (log-probs, token counts).
+- The judge's budget is used up. Requests under way still end, since they are paid for.
+
+Only this module imports aiohttp, when the first question is asked.
 """
 
 from __future__ import annotations
@@ -30,11 +34,11 @@ from stages.rewards.judges.rubric import Answer, Question
 from stages.rewards.protocol import BudgetSpent, RewardFailed
 
 _RETRY_STATUSES = frozenset({408, 425, 429, *range(500, 600)})
-"""HTTP statuses of errors that may pass (gateways have their own beyond 504)."""
+"""HTTP statuses of errors that may be temporary. Gateways use codes of their own above 504."""
 _MIN_WAIT_S, _MAX_WAIT_S = 0.5, 30.0
 _LOG_INTERVAL_S = 10.0
 _MAX_SHOWN_CHARS = 300
-"""Most characters of a server's message in an error."""
+"""Most characters of a server's message that an error message quotes."""
 _MAX_RESPONSE_BYTES = 16 << 20
 """Most bytes of an answer."""
 
@@ -45,17 +49,18 @@ class Endpoint:
 
     url: str
     key_env: str | None
-    """Environment variable with the key. Its value is read for each call and stored nowhere."""
+    """Name of the environment variable with the API key. The key is read for each call and stored nowhere. None: no
+    key."""
     concurrency: int
     timeout_s: float
     """Longest time of one request, in seconds."""
     retry_s: float
-    """Most seconds without an answer of the judge before the call fails."""
+    """Longest time without an answer from the judge, in seconds. After it the call fails."""
 
 
 @dataclass(frozen=True)
 class SentQuestion:
-    """A question as it is sent."""
+    """A question, and the body of the request that asks it."""
 
     question: Question
     body: Mapping[str, Any]
@@ -63,21 +68,21 @@ class SentQuestion:
 
 @dataclass(frozen=True)
 class ReceivedAnswer:
-    """An answer, with the time and the tries that it took."""
+    """An answer, its duration and its number of tries."""
 
     answer: Answer
     seconds: float
-    """Seconds of the answered request."""
+    """Duration of the try that was answered."""
     attempts: int
 
 
 @dataclass(frozen=True)
 class _Refusal:
-    """A request that failed, and may succeed later."""
+    """A request that failed, but may succeed in a later try."""
 
     reason: str
     wait_s: float | None
-    """Seconds to wait, if the server asked for it."""
+    """Seconds that the server asks to wait. None: it does not ask."""
 
 
 @dataclass(frozen=True)
@@ -90,16 +95,15 @@ class _Completion:
 
 
 class _Retries:
-    """The state of the judge, shared by all questions of a call: when it last answered, and until when it wants no
-    requests."""
+    """Times when the judge last answered, and until when it wants no requests. All questions of a call share them."""
 
     def __init__(self, now: float, retry_s: float) -> None:
         self._retry_s, self.answered, self.quiet_until = retry_s, now, now
         self._said = -math.inf
 
     def log_rarely(self, now: float, text: str) -> None:
-        """Write to the worker's log, at most once in `_LOG_INTERVAL_S` seconds: if the judge is down, every question
-        would write the same."""
+        """Write to the worker's log, at most once in `_LOG_INTERVAL_S` seconds. If the judge is down, every question
+        would otherwise write the same line."""
         if now - self._said > _LOG_INTERVAL_S:
             self._said = now
             print(text, file=sys.stderr, flush=True)
@@ -114,12 +118,12 @@ def ask_endpoint(
     on_answer: Callable[[str, ReceivedAnswer], None],
     spending: UsageFile,
 ) -> dict[str, Answer]:
-    """Return the answer to each question, by its key. `on_answer` is called with each answer when it arrives. May be
-    called inside an event loop, as in a notebook; the loop then waits until all is answered.
+    """Return the answer to each question, by its key. `on_answer` is called with the key and the answer when an answer
+    arrives. Inside a running event loop (a notebook), the loop is blocked until all questions are answered.
 
     Raises:
-        RewardFailed: the judge refuses a request for good, or gave no answer for `retry_s`; names a row.
-        BudgetSpent: the budget is used up; running requests were answered and kept.
+        RewardFailed: the judge refuses a request for good, or gives no answer for `retry_s`. The message names a row.
+        BudgetSpent: the budget is used up. The answers of requests under way are kept.
     """
     try:
         return _run_to_end(_ask_all(endpoint, questions, on_answer, spending))
@@ -128,7 +132,8 @@ def ask_endpoint(
 
 
 def _run_to_end(work: Coroutine[Any, Any, dict[str, Answer]]) -> dict[str, Answer]:
-    """Run `work` in this thread, or in another if this one has a running loop. Ctrl-C ends the work."""
+    """Run `work` and return its result. It runs in this thread, or in another if this one has a running event loop.
+    Ctrl-C ends it."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -163,7 +168,7 @@ async def _ask_all(
     slots = asyncio.Semaphore(endpoint.concurrency)
     retries = _Retries(time.monotonic(), endpoint.retry_s)
     ends: list[BudgetSpent] = []
-    # The default limit is 100, and the time-out runs while a request waits for a connection.
+    # aiohttp's default is 100 connections, and a request's time-out also runs while it waits for a connection.
     connector = aiohttp.TCPConnector(limit=endpoint.concurrency)
     async with aiohttp.ClientSession(headers=headers, connector=connector) as session:
 
@@ -227,7 +232,8 @@ async def _ask_until_answered(
 async def _request(
     session: Any, url: str, question: SentQuestion, limit_s: float, key: str | None
 ) -> _Completion | _Refusal:
-    """Send a request. Raises RewardFailed for an error that no later request would change."""
+    """Send a request and return its completion, or a `_Refusal` if a later try may succeed. Raises RewardFailed if no
+    later try can succeed."""
     aiohttp = importlib.import_module("aiohttp")
     try:
         async with session.post(
@@ -267,8 +273,8 @@ async def _request(
 
 
 async def _read_text(response: Any) -> str | None:
-    """Return the text of a response, or None if it is too large. JSON is UTF-8; the text of an error may be
-    anything."""
+    """Return the text of a response, or None if it is too large. JSON must be UTF-8, otherwise ValueError is raised. In
+    the text of an error, bytes that are not UTF-8 are replaced."""
     data = bytearray()
     async for part in response.content.iter_chunked(1 << 16):
         data += part
@@ -278,8 +284,8 @@ async def _read_text(response: Any) -> str | None:
 
 
 def retry_after_s(header: str, now: float) -> float | None:
-    """Return the seconds that a Retry-After asks for. It is a number of seconds or a date; None if it is neither.
-    `now`: seconds since the epoch."""
+    """Return the seconds to wait that a Retry-After header asks for. The header has a number of seconds or a date; None
+    if it has neither. `now`: seconds since the epoch."""
     with suppress(ValueError):
         return max(0.0, float(header))
     with suppress(ValueError, TypeError):
@@ -296,8 +302,8 @@ def _tokens(completion: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _likeliest(choice: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
-    """Return the candidates for the first token with their log-probs; empty if the server gave none. Raises ValueError
-    for log-probs that are not numbers."""
+    """Return the likeliest first tokens as (text, log-prob), without impossible ones; empty if the server gave none.
+    Raises ValueError if a log-prob is NaN or +inf, or if every token is impossible."""
     content = (choice.get("logprobs") or {}).get("content") or ()
     top = content[0].get("top_logprobs") or () if content else ()
     named = [(str(one["token"]), float(one["logprob"])) for one in top]
@@ -310,5 +316,5 @@ def _likeliest(choice: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
 
 
 def _without_key(key: str | None, text: str) -> str:
-    """Return a text of the server without the key, which the server may have repeated."""
+    """Return a server's text with `***` in place of the API key, since the server may have repeated the key."""
     return text if not key else text.replace(key, "***")

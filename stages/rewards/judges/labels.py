@@ -1,5 +1,5 @@
-"""Turn a judge's verdicts into a preference set: rows of prompt, chosen and rejected response, from which a reward
-model is trained. Pure, except for the calls of `ask`.
+"""Turn a judge's verdicts into a preference set: rows of prompt, chosen and rejected response. A reward model is
+trained on them. Pure, except for the calls of `ask`.
 
     candidates of a prompt ──► pairs ──► judge, both orders (or a grade each) ──► label, or why there is none
 """
@@ -36,25 +36,26 @@ class Candidates:
 
 
 PairsToLabel = Sequence[tuple[Candidates, Sequence[tuple[int, int]]]]
-"""Prompts, each with the pairs of its responses, by their numbers."""
+"""Prompts, each with pairs of indices into its responses."""
 
 
 @dataclass(frozen=True)
 class _PairVerdict:
-    """The verdict on a pair."""
+    """The verdict on a pair, for either order of its responses."""
 
     gap: float
-    """Above 0 if the first response is better."""
+    """How much better the first response is than the second; below 0 if it is worse."""
     if_first: Mapping[str, float]
-    """Record of the judge's verdicts, with the chosen response first."""
+    """Name -> verdict, to store if the first response is the better one; `if_second`: if the second is."""
     if_second: Mapping[str, float]
 
 
 def comparable_pairs(
     candidates: Candidates, number: int, seed: int, max_pairs: int | None
 ) -> tuple[list[tuple[int, int]], Counter[str]]:
-    """Return the pairs of responses that can be compared (all, or a random choice of `max_pairs`), and how many pairs
-    cannot be compared, by reason. `number`: number of the prompt in its source."""
+    """Return the pairs of responses to compare, and the number of pairs that cannot be compared, by reason. If more
+    than `max_pairs` can be compared, that many are chosen at random. `number`: number of the prompt in its source,
+    which is part of the random seed."""
     dropped = Counter({ALONE: 1} if len(candidates.responses) < 2 else {})
     usable: list[tuple[int, int]] = []
     for one, other in combinations(range(len(candidates.responses)), 2):
@@ -78,11 +79,12 @@ def label_pairs(
     min_margin: float,
     judge: str,
 ) -> list[tuple[list[dict[str, Any]], Counter[str]]]:
-    """Return each prompt's labelled pairs, and how many pairs were dropped for which reason. All questions are asked
+    """Return, for each prompt, its labelled pairs and the number of dropped pairs by reason. All questions are asked
     together.
 
-    The margin is the difference of two grades; for a pairwise judge it is |w - l| of the responses' shares w and l = 1
-    - w, averaged over both orders. A pair with a margin up to `min_margin` is a tie.
+    With a graded judge, the margin of a pair is the absolute difference of its grades. With a pairwise judge, it is |w
+    - l|, where w is the preference for the first response, averaged over both orders, and l = 1 - w. A pair with a
+    margin up to `min_margin` is a tie.
     """
     verdicts = _grade_pairs(rubric, ask, prompts) if rubric.against is None else _compare_pairs(rubric, ask, prompts)
     labelled = []
@@ -118,7 +120,7 @@ def _sample(candidates: Candidates, response: str, number: int) -> Sample:
 
 
 def _grade_pairs(rubric: Rubric, ask: Ask, prompts: PairsToLabel) -> list[list[_PairVerdict | None]]:
-    """Return each pair's verdict from a grade for each response; None if a grade could not be read."""
+    """Return each pair's verdict from the grades of its responses; None if a grade could not be read."""
     places = [(number, response) for number, (_, pairs) in enumerate(prompts) for response in sorted({*sum(pairs, ())})]
     samples = [_sample(prompts[n][0], prompts[n][0].responses[response], n) for n, response in places]
     grades = dict(zip(places, grade_rows(rubric, ask, samples), strict=True))
@@ -137,7 +139,7 @@ def _grade_pairs(rubric: Rubric, ask: Ask, prompts: PairsToLabel) -> list[list[_
 
 
 def _compare_pairs(rubric: Rubric, ask: Ask, prompts: PairsToLabel) -> list[list[_PairVerdict | None]]:
-    """Return each pair's verdict from the comparisons in both orders."""
+    """Return each pair's verdict from its comparisons in both orders; None if an answer could not be read."""
     questions = [
         (_sample(candidates, candidates.responses[one], number), candidates.responses[one], candidates.responses[other])
         for number, (candidates, pairs) in enumerate(prompts)

@@ -1,5 +1,5 @@
-"""The rewards of kind `judge` and `local_judge`. Both read the same rubric and return the same verdicts; one asks a
-model behind an endpoint, the other a model of this process.
+"""The rewards of kind `judge` and `local_judge`. Both read the same rubric and return the same verdicts. `judge` asks a
+model behind an endpoint, `local_judge` a model in this process.
 
     rows ──► questions ──┬─ judge ──► cache ─ if not there ──► endpoint ──► first token's likeliest, or text ─┐
                          └─ local_judge ──► chat template ──► model ──► the next token's likeliest ───────────┴─► scores
@@ -40,18 +40,18 @@ from stages.rewards.registry import UnfitReward
 from storage.problems import Problem, above, at_least
 
 ANSWERS = "judge"
-"""Folder in a run's directory with a judge's answers and its use."""
+"""Folder in a run's directory with the judges' answers and the counts of their requests and tokens."""
 MAX_TOP_LOGPROBS = 20
 """Largest number of top log-probs per position that servers return by default."""
 ReadMode = Literal["likelihood", "text"]
 
 
 class JudgeReward(Reward):
-    """Owns the cache of answers of a judge behind an endpoint. The score is the grade, or how much better than others a
-    response was found; see `rubric.score_rows`."""
+    """A judge behind an endpoint. Owns the cache of its answers. `rubric.score_rows` defines the scores."""
 
     deterministic = False
-    """The last bits of a server's numbers depend on its other requests. Cached answers never change."""
+    """False, because the last bits of a server's log-probs depend on its other requests. Cached answers never
+    change."""
 
     def __init__(
         self,
@@ -85,15 +85,15 @@ class JudgeReward(Reward):
             url: URL of the API, including its version: http://HOST:8000/v1.
             model: the model's name on the server.
             on_unparsed, rubric, rubric_file, answers, against, system, delimit: see `make_rubric`.
-            read: the likeliest first tokens, or the text of the answer.
+            read: how an answer is read: `likelihood` of the likeliest first tokens, or its `text`.
             max_tokens: most tokens of an answer that is read as text.
             likeliest: number of tokens whose log-probs are requested.
             key_env: environment variable with the server's key; None: the server needs no key.
             concurrency: simultaneous requests of each scoring worker.
-            timeout_s: time-out of a request.
-            retry_s: most seconds without an answer before the run stops.
-            cache: directory of its answers; None: `judge` in the run's directory, or none outside a run.
-            body: more fields of the request; null removes one.
+            timeout_s: time-out of a request, in seconds.
+            retry_s: longest time without an answer before the run stops, in seconds.
+            cache: directory of stored answers. None: `judge` in the run's directory; outside a run, a temporary file.
+            body: further fields of the request. A field that is null is left out.
             max_requests, max_cost: the run's budget for this judge; None: no limit.
             prompt_price, completion_price: price of a million tokens, in the unit of `max_cost`.
         """
@@ -167,8 +167,8 @@ class JudgeReward(Reward):
 
 
 class LocalJudgeReward(ProcessModelReward):
-    """A language model as a judge. It reads the next token after the chat template, so its verdict is that of
-    `JudgeReward` with `read: likelihood` on a server with the same model."""
+    """A judge that is a language model in this process. Its answer is the distribution of the first token after the
+    chat prompt. So its verdicts are those of `JudgeReward` with `read: likelihood` on a server with the same model."""
 
     def __init__(
         self,
@@ -191,8 +191,8 @@ class LocalJudgeReward(ProcessModelReward):
             on_unparsed, rubric, rubric_file, answers, against, system, delimit: see `make_rubric`.
             likeliest: an answer counts if it is among this many likeliest tokens.
             dtype: dtype of the forward pass.
-            pass_tokens: most tokens of a pass, into which questions are packed; None: one question per pass, so that
-                its verdict does not depend on other questions.
+            pass_tokens: most tokens of a forward pass, which packs several questions. None: one question per pass, so
+                that its verdict does not depend on other questions.
         """
         self.rubric = make_rubric(rubric, rubric_file, answers, on_unparsed, against, system, delimit)
         self.fields = self.rubric.fields
@@ -264,7 +264,7 @@ _NOT_IN_BODY = {
 
 
 def _check_body(body: Mapping[str, Any]) -> None:
-    """Refuse fields that would be overwritten, or would make the answer unreadable."""
+    """Raise UnfitReward for a field of the body that would be overwritten, or would make the answer unreadable."""
     for name, need in _NOT_IN_BODY.items():
         if body.get(name):
             raise UnfitReward(Problem(f"body.{name}", body[name], need))
@@ -286,7 +286,7 @@ def _check_key_variable(key_env: str | None) -> None:
 
 
 def _check_key_is_encrypted(url: str, key_env: str | None) -> None:
-    """Refuse a key over plain http to another host: everybody on the way could read it."""
+    """Raise UnfitReward for a key over plain http to another host, since everybody on the way could read it."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     try:

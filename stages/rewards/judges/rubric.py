@@ -1,13 +1,13 @@
-"""Fill in a judge's questions for each row, and read its answers. Pure.
+"""Build a judge's questions about each row from a template, and turn the answers into scores. Pure.
 
     graded       {prompt} {response}              one question per row
     pairwise     {prompt} {first} {second}        two questions per pair: each response comes first once
     both         {NAME}                           the prompt's field NAME in its source
 
-A response is data. A policy that is trained on the verdict will find texts that address the judge. So each response is
-put between tags, `<response-TAG>` and `</response-TAG>`, and the message begins by saying so. TAG is a digest of the
-responses, computed again while it occurs in one of them. So no response can close its own tags, and a replay asks the
-same question.
+A response is data, but a policy that is trained on verdicts learns to write texts that address the judge. So each
+response is put between tags, `<response-TAG>` and `</response-TAG>`, and the message begins with a note about them. TAG
+is a digest of the responses. If a response contains the digest, another one is computed, so no response can close its
+own tags. The tag depends on the responses alone, so a replay asks the same question.
 
 An answer becomes a number in one of two ways:
 
@@ -32,21 +32,21 @@ from stages.rewards.registry import UnfitReward
 from storage.problems import Problem
 
 GROUP = "group"
-"""Value of `against` that compares with the other responses to the same prompt."""
+"""Value of `against`: a response is compared with the other responses to its prompt."""
 GRADES: dict[str, float] = {"1": 1.0, "2": 2.0, "3": 3.0, "4": 4.0, "5": 5.0}
 CHOICES: dict[str, float] = {"A": 1.0, "B": 0.0}
-"""Default answers of a graded and of a pairwise judge."""
+"""Default answers and their worth: `GRADES` of a graded judge, `CHOICES` of a pairwise judge."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a row."""
+    """A judge's question about a row."""
 
     messages: tuple[Mapping[str, str], ...]
     row: int
-    """Row number, for messages to people."""
+    """Number of the row. It and `prompt` are for error messages and logs."""
     prompt: str
-    """The row's prompt, for messages to people."""
+    """Text of the row's prompt."""
 
     def __str__(self) -> str:
         return f"row {self.row} (prompt {self.prompt[:60]!r})"
@@ -54,30 +54,30 @@ class Question:
 
 @dataclass(frozen=True)
 class Rubric:
-    """A judge's task."""
+    """The question that a judge is asked about each row, and the worth of its answers."""
 
     template_pieces: tuple[tuple[str, str | None], ...]
-    """Texts, each with the name of the field after it, or None."""
+    """The template as (text, name of the field after the text). The name is None if no field follows."""
     answers: Mapping[str, float]
-    """Worth of each answer. Pairwise: how much better the first response is, 0 to 1."""
+    """Answer -> its worth. For a pairwise judge: how much better the first response is, 0 to 1."""
     on_unparsed: float
     """Worth of any other answer."""
     against: str | None = None
-    """None: responses are graded one by one. Otherwise pairs are compared: `GROUP`, or the prompt's field with the
-    answer to compare with."""
+    """None: each response is graded by itself. `GROUP`: it is compared with each other response to its prompt. Another
+    name: it is compared with the text in that field of the prompt."""
     system: str | None = None
     delimit: bool = True
     """True: put responses between tags."""
 
     @property
     def fields(self) -> frozenset[str]:
-        """Fields of the prompt that the rubric uses."""
+        """Names of the prompt's extra fields that the rubric uses."""
         named = {name for _, name in self.template_pieces if name is not None} - _fields_of_mode(self.against)
         return frozenset(named | ({self.against} if self.against not in (None, GROUP) else set()))
 
     def build_question(self, sample: Sample, responses: Mapping[str, str]) -> Question:
-        """Return the question about a row. `responses`: by the name of their field. Raises RewardFailed if the prompt
-        lacks a field."""
+        """Return the question about a row. `responses`: name of a field in the template -> response. Raises
+        RewardFailed if the prompt lacks a field."""
         values, note = {"prompt": prompt_text(sample), **responses}, ""
         if self.delimit:
             tag = _tag(responses.values())
@@ -104,7 +104,14 @@ def make_rubric(
     system: str | None,
     delimit: bool = True,
 ) -> Rubric:
-    """Return the rubric of a judge's arguments. Raises UnfitReward, naming the argument."""
+    """Return the rubric that a judge's arguments describe. Raises UnfitReward, naming the argument.
+
+    Args:
+        rubric: the template; None if `rubric_file` is given.
+        rubric_file: path of a file with the template.
+        answers: answer -> its worth; None: `CHOICES` if `against` is given, otherwise `GRADES`.
+        on_unparsed, against, system, delimit: see `Rubric`.
+    """
     if (rubric is None) == (rubric_file is None):
         need = "give either rubric, the text that the judge reads, with {prompt} and the like, or rubric_file, its path"
         raise _unfit_argument("rubric", rubric, need)
@@ -132,7 +139,8 @@ def make_rubric(
 
 
 def prompt_text(sample: Sample) -> str:
-    """Return a prompt as a judge reads it: the text of a single message; for a longer chat, speakers and texts."""
+    """Return a prompt as a judge reads it: its text, or the text of a chat's only message. A longer chat is a paragraph
+    `ROLE: TEXT` for each message."""
     asked = sample.messages[:-1]
     if not asked:
         return sample.prompt
@@ -148,7 +156,7 @@ _NOTE = (
 
 
 def _tag(responses: Iterable[str]) -> str:
-    """Return a word that occurs in none of the responses; the same in whichever order they come."""
+    """Return a word that occurs in none of the responses. It does not depend on their order."""
     texts, number = sorted(responses), 0
     while True:
         content = "\0".join([str(number), *texts])
@@ -209,7 +217,7 @@ def _unfit_argument(key: str, given: object, need: str) -> UnfitReward:
 # ---- verdicts --------------------------------------------------------------------------------------------
 
 UNPARSED = "unparsed"
-"""Measured part of a judge's score: the share of a row's questions without a valid answer."""
+"""Name of a number that is measured beside a judge's score: the share of a row's questions without a valid answer."""
 
 
 @dataclass(frozen=True)
@@ -227,14 +235,15 @@ Ask = Callable[[Sequence[Question]], Sequence[Answer]]
 
 @dataclass(frozen=True)
 class BothOrders:
-    """Preference for the first of two responses over the second, 0 to 1, in both orders; None: no valid answer."""
+    """How much better a pair's first response is than its second, 0 to 1, as judged in both orders. None: no valid
+    answer."""
 
     first_shown_first: float | None
     first_shown_last: float | None
 
 
 def value_of_answer(answer: Answer, values: Mapping[str, float]) -> float | None:
-    """Return the worth of an answer; None if it is not valid."""
+    """Return the worth of an answer, or None if the answer is not valid."""
     if answer.likeliest is None:
         return _value_of_text(answer.text, values)
     numbers = [(log_prob, values[text.strip()]) for text, log_prob in answer.likeliest if text.strip() in values]
@@ -246,14 +255,15 @@ def value_of_answer(answer: Answer, values: Mapping[str, float]) -> float | None
 
 
 def grade_rows(rubric: Rubric, ask: Ask, samples: Sequence[Sample]) -> list[float | None]:
-    """Return a graded judge's verdict on each row."""
+    """Return a graded judge's verdict on each row; None: no valid answer."""
     answers = ask([rubric.build_question(sample, {"response": sample.response}) for sample in samples])
     return [value_of_answer(answer, rubric.answers) for answer in answers]
 
 
 def compare_responses(rubric: Rubric, ask: Ask, pairs: Sequence[tuple[Sample, str, str]]) -> list[BothOrders]:
-    """Return a pairwise judge's verdicts on pairs of responses (row, one response, another). Each pair is asked in both
-    orders, because a judge prefers one position whichever response is shown there (Zheng et al., arXiv 2306.05685)."""
+    """Return a pairwise judge's verdicts. `pairs`: (row, first response, second response). The judge is asked about
+    each pair in both orders, because judges tend to prefer one position, whatever response is shown there (Zheng et
+    al., arXiv 2306.05685)."""
     questions = [
         rubric.build_question(sample, {"first": first, "second": second})
         for sample, one, other in pairs
@@ -267,9 +277,12 @@ def compare_responses(rubric: Rubric, ask: Ask, pairs: Sequence[tuple[Sample, st
 
 
 def score_rows(rubric: Rubric, ask: Ask, samples: Sequence[Sample]) -> Scored:
-    """Return a score for each row: its grade, or how much better than others it was found, averaged over both orders
-    and all comparisons. The disagreement is half the difference between the two orders, averaged likewise. An invalid
-    answer is worth `on_unparsed`, and the share of invalid answers is measured."""
+    """Return the rows' scores, their disagreement and their shares of invalid answers (`UNPARSED`).
+
+    - Score of a graded judge: the grade. There is no disagreement.
+    - Score of a pairwise judge: how much better the row was than others, averaged over all comparisons in both orders.
+      The disagreement is half the difference between the two orders, averaged over all comparisons.
+    - An invalid answer is worth `on_unparsed`."""
     if rubric.against is None:
         verdicts_of: list[list[tuple[float | None, float | None]]] = [
             [(one, one)] for one in grade_rows(rubric, ask, samples)
@@ -289,7 +302,7 @@ def score_rows(rubric: Rubric, ask: Ask, samples: Sequence[Sample]) -> Scored:
 def _against_others(
     rubric: Rubric, ask: Ask, samples: Sequence[Sample]
 ) -> list[list[tuple[float | None, float | None]]]:
-    """Return each row's verdicts in both orders, one pair for each response that it was compared with."""
+    """Return, for each row, its verdicts in both orders against each response that it was compared with."""
     if rubric.against != GROUP:
         pairs = [(sample, sample.response, rubric.reference_answer(sample)) for sample in samples]
         return [[(c.first_shown_first, c.first_shown_last)] for c in compare_responses(rubric, ask, pairs)]
@@ -317,6 +330,6 @@ def _pairs_of_groups(samples: Sequence[Sample]) -> list[tuple[int, int]]:
 
 
 def _value_of_text(text: str, values: Mapping[str, float]) -> float | None:
-    """Return the worth of the last word, without punctuation around it."""
+    """Return the worth of the last word without the punctuation around it, or None if it is no answer."""
     words = text.split()
     return values.get(words[-1].strip("*_`'\"()[]{}<>.,:;!")) if words else None

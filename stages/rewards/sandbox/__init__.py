@@ -1,2 +1,3 @@
-"""Processes that run code which is not trusted with the run: users' own rewards, and scorers that may evaluate a
-response. `process` owns one, `inside` runs in it, `answers` scores text in it, `kernel` makes the system calls."""
+"""Sandboxes: processes for code that the run does not trust, namely users' own rewards and scorers that may evaluate a
+response. `process` starts a sandbox, `inside` runs in it, `answers` scores text in it, `channel` carries its messages,
+`kernel` makes the system calls."""

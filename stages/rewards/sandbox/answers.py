@@ -6,8 +6,8 @@
                           yes: a fork of its own ────────────────►  the same, then end
       ◄───score, or why it was stopped────────────────────────────  a single number
 
-An answer that runs code starts from the freshly loaded scorer, and cannot change it for later answers. It can forge its
-own score, up to 1, because it is evaluated in its scorer's process.
+Each answer that may run code gets a new fork of the freshly loaded scorer, so it cannot change the scorer for later
+answers. It can forge its own score, up to 1, because it is evaluated in the process that scores it.
 """
 
 from __future__ import annotations
@@ -34,31 +34,32 @@ from stages.rewards.sandbox.inside import resolve
 from stages.rewards.sandbox.process import PROTECTIONS, START_S, Confinement, Sandbox, SandboxEnded, SandboxExpired
 
 ANSWER_S = 10.0
-"""Default seconds for one answer."""
+"""Default time limit of one answer, in seconds."""
 STOPPED = "stopped"
 """Name of the measured number: 1 for an answer that was stopped."""
 _MEMORY_BYTES = 2 << 30
 """Address space of an answer and its scorer."""
 _LONGEST_S = START_S + 10.0
-"""Seconds beyond the time for an answer, in which the sandbox prepares it and replies. The sandbox itself stops a slow
-answer."""
+"""Seconds that the worker waits beyond an answer's time limit, for the preparation and the reply. The sandbox itself
+stops a slow answer."""
 _LONGEST_REASON = 300
 _LONGEST_REPLY_BYTES = 1 << 16
 _SLOW = "it took too long"
 _STRING = re.compile(r"['\"]|__|\.\s*[^\W\d]")
-"""Matches places where an expression may have a string: a literal, a name such as `__doc__`, an attribute."""
+"""Matches places where an expression may get a string from: a literal, a name such as `__doc__`, an attribute."""
 
 
 class UnconfinedAnswers(Exception):
-    """This host cannot confine text that is evaluated. The message says what it lacks."""
+    """This host cannot confine text that is evaluated. The message names the missing protections."""
 
 
 class AnswerScorer:
-    """Owns the process that scores answers. One thread at a time uses it."""
+    """Owns the process that scores answers. Threads take turns."""
 
     def __init__(self, make: str, args: Mapping[str, Any], timeout_s: float, *, trust: bool = True) -> None:
-        """`make`: `module:name` of a function that makes an `AnswerScoring` from `args`, in the sandbox. `timeout_s`:
-        wall and processor time of one answer. Raises UnconfinedAnswers unless `trust`."""
+        """Start the process. `make`: `module:name` of a function that is called with `args` in the sandbox and returns
+        an `AnswerScoring`. `timeout_s`: limit of one answer's wall time and processor time. Raises ValueError if the
+        process does not start. Raises UnconfinedAnswers if this host lacks a protection, unless `trust` is true."""
         if timeout_s <= 0:
             raise ValueError(f"timeout_s is {timeout_s:g}: must be above 0")
         start = {"make": make, "args": args, "timeout_s": timeout_s}
@@ -75,8 +76,8 @@ class AnswerScorer:
             raise UnconfinedAnswers(f"this host cannot keep an answer that is evaluated from {', '.join(missing)}")
 
     def __call__(self, answers: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
-        """Return the score of each answer (0 if it was stopped), and for each 1 if it was stopped, else 0. Raises
-        RewardFailed if a problem could not be prepared."""
+        """Return the answers' scores (0 for a stopped answer), and one flag per answer: 1 if it was stopped, else 0.
+        Raises RewardFailed if a problem could not be prepared."""
         scores, stopped = [0.0] * len(answers), [0.0] * len(answers)
         first = ""
         for row, fields in enumerate(answers):
@@ -120,12 +121,12 @@ class AnswerScoring(Protocol):
     """The scorer that a sandbox loads."""
 
     def text_to_evaluate(self, fields: Mapping[str, Any]) -> str:
-        """Return the text that the scorer may evaluate as code, "" if it evaluates none."""
+        """Return the text that the scorer may evaluate as code; "" if it evaluates nothing."""
         ...
 
     def prepare(self, fields: Mapping[str, Any]) -> Callable[[], float]:
-        """Return a function that scores the answer, 0 to 1. An exception here is an error of the run, not of the
-        answer."""
+        """Return a function that scores the answer, 0 to 1. An exception of `prepare` is an error of the run; an
+        exception of the function counts against the answer."""
         ...
 
 
@@ -144,7 +145,7 @@ def serve(channel: SandboxChannel, start: Mapping[str, Any]) -> None:
         alone = may_run_code(scorer.text_to_evaluate(fields))
         if alone:
             with suppress(Exception):  # the fork reports what is wrong
-                scorer.prepare(fields)  # cached here once for all forks
+                scorer.prepare(fields)  # the scorer caches it here, for all forks
         fork = shared if shared is not None and not alone else _Fork(scorer, start["timeout_s"])
         reply = fork.ask(fields)
         channel.send(reply)  # the worker sends the next answer while this fork ends
@@ -179,7 +180,7 @@ class _Fork:
         self._channel = SandboxChannel(ours)
 
     def ask(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return {score}, {stopped: why}, or {error} if the run's problem is at fault."""
+        """Return {score}, or {stopped: why}. Return {error} if the problem could not be prepared."""
         try:
             self._channel.send(fields, START_S)
             first = self._channel.receive(START_S)  # sent before the answer is evaluated
@@ -202,13 +203,13 @@ class _Fork:
 
     def end(self) -> None:
         self._channel.close()
-        with suppress(ProcessLookupError, ChildProcessError):  # it has been waited for
+        with suppress(ProcessLookupError, ChildProcessError):  # `ask` has waited for it
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
 
 
 def _score_all(scorer: AnswerScoring, end: socket.socket, timeout_s: float) -> NoReturn:
-    """Score the answers that come over the socket, and end."""
+    """Score the answers that come over the socket until it is closed, then end this process."""
     os.setsid()
     os.dup2(end.fileno(), 3)
     os.closerange(4, 1 << 16)

@@ -12,9 +12,9 @@ _MAX_BYTES = 1 << 30
 
 
 class SandboxChannel:
-    """One end of a pair of sockets. Every call raises TimeoutError after `limit_s`, and OSError or EOFError if the
-    other end is closed. Confined code can write anything to its end: `receive` raises ValueError if the bytes are no
-    message, or more than `most_bytes`."""
+    """One end of a pair of sockets. `send` and `receive` raise TimeoutError after `limit_s`, and OSError or EOFError if
+    the other end is closed. Confined code can write any bytes to its end. So `receive` raises ValueError if the bytes
+    are not a message, or if a message has more than `max_bytes`."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -38,7 +38,7 @@ class SandboxChannel:
             raise ValueError("a message of too many levels") from None
 
     def shut_down(self) -> None:
-        """End both directions, also for a thread that waits in another call of this end."""
+        """Close both directions. A thread that waits in another call of this end gets an error."""
         try:
             self._end.shutdown(socket.SHUT_RDWR)
         except OSError:  # the other end is closed already

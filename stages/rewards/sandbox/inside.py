@@ -6,8 +6,8 @@
           code                                               whatever it starts
             whatever it starts
 
-The worker sees only the keeper, which ends with the exit status of the code. When the worker ends (in any way) or asks
-for it, all processes beneath the keeper are killed, also those in other sessions and process groups.
+The worker sees only the keeper, which ends with the exit status of the code. When the worker asks for it, or ends in
+any way, all processes below the keeper are killed, even in other sessions and process groups.
 
     first message   the order (`process.Sandbox`)   confine this process, answer with the protections in force
     afterwards      the function `serve` of the order uses the channel
@@ -39,18 +39,18 @@ from stages.rewards.sandbox.channel import SandboxChannel
 from storage.host import end_with_parent
 
 MAX_PROCESSES = 4096
-"""Processes and threads of a user's own reward. Sampled text may start none."""
+"""Most processes and threads of a user's own reward. Sampled text may not start any."""
 _LARGEST_FILE_BYTES = 1 << 34
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _CODE = ("/usr", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/sys/devices/system/cpu")
-"""Paths that can be read by a sandbox that may read only code, besides Python's own folders."""
+"""Paths that a sandbox for sampled text may read, besides the folders of Python and Stageline."""
 _SHARED_MEMORY = "/dev/shm"
 _LIMITED_PER_NAMESPACE = (6, 14)
 """First Linux version in which `kernel.pid_max` belongs to a namespace; before, it belongs to the host."""
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that owns this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the worker
     channel, parent = SandboxChannel(socket.socket(fileno=int(sys.argv[1]))), int(sys.argv[2])
     end_with_parent(parent)
     try:
@@ -71,7 +71,7 @@ def resolve(name: str) -> Callable[..., Any]:
 
 
 def _confine(order: Mapping[str, Any], channel: SandboxChannel, parent: int) -> dict[str, str | None]:
-    """Make this process the keeper, and go on in a child, which is confined. Return there: protection -> the mechanism
+    """Make this process the keeper, and return in a confined child. The result has, for each protection, the mechanism
     that enforces it, or None."""
     network, answers, use = order["network"], order["answers"], order["use"]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -117,21 +117,21 @@ def _confine(order: Mapping[str, Any], channel: SandboxChannel, parent: int) -> 
 
 
 def _writable_paths(scratch: str, *, shared: bool) -> list[str]:
-    """Return where a user's own code may write. `shared`: True without namespaces, where its semaphores are in the
-    host's folder."""
+    """Return the paths that a user's own code may write. `shared`: include the host's folder of shared memory, which
+    the code's semaphores need if there are no namespaces."""
     return [scratch, *([_SHARED_MEMORY] if shared else []), *_DEVICES, *glob("/dev/nvidia*")]
 
 
 def _python_folders(root: str) -> list[str]:
-    """Return the folders of Python and its packages, and of Stageline only those with code, since its root may hold
-    runs."""
+    """Return the folders of Python, of its packages and of Stageline's code. The root of a source tree is left out,
+    since it may hold runs."""
     installed = Path(root).name.endswith("-packages")
     packages = [path for path in sys.path if path and (installed or not Path(root).is_relative_to(path))]
     return [sys.prefix, sys.base_prefix, *packages, *(f"{root}/{package}" for package in ("stages", "storage"))]
 
 
 def _namespaces_work(network: bool) -> bool:
-    """Return True if this host lets this user create namespaces. A child tries it."""
+    """Return True if this host lets this user create namespaces. A child process tries it."""
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1] == 0
@@ -144,8 +144,9 @@ def _namespaces_work(network: bool) -> bool:
 
 
 def _fork_and_keep(channel: SandboxChannel, scratch: str | None) -> None:
-    """Return in a child. This process stays as its keeper and ends as the child does. `scratch`: without namespaces, a
-    folder that the keeper then deletes, after it has killed the child's other descendants."""
+    """Fork, and return in the child only. The parent stays as the child's keeper and then ends with the child's exit
+    status. `scratch`: None with namespaces. Without them, a folder: after the child's end, the keeper kills all
+    descendants and deletes the folder."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     child = os.fork()
     if not child:
@@ -173,8 +174,9 @@ def _fork_and_keep(channel: SandboxChannel, scratch: str | None) -> None:
 
 
 def _clear(scratch: str) -> None:
-    """Kill all descendants and delete the folder. When their parents end, this process becomes their parent."""
-    with suppress(ChildProcessError):  # there is none left
+    """Kill all descendants of this process and delete the folder. This process adopts descendants whose parents end, so
+    none can escape."""
+    with suppress(ChildProcessError):  # no descendant is left
         while True:
             for process in psutil.Process().children(recursive=True):
                 with suppress(psutil.NoSuchProcess):
@@ -186,7 +188,8 @@ def _clear(scratch: str) -> None:
 
 
 def _act_as_init(channel: SandboxChannel) -> None:
-    """Return in a child. This process, the first of its namespace, waits for orphans and ends when the child does."""
+    """Fork, and return in the child only. The parent is the first process of its namespace: it reaps orphans, and ends
+    when the child ends."""
     with suppress(OSError):  # a container that hides parts of /proc cannot mount another
         kernel.mount_processes()
     if tuple(map(int, os.uname().release.split("-")[0].split(".")[:2])) >= _LIMITED_PER_NAMESPACE:
@@ -203,7 +206,7 @@ def _act_as_init(channel: SandboxChannel) -> None:
 
 
 def _wait_for(child: int) -> int:
-    """Return a child's exit status (negative: the signal that ended it). Also reaps adopted orphans."""
+    """Wait for a child and return its exit status, or -N if signal N ended it. Also reaps adopted orphans."""
     while True:
         pid, status = os.wait()
         if pid == child:
@@ -211,7 +214,7 @@ def _wait_for(child: int) -> int:
 
 
 def _end_like(code: int) -> NoReturn:
-    """End with the code's exit status; 128 + N stands for signal N."""
+    """End this process with exit status `code`, or by signal N if `code` is -N or 128 + N."""
     number = -code if code < 0 else code - 128
     if number in {*signal.Signals}:
         if number not in (signal.SIGKILL, signal.SIGSTOP):

@@ -1,8 +1,8 @@
 """Confine a process: its files (Landlock), its system calls (seccomp), its view of other processes (namespaces).
 
-System calls are made through ctypes, with the standard library only. Every function confines the calling process and
-its later children for good, and raises OSError if the kernel refuses. The numbers come from linux/landlock.h,
-linux/seccomp.h and the tables of system calls of the two known machines.
+System calls are made through ctypes, with the standard library only. The functions that confine act on the calling
+process and its later children, for good. They raise OSError if the kernel refuses. The numbers come from
+linux/landlock.h, linux/seccomp.h and the tables of system calls of the two known machines.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _READS = 1 << 0 | 1 << 2 | 1 << 3  # execute, read a file, read a folder
 _OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15  # the rights that a rule about a file may name
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
-"""Version of Landlock -> number of rights about files, which are the lowest bits. Version 3 added truncation, version 5
-ioctl on devices."""
+"""Version of Landlock -> number of its rights about files. They are the lowest bits of a mask. Version 3 added
+truncation, version 5 ioctl on devices."""
 _BIND_AND_CONNECT_TCP, _ABSTRACT_SOCKETS_AND_SIGNALS = 0b11, 0b11
 
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
@@ -56,8 +56,8 @@ _CALLS = {
     "unshare": (272, 97), "userfaultfd": (323, 282), "utime": (132, 88), "utimensat": (280, 88),
     "utimes": (235, 88), "vfork": (58, 220),
 }  # fmt: skip
-"""Numbers on x86_64 and aarch64. If aarch64 lacks an old call, the number is that of its successor; `fork` and `vfork`
-are `clone` there."""
+"""System call -> its numbers on x86_64 and aarch64. If aarch64 lacks an old call, the number is that of its successor
+(`clone` for `fork` and `vfork`)."""
 _NEVER = (
     "add_key", "bpf", "io_uring_enter", "io_uring_register", "io_uring_setup", "keyctl", "perf_event_open",
     "request_key", "setns", "unshare", "userfaultfd",
@@ -72,11 +72,11 @@ _NOT_FOR_ANSWERS = (
     "setpriority", "setxattr", "setxattrat", "shmat", "shmctl", "shmget", "socket", "socketpair", "truncate", "utime",
     "utimensat", "utimes",
 )  # fmt: skip
-"""Also refused to sampled text: calls that reach another process, or change a file's metadata, which Landlock does not
-protect."""
+"""Also refused to sampled text. Some of these calls reach other processes; the others change a file's metadata, which
+Landlock does not protect."""
 _SIGNALS_BY_FILES = {"fcntl": (8, 10, 15), "ioctl": (0x8901, 0x8902)}
-"""Commands that choose a file's signals and the process that gets them: F_SETOWN, F_SETSIG, F_SETOWN_EX; FIOSETOWN,
-SIOCSPGRP."""
+"""System call -> its commands that choose a file's signal, or the process that gets the signal: F_SETOWN, F_SETSIG,
+F_SETOWN_EX; FIOSETOWN, SIOCSPGRP."""
 
 
 def _checked(result: int) -> int:
@@ -116,9 +116,9 @@ def can_filter_calls() -> bool:
 
 
 def restrict_files(reads: Iterable[str], writes: Iterable[str], *, network: bool) -> None:
-    """Forbid access to all files, except reads beneath `reads` and any access beneath `writes`. From version 4 of
-    Landlock on also forbid TCP unless `network`, and from version 6 on signals to processes outside and their abstract
-    sockets. Paths that do not exist are left out."""
+    """Forbid access to all files, except reads beneath `reads` and any access beneath `writes`. Landlock 4 and later
+    also forbid TCP, unless `network`. Landlock 6 and later also forbid signals to processes outside, and their abstract
+    sockets. Paths that do not exist, or that this process may not open, are left out."""
     version = landlock_version()
     handled = (1 << _FILE_RIGHTS[min(version, max(_FILE_RIGHTS))]) - 1
     fields = [handled]
@@ -151,8 +151,8 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 def enter_namespaces(*, network: bool) -> None:
     """Give this process its own users, mounts, System V objects and (unless `network`) network. Its children get their
-    own process ids: the first child is process 1, and when it ends, all of them end. The user id stays the same,
-    without rights outside. The process must have a single thread."""
+    own process ids. The first child is process 1: when it ends, all the others end. The user id stays the same, without
+    rights outside. The process must have a single thread."""
     user, group = os.getuid(), os.getgid()
     flags = _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWPID | (0 if network else _CLONE_NEWNET)
     _checked(_libc.unshare(flags))
@@ -163,7 +163,7 @@ def enter_namespaces(*, network: bool) -> None:
 
 
 def mount_memory(folder: str, *, readonly: bool = False) -> None:
-    """Put an empty file system in memory over a folder, in this process's namespace."""
+    """Mount an empty in-memory file system over a folder, in this process's namespace."""
     flags = _MS_NOSUID | _MS_NODEV | (_MS_RDONLY if readonly else 0)
     _mount("tmpfs", folder, "tmpfs", flags, "mode=1777")
 
@@ -220,14 +220,15 @@ def filter_calls(*, network: bool, answers: bool) -> None:
 
 
 class _Filter:
-    """A program of the Berkeley Packet Filter that looks at a system call (struct seccomp_data: number, machine,
-    instruction pointer, six arguments). Each instruction is (code, jump if true, jump if false, value)."""
+    """A program of the Berkeley Packet Filter that allows or refuses a system call. It reads struct seccomp_data:
+    number, machine, instruction pointer, six arguments. Each instruction is (code, jump if true, jump if false,
+    value)."""
 
     _LOAD, _EQUAL, _ANY_BIT, _AT_LEAST, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
     _ALLOWED, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
     _NUMBER_AT, _MACHINE_AT, _FIRST_ARGUMENT_AT, _SECOND_ARGUMENT_AT = 0, 4, 16, 24
     _X32 = 0x40000000
-    """First number of x86_64's third table of system calls."""
+    """First number of the system calls of x32, a second ABI of x86_64."""
 
     def __init__(self, machine: int) -> None:
         self._program = [
@@ -240,15 +241,15 @@ class _Filter:
         ]
 
     def call(self, number: int, error: int = errno.EPERM) -> None:
-        """Refuse a call."""
+        """Refuse a call with `error`."""
         self._program += [(self._EQUAL, 0, 1, number), (self._RETURN, 0, 0, self._ERROR | error)]
 
     def unless_first(self, number: int, value: int) -> None:
-        """Refuse a call whose first argument is another value."""
+        """Refuse a call unless its first argument is `value`."""
         self._look(number, (self._EQUAL, 1, 0, value))
 
     def unless_flagged(self, number: int, bit: int) -> None:
-        """Refuse a call if its first argument lacks `bit`."""
+        """Refuse a call unless its first argument has `bit`."""
         self._look(number, (self._ANY_BIT, 1, 0, bit))
 
     def if_flagged(self, number: int, bit: int) -> None:

@@ -22,7 +22,8 @@ from typing import Any
 from stages.rewards.sandbox.channel import SandboxChannel
 
 START_S = 120.0
-"""Seconds for a process to start and import its code, which may load a model; longer if a batch may take longer."""
+"""Seconds for a process to start and import its code, which may load a model. A user's own reward has as long as for a
+batch, if that is longer."""
 USED = ("landlock", "namespaces", "seccomp")
 """Features of the kernel that a sandbox uses if they exist."""
 PROTECTIONS = ("files", "network", "processes")
@@ -30,9 +31,9 @@ PROTECTIONS = ("files", "network", "processes")
 signals)."""
 _ROOT = Path(__file__).resolve().parents[3]
 _NOTICE_S = 30.0
-"""Seconds to notice the end of a process after its channel broke."""
+"""Seconds to wait for the end of a process whose channel broke."""
 _TIDY_S = 10.0
-"""Seconds for the keeper to kill its processes, before it is killed itself."""
+"""Seconds that the keeper has to kill its processes, before it is killed itself."""
 _PASSED_ON = frozenset(
     (
         "CONDA_PREFIX", "CUDA_DEVICE_ORDER", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "HF_DATASETS_CACHE",
@@ -51,7 +52,7 @@ class SandboxEnded(Exception):
 
 
 class SandboxExpired(Exception):
-    """The process took longer than it may, and was ended."""
+    """The process exceeded its time limit, and was killed."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +60,18 @@ class Confinement:
     """Permissions of a sandbox."""
 
     answers: bool = False
-    """True for text that a model sampled: it can read only code, and write nothing."""
+    """True if the sandbox evaluates text that a model sampled. It may then read only code, and write nothing."""
     network: bool = False
     environment: tuple[str, ...] = ()
     """Further environment variables that the sandbox gets."""
     writes: tuple[str, ...] = ()
     """Files and folders that it may write, besides a scratch folder of its own."""
     hidden: tuple[str, ...] = ()
-    """Folders that are empty in the sandbox, if the host allows namespaces."""
+    """Folders that look empty in the sandbox, if the host allows namespaces."""
 
 
 class Sandbox:
-    """A process that serves messages under a confinement. One thread at a time may ask; any may close."""
+    """A confined process that answers messages. One thread at a time may call `ask`; any thread may call `close`."""
 
     def __init__(self, serve: str, start: Mapping[str, Any], confinement: Confinement) -> None:
         """Start the process. `serve`: `module:name` of a function that is called there with a `SandboxChannel` and
@@ -134,8 +135,8 @@ class Sandbox:
 
 
 class _Child:
-    """The keeper of a sandbox, and a thread that starts it, waits for it and reaps it. Linux ends the keeper with that
-    thread, so nothing is left behind whatever happens to this process."""
+    """The keeper of a sandbox, and a thread that starts it, waits for it and reaps it. Linux ends the keeper when that
+    thread ends, so nothing is left behind, whatever happens to this process."""
 
     def __init__(self, confinement: Confinement) -> None:
         ours, theirs = socket.socketpair()
@@ -184,8 +185,8 @@ class _Child:
 
 
 def _environment(confinement: Confinement) -> dict[str, str]:
-    """Return the environment of a sandbox: settings of Python and of libraries, and the variables of its
-    confinement."""
+    """Return the environment of a sandbox: settings of Python and of libraries, and the variables that its confinement
+    names."""
     names = {n for n in os.environ if n in _PASSED_ON or n.startswith(_PASSED_ON_BEGINNINGS)}
     environment = {name: os.environ[name] for name in sorted(names | {*confinement.environment}) if name in os.environ}
     environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(_ROOT), os.environ.get("PYTHONPATH")) if p)

@@ -11,21 +11,24 @@ from storage.problems import Problem, at_least, setting, unread_problems
 
 @dataclass
 class RewardTrainingConfig:
-    """Loss and length of a training."""
+    """Loss and length of a reward model's training."""
 
     loss: Literal["bradley_terry", "regression", "distill"] = "bradley_terry"
-    """bradley_terry: the chosen response scores above the rejected one. regression: the score is the rating (ratings
-    only). distill: the score is the teacher's; the judgements only measure both."""
+    """What the model learns. bradley_terry: to score the chosen response above the rejected one. regression: to predict
+    the rating (ratings only). distill: to predict the teacher's score; the judgements only serve to
+    measure model and teacher."""
     epochs: int = setting(1, at_least(1))
-    """Passes over the training rows. More than one or two overfit a model of pairs (Ouyang et al. 2022)."""
+    """Passes over the training rows. With pairs, more than one or two passes overfit (Ouyang et al. 2022)."""
     rows_per_step: int = setting(64, at_least(2, ": one pair has two"))
-    """Fewest rows of an optimizer step. Groups that are compared are never divided."""
+    """Fewest rows of an optimizer step; the last step of an epoch may have fewer. Rows that are compared with one
+    another are never divided between steps."""
     validations_per_epoch: int = setting(1, at_least(1))
     """Validations per epoch, evenly spread; the last one ends the epoch."""
     patience: int | None = setting(None, at_least(1))
-    """Validations in a row without a better one after which training ends; null: never before the last epoch."""
+    """Training ends after this number of validations in a row without a new best one; null: training runs all
+    epochs."""
     normalise: bool = True
-    """Set the bias at the end so that the scores of the training rows have mean 0."""
+    """true: at the end, set the bias so that the scores of the training rows have mean 0."""
 
 
 @dataclass
@@ -35,11 +38,11 @@ class TeacherConfig:
     paths: list[str] = field(default_factory=list)
     """Directories of reward models. The mean of their scores is learnt."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of their forward passes; null: `model.dtype`."""
+    """Dtype of the teachers' forward passes; null: `model.dtype`."""
 
 
 def teacher_problems(config: TeacherConfig, loss: str) -> Iterator[Problem]:
-    """Return the problems of section `teacher` under this loss."""
+    """Yield the problems of section `teacher` under this loss."""
     if loss == "distill" and not config.paths:
         yield Problem("teacher.paths", config.paths, "train.loss=distill needs a teacher: [RUN/model], or several")
     if loss != "distill" and config.paths:

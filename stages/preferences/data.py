@@ -18,7 +18,7 @@ from storage.config import PreferencesConfig
 from storage.preferences import JudgedPair, Judgement, PreferencesError, RatedText
 
 _PAIRS, _EPOCH = 3, 4
-"""Keys that give the uses of one seed different random numbers."""
+"""Constants that give each use of the same seed its own random numbers."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Pairs:
 
 @dataclass(frozen=True)
 class JudgedRows:
-    """One part of a split."""
+    """Tokenised rows and pairs of one part of a split: training, validation or held-out set."""
 
     rows: TokenRows
     pairs: Pairs
-    """For ratings: the pairs that are measured. The pairs to train on are drawn anew for every epoch."""
+    """For ratings: the pairs on which accuracy is measured. The pairs to train on are drawn anew for every epoch."""
     units: np.ndarray
-    """int64 [rows]: number of the row's prompt; for ratings, its own number."""
+    """int64 [rows]: number of the row's prompt; for ratings, number of the text."""
     texts: list[str]
     ratings: np.ndarray | None = None
     """float64 [rows]"""
@@ -64,8 +64,9 @@ class Group:
 def tokenise_judgements(
     judgements: Sequence[Judgement], tokenizer: Tokenizer, config: PreferencesConfig, *, seed: int
 ) -> JudgedRows:
-    """Return rows of prompt, response and EOS (for ratings: text and EOS). Raises PreferencesError for a row that is
-    too long (unless such rows are skipped), and if no row or no pair is left."""
+    """Return rows of prompt, response and EOS (for ratings: text and EOS), with their pairs. Raises PreferencesError in
+    three cases: a row is too long (unless such judgements are skipped), both responses of a pair have the same tokens,
+    or no row or no pair is left."""
     kept: dict[tuple[int, ...], int] = {}
     rows: list[tuple[int, ...]] = []
     texts: list[str] = []
@@ -122,8 +123,9 @@ def rated_pairs(ratings: np.ndarray, rows: np.ndarray, min_gap: float) -> Pairs:
 
 
 def draw_pairs(ratings: np.ndarray, min_gap: float, max_pairs: int, seed: int) -> Pairs:
-    """Draw at most `max_pairs` of these pairs, each with the same probability, without listing all of them: for every
-    row, its worse rows by rating form a list; with the lists end to end, a pair is a place in them."""
+    """Draw at most `max_pairs` of the pairs whose ratings differ by `min_gap` or more, each with the same probability,
+    without listing all of them. Each row has a list of the rows that are worse by `min_gap`, sorted by rating. If the
+    lists are joined end to end, each pair has a position, and positions are drawn."""
     order = np.argsort(ratings, kind="stable")
     num_worse = np.searchsorted(ratings[order], ratings - min_gap, side="right")
     ends = num_worse.cumsum()
@@ -137,8 +139,8 @@ def draw_pairs(ratings: np.ndarray, min_gap: float, max_pairs: int, seed: int) -
 
 
 def epoch_groups(judged: JudgedRows, config: PreferencesConfig, *, seed: int, epoch: int) -> list[Group]:
-    """Return the groups of an epoch in training order: a prompt's rows, or `group_texts` texts. A pure function of
-    its arguments. Groups without a pair are left out."""
+    """Return the groups of an epoch in training order. A group is a prompt's rows, or `group_texts` rated texts drawn
+    at random. Groups without a pair are left out. A pure function of its arguments."""
     draw = np.random.default_rng([seed, _EPOCH, epoch])
     if judged.ratings is None:
         groups = _prompt_groups(judged)
@@ -164,7 +166,7 @@ def _by_number(numbers: np.ndarray) -> list[np.ndarray]:
 
 
 def step_groups(groups: Sequence[Group], rows_per_step: int) -> list[list[Group]]:
-    """Divide groups into optimizer steps: a step ends when it has `rows_per_step` rows or more."""
+    """Divide groups into optimizer steps. A step ends as soon as it has `rows_per_step` rows or more."""
     steps: list[list[Group]] = []
     num_rows = math.inf
     for group in groups:
@@ -187,7 +189,7 @@ def _token_rows(judgement: Judgement, tokenizer: Tokenizer) -> Iterator[list[int
 
 
 def _continuation(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the tokens of a text that follows other text, without the tokens that begin every text."""
+    """Return the tokens of a text that continues another text: without tokens that begin every text, such as BOS."""
     tokens, beginning = tokenizer.encode(text), tokenizer.encode("")
     return tokens[len(beginning) :] if tokens[: len(beginning)] == beginning else tokens
 

@@ -5,7 +5,8 @@ With K responses to a prompt compared in all C(K, 2) pairs, as one group (Ouyang
 
     L = - mean over groups of  1 / C(K, 2)  sum over pairs (w, l) of  log sigma(r_w - r_l)
 
-Both losses are sums of weight * term with weights over the whole minibatch: add them over micro-batches and ranks.
+Both losses are sums of weight * term, and the weights refer to the whole minibatch. So the loss of a minibatch is the
+sum over its micro-batches and ranks.
 
 The measures are accuracy on pairs with its standard error, calibration, margin, and the best accuracy that the noise of
 the ratings allows. They are pure functions, in float64.
@@ -29,7 +30,7 @@ from stages.ppo.losses import LossStats
 from stages.preferences.data import Group
 
 LOSS = "critic/loss"
-"""The trainer's name of the loss, since it treats a reward model as a critic."""
+"""Name of the loss in the trainer's metrics. The trainer treats a reward model as a critic."""
 
 
 @jaxtyped(typechecker=beartype)
@@ -39,9 +40,12 @@ def bradley_terry_loss(
     worse: Int[Tensor, " pairs"],
     weights: Float[Tensor, " pairs"],
 ) -> tuple[Float[Tensor, ""], LossStats]:
-    """Return -sum of weight * log sigma(r_better - r_worse): the log-probability of the judgements (Bradley and Terry
-    1952). Stats: the loss; `accuracy`, the share of pairs that are ordered as judged, ties a half; `margin`, the mean
-    difference."""
+    """Return -sum of weight * log sigma(r_better - r_worse), the negative log-likelihood of the judgements (Bradley and
+    Terry 1952), and its stats.
+
+    - the loss
+    - `accuracy`: weighted share of pairs that are ordered as judged; a tie counts half
+    - `margin`: weighted mean of r_better - r_worse"""
     margins = scores[better] - scores[worse]
     loss = -(weights * F.logsigmoid(margins)).sum()
     with torch.no_grad():
@@ -54,7 +58,8 @@ def bradley_terry_loss(
 def regression_loss(
     scores: Float[Tensor, " rows"], ratings: Float[Tensor, " rows"], weights: Float[Tensor, " rows"]
 ) -> tuple[Float[Tensor, ""], LossStats]:
-    """Return the sum of weight * (score - rating)^2. Stats: the loss; `absolute_error`."""
+    """Return the sum of weight * (score - rating)^2, and its stats: the loss, and `absolute_error`, the weighted mean
+    of |score - rating|."""
     errors = scores - ratings
     loss = (weights * errors**2).sum()
     with torch.no_grad():
@@ -63,8 +68,8 @@ def regression_loss(
 
 
 def pair_loss_of(groups: Sequence[Group], num_rows: int) -> ScoreLoss:
-    """Return the Bradley–Terry loss of a minibatch's groups, which have equal weights. `num_rows`: rows of the whole
-    part."""
+    """Return a function that computes the Bradley–Terry loss of a minibatch's groups. All groups have the same weight.
+    `num_rows`: number of rows of the whole training set."""
     better = np.concatenate([group.pairs.better for group in groups])
     worse = np.concatenate([group.pairs.worse for group in groups])
     weights = np.concatenate([np.full(len(group.pairs), 1 / len(group.pairs) / len(groups)) for group in groups])
@@ -84,7 +89,8 @@ def pair_loss_of(groups: Sequence[Group], num_rows: int) -> ScoreLoss:
 
 
 def rating_loss_of(groups: Sequence[Group], ratings: np.ndarray) -> ScoreLoss:
-    """Return the mean square error of a minibatch's rows. `ratings`: ratings of the whole part."""
+    """Return a function that computes the mean square error of a minibatch's rows. `ratings`: ratings (or teachers'
+    scores) of the whole training set."""
     total = sum(len(group.rows) for group in groups)
 
     def loss(scores: Tensor, rows: np.ndarray) -> tuple[Tensor, LossStats]:
@@ -96,7 +102,8 @@ def rating_loss_of(groups: Sequence[Group], ratings: np.ndarray) -> ScoreLoss:
 
 
 def _positions(rows: np.ndarray, num_rows: int) -> np.ndarray:
-    """Return the place of every row of a part in a micro-batch, -1 for rows that are not in it."""
+    """Return the position in a micro-batch of every row of the training set; -1 for rows that are not in the
+    micro-batch."""
     position = np.full(num_rows, -1, np.int64)
     real = rows != NO_ROW
     position[rows[real]] = np.flatnonzero(real)
@@ -110,7 +117,8 @@ NUM_BINS = 10
 
 @dataclass(frozen=True)
 class Reliability:
-    """Pairs in bins of equal width by the model's confidence in their order, 0.5 to 1. A bin without pairs has NaN."""
+    """Calibration of a reward model. Its pairs are in bins of equal width by the model's confidence in their order, 0.5
+    to 1. A bin without pairs has NaN."""
 
     confidence: np.ndarray
     """[bins]: mean of sigma(|margin|)."""
@@ -119,7 +127,8 @@ class Reliability:
 
     @property
     def ece(self) -> float:
-        """Expected calibration error: mean over pairs of |accuracy - confidence| of their bin (Guo et al. 2017)."""
+        """Expected calibration error (Guo et al. 2017): mean of |accuracy - confidence| over the bins, weighted by
+        their numbers of pairs."""
         held = self.counts > 0
         gaps = np.abs(self.accuracy - self.confidence)[held]
         return float((gaps * self.counts[held]).sum() / self.counts.sum())
@@ -136,8 +145,9 @@ def dyadic_standard_error(values: np.ndarray, first: np.ndarray, second: np.ndar
 
         Var = 1 / P^2  sum over pairs p, q with a common member of  e_p e_q,     e = value - mean
 
-    `first`, `second`: int [pairs], each pair's members; the same number for a pair within one cluster (a prompt). If
-    the sum is negative, which is possible with few pairs, the pairs count as independent."""
+    `first`, `second`: int [pairs], the cluster of each pair's first and second member. They are equal for a pair within
+    one cluster (a prompt). If the sum is not positive, which is possible with few pairs, the pairs count as
+    independent."""
     errors = values - values.mean()
     size = int(max(first.max(), second.max())) + 1
     distinct = first != second
@@ -149,7 +159,7 @@ def dyadic_standard_error(values: np.ndarray, first: np.ndarray, second: np.ndar
 
 
 def spearman(first: np.ndarray, second: np.ndarray) -> float:
-    """Return the rank correlation: Pearson's of the ranks, where equal numbers share their mean rank."""
+    """Return Spearman's rank correlation: Pearson's correlation of the ranks. Equal numbers share their mean rank."""
     return float(np.corrcoef(_ranks(first), _ranks(second))[0, 1])
 
 
@@ -160,7 +170,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def reliability(margins: np.ndarray) -> Reliability:
-    """Return the calibration of Bradley–Terry scores, whose sigma(|margin|) is the probability of their own order."""
+    """Return the calibration of Bradley–Terry scores. Their confidence in the order of a pair is sigma(|margin|)."""
     confidence = 1 / (1 + np.exp(-np.abs(margins)))
     bins = np.minimum(((confidence - 0.5) * 2 * NUM_BINS).astype(int), NUM_BINS - 1)
     counts = np.bincount(bins, minlength=NUM_BINS)
@@ -170,10 +180,11 @@ def reliability(margins: np.ndarray) -> Reliability:
 
 
 def best_accuracy(ratings: np.ndarray, standard_errors: np.ndarray, better: np.ndarray, worse: np.ndarray) -> float:
-    """Return the best possible accuracy on pairs of noisy ratings: the mean probability that the true means (the
-    opinion of everybody, not of these few people) are in the observed order.
+    """Return the best possible accuracy on pairs of noisy ratings: the mean probability that the true means of a pair
+    are in the observed order. A true mean is the opinion of everybody, not only of the few people who rated.
 
-    True means are normal around m. Their variance is the ratings' variance minus that of the errors:
+    True means are taken as normal around m, the mean of the ratings. Their variance tau^2 is the ratings' variance
+    minus the mean variance of the errors:
 
         tau^2 = max(0, var(ratings) - mean(se^2)),   b = tau^2 / (tau^2 + se^2)
         true | rating ~ N(m + b (rating - m), b se^2)

@@ -1,5 +1,5 @@
-"""Train a reward model: epochs of optimizer steps with validations between them. The best state is kept, and measured
-on the held-out set. Every rank of the gang runs this.
+"""Train a reward model: epochs of optimizer steps with validations between them. The state with the best validation is
+kept and measured on the held-out set. Every rank of the gang runs this.
 
     consumes   judged rows of training, validation and held-out set (the same on every rank)
     reports    a `TrainingProgress` after every optimizer step and every validation; on every rank
@@ -39,27 +39,28 @@ class TrainingFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Progress of a training so far."""
+    """Progress of a training."""
 
     step: int
-    """Optimizer steps made."""
+    """Number of optimizer steps so far."""
     total_steps: int
     metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class PartFigures:
-    """A part's scores, and how they agree with people."""
+    """Scores of one part of the split, and measures of their agreement with people."""
 
     scores: np.ndarray
     """float32 [rows]"""
     margins: np.ndarray
     """float64 [pairs]: score of the better row minus that of the worse."""
     metrics: dict[str, float]
-    """accuracy, accuracy_se, margin. Bradley-Terry: also loss, ece. With a teacher: also agreement, spearman,
-    teacher_accuracy, accuracy_of_teachers. With ratings: also correlation; with their standard errors best_accuracy."""
+    """Always: accuracy, accuracy_se, margin. With the Bradley-Terry loss: loss, ece. With a teacher: agreement,
+    spearman, teacher_accuracy, accuracy_of_teachers. With ratings: correlation. With standard errors of the ratings:
+    best_accuracy."""
     reliability: Reliability | None
-    """Calibration of Bradley-Terry scores."""
+    """Calibration of Bradley-Terry scores. None for other losses."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class TrainingOutcome:
     """Result of a whole training."""
 
     best_step: int
-    """Number of optimizer steps of the kept state."""
+    """Number of optimizer steps after which the kept state was reached."""
     steps: int
     validation: PartFigures
     held_out: PartFigures
@@ -75,7 +76,7 @@ class TrainingOutcome:
     """Number that normalisation added to all scores."""
     train_mean: float
     train_std: float
-    """Standard deviation of the training rows' scores before normalisation."""
+    """Standard deviation of the training rows' scores before normalisation; `train_mean` is their mean."""
 
 
 MAX_SKIPPED_STEPS = 3
@@ -85,7 +86,7 @@ the learning rate or the data, not chance."""
 
 @dataclass(frozen=True)
 class TrainingParts:
-    """Inputs of a training."""
+    """The parts of the split: inputs of a training."""
 
     train: JudgedRows
     validation: JudgedRows
@@ -95,7 +96,7 @@ class TrainingParts:
 def training_steps(
     train: JudgedRows, data: PreferencesConfig, config: RewardTrainingConfig, seed: int
 ) -> list[list[list[Group]]]:
-    """Return the groups of every optimizer step of every epoch: a pure function of its arguments."""
+    """Return the groups of each optimizer step of each epoch. A pure function of its arguments."""
     return [
         step_groups(epoch_groups(train, data, seed=seed, epoch=epoch), config.rows_per_step)
         for epoch in range(config.epochs)
@@ -109,10 +110,10 @@ def train_reward_model(
     config: RewardTrainingConfig,
     report: Callable[[TrainingProgress], None],
 ) -> TrainingOutcome:
-    """Train, keep the state with the best validation accuracy (the first of equal ones), and measure it.
+    """Train, keep the state with the best validation accuracy (the earliest if several are equal), and measure it.
 
     Raises:
-        TrainingFailed: MAX_SKIPPED_STEPS gradients in a row were not finite, or scores are not.
+        TrainingFailed: MAX_SKIPPED_STEPS gradients in a row were not finite, or a score is not finite.
     """
     total = sum(map(len, epochs))
     best, best_step, step, worse, skipped = -math.inf, 0, 0, 0, 0
@@ -153,7 +154,7 @@ def train_reward_model(
 
 
 def figures(model: RewardModel, judged: JudgedRows, config: RewardTrainingConfig) -> PartFigures:
-    """Compare a model's scores with the judgements of a part (a collective call)."""
+    """Score the rows of a part, and compare the scores with its judgements. All ranks must call this together."""
     scores = _finite(model.scores(judged.rows))
     better, worse = judged.pairs.better, judged.pairs.worse
     margins = scores[better].astype(np.float64) - scores[worse]
@@ -178,8 +179,8 @@ def figures(model: RewardModel, judged: JudgedRows, config: RewardTrainingConfig
 
 
 def _beside_teacher(scores: np.ndarray, judged: JudgedRows, targets: np.ndarray) -> dict[str, float]:
-    """Compare a student with its teacher: the share of pairs that both order alike, the rank correlation over rows,
-    and both accuracies."""
+    """Compare a student with its teacher. Return the share of pairs that both order alike, the rank correlation of
+    their scores, the teacher's accuracy, and the student's accuracy as a fraction of the teacher's."""
     better, worse = judged.pairs.better, judged.pairs.worse
     of_student, of_teacher = (right_order(of[better].astype(np.float64) - of[worse]) for of in (scores, targets))
     teacher = float(of_teacher.mean())
@@ -192,7 +193,7 @@ def _beside_teacher(scores: np.ndarray, judged: JudgedRows, targets: np.ndarray)
 
 
 def add_teacher_scores(parts: TrainingParts, teachers: Sequence[RewardModel]) -> TrainingParts:
-    """Return the parts with the teachers' mean scores of all rows (a collective call)."""
+    """Return the parts with the teachers' mean scores of all rows as targets. All ranks must call this together."""
 
     def scored(judged: JudgedRows) -> JudgedRows:
         scores = [_finite(teacher.scores(judged.rows)).astype(np.float64) for teacher in teachers]
@@ -202,13 +203,13 @@ def add_teacher_scores(parts: TrainingParts, teachers: Sequence[RewardModel]) ->
 
 
 def summary_of(outcome: TrainingOutcome, parts: TrainingParts) -> dict[str, Any]:
-    """Return a training's result, for a file and for people."""
+    """Return a training's result, to be written to a file and shown to people."""
     sizes = {
         name: {"rows": len(part.texts), "prompts": int(part.units.max()) + 1, "pairs": len(part.pairs)}
         for name, part in (("train", parts.train), ("validation", parts.validation), ("held_out", parts.held_out))
     }
     if parts.train.ratings is not None:
-        del sizes["train"]["pairs"]  # every epoch has its own
+        del sizes["train"]["pairs"]  # every epoch has its own pairs
     return {
         "steps": outcome.steps,
         "best_step": outcome.best_step,
@@ -220,8 +221,8 @@ def summary_of(outcome: TrainingOutcome, parts: TrainingParts) -> dict[str, Any]
 
 
 def _steps(epochs: list[list[list[Group]]], validations: int) -> Iterator[tuple[list[Group], bool]]:
-    """Yield every optimizer step's groups, and True if a validation follows: validations are evenly spread, one
-    after each epoch."""
+    """Yield every optimizer step's groups, and True if a validation follows the step. The validations of an epoch are
+    evenly spread, and the last one follows its last step."""
     for steps in epochs:
         after = {math.ceil(len(steps) * (number + 1) / validations) for number in range(validations)}
         for number, groups in zip(itertools.count(1), steps):

@@ -18,8 +18,8 @@ JUDGES = ("judge", "local_judge")
 JUDGE_BUDGET = ("max_requests", "max_cost", "prompt_price", "completion_price")
 """Arguments of a judge that limit its requests and costs. They do not change any score."""
 TIMEOUT_S, RETRY_S = 60.0, 300.0
-"""Default seconds after which a request to a judge, or a batch in a user's own reward, is too slow; and default for the
-longest time without an answer of a judge."""
+"""Defaults in seconds. `TIMEOUT_S`: time limit of a request to a judge, and of a batch in a user's own reward.
+`RETRY_S`: longest time without an answer from a judge."""
 REASONING_SCHEME = "reasoning-gym:"
 """Prefix of prompt sources that generate problems from a seed (stages/rewards/reasoning.py)."""
 
@@ -29,15 +29,15 @@ class PartConfig:
     """One part of a score."""
 
     kind: str = "???"
-    """Name of a registered reward (stages/rewards/registry.py), or the user's own as `module:function` or
+    """A reward that ships with Stageline (stages/rewards/registry.py), or your own. Your own is `module:function` or
     `module:Class`, from the working directory or an installed package."""
     weight: float = setting(1.0, finite(" (0: only measured)"))
     """Factor in the sum; 0: only measured."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the reward."""
     timeout_s: float = setting(TIMEOUT_S, above(0))
-    """Seconds for a batch in your own reward. Rewards that ship with Stageline have no such limit; `format` and
-    `reasoning_gym` have `args.timeout_s` for one answer."""
+    """Time limit of a batch in your own reward, in seconds. Rewards that ship with Stageline have no such limit;
+    `format` and `reasoning_gym` have `args.timeout_s` for one answer."""
     network: bool = False
     """For your own reward: true if it may use the network."""
     environment: list[str] = field(default_factory=list)
@@ -61,7 +61,8 @@ NO_PERMISSIONS = Permissions()
 
 @dataclass
 class RewardPartsConfig:
-    """The parts of a score, their weighted sum. For one part of weight 1, `kind` and `args` may stand here instead."""
+    """The parts of a score, which is their weighted sum. A single part of weight 1 may be given as `kind` and `args`
+    instead of `parts`."""
 
     kind: str | None = None
     """Kind of the only part, in the short form. Its name is its kind."""
@@ -75,8 +76,8 @@ class RewardPartsConfig:
         return bool(self.kind is not None or self.args or self.parts)
 
     def parts_by_name(self, key: str) -> Mapping[str, tuple[str, PartConfig]]:
-        """Return name -> (key path of the settings, the settings) of every part. In the short form the part has the
-        name of its kind, or of the function for a user's own reward. `key`: key path of this section."""
+        """Return name -> (key path of the settings, the settings) of every part. In the short form, the part is named
+        after its kind, or after the function of a user's own reward. `key`: key path of this section."""
         if self.kind is not None:
             name = self.kind.rpartition(":")[2].rpartition(".")[2]
             return {name: (key, PartConfig(self.kind, args=self.args))}
@@ -88,7 +89,7 @@ class RewardConfig(RewardPartsConfig):
     """The reward of a response: the weighted sum of its parts, normalised over the run."""
 
     trust_answers: bool = False
-    """Score even if this host's kernel cannot confine code that evaluates sampled text. This holds for
+    """true: score even if this host's kernel cannot confine code that evaluates sampled text. This holds for
     `evaluate.reward` too."""
     normalize: NormalizeConfig = field(default_factory=NormalizeConfig)
 
@@ -107,8 +108,8 @@ def reward_problems(config: RewardConfig) -> Iterator[Problem]:
 def source_problems(
     config: RewardPartsConfig, key: str, prompts_url: str, url_key: str = "prompts.url"
 ) -> Iterator[Problem]:
-    """Yield a problem for each part that needs answers which the prompts do not have. `url_key`: key path of the
-    prompts' URL."""
+    """Yield a problem for each part of kind `reasoning_gym` if the prompts come from another source. `url_key`: key
+    path of the prompts' URL."""
     for where, part in config.parts_by_name(key).values():
         if part.kind == "reasoning_gym" and not prompts_url.startswith(REASONING_SCHEME):
             need = f"needs {url_key}={REASONING_SCHEME}TASK (given {prompts_url!r}); `answer` is for any source"
@@ -124,8 +125,8 @@ def reward_model_parts(
 
 
 def judge_problems(config: RewardPartsConfig, key: str, responses: int, deadline_s: float) -> Iterator[Problem]:
-    """Yield the problems of the section's judges. `responses`: responses to a scored prompt. `deadline_s`: the run's
-    deadline of a node."""
+    """Yield the problems of the section's judges. `responses`: number of responses to each prompt. `deadline_s`: time
+    limit of a node, in seconds."""
     for where, args in reward_model_parts(config, key, JUDGES):
         if args.get("against") == "group" and responses < 2:
             need = (
@@ -169,7 +170,7 @@ def _model_arguments(
 
 
 def parts_problems(config: RewardPartsConfig, key: str) -> Iterator[Problem]:
-    """Yield the problems of a section with parts, if there are any."""
+    """Yield the problems of the parts in a section, as far as the section alone shows them."""
     if config.kind is not None and config.parts:
         need = f"{key}.kind is the short form for a single part: give either it or {key}.parts"
         yield Problem(f"{key}.kind", config.kind, need)

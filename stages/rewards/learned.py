@@ -1,5 +1,5 @@
-"""Rewards from reward models in Hugging Face layout (exports of `stageline reward train`, or any causal language model
-with one score for a row), and ensembles of rewards.
+"""Rewards from reward models, and ensembles of rewards. Reward models are in Hugging Face layout: exports of `stageline
+reward train`, or any causal language model with a head that gives one score for a row.
 
     a row's token ids, as they were sampled ──► + EOS, if they do not end in one ──► the head at the last token
 
@@ -32,11 +32,12 @@ from storage.problems import Problem
 _WANTED = "give the directory of a reward model: RUN/model, which `stageline reward train` exports"
 
 PASS_TOKENS = 4096
-"""Most tokens of a pass of a scoring model, unless the config says otherwise."""
+"""Default limit of the tokens in one forward pass of a scoring model."""
 
 
 class ProcessModelReward(Reward):
-    """Base of the rewards that own one use of a model, which this process loads when the first rows are scored."""
+    """Base class of rewards that score with a model in this process. The model is loaded when the first rows are
+    scored."""
 
     _loading: LoadSettings
     _model: Any = None
@@ -66,8 +67,8 @@ class ModelReward(ProcessModelReward):
         Args:
             path: the model's directory.
             dtype: dtype of the forward pass.
-            batch_tokens: most tokens of a pass, into which rows are packed; None: one row per pass, so that its score
-                does not depend on other rows.
+            batch_tokens: most tokens of a forward pass, which packs several rows. None: one row per pass, so that its
+                score does not depend on other rows.
         """
         wrong = _path_problem(path)
         if wrong is not None:
@@ -111,7 +112,8 @@ def _path_problem(path: object) -> str | None:
 
 DTYPES = ("float32", "bfloat16")
 ONE_ROW_PER_PASS = 1
-"""Most tokens of a micro-batch if each row is to have its own: a longer row is alone in a micro-batch."""
+"""Value of `micro_batch_tokens` that gives each row a micro-batch of its own. A row with more tokens than the limit is
+always alone in a micro-batch."""
 
 
 class ModelKind(StrEnum):
@@ -125,7 +127,7 @@ class ModelKind(StrEnum):
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """A model, and how it is loaded."""
+    """A model, and the settings with which it is loaded."""
 
     kind: ModelKind
     path: str
@@ -134,9 +136,9 @@ class LoadSettings:
 
 
 class _ProcessModels:
-    """The scoring models of this process, each loaded once for all its users, and their process group. They share
-    the group because Megatron keeps its groups in globals. It has this one rank, unless the process is a rank of a
-    gang."""
+    """The scoring models of this process, and their process group. Each model is loaded once for all its users. The
+    models share the group, because Megatron keeps its groups in globals. The group has one rank, unless this process is
+    a rank of a gang."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -149,16 +151,16 @@ class _ProcessModels:
         """The process's rank in its gang; None: it belongs to no gang."""
 
     def join_gang(self, rank: Rank, layout: LayoutConfig) -> Any:
-        """Join a gang whose ranks divide every model by a layout, until `leave_gang`. Block until all ranks have
-        joined. Return the membership (a `ParallelRank`). Every rank must then take and use the same models in the same
-        order."""
+        """Join a gang until `leave_gang`, and return the membership (a `ParallelRank`). The ranks of the gang divide
+        every model as `layout` says. Blocks until all ranks have joined. Afterwards every rank must acquire and use the
+        same models in the same order."""
         assert self._membership is None, "this process holds scoring models already"
         self._membership = importlib.import_module("stages.models.parallel").join(rank, layout, seed=0)
         self._rank, self._layout = rank, layout
         return self._membership
 
     def leave_gang(self) -> None:
-        """Leave the gang, if the process belongs to one. Close all rewards first."""
+        """Leave the gang, if the process belongs to one. All rewards must be closed before."""
         if self._rank is not None:
             assert not self._models, "rewards still hold models of the gang"
             self._rank, self._layout = None, LayoutConfig()
@@ -171,7 +173,7 @@ class _ProcessModels:
                 model.sleep()
 
     def acquire(self, loading: LoadSettings) -> Any:
-        """Return the model. The caller gives it back with `release`."""
+        """Return a model, which is loaded if necessary. The caller gives it back with `release`."""
         with self.lock:
             if loading not in self._models:
                 self._models[loading] = self._load(loading)
@@ -179,8 +181,8 @@ class _ProcessModels:
             return self._models[loading]
 
     def release(self, loading: LoadSettings) -> None:
-        """Give a model back. It is unloaded when its last user gives it back. After the last model a process without a
-        gang leaves its process group."""
+        """Give a model back. It is unloaded when its last user gives it back. If no model is left, a process without a
+        gang also leaves its process group."""
         with self.lock:
             self._users[loading] -= 1
             if self._users[loading]:
@@ -220,9 +222,9 @@ PROCESS_MODELS = _ProcessModels()
 
 
 class EnsembleReward(Reward):
-    """Owns the members of an ensemble. The score is their mean. The disagreement is their standard deviation (with
-    divisor n). A large one shows that a policy has left the region that the members were trained on (Coste et al.,
-    arXiv 2310.02743)."""
+    """An ensemble of rewards. Owns its members. The score is the mean of the members' scores, and the disagreement is
+    their standard deviation (with divisor n). A large disagreement shows that a policy has left the region that the
+    members were trained on (Coste et al., arXiv 2310.02743)."""
 
     def __init__(
         self,
@@ -231,7 +233,8 @@ class EnsembleReward(Reward):
         _directory: Path | None = None,
         _allowed: Permissions = NO_PERMISSIONS,
     ) -> None:
-        """`members`: name -> {kind, args}. `timeout_s`: seconds for a batch in users' own rewards among them."""
+        """`members`: name -> {kind, args}. `timeout_s`: time limit of a batch in members that are users' own rewards,
+        in seconds."""
         if len(members) < 2:
             raise ValueError(f"members has {len(members)}: an ensemble has 2 or more, as NAME: {{kind: .., args: ..}}")
         with closing_on_error() as undo:

@@ -1,8 +1,8 @@
 """The base class of rewards: rules, users' own, reward models, judges.
 
-A reward is called with the rows of a shard, or with batches of them, in a worker of the role `score`, while other
-shards are still generated. A slow reward (a model, an answer over HTTP) delays only the `advantage` node of its
-own step, if that node runs on another gang (`placement.roles.advantage`).
+A worker of the role `score` calls a reward with the rows of a shard, or with batches of them, while other shards are
+still generated. A slow reward (a model, an answer over HTTP) delays only the `advantage` node of its own step, provided
+that this node runs on another gang (`placement.roles.advantage`).
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ class Sample:
 
     prompt: str
     response: str
-    """Without special tokens."""
+    """Text of the response, without special tokens."""
     finished: bool = True
     """True if the response ended by itself (EOS)."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Other fields of the prompt in its source (for example the right answer)."""
     row: int = 0
-    """Number of the row within its step, for messages."""
+    """Number of the row within its step, for error messages."""
     prompt_ids: tuple[int, ...] = ()
     response_ids: tuple[int, ...] = ()
     """Every token that was sampled, special ones and the EOS included."""
     messages: tuple[Mapping[str, str], ...] = ()
-    """For a chat prompt: its messages, with the response as the assistant's; otherwise empty."""
+    """For a chat prompt: its messages, then the response as a message of the assistant. Otherwise empty."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Scores of some samples if there is more than one number for each."""
+    """Scores of some samples, with several numbers for each sample."""
 
     parts: Mapping[str, Sequence[float]]
     """Name of a part -> one finite number per sample. The score is the sum of the parts; each is stored and logged. A
@@ -48,31 +48,32 @@ class Scored:
 
 
 class Reward(ABC):
-    """A function that scores samples, and what a run must know about it. The constructor takes `reward.parts.NAME.args`
-    and raises ValueError, naming the argument, if one cannot work."""
+    """A function that scores samples, with the properties that a run needs to know. The constructor takes
+    `reward.parts.NAME.args`. It raises ValueError, naming the argument, if an argument cannot work."""
 
     deterministic: bool
-    """True if a sample always gets the same score, whatever is scored beside it. `replay` then demands a difference of
-    0."""
+    """True if a sample always gets the same score, whichever other samples are in the batch. `replay` then demands a
+    difference of 0."""
     batch_tokens: int | None = None
-    """Most tokens of a call, prompts and responses padded to the longest of its rows; a single row may have more. None:
-    all rows of the shard."""
+    """Most tokens of a call: its number of rows times the tokens of its longest row (prompt and response). A single row
+    may have more. None: a call has all rows of the shard."""
     fields: frozenset[str] = frozenset()
     """Names of the prompts' fields that the reward reads. Every prompt must have them."""
     protections: Mapping[str, str | None] = MappingProxyType({})
-    """For a reward that runs code in a sandbox: each target that can be protected from the code (files, network,
-    processes) -> the mechanism that protects it; None: nothing does."""
+    """For a reward that runs code in a sandbox: target (files, network, processes) -> the mechanism that protects it
+    from the code. None: the target is not protected."""
 
     @abstractmethod
     def __call__(self, samples: Sequence[Sample]) -> Sequence[float] | Scored:
         """Return one finite number per sample, or several by name."""
 
     def follow(self, samples: Sequence[Sample]) -> None:  # noqa: B027
-        """Take part in rank 0's call with the same samples, on another rank of its gang: compute this rank's share of
-        the models that the gang divides. A reward without such a model does nothing."""
+        """Take part in rank 0's call with the same samples. The other ranks of a gang call this to compute their share
+        of a model that the gang divides. A reward without such a model does nothing."""
 
     def counts(self) -> Mapping[str, float]:
-        """Return what has been used up so far, over all processes of the run, by name (`requests`, `cost`)."""
+        """Return totals of what the reward has used, by name (`requests`, `cost`), over all processes of the run so
+        far."""
         return {}
 
     def close(self) -> None:  # noqa: B027
@@ -81,7 +82,7 @@ class Reward(ABC):
 
 @dataclass(frozen=True)
 class Part:
-    """A reward under the name and with the weight that the config gives it."""
+    """A reward, with its name and weight in the config."""
 
     name: str
     weight: float

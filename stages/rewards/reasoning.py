@@ -3,8 +3,9 @@
     prompts.url: reasoning-gym:chain_sum?size=500&seed=1&max_terms=3&instruction=tags
 
 The URL has the task, the number of problems and their seed, the task's own settings, and the instruction after each
-question. A prompt's fields identify its problem, and the scorer generates the problem again from them, since a task's
-data (fractions, graphs, boards) does not always survive JSON. Scorers run in a sandbox (reasoning_tasks.py).
+question. A prompt's fields identify its problem, and the scorer generates the problem again from them. The problem
+itself is not stored, since its data (fractions, graphs, boards) does not always survive JSON. Scorers run in a sandbox
+(reasoning_tasks.py).
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ INSTRUCTIONS = {
     "none": "",
     "tags": "\nGive the final answer between <answer> and </answer>, and nothing after it.",
 }
-"""Named texts that may follow a question: `instruction=`; any other text is used as it is."""
+"""Value of `instruction=` in the URL -> text that follows each question. Any other value is itself that text."""
 
 
 class ReasoningReward(Reward):
-    """The task's own score of the response's answer: 1 for the right one, 0 for none; some tasks give partial scores.
-    For prompts of `reasoning-gym:`.
+    """The score that a task's own scorer gives the response's answer: 1 if it is right, 0 if there is none. Some tasks
+    give partial scores. Only for prompts of `reasoning-gym:`.
 
-    The scorer runs in a process of its own: many of the library's scorers evaluate the answer as Python.
+    The scorer runs in a sandbox, because many of the library's scorers evaluate the answer as Python.
     """
 
     deterministic = True
@@ -42,9 +43,10 @@ class ReasoningReward(Reward):
     def __init__(
         self, extract: Extract = "tags", timeout_s: float = ANSWER_S, _allowed: Permissions = NO_PERMISSIONS
     ) -> None:
-        """`extract`: the part of a response that is its answer: the last text between <answer> and </answer>, its last
-        number, or all of it. `timeout_s`: seconds for one answer; a slower one is wrong. Raises UnconfinedAnswers if
-        this host cannot confine evaluated text, unless it is trusted."""
+        """`extract`: the part of a response that counts as its answer. `tags`: the last text between <answer> and
+        </answer>. `last_number`: the last number. `all`: the whole response. `timeout_s`: time limit of one answer, in
+        seconds; a slower answer counts as wrong. Raises UnconfinedAnswers if this host cannot confine evaluated text,
+        unless the config trusts answers."""
         if extract not in get_args(Extract):
             raise ValueError(f"extract is {extract!r}: must be one of {', '.join(get_args(Extract))}")
         args = {"extract": extract}
@@ -67,7 +69,8 @@ class ReasoningReward(Reward):
 
 def load_problems(config: PromptsConfig) -> list[PromptItem]:
     """Return the prompts of a `reasoning-gym:` source. Each has the fields answer, task, index, settings. Raises
-    PromptsError, naming the known ones, for an unknown task or setting."""
+    PromptsError for an unknown task or setting (the message says which are known), or if the library refuses the
+    settings."""
     name, _, query = config.url.removeprefix(REASONING_SCHEME).partition("?")
     pairs = parse_qsl(query, keep_blank_values=True)
     settings = {key: _value(text) for key, text in pairs if key != "instruction"}
@@ -106,7 +109,7 @@ def _check(url: str, name: str, settings: Mapping[str, Any]) -> None:
 
 
 def _value(text: str) -> Any:
-    """Return the value of a text that is JSON (a number, `true`, a list), otherwise the text itself."""
+    """Return the value of a text that is JSON (a number, `true`, a list). Return any other text unchanged."""
     try:
         return json.loads(text)
     except ValueError:

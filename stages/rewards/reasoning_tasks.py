@@ -30,8 +30,9 @@ class TaskScorer:
         return self._answer(fields["response"]) or ""
 
     def prepare(self, fields: Mapping[str, Any]) -> Callable[[], float]:
-        """Generate the problem of a response (`problem`: the prompt's fields), and return a function that scores the
-        response. Raises RewardFailed if the problem is not that of the run's prompt."""
+        """Generate the problem of a response, and return a function that scores the response. `fields`: `response`, and
+        `problem` with the prompt's fields. Raises RewardFailed if the generated problem has another answer than the
+        prompt."""
         asked = fields["problem"]
         task = make_task(asked["task"], json.dumps(asked["settings"], sort_keys=True))
         problem = _problem(task, int(asked["index"]))
@@ -52,8 +53,9 @@ class TaskScorer:
 
 
 def last_tagged(response: str) -> str | None:
-    """Return the same as reasoning_gym.utils.extract_answer, in linear time. The library's regular expression takes
-    quadratic time if many `<answer>` are never closed."""
+    """Return the last text between `<answer>` and `</answer>`, or None. The result is that of
+    reasoning_gym.utils.extract_answer, but in linear time: the library's regular expression takes quadratic time if
+    many `<answer>` are never closed."""
     text, position = None, 0
     while (start := response.find(_OPEN, position)) >= 0 and (end := response.find(_CLOSE, start + len(_OPEN))) >= 0:
         text, position = response[start + len(_OPEN) : end].strip(), end + len(_CLOSE)
@@ -68,7 +70,7 @@ def known_tasks() -> Mapping[str, Any]:
 
 @functools.lru_cache(maxsize=8)
 def make_task(name: str, settings: str) -> Any:
-    """Return a task with its settings (JSON)."""
+    """Return the task `name` with these settings, given as JSON."""
     return importlib.import_module("reasoning_gym").create_dataset(name, **json.loads(settings))
 
 

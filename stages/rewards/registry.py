@@ -44,7 +44,7 @@ REWARDS: dict[str, str] = {
 KEYS = "attached"
 """Folder in a run's directory with the keys of its workers (pipeline/config/paths.py)."""
 _NUMBERS = BeartypeConf(is_pep484_tower=True)
-"""Settings of a type check under which an integer is a float, too."""
+"""Settings of the type check of arguments: an integer is accepted as a float."""
 _SECRET = re.compile(r"(^|_)(key|apikey|secret|password|auth|authorization|bearer|token)($|_)", re.IGNORECASE)
 """Names of arguments that may hold a secret; messages do not show their values."""
 
@@ -60,8 +60,8 @@ class UnfitReward(ValueError):
 def build_parts(
     config: RewardPartsConfig, key: str, directory: Path | None = None, *, trust_answers: bool = False
 ) -> tuple[Part, ...]:
-    """Build the parts of a section with key path `key`; `close_parts` closes them. `directory`: the run's, for files of
-    a reward; None: nothing is written. `trust_answers`: `reward.trust_answers`. Raises UnfitReward."""
+    """Build the parts of a section with key path `key`; `close_parts` closes them. `directory`: the run's directory,
+    for files of a reward; None: no files are written. `trust_answers`: `reward.trust_answers`. Raises UnfitReward."""
     with closing_on_error() as undo:
         parts = []
         for name, (where, part) in config.parts_by_name(key).items():
@@ -112,7 +112,7 @@ def build_reward(
     own = {name: value for name, value in ours.items() if name in inspect.signature(make).parameters}
     try:
         return make(**args, **own)
-    except UnfitReward as error:  # raised by a reward that consists of others
+    except UnfitReward as error:  # its key is relative to `args`
         inner = error.problem
         raise UnfitReward(Problem(f"{key}.args.{inner.key}", inner.given, inner.need)) from error
     except (ValueError, TypeError) as error:

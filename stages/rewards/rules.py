@@ -38,8 +38,8 @@ class CharacterReward(Reward):
 
 @dataclass(frozen=True)
 class LengthReward(Reward):
-    """1 for a response of `target` characters, falling linearly to 0 for an empty response and for one of twice that
-    length."""
+    """1 for a response of `target` characters, falling linearly to 0 for an empty response and for a response of twice
+    `target` characters or more."""
 
     target: int
     deterministic = True
@@ -79,12 +79,13 @@ class AnswerReward(Reward):
 class FormatReward(Reward):
     """1 if the whole response matches `pattern` (Python's `re`; a dot also matches a line's end), else 0.
 
-    Owns the process that matches: some patterns take for ever on some texts, and only ending the process stops that."""
+    Owns the process that does the matching. Some patterns take for ever on some texts, and only killing the process
+    stops them."""
 
     deterministic = True
 
     def __init__(self, pattern: str = ANSWER_TAGS, timeout_s: float = ANSWER_S) -> None:
-        """`timeout_s`: seconds for one response; a slower one does not match."""
+        """`timeout_s`: time limit of one response, in seconds. A response that takes longer counts as no match."""
         try:
             re.compile(pattern)
         except re.error as error:
@@ -115,8 +116,8 @@ class PatternScorer:
 
 @dataclass(frozen=True)
 class OverlongPenalty(Reward):
-    """0 up to `free` tokens, falling linearly to -1 at `most`, and -1 beyond: soft overlong punishment (DAPO, arXiv
-    2503.14476, eq. 13). All sampled tokens count, the EOS too."""
+    """0 up to `free` tokens, falling linearly to -1 at `most` tokens, and -1 beyond. This is the soft overlong
+    punishment of DAPO (arXiv 2503.14476, eq. 13). All sampled tokens count, the EOS too."""
 
     free: int
     most: int
@@ -133,8 +134,8 @@ class OverlongPenalty(Reward):
 
 @dataclass(frozen=True)
 class RepetitionPenalty(Reward):
-    """-(1 - distinct / all n-grams of the response's tokens): 0 if no n-gram occurs twice, near -1 if one is
-    repeated throughout, and 0 for a response of fewer than `n` tokens."""
+    """-(1 - distinct / all n-grams of the response's tokens): 0 if no n-gram occurs twice, and near -1 if one n-gram is
+    repeated throughout. A response of fewer than `n` tokens gets 0."""
 
     n: int = 3
     deterministic = True

@@ -5,9 +5,9 @@
       batch ──samples─────────────────────────────────► call ──► numbers | its exception and the row
       close, or this process ends (however) ──────────► ends, with all processes that it started
 
-If the function crashes, hangs or fills its memory, its batch fails with an error that names the rows, and the worker
-continues. If the process was killed from outside, it is started once more for the same batch, since scoring has no side
-effects.
+If the function raises, hangs or ends its process, its batch fails with an error that names the rows, and the worker
+continues. After the process ended, it is first started once more for the same batch: it may have been killed from
+outside, and scoring has no side effects.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ANYTHING = Confinement()
 
 
 class UserReward(Reward):
-    """The sandbox that a user's function runs in."""
+    """A user's own reward. Owns the sandbox in which the function runs."""
 
     def __init__(self, kind: str, args: dict[str, Any], timeout_s: float, confinement: Confinement = _ANYTHING) -> None:
         """Start the process and wait until it has imported the function. Sets `refusal` if the function cannot be
@@ -63,7 +63,7 @@ class UserReward(Reward):
             self._sandbox.close()
 
     def _answer(self, request: Mapping[str, Any], samples: Sequence[Sample]) -> Mapping[str, Any]:
-        """Return the process's answer. If the process ended, start a new one, once, and ask it again."""
+        """Return the process's answer. If the process ended, start it once more and ask again."""
         assert self._sandbox is not None
         before = ""
         while True:
@@ -104,7 +104,7 @@ class UserReward(Reward):
 
     @staticmethod
     def _rows(samples: Sequence[Sample]) -> str:
-        """Return a text about the rows of a batch."""
+        """Return a text that names the rows of a batch."""
         first = samples[0]
         if len(samples) == 1:
             return f"row {first.row} (prompt {first.prompt[:60]!r}, response {first.response[:60]!r})"

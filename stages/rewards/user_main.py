@@ -34,7 +34,7 @@ class _Refused(Exception):
 
 
 def serve(channel: SandboxChannel, start: Mapping[str, Any]) -> None:
-    """Load what `start` names, and answer batches until the channel ends."""
+    """Load the function that `start` names, and answer batches until the channel is closed."""
     try:
         function = _load(start["kind"], start["args"])
         ready = _function_attributes(function)
@@ -53,7 +53,7 @@ def serve(channel: SandboxChannel, start: Mapping[str, Any]) -> None:
 
 
 def _load(kind: str, args: Mapping[str, Any]) -> Function:
-    """Return the user's function with its arguments, or the object of their class. Raises _Refused."""
+    """Return the user's function with its arguments bound, or an object of the user's class. Raises _Refused."""
     module_name, _, name = kind.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -122,7 +122,8 @@ def _check_arguments(kind: str, target: Function, arguments: Mapping[str, Any]) 
 
 
 def _answer(function: Function, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the function's result as JSON, or its exception."""
+    """Return the function's result as JSON, or its exception. If a batch raises, its samples are tried one by one, for
+    up to `_SEARCH_S`, to find the row."""
     try:
         return _numbers(function(samples))
     except Exception as error:

@@ -22,8 +22,8 @@ from typing import Any
 from stages.rewards.sandbox.channel import SandboxChannel
 
 START_S = 120.0
-"""Seconds for a process to start and import its code, which may load a model. A user's own reward has as long as for a
-batch, if that is longer."""
+"""Seconds for a process to start and import its code, which may load a model. A user's own reward has `timeout_s` of
+its part instead, if that is longer."""
 USED = ("landlock", "namespaces", "seccomp")
 """Features of the kernel that a sandbox uses if they exist."""
 PROTECTIONS = ("files", "network", "processes")

@@ -45,13 +45,13 @@ def decode(kind: Any, text: str | bytes, *, strict: bool = True, complete: bool 
 
 
 def from_document(kind: Callable[..., T], document: Any) -> T:
-    """Return the record whose fields are a parsed JSON document. Raises NotARecord."""
+    """Return the record of type `kind` that a parsed JSON document describes. Raises NotARecord."""
     record: T = _checked(lambda: _validator(kind, True).validate_python(document, extra="forbid"))
     return record
 
 
 def digest(document: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a JSON document, whatever the order of its keys."""
+    """Return the SHA-256 of a JSON document. It does not depend on the order of the keys."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
@@ -60,7 +60,7 @@ def document(data: str | bytes, form: int, where: str) -> dict[str, Any]:
     or has another format than `form`."""
     try:
         content = json.loads(data)
-    except ValueError as error:  # neither UTF-8 nor JSON
+    except ValueError as error:  # not UTF-8, or not JSON
         raise StoreError(f"{where}: is not what was written ({error})") from error
     stated = content.pop("format", None) if isinstance(content, dict) else None
     if stated != form:

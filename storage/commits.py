@@ -57,7 +57,8 @@ class Input:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The facts about a node's work that are known before the work is done. `provenance_here` fills in this process."""
+    """The facts about a node's work that are known before the work is done. `provenance_here` returns those of work in
+    this process."""
 
     inputs: tuple[Input, ...]
     weight_versions: tuple[int, ...]
@@ -70,8 +71,8 @@ class Provenance:
     started: float
     """Seconds since the epoch; `finished` too."""
     numerics: str = ""
-    """Fingerprint of what computed the output: processor, compiler, kernels, versions. The run's identity has the full
-    text."""
+    """Fingerprint of the processor, compiler, kernels and versions that computed the output. The run's identity has the
+    full text."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,8 @@ class Commit:
 
     @property
     def content(self) -> str:
-        """Return the shortened SHA-256 of what other nodes compute with: kind, rows, arrays, state, digest. Two outputs
-        with the same content are the same input."""
+        """Return a shortened SHA-256 of the facts that other nodes compute with: address, kind, rows, arrays, state,
+        digest. Two outputs with the same content are the same input."""
         arrays = [(name, info.dtype, info.shape, info.crc32) for name, info in sorted(self.arrays.items())]
         parts = [str(self.address), self.kind, self.rows, arrays, dict(self.state), self.digest]
         return checksum(json.dumps(parts, sort_keys=True, allow_nan=False).encode())

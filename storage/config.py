@@ -13,7 +13,7 @@ from storage.problems import Problem, above, at_least, between, bucket_url, sett
 @dataclass
 class PromptsConfig:
     """The source of the prompts. A seeded permutation of the whole source decides which rows are held out for
-    evaluation; they are never trained on."""
+    evaluation. Held-out rows are never trained on."""
 
     url: str = "???"
     """fsspec URL or path of a .jsonl, .csv, .parquet, .tsv or .txt file; or `reasoning-gym:TASK?size=..&seed=..`."""
@@ -23,15 +23,15 @@ class PromptsConfig:
     """Field (JSONL, CSV, Parquet) or 0-based column number (TSV) that holds the prompt. With the default each line of a
     .txt file is a prompt."""
     opening_tokens: int | None = setting(None, at_least(1))
-    """Number of tokens at the start of each text that are the prompt; shorter texts are skipped. null: the whole text
-    is the prompt."""
+    """Number of tokens that are taken from the start of each text as the prompt; shorter texts are skipped. null: the
+    whole text is the prompt."""
     max_tokens: int = setting(64, at_least(1))
     """Longest prompt in tokens. A longer prompt is refused (`too_long: error`) or left out (`skip`)."""
     too_long: Literal["error", "skip"] = "error"
     """Treatment of a prompt that is longer than `max_tokens`."""
     held_out: int | None = setting(None, at_least(0))
-    """Prompts set aside for evaluation; null: 64, or a tenth of all if there are fewer than 640. None are set aside if
-    evaluations have a source of their own (`evaluate.prompts.url`)."""
+    """Prompts set aside for evaluation; null: 64, or a tenth of all if there are fewer than 640. No prompt is set aside
+    if evaluations have a source of their own (`evaluate.prompts.url`)."""
 
 
 def prompts_problems(config: PromptsConfig) -> Iterator[Problem]:
@@ -77,11 +77,11 @@ def evaluation_prompts_problems(config: EvaluationPromptsConfig) -> Iterator[Pro
 
 
 BUCKETS = ("s3", "gs", "s3a", "gcs")
-"""Protocols of the object stores that create an object only if there is none, in one step."""
+"""Protocols of the object stores that can create an object only if it does not exist, in one step."""
 
 RETRY_S = 60.0
-"""Seconds for which transient errors of the filesystem (a stale handle, a time-out) are retried, and a commit that must
-exist is waited for. A full disk or a missing permission is an error at once."""
+"""Seconds for which a store retries transient errors of the filesystem (a stale handle, a time-out), or waits for a
+commit that must exist. A full disk or a missing permission is an error at once."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,11 @@ class Durability:
 
 @dataclass
 class KeepConfig:
-    """Output that a run keeps after no later node needs it; null: everything. Commit records, evaluations, attempts and
-    archived files always stay."""
+    """Output that a run keeps although no later node needs it; null: everything. Commit records, evaluations, attempts
+    and archived files always stay."""
 
     rollouts: int | None = setting(None, at_least(1))
-    """Number of last steps whose arrays stay; more of them stay while a recovery may need them."""
+    """Number of last steps whose arrays stay. Arrays of earlier steps stay, too, while a recovery may need them."""
     exports: int | None = setting(None, at_least(1))
     """Number of newest versions that stay in Hugging Face layout."""
 
@@ -119,7 +119,8 @@ class StorageConfig:
     keep: KeepConfig = field(default_factory=KeepConfig)
 
     def durability(self, *, unseen: bool = False) -> Durability:
-        """Return the store's settings. `unseen`: for a process that only reads what is known to be committed."""
+        """Return the store's settings. `unseen`: True for a process that reads only outputs that are known to be
+        committed; it waits for their commits."""
         return Durability(self.fsync, unseen_s=RETRY_S if unseen else 0.0)
 
 
@@ -128,8 +129,8 @@ class StorageConfig:
 
 @dataclass
 class PreferencesConfig:
-    """The source of the judgements, and how they are split. Each prompt (for ratings: each text) is in
-    one part only."""
+    """The source of the judgements, and how they are split into parts. Each prompt (for ratings: each text) is in one
+    part only."""
 
     kind: Literal["pairs", "ratings"] = "pairs"
     """pairs: each row has a prompt, a chosen and a rejected response; ratings: each row has a text and its rating, and
@@ -161,9 +162,9 @@ class PreferencesConfig:
     """For ratings: texts in a group. Groups are drawn anew for every epoch, and the texts of a group are compared with
     one another."""
     validation: float = setting(0.1, between(0, 1, " (0.1 is usual)", ends=False))
-    """Share of the prompts (texts) for choosing the best state."""
+    """Share of the prompts (for ratings: texts) for validation, which chooses the best state of the model."""
     held_out: float = 0.2
-    """Share of the prompts (texts) for the final figures only."""
+    """Share of the prompts (for ratings: texts) for the final figures only."""
     held_out_pairs: int = setting(20000, at_least(1))
     """For ratings: most pairs drawn from the held-out texts, and from the validation texts."""
     max_tokens: int = setting(512, at_least(3, ": a prompt, a response and its end"))

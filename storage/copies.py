@@ -4,8 +4,8 @@
     local directory ──files, some at once──► object store ──their sizes, as listed there──► marker: the copy is complete
     object store ──files, marker last──► local directory
 
-The marker is the directory's manifest, which has the size and CRC-32 of every file. After an upload the sizes are
-compared; after a download, the checksums too.
+The marker is the directory's manifest, which has the size and CRC-32 of every file. `upload` compares the sizes with
+it. The caller of `download` can compare sizes and checksums.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from storage.errors import StoreError
 
 @dataclass(frozen=True)
 class Copies:
-    """The copies of directories below `root`. The key of a copy is its path below it."""
+    """Copies of directories in an object store. The key of a copy is its path below `root`."""
 
     root: files.Root
     marker: str
     """Name of the file that is uploaded last."""
 
     def upload(self, directory: Path, key: str) -> None:
-        """Make the copy of a directory complete. Raises StoreError if the store does not have all bytes."""
+        """Upload a directory, unless its copy is already complete. Raises StoreError if the copy then lacks bytes."""
         place, marker = self.root.below(key), (directory / self.marker).read_bytes()
         uploaded = files.sizes(place)
         if uploaded and files.read(place, self.marker) == marker:
             return
-        if uploaded:  # of an upload that was interrupted, or of a version that was computed again
+        if uploaded:  # by an interrupted upload, or before the version was computed again
             self.remove(key)
         paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
         del paths[self.marker]
@@ -43,7 +43,8 @@ class Copies:
         files.write(place, self.marker, marker)
 
     def download(self, key: str, directory: Path) -> None:
-        """Copy a complete copy's files into a local directory, the marker last. Raises StoreError if there is none."""
+        """Download the files of a complete copy into a local directory, the marker last. Raises StoreError if the copy
+        is missing or incomplete."""
         place = self.root.below(key)
         names = files.sizes(place).keys()
         if self.marker not in names:
@@ -52,14 +53,14 @@ class Copies:
         files.download(place, self.marker, directory / self.marker)
 
     def complete(self, below: str = "") -> Iterator[str]:
-        """Yield the keys of all complete copies, or of those in one directory, sorted."""
+        """Yield the keys of all complete copies, sorted. `below`: yield only copies in this directory."""
         for key in files.keys(self.root.below(below) if below else self.root):
             directory, _, name = key.rpartition("/")
             if name == self.marker:
                 yield f"{below}/{directory}" if below else directory
 
     def names(self, below: str) -> list[str]:
-        """Return the names of all copies in a directory, of unfinished ones too."""
+        """Return the names of all copies in a directory, including unfinished copies."""
         return files.names(self.root.below(below))
 
     def manifest(self, key: str) -> bytes | None:
@@ -67,7 +68,8 @@ class Copies:
         return files.read(self.root.below(key), self.marker)
 
     def fault(self, key: str, sizes: Mapping[str, int]) -> str | None:
-        """Return which of these files, given by their sizes, a copy lacks or has in another size; None: none."""
+        """Return a text about the first file that the copy lacks, or has in another size; None if there is none.
+        `sizes`: name of a file -> its size in bytes."""
         place = self.root.below(key)
         uploaded = files.sizes(place)
         for name, size in sizes.items():

@@ -20,7 +20,7 @@ class DamagedWeights(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    """The filesystem kept giving a transient error for as long as it was retried."""
+    """The filesystem still gave a transient error after all retries."""
 
 
 class StoreRefused(StoreError):

@@ -21,9 +21,8 @@ _MODE = 0o700
 
 
 def private_directory(path: Path) -> None:
-    """Make a directory, and its missing parents, that only this user can enter (mode 0700). An existing directory
-    that others can enter gets this mode. So everything in it was written by this user, even if its name can be
-    guessed.
+    """Make a directory that only this user can enter (mode 0700), and its missing parents. An existing directory that
+    others can enter gets this mode. So everything in it was written by this user, even if its name can be guessed.
 
     Raises:
         StoreError: the path is a link or a file, or another user's directory.
@@ -45,9 +44,11 @@ def private_directory(path: Path) -> None:
 
 
 def who_else_can_change(path: Path, *, all_below: bool) -> str | None:
-    """Return why another account (root excepted) can change what is at a path, naming the file or directory that allows
-    it, or None. Checks the path, its parent directories both as written and with links followed, and, with `all_below`,
-    everything below it. Paths that do not exist are skipped."""
+    """Return why an account other than this user's and root can change what is at a path; None if no such account can.
+    The text names the file or directory that allows it.
+
+    Checks the path and its parent directories, both as written and with links followed. With `all_below`, also checks
+    everything below the path. Paths that do not exist are skipped."""
     places = [path.absolute(), path.resolve()]
     below = set(path.resolve().rglob("*")) if all_below else set()
     for one in sorted({*places, *(above for place in places for above in place.parents), *below}):
@@ -74,8 +75,8 @@ def _foreign(path: Path, *, is_above: bool) -> str | None:
 
 
 def _shared_group(group: int) -> Iterator[str]:
-    """Yield the group's name if accounts other than this user and root may be in it. A group without listed members
-    that has this user's name is the user's own, as Linux makes one for each account."""
+    """Yield the group's name if accounts other than this user and root may be in it. A group with this user's name and
+    no other members is the user's own: Linux makes such a group for each account."""
     try:
         entry, me = grp.getgrgid(group), pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
@@ -97,8 +98,8 @@ def _name(user: int) -> str:
 
 
 def process_alive(pid: int) -> bool:
-    """Return False after the process has ended and was reaped. If its pid was given to a new process, return True:
-    callers then keep a file too long, but never remove one too early."""
+    """Return True if a process has this id, running or not yet reaped. It may be a new process that got an old id.
+    Callers then keep a file too long, but never remove a file too early."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -113,7 +114,7 @@ _PR_SET_PDEATHSIG = 1
 
 def end_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
     """Let Linux kill this process when the thread that started it ends, even if this process is stopped or stuck in a
-    native call. Other systems have no such call; there the process ends with its connection. `parent`: id of the
+    native call. Other systems have no such call; there the process ends when its connection breaks. `parent`: id of the
     expected parent; if it has ended already, this process ends at once. `by`: the signal to send, for a process that
     must clean up first."""
     if sys.platform == "linux":
@@ -123,9 +124,8 @@ def end_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKI
 
 
 def loopback_only() -> dict[str, str]:
-    """Return the environment under which gloo and NCCL listen on the loopback interface alone. Without it gloo listens
-    on the address that the host's name resolves to, and NCCL on the first interface, and neither checks who
-    connects."""
+    """Return the environment under which gloo and NCCL listen on the loopback interface alone. Without it, gloo listens
+    on the address that the host's name resolves to, and NCCL on the first interface. Neither checks who connects."""
     name = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
 

@@ -1,5 +1,5 @@
-"""Human judgements: comparisons of two responses to a prompt, and rated texts. This module reads them, refuses those
-that cannot be learnt from, and splits the others into a training, a validation and a held-out set."""
+"""Human judgements: comparisons of two responses to a prompt, and rated texts. This module reads judgements, refuses
+unusable ones, and splits the rest into a training, a validation and a held-out set."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RatedText:
     rating: float
     """Mean over the raters."""
     standard_error: float | None
-    """Standard error of that mean."""
+    """Standard error of the mean; None: not known."""
 
     @property
     def unit(self) -> str:
@@ -70,7 +70,7 @@ class Split:
 
 
 def load_split(config: PreferencesConfig, seed: int) -> Split:
-    """Return all judgements of a source, split by prompt, or by rated text, with a permutation that depends on `seed`.
+    """Return all judgements of a source, split at random by prompt, or by rated text. The split depends on `seed`.
     Raises PreferencesError."""
     judgements = load_judgements(config, "data.url", config.url)
     parts = {"validation": config.validation}
@@ -99,7 +99,7 @@ def load_split(config: PreferencesConfig, seed: int) -> Split:
 
 
 def load_judgements(config: PreferencesConfig, key: str, url: str) -> list[Judgement]:
-    """Return all judgements of a file. `key` is the path of the setting that names it. Raises PreferencesError."""
+    """Return all judgements of a file. `key`: path of the setting that names the file. Raises PreferencesError."""
     if has_columns(url):
         for field in _fields(config):
             given = getattr(config, field)

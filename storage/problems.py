@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 LONGEST_NAME = 100
-"""Characters of a name. It becomes part of longer file names, of which most filesystems take 255 bytes."""
+"""Most characters of a name. Names become part of longer file names, and most filesystems limit these to 255 bytes."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _URL_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _CONSTRAINTS = "constraints"
@@ -45,7 +45,7 @@ class Constraint:
     """True: the constraint is on each element of a list."""
 
     def problems(self, values: Mapping[str, Any]) -> Iterator[Problem]:
-        """Yield a problem for each of these values, by key path, that does not work."""
+        """Yield a problem for each value that does not work. `values`: key path -> value."""
         if self.of_elements:
             values = {f"{key}[{number}]": one for key, value in values.items() for number, one in enumerate(value)}
         for key, value in values.items():
@@ -68,7 +68,7 @@ def above(bound: float, hint: str = "") -> Constraint:
 
 
 def between(least: float, most: float, hint: str = "", *, ends: bool = True) -> Constraint:
-    """Return the constraint on a number from `least` to `most`; without these two if `ends` is False."""
+    """Return the constraint on a number from `least` to `most`. `ends`: True if these two are allowed."""
     if ends:
         return Constraint(f"from {least} to {most}{hint}", lambda value: least <= value <= most)
     return Constraint(f"between {least} and {most}{hint}", lambda value: least < value < most)
@@ -108,7 +108,8 @@ def bucket_url(*protocols: str) -> Constraint:
 
 
 def setting(default: Any, *constraints: Constraint) -> Any:
-    """Declare a setting of a section with its default (a copy of it, if it can change) and its constraints."""
+    """Declare a setting of a section with its default and its constraints. If the default is a list or dict, each
+    section gets a copy."""
     metadata = {_CONSTRAINTS: constraints}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy(default), metadata=metadata)
@@ -124,7 +125,8 @@ def unread_problems(key: str, section: Any, why: str, names: Collection[str] | N
     """Yield a problem for each setting of a section, and of the sections in it, that differs from its default although
     nothing reads it.
 
-    `key`: the section's path. `why`: the reason, and what would make it count. `names`: settings to look at; None: all.
+    `key`: the section's path. `why`: why nothing reads the setting, and what would change that. `names`: settings to
+    check; None: all.
     """
     default = type(section)()
     for name in [one.name for one in fields(section)] if names is None else names:

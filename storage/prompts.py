@@ -28,7 +28,7 @@ import numpy as np
 from storage.config import PromptsConfig
 
 Row = tuple[str, dict[str, Any]]
-"""(URL and line from 1 or row from 0, fields by name or column number)."""
+"""(place, fields). The place is the URL with the line (from 1) or row (from 0). Fields have names or column numbers."""
 
 
 class RowsError(ValueError):
@@ -103,7 +103,8 @@ def _parquet(url: str) -> Iterator[Row]:
 
 
 def _reason(error: Exception, url: str) -> str:
-    """Return what an error says. fsspec's error of a web page is only the address, and its cause says why."""
+    """Return the message of an error. For a web page, fsspec's message is only the address, and the message of its
+    cause is returned."""
     return str(error.__cause__ or error) if str(error) == url else str(error)
 
 

@@ -26,11 +26,11 @@ _ENDINGS = ("password", "secret", "token", "apikey", "accesskey", "secretkey", "
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^\s'\"<>`]+)")
 _PASSWORD = re.compile(r"(\s*[A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#@:]*:[^\n]*@")
-"""Matches the beginning of a value that is a URL. Its password may have spaces and quotes, which end a URL inside a
-text."""
+"""Matches the beginning of a value that is a URL with a password. Such a password may have spaces and quotes, although
+these end a URL inside a longer text."""
 _VALUE = r"(\"[^\"]*\"|'[^']*'|\{[^{}]*\}|\[[^\[\]]*\]|[^\s,;&'\"{}\[\]()]+)"
 _EXAMPLE = r"(?!key=value[`.,;:)]*(?:\s|$))"
-"""Excludes `key=value` where a message says how a setting is written."""
+"""Excludes the words `key=value`, with which messages show how a setting is written."""
 _ASSIGNED = re.compile(rf"((?:(?<![\w.-])|(?<![\w.-])--){_EXAMPLE}([A-Za-z_][\w.-]*)=){_VALUE}")
 _MAPPED = re.compile(rf"([{{,('\"]\s*['\"]?([A-Za-z_][\w.-]*)['\"]?\s*:\s*){_VALUE}")
 _OPTION = re.compile(rf"(--([A-Za-z][\w-]*)\s+){_VALUE}")
@@ -47,15 +47,15 @@ def is_secret(name: str) -> bool:
 
 
 def redacted(content: Any) -> Any:
-    """Return settings without secrets: a mapping, a sequence or a single value, of JSON's types. Everything below a
-    secret's name is replaced by `MARK`, except null, true, false and empty texts."""
+    """Return settings without secrets. `content`: a mapping, a sequence or a single value, of JSON's types. Everything
+    below a secret's name is replaced by `MARK`, except null, true, false and empty texts."""
     if isinstance(content, Mapping):
         return {key: _hidden(value) if is_secret(str(key)) else redacted(value) for key, value in content.items()}
     if isinstance(content, str):
         begins = _PASSWORD.match(content)
         return redacted_text(f"{begins[1]}{MARK}@{content[begins.end() :]}" if begins else content)
     if isinstance(content, Sequence):
-        after = (None, *content)  # the value of an option is the next word
+        after = (None, *content)  # word before each word: an option's value follows it
         return [
             _hidden(value) if isinstance(before, str) and before.startswith("-") and is_secret(before)
             else redacted(value)

@@ -1,8 +1,8 @@
 """The layout of an array of the rollout store, and the codec of its shards (one file each).
 
-Zarr writes an array's metadata, and everything else that plain readers need. The shards are encoded and decoded here,
-with Zarr's own codecs and to the same bytes. Through Zarr an array of some hundred numbers takes a millisecond, mostly
-for handing work to its event loop and threads.
+Zarr makes the metadata of arrays, and the arrays that belong to no step. The shards are encoded and decoded here, with
+Zarr's own codecs and to the same bytes, so any Zarr reader can read them. Zarr itself would take a millisecond for an
+array of some hundred numbers, mostly to hand work to its event loop and threads.
 
     shard file = inner chunk 0 | inner chunk 1 | … | index | CRC-32C of the index
     inner chunk = Blosc (LZ4, shuffled) of the rows' bytes, little-endian | CRC-32C of that
@@ -31,16 +31,18 @@ from storage.address import Address
 from storage.config import Layout
 
 CHUNK_ROWS = 16
-"""Rows of an inner chunk: 1-row chunks are 6-9 times slower to read, and larger ones gain nothing."""
+"""Most rows of an inner chunk. Chunks of one row are 6-9 times slower to read; chunks of more than 16 rows are no
+faster."""
 GROUP_METADATA = b'{\n  "attributes": {},\n  "zarr_format": 3,\n  "node_type": "group"\n}'
 _DIMENSIONS = ("row", "token")
 _FLAT: Any = {"name": "default", "separator": "."}
-"""All shards of an array lie in its directory. With `/` as the separator, each shard had a directory of its own."""
+"""All shards of an array lie in its directory. With `/` as the separator, each shard would have a directory of its
+own."""
 _COMPRESSOR: Final = "lz4"
 _LEVEL = 5
 _INDEX = np.dtype("<u8")
-# numcodecs guards Blosc's state by a lock between processes, which share no such state. Its semaphore has a name in
-# shared memory, which stays there if the process is killed. A lock between threads is enough.
+# numcodecs guards Blosc's state by a lock between processes, although each process has a state of its own. The lock is
+# a named semaphore in shared memory, which stays there if the process is killed. A lock between threads is enough.
 blosc._MUTEX, blosc._MUTEX_IS_INIT = threading.Lock(), True
 _SUM_BYTES = 4
 
@@ -56,10 +58,10 @@ class Template:
     chunk: tuple[int, ...]
     """Shape of an inner chunk."""
     num_chunks: int
-    """Inner chunks of a shard, one after another along the rows."""
+    """Number of inner chunks of a shard. They follow one another along the rows."""
 
     def encode(self, block: np.ndarray) -> bytes:
-        """Return the file of a shard with the rows `block`."""
+        """Return the content of the file of a shard whose rows are `block`."""
         compressor = Blosc(_COMPRESSOR, _LEVEL, Blosc.SHUFFLE, typesize=self.dtype.itemsize)
         chunks = [_with_sum(compressor.encode(part)) for part in np.split(self._as_stored(block), self.num_chunks)]
         sizes = np.array([len(chunk) for chunk in chunks], _INDEX)
@@ -86,7 +88,7 @@ class Template:
         return ".".join(["c", str(shard)] + ["0"] * (len(self.chunk) - 1))
 
     def described(self, attributes: Mapping[str, Any]) -> bytes:
-        """Return `metadata` with attributes."""
+        """Return `metadata` with these attributes."""
         return _with_attributes(self.metadata, attributes)
 
     def _as_stored(self, block: np.ndarray) -> np.ndarray:
@@ -137,7 +139,7 @@ def _compressors() -> list[Any]:
 
 
 def group_metadata(attributes: Mapping[str, Any]) -> bytes:
-    """Return the metadata of a group with attributes."""
+    """Return the metadata of a group with these attributes."""
     return _with_attributes(GROUP_METADATA, attributes)
 
 

@@ -6,9 +6,9 @@
                                                    `finish` links ───► v000012.json
 
 The manifest is linked after all bytes have arrived and every tensor's sum was checked, so no reader sees half a
-version. The length of a `.copy` says how much of it has arrived; other processes can already forward that part. One
-process of a host receives a version (`receiving`). It holds `v000012.lock`, which the system releases however the
-process ends.
+version. The length of a `.copy` says how much of it has arrived; other processes can already forward that part. On each
+host, one process at a time receives a version (`receiving`). It holds `v000012.lock`, which the system releases when
+the process ends in any way.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ _COPY, _STAGED = ".copy", ".copy.manifest"
 
 @contextmanager
 def receiving(board: WeightBoard, version: int, *, wait_s: float) -> Iterator[bool]:
-    """Yield True once this process holds its host's lock for a version, so that it alone may receive it until the block
-    ends. If another process holds the lock, wait for it, or with `wait_s` 0 yield False at once. After a wait the
-    version may have arrived, so the caller checks that first.
+    """Hold this host's lock for receiving a version while the block runs, and yield True. If another process holds the
+    lock, wait for it, or with `wait_s` 0 yield False at once. After a wait the version may have arrived already, so the
+    caller must check that first.
 
     Raises:
-        StoreError: nothing has arrived for `wait_s`, and the named process still holds the lock.
+        StoreError: no bytes have arrived for `wait_s` seconds, and another process still holds the lock. The message
+            names it.
     """
     path = board.directory / f"{stem(version)}.lock"
     arrived = partial(_arrived, board, version)
@@ -85,7 +86,7 @@ class IncomingVersion(Closing):
     of `receiving` may use it."""
 
     def __init__(self, board: WeightBoard, manifest: Manifest) -> None:
-        """Create the files. `manifest`: the sender's. Raises OSError if there is no space."""
+        """Create the files. `manifest`: manifest of the sending board. Raises OSError if there is no space."""
         name = unique_name(manifest.version)
         self.manifest = dataclasses.replace(manifest, file=f"{name}{_COPY}")
         self.num_bytes = 0
@@ -96,7 +97,7 @@ class IncomingVersion(Closing):
         self._checked = 0
         """Number of tensors that have arrived and were checked."""
         self._sum = xxhash.xxh3_64()
-        """Running sum of the next tensor."""
+        """Running sum over the bytes of the next tensor."""
         self._checker = ThreadPoolExecutor(1, "weights-checker")
         """Thread for the sums, so that checking overlaps writing."""
         self._file = -1
@@ -114,8 +115,8 @@ class IncomingVersion(Closing):
         return self.num_bytes == self.manifest.file_bytes
 
     def append(self, piece: memoryview) -> None:
-        """Append the next bytes. Raises DamagedWeights, naming the tensor, if a sum differs from the manifest's or
-        there are too many bytes; OSError if the memory is full."""
+        """Append the next bytes. Raises DamagedWeights if a tensor's sum differs from the manifest's, or if there are
+        too many bytes. Raises OSError if the memory is full."""
         if self.num_bytes + piece.nbytes > self.manifest.file_bytes:
             raise DamagedWeights(
                 f"weights v{self.manifest.version}: more than {self.manifest.file_bytes} bytes arrived"
@@ -130,7 +131,7 @@ class IncomingVersion(Closing):
         self.num_bytes += piece.nbytes
 
     def _check(self, piece: memoryview) -> None:
-        """Continue the sums over the bytes that arrived."""
+        """Continue the tensors' sums over a piece. Raises DamagedWeights, naming the tensor, if a sum is wrong."""
         end = self.num_bytes + piece.nbytes
         while self._checked < len(self._tensors):
             tensor = self._tensors[self._checked]
@@ -146,7 +147,8 @@ class IncomingVersion(Closing):
             self._checked, self._sum = self._checked + 1, xxhash.xxh3_64()
 
     def finish(self) -> Manifest:
-        """Make the version exist, and return the manifest that exists then. Raises StoreError if bytes are missing."""
+        """Link the manifest, so that the version exists. Return the version's manifest, which is another process's if
+        that came first. Raises StoreError if bytes are missing."""
         if not self.complete:
             raise StoreError(
                 f"weights v{self.manifest.version}: {self.num_bytes} of {self.manifest.file_bytes} bytes arrived"
@@ -168,7 +170,7 @@ class IncomingVersion(Closing):
 
 class OutgoingVersion(Closing):
     """An open file of a version that a board has, or is receiving. It needs no lease: an open file can be read to its
-    end after the version was released."""
+    end even after the version was released."""
 
     def __init__(self, board: WeightBoard, version: int, digest: str | None = None) -> None:
         """Open a version. `digest`: accept no other content. Raises MissingOutput if there is nothing to send."""

@@ -80,8 +80,8 @@ def finite(hint: str = "") -> Constraint:
 
 
 def plain_name(*, dots: bool = True) -> Constraint:
-    """Return the constraint on a name that becomes part of a file name and of a command: it has no separator, is not
-    hidden, and does not look like an option."""
+    """Return the constraint on a name that becomes part of a file name and of a command. Such a name has no separator,
+    is not hidden, and does not look like an option."""
     marks = "._-, and begins with none of . and -" if dots else "_-, and does not begin with - (dots part keys)"
     return Constraint(
         f"a name of up to {LONGEST_NAME} letters, digits and {marks}",

@@ -189,9 +189,9 @@ HELD_OUT = 64
 
 
 def held_out_by_default(num: int, shards: int) -> int:
-    """Return how many of `num` prompts to set aside if the config does not say: the smaller of `HELD_OUT` and a tenth,
-    rounded down to a multiple of `shards`. It is at least 2 (rounded up to a multiple of `shards`), because an
-    evaluation reports a spread."""
+    """Return how many of `num` prompts to set aside if the config does not say. This is the smaller of `HELD_OUT` and a
+    tenth of `num`, rounded down to a multiple of `shards`. It is at least 2 (rounded up to a multiple of `shards`),
+    because an evaluation reports a spread."""
     most, least = min(HELD_OUT, num // 10), -(-2 // shards) * shards
     return max(most - most % shards, least)
 

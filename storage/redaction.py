@@ -100,8 +100,8 @@ def _value_hidden(match: re.Match[str]) -> str:
 
 
 def _userinfo(rest: str) -> tuple[str, str]:
-    """Split what follows `://` into user information and the remainder. A password may hold `@`, `/`, `?` and `#` that
-    should have been encoded, so everything between a colon and the last `@` counts as the password."""
+    """Split what follows `://` into user information and the remainder. A password may hold an `@`, `/`, `?` or `#`
+    that should have been encoded. So everything between a colon and the last `@` counts as the password."""
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
     searched = rest if ":" in authority else authority
     at = searched.rfind("@")

@@ -48,7 +48,7 @@ _NOT_ONE = (
     pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, ImportError, LookupError, MemoryError,
     RuntimeError, TypeError, ValueError,
 )  # fmt: skip
-"""Errors of unpickling a file that is no pickle, or a pickle of something else."""
+"""Errors that unpickling raises if a file is not a pickle, or is a pickle of something else."""
 
 
 class MetadataReader(FileSystemReader):

@@ -35,8 +35,9 @@ def rank_micro_batches(
     """Return the micro-batches of this rank's share of some rows.
 
     With frozen blocks a row always goes to the same data-parallel rank, which keeps the row's hidden states. Without
-    frozen blocks every data-parallel rank gets nearly the same number of tokens. With `never_empty` a rank without a
-    row gets a row that the loss does not depend on, since every rank takes part in the reduction of gradients.
+    frozen blocks every data-parallel rank gets nearly the same number of tokens. With `never_empty`, a rank without
+    rows gets a masked row, on which the loss does not depend. It needs a row, because every rank takes part in the
+    reduction of gradients.
     """
     rank, mask = blueprint.parallel_rank, rollout.response_mask
     rows = np.sort(rows)  # the same set of rows is cut the same way, whatever its order in an epoch
@@ -89,8 +90,8 @@ def peak_of_a_rank(blueprint: Blueprint) -> float:
 # ---- losses ----------------------------------------------------------------------------------------------
 
 MinibatchLoss = Callable[[np.ndarray, int], Loss]
-"""Returns the loss of a minibatch's micro-batches, given the minibatch's rows and the number of optimizer steps taken
-before it."""
+"""Function from (a minibatch's rows, the number of optimizer steps before it) to the loss of the minibatch's
+micro-batches."""
 
 RATIO_DEVIATION = "policy/ratio_deviation_first"
 """Metric: largest |pi / pi_prox - 1| before the first optimizer step of an update. It should be 0 up to rounding. A
@@ -105,8 +106,8 @@ def policy_loss_of(
     device: torch.device,
     logprobs: Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor]],
 ) -> MinibatchLoss:
-    """Return the policy loss of a step's minibatches. `logprobs` returns (new log-probs, entropies) [B, T] of a
-    micro-batch, given its hidden states."""
+    """Return a function that makes the policy loss of each minibatch of a step. `logprobs` returns (new log-probs,
+    entropies) [B, T] of a micro-batch, given its hidden states."""
     rollout, advantages = batch.rollout, batch.advantages
     steps_per_update = config.epochs * config.minibatches
     # all versions up to the end of the critic's warm-up have the same weights
@@ -160,8 +161,8 @@ def policy_loss_of(
 def value_loss_of(
     batch: CriticBatch, config: PPOConfig, *, device: torch.device, head: Callable[[MicroBatch, Tensor], Tensor]
 ) -> MinibatchLoss:
-    """Return the value loss of a step's minibatches. `head` returns the critic's output at every position [B, T] of a
-    micro-batch, given its hidden states."""
+    """Return a function that makes the value loss of each minibatch of a step. `head` returns the critic's output at
+    every position [B, T] of a micro-batch, given its hidden states."""
     loss_mask = batch.advantages.loss_mask
     arrays = {"mask": loss_mask, "old_values": batch.values.values, "returns": batch.advantages.returns}
 
@@ -182,7 +183,7 @@ def value_loss_of(
 
 
 def _weights(loss_mask: np.ndarray, rows: np.ndarray, config: PPOConfig) -> np.ndarray:
-    """Return the token_weights of a minibatch in an array [all rows, seq]."""
+    """Return the `token_weights` of a minibatch's rows in an array [all rows, seq], with 0 in all other rows."""
     weights = np.zeros(loss_mask.shape, np.float32)
     weights[rows] = token_weights(torch.from_numpy(loss_mask[rows]), config.aggregation).numpy()
     return weights

@@ -6,8 +6,8 @@
                  checkpoint its master weights and moments. All else is in (pinned) host memory
 
 Only the storage under a tensor is freed and allocated again, never the tensor itself. So Megatron's buffers, the
-parameters and `main_grad`s that are views of them, and the optimizer's keys stay the same objects. They have the same
-bits again when the storage is back. Never run on CUDA; the tests move storages on a CPU, where the mechanism is the
+parameters and `main_grad`s that are views of them, and the optimizer's keys stay the same objects. After `wake` they
+have the same bits as before. This was never run on CUDA; the tests move storages on a CPU, where the mechanism is the
 same.
 """
 
@@ -25,8 +25,8 @@ def has_own_memory() -> bool:
 
 
 class Residence:
-    """Owns the host copies of some tensors' storages while the storages are offloaded. A read of an offloaded tensor is
-    not detected, so call `wake` before."""
+    """Owns the host copies of some tensors' storages while the storages are offloaded. Reading an offloaded tensor
+    raises no error, so call `wake` first."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         """`tensors` is called on every `sleep`, since an optimizer creates its state in its first step."""
@@ -37,7 +37,7 @@ class Residence:
         copy."""
 
     def sleep(self) -> None:
-        """Copy the storages to the host and free them. Do nothing if they are offloaded already."""
+        """Copy the storages to the host and free them. Does nothing if they are offloaded already."""
         if self._asleep:
             return
         spare, self._copies = self._copies, []
@@ -55,7 +55,7 @@ class Residence:
         _give_back(self._asleep[0][0].device if self._asleep else torch.device("cpu"))
 
     def wake(self) -> None:
-        """Bring all storages back, bit for bit. Do nothing if none is offloaded."""
+        """Allocate the storages again and copy their bits back. Does nothing if no storage is offloaded."""
         for storage, copy in self._asleep:
             storage.resize_(copy.nbytes)
             _bytes(storage).copy_(copy, non_blocking=True)

@@ -16,8 +16,8 @@ note into the store. A rank that hangs or has died writes none.
     rank 1   at update_policy[3] ──► all_reduce ──time-out──► "gave up" ──┤
     rank 2   at logprob[3, 1]        hangs                                └─► RanksMissing: 2, last at logprob[3, 1]
 
-With gloo the error is raised where the collective was called. With NCCL, unless the call raises first, NCCL's watchdog
-ends the process after the same time, and no error names the missing rank (never run on GPUs).
+With gloo the error is raised where the collective was called. With NCCL, the call raises or NCCL's watchdog ends the
+process after the same time. If the watchdog is first, no error names the missing rank (never run on GPUs).
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ def is_on_one_host(rank: Rank) -> bool:
 # ---- missing ranks ---------------------------------------------------------------------------------------
 
 _RENDEZVOUS_S = 86_400.0
-"""Time-out for all ranks to join. It is long because the process that starts them has a deadline and ends them."""
+"""Time-out for all ranks to join. It is long, because the process that starts the ranks has a deadline of its own and
+then ends them."""
 _LONGEST_ANSWER_S = 30.0
 """Longest wait for the other ranks to report that a collective failed for them too."""
 _ANSWER_S = 2.0
@@ -181,7 +182,8 @@ _ANSWER_S = 2.0
 
 
 class CollectiveWatch:
-    """Owns this rank's notes in the gang's store. After a failed collective they tell which ranks did not take part."""
+    """Owns this rank's notes in the gang's store. After a failed collective, the notes tell which ranks did not take
+    part."""
 
     def __init__(self, rank: Rank) -> None:
         """Connect to the store and block until every rank of the gang has joined."""
@@ -200,7 +202,7 @@ class CollectiveWatch:
 
     @contextmanager
     def collectives_of(self, where: str) -> Iterator[None]:
-        """Return a context for collectives. `where` names the node they belong to.
+        """Return a context in which to make collective calls. `where` names the node that makes them.
 
         Raises:
             RanksMissing: a collective failed, and not every rank has seen it fail.
@@ -294,8 +296,8 @@ def run_megatron_without_cuda(device: torch.device = CPU) -> None:
 
     megatron-core asks for CUDA devices, generators and tensor type names by name. Its modules that are already imported
     get a copy of the torch module that uses `device` instead of CUDA. All other code in the process keeps the real
-    torch, except for two methods of Tensor: `cuda` moves the tensor to `device`, and `type` without arguments names the
-    types of tensors on `device` as CUDA's, such as "torch.cuda.FloatTensor". Call this in worker processes only."""
+    torch, except for two methods of Tensor. `cuda` moves the tensor to `device`. `type` without arguments gives tensors
+    on `device` the names of CUDA's types, such as "torch.cuda.FloatTensor". Call this in worker processes only."""
     if torch.cuda.is_available() or hasattr(torch.Tensor.type, "__wrapped__"):
         return
     cuda = _view(

@@ -34,22 +34,23 @@ def stage_parts(model: GPTModel, blueprint: Blueprint) -> Iterator[HFPart]:
 
 
 def _trained(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, int | None, Tensor]]:
-    """Yield (name within its block or model, block, data) of the stage's trained parameters, without a tied copy."""
+    """Yield (name within the block or model, block, data) of the stage's trained parameters. The last stage's copy of a
+    tied embedding is left out."""
     for name, block, parameter in named_by_block(model, blueprint.model.frozen_blocks):
         if parameter.requires_grad and not getattr(parameter, "shared", False):
             yield name, block, parameter.detach()
 
 
 def stage_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, Tensor]]:
-    """Yield `stage_parts` as whole Hugging Face tensors with their names, on every rank of the stage."""
+    """Yield (name, whole Hugging Face tensor) of the pipeline stage's trained tensors, on every rank of the stage."""
     for name, block, parameter in _trained(model, blueprint):
         yield from to_hf(name, block, parameter, blueprint.spec, _tensor_parallel_parts)
 
 
 def merged_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, Tensor]]:
-    """Yield this pipeline stage's weights that differ from `model.path`, with their names: the trained weights, or with
-    LoRA copies of the adapted weights with the adapters merged in. Only the rank with TP and DP rank 0 makes and yields
-    these copies."""
+    """Yield (name, weight) of this pipeline stage's weights that differ from `model.path`. Without LoRA, these are the
+    trained weights. With LoRA, they are copies of the adapted weights with the adapters merged in. Only the rank with
+    TP and DP rank 0 makes and yields such copies."""
     trained, rank, lora = stage_tensors(model, blueprint), blueprint.parallel_rank, blueprint.model.lora
     if not lora.rank:
         yield from trained
@@ -66,8 +67,8 @@ def merged_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str,
 
 
 def trained_tensors(model: GPTModel, blueprint: Blueprint, *, merged: bool) -> dict[str, Tensor] | None:
-    """Return copies of the trained tensors of all pipeline stages in the host's memory on rank 0, None on the others.
-    For adapters and for reward models; a policy's weights are published instead.
+    """Return copies of the trained tensors of all pipeline stages on rank 0, in the host's memory. Return None on the
+    other ranks. This is for adapters and reward models; a policy's weights are published instead.
 
     Args:
         merged: with LoRA, True returns the adapted weights with the adapters merged in, False the adapters.

@@ -64,9 +64,9 @@ class Group:
 def tokenise_judgements(
     judgements: Sequence[Judgement], tokenizer: Tokenizer, config: PreferencesConfig, *, seed: int
 ) -> JudgedRows:
-    """Return rows of prompt, response and EOS (for ratings: text and EOS), with their pairs. Raises PreferencesError in
-    three cases: a row is too long (unless such judgements are skipped), both responses of a pair have the same tokens,
-    or no row or no pair is left."""
+    """Return rows of prompt, response and EOS (for ratings: text and EOS), with their pairs. Raises PreferencesError if
+    a row is too long (unless such judgements are skipped), if both responses of a pair have the same tokens, and if no
+    row or no pair is left."""
     kept: dict[tuple[int, ...], int] = {}
     rows: list[tuple[int, ...]] = []
     texts: list[str] = []

@@ -179,8 +179,8 @@ def figures(model: RewardModel, judged: JudgedRows, config: RewardTrainingConfig
 
 
 def _beside_teacher(scores: np.ndarray, judged: JudgedRows, targets: np.ndarray) -> dict[str, float]:
-    """Compare a student with its teacher. Return the share of pairs that both order alike, the rank correlation of
-    their scores, the teacher's accuracy, and the student's accuracy as a fraction of the teacher's."""
+    """Compare a student with its teacher. Return the share of pairs that both order alike and the rank correlation of
+    their scores. Also return the teacher's accuracy, and the student's accuracy as a fraction of it."""
     better, worse = judged.pairs.better, judged.pairs.worse
     of_student, of_teacher = (right_order(of[better].astype(np.float64) - of[worse]) for of in (scores, targets))
     teacher = float(of_teacher.mean())

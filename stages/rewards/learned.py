@@ -1,5 +1,5 @@
-"""Rewards from reward models, and ensembles of rewards. Reward models are in Hugging Face layout: exports of `stageline
-reward train`, or any causal language model with a head that gives one score for a row.
+"""Rewards from reward models, and ensembles of rewards. Reward models are in Hugging Face layout. They are exports of
+`stageline reward train`, or causal language models with a head that gives one score for a row.
 
     a row's token ids, as they were sampled ──► + EOS, if they do not end in one ──► the head at the last token
 

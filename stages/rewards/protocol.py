@@ -1,8 +1,8 @@
 """The base class of rewards: rules, users' own, reward models, judges.
 
 A worker of the role `score` calls a reward with the rows of a shard, or with batches of them, while other shards are
-still generated. A slow reward (a model, an answer over HTTP) delays only the `advantage` node of its own step, provided
-that this node runs on another gang (`placement.roles.advantage`).
+still generated. If the `advantage` node runs on another gang (`placement.roles.advantage`), a slow reward (a model, an
+answer over HTTP) delays only that node of its own step.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
       close, or this process ends (however) ──────────► ends, with all processes that it started
 
 If the function raises, hangs or ends its process, its batch fails with an error that names the rows, and the worker
-continues. After the process ended, it is first started once more for the same batch: it may have been killed from
-outside, and scoring has no side effects.
+continues. A process that ended is first started once more for the same batch, since it may have been killed from
+outside. This is safe because scoring has no side effects.
 """
 
 from __future__ import annotations

@@ -39,6 +39,6 @@ def with_fusions(kernels: BlockKernels, model: ModelConfig, device: torch.device
 
 
 def adds_gradients(device: torch.device) -> bool:
-    """Return True if Apex's product that adds a weight's gradient to `main_grad` is installed for the device. Like
-    torch's own products it gives the same bits every time."""
+    """Return True if the device is a GPU and Apex's extension is installed, whose product adds a weight's gradient to
+    `main_grad`. The product gives the same bits every time, as torch's own products do."""
     return device.type == "cuda" and bool(layers._grad_accum_fusion_available)

@@ -7,8 +7,9 @@
 
 `key` is a digest of the whole request, so files of several judges and runs may share a directory. Each process writes
 its own file and reads all files. This needs no locks, which some filesystems lack between hosts. Each process builds
-the index from the files, in a temporary file that disappears with the process, so memory does not grow with the number
-of answers. If a line is cut short or damaged, its question is asked again (with a warning if it is damaged).
+the index from the files. The index is in a temporary file that disappears with the process, so memory does not grow
+with the number of answers. If a line is cut short or damaged, its question is asked again (with a warning if it is
+damaged).
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from stages.rewards.judges.rubric import Ask, BothOrders, Rubric, compare_respon
 from stages.rewards.protocol import Sample
 
 TIE, UNPARSED, EQUAL, BLANK, ALONE = "ties", "unparsed", "equal", "blank", "alone"
-"""Reasons why a pair has no label: the margin is too small, an answer is not valid, both texts are equal, a text is
-empty, or the prompt has only one response."""
+"""Reasons why a pair has no label, in this order: the margin is too small, an answer is not valid, both texts are
+equal, a text is empty. `ALONE`: the prompt has only one response, so there is no pair."""
 
 
 @dataclass(frozen=True)

@@ -261,9 +261,8 @@ def grade_rows(rubric: Rubric, ask: Ask, samples: Sequence[Sample]) -> list[floa
 
 
 def compare_responses(rubric: Rubric, ask: Ask, pairs: Sequence[tuple[Sample, str, str]]) -> list[BothOrders]:
-    """Return a pairwise judge's verdicts. `pairs`: (row, first response, second response). The judge is asked about
-    each pair in both orders, because judges tend to prefer one position, whatever response is shown there (Zheng et
-    al., arXiv 2306.05685)."""
+    """Return a pairwise judge's verdicts. `pairs`: (row, first response, second response). Each pair is judged in both
+    orders, because judges tend to prefer one position, whichever response is there (Zheng et al., arXiv 2306.05685)."""
     questions = [
         rubric.build_question(sample, {"first": first, "second": second})
         for sample, one, other in pairs

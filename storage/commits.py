@@ -4,9 +4,9 @@ JSON has no NaN or infinity. A metric that is not finite is written as the strin
 read back as that float. `state` must be finite, because the next step computes with it.
 
 A record has two sums. `checksum`, its last field, covers all earlier bytes of the file, so a damaged or edited record
-is detected. `content` covers what other nodes compute with: arrays, state, digest, but not who made it, when, or how
-fast. A record names its inputs by their `content`, so an output that was lost and made again with the same content is
-the same input.
+is detected. `content` covers the facts that other nodes compute with (arrays, state, digest), but not who made the
+output, when, or how fast. A record names its inputs by their `content`, so an output that was lost and made again with
+the same content is the same input.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Provenance:
     host: str
     pid: int
     started: float
-    """Seconds since the epoch; `finished` too."""
+    """Start of the work, in seconds since the epoch. `Commit.finished` is its end."""
     numerics: str = ""
     """Fingerprint of the processor, compiler, kernels and versions that computed the output. The run's identity has the
     full text."""

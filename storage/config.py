@@ -18,7 +18,8 @@ class PromptsConfig:
     url: str = "???"
     """fsspec URL or path of a .jsonl, .csv, .parquet, .tsv or .txt file; or `reasoning-gym:TASK?size=..&seed=..`."""
     format: Literal["plain", "chat"] = "plain"
-    """plain: a text field; chat: a field holding a list of {role, content} messages, put through the chat template."""
+    """plain: the field holds a text. chat: it holds a list of {role, content} messages, to which the chat template is
+    applied."""
     field: str = "prompt"
     """Field (JSONL, CSV, Parquet) or 0-based column number (TSV) that holds the prompt. With the default each line of a
     .txt file is a prompt."""

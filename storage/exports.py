@@ -77,7 +77,7 @@ def _checksum(sums: object) -> str:
 # ---- the exports of a run --------------------------------------------------------------------------------
 
 _LEAVING = ".leaving-"
-"""Prefix of an export that is being removed, so that it no longer has a version's name."""
+"""Prefix of the directory of an export that is being removed, which must no longer have a version's name."""
 
 
 class Exports:
@@ -101,8 +101,8 @@ class Exports:
         return self.root / f".v{version:06d}"
 
     def finish(self, version: int, staged: Path) -> Path:
-        """Upload a directory that has its record, if there is an object store. Rename it to its version's name, and
-        return the new path. Raises StoreError."""
+        """Rename the directory `staged`, which has its record, to its version's name, and return the new path. If there
+        is an object store, upload it before. Raises StoreError."""
         if self._copies is not None:
             self._copies.upload(staged, self.place(version).name)
         return staged.rename(self.place(version))

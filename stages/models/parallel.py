@@ -341,8 +341,8 @@ def _on(device: torch.device, factory: Callable[..., torch.Tensor]) -> Callable[
 
 
 def _cuda_type_name(original: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Return a Tensor.type that calls the device's tensors "torch.cuda.FloatTensor": megatron-core's optimizers compare
-    this name."""
+    """Return a `Tensor.type` that gives the device's tensors names such as "torch.cuda.FloatTensor", which
+    megatron-core's optimizers compare."""
     own = "torch." if device == CPU else f"torch.{device.type}."
 
     @functools.wraps(original)

@@ -102,7 +102,7 @@ def _from_all_stages(rank: ParallelRank, tensors: dict[str, Tensor]) -> dict[str
 
 
 def digest_of(model: GPTModel, blueprint: Blueprint) -> str:
-    """Return a digest of all trained tensors and their names, on every rank. It does not depend on the layout.
+    """Return a digest of all trained tensors and their names, on every rank. The digest does not depend on the layout.
 
     It hashes each whole tensor's bytes with XXH3-128, at 15 GB/s per core. This does not protect against forgery, which
     is no threat here. The ranks of a stage gather a tensor block by block and share the hashing.

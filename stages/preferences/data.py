@@ -50,12 +50,12 @@ class JudgedRows:
     standard_errors: np.ndarray | None = None
     """float64 [rows], of the ratings."""
     targets: np.ndarray | None = None
-    """float64 [rows]: a teacher's scores."""
+    """float64 [rows]: mean of the teachers' scores."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that are compared with one another, and how they were judged."""
+    """Rows that are compared with one another, and their judged pairs."""
 
     rows: np.ndarray
     pairs: Pairs

@@ -80,8 +80,8 @@ class TrainingOutcome:
 
 
 MAX_SKIPPED_STEPS = 3
-"""Training fails after this number of optimizer steps in a row whose gradient is not finite. After three the cause is
-the learning rate or the data, not chance."""
+"""Training fails after this number of optimizer steps in a row with a gradient that is not finite. Three in a row are
+caused by the learning rate or the data, not by chance."""
 
 
 @dataclass(frozen=True)

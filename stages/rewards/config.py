@@ -14,7 +14,7 @@ from stages.ppo.config import NormalizeConfig
 from storage.problems import Problem, above, finite, plain_name, setting
 
 JUDGES = ("judge", "local_judge")
-"""Kinds that ask a language model."""
+"""Kinds of rewards that ask a language model."""
 JUDGE_BUDGET = ("max_requests", "max_cost", "prompt_price", "completion_price")
 """Arguments of a judge that limit its requests and costs. They do not change any score."""
 TIMEOUT_S, RETRY_S = 60.0, 300.0
@@ -32,7 +32,7 @@ class PartConfig:
     """A reward that ships with Stageline (stages/rewards/registry.py), or your own. Your own is `module:function` or
     `module:Class`, from the working directory or an installed package."""
     weight: float = setting(1.0, finite(" (0: only measured)"))
-    """Factor in the sum; 0: only measured."""
+    """Factor of the part in the score's sum. 0: the part is only measured."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the reward."""
     timeout_s: float = setting(TIMEOUT_S, above(0))
@@ -65,7 +65,7 @@ class RewardPartsConfig:
     instead of `parts`."""
 
     kind: str | None = None
-    """Kind of the only part, in the short form. Its name is its kind."""
+    """Kind of the only part, in the short form. The part is named after its kind, or after your own function."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the only part, in the short form."""
     parts: dict[str, PartConfig] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The base class of rewards: rules, users' own, reward models, judges.
+"""The base class of all rewards (rules, users' own functions, reward models, judges), and the samples that they score.
 
 A worker of the role `score` calls a reward with the rows of a shard, or with batches of them, while other shards are
 still generated. If the `advantage` node runs on another gang (`placement.roles.advantage`), a slow reward (a model, an
@@ -94,4 +94,4 @@ class RewardFailed(ValueError):
 
 
 class BudgetSpent(RewardFailed):
-    """A judge's budget is used up. The run ends, and can be resumed with a larger one."""
+    """A judge's budget is used up. The run ends, and can be resumed with a larger budget."""

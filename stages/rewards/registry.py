@@ -89,8 +89,8 @@ def build_reward(
     """Build the reward of a kind. `key`: path of its settings. `directory`: as for `build_parts`.
 
     Raises:
-        UnconfinedAnswers: the reward may evaluate answers, the config does not trust it, and this host cannot confine
-            it.
+        UnconfinedAnswers: the reward may evaluate answers, the config does not trust them, and this host cannot confine
+            them.
         UnfitReward: a kind or argument is unknown (the message lists the known ones), missing or cannot work.
     """
     if ":" in kind:

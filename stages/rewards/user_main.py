@@ -30,7 +30,7 @@ Function = Callable[[Sequence[Sample]], Any]
 
 
 class _Refused(Exception):
-    """(setting, need): a fault of kind or args."""
+    """The function cannot be used. Arguments: the setting at fault (`kind` or `args`), and what is wrong."""
 
 
 def serve(channel: SandboxChannel, start: Mapping[str, Any]) -> None:

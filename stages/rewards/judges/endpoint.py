@@ -95,7 +95,8 @@ class _Completion:
 
 
 class _Retries:
-    """Times when the judge last answered, and until when it wants no requests. All questions of a call share them."""
+    """Time of the judge's last answer, and the time until which it wants no requests. All questions of a call share
+    them."""
 
     def __init__(self, now: float, retry_s: float) -> None:
         self._retry_s, self.answered, self.quiet_until = retry_s, now, now

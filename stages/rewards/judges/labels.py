@@ -41,7 +41,7 @@ PairsToLabel = Sequence[tuple[Candidates, Sequence[tuple[int, int]]]]
 
 @dataclass(frozen=True)
 class _PairVerdict:
-    """The verdict on a pair, for either order of its responses."""
+    """The verdict on a pair of responses."""
 
     gap: float
     """How much better the first response is than the second; below 0 if it is worse."""

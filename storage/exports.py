@@ -84,11 +84,7 @@ class Exports:
     """The exported versions below `root`. Keeps no file open."""
 
     def __init__(self, root: Path, store: files.Root | None = None) -> None:
-<<<<<<< HEAD
-        """`store`: the directory of an object store to which exports are uploaded."""
-=======
         """`store`: directory in an object store, to which exports are uploaded; None: they stay on this filesystem."""
->>>>>>> d2cbd5e7 (Plain English in storage)
         self.root = root
         self._copies = None if store is None else Copies(store, RECORD)
 
@@ -114,13 +110,8 @@ class Exports:
         return sorted({version for path in (*local, *uploaded) if (version := version_of(path)) is not None})
 
     def clear_unfinished(self, before: int) -> list[int]:
-<<<<<<< HEAD
-        """Return the versions below `before` whose exports were begun and not finished. If a version has a finished
-        export too, remove the unfinished one instead. No process may be writing any of these exports."""
-=======
         """Return the versions below `before` whose exports were begun but not finished. Remove the staged directories
         of finished versions. No process may be writing one of these exports."""
->>>>>>> d2cbd5e7 (Plain English in storage)
         staged = (int(path.name[2:]) for path in self.root.glob(".v*") if path.name[2:].isdecimal())
         begun = {version for version in staged if version < before}
         for version in begun.intersection(finished := self.versions()):
@@ -128,13 +119,8 @@ class Exports:
         return sorted(begun.difference(finished))
 
     def fetch(self, version: int) -> Path | None:
-<<<<<<< HEAD
-        """Return the local directory of an export. If the export is only in the object store, download it first. Return
-        None if there is no such export. The local files are not checked. Raises StoreError."""
-=======
         """Return the local directory of an export, or None if there is no such export. Downloads the export if it is
         only in the object store. Does not check its files for damage. Raises StoreError."""
->>>>>>> d2cbd5e7 (Plain English in storage)
         place = self.place(version)
         if place.is_dir():
             return place
@@ -149,11 +135,7 @@ class Exports:
         return place
 
     def forget(self, version: int) -> None:
-<<<<<<< HEAD
-        """Remove the local files of an export that is in the object store. Do nothing without an object store."""
-=======
         """Remove the local files of an export that is in the object store. Does nothing if there is no object store."""
->>>>>>> d2cbd5e7 (Plain English in storage)
         if self._copies is not None:
             shutil.rmtree(self.place(version), ignore_errors=True)
 

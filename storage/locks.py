@@ -88,13 +88,8 @@ def is_named(file: IO[str], path: Path) -> bool:
 
 
 def lock_holder(path: Path) -> str | None:
-<<<<<<< HEAD
-    """Return the process that has a lock on a file, with its command. Return None if no process has it, or the system
-    does not tell."""
-=======
     """Return a text with the id and command of the process that has locked a file. Return None if there is none, or if
     the system does not list it."""
->>>>>>> d2cbd5e7 (Plain English in storage)
     with suppress(OSError):
         inode = path.stat().st_ino
         for line in Path("/proc/locks").read_text().splitlines():
@@ -106,12 +101,8 @@ def lock_holder(path: Path) -> str | None:
 
 
 def _described(pid: int) -> str:
-<<<<<<< HEAD
-    """Return a process's id and the first words of its command. Later words are left out, as they may hold a secret."""
-=======
     """Return a process's id and the first words of its command. Later words are left out, since they may hold a
     secret."""
->>>>>>> d2cbd5e7 (Plain English in storage)
     words: list[bytes] = []
     with suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:3]
@@ -123,13 +114,8 @@ BEAT_S = 2.0
 HOLDER_TIMEOUT_S = 30.0
 STALE_S = 300.0
 _LOOKS, _PAUSE_S = 3, 0.05
-<<<<<<< HEAD
-"""Number of attempts to lock a file that another process of this host has locked, and the seconds between them. More
-than one is needed because a process that only asks for the holder (`holder`) has the lock for an instant."""
-=======
 """Number of looks at a file that another process of this host has locked, and the seconds between them. One look is not
 enough: a process that only asks for the holder (`holder`) has the lock for an instant."""
->>>>>>> d2cbd5e7 (Plain English in storage)
 _WATCH_S = 0.5
 """Seconds between attempts to lock a file whose last holder was on another host."""
 
@@ -208,12 +194,7 @@ def boot_identity() -> str:
 
 
 def _take(lock: IO[str], path: Path) -> None:
-<<<<<<< HEAD
-    """Take the lock. If the file names a holder on another host, first wait until that holder is silent. Raises
-    HeldByAnother if another process has the lock, or that holder is alive."""
-=======
     """Take the lock. If the last holder was on another host, wait until it is silent. Raises HeldByAnother."""
->>>>>>> d2cbd5e7 (Plain English in storage)
     began, first, looks, age_s = time.monotonic(), _time(path), 0, None
     while True:
         locked = _try_lock(lock)
@@ -265,12 +246,7 @@ def _time(path: Path) -> int:
 
 
 def _age_s(path: Path) -> float:
-<<<<<<< HEAD
-    """Return the seconds since the file's modification time, by the clock of the filesystem. A new file tells the
-    present time of this clock."""
-=======
     """Return the seconds since the file's time, by the file server's clock, which a new file's time shows."""
->>>>>>> d2cbd5e7 (Plain English in storage)
     probe = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
     probe.touch(exist_ok=False)
     try:

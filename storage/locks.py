@@ -114,8 +114,8 @@ BEAT_S = 2.0
 HOLDER_TIMEOUT_S = 30.0
 STALE_S = 300.0
 _LOOKS, _PAUSE_S = 3, 0.05
-"""Number of looks at a file that another process of this host has locked, and the seconds between them. One look is not
-enough: a process that only asks for the holder (`holder`) has the lock for an instant."""
+"""Number of attempts to lock a file that another process of this host has locked, and the seconds between them. More
+than one is needed because a process that only asks for the holder (`holder`) has the lock for an instant."""
 _WATCH_S = 0.5
 """Seconds between attempts to lock a file whose last holder was on another host."""
 
@@ -194,7 +194,8 @@ def boot_identity() -> str:
 
 
 def _take(lock: IO[str], path: Path) -> None:
-    """Take the lock. If the last holder was on another host, wait until it is silent. Raises HeldByAnother."""
+    """Take the lock. If the file names a holder on another host, first wait until that holder is silent. Raises
+    HeldByAnother if another process has the lock, or that holder is alive."""
     began, first, looks, age_s = time.monotonic(), _time(path), 0, None
     while True:
         locked = _try_lock(lock)
@@ -246,7 +247,8 @@ def _time(path: Path) -> int:
 
 
 def _age_s(path: Path) -> float:
-    """Return the seconds since the file's time, by the file server's clock, which a new file's time shows."""
+    """Return the seconds since the file's modification time, by the clock of the filesystem. A new file tells the
+    present time of this clock."""
     probe = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
     probe.touch(exist_ok=False)
     try:

@@ -108,7 +108,8 @@ class Commit:
 
 
 def new_attempt(number: int = 0) -> str:
-    """Return a unique name for an attempt: "a<number>-<8 hex digits>". People read `number` as the count of retries."""
+    """Return a unique name for an attempt: "a<number>-<8 hex digits>". `number` is the count of retries, for
+    people who read the name. Only the hex digits make the name unique."""
     return f"a{number}-{uuid.uuid4().hex[:8]}"
 
 

@@ -87,7 +87,7 @@ commit that must exist. A full disk or a missing permission is an error at once.
 
 @dataclass(frozen=True)
 class Durability:
-    """The part of `StorageConfig` that a store needs: whether it syncs, and how long it retries."""
+    """How a store writes and reads: whether it syncs, how long it retries, and how long it waits for commits."""
 
     fsync: bool = True
     retry_s: float = RETRY_S

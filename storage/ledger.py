@@ -184,7 +184,7 @@ class Ledger:
             self._of_stage.clear()
 
     def _closed(self, address: Address) -> bytes | None:
-        """Return the record of an address whose step is in a segment."""
+        """Return the record of an address from the segment of its step; None if there is no such segment or record."""
         return None if (segment := self._segment(first_step(address.step))) is None else segment.record(address)
 
     def _segment(self, first: int) -> Segment | None:

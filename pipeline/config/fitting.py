@@ -45,7 +45,7 @@ class DeviceMemory:
     number: int
     num_bytes: int
     largest: WorkerMemory
-    """The worker that takes the most of these bytes."""
+    """The device's worker that needs the most memory while it is awake."""
 
 
 def memory_problems(

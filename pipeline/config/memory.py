@@ -413,7 +413,7 @@ def _engine_items(run: PlannedRun) -> dict[str, int]:
 
 
 def engine_memory(run: PlannedRun) -> EngineMemory:
-    """Return the properties of the run's engine, on its devices, that decide how much memory it takes."""
+    """Return the properties that decide how much memory the run's engine needs on its kind of device (CUDA or CPU)."""
     return run.config.capabilities("cuda" if run.on_gpus else "cpu").memory
 
 

@@ -96,8 +96,9 @@ class RunStorage:
 
     @contextmanager
     def downloaded(self) -> Iterator[RunStorage]:
-        """Yield the same storage with another directory, into which checkpoints and exports are downloaded. The
-        directory is empty at first, and is removed after the block. Without an object store, yield this storage."""
+        """Yield a copy of this storage that downloads checkpoints and exports into a temporary directory, which is
+        removed after the block. Nothing is downloaded before it is asked for. Without an object store, yield this
+        storage."""
         if self.url is None:
             yield self
             return

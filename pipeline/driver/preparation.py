@@ -166,7 +166,7 @@ class NumericsWatch:
         journal: Journal,
         set_tags: Callable[[Mapping[str, str]], None] = lambda values: None,
     ) -> None:
-        """`set_tags`: sets tags in tracking, where users compare the engines' capabilities."""
+        """`set_tags`: sets tags of the tracked run. The engines' capabilities become such tags, for comparison."""
         self._config, self._tags = config, set_tags
         self._engine_gang = gang_of_role(config.placement, Role.GENERATE)
         self._engines: set[str] = set()

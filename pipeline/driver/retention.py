@@ -201,7 +201,7 @@ def close_finished_segments(spec: GraphSpec, ledger: Ledger, unneeded: Collectio
 
 
 def _steps_before_closing(spec: GraphSpec) -> int:
-    """Return the number of steps that must be over after a segment before it is closed.
+    """Return how many of the steps that follow a segment must be finished before the segment is closed.
 
     By then, late attempts at the segment's nodes are long outdated, and their results do not count. A resumed run finds
     all versions of the weights that it may still need among the open steps."""

@@ -200,18 +200,18 @@ class _Worker:
 
     spec: WorkerSpec
     build: Future | None
-    """None while it is left out and waits to be tried again."""
+    """Future of the worker's build. None while the worker is left out of its pool and waits for the next try."""
     deadline: float
-    """Time of the next event:
+    """Time of the next event. Which event depends on the worker's state:
     - before its process has joined: the process is overdue
-    - while it is built: the build is overdue, or its `error` counts
-    - while it is left out: it is built again
+    - while it is being built: the build is overdue, or its `error` counts
+    - while it waits for the next try: its next build begins
     - while it is a suspect: it counts as lost
     """
     has_joined: bool = False
     """True if the scheduler knows its process."""
     is_left_out: bool = False
-    """True while its pool goes on without it."""
+    """True while its pool goes on without it: while it waits for the next try, and during this try."""
     is_up: bool = False
     address: str | None = None
     """Dask address, known once it is built."""

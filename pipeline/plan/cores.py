@@ -68,8 +68,9 @@ def shared_cores(run: PlannedRun, cluster: HardwareCluster) -> int | None:
 
 
 def working_threads(config: RunConfig, share: float) -> dict[str, float]:
-    """Return the threads that compute at the same time in a working replica, or in all ranks of a parallel group
-    together, for each gang that computes models. Rewards without models mostly wait. `share`: see `thread_speedup`."""
+    """Return the effective number of threads of each gang, by its name: of one working replica, or of all ranks of an
+    ordered gang together. It counts a thread as `thread_speedup` does with this `share`. Gangs that compute no models
+    are left out, because they mostly wait."""
     threads_of = {}
     for gang in config.gangs():
         if gang.roles & {Role.GENERATE, *MODEL_ROLES} or (Role.SCORE in gang.roles and config.scoring_models()):

@@ -249,9 +249,11 @@ def _lengths_of(space: Space, config: RunConfig, node: Node) -> Sequence[int]:
 
 
 def pareto(options: Sequence[Option]) -> list[Option]:
-    """Return the options without those that are at least as slow as another one in every stage and in the work of a
-    step. Only options with as many workers and slots are compared. Engines with several slots must also have the same
-    `max_rows`, because with a smaller batch the first of several shards may end earlier."""
+    """Drop each option that another option beats or equals in the seconds of every node and in the work of a step
+    (`busy_s`), and return the others. Of equal options, the first stays.
+
+    Two options are compared only if they have the same number of workers and of slots. With several slots they must
+    also have the same `max_rows`, because with a smaller batch the first of several shards may end earlier."""
 
     def numbers(option: Option) -> list[float]:
         return [option.busy_s, *itertools.chain.from_iterable(option.seconds[s] for s in sorted(option.seconds))]

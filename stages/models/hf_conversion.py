@@ -217,7 +217,7 @@ class HFPart:
         return first, self.tensor.narrow(self.axis, 0, length)
 
     def span(self, tp_rank: int) -> tuple[int, int]:
-        """Return (first element along `axis` in the whole tensor, number of elements) of a rank's part."""
+        """Return (index of a rank's first element along `axis` in the whole tensor, number of its elements)."""
         if self.spans:
             return self.spans[tp_rank]
         length = self.tensor.shape[self.axis or 0]

@@ -21,7 +21,7 @@ from stages.models.spec import SCORE_WEIGHT, ModelSpec, is_random, read_config, 
 
 COPIED_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
                  "generation_config.json", "vocab.json", "merges.txt", "tokenizer.model")  # fmt: skip
-"""Files beside config.json that are copied from the start model into a written one, if they exist."""
+"""Files that are copied from the start model into the directory of a model that is written, if they exist."""
 WEIGHTS_INDEX = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 * 10**9
 """Largest size of a written weights file, unless one tensor is larger. It is the usual size on the Hugging Face hub."""

@@ -88,8 +88,8 @@ class ModelHost(Protocol):
     run, train, save, publish or export a dirty model raise StateError."""
 
     def collectives_of(self, where: str) -> AbstractContextManager[None]:
-        """Return a context for calls that all ranks make. `where` names the node they belong to. Raises RanksMissing,
-        with `where` and the ranks, if some ranks do not join a collective."""
+        """Return a context for calls that every rank must make. `where` names the graph node of these calls, for
+        messages. The context raises RanksMissing if some ranks do not join a collective."""
         ...
 
     def numerics(self) -> dict[str, str]:

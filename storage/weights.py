@@ -207,8 +207,8 @@ class WeightBoard(Closing):
         return (self.directory / attempt.file).exists()
 
     def put(self, attempt: WeightAttempt, place: FilePlace, rows: np.ndarray, start: int = 0, stride: int = 0) -> None:
-        """Write `rows` [n, ...], a part of a tensor. Row i goes to byte `start + i * stride` of the tensor. A stride of 0
-        means that the rows follow each other without gaps. Any process of the host may call this.
+        """Write `rows` [n, ...], a part of a tensor. Row i goes to byte `start + i * stride` of the tensor. A stride of
+        0 means that the rows follow each other without gaps. Any process of the host may call this.
 
         Raises StoreRefused if the memory is full; ValueError if the version exists and has other bytes at these
         places."""

@@ -144,8 +144,8 @@ class SchedulerWorkers(Protocol):
 
 
 def gang_metrics(workers: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, float]:
-    """Return the metrics `system/GANG/*`, given pairs of a gang's name and one worker's measurements. Each metric is the
-    sum over the gang's workers, except GPU utilisation, which is their mean."""
+    """Return the metrics `system/GANG/*`, given pairs of a gang's name and one worker's measurements. Each metric is
+    the sum over the gang's workers, except GPU utilisation, which is their mean."""
     by_gang: dict[str, list[Mapping[str, Any]]] = {}
     for gang, measured in workers:
         by_gang.setdefault(gang, []).append(measured)

@@ -67,8 +67,8 @@ class PPOConfig:
     clip_high: float | None = setting(None, above(0, " (0.28 is usual), or null for none of its own"))
     """Epsilon of the upper bound alone (clip-higher, DAPO, arXiv 2503.14476); null: `clip`."""
     dual_clip: float | None = None
-    """Upper bound of the policy ratio at tokens whose advantage is negative (dual clip, arXiv 1912.09729). It must be at
-    least 1 + clip; null: no bound."""
+    """Upper bound of the policy ratio at tokens whose advantage is negative (dual clip, arXiv 1912.09729). It must be
+    at least 1 + clip; null: no bound."""
     value_clip: float | None = setting(0.2, above(0, ", or null for none"))
     """Epsilon of the value clip: the critic's loss clips a new value to old value - epsilon .. old value + epsilon;
     null: no clip."""

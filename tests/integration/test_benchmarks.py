@@ -46,6 +46,7 @@ CUTS = {
     "judge": Cut("--steps 4", "m.LATENCIES_S = (0.01,); m.CONFIG = m.CONFIG.replace(': 96', ': 8')"),
     "memory": Cut("--updates 1 --dtypes bfloat16 --threads 1", "m.SAMPLED = (64,); m.ROWS, m.MICRO_ROWS = 4, 2"),
     "migration": Cut(lines="m.LENGTHS, m.TAIL, m.THREE = (32,), ((2, 4), (2, 8)), ((2, 4), (4, 6), (8, 12))"),
+    "object_store": Cut("--steps 2"),
     # the other workload is the demo's config without changes
     "overlap": Cut("--steps 4", f"m.ARMS = m.ARMS[:2]; m.WORKLOADS = {LAST_WORKLOAD}"),
     "pages": Cut("--steps 2"),
@@ -53,7 +54,7 @@ CUTS = {
     "planning": Cut("--runs --steps 6", "m.VARIANTS = dict(list(m.VARIANTS.items())[:3])"),
     "ppo_step": Cut("--no-peer --steps 1 --threads 1 --arms", "sys.argv += [m.ARMS[0].name, m.ARMS[-1].name]"),
     "predicted_memory": Cut("--heaps returned --only", f"sys.argv += [*m.CASES][:1]; m.SIZES |= {FEW_PARAMETERS}"),
-    "publish": Cut(lines=f"m.HALF_B = {FEW_PARAMETERS}; m.LAYOUTS = dict(list(m.LAYOUTS.items())[:2])"),
+    "publish": Cut(lines=f"m.SHAPES['0.5B'] = {FEW_PARAMETERS}; m.LAYOUTS = dict(list(m.LAYOUTS.items())[:2])"),
     "refit": Cut(),
     "sandbox": Cut(lines="m.TASK = m.TASK.replace('size=64', 'size=8')"),
     # as many rows on 8 devices under strong scaling as under weak, so that one run is both

@@ -40,7 +40,7 @@ FEWEST_STEPS = 4
 """Fewest steps of a run to calibrate from. The first node of each stage on a worker is left out, and three more steps
 show the scatter."""
 _ROUNDS = 4
-"""Number of rounds. Each computes the engines' work with their last speed, and then fits the speed to this work."""
+"""Number of rounds. Each fits the speed of the engines to their work, and then computes the work with this speed."""
 _PULL = 0.1
 """Weight of the usual proportions in the fit, where one measured node has the weight 1."""
 _INDISTINCT = 30.0
@@ -127,7 +127,8 @@ def _fit_kinds(
 
 
 def _error(speeds: Mapping[str, Any]) -> float:
-    """Return the mean square of the relative errors of the nodes whose arithmetic threads divide."""
+    """Return the mean squared relative error of the nodes that divide their arithmetic among threads: generation,
+    forward passes and updates."""
     fitted = [speeds[kind] for kind in ("generate", "forward", "update")]
     measured = [speed for speed in fitted if speed.scatter is not None]
     return sum(speed.nodes * speed.scatter**2 for speed in measured) / max(1, sum(speed.nodes for speed in measured))
@@ -248,8 +249,8 @@ def fit(samples: Sequence[Measurement], usual: StageSpeed) -> tuple[StageSpeed, 
 
 
 def _stores(samples: Sequence[Measurement]) -> tuple[float, float]:
-    """Return the seconds of a node's store, and the additional seconds beside other nodes of its worker. The second
-    number is 0 without measurements of both kinds."""
+    """Return the mean seconds of a node's store, and the additional seconds of a node whose worker ran others at the
+    same time. The second number is 0 if only one kind of node was measured, or if such nodes were not slower."""
     beside, alone = ([one.store_s for one in samples if one.beside is kind] for kind in (True, False))
     if beside and alone and usual_mean(beside) > usual_mean(alone):
         return usual_mean(alone), usual_mean(beside) - usual_mean(alone)
@@ -265,14 +266,16 @@ def usual_mean(seconds: Sequence[float] | np.ndarray) -> float:
 
 
 def _distinct(columns: np.ndarray) -> bool:
-    """Return True if the columns differ enough to tell their factors apart. A column of zeros has none."""
+    """Return True if the columns differ enough to tell their factors apart. False if there are no more rows than
+    columns, or if a column has only zeros."""
     lengths = np.linalg.norm(columns, axis=0)
     enough = len(columns) > columns.shape[1] and bool(lengths.all())
     return enough and bool(np.linalg.cond(columns / lengths) < _INDISTINCT)
 
 
 def _not_negative(rows: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Return the x >= 0 that minimises |rows x - target|, by trying every set of zeros (there are three variables)."""
+    """Return the x >= 0 that minimises |rows x - target|. Tries every set of variables that are 0 (of at most three
+    variables)."""
     best, fewest = np.zeros(rows.shape[1]), float(target @ target)
     for size in range(1, rows.shape[1] + 1):
         for kept in itertools.combinations(range(rows.shape[1]), size):

@@ -138,9 +138,9 @@ def typical(hardware: str, *, on_gpus: bool) -> Calibration:
 
 
 def scaled(calibration: Calibration, predicted_s: float, step_s: float, description: str) -> Calibration:
-    """Return a calibration with which everything takes `step_s` / `predicted_s` times as long. It has no scatter,
-    because nothing was measured in single stages. Their shares of the step stay as they were. Raises ConfigError if an
-    efficiency would be above 1 or below `LEAST_EFFICIENCY`.
+    """Return a calibration with which everything takes `step_s` / `predicted_s` times as long. The share of each stage
+    in the step stays the same. There is no scatter, because nothing was measured in single stages. Raises ConfigError
+    if an efficiency would be above 1 or below `LEAST_EFFICIENCY`.
 
     Args:
         predicted_s: seconds of a step by `calibration`.

@@ -13,7 +13,7 @@ Threads that wait for each other use no core. If a node's t threads divide the s
 
     speedup(t) = 1 / (1 - f + f / t)        (Amdahl 1967)
 
-times as fast as with one thread, and counts as so many threads. f is calibrated (`Calibration.thread_share`).
+times as fast as with one thread, and counts as speedup(t) threads. f is calibrated (`Calibration.thread_share`).
 
 Pure.
 """
@@ -42,16 +42,16 @@ class SharedClock:
         self._cores, self._threads, self._rate = cores, 0.0, 1.0
         self._now = now
         self.work = 0.0
-        """Seconds of work that a node which ran from the start has done, up to the last call."""
+        """Reading of the clock at the last call: the seconds of work of a node that has run since the start."""
 
     def advance(self, now: float) -> float:
-        """Go to a time. Return `work`."""
+        """Advance to the time `now`. Return the reading of the clock (`work`) then."""
         self.work += (now - self._now) * self._rate
         self._now = now
         return self.work
 
     def add(self, threads: float, now: float) -> None:
-        """Let some more threads work from now on, or fewer if negative."""
+        """Add `threads` to the working threads, from the time `now` on. A negative number removes threads."""
         self.advance(now)
         self._threads += threads
         self._rate = min(1.0, self._cores / max(1.0, self._threads))
@@ -62,8 +62,8 @@ class SharedClock:
 
 
 def shared_cores(run: PlannedRun, cluster: HardwareCluster) -> int | None:
-    """Return the cores that all workers of a run share; None if they compute on GPUs, or on several hosts, where cores
-    are taken to be enough."""
+    """Return the number of cores that all workers of a run share. None if the workers compute on GPUs or on several
+    hosts: they are then assumed to have enough cores."""
     return None if run.on_gpus or cluster.nodes > 1 else cluster.cores
 
 
@@ -84,10 +84,10 @@ def working_threads(config: RunConfig, share: float) -> dict[str, float]:
 def work_at(
     boxes: Sequence[Box], threads: Mapping[str, float], cores: int, driver_s: float = 0.0
 ) -> dict[float, float]:
-    """Return the clock of work at each start and end of some boxes.
+    """Return the reading of the clock of work at each time at which one of the boxes starts or ends.
 
     Args:
-        threads: of a worker, by gang.
+        threads: number of working threads of a worker, by gang. A gang that is not listed needs no cores.
         driver_s: seconds that the driver works with one thread after each end.
     """
     periods: dict[tuple[str, str], list[Interval]] = {}

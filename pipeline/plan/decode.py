@@ -208,8 +208,8 @@ class RowQueue(Generic[Shard]):
         self._now = self._before = 0.0
         """`_now`: the time. `_before`: remaining seconds of prefills and weight loading before the next pass."""
         self._clock = self._context = self._reserved = 0.0
-        """`_clock`: number of passes so far. `_context`: number of tokens of all rows in flight now. `_reserved`: the
-        same at the ends of the rows."""
+        """`_clock`: number of passes so far. `_context`: number of tokens of all rows in flight now. `_reserved`:
+        number of tokens that these rows will have when they end."""
         self._waiting: deque[tuple[int, Shard]] = deque()
         self._flight: list[tuple[float, int, int, Shard]] = []
         """A heap of (pass at which the row ends, its number, its length, its shard)."""

@@ -63,7 +63,8 @@ class LognormalLengths:
 
     @property
     def mean(self) -> float:
-        """Mean after the cut: E[min(X, most)] = exp(mu + s^2/2) Phi((ln c - mu)/s - s) + c (1 - Phi((ln c - mu)/s))."""
+        """Mean after the cut: E[min(X, c)] = exp(mu + s^2/2) Phi((ln c - mu)/s - s) + c (1 - Phi((ln c - mu)/s)), with
+        mu = ln `median`, s = `sigma` and c = `most`."""
         if not self.sigma:
             return min(self.median, self.most)
         at = (math.log(self.most) - math.log(self.median)) / self.sigma
@@ -88,7 +89,7 @@ class EmpiricalLengths:
 
 @dataclass(frozen=True)
 class SameLengths:
-    """The same response lengths in every step, divided among the shards however many there are."""
+    """The same response lengths in every step. The shards take them one after the other, whatever their number."""
 
     same_every_step: ClassVar[bool] = True
     tokens: Sequence[int]
@@ -99,12 +100,12 @@ class SameLengths:
 
 
 _DRAWN = 1024
-"""Numbers that are drawn at once for a step. Each shard has its part of them."""
+"""The numbers of a step are drawn in multiples of this count. Each shard uses its own part of them."""
 
 
 @lru_cache(maxsize=8)
 def _lognormal(lengths: LognormalLengths, step: int, count: int) -> list[int]:
-    """Return the first lengths of a step. More of them begin with the same ones."""
+    """Return the first `count` lengths of a step. With a larger `count` the list begins with the same lengths."""
     normal = np.random.default_rng((lengths.seed, step)).standard_normal(count)
     tokens = np.exp(math.log(lengths.median) + lengths.sigma * normal)
     numbers: list[int] = np.clip(np.rint(tokens), 1, lengths.most).astype(int).tolist()
@@ -113,7 +114,8 @@ def _lognormal(lengths: LognormalLengths, step: int, count: int) -> list[int]:
 
 @lru_cache(maxsize=8)
 def _uniform(seed: int, step: int, count: int) -> list[float]:
-    """Return the first numbers of a step, at least 0 and below 1. More of them begin with the same ones."""
+    """Return the first `count` random numbers of a step, each at least 0 and below 1. With a larger `count` the list
+    begins with the same numbers."""
     numbers: list[float] = np.random.default_rng((seed, step)).random(count).tolist()
     return numbers
 

@@ -22,7 +22,7 @@ import numpy as np
 from pipeline.config.hardware import HardwareCluster
 
 Numbers = Any
-"""A number; or an array with one for each of several shards, whose costs are computed together."""
+"""A number. If the costs of several shards are computed together: an array with one number per shard."""
 LAUNCH_S = 6.6e-6
 """Seconds of a collective before its first hop (NCCL, src/graph/tuning.cc: baseLat, ring, LL)."""
 _PCIE_LATENCY_S = 1.0e-6
@@ -54,17 +54,17 @@ def link_of(cluster: HardwareCluster, ranks: int, stride: int = 1) -> Link:
 
 
 def smaller(one: Numbers, other: Numbers) -> Numbers:
-    """Return the smaller number, or the smaller one of each place."""
+    """Return the smaller number. Arrays are compared element by element."""
     return np.minimum(one, other) if isinstance(one, np.ndarray) or isinstance(other, np.ndarray) else min(one, other)
 
 
 def larger(one: Numbers, other: Numbers) -> Numbers:
-    """Return the larger number, or the larger one of each place."""
+    """Return the larger number. Arrays are compared element by element."""
     return np.maximum(one, other) if isinstance(one, np.ndarray) or isinstance(other, np.ndarray) else max(one, other)
 
 
 def all_reduce_s(link: Link, ranks: int, num_bytes: Numbers) -> Numbers:
-    """Return the seconds in which every rank gets the sum of `num_bytes`; 0 for one rank."""
+    """Return the seconds of an all-reduce of an array with `num_bytes`; 0 for one rank."""
     if ranks <= 1:
         return 0.0
     ring = 2 * (ranks - 1) * link.latency_s + 2 * (ranks - 1) / ranks * num_bytes / link.bytes_per_s
@@ -73,7 +73,7 @@ def all_reduce_s(link: Link, ranks: int, num_bytes: Numbers) -> Numbers:
 
 
 def gather_s(link: Link, ranks: int, num_bytes: Numbers) -> Numbers:
-    """Return the seconds of an all-gather or a reduce-scatter of `num_bytes` in all; 0 for one rank."""
+    """Return the seconds of an all-gather or a reduce-scatter of an array with `num_bytes`; 0 for one rank."""
     if ranks <= 1:
         return 0.0
     return link.launch_s + (ranks - 1) * (link.latency_s + num_bytes / ranks / link.bytes_per_s)

@@ -51,7 +51,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class DraftedPasses:
-    """A row's mean in the decoding passes of a run with speculation; the fields of `Calibration`."""
+    """Mean numbers of a row in a decoding pass of a run with speculation. `Calibration` explains the fields."""
 
     tokens_per_pass: float
     drafts_per_pass: float
@@ -67,8 +67,8 @@ class ObservedRun:
     waits: Sequence[float]
     """Seconds from the end of a node's last parent to the node's start, for nodes whose worker was idle at that end."""
     refits: Sequence[float]
-    """Seconds that each load of weights took, as the commit of the next shard that the engine sampled records them. No
-    node's `seconds` include them."""
+    """Seconds of each load of new weights into an engine. The commit of the first shard that the engine sampled with
+    them has this number. No node's `seconds` include it."""
     steps: int
     """Steps that have ended."""
     prompt_tokens: float
@@ -99,8 +99,8 @@ def observe(
     identity: Identity | None,
     cores: int | None = None,
 ) -> ObservedRun:
-    """Return the nodes that a run executed, from its history and its journal's events. `cores`: those that its workers
-    shared; None: each had enough. Raises StoreError if rows cannot be read."""
+    """Return the nodes that a run executed, from its history and its journal's events. `cores`: number of cores that
+    all its workers shared. None: each worker had enough. Raises StoreError if rows cannot be read."""
     log = list(events)
     boxes, driver_s = [box for box in read_boxes(log) if box.rank == 0], _driver_s(log)
     last = {box.address: box for box in boxes}  # of several attempts the last one was committed
@@ -145,7 +145,8 @@ def observe(
 
 
 def _driver_s(log: Sequence[Event]) -> float:
-    """Return the driver's processor seconds for each node: the median over the steps of a single driver."""
+    """Return the driver's processor seconds for each node: the median over the steps. A step in which another driver
+    took over does not count. 0 if nothing was measured."""
     seconds, nodes = list[float](), 0
     before: float | None = None
     for event in log:
@@ -172,7 +173,7 @@ def _warm(boxes: Sequence[Box], last: Mapping[Address, Box], nodes: Mapping[Addr
 
 
 def _beside(boxes: Sequence[Box]) -> set[Address]:
-    """Return the nodes at whose time their worker ran others, too. `found` is sorted by start."""
+    """Return the addresses of the nodes whose worker ran another node at the same time. `boxes` is sorted by start."""
     crowded: set[Address] = set()
     latest: dict[str, Box] = {}
     for box in boxes:
@@ -185,8 +186,8 @@ def _beside(boxes: Sequence[Box]) -> set[Address]:
 
 
 def _rows(history: History, nodes: Iterable[Node]) -> tuple[dict[Address, list[int]], float]:
-    """Return the lengths of the responses of each shard whose rows are stored, generated or evaluated, and the mean
-    length of their prompts."""
+    """Return the response lengths of each generated or evaluated shard whose rows are stored, and the mean length of
+    all their prompts."""
     lengths, prompts, dropped = dict[Address, list[int]](), list[int](), history.store.dropped_before()
     for node in nodes:
         if node.stage == "evaluate" or (node.stage == "generate" and node.address.step >= dropped):

@@ -1,7 +1,7 @@
 """The settings of one gang that a search tries, each with the seconds of its nodes.
 
     layouts, micro-batches, engines' ranks, rows, slots
-      ── what does not fit in memory is left out ── what is slower in every stage than another is left out
+      ── drop those that do not fit in memory ── drop those that another one beats or equals everywhere (`pareto`)
           └ Option: settings, and the seconds of each node of a step
 
 Pure.
@@ -68,11 +68,11 @@ class Options:
         self._known: dict[tuple[frozenset[Role], int, int, bool], list[Option]] = {}
         self._fitting: dict[tuple[object, ...], bool] = {}
         self._weights: dict[int, float] = {}
-        """Bytes on a GPU of an engine without a cache, by its ranks."""
+        """Bytes that an engine without its cache takes on each GPU, by the number of its ranks."""
 
     def trainer(self, form: Form, gang: str, shards: int, devices: int) -> list[Option]:
-        """Return the options of a gang of models on a number of devices that fit in memory. Options that `pareto` drops
-        are left out, but not for gangs that share devices: their hand-overs may be faster with less memory."""
+        """Return the options of a gang of models with this number of devices. Each fits in memory. Those that `pareto`
+        drops are left out, unless the gang shares devices: with less memory its hand-overs may be faster."""
         key = form.gangs[gang], shards, devices, form.shares_devices
         if key not in self._known:
             trainers = [*self._trainers(form, gang, shards, devices)]
@@ -80,7 +80,7 @@ class Options:
         return self._known[key]
 
     def engine(self, form: Form, shards: int, devices: int) -> list[Option]:
-        """Return the options of the generating pool on a number of devices, as `trainer` does."""
+        """Return the options of the generating pool with this number of devices, as `trainer` does."""
         key = frozenset({Role.GENERATE}), shards, devices, form.shares_devices
         if key not in self._known:
             engines = [*self._engines(form, shards, devices)]

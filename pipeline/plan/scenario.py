@@ -22,9 +22,9 @@ from pipeline.plan.simulate import Execution, Failures, Scenario, Stragglers
 from pipeline.workers.messages import worker_name
 
 _BY_SHARD = frozenset(SHARDED) - {"generate"}
-"""Stages whose nodes are computed for all shards of a step together."""
+"""Stages whose seconds are computed for all shards of a step together."""
 _MOST_KEPT = 64
-"""Stages and steps whose seconds are kept."""
+"""Maximum number of (stage, step) pairs whose seconds are kept."""
 
 
 def scenario_of(
@@ -73,8 +73,8 @@ def hand_over_s(run: PlannedRun, cluster: HardwareCluster) -> dict[str, float]:
 
 
 class _RememberedCosts:
-    """Costs of a run's nodes, each computed once: forward passes and scores for all shards of a step together, and if
-    all steps have the same lengths, everything for all steps."""
+    """Costs of a run's nodes, kept after they are computed. Those of forward passes and scores are computed for all
+    shards of a step together. If all steps have the same lengths, the costs of one step serve for all."""
 
     def __init__(self, costs: Costs, lengths: Lengths) -> None:
         self._costs, self._lengths = costs, lengths

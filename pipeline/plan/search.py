@@ -186,8 +186,8 @@ def _bounds(space: Space, form: Form, options: Sequence[Option], scoring: Option
 
 
 def _fits_nowhere(space: Space, nothing: set[str]) -> str:
-    """Return a text that says why no combination fits. It also names a number of GPUs on which a combination fits, if
-    there is one up to 64 times as large."""
+    """Return a text that says why no combination fits. It also tries up to 64 times as many GPUs, and names a number
+    that would be enough if it finds one."""
     given = f"no settings of {', '.join(sorted(nothing))} fit" if nothing else "the gangs together do not fit"
     if not space.run.on_gpus:
         return f"{given} on {space.devices} cores: more cores"
@@ -226,9 +226,9 @@ def search(
 
     Args:
         refuse: returns the reason why a run with this config would be refused, or None.
+        most: maximum number of combinations to simulate with a staleness bound of 0, and likewise with larger bounds.
+            Up to the same number of simulations is added to find a plan for each form and bound.
         watch: called with texts about the progress.
-        most: maximum number of combinations to simulate with a staleness bound of 0, and the same number again with
-            larger bounds. To find a plan for each form and bound, up to as many more are simulated.
 
     Raises:
         ConfigError: no combination fits, or the checks refuse all plans.
@@ -295,7 +295,7 @@ def _search(
     while waiting and waiting[0][0] < best and played < most:
         judge(heapq.heappop(waiting)[-1])
     exact = not waiting or waiting[0][0] >= best
-    while waiting and played < 2 * most:  # for comparison: a plan of each form and staleness bound without one
+    while waiting and played < 2 * most:  # for comparison: a plan for each form and staleness bound that has none yet
         one = heapq.heappop(waiting)[-1]
         if (one.form.name, one.staleness) not in best_of:
             judge(one)

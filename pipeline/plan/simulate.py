@@ -1,4 +1,4 @@
-"""Play a run on a virtual clock: the run's own graph, `Flow` and `Dispatch`, and predicted seconds for workers.
+"""Play a run on a virtual clock: its own graph, `Flow` and `Dispatch`, with predicted seconds in place of workers.
 
     Costs ──seconds of a node──┐
     Lengths ──response tokens──┤        ┌── submits, hand-overs ──┐
@@ -169,7 +169,7 @@ class Execution:
     is_lost: bool = False
     """True if the attempt was lost with its worker. Its events in the heap are then ignored."""
     beside: bool = False
-    """True if its worker ran other nodes at the same time."""
+    """True if its worker has an engine and ran other nodes at the same time."""
     followers: list[Execution] = field(default_factory=list)
     """Attempts at child nodes that were submitted before this attempt ended. They wait for its end."""
 

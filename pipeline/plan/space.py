@@ -74,8 +74,8 @@ class Space:
         return None if self.run.on_gpus else self.devices
 
     def used_devices(self, form: Form, devices: Sequence[int]) -> int | None:
-        """Return the number of devices that gangs with so many each use together; None if there are too few. Gangs on
-        cores may have up to twice as many threads as there are cores."""
+        """Return the number of devices that the gangs use together. None if this is more than there are. Gangs on cores
+        may have up to twice as many threads together as there are cores. `devices`: number for each gang."""
         used = max(devices) if form.shares_devices else sum(devices)
         if self.cores is not None and used <= 2 * self.cores:
             return min(used, self.cores)
@@ -106,8 +106,8 @@ def _whole_groups(config: RunConfig, rows: int) -> bool:
 
 
 def forms(config: RunConfig) -> list[Form]:
-    """Return the ways to divide a config's roles into gangs. Only an engine that can free its
-    devices shares them."""
+    """Return the ways to divide a config's roles into gangs. Gangs share devices in one of them if the engine can free
+    its devices."""
     models = frozenset({Role.POLICY, Role.REFERENCE}) | ({Role.CRITIC} if config.has_critic else frozenset())
     possible = [Form("apart", {TRAIN: models})]
     if config.capabilities().sleeps != "nothing":
@@ -148,7 +148,9 @@ def assembled(
     shards: int,
     staleness: int,
 ) -> RunConfig:
-    """Return the config with these settings of gangs. A gang that is not chosen has one worker."""
+    """Return the config with the gangs of `form`, an engine and a scoring gang. `chosen`: by gang, its settings and
+    the changes outside of the placement (`Option.changes`). An engine or a gang of models that is not chosen has one
+    worker."""
     base = space.base
     gangs = {SCORE: _scorers(space, chosen), GENERATE: gang_settings(space, frozenset({Role.GENERATE}))}
     gangs |= {name: gang_settings(space, roles) for name, roles in form.gangs.items()}
@@ -214,8 +216,9 @@ def graph_of_steps(config: RunConfig) -> GraphSpec:
 
 
 def gang_settings(space: Space, roles: frozenset[Role]) -> GangConfig:
-    """Return the threads of the config's own gang with the first of these roles, and its offload for a gang of policy
-    and critic. Its other settings may not suit another gang, so they are defaults."""
+    """Return the settings to begin with for a gang of these roles. The threads are those of the config's gang that has
+    the first of these roles, and so is the offload of a gang with policy and critic. All other settings are defaults,
+    because those of the config's gang may not suit."""
     placement = space.base.placement
     first = next(role for role in (Role.GENERATE, Role.POLICY, Role.CRITIC, Role.REFERENCE) if role in roles)
     settings = placement.gangs[placement.roles[first]]

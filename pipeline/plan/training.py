@@ -27,9 +27,9 @@ n length of a row, V vocabulary size):
 
     E                 tokens L (6 h + 2 i) + 8 L heads sum n^2 + 10 V x sampled tokens; a backward pass has 1.5 E
 
-Small micro-batches are slower on a CPU. If the hidden states of a micro-batch have fewer than k `_GRAIN` numbers, the
-rate is at most k times the float32 rate of one thread: torch uses no more threads for such operations, and 16-bit
-products of this size are not faster.
+Small micro-batches are slower on a CPU. If the hidden states of a micro-batch have c numbers, the rate is at most
+max(1, floor(c / `_GRAIN`)) times the float32 rate of one thread. For torch uses no more threads for such operations,
+and 16-bit products of this size are not faster.
 
 `check --trace` lists the collectives of a layout. The counts here were compared with this list for sequence parallelism
 with `mlp` recomputed. Tensor-parallel collectives count in full, although Megatron overlaps some of those in the
@@ -37,8 +37,8 @@ backward pass with a matrix product.
 
 Data-parallel collectives overlap with passes as in a run (`stages.models.gradient_buffers`), on GPUs and with
 `portable` kernels. Gradients overlap with the last micro-batch's backward pass, and gathered weights with the next
-minibatch's first forward pass, in both cases without one bucket. The weights gathered after the last minibatch overlap
-with nothing. Only the seconds by which a collective is longer than its pass count. Both are compared at the peaks. The
+minibatch's first forward pass; one bucket of each overlaps with nothing. Nor do the weights gathered after the last
+minibatch. Only the seconds by which a collective is longer than its pass count. Both are compared at the peaks. The
 first stage of a pipeline ends its pass last, so it decides.
 
 Sources: Megatron-LM (Narayanan et al. 2021, arXiv 2104.04473, sections 2 and 3), sequence parallelism (Korthikanti et
@@ -381,7 +381,7 @@ def _optimizer_step(gang: GangSpeed, role: Role) -> Work:
 
 
 def _exchanges(gang: GangSpeed, role: Role, steps: int, forward_s: float, backward_s: float) -> float:
-    """Return how long data-parallel collectives do not overlap with a pass in `steps` optimizer steps, in seconds.
+    """Return the seconds that the data-parallel collectives of `steps` optimizer steps add to the passes.
 
     Args:
         forward_s, backward_s: seconds of a pass of one micro-batch in one stage.

@@ -30,8 +30,8 @@ TOLERANCE: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.3}
 """Largest accepted difference between a log-prob and the reference's, in nats. Rounding alone causes differences of
 1e-6 in float32 and 0.06 in bfloat16."""
 MIN_EQUAL_FRACTION: dict[Dtype, float] = {"float32": 1.0, "bfloat16": 0.5}
-"""Smallest accepted fraction of equal tokens. The tokens of a row count up to the first one that differs from the
-reference's row.
+"""Smallest accepted fraction of equal tokens. In each row, only the tokens before the first one that differs from the
+reference's row count as equal.
 
 Rounding to 16 bits sometimes changes a token, and the rest of the row then differs (measured fraction: 0.8). The
 fraction is about 0 for unrelated draws."""
@@ -83,8 +83,8 @@ def _remote(settings: DoctorSettings, kind: Literal["vllm", "tensorrt_llm"]) -> 
 
 
 def _test(settings: DoctorSettings, model: str, groups: Sequence[tuple[EngineJob, ...]]) -> Finding:
-    """Run the groups of jobs at the same time, each group in a process of its own. Compare the results of all jobs with
-    the reference."""
+    """Run the groups of jobs at the same time, each group in a process of its own. On the CPU, one process runs all of
+    them. Compare the results with the reference."""
     reference = EngineJob(model, "embedded", "float32", kernels="torch", threads=settings.threads, device="cpu")
     jobs = [job for group in groups for job in group]
     on_cpu = jobs[0].device == "cpu"  # then one process runs all jobs, so it loads the libraries once
@@ -107,8 +107,8 @@ def _test(settings: DoctorSettings, model: str, groups: Sequence[tuple[EngineJob
 def _check_result(job: EngineJob, result: EngineResult, reference: EngineResult, facts: dict[str, Any]) -> None:
     """Raise Fault if an engine kept its old weights after a refit.
 
-    If its draws are keyed, also raise Fault if its rows differ from the rows of the reference. The same holds if its
-    rows change when they are generated alone, or after other weights were loaded in between."""
+    If its draws are keyed, also raise Fault if its rows differ from the reference's, or if they change.
+    They must be the same when they are generated alone, and after other weights were loaded in between."""
     who = f"{job.kind} in {job.dtype} on {job.device or 'its own device'}"
     if all(changed.logprobs == first.logprobs for changed, first in zip(result.changed, result.first, strict=True)):
         raise Fault(f"{who}: new weights change nothing", "it keeps its old weights: send the JSON report", **facts)

@@ -33,8 +33,8 @@ NUM_BYTES = {"gloo": 64 << 20, "nccl": 256 << 20}
 RENDEZVOUS_S = 300.0
 """Longest time that a rank waits for the others, in seconds. Their nodes may take longer for the preceding tests."""
 MIN_BYTES_PER_S = {"gloo": 20e6, "nccl": 1e9}
-"""Lowest accepted rate of an all-reduce in bytes per second, if the rate of the links is not known: a fifth of 1 Gbit/s
-Ethernet for gloo, and 10 Gbit/s for NCCL."""
+"""Lowest accepted rate of an all-reduce in bytes per second, if the rate of the links is not known. It is about a fifth
+of 1 Gbit/s Ethernet for gloo, and about 10 Gbit/s for NCCL."""
 MIN_LINK_FRACTION = 0.25
 """Fraction of the links' rate in `conf/hardware` that an all-reduce by NCCL must reach.
 
@@ -185,7 +185,7 @@ def reachable_address(on_one_host: bool) -> str:
     - If all ranks are on one host, the address is 127.0.0.1.
     - Otherwise it is the address to which the host's name resolves.
     - If the name resolves to a loopback address, as in Debian's /etc/hosts, it is the address of the interface that has
-      the default route."""
+      the default route. Without such a route it is the loopback address."""
     if on_one_host:
         return "127.0.0.1"
     named = socket.gethostbyname(socket.gethostname())

@@ -5,7 +5,7 @@ A node gets a worker in one of three ways:
   them as it hands them out, and every rank executes them in that order. With several ranks one node is handed
   out at a time. Two nodes could reach the ranks in different orders, since each waits for its own inputs, and then
   their collectives would interleave. A single rank gets two nodes at a time, which hides the round trip. It gets only
-  one if a child of that node is more urgent than the next node.
+  the first if a child of the first is more urgent than the second.
 - **slot**: on one replica of a pool, when it has a free slot. So a slow replica gets fewer shards
   than a fast one. Dask's own placement would give both the same number.
 - **free**: on the least loaded replica of a pool, as soon as its parents of the same step are submitted. So Dask runs
@@ -436,7 +436,7 @@ class ReadyNodes:
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, str, int, int, NodeEntry]] = []
-        """Entries behind the sort keys of their nodes. Such tuples are compared faster than nodes."""
+        """Tuples of a node's sort key and, last, its entry. They are compared faster than nodes."""
         self.changed = False
         """True if a node was added, or its gang may have more capacity, since `Dispatch.next_submits` looked last."""
 

@@ -200,7 +200,8 @@ class Wait:
     running_nodes: tuple[Address, ...]
     """Running nodes that `node` waits for, directly or through other nodes."""
     ready_nodes: tuple[Address, ...]
-    """Nodes that `node` waits for likewise, and that wait only for a worker themselves."""
+    """Nodes that `node` waits for, directly or through other nodes, and that wait only for a worker. Only `node`
+    itself, if it waits for nothing but a worker."""
     devices_of: str | None = None
     """Gang that holds the shared devices that the idle gang waits for; None if it waits for no other gang's devices."""
 

@@ -16,8 +16,8 @@ eta = 0 this is synchronous PPO. Version v of the weights is the result of v upd
 shard of `generate[i]` is sampled with the version that the edge names. Under `latest` the edge is the same, and
 the shard is sampled with the newest version that is published when `Dispatch` hands it out, at most version i.
 
-Some edges order nodes without carrying data: `update_policy[i] <- publish[i]` (the trainer publishes version i before
-it trains it into i + 1) and `advantage[i] <- advantage[i-1]` (the state of the KL controller).
+Over some edges a node reads no stored output. `update_policy[i] <- publish[i]` only orders nodes: the trainer publishes
+version i before it trains it into i + 1. `advantage[i] <- advantage[i-1]` carries the state of the KL controller.
 
 **Canaries** compare engine and trainer. In `canary[v]` an engine that holds version v scores a few rows of
 `generate[v, 0]`, whichever version sampled them. The result is compared with the trainer's log-probs at version v:
@@ -63,8 +63,8 @@ STAGE_ROLES: dict[str, Role] = {
     "evaluate_reference": Role.REFERENCE,
 }
 """The role whose gang runs each stage. `advantage` needs no model, and runs in the scoring gang unless it is placed in
-a gang of its own. A gang of its own helps if scoring is slow, since `advantage` would wait for the scores of later
-steps."""
+a gang of its own. A gang of its own helps if scoring is slow, since in the scoring gang `advantage` would wait while
+later steps are scored."""
 
 
 UPDATE_STAGE = {Role.POLICY: "update_policy", Role.CRITIC: "update_critic"}
@@ -102,7 +102,8 @@ class Node:
 
     @property
     def scheduled_step(self) -> int:
-        """Step whose progress the node serves. For an evaluation this is a later step than its address names."""
+        """Step whose progress the node serves. For an evaluation or a canary it may be later than the step of its
+        address, and for a publication it is one earlier."""
         return self.priority[0]
 
 
@@ -128,7 +129,7 @@ class GraphSpec:
 
 
 def update_stages(spec: GraphSpec) -> dict[Role, str]:
-    """Return `UPDATE_STAGE` of the roles that the run trains."""
+    """Return the stage that trains each role, for the roles that the run trains."""
     return {role: stage for role, stage in UPDATE_STAGE.items() if spec.has_critic or role is not Role.CRITIC}
 
 
@@ -256,9 +257,10 @@ def step_nodes(spec: GraphSpec, step: int) -> list[Node]:
 
 
 def lineage_of(address: Address, inputs: Iterable[Address], weight_versions: Iterable[int]) -> tuple[Address, ...]:
-    """Return the addresses that an output was computed from: the stored `inputs` of its node, the state of the step
-    before, and the origin of every version of the weights that it used. An engine's version comes from a publication, a
-    trainer's from an update. Version 0 of a trainer is the config's model and has no address."""
+    """Return the addresses that an output was computed from: the stored `inputs` of its node, and the origin of every
+    version of the weights that it used. For `advantage` also the advantage of the step
+    before, whose state it used. An engine's version comes from a publication, a trainer's from an update. Version 0 of
+    a trainer is the config's model and has no address."""
     parents = list(inputs)
     if address.stage == "advantage" and address.step:
         parents.append(Address("advantage", address.step - 1))

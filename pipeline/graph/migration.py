@@ -46,7 +46,8 @@ class CopyCost:
     """The measured cost of migrations. The default values are assumed before the first migration."""
 
     bytes_per_s: float = 200e6
-    """Bytes of keys and values that are copied while the passes of one replica, source or target, wait a second."""
+    """Bytes of keys and values that are copied for each second in which the passes of one replica (source or target)
+    wait."""
     standstill_s: float = 0.02
     """Seconds that a row stands still during its migration."""
 
@@ -243,7 +244,7 @@ class MigrationPlanner:
     """Number of nodes that a replica works on at once."""
     copies: CopyCost = CopyCost()
     node_s: float = 0.0
-    """Running mean of the seconds that a node takes; 0 before the first one."""
+    """Running geometric mean of the seconds that a node takes; 0 before the first node."""
     _loads: dict[int, tuple[EngineLoad, float]] = field(default_factory=dict)
     """Last report of each replica, and its time. A replica that has not reported since it was built is missing."""
     _under_way: dict[int, Migration] = field(default_factory=dict)

@@ -2,11 +2,11 @@
 (`job/attempts.json`).
 
     a job ends ────────► its script, or another node, asks ────► its end is recorded ─────► requeue, or end the job
-    it starts again ───► its script asks about the last end ────► recorded if it is not ──► continue, or end the job
+    it starts again ───► its script asks about the last end ────► recorded if missing ────► continue, or end the job
 
-The second line is for a job that Slurm itself requeued, after a preemption or the failure of its only node: no process
-was left to ask when the job ended. The file is in the run's directory, so it survives the failure of a node. The
-progress of a start is measured by the commits in the ledger.
+The second line is for a job that Slurm itself requeued, after a preemption or the failure of its only node. Then no
+process was left to ask when the job ended. The file is in the run's directory, so it survives the failure of a node.
+The progress of a start is measured by the commits in the ledger.
 """
 
 from __future__ import annotations

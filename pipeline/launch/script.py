@@ -269,8 +269,8 @@ def job_shape(config: RunConfig) -> JobShape:
 def _sort_key(config: RunConfig, host: str) -> tuple[bool, int]:
     """Return the key by which groups of nodes are sorted. `host` is the gang that owns the nodes.
 
-    The policy's nodes come first. If no gang runs on the batch node, the driver therefore runs on the same node as
-    ranks of the policy."""
+    The policy's nodes come first. So if every gang has nodes of its own or runs beside one that has, the batch node is
+    the first of the policy's nodes. The driver then runs beside ranks of the policy."""
     policy = host_gang(config.slurm, config.placement.roles[Role.POLICY])
     return host != policy, list(config.placement.gangs).index(host)
 

@@ -191,8 +191,8 @@ def _replayed(
     nodes: Sequence[Observed], queue: RowQueue[int], after_s: Sequence[float]
 ) -> Iterator[tuple[int, Decoded]]:
     """Yield (index in `nodes`, the engine's work while the shard ran) for each shard of one engine. A shard joins the
-    queue at its measured start. If its rows ended earlier than the queue predicts, it leaves the queue at that time:
-    `after_s`, the seconds of its store, before its measured end."""
+    queue at its measured start. Its rows ended `after_s` seconds (the time of its store) before its measured end. If
+    the queue predicts a later end of the rows, the shard is removed from the queue when its rows ended."""
     places = sorted(range(len(nodes)), key=lambda place: nodes[place].start_s)
     ends = [node.start_s + node.seconds - after for node, after in zip(nodes, after_s, strict=True)]
     joining, in_queue = deque(places), set[int]()
@@ -249,8 +249,9 @@ def fit(samples: Sequence[Measurement], usual: StageSpeed) -> tuple[StageSpeed, 
 
 
 def _stores(samples: Sequence[Measurement]) -> tuple[float, float]:
-    """Return the mean seconds of a node's store, and the additional seconds of a node whose worker ran others at the
-    same time. The second number is 0 if only one kind of node was measured, or if such nodes were not slower."""
+    """Return the mean seconds on store and ledger of nodes that ran alone on their worker, and the additional seconds
+    of other nodes. If only one kind was measured, or the others were not slower, return the mean of all nodes, and 0.
+    """
     beside, alone = ([one.store_s for one in samples if one.beside is kind] for kind in (True, False))
     if beside and alone and usual_mean(beside) > usual_mean(alone):
         return usual_mean(alone), usual_mean(beside) - usual_mean(alone)

@@ -73,8 +73,8 @@ class Calibration:
     turnaround_s: float = setting(0.0, at_least(0))
     """Seconds from a node's commit until its worker starts the next. They count as a part of the node."""
     beside_s: float = setting(0.0, at_least(0))
-    """Additional seconds of a shard's store and commit if its worker has other shards at the same time. They compete
-    with the engine for Python's interpreter."""
+    """Additional seconds of a shard's store and commit if its worker has other shards at the same time. Store
+    and commit then compete with the engine for Python's interpreter."""
     driver_s: float = setting(0.0, at_least(0))
     """Processor seconds of the driver and the scheduler for each node. They count where workers share the driver's
     cores."""
@@ -116,10 +116,10 @@ ENGINE_STAGES = frozenset(stage for stage, kind in STAGE_KIND.items() if kind ==
 def typical(hardware: str, *, on_gpus: bool) -> Calibration:
     """Return assumed speeds, for hardware that nothing was measured on.
 
-    GPUs: training and forward passes at 45 % of the peak (Narayanan et al. 2021, arXiv 2104.04473, table 1: 44 to 52 %
-    on A100), decoding at 60 % of the bandwidth with 2 ms a pass for launches and scheduling. A block launches about 20
-    kernels of 5 us forward, and twice as many backward. CPUs: 30 % of the peak. A block of a tiny model takes one
-    thread 1 ms forward and 3 ms backward, measured with torch 2.13 and Megatron's blocks.
+    GPUs: training and forward passes reach 45 % of the peak (Narayanan et al. 2021, arXiv 2104.04473, table 1: 44 to
+    52 % on A100). Decoding reaches 60 % of the bandwidth, and each pass takes 2 ms more for launches and scheduling. A
+    block launches about 20 kernels of 5 us forward, and twice as many backward. CPUs: 30 % of the peak. A block of a
+    tiny model takes one thread 1 ms forward and 3 ms backward, measured with torch 2.13 and Megatron's blocks.
     """
     share, block_s = (0.45, 1e-4) if on_gpus else (0.3, 1e-3)
     return Calibration(

@@ -7,7 +7,7 @@ nodes have T threads on C cores, each node therefore advances at the rate
     r = min(1, C / T)
 
 (egalitarian processor sharing, Kleinrock 1976, Queueing Systems II, section 4.4). The rate is the same for all nodes,
-so one clock has the progress of all: a node that takes s seconds alone ends when the clock has advanced by s.
+so one clock shows the progress of all. A node that takes s seconds alone ends when this clock has advanced by s.
 
 Threads that wait for each other use no core. If a node's t threads divide the share f of its work, the node is
 
@@ -84,7 +84,7 @@ def working_threads(config: RunConfig, share: float) -> dict[str, float]:
 def work_at(
     boxes: Sequence[Box], threads: Mapping[str, float], cores: int, driver_s: float = 0.0
 ) -> dict[float, float]:
-    """Return the reading of the clock of work at each time at which one of the boxes starts or ends.
+    """Return the reading of the clock of work at each time at which one of the executions (`boxes`) starts or ends.
 
     Args:
         threads: number of working threads of a worker, by gang. A gang that is not listed needs no cores.

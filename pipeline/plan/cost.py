@@ -308,8 +308,8 @@ def _engine_speed(run: PlannedRun, cluster: HardwareCluster, calibration: Calibr
 
 
 def _trunk_stages(run: PlannedRun, gangs: Mapping[str, Gang]) -> frozenset[str]:
-    """Return the stages that compute the frozen blocks: the stages of held-out rows and canaries, and for each gang the
-    first stage (in the graph's order) that needs the frozen blocks for a shard's rows."""
+    """Return the stages that compute the frozen blocks. For a shard's rows, this is the first stage of each gang that
+    needs these blocks, in the graph's order. The stages of held-out rows and canaries always compute them."""
     if not run.config.model.frozen_blocks:
         return frozenset()
     stages = {"evaluate_reference", "canary_logprob"}  # rows that no other stage of the gang has seen

@@ -2,7 +2,7 @@
 run. Pure: a length is a function of the seed, the step, the shard and the row.
 
 The distribution matters as much as its mean. A batch decodes until its longest row ends, so a long tail keeps an engine
-busy with few rows, and a pass with few rows costs nearly as much as one with many (`decode`).
+busy with few rows. A pass with few rows costs nearly as much as one with many (`decode`).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class EmpiricalLengths:
 
 @dataclass(frozen=True)
 class SameLengths:
-    """The same response lengths in every step. The shards take them one after the other, whatever their number."""
+    """The same response lengths in every step, for any number of shards. The shards take them in order."""
 
     same_every_step: ClassVar[bool] = True
     tokens: Sequence[int]

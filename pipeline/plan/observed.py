@@ -76,9 +76,9 @@ class ObservedRun:
     drafted: DraftedPasses | None
     """None: the run had no speculation."""
     gpu: str
-    """Name of the run's GPUs as the driver reports it; empty on CPUs."""
+    """Name and compute capability of the run's GPUs; empty on CPUs."""
     processor: str
-    """Vector instruction sets of its processor."""
+    """Vector instruction sets of the run's processor."""
     turnarounds: Sequence[float] = ()
     """Seconds between two consecutive nodes of a worker, for pairs in which the second node's parents had ended before
     the first node did."""

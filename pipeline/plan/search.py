@@ -51,8 +51,8 @@ class Plan:
     devices: int
     """Number of devices that the plan uses."""
     bounds: Mapping[str, float]
-    """Lower bounds of the mean step time, in seconds. The keys are the names of gangs (or `devices`, if gangs use the
-    same devices in turn), `cores` if gangs share cores, and `latency` for the chain of a step's nodes."""
+    """Lower bounds of the mean step time, in seconds. The keys are the names of the gangs, or `devices` if they use the
+    same devices in turn. Other keys are `cores` if gangs share cores, and `latency` for the chain of a step's nodes."""
     played: Played
     value: float
     """Value of the objective. Less is better."""

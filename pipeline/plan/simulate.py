@@ -163,7 +163,7 @@ class Execution:
     parents_left: int = 0
     """Number of unfinished parents, if the node was submitted before they ended."""
     is_ready: bool = False
-    """True if only a free place at its worker is missing for its start."""
+    """True once nothing but a free place at its worker delays its start."""
     started_s: float = math.nan
     finished_s: float = math.nan
     is_lost: bool = False

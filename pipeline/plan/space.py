@@ -131,8 +131,8 @@ def device_counts(devices: int, per_node: int) -> list[int]:
 
 
 def counts_of(space: Space) -> list[int]:
-    """Return the numbers of GPUs, or of threads on a host without GPUs, that a gang may have: on a host with more than
-    8 cores 1, 2, 3, 4, 6, 8, 12, ... threads."""
+    """Return the numbers of GPUs, or of threads on a host without GPUs, that a gang may have. On a host with more than
+    8 cores these are 1, 2, 3, 4, 6, 8, 12, ... threads."""
     if space.cores is None:
         return device_counts(space.devices, space.cluster.gpus_per_node)
     return device_counts(space.devices, 8 if space.devices <= 8 else 1)
@@ -217,8 +217,8 @@ def graph_of_steps(config: RunConfig) -> GraphSpec:
 
 def gang_settings(space: Space, roles: frozenset[Role]) -> GangConfig:
     """Return the settings to begin with for a gang of these roles. The threads are those of the config's gang that has
-    the first of these roles, and so is the offload of a gang with policy and critic. All other settings are defaults,
-    because those of the config's gang may not suit."""
+    the first of these roles (in the order generate, policy, critic, reference). If the roles include policy and critic,
+    the offload is that gang's too. All other settings are defaults, because those of the config's gang may not suit."""
     placement = space.base.placement
     first = next(role for role in (Role.GENERATE, Role.POLICY, Role.CRITIC, Role.REFERENCE) if role in roles)
     settings = placement.gangs[placement.roles[first]]

@@ -28,8 +28,8 @@ n length of a row, V vocabulary size):
     E                 tokens L (6 h + 2 i) + 8 L heads sum n^2 + 10 V x sampled tokens; a backward pass has 1.5 E
 
 Small micro-batches are slower on a CPU. If the hidden states of a micro-batch have c numbers, the rate is at most
-max(1, floor(c / `_GRAIN`)) times the float32 rate of one thread. For torch uses no more threads for such operations,
-and 16-bit products of this size are not faster.
+max(1, floor(c / `_GRAIN`)) times the float32 rate of one thread. The reasons: torch uses at most this number of
+threads, and 16-bit products of this size are not faster.
 
 `check --trace` lists the collectives of a layout. The counts here were compared with this list for sequence parallelism
 with `mlp` recomputed. Tensor-parallel collectives count in full, although Megatron overlaps some of those in the
@@ -37,9 +37,9 @@ backward pass with a matrix product.
 
 Data-parallel collectives overlap with passes as in a run (`stages.models.gradient_buffers`), on GPUs and with
 `portable` kernels. Gradients overlap with the last micro-batch's backward pass, and gathered weights with the next
-minibatch's first forward pass; one bucket of each overlaps with nothing. Nor do the weights gathered after the last
-minibatch. Only the seconds by which a collective is longer than its pass count. Both are compared at the peaks. The
-first stage of a pipeline ends its pass last, so it decides.
+minibatch's first forward pass. One bucket of each overlaps with nothing, nor do the weights gathered after the last
+minibatch. Only the seconds by which a collective is longer than the pass beside it count. Both are compared at the
+peaks. The first stage of a pipeline ends its pass last, so it decides.
 
 Sources: Megatron-LM (Narayanan et al. 2021, arXiv 2104.04473, sections 2 and 3), sequence parallelism (Korthikanti et
 al. 2022, arXiv 2205.05198, section 4.2.2), ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054), overlap (Li et al. 2020,

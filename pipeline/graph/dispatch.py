@@ -18,8 +18,8 @@ again, it gets the version that is newest then. Dispatch alone chooses versions;
 A gang that shares its devices (`device_sharing`) gets nodes only while it holds them. It keeps them until it has
 nothing submitted and nothing ready.
 
-When a worker is lost, its unfinished nodes and the nodes submitted on top of them go back to waiting. Finished nodes
-stay finished, since their output is in the store.
+When a worker is lost, its unfinished nodes go back to waiting, and so do submitted nodes that depend on them. Finished
+nodes stay finished, since their output is in the store.
 
 `pipeline/graph/display.py` shows people what dispatch has decided.
 """
@@ -54,7 +54,7 @@ class Submit:
 
 
 class State(StrEnum):
-    """State of a node. `NodeState` of display.py tells more."""
+    """State of a node. `NodeState` in display.py distinguishes more states."""
 
     WAITING = "waiting"
     SUBMITTED = "submitted"
@@ -85,7 +85,7 @@ class NodeEntry:
     in_heap: bool = False
     """True while it is in the heap of its `ReadyNodes`."""
     followers: list[NodeEntry] = field(default_factory=list)
-    """Admitted FREE nodes of the same step that depend on it. They may be submitted on top of it."""
+    """Admitted FREE nodes of the same step that depend on it. They may be submitted before it is done."""
     children: list[NodeEntry] = field(default_factory=list)
     """The other admitted nodes that depend on it. They wait until it is done."""
 

@@ -47,8 +47,8 @@ class Flow:
             first_step: every earlier step is over and all its nodes are committed.
             committed: addresses of the outputs, from `first_step` on, that an earlier driver of this run committed.
             published: versions whose weights are readable now.
-            sampled_versions: shards whose commits were lost although committed outputs were made from them -> the
-                version that sampled each. The shard must be sampled with the same version again.
+            sampled_versions: version that sampled each shard whose commit was lost although committed outputs were made
+                from it. The shard must be sampled with the same version again.
             on_step: called with a step and its nodes when every node of the step is done.
             on_unread: called with a version when all its readers are done.
         """
@@ -67,7 +67,7 @@ class Flow:
         """Nodes whose commits were lost after a committed update had read them. They must run again, because a trainer
         that is restored to an older version trains from their outputs."""
         self._readers: dict[int, set[Address]] = {}
-        """By version, its readers without a commit. A version is added when its publication is admitted."""
+        """The readers of each version that have no commit yet. A version is added when its publication is admitted."""
         self._awaited: set[int] = set()
         """Versions in the window that are not published yet."""
         self._made_with = sampled_versions

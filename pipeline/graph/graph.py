@@ -339,7 +339,7 @@ def window_size(spec: GraphSpec) -> int:
 def weight_readers(spec: GraphSpec, version: int) -> list[Address]:
     """Return the nodes that may read the published version v. When all of them have their commits, v can be released.
     Under `latest` a node counts as a reader until its commit, although it may read another version."""
-    newest = version + spec.staleness  # the only step that v generates without `latest`; version 0 also all before it
+    newest = version + spec.staleness  # without `latest` v generates only this step; version 0 also all before it
     steps = range(version if spec.uses_latest or not version else newest, min(newest + 1, spec.steps))
     return [
         *(Address("generate", i, s) for i in steps for s in range(spec.shards)),

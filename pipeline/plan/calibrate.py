@@ -44,16 +44,16 @@ _ROUNDS = 4
 _PULL = 0.1
 """Weight of the usual proportions in the fit, where one measured node has the weight 1."""
 _INDISTINCT = 30.0
-"""Condition number of the fit's columns above which it cannot tell their coefficients apart."""
+"""Condition number of the fit's columns above which the fit cannot tell their coefficients apart."""
 _THREAD_SHARES = tuple(share / 20 for share in range(20, -1, -1))
-"""Shares of the arithmetic that threads may divide, to choose from."""
+"""Values of `Calibration.thread_share` that the fit tries."""
 _OUTLIER = 0.2
 """Relative error above which a node counts less."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measured node, or the loading of a version into an engine."""
+    """A measured node, or a measured loading of new weights into an engine."""
 
     kind: str
     seconds: float
@@ -211,12 +211,12 @@ def _replayed(
 
 
 def fit(samples: Sequence[Measurement], usual: StageSpeed) -> tuple[StageSpeed, bool]:
-    """Return the speed that fits these measurements, and True if they are enough to tell its numbers apart. `usual`:
-    the speed whose proportions are assumed otherwise."""
+    """Return the speed that fits these measurements, and True if they are enough to determine each of its numbers. If
+    not, the numbers keep the proportions of `usual` as far as possible."""
     seconds = np.array([sample.seconds for sample in samples])
     stored = np.array([sample.store_s for sample in samples])
     columns = np.array([[sample.roofline, sample.calls, 1.0] for sample in samples])
-    # beside its store and ledger a node takes little time: start with that of one call
+    # apart from store and ledger a node has few fixed seconds: start with those of one call
     besides = usual.call_s if stored.any() and usual.call_s else usual.node_s
     start = np.array([1 / usual.efficiency, usual.call_s, besides])
     start *= np.median((seconds - stored) / (columns @ start))
@@ -298,7 +298,8 @@ def _is_beside(node: Observed) -> bool:
 def compared(
     runs: Sequence[ObservedRun], cluster: HardwareCluster, calibration: Calibration
 ) -> Iterator[tuple[str, float, float, int]]:
-    """Yield (stage, measured seconds, predicted seconds, nodes) for each stage that the runs executed."""
+    """Yield (stage, measured seconds, predicted seconds, number of nodes) for each stage that the runs executed. The
+    seconds are sums over the nodes."""
     sums: dict[str, tuple[float, float, int]] = {}
     for one in runs:
         costs = costs_of(one.run, cluster, calibration, one.prompt_tokens)

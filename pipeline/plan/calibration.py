@@ -55,7 +55,7 @@ class Calibration:
     hardware: str = "???"
     """Hardware whose peaks the efficiencies are shares of: a name of `conf/hardware`, or the path of a file."""
     generate: StageSpeed = field(default_factory=StageSpeed)
-    """Speed of generation; evaluations' responses and canaries count too."""
+    """Speed of engines: in training steps, evaluations and canaries."""
     forward: StageSpeed = field(default_factory=StageSpeed)
     """Forward passes of reference, policy and critic."""
     update: StageSpeed = field(default_factory=StageSpeed)
@@ -175,7 +175,7 @@ def scaled(calibration: Calibration, predicted_s: float, step_s: float, descript
 
 
 def load_calibration(file: str | Path) -> Calibration:
-    """Return the calibration in a YAML file. Raises ConfigError."""
+    """Return the calibration in a YAML file. Raises ConfigError if the file is missing or a value is not allowed."""
     path = Path(file)
     if not path.is_file():
         raise ConfigError(
@@ -198,7 +198,7 @@ def to_yaml(calibration: Calibration) -> str:
 
 
 def check_hardware(calibration: Calibration, hardware: str) -> None:
-    """Raise ConfigError if a calibration is of other hardware."""
+    """Raise ConfigError if a calibration is for other hardware than `hardware`."""
     if calibration.hardware != hardware:
         need = f"is for {calibration.hardware}, and this plan is for {hardware}: calibrate there, or plan for"
         raise ConfigError(CALIBRATION, f"{calibration.description}; it {need} {calibration.hardware}")

@@ -160,7 +160,7 @@ def decode_speed(
         tokens_per_pass, drafts_per_pass: see `DecodeSpeed`.
     """
     blocks, output = spec.num_layers * matrix_numbers(spec), spec.vocab_size * spec.hidden_size
-    rounds = max(pipeline, groups)  # a group's next token comes after so many stage times
+    rounds = max(pipeline, groups)  # a group's next token comes after this many stage times
     ranks = tensor * pipeline
     # a head is never divided: with more ranks than key-value heads, several ranks hold and read the same head
     kept = 2 * spec.num_layers * spec.head_dim * max(spec.num_kv_heads / tensor, 1.0) * number_bytes

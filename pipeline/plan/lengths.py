@@ -133,7 +133,7 @@ def lognormal_with_mean(mean: float, sigma: float, most: int, seed: int = 0) -> 
 
 def parse_lengths(text: str, most: int, seed: int = 0) -> Lengths:
     """Return the distribution that a text like `fixed:256` or `lognormal:340,0.8` names. `most`: the longest response
-    (`sampling.max_new_tokens`). Raises ConfigError."""
+    (`sampling.max_new_tokens`). Raises ConfigError if the text has another form or a number is out of range."""
     kind, _, rest = text.partition(":")
     try:
         numbers = [float(number) for number in rest.split(",")]

@@ -38,8 +38,8 @@ from pipeline.plan.space import GENERATE, TRAIN, Form, Space, assembled, counts_
 DEVICES = "--devices"
 """The command-line option with the number of devices. It is the key of the errors raised here."""
 _MOST_COMBINATIONS = 20_000
-"""Maximum number of combinations that a form is tried with. If there are more, each gang keeps only the option with the
-least work for each number of devices."""
+"""Maximum number of combinations for one form and one number of shards. If there are more, each gang keeps only the
+option with the least work for each number of devices."""
 
 
 @dataclass(frozen=True)

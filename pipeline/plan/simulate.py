@@ -13,7 +13,8 @@ workers:
 
 - A worker runs as many nodes at once as it has threads, the most urgent first. Ranks of a gang run their nodes in the
   order in which Dispatch numbered them.
-- A node can start `Costs.overhead` after its last parent's commit, or after its own submission if that is later.
+- A node can start `Costs.overhead` seconds after its last parent's commit, or after its own submission if that is
+  later.
 - The rows of all shards of a replica form one queue (`decode.RowQueue`). A shard's output is stored when its last row
   has ended.
 - A shard of another version waits until the replica's current shards have ended, unless the engine updates in flight.

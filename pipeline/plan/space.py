@@ -29,7 +29,7 @@ from stages.models.protocol import Role
 GENERATE, TRAIN, CRITIC, REFERENCE, SCORE = "generate", "train", "critic", "reference", "score"
 """Names of the gangs of a plan."""
 STEPS = 12
-"""Steps that are simulated."""
+"""Number of steps that a search simulates for each plan."""
 _EXACT_SHARDS = 16
 """Largest number of shards for which lower bounds are computed from every shard."""
 
@@ -90,8 +90,9 @@ class Space:
 def space_of(
     run: PlannedRun, cluster: HardwareCluster, calibration: Calibration, lengths: Lengths, devices: int
 ) -> Space:
-    """Return the space around a config: its staleness bound and 0, 1 and 2; its number of shards, half and twice that
-    number. Numbers that would divide a prompt's responses between shards are left out."""
+    """Return the space around a config. Its staleness bounds are 0, 1, 2 and the config's. Its numbers of shards are
+    the config's, half of it and twice it. Numbers are left out if they do not divide the rows evenly, or would divide a
+    prompt's responses between shards."""
     config = run.config
     rows = config.rollout.rows
     shards = {config.rollout.shards * 2**power // 2 for power in range(3)}

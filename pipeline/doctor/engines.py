@@ -107,8 +107,8 @@ def _test(settings: DoctorSettings, model: str, groups: Sequence[tuple[EngineJob
 def _check_result(job: EngineJob, result: EngineResult, reference: EngineResult, facts: dict[str, Any]) -> None:
     """Raise Fault if an engine kept its old weights after a refit.
 
-    If its draws are keyed, also raise Fault if its rows differ from the reference's, or if they change.
-    They must be the same when they are generated alone, and after other weights were loaded in between."""
+    If its draws are keyed, also raise Fault if its rows differ from the reference's, or if they change. They must be
+    the same when they are generated alone, and after other weights were loaded in between."""
     who = f"{job.kind} in {job.dtype} on {job.device or 'its own device'}"
     if all(changed.logprobs == first.logprobs for changed, first in zip(result.changed, result.first, strict=True)):
         raise Fault(f"{who}: new weights change nothing", "it keeps its old weights: send the JSON report", **facts)

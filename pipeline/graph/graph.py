@@ -258,9 +258,10 @@ def step_nodes(spec: GraphSpec, step: int) -> list[Node]:
 
 def lineage_of(address: Address, inputs: Iterable[Address], weight_versions: Iterable[int]) -> tuple[Address, ...]:
     """Return the addresses that an output was computed from: the stored `inputs` of its node, and the origin of every
-    version of the weights that it used. For `advantage` also the advantage of the step
-    before, whose state it used. An engine's version comes from a publication, a trainer's from an update. Version 0 of
-    a trainer is the config's model and has no address."""
+    version of the weights that it used. For `advantage` also the advantage of the step before, whose state it used.
+
+    An engine's version comes from a publication, a trainer's from an update. Version 0 of a trainer is the config's
+    model and has no address."""
     parents = list(inputs)
     if address.stage == "advantage" and address.step:
         parents.append(Address("advantage", address.step - 1))

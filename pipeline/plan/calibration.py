@@ -73,8 +73,8 @@ class Calibration:
     turnaround_s: float = setting(0.0, at_least(0))
     """Seconds from a node's commit until its worker starts the next. They count as a part of the node."""
     beside_s: float = setting(0.0, at_least(0))
-    """Additional seconds of a shard's store and commit if its worker has other shards at the same time. Store
-    and commit then compete with the engine for Python's interpreter."""
+    """Additional seconds of a shard's store and commit if its worker has other shards at the same time. Store and
+    commit then compete with the engine for Python's interpreter."""
     driver_s: float = setting(0.0, at_least(0))
     """Processor seconds of the driver and the scheduler for each node. They count where workers share the driver's
     cores."""

@@ -52,7 +52,7 @@ class Option:
     changes: Mapping[str, Any]
     """Settings outside of the placement: `policy` and `critic` (micro_batch_tokens), and the engine's."""
     seconds: Mapping[str, tuple[float, ...]]
-    """Seconds of each node of a step, by stage. If `Space.sampled` is true, only those of the first `_SAMPLED` shards."""
+    """Seconds of each node of a step, by stage; if `Space.sampled` is true, only of the first `_SAMPLED` shards."""
     busy_s: float
     """Lower bound of the seconds that a step keeps the gang busy."""
     generate_s: float

@@ -1,10 +1,10 @@
 """Alarms of a run: rules find them, `Alarms` reports them to the journal, the display and MLflow, and may end the run.
 
-    a step's metrics ──► rules that hold ──► steps in a row ──► enough: an alarm ─┬─► journal, display, MLflow's tags
+    a step's metrics ──► violated rules ──► steps in a row ──► enough: an alarm ──┬─► journal, display, MLflow's tags
     workers without progress ──► since when ──► too long: an alarm ───────────────┴─► listed in `alarms.stop`: run ends
 
-The rules are pure functions, without clock or I/O. A rule that keeps holding raises no second alarm. It can raise one
-again after a step at which it did not hold. A step without the rule's metric does not change the count.
+The rules are pure functions, without clock or I/O. A rule that stays violated raises no second alarm. It can raise one
+again after a step at which it was not violated. A step without the rule's metric does not change the count.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Rule:
     name: str
     is_violated: bool
     alarm_steps: int
-    """Number of steps in a row in which the rule must hold to raise an alarm."""
+    """Number of steps in a row in which the rule must be violated to raise an alarm."""
     text: str
 
 
@@ -131,7 +131,8 @@ class WithoutProgress:
 
 
 def evaluate_step_rules(step: int, metrics: Mapping[str, float], limits: AlarmsConfig, staleness: int) -> list[Rule]:
-    """Return the rules whose metrics the step has. `staleness`: the bound, in versions."""
+    """Evaluate the rules that are switched on and whose metrics this step has, and return them. `staleness`: the bound,
+    in versions."""
     rules = []
     stale = metrics.get("staleness/mean")
     if limits.staleness_steps is not None and stale is not None and staleness > 0:
@@ -164,8 +165,8 @@ def evaluate_step_rules(step: int, metrics: Mapping[str, float], limits: AlarmsC
 def count_violations(
     before: Mapping[str, int], step: int, rules: Collection[Rule]
 ) -> tuple[dict[str, int], list[Alarm]]:
-    """Return, for each rule, the number of steps in a row in which it held, up to this step. Also return the alarms of
-    this step."""
+    """Return the number of steps in a row, up to this one, in which each rule was violated, by the rule's name. Also
+    return the alarms of this step."""
     after = {**before, **{rule.name: before.get(rule.name, 0) + 1 if rule.is_violated else 0 for rule in rules}}
     alarms = []
     for rule in rules:
@@ -178,7 +179,8 @@ def count_violations(
 def update_without_progress(
     before: WithoutProgress, now: float, quiet: Collection[str], limit_s: float
 ) -> tuple[WithoutProgress, list[str]]:
-    """Return the state after this check, and the names that have now been quiet for `limit_s` seconds."""
+    """Return the state after this check, and the names that must raise an alarm now: those that have made no progress
+    for `limit_s` seconds and are not reported yet. `quiet`: the names that make no progress now."""
     since = {name: before.since.get(name, now) for name in quiet}
     overdue = [name for name in sorted(since) if now - since[name] >= limit_s and name not in before.reported]
     return WithoutProgress(since, (before.reported & since.keys()) | set(overdue)), overdue

@@ -309,8 +309,8 @@ class WorkerRegistry:
         return taken
 
     async def _directory_problems(self, request: JoinRequest) -> list[str]:
-        """Return the problem that keeps this host from reading the file that the worker wrote. Empty if there is
-        none."""
+        """Wait until this host sees the file that the worker wrote into the run's directory, and remove the file.
+        Return the reason why this host cannot read it, as a list of one text. Empty if it can."""
         root = files.open_root(str(RunPaths(self._config.run_dir).attached))
         give_up = time.monotonic() + _SEEN_WITHIN_S
         while True:

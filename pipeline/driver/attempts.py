@@ -7,9 +7,9 @@
                   └─── raised ──► the run ends; after a transient error (store out of reach) it is tried again first
 
 A node's Dask key names its stage, step and shard (`graph_markers.task_key`). A later attempt adds its number, because a
-key whose old future is still held anywhere returns its old error. On a gang a node is one task: rank 0 passes the call
-on to its peers (`pipeline.workers.entry`) and reports when all have done their part. A rank that raises reports
-that at once, by itself.
+key whose old future is still held anywhere returns its old error. On an ordered gang a node is one task: rank 0 passes
+the call on to its peers (`pipeline.workers.entry`) and reports when all have done their part. A rank that raises
+reports that at once, by itself.
 
 A parent's future becomes a Dask dependency in two cases: the parent is still running (a FREE node is submitted before
 its parents are done), or its result lies in the process that runs the child. In all other cases Dask would fetch the
@@ -57,7 +57,8 @@ from stages.rewards.protocol import BudgetSpent
 from storage.address import Address
 
 MAX_LINEAGE = 8
-"""Lineage is cut at every step that is a multiple of this: no result of another step becomes a dependency there."""
+"""Steps between two cuts of the chain of tasks that Dask remembers: in a step that is a multiple of this number, no
+result of another step becomes a dependency."""
 _WITHOUT_RESULT = ("error", "cancelled", "lost")
 
 
@@ -116,8 +117,8 @@ def parent_futures(
 
 
 def failed_with_parent(attempt: Attempt, attempts: Mapping[Address, Attempt]) -> bool:
-    """Return True if a parent raised whose attempt is not judged yet, and this attempt was submitted early. Then the
-    attempt has the parent's error: its node never began, and runs again together with the parent."""
+    """Return True if this attempt was submitted early, and a parent raised whose own attempt is not judged yet. Then
+    Dask gave this attempt the parent's error. Its node never began, and runs again together with the parent."""
     parents = (attempts.get(parent) for parent in attempt.submit.node.parents) if attempt.is_submitted_early else ()
     return any(p is not None and p.outcome is None and p.future.status == "error" for p in parents)
 
@@ -388,8 +389,8 @@ class Attempts:
 
     def _deadline_of(self, attempt: Attempt) -> float:
         """Return the time at which an attempt is overdue. A node in a slot begins when it is submitted. Other nodes
-        queue behind earlier ones on the same worker, so their time counts from the worker's last progress. No time
-        counts before all parents are done."""
+        queue behind earlier ones on the same worker, so their time counts from the worker's last progress. The time is
+        infinite until all parents are done, and while the attempt waits for its next try."""
         if attempt.retry_at < math.inf or (attempt.ready_at is None and not self._parents_done(attempt.submit.node)):
             return math.inf
         if attempt.ready_at is None:

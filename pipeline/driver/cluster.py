@@ -67,8 +67,8 @@ def scheduler_spec(config: RunConfig, security: Security, host: str, port: int) 
 
 
 def dashboard_address(address: str | None) -> str:
-    """Return the dashboard's address. Its port is 0 (any free port) if the given port is taken, because Dask would warn
-    about that, or is reserved for the system. Raises ConfigError if the address is not one of this host."""
+    """Return the dashboard's address. If the given port is taken (Dask would warn about that) or reserved for the
+    system, the port is 0: any free one. Raises ConfigError if the address is not one of this host."""
     host, _, port = (address or "127.0.0.1:0").rpartition(":")
     with socket.socket() as probe:
         try:
@@ -96,7 +96,8 @@ def kill_workers(client: Client, addresses: Iterable[str]) -> None:
 
 
 async def _kill_and_wait(addresses: list[str], dask_scheduler: Any) -> None:
-    """Run in the scheduler, so that its list of workers cannot change between the look-up and the message."""
+    """Do the work of `kill_workers`. This runs in the scheduler, so that its list of workers cannot change between the
+    look-up and the message."""
     here = [address for address in addresses if address in dask_scheduler.workers]
     message = {"op": "run", "function": dumps(_kill_process), "args": dumps(()), "kwargs": dumps({}), "wait": True}
     with suppress(TimeoutError):
@@ -145,7 +146,7 @@ class Cluster(Closing):
         self, config: RunConfig, security: Security, host: str, port: int = 0, workers: dict[str, Any] | None = None
     ) -> None:
         """`host`, `port`: the scheduler's address; port 0: any free port. `workers`: Dask's specs of the workers."""
-        # Stays set until this process ends. The journal reports losses, and Dask's threads still log after the close.
+        # This level stays until the process ends: Dask's threads still log after the close. The journal reports losses.
         logging.getLogger("distributed").setLevel(logging.CRITICAL)
         self._dashboard = config.cluster.dashboard
         of_scheduler = scheduler_spec(config, security, host, port)

@@ -17,7 +17,8 @@ from stages.models.protocol import Role
 from storage.address import Address
 
 WorkerKey = tuple[str, int]
-"""A worker, across its processes: its gang's name, and its rank (ordered gang) or replica (pool)."""
+"""Key of a worker: its gang's name, and its rank (ordered gang) or replica (pool). A process that replaces a dead one
+has the same key."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class ExecutorSettings:
 
     cluster: ClusterConfig
     start_timeout_s: float
-    """`cluster.start_timeout_s`. If that is null, a time that follows from the size of the models' files."""
+    """Most seconds that the build of a worker may take: `cluster.start_timeout_s`. If that is null, a time that follows
+    from the size of the models' files."""
     paths: RunPaths
     ledger_url: str
     config_yaml: str = field(repr=False)

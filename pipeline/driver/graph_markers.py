@@ -1,4 +1,5 @@
-"""Show the graph on Dask's dashboard: one marker task per node of the window, with all edges. Also name all tasks.
+"""Show the graph on Dask's dashboard: one marker task for each node of the window (the open steps), with all edges.
+Also name all tasks.
 
     driver's thread, once a second:  dispatch ──marker_states──► wanted ──► the scheduler's loop
     scheduler's loop:                wanted ──difference──► markers are added, change their state, are removed
@@ -26,7 +27,7 @@ from pipeline.graph.graph import GraphSpec
 from storage.address import Address
 
 MAX_MARKERS = 2000
-"""Largest window that gets markers. More markers make Dask's page slow."""
+"""Most nodes of a window that gets markers. More markers make Dask's page slow."""
 _DASK_STATE = {
     NodeState.WAITING: "waiting",
     NodeState.READY: "queued",
@@ -48,9 +49,9 @@ class Marker:
 
 
 def marker_states(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int) -> dict[Address, Marker]:
-    """Return the wanted markers, parents before children. They are those of the window and of the eta + 1 steps before
-    it, since the window's generation depends on the publications of these steps. Empty if the window alone has more
-    than `MAX_MARKERS` nodes. `admitted`: the first step after the window."""
+    """Return the wanted markers by node, parents before children: those of the window and of the `staleness` + 1 steps
+    before it, since the window's generation depends on the publications of these steps. Empty if the window alone has
+    more than `MAX_MARKERS` nodes. `admitted`: the first step after the window."""
     if not statuses or len(statuses) > MAX_MARKERS:
         return {}
     shown = add_finished_steps(spec, statuses, admitted, spec.staleness + 1, MAX_MARKERS)
@@ -171,7 +172,7 @@ class GraphMarkers(SchedulerPlugin):
 
 
 def _is_group_forgotten(group: TaskGroup) -> bool:
-    """Return True if the scheduler drops the group now."""
+    """Return True if all tasks of the group are forgotten, so that the scheduler drops the group."""
     return all(number == 0 or state == "forgotten" for state, number in group.states.items())
 
 

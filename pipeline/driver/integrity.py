@@ -55,10 +55,10 @@ class Repairs:
     warnings: tuple[str, ...] = ()
     """Texts about records that were set aside, and about lost outputs."""
     expected_digests: Mapping[Address, str] = field(default_factory=dict)
-    """Content digests, by address, of outputs without a commit from which committed outputs were made."""
+    """Content digest of each output that has no commit although committed outputs were made from it, by address."""
     sampled_versions: Mapping[Address, int] = field(default_factory=dict)
-    """Under `latest`: the version that sampled each generated shard among `expected_digests`. The graph does not say
-    it."""
+    """Under `latest`: the version that sampled each generated shard in `expected_digests`. Under this setting the graph
+    does not fix that version."""
     unneeded_outputs: frozenset[Address] = frozenset()
     """Lost outputs that no node needs any more. They count as done."""
 
@@ -86,9 +86,10 @@ def repair_store(history: History, stored: RunStorage, damaged: Mapping[Address,
     before workers start. `damaged`: records that were set aside already.
 
     Raises:
-        StoreError: a record has another format. Or a committed output was made from another input than the one that is
-            committed now. Or it was made from a shard whose commit is lost, and whose tokens do not name one sampling
-            version. In the last two cases only damaged records were set aside, and finished segments closed.
+        StoreError: a record has another format. Or a committed output was made from an input that differs from the one
+            committed now, or from a shard whose commit is lost and whose tokens do not name exactly one sampling
+            version. In these two cases nothing has changed, except that damaged records are set aside and finished
+            segments closed.
     """
     ledger = history.ledger
     aside = {**damaged, **quarantine_damaged_commits(ledger, stored)}
@@ -302,7 +303,7 @@ class Rewind:
 
 def plan_rewind(history: History, stored: RunStorage) -> Rewind:
     """Return the rewind to the newest version from which the run can continue. Every trained model must have an
-    undamaged checkpoint of it. If there is no such version, return the rewind to the start. Moves nothing."""
+    undamaged checkpoint of that version. If there is none, return the rewind to the start. Moves nothing."""
     checkpoints, paths = stored.checkpoints(), RunPaths(stored.directory)
     committed = set(history.ledger.addresses())
     ledger = history.ledger
@@ -347,8 +348,8 @@ def execute_rewind(rewind: Rewind, history: History, stored: RunStorage) -> None
 
 
 def newest_sampled(history: History, committed: Collection[Address]) -> dict[Address, int | None]:
-    """Return the newest version that sampled each shard. None for a shard whose commit is lost or damaged although
-    outputs were made from it."""
+    """Return the newest version that sampled each shard of which any output is committed, by the address of its
+    rollout. None if the rollout's own commit is lost or damaged."""
     newest: dict[Address, int | None] = {}
     for address in {replace(a, stage="generate") for a in committed if a.stage in SHARDED}:
         try:

@@ -77,7 +77,7 @@ class WeightOrders:
 
     def order_load(self, version: int) -> None:
         """Order all replicas to load a version for the rows that they have in flight. All of these rows may use it,
-        because nothing trains version i into i + 1 while a row of step i is unfinished."""
+        because version i + 1 is not trained before all rows of step i are finished."""
         addresses = self._supervision.addresses()
         names = [worker_name(self._pool, index) for index in range(self._gangs[self._pool].workers)]
         order_take(self._client, [addresses[name] for name in names if name in addresses], version)
@@ -132,7 +132,8 @@ class MigrationOrders:
         self._migration_planner = MigrationPlanner(context.gangs[self._pool].concurrent_shards)
 
     def order_migrations(self) -> None:
-        """Order replicas to send rows away, if the planner finds that all work ends sooner then."""
+        """Order the migrations that the planner proposes because all work then ends sooner. Do nothing unless
+        `cluster.migrate_rows` is set."""
         dispatch, pool = self._context.dispatch, self._pool
         if not self._context.cluster.migrate_rows:
             return

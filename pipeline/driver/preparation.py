@@ -87,13 +87,16 @@ def new_identity(config: RunConfig, prompts: PromptTable) -> IdentityCheck:
 def check_identity(
     config: RunConfig, prompts: PromptTable, ledger: Ledger, archived: str | None = None
 ) -> IdentityCheck:
-    """Return the identity of a run that resumes, with what has changed since.
+    """Return the identity of a run that resumes, extended by what has changed since its last start.
 
     Args:
-        archived: the reason to state if the run resumes from a checkpoint, and later commits are archived.
+        archived: the reason to write into the identity if the run resumes from a checkpoint and archives later commits;
+            None otherwise.
 
     Raises:
-        ConfigError: models, prompts or software differ from the run's.
+        ConfigError: models or prompts differ from the run's. Or the software differs, `cluster.same_numerics` is
+            `refuse`, and the run does not resume from a checkpoint. Or identity.json is missing, and the commits are
+            of another config.
         StoreError: identity.json is damaged.
     """
     identity = read_identity(config.run_dir)
@@ -157,7 +160,8 @@ def _replaced_identity(config: RunConfig, prompts: PromptTable, ledger: Ledger) 
 
 
 class NumericsWatch:
-    """Owns the identity of a run while it runs, and records in it the numerics of a gang's workers if they are new."""
+    """Owns the identity of a run while it runs. Records new numerics of a gang in it: the facts on which the last bits
+    of a worker's results depend."""
 
     def __init__(
         self,

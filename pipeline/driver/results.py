@@ -316,7 +316,7 @@ def write_report(sources: Sequence[Source], file: Path) -> Path:
 
 
 def report_source(config: RunConfig, history: History, summary: Summary) -> RunSource:
-    """Read a run's directory for its report."""
+    """Return a run's data for the report, read from its directory."""
     paths, remarks = RunPaths(config.run_dir), []
     try:
         decode: Decode = partial(read_tokenizer(config.model.path).decode, skip_special=False)
@@ -346,7 +346,7 @@ def report_source(config: RunConfig, history: History, summary: Summary) -> RunS
 
 
 def variant_source(config: RunConfig) -> VariantSource:
-    """Read a variant's directory for a report."""
+    """Return a variant's data for the report, read from its directory."""
     summary = VariantSummary.from_json(RunPaths(config.run_dir).summary.read_text("utf8"))
     return VariantSource(
         name=config.name,

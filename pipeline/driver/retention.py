@@ -47,10 +47,10 @@ def first_step_to_keep(spec: GraphSpec, keep: int, finished_until: int, saved: C
     """Return the first step whose rollouts must stay, so that a lost trainer, a version that must be published again, a
     damaged checkpoint and `resume --from-checkpoint` all find the data that they need.
 
-    Nodes from step `finished_until` on read versions from `finished_until` - eta on. To make the oldest of these
-    versions again, a recovery begins at a checkpoint that is not newer. This checkpoint may be damaged, so the rollouts
-    after the checkpoint before it must stay. Two windows of finished steps stay in any case, as in the ledger
-    (`_steps_before_closing`), because an outdated attempt may still be reading them.
+    Nodes from step `finished_until` on read versions from `finished_until - spec.staleness` on. To make the oldest of
+    these versions again, a recovery begins at a checkpoint that is not newer. This checkpoint may be damaged, so the
+    rollouts after the checkpoint before it must stay too. Two windows of finished steps stay in any case, as in the
+    ledger (`_steps_before_closing`), because an outdated attempt may still be reading them.
 
     Args:
         keep: `storage.keep.rollouts`: fewest finished steps to keep.
@@ -185,8 +185,8 @@ def is_complete(spec: GraphSpec, ledger: Ledger, unneeded: Collection[Address] =
 
 
 def close_finished_segments(spec: GraphSpec, ledger: Ledger, unneeded: Collection[Address]) -> None:
-    """Close the segments again that were opened because a record was damaged, if that record is unneeded. Must be
-    called before workers start: then the run begins after these segments, as it would without the damage."""
+    """Close segments that were opened again because of a damaged record, if the record is unneeded. Must be called
+    before workers start: then the run begins after these segments, as it would without the damage."""
     if not unneeded:
         return
     while True:

@@ -114,7 +114,7 @@ def run(
             again.
         immediate_signals: signals that end the run with TerminatedEarly, for a job that is started again. If any are
             given, no summary is made after such a signal or if workers are missing.
-        json_lines: show progress for a program.
+        json_lines: show progress as lines of JSON, for a program that reads them.
         callbacks: called with (step, metrics) when a step is over, and with (version, metrics) when an evaluation is.
 
     Raises:
@@ -171,7 +171,7 @@ class Run:
     decode: Decode
     is_resumed: bool
     continuing_errors: tuple[type[BaseException], ...]
-    """Exceptions after which another job continues the run. Then it writes no summary."""
+    """Exceptions after which another job continues the run, so that this one writes no summary."""
     callbacks: Collection[Callable[[int, Mapping[str, float]], None]] = ()
 
     @property
@@ -314,7 +314,8 @@ class _Driver(ExecutorEvents):
         config = self._config = started.run.config
         history = self._history = started.run.history
         self._has_shown_link = config.tracking.uri is None or experiment_page(config) is not None
-        """False until the link to MLflow's page was shown, if it was not known at the start."""
+        """True if no link to MLflow's page remains to be shown: the run is not tracked, the link was known at the
+        start, or it has been shown since."""
         repairs = self._repairs = started.run.prepared.repairs
         board = started.board
         self._unread_versions = None if board is None else UnreadVersions(board)

@@ -200,7 +200,8 @@ def open_run_page(
     board: WeightBoard | None,
     node_events: NodeEvents,
 ) -> RunView | None:
-    """Add the run's page to Dask's dashboard. Return None if there is no dashboard."""
+    """Add the run's page to Dask's dashboard, and return the view that the page shows. None if there is no
+    dashboard."""
     if workers.dashboard is None:
         return None
     root = workers.dashboard.removesuffix("/status")

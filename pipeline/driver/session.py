@@ -37,7 +37,7 @@ _BLOCKING_ERRORS = frozenset({errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENO
 
 @contextmanager
 def refuse_unwritable_directory(config: RunConfig) -> Iterator[None]:
-    """Raise ConfigError if the first writes into a run's directory, made in this block, fail."""
+    """Raise ConfigError if this block, which makes the first writes into a run's directory, cannot write there."""
     try:
         yield
     except StoreRefused as error:

@@ -182,8 +182,8 @@ class HeartbeatWatch:
 
 
 def counts_as_stopped(silent_s: float, start_timeout_s: float) -> bool:
-    """Return True if a process counts as stopped that sends no heartbeats for so long while it is built. The limit is
-    a third of the start timeout, but at least `_MIN_SILENCE_S`. A slow process still sends heartbeats."""
+    """Return True if a process that is being built has sent no heartbeat for so long that it counts as stopped. The
+    limit is a third of the start timeout, but at least `_MIN_SILENCE_S`. A slow process still sends heartbeats."""
     return silent_s > max(start_timeout_s / 3, _MIN_SILENCE_S)
 
 

@@ -80,8 +80,8 @@ _WHOLE_STEP = frozenset({"advantage", "update_policy", "update_critic"})
 
 
 def span_name(address: Address) -> str:
-    """Return a span's name, such as `generate s0`, `publish v8`, `evaluate v4 s0`, `advantage`. The trace names the
-    step."""
+    """Return a span's name, such as `generate s0`, `publish v8`, `evaluate v4 s0`, `advantage`. It leaves out the step,
+    which the trace's own name has."""
     if address.stage in _WHOLE_STEP:
         return address.stage
     if address.stage in _OF_VERSION:

@@ -1,1 +1,2 @@
-"""Code that runs in worker processes, and messages between them and the driver. Imports observe, config and below."""
+"""Code that runs in worker processes, and messages between them and the driver. It may import `observe`, `config` and
+the folders below them."""

@@ -22,13 +22,13 @@ The worker process ends when this process ends, and this process ends when the d
     stageline-NAME-HASH.lock    locked by every process that uses the board: a local run's driver, each attached
                                 worker. Its text is the path of the lock file of an attached run's driver
 
-The system releases a lock when its process ends, even by a kill. The last user that ends in order removes the board.
+The system releases a lock when its process ends, even by a kill. The last user removes the board if it ends normally.
 If all users were killed, the board stays until its run is dead. Then the next user of any board in that folder removes
 it:
 
 - A local run is dead if nobody holds the board's lock, because its driver would hold it.
-- An attached run's driver may run on any host and may start workers here again, which need the board. So the run is
-  dead only if nobody holds the driver's lock either (storage/locks.py).
+- An attached run's driver may run on any host, and workers that need the board may be started here again. So the run
+  is dead only if nobody holds the driver's lock either (storage/locks.py).
 
 A new user locks its own board before it looks at others, so no run removes its own board.
 
@@ -334,8 +334,8 @@ def _read_file(path: Path) -> SchedulerFile:
 
 
 def _is_unchanged(file: SchedulerFile, path: Path) -> bool:
-    """Return True if the scheduler file at `path` still says `file`. Then no next driver of this run listens yet,
-    because each driver removes old scheduler files before it listens."""
+    """Return True if the scheduler file at `path` still has the content `file`. Then no next driver of this run listens
+    yet, because each driver removes old scheduler files before it listens."""
     try:
         return read_scheduler_file(path) == file
     except (OSError, StoreError):
@@ -427,7 +427,7 @@ class JoinRequest:
     """Time by the clock of its host, in seconds since the epoch."""
     versions: dict[str, str]
     gpus: list[str]
-    """UUIDs of the GPUs that the worker sees, by their index on its host."""
+    """UUIDs of the GPUs that the worker sees, by their index among these GPUs."""
     shared: str
     """What is wrong with the run's directory as the worker's host sees it; empty if nothing is."""
     wrote: str
@@ -480,8 +480,8 @@ def describe_host(file: SchedulerFile, gang: str, index: int, board: Path) -> Jo
 
 
 def gpu_identities() -> list[str]:
-    """Return the UUIDs of the GPUs that this process may see, by their index in it. A child process lists them, so
-    that this process opens no device. Raises StoreError if that fails."""
+    """Return the UUIDs of the GPUs that this process may see, by their index among these GPUs. A child process lists
+    them, so that this process opens no device. Raises StoreError if that fails."""
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         return []
     done = subprocess.run([sys.executable, "-c", _GPU_IDENTITIES], capture_output=True, text=True, check=False)
@@ -521,13 +521,13 @@ def _free_bytes(board: Path) -> int:
 BOARD_PREFIX = "stageline-"
 _LOCK = ".lock"
 _REMOVAL_S = 120.0
-"""Seconds for the last worker to remove the board."""
+"""Longest time to wait for the last user of a board to remove it."""
 
 
 @contextmanager
 def board_of_host(board: Path, driver_lock: Path | None = None) -> Iterator[None]:
-    """Hold the lock of a board during the block, and remove the boards of dead runs beside it. `driver_lock`: path of
-    the lock file of an attached run's driver.
+    """Hold the lock of a board during the block. First remove the boards of dead runs beside it. Afterwards remove the
+    board itself, unless another process uses it. `driver_lock`: path of the lock file of an attached run's driver.
 
     Raises:
         StoreError: the board's lock is another user's.

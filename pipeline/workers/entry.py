@@ -57,7 +57,7 @@ class Runtime:
     """The rows of a replica, if they may migrate to others."""
 
     def run(self, call: Call) -> Outcome:
-        """Run a node, or find its commit."""
+        """Run a node unless it has its commit already, and return the outcome."""
         raise NotImplementedError
 
     def set_fetcher(self, fetcher: Fetcher) -> None:

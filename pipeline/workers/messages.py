@@ -59,7 +59,7 @@ class WorkerSpec:
     index: int
     """Rank of an ordered gang, replica of a pool."""
     size: int
-    """Ranks of the gang; 1 for a pool's replica."""
+    """Number of ranks of the gang; 1 for a pool's replica."""
     incarnation: int
     """Number of times that the gang (or replica) was built before. A process refuses calls of another incarnation."""
     runtime: str

@@ -142,7 +142,7 @@ class WorkerParts:
         return watched.collectives_of(f"{call.address} (number {call.sequence} of gang {call.gang})")
 
     def attempt_name(self, call: Call) -> str:
-        """Return a name that is unique even if Dask runs the same call twice."""
+        """Return the name under which a call commits its output. It is unique even if Dask runs a call twice."""
         return f"{call.attempt}-{self.spec.incarnation}-{threading.get_native_id()}"
 
     def provenance(self, call: Call, started: float, weight_versions: tuple[int, ...]) -> Provenance:

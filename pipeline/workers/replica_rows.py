@@ -65,7 +65,7 @@ class ReplicaRows:
         self._shards: list[Shard] = []
         self._here: frozenset[RowKey] = frozenset()
         self._elsewhere: dict[int, RowKey] = {}
-        """Rows that migrated to other replicas, by ticket."""
+        """Rows that migrated to other replicas, by ticket: the number that the engine gave a row when it left."""
 
     @contextmanager
     def shard(self, address: Address, keys: Iterable[RowKey]) -> Iterator[Shard]:

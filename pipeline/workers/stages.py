@@ -107,7 +107,8 @@ def compute_policy_logprobs(parts: WorkerParts, call: Call) -> StageOutput:
 
 
 def compute_canary_logprobs(parts: WorkerParts, call: Call) -> StageOutput:
-    """Compute the trainer's log-probs of the canaries, for runs that compute no log-probs of whole shards."""
+    """Compute the trainer's log-probs of the canaries: the rows on which engine and trainer are compared. Only for runs
+    that compute no log-probs of whole shards."""
     host, settings = require_part(parts.updates).model_at(Role.POLICY, call.version), parts.config.mismatch
     record = canary_logprob(host, parts.read_record(call.inputs[0]), rows=settings.rows)
     return StageOutput(record, host.trunk_counts(), weight_versions=(call.version,))
@@ -187,7 +188,8 @@ class MismatchAlarm(RuntimeError):
 
 
 def generate_shard(parts: WorkerParts, call: Call) -> StageOutput:
-    """Generate responses to the prompts of a step's shard, with a version that the node's edge allows."""
+    """Generate responses to the prompts of a step's shard, with the version of the call, or a newer one if the engine
+    updates in flight."""
     config, where = parts.config, call.address
     prompts = training_prompts(
         require_part(parts.prompts),

@@ -42,9 +42,9 @@ from storage.rollouts import RolloutStore
 
 
 def expected_meta(ledger: Ledger, role: Role, version: int) -> dict[str, Any] | None:
-    """Return the meta data that a checkpoint of this version must have, or None if the update that made the version has
-    no commit. The meta data hold the digest in that commit, so another run's complete checkpoint is refused. The digest
-    covers the whole model in any layout."""
+    """Return the meta data that a checkpoint of this version must have. None for version 0, and if the update that made
+    the version has no commit. The meta data hold the digest in that commit, so another run's complete checkpoint is
+    refused. The digest covers the whole model in any layout."""
     commit = ledger.find(Address(UPDATE_STAGE[role], version - 1)) if version else None
     return None if commit is None else _meta(str(commit.digest))
 
@@ -313,7 +313,7 @@ class ExactlyOnceUpdates:
         self.background.submit(name, work)
 
     def close(self) -> None:
-        """Wait for unfinished writes. Raises the error of a write that failed."""
+        """Wait for unfinished writes, and close the models. Raises the error of a write that failed."""
         try:
             self.background.close()
         finally:

@@ -1,5 +1,5 @@
-"""An engine that shards of one version of the weights share, while shards of other versions wait. Also `Clock`, which
-counts the seconds that a call spends on the store, the ledger and new weights."""
+"""An engine for shards of several versions of the weights. Shards of one version share it, and shards of other versions
+wait. Also `Clock`, which counts the seconds that a call spends on the store, the ledger and new weights."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ class VersionedEngine:
         in_flight: bool = False,
         fetch: Callable[[int], None] = lambda version: None,
     ) -> None:
-        """`fetch(version)`: copies a version that the board lacks from another host, if another host has it."""
+        """`fetch(version)`: called with a version that the board lacks. It copies the version from another host, if
+        another host has it."""
         self._engine = engine
         self._in_flight = in_flight
         self._fetch = fetch

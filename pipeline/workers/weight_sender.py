@@ -1,4 +1,4 @@
-"""Send the bytes of a version to another host. A separate process sends them; `received` receives them.
+"""Send the bytes of a version of the weights to another host. A separate process sends, and `received` receives.
 
     worker that has the version       its sender, a process               worker that receives
     ───────────────────────────       ────────────────────                ────────────────────

@@ -5,8 +5,8 @@ once.
     ──────────────────────────              ─────────                          ─────────────
     has the host's lock for v
     ask ──────────────────────────────────► manifest, and whom to ask
-                                            └ the first two askers: the publisher's sender
-        ◄──manifest, "ask that one"──────── └ asker k: asker (k - 2) / 2
+                                            └ askers 0 and 1: the publisher's sender
+        ◄──manifest, "ask that one"──────── └ asker k: asker (k - 2) // 2
     ask ─────────────────────────────────────────────────────────────────────► its sender
     connect to the sender ═══════════════════════════════════════════════════► as soon as its board has them:
         pieces are checked and appended      ◄═════════pieces════════════════  the bytes of its own file
@@ -133,7 +133,8 @@ class WeightMirror:
     # ---- for the runtime -------------------------------------------------------------------------------------
 
     def fetch(self, version: int) -> None:
-        """Wait until the board has the version. Do not call this in the thread of the worker's event loop.
+        """Copy a version from another host unless the board has it, and wait until it has arrived. Do not call this in
+        the thread of the worker's event loop.
 
         Raises:
             MissingOutput: the publisher does not have it, or nobody reads it any more.

@@ -57,9 +57,9 @@ from storage.errors import StoreError
 from storage.host import family_of, private_directory
 
 _COUNT = "attempts"
-"""File in the run's `attached` directory that counts the drivers of the run."""
+"""Name of the file in the run's `attached` directory that holds the number of the newest driver."""
 _CLOCK_SKEW_S = 5.0
-"""Seconds by which a host's clock may differ from the driver's."""
+"""Most seconds by which a host's clock may differ from the driver's."""
 
 
 class AttachedWorkers(Cluster):
@@ -201,7 +201,7 @@ class _Joined:
     connection: Connection
     request: JoinRequest
     gpus: tuple[str, ...]
-    """Identities of the GPUs that it was given."""
+    """UUIDs of the GPUs that the worker was given."""
 
 
 class WorkerRegistry:

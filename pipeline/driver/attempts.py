@@ -70,15 +70,15 @@ class Attempt:
     name: str
     future: Future
     is_submitted_early: bool
-    """True if it was submitted before its parents were done, and depends on their futures."""
+    """True if it was submitted before the node's parents were done. Then it depends on their futures."""
     ready_at: float | None
-    """Time at which all its parents were done; None before."""
+    """Time at which all parents of the node were done; None until then."""
     num_ranks: int = 1
-    """Number of ranks that run it together. Rank 0 has the future and reports for all of them."""
+    """Number of ranks that run the node together. Rank 0 has the future and reports for all of them."""
     fails_at: float = math.inf
-    """Time from which its errors count as its own. Before that they may be signs of a peer's death."""
+    """Time from which its errors count as the stage's own. Until then a peer's death may be their cause."""
     retry_at: float = math.inf
-    """Time at which its node is submitted again, after a transient error. Until then the attempt holds its slot."""
+    """Time at which the node is submitted again after a transient error. Until then the attempt holds its slot."""
     outcome: Outcome | None = None
     errors: dict[int, BaseException] = field(default_factory=dict)
     """Errors by rank, or by the replica's index."""
@@ -101,7 +101,7 @@ class Result:
 def parent_futures(
     child: Node, worker: WorkerKey, attempts: Mapping[Address, Attempt], results: Mapping[Address, Result]
 ) -> list[Future]:
-    """Return the parents' futures that a child on this worker depends on (see the module docstring)."""
+    """Return the parents' futures that become Dask dependencies of a child on this worker (module docstring)."""
     futures = []
     for parent in child.parents:
         result = results.get(parent)

@@ -51,7 +51,7 @@ def scheduler_extensions() -> dict[str, Any]:
 
 
 def scheduler_spec(config: RunConfig, security: Security, host: str, port: int) -> dict[str, Any]:
-    """Return the spec, for Dask's `SpecCluster`, of a scheduler in this process. `port` 0: any free port."""
+    """Return the spec of a scheduler in this process, as Dask's `SpecCluster` takes it. `port` 0: any free port."""
     return {
         "cls": Scheduler,
         "options": {

@@ -76,10 +76,10 @@ class Context:
     """Random name of this executor. It is part of attempts' names and of task keys, so these differ from those of any
     other executor on the cluster."""
     now: Callable[[], float]
-    """Returns the seconds of the driver's clock, which stops while the driver is suspended."""
+    """Function that returns the seconds of the driver's clock, which stops while the driver is suspended."""
     watch_future: Callable[[Future, WorkerKey, Address | None], None]
-    """Called with a future, its worker, and the node's address (None: the worker's build). When the future ends, the
-    executor's loop is notified."""
+    """Function that makes the executor's loop notice the end of a future. It takes the future, its worker, and the
+    node's address (None: the future is the worker's build)."""
 
     @property
     def cluster(self) -> ClusterConfig:

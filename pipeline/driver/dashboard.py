@@ -117,7 +117,7 @@ def _add_page(scheduler: Scheduler, view: RunView, logs: Path) -> None:
 _ORDERS = 12
 """Number of positions in the column of a step. A node's position is the second number of its `graph.Node.priority`."""
 _SHIFT = 0.07
-"""Shift of every second node, so that no edge crosses the nodes between its ends."""
+"""Shift of every second position to the right, in steps, so that no edge crosses the nodes between its ends."""
 _SPREAD = 0.7
 """Part of a row's height over which the shards of a stage are spread."""
 

@@ -27,7 +27,7 @@ from pipeline.graph.graph import GraphSpec
 from storage.address import Address
 
 MAX_MARKERS = 2000
-"""Most nodes of a window that gets markers. More markers make Dask's page slow."""
+"""Most markers, because more make Dask's page slow. A window with more nodes gets none."""
 _DASK_STATE = {
     NodeState.WAITING: "waiting",
     NodeState.READY: "queued",

@@ -86,10 +86,10 @@ def repair_store(history: History, stored: RunStorage, damaged: Mapping[Address,
     before workers start. `damaged`: records that were set aside already.
 
     Raises:
-        StoreError: a record has another format. Or a committed output was made from an input that differs from the one
-            committed now, or from a shard whose commit is lost and whose tokens do not name exactly one sampling
-            version. In these two cases nothing has changed, except that damaged records are set aside and finished
-            segments closed.
+        StoreError: in one of three cases. (1) A record has another format. (2) A committed output was made from an
+            input that differs from the one committed now. (3) It was made from a shard whose commit is lost, and
+            whose tokens do not name exactly one sampling version. In cases 2 and 3 nothing has changed, except that
+            damaged records are set aside and finished segments closed.
     """
     ledger = history.ledger
     aside = {**damaged, **quarantine_damaged_commits(ledger, stored)}
@@ -150,8 +150,8 @@ def _sampling_version(history: History, address: Address, run_dir: Path) -> int:
 
 
 def lineage_faults(commits: Iterable[Commit], committed: Mapping[Address, Commit]) -> Iterator[str]:
-    """Yield a text for each output that was made from another input than the one that is committed now. Inputs without
-    a commit are ignored."""
+    """Yield a text for each output that was made from an input whose content differs from the one committed now. Inputs
+    without a commit are ignored."""
     for commit in commits:
         for one in commit.provenance.inputs:
             found_commit = committed.get(one.address)
@@ -292,7 +292,7 @@ class Rewind:
     directories: tuple[Path, ...]
     """Checkpoints and exports of later versions."""
     copies: tuple[str, ...]
-    """Keys of their files in the object store."""
+    """Keys of the files of these checkpoints and exports in the object store."""
     archive: str
     """Key of the archive, in the run's directory and in its object store."""
 

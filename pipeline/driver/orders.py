@@ -180,7 +180,7 @@ class MigrationOrders:
 
 @dataclass(eq=False)
 class _PendingHandover:
-    """A gang that is freeing its devices."""
+    """A hand-over of devices in progress: the giving gang is freeing them."""
 
     handover: Handover
     number: int

@@ -160,8 +160,8 @@ def _replaced_identity(config: RunConfig, prompts: PromptTable, ledger: Ledger) 
 
 
 class NumericsWatch:
-    """Owns the identity of a run while it runs. Records new numerics of a gang in it: the facts on which the last bits
-    of a worker's results depend."""
+    """Owns the identity of a run while it runs, and records each gang's numerics in it: the facts on which the last
+    bits of a worker's results depend."""
 
     def __init__(
         self,
@@ -240,8 +240,8 @@ def _model_paths(config: RunConfig) -> dict[str, tuple[str, str]]:
 
 
 def _model_files(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Return the digests of the files of each model and rubric, under the names of `_model_paths`. Read shared files
-    once."""
+    """Return the digests of the files of each model and rubric, under the names of `_model_paths`. Files that several
+    names share are read once."""
     by_path: dict[str, dict[str, str]] = {
         file: {"rubric": hashlib.sha256(Path(file).read_bytes()).hexdigest()} for file in config.rubric_files().values()
     }

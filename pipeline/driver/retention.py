@@ -38,14 +38,14 @@ from storage.rollouts import KEEP
 
 
 def is_usable(checkpoints: Checkpoints, ledger: Ledger, role: Role, version: int) -> bool:
-    """Return the result of `pipeline.workers.updates.is_usable`. That module loads torch, so it is imported only when
-    this function is called: few drivers need it, and no driver needs it at its start."""
+    """Return True if a checkpoint can be used (`pipeline.workers.updates.is_usable`). That module loads torch, so it is
+    imported only when this function is called: few drivers need it, and no driver needs it at its start."""
     return bool(import_module("pipeline.workers.updates").is_usable(checkpoints, ledger, role, version))
 
 
 def first_step_to_keep(spec: GraphSpec, keep: int, finished_until: int, saved: Collection[int]) -> int:
-    """Return the first step whose rollouts must stay, so that a lost trainer, a version that must be published again, a
-    damaged checkpoint and `resume --from-checkpoint` all find the data that they need.
+    """Return the first step whose rollouts must stay. They are needed after the loss of a trainer, to publish a version
+    again, after damage to a checkpoint, and for `resume --from-checkpoint`.
 
     Nodes from step `finished_until` on read versions from `finished_until - spec.staleness` on. To make the oldest of
     these versions again, a recovery begins at a checkpoint that is not newer. This checkpoint may be damaged, so the
@@ -77,7 +77,7 @@ class Retention:
         self._evaluations: dict[int, Evaluation] = {}
         """Complete evaluations, by version."""
         self._sound: dict[int, bool] = {}
-        """True if the checkpoints of all trained models are sound, by version. Every byte of them was read."""
+        """True if every byte of the checkpoints of all trained models was read and is sound, by version."""
         self._over_until = 0
         self._pass: Future[None] | None = None
         asked = keep.rollouts is not None or keep.exports is not None

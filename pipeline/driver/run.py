@@ -122,7 +122,7 @@ def run(
         StageFailed: a stage raised, workers were lost too often, or stored data was found damaged.
         StoreError: the stored data is inconsistent; nothing was started.
         AppendFailed: the journal or the tracking spool could not be written. For other files: OSError.
-        KeyboardInterrupt: Ctrl-C or SIGTERM. Commits stay, and `resume` continues from them.
+        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP. Commits stay, and `resume` continues from them.
         TerminatedEarly: like KeyboardInterrupt, but without a summary.
     """
     paths, screen = RunPaths(config.run_dir), Screen(console, json_lines)

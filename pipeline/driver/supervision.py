@@ -115,7 +115,7 @@ def future_error(future: Future) -> BaseException:
 
 
 def rank_error(failure: RankFailure) -> BaseException:
-    """Return a rank's reported error, as a class that `attempt_state` knows."""
+    """Return the exception that stands for a rank's reported failure. `attempt_state` goes by its class."""
     match failure.kind:
         case FailureKind.LOST:
             return WorkerLost(failure.worker, failure.incarnation)

@@ -93,9 +93,9 @@ _POLL_S = 0.2
 """Seconds between two checks for something that does not exist yet."""
 _CONNECT_S = 5.0
 _ANSWER_S = 60.0
-"""Seconds for the scheduler to judge a request."""
+"""Longest time to wait for the scheduler's answer to a join request."""
 _REASON_S = 2.0
-"""Seconds for the driver to give its reason after Dask has dropped the worker."""
+"""Longest time to wait for the driver's reason after Dask has dropped the worker."""
 
 
 class WorkerRefused(RuntimeError):
@@ -196,7 +196,7 @@ class _AttachedWorker:
                 except OSError as error:
                     why = f"the driver does not answer at {file.address} (process {file.process} on host {file.host}): "
                     why += f"{error}"
-                    # In a run's directory a later driver's file would count. A file that the user named stays the same.
+                    # A run's directory may get a later driver's file. A file that the user named stays the same.
                     if (
                         isinstance(error, FatalCommClosedError)
                         and path == self._options.file
@@ -404,7 +404,7 @@ def _network_environment(address: str, *, is_configured: bool) -> dict[str, str]
 # ---- joining ---------------------------------------------------------------------------------------------
 
 JOIN = "stageline_join"
-"""Name of the scheduler's handler."""
+"""Name of the scheduler's handler of join requests."""
 REFUSALS = "stageline-refusals"
 """Dask topic on which the scheduler reports workers that it refused: `JoinRefused` as a dict."""
 _MUST_AGREE = ("stageline", "dask", "distributed", "msgpack", "cloudpickle")
@@ -559,7 +559,8 @@ def _remove_boards_of_dead_runs(folder: Path) -> None:
 
 
 def _is_dead(driver_lock: Path) -> bool:
-    """Return True if nobody drives an attached run. Return False if its filesystem is not mounted here."""
+    """Return True if no driver of an attached run holds this lock. Return False if the lock's filesystem is not mounted
+    here."""
     return driver_lock.parents[1].is_dir() and holder(driver_lock) is None
 
 

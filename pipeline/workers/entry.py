@@ -54,7 +54,7 @@ class Runtime:
     numerics: Mapping[str, str] = MappingProxyType({})
     """Facts, by name, on which the last bits of the worker's results depend."""
     rows: ReplicaRows | None = None
-    """The rows of a replica, if they may migrate to others."""
+    """The rows of a replica, if they may migrate to other replicas; otherwise None."""
 
     def run(self, call: Call) -> Outcome:
         """Run a node unless it has its commit already, and return the outcome."""
@@ -88,7 +88,7 @@ _resident: _Resident | None = None
 _listening: socket.socket | None = None
 """Socket at the gang's rendezvous, on rank 0 until it is built."""
 _MAX_RANKS = 4096
-"""Most ranks that may wait for an answer at once."""
+"""Most ranks that may wait at once until rank 0 accepts their connections."""
 _MAX_REMEMBERED_CALLS = 16384
 """Number of remembered calls: more than one worker gets in 8 steps (`attempts.MAX_LINEAGE`) of 256 shards."""
 
@@ -201,7 +201,7 @@ def run_node(call: Call) -> Outcome:
 
 
 RUN = "stageline_run_call"
-"""Name of the Dask handler."""
+"""Name of the Dask handler that runs a forwarded call."""
 _TOLERANCE_S = 0.1
 
 
@@ -246,12 +246,12 @@ class ForwardedCall:
 
 
 def call_for_rank(call: Call, index: int) -> Call:
-    """Return the call for another rank."""
+    """Return the call to forward to rank `index`."""
     return replace(call, worker=worker_name(call.gang, index), peers=())
 
 
 async def _run_on_rank(worker: Worker, address: str, call: Call) -> Outcome | None:
-    """Run the call on another rank and return its outcome; None if it failed, which is then reported to the driver."""
+    """Run the call on another rank and return its outcome. Return None if the rank failed; the driver gets a report."""
     try:
         answer: dict[str, Any] = await getattr(worker.rpc(address), RUN)(call=pickle.dumps(call))
     except (OSError, AttributeError):  # the process has died, or was restarted and is not built yet
@@ -265,8 +265,8 @@ def _report_failure(worker: Worker, call: Call, error: BaseException) -> None:
 
 
 def differing_outcomes(first: Outcome, others: Sequence[Outcome]) -> tuple[Outcome, ...]:
-    """Return the outcomes with a warning, and those whose start or end differs from rank 0's by more than 0.1 s and by
-    more than a tenth of rank 0's duration."""
+    """Return the outcomes that have a warning, or whose start or end differs noticeably from rank 0's: by more than
+    0.1 s, and by more than a tenth of rank 0's duration."""
     tolerance_s = max(_TOLERANCE_S, 0.1 * (first.finished - first.started))
     return tuple(other for other in others if _differs(first, tolerance_s, other))
 

@@ -74,7 +74,7 @@ class WorkerSpec:
     log: str | None = None
     """File that the process appends its standard output and error to. None: they stay as they are."""
     mirror: MirrorSpec | None = None
-    """None: the worker exchanges no weights with other hosts."""
+    """How the worker exchanges weights with other hosts. None: it exchanges none."""
 
     @property
     def name(self) -> str:
@@ -234,7 +234,7 @@ class MigrationDone:
     num_bytes: int
     """Bytes of the keys and values that were copied while their rows went on decoding."""
     held_s: float
-    """Seconds in which the passes of both replicas waited for these copies."""
+    """Seconds for which the engine passes of both replicas waited for these copies."""
     standstill_s: float
     """Seconds from the time at which a row was taken out until it was accepted, summed over the rows."""
     waiting: tuple[Address, ...]

@@ -92,13 +92,13 @@ class WorkerParts:
     scorer: Scorer | None = None
     engine: VersionedEngine | None = None
     rows: ReplicaRows | None = None
-    """The rows of a replica, if they may migrate to others."""
+    """The rows of a replica, if they may migrate to other replicas; otherwise None."""
     updates: ExactlyOnceUpdates | None = None
-    """The models, on the ranks of a gang that has any."""
+    """The models and their updates, if the gang has models."""
     scoring_ranks: Any = None
     """This rank's membership (a `ParallelRank`) in a gang whose ranks divide the models of its rewards."""
     fetcher: Fetcher | None = None
-    """Copies versions that this host lacks from other hosts."""
+    """Copies the versions of the weights that this host lacks, from other hosts."""
     numerics: dict[str, str] = field(default_factory=dict)
     """Facts, by name, on which the last bits of this worker's results depend (stages/native/fingerprint.py)."""
     warnings: list[str] = field(default_factory=list)
@@ -181,7 +181,7 @@ class WorkerParts:
 
 
 def require_part(part: Held | None) -> Held:
-    """Return a part that the role of the call needs."""
+    """Return a part, which must not be None because the role of the call needs it."""
     assert part is not None, "this worker was built for other roles than the call's"
     return part
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # they import torch, which the driver does not load
     from stages.engines.embedded.migration import AcceptedRows, CopiedPart
 
 MIGRATE, ACCEPT = "stageline_migrate_rows", "stageline_accept_rows"
-"""Names of the Dask handlers."""
+"""Names of the Dask handlers: of migration orders, and of rows that arrive."""
 _BEAT_S = 1.0
 """Seconds between heartbeats."""
 
@@ -250,7 +250,7 @@ async def _host(comm: Comm, incoming: AcceptedRows) -> None:
     loop = asyncio.get_running_loop()
 
     def wait() -> None:
-        """Run in a thread, since it waits for the engine."""
+        """Queue each completion. This runs in a thread, since it waits for the engine."""
         try:
             for item in incoming:
                 loop.call_soon_threadsafe(finished.put_nowait, item)

@@ -116,9 +116,9 @@ class ExactlyOnceUpdates:
         self._bookkeeping = bookkeeping
         self._warn = warn
         self._damaged: dict[Role, set[int]] = {}
-        """Versions whose checkpoints this process could not use."""
+        """Versions whose checkpoints this process could not use, by role."""
         self._replayed: dict[Role, int] = {}
-        """Number of updates that ran again since the last new one."""
+        """Number of updates that ran again since the last new one, by role."""
         self.background = BackgroundWriter()
 
     def broadcast_from_rank_0(self, read: Callable[[], Any]) -> Any:

@@ -43,7 +43,7 @@ from storage.weight_copies import IncomingVersion, OutgoingVersion, receiving
 from storage.weights import Manifest, WeightBoard
 
 ASK, FETCH, RELEASE, REMOVE = (f"stageline_{what}_weights" for what in ("ask", "fetch", "release", "remove"))
-"""Names of the handlers."""
+"""Names of the Dask handlers."""
 FAN_OUT = 2
 """Most hosts that one host sends a version to."""
 _LOOK_S = 0.005
@@ -109,7 +109,7 @@ class WeightMirror:
         certificate = worker.security.get_tls_config_for_role("worker")
         self._sender = WeightSender(spec.board, get_address_host(worker.address), certificate)
         self._askers: dict[int, list[str]] = {}
-        """Addresses by version, in the order in which they asked this process."""
+        """Addresses of the workers that asked this process for a version, in the order of asking, by version."""
         self._arriving: set[int] = set()
         """Versions that this process is receiving."""
         self._unread: set[int] = set()

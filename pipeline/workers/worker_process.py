@@ -95,7 +95,8 @@ TERMINAL_SIGNALS = frozenset({signal.SIGINT, signal.SIGHUP})
 """Signals that a terminal sends to every process of a command, at Ctrl-C and when it is closed. Only the driver must
 react to them."""
 _UNLIMITED = 1_000_000.0
-"""Capacity of a pin: enough for any number of nodes. The number of threads is the limit."""
+"""Capacity of the Dask resource that pins nodes to a worker: enough for any number of them. The number of threads is
+the limit."""
 
 
 def _worker_extensions() -> dict[str, Any]:
@@ -132,8 +133,8 @@ def worker_environment(threads: int, shared: bool, gpus: str | None = None) -> d
 
 
 def trainer_environment(roles: Collection[str], gpus: str | None) -> dict[str, str]:
-    """Return further environment variables of a worker with these roles and GPUs, if it trains or holds the reference,
-    and has no engine. Otherwise return none. A user's own values stay.
+    """Return further environment variables for a worker that has GPUs, trains or holds the reference, and has no
+    engine. Empty for any other worker. A user's own values stay.
 
     Expandable segments keep buffers of many sizes from leaving holes in the GPU's memory. Workers with an engine do not
     get them, because its CUDA graphs need fixed segments. With one connection to the device, which Megatron asks for,

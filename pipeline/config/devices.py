@@ -94,7 +94,8 @@ def plan_devices(
     device_sharing: DeviceSharing = (),
 ) -> dict[Worker, tuple[int, ...]]:
     """Return the GPUs of each worker, as indices on its host; empty if the worker needs none or the host has none. The
-    placement must be one that `device_problems` accepts. GPUs are shared only if there are too few."""
+    placement must be one that `device_problems` accepts. Except under `device_sharing`, workers share GPUs only if
+    there are too few."""
     plan: dict[Worker, tuple[int, ...]] = dict.fromkeys(hosts, ())
     for host, available in num_gpus.items():
         if available:
@@ -108,8 +109,8 @@ def plan_devices(
 
 
 def visible_devices(indices: Sequence[int], inherited: str | None) -> str:
-    """Return `CUDA_VISIBLE_DEVICES` for a worker with these GPUs, as indices into those visible to this process.
-    `inherited`: this process's own `CUDA_VISIBLE_DEVICES`."""
+    """Return the value of `CUDA_VISIBLE_DEVICES` for a worker. `indices`: the worker's GPUs, as positions among the
+    GPUs that this process sees. `inherited`: this process's own `CUDA_VISIBLE_DEVICES`, or None if it is not set."""
     names = inherited.split(",") if inherited is not None else None
     return ",".join(str(index) if names is None else names[index].strip() for index in indices)
 
@@ -129,7 +130,8 @@ def devices_of_joining_worker(
         visible_gpus: identities of the GPUs that the worker sees. Two workers may see the same GPU.
         workers_by_gpu: identity of a GPU -> the workers that joined earlier and use it. A GPU counts as free if all its
             users are of gangs that share devices with this worker's gang.
-        share: `placement.oversubscribe`. If True, the worker may use GPUs of other gangs if too few are free.
+        share: `placement.oversubscribe`. If it is True and too few GPUs are free, the worker also uses GPUs of other
+            gangs.
     """
     alternating = {name for group in device_sharing if gang.name in group for name in group} - {gang.name}
     workers_by_gpu = {
@@ -173,7 +175,7 @@ def _divide_units(
 def _follow_leader(
     leader: str, following: Sequence[_Unit], assigned: Mapping[Worker, tuple[int, ...]]
 ) -> dict[Worker, tuple[int, ...]]:
-    """Return the GPUs of the workers of a gang that shares a leader's GPUs."""
+    """Return the GPUs of each worker of a gang that uses the GPUs of another gang, its leader."""
     gpus = sorted({gpu for (gang, _), own in assigned.items() if gang == leader for gpu in own})
     by_worker, first = {}, 0
     for unit in following:

@@ -39,21 +39,22 @@ from storage.problems import Problem
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The most bytes on one GPU at one time."""
+    """The predicted peak of the memory in use on one GPU."""
 
     host: str
     number: int
     num_bytes: int
     largest: WorkerMemory
-    """The device's worker that needs the most memory while it is awake."""
+    """The worker that takes the most memory on this GPU while its gang uses the GPU."""
 
 
 def memory_problems(
     run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str] | None = None
 ) -> Iterator[Problem]:
-    """Yield the problems of a run that is predicted not to fit: at most one for the memory of hosts, one for /dev/shm,
-    and for each gang one for the GPUs on which it takes the most memory. Each problem names changes that may help.
-    `hosts`: the host of each worker; None: all on this host."""
+    """Yield the problems of a run that is predicted not to fit. There is at most one problem about the memory of hosts,
+    and one about /dev/shm. A GPU counts for the gang that takes the most memory on it, and each gang has at most one
+    problem about GPUs. Each problem names changes that may help. `hosts`: the host of each worker; None: all on this
+    host."""
     hosts = hosts or place_all_here(run.config.gangs())
     workers = workers_memory(run)
     of_hosts = hosts_memory(run, workers, hosts)
@@ -81,8 +82,8 @@ def memory_problems(
 def devices_memory(
     run: PlannedRun, workers: Sequence[WorkerMemory], hosts: Mapping[Worker, str], num_devices: int
 ) -> list[DeviceMemory]:
-    """Return the most bytes on each GPU that is used. Gangs that share devices are counted as `_max_bytes_at_once`
-    says."""
+    """Return the predicted peak of each GPU that workers use. `_max_bytes_at_once` says how gangs that share devices
+    count."""
     config = run.config
     sharing = config.placement.device_sharing
     available = dict.fromkeys(hosts.values(), num_devices)
@@ -117,8 +118,8 @@ def fitting_layouts(
 
 
 def fitting_cache_mb(run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str] | None = None) -> int:
-    """Return the largest `engine.kv_budget_mb` with which the run is predicted to fit, at most the given one. Return 0
-    if a cache of that size could not hold a row."""
+    """Return the largest `engine.kv_budget_mb`, up to the config's, with which the run is predicted to fit. Return 0 if
+    no cache fits, or the largest that fits could not hold a row."""
     config = run.config
 
     def too_much(megabytes: int) -> bool:

@@ -42,13 +42,13 @@ class HardwareConfig:
     bf16_flops: float = setting("???", above(0))
     """Peak rate of dense bfloat16 matrix products of a device, in FLOP/s."""
     fp32_flops: float = setting("???", above(0))
-    """Peak rate of float32 arithmetic of a device without TF32, in FLOP/s."""
+    """Peak rate of a device's float32 arithmetic (not TF32), in FLOP/s."""
     memory_bytes_per_s: float = setting("???", above(0))
     """Peak bandwidth of a GPU's memory. Without GPUs, peak bandwidth of the node's memory for all cores together."""
     nvlink_bytes_per_s: float = setting("???", at_least(0))
     """Bandwidth of a GPU over NVLink in each direction; 0: none, GPUs talk over PCIe."""
     nvlink_gpus: int = setting("???", at_least(0))
-    """GPUs that NVLink joins. It may be more than a node has."""
+    """Number of GPUs that NVLink joins. It may be larger than the number of GPUs of a node."""
     nvlink_latency_s: float = setting("???", at_least(0))
     """Seconds that a short message takes from GPU to GPU over NVLink, inside a collective; 0 without NVLink."""
     pcie_bytes_per_s: float = setting("???", at_least(0))

@@ -5,7 +5,7 @@
     model files    digests of weights, config and tokenizer, by role         the same files, in any place
     reward models  their files' digests, by the key of their arguments       the same files, in the same place
     prompts        digest of their tokens and fields, evaluated prompts too  the same prompts
-    software       versions of the software that decides bits                the same, or `cluster.same_numerics: warn`
+    software       versions of software that results depend on, to the bit   the same, or `cluster.same_numerics: warn`
     numerics       of each gang's workers: processor, compiler, kernels      likewise, whenever a gang is built
 
 A driver that finds an allowed difference appends a statement. Nothing is ever removed. So the file tells under which
@@ -198,12 +198,12 @@ class Statement:
     config_hash: str
     """Digest of the config. Commits made under the config store the same digest."""
     software: Mapping[str, str]
-    """Name -> version of the software that decides bits."""
+    """Name -> version of the software on which the bits of results depend."""
     changed: tuple[str, ...] = ()
     """Differences from the previous statement, as text for users."""
     anew: bool = False
-    """True if the commits after a checkpoint were archived. Workers are then no longer compared with the numerics
-    recorded before."""
+    """True if the run was resumed from a checkpoint, and the commits after it were archived. Workers are then no longer
+    compared with the numerics recorded before."""
 
 
 @dataclass(frozen=True)
@@ -273,8 +273,8 @@ def write_identity(run_dir: Path, identity: Identity) -> None:
 
 def edited_settings(identity: Identity, saved: Mapping[str, Any]) -> list[Change]:
     """Return the differences between the saved config and the last statement. Return an empty list too if the saved
-    config equals that of the statement before: a driver may have died after it wrote a statement and before it wrote
-    the config."""
+    config equals the config of the last but one statement: a driver may have died after it wrote a statement and before
+    it wrote the config."""
     changes = [config_changes(statement.config, saved) for statement in identity.statements[-2:]]
     return [] if [] in changes else changes[-1]
 
@@ -295,7 +295,8 @@ def fingerprint(items: Mapping[str, str]) -> str:
 
 
 def identity_faults(identity: Identity | None, saved: Mapping[str, Any], commits: Iterable[Commit]) -> Iterator[str]:
-    """Yield the contradictions between a run's directory and its identity. `saved`: its config, as sections."""
+    """Yield a text for each contradiction between a run's identity and its saved config or commits. Without an
+    identity, yield one text that says so. `saved`: the config in the run's directory, as sections."""
     if identity is None:
         yield f"{FILE} is missing: nothing says which config, models and prompts the commits were made with"
         return

@@ -131,7 +131,8 @@ _MIN_SIMILARITY = 0.8
 """Least similarity, as difflib measures it, at which a key of another section is suggested."""
 _HINTS: dict[Any, dict[str, Any]] = {}
 _GIVEN = {int: 1, float: 1.0}
-"""Values that stand for missing numbers while other settings are checked; all other missing values are texts."""
+"""Type of a number -> value that a missing setting of this type gets while the other settings are checked. Missing
+settings of other types get a text."""
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -154,7 +155,7 @@ def source_errors(source: Any, name: str, schema: type) -> list[ConfigError]:
 
 
 def is_setting(word: str, schema: type) -> bool:
-    """Return True if this is the key path of a setting or a section. A key below a mapping of names always counts,
+    """Return True if `word` is the key path of a setting or a section. A key below a mapping of names always counts,
     because the names are only known from a config."""
     hints = _setting_types(schema)
     head, _, rest = word.partition(".")
@@ -288,7 +289,7 @@ def _innermost(key: str, schema: Any) -> tuple[Any, list[str]]:
 
 
 def _type_of(key: str, schema: Any) -> Any:
-    """Return the type of a setting; None below a mapping of plain values."""
+    """Return the type of a setting. None if the key is unknown, or lies below a plain value."""
     kind = schema
     for part in key.split("."):
         if is_dataclass(kind):
@@ -361,8 +362,9 @@ def load_config(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str
 def readable_config(
     files: Iterable[str | os.PathLike[str]], overrides: Iterable[str], refused: Collection[str]
 ) -> RunConfig | None:
-    """Return the config of sources that `load_config` refuses, so that the files that it names can still be checked.
-    The `refused` settings get their defaults, if they have any. Return None if the sources cannot be merged."""
+    """Return the config of sources that `load_config` refuses, so that the files named in the config can still be
+    checked. The `refused` settings get their defaults, if they have any. Return None if the sources cannot be
+    merged."""
     try:
         merged, _ = _merge(RunConfig, _sources(files, overrides))
         for key in OmegaConf.missing_keys(merged):
@@ -397,7 +399,7 @@ def load_label_config(files: Iterable[str | os.PathLike[str]], overrides: Iterab
 
 
 def load_file(schema: type, file: str | os.PathLike[str]) -> Any:
-    """Return the content of one file as the dataclass `schema`. Keys and types are checked, and no other rules. Raises
+    """Return the content of one file as the dataclass `schema`. Only its keys and their types are checked. Raises
     ConfigError."""
     return _load(schema, _sources([file], []))
 
@@ -545,7 +547,7 @@ def _other_problems(schema: type, merged: Any, missing: Sequence[str], refused: 
 
 
 def _other_command_error(source: Any, name: str, schema: type) -> Iterator[ConfigError]:
-    """Yield an error if a file is the config of another command. It is if all its top-level keys are keys of that
+    """Yield an error if a file is the config of another command. This is so if all its top-level keys are keys of that
     command's config, and not all are keys of `schema`."""
     if not isinstance(source, DictConfig) or "=" in name:
         return
@@ -557,9 +559,9 @@ def _other_command_error(source: Any, name: str, schema: type) -> Iterator[Confi
 
 
 def _default_placement(sources: Sequence[Source]) -> DictConfig:
-    """Return the default placement to merge the sources into. It is empty if a source has a section `placement.roles`,
-    because that section must then name all roles except `advantage`. An override of a single role
-    (`placement.roles.critic=other`) changes the default instead."""
+    """Return the default placement to merge the sources into. It is empty if a source has a section `placement.roles`
+    that names a role other than `advantage`. The sources must then place all roles except `advantage` themselves. An
+    override of a single role (`placement.roles.critic=other`) changes the default instead."""
     named: set[str] = set()
     for name, source in sources:
         placement = source.get("placement") if isinstance(source, DictConfig) else None

@@ -133,7 +133,7 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class PlannedScorer:
-    """A reward model."""
+    """A model of a reward: a reward model or a local judge."""
 
     model: PlannedModel
     dtype: str
@@ -150,7 +150,7 @@ class PlannedRun:
     own: Mapping[Role, PlannedModel] = field(default_factory=dict)
     """Models of the roles whose model is not the policy's."""
     scorers: Sequence[PlannedScorer] = ()
-    """Reward models. Every scoring worker holds all of them, or its part of them."""
+    """Models of rewards. Every scoring worker holds all of them, or its part of them."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -202,7 +202,7 @@ class WorkerMemory:
         return sum(self.items[name] for name in self.items.keys() - _ON_HOST - _REMAINS - _COMPUTED_AGAIN)
 
     def at(self, phase: Phase, names: Iterable[str] | None = None) -> int:
-        """Return the bytes that the items `names` take in a phase. None: all items."""
+        """Return the bytes that some items take in a phase. `names`: the items; None: all of them."""
         kept = self.items if names is None else names
         return sum(self.items[name] for name in kept if phase in _PHASES.get(name, _ALWAYS))
 
@@ -283,14 +283,15 @@ def host_bytes(run: PlannedRun, workers: Sequence[WorkerMemory]) -> int:
 
 def board_bytes(run: PlannedRun) -> int:
     """Return the bytes of a directory of published weights. It holds the `staleness` + 2 versions that readers may
-    still need, and one from which an export may be written during training."""
+    still need. If exports are written during training, it holds one more, from which an export is written."""
     versions = run.config.staleness + 2 + run.config.exports_in_training
     return versions * DTYPE_BYTES[run.config.model.dtype] * _published_parameters(run)
 
 
 def _boards(run: PlannedRun, here: Sequence[Worker]) -> set[str | None]:
-    """Return the directories of published weights on a host with these workers: the policy's, if its first rank is on
-    the host, and the engines'. None stands for the default directory."""
+    """Return the directories of published weights on a host with these workers. They are the directory of the policy's
+    gang, if its first rank is on the host, and that of the engine's gang, if one of its replicas is. None stands for
+    the default directory."""
     roles, config = run.config.placement.roles, run.config
     publishes = (roles[Role.POLICY], 0) in here
     reads = any(name == roles[Role.GENERATE] for name, _ in here)
@@ -325,7 +326,7 @@ def _items(run: PlannedRun, gang: Gang, stage: int, *, first: bool) -> dict[str,
 
 
 def _scorer_bytes(run: PlannedRun, gang: Gang, scorer: PlannedScorer, stage: int) -> int:
-    """Return the bytes of a scoring model's weights on a rank of this pipeline stage."""
+    """Return the bytes of the weights of a reward's model on a rank of this pipeline stage."""
     layout, spec = run.config.placement.gangs[gang.name].layout, scorer.model.spec
     if not gang.divides_scorers:
         return DTYPE_BYTES[scorer.dtype] * parameters(spec)
@@ -382,7 +383,7 @@ def largest_micro_batch(optimizer: OptimizerConfig, config: RunConfig) -> MicroB
 
 
 def _engine_items(run: PlannedRun) -> dict[str, int]:
-    """Return the items of one replica, all of its ranks together."""
+    """Return the items of one replica of the engine, summed over its ranks."""
     config, spec, engine, memory = run.config, run.spec, run.config.engine, engine_memory(run)
     number, ranks = DTYPE_BYTES[engine.dtype], config.replica_ranks
     output_layer = spec.vocab_size * spec.hidden_size
@@ -454,7 +455,8 @@ _GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 """Device files of GPU drivers: NVIDIA's, that of Linux under Windows, AMD's. One exists if a driver is installed."""
 
 _CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Files of control groups 2 and 1; each holds a number if the container has a limit."""
+"""Files of the memory limit in versions 2 and 1 of control groups. Such a file holds a number if the container has a
+limit."""
 
 
 def gpus_here() -> int:

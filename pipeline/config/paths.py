@@ -106,7 +106,8 @@ MOUNTS = Path("/proc/self/mountinfo")
 _NETWORK = re.compile(
     r"nfs\d?|lustre|gpfs|beegfs\w*|ceph|cifs|smb\d?|9p|afs|pvfs2|orangefs|wekafs|panfs|glusterfs|gfs2|ocfs2|virtiofs|fuse\..*"
 )
-"""Types that several hosts can mount at once. `fuse.*` counts too: a program serves it, mostly from another host."""
+"""Types of filesystems that several hosts can mount at once. `fuse.*` counts too: a program serves such a filesystem,
+mostly from another host."""
 
 
 def network_filesystem(path: Path, mounts: str | None = None) -> str | None:

@@ -98,7 +98,7 @@ def placed_gangs(
     """Return the gangs with the roles placed on them, and the GPUs that their workers need.
 
     Args:
-        critic: True if a critic is trained. Otherwise its role is left out, and gangs that have no other role too.
+        critic: True if a critic is trained. Otherwise its role is left out, and so are gangs without another role.
         replica_ranks: ranks of one replica of the engine.
         scoring_models: True if rewards have models.
     """

@@ -165,8 +165,8 @@ class Preflight:
     """Description of the damage of a resumed run's saved prompts, which were then read from their source again. None if
     there was no damage."""
     sandboxes: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
-    """Key path of each reward part that runs code in a sandbox -> its protections. For each of files, network and
-    processes they name the mechanism that protects it on this host, or None."""
+    """Key path of each reward part that runs code in a sandbox -> {files, network or processes: the mechanism that
+    protects them from this code on this host, or None}."""
 
 
 def check_run(config: RunConfig, *, resume: bool) -> Preflight:
@@ -273,7 +273,7 @@ def _checks_of_this_host(config: RunConfig) -> Iterator[Callable[[], None]]:
 
 
 def _check_descriptors(config: RunConfig) -> None:
-    """Raise ConfigError if the workers need more open files than this account may have."""
+    """Raise ConfigError if a process of the run on this host would need more open files than this account may have."""
     needed, allowed = descriptors_needed(config), max_descriptors()
     if needed > allowed:
         workers = sum(gang.workers for gang in config.gangs())
@@ -508,8 +508,8 @@ def _check_engine(config: RunConfig) -> None:
 
 
 def _check_engine_device(config: RunConfig, device: Device) -> None:
-    """Raise ConfigError if the engine does not run on this kind of device. Also if the config lets it share devices
-    with other gangs, but it cannot release its memory."""
+    """Raise ConfigError if the engine does not run on this kind of device. Also raise it if the engine shares devices
+    with other gangs, but cannot release its memory."""
     can = config.capabilities(device)
     if device not in can.devices:
         others = " or ".join(able(config.engine, device, lambda can: device in can.devices))
@@ -646,8 +646,8 @@ def _check_cuda_only(config: RunConfig, *, on_gpus: bool) -> None:
 
 
 def _prompts_of(config: RunConfig, tokenizer: Tokenizer, saved: Path | None) -> tuple[PromptTable, str | None]:
-    """Return a run's prompts. If its saved prompts are damaged, read the prompts from their source, and return a
-    description of the damage too; otherwise None."""
+    """Return (a run's prompts, None). If its saved prompts are damaged, return the prompts of their source, and a
+    description of the damage instead of None."""
     if saved is None:
         return _read_prompts(config, tokenizer), None
     try:
@@ -709,8 +709,8 @@ def _items(source: PromptsConfig, section: str) -> list[PromptItem]:
 
 @contextmanager
 def _errors_of(section: str) -> Iterator[None]:
-    """Raise a PromptsError of the block as a ConfigError. `section`: key path of the section with the source's URL,
-    format and field."""
+    """Return a context that turns a PromptsError of its block into a ConfigError. `section`: key path of the section
+    with the source's URL, format and field."""
     try:
         yield
     except PromptsError as error:

@@ -48,7 +48,7 @@ class ScorerConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of forward and backward; master weights are float32."""
     blocks: int | None = setting(None, at_least(1))
-    """Number of lowest blocks that the scorer keeps, for a student smaller than its start model; null: all."""
+    """Number of the start model's lowest blocks to keep, for a student that is smaller than this model; null: all."""
     frozen_blocks: int = setting(0, at_least(0))
     """Number of the lowest blocks that are frozen, with the embeddings. The output of these blocks is computed once per
     row and kept."""
@@ -78,7 +78,7 @@ class RewardModelConfig:
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-4))
     """The optimizer. Where its settings count steps, they count optimizer steps, since a training has no PPO steps."""
     workers: int = setting(1, at_least(1))
-    """Ranks: processes of this host."""
+    """Number of ranks. They are processes on this host."""
     threads: int = setting(1, at_least(1))
     """CPU threads of each rank."""
     collective_timeout_s: float = setting(600.0, above(0, " seconds"))
@@ -153,9 +153,9 @@ class ResponsesConfig:
     url: str | None = None
     """A .jsonl or .parquet file: rows with a prompt (a text, or messages) and a list of responses."""
     prompt: str = "prompt"
-    """Field of the file in `url` with the prompt."""
+    """Field with the prompt in each row of `url`."""
     responses: str = "responses"
-    """Field of the file in `url` with the responses."""
+    """Field with the list of responses in each row of `url`."""
     model: str | None = None
     """Policy that samples responses to `prompts`: a directory in Hugging Face layout, or random:tiny."""
     per_prompt: int = setting(4, at_least(2, ": one is compared with another"))
@@ -181,7 +181,7 @@ class LabelConfig:
     pairs_per_prompt: int | None = setting(None, at_least(1))
     """Most pairs per prompt that the judge compares, drawn from all pairs; null: all."""
     min_margin: float = setting(0.0, at_least(0))
-    """Largest margin of a pair that counts as a tie. Ties are left out."""
+    """Largest margin at which a pair counts as a tie. Ties are left out."""
     prompts_at_once: int = setting(64, at_least(1))
     """Prompts per round. The judge is asked about all responses to them, then all their labels are written."""
     threads: int = setting(1, at_least(1))

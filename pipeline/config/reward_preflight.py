@@ -80,7 +80,8 @@ def read_parts(config: RewardModelConfig) -> TrainingParts:
 
 
 def _check_teacher(config: RewardModelConfig, key: str, path: str, student: ModelSpec) -> None:
-    """Raise ConfigError if a reward model cannot score the student's rows, token by token, in the training's layout."""
+    """Raise ConfigError if a teacher is not a reward model, or cannot score the student's rows, token by token, in the
+    training's layout."""
     spec = read_model(key, path)
     wrong = head_problem(path, spec)
     if not is_classifier(path) or tensor_shape(path, SCORE_WEIGHT) is None:

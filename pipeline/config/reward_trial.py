@@ -66,8 +66,8 @@ def _try_part(checked: Preflight, rows: Rollout, part: Part, key: str, kind: str
 
 
 def _trial_rows(config: RunConfig, checked: Preflight, section: str) -> Rollout:
-    """Return rows in which each of the section's first prompts has every made-up response, in the form in which the
-    engine returns its rows."""
+    """Return one row for each made-up response to each of the section's first prompts, in the form in which the engine
+    returns its rows."""
     prompts = checked.prompts
     numbers = [int(number) for part in prompts_scored_by(config, prompts, section) for number in part[:NUM_PROMPTS]]
     responses = [*_responses(config, checked)]

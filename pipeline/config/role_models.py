@@ -34,8 +34,8 @@ def read_model(key: str, path: str, *, weights: bool = True) -> ModelSpec:
 
 
 def model_paths(config: RunConfig) -> dict[str, str]:
-    """Return directory -> key path of the first setting that names it, for the directories that models are read from.
-    Needs rewards that can be built."""
+    """Return the directories that models are read from: directory -> key path of the first setting that names it. The
+    config's rewards must be ones that can be built."""
     model = config.model
     paths = [("model.path", model.path), ("model.reference_path", model.reference_path)]
     paths += [("model.critic_path", model.critic_path)] if config.has_critic else []
@@ -48,7 +48,8 @@ def model_paths(config: RunConfig) -> dict[str, str]:
 
 
 def check_exported(key: str, path: str) -> None:
-    """Read every byte of a model that this program exported. Raises ConfigError if any has changed."""
+    """Check every byte of a model that this program exported. Raises ConfigError if a byte has changed. Other models
+    are not checked."""
     for fault in export_faults(Path(path)) if has_sums(Path(path)) else ():
         changed = f"If it was changed on purpose, remove {RECORD}, which has the sums"
         raise ConfigError(key, f"given {path!r}; {fault}. Export it again. {changed}")
@@ -101,7 +102,7 @@ def role_models(config: RunConfig, policy: ModelSpec, *, weights: bool = True) -
 
 def check_reward_models(config: RunConfig, policy: ModelSpec) -> None:
     """Check that each reward model can score this policy's rows, token by token, and that the process of a reward model
-    or local judge holds no other model. Needs rewards that can be built.
+    or local judge holds no other model. The config's rewards must be ones that can be built.
 
     Raises:
         ConfigError: a vocabulary lacks tokens of the policy or numbers them differently; a context is too short for a

@@ -207,7 +207,7 @@ def _unread_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _normalize_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem if the advantage cancels a normalization."""
+    """Yield a problem for each setting of `reward.normalize` whose effect `ppo.advantage` cancels."""
     normalize, ppo = config.reward.normalize, config.ppo
     if normalize.scale and normalize.clip is None and ppo.advantage == "group":
         need = (

@@ -65,7 +65,8 @@ class RunConfig:
     steps: int = setting(10, at_least(1))
     """PPO steps."""
     staleness: int = setting(1, at_least(0, ": 0 is synchronous PPO, 1 or more overlaps"))
-    """The staleness bound eta. Version max(0, i - eta) generates step i, or a newer version (`rollout.versions`)."""
+    """The staleness bound eta. Version max(0, i - eta) of the weights, or a newer one (`rollout.versions`), generates
+    the rows of step i."""
     model: ModelConfig = field(default_factory=ModelConfig)
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -211,17 +212,18 @@ class RunConfig:
         return ("evaluate.reward", self.evaluate.reward) if has_own else ("reward", self.reward)
 
     def reward_models(self) -> dict[str, Mapping[str, Any]]:
-        """Return the arguments of every reward of kind `model`, by their key path. Needs parts that can be built."""
+        """Return the arguments of every reward of kind `model`, by their key path. The rewards must be ones that can be
+        built."""
         return self._rewards_of(("model",))
 
     def scoring_models(self) -> dict[str, Mapping[str, Any]]:
         """Return the arguments of every reward with a model in the scoring worker (kinds `model` and `local_judge`), by
-        their key path. Needs parts that can be built."""
+        their key path. The rewards must be ones that can be built."""
         return self._rewards_of(("model", "local_judge"))
 
     def answer_caches(self) -> dict[str, str]:
-        """Return the answer directories that lie outside the run's directory, by the key path of the judge's
-        setting."""
+        """Return the directories that the config gives for judges' answers, by the key path of the setting. Judges
+        without this setting keep their answers in the run's directory."""
         judges = self._rewards_of(JUDGES)
         return {f"{where}.cache": str(args["cache"]) for where, args in judges.items() if args.get("cache") is not None}
 
@@ -271,7 +273,7 @@ class RunConfig:
 
     @property
     def _export_periods(self) -> list[int]:
-        """Periods in versions. Each multiple of one of them is exported."""
+        """Periods of the exports, in versions. A version is exported if it is a multiple of one of them."""
         evaluated = self.graph().eval_every if self.storage.keep.rollouts is not None else 0
         return [period for period in (self.steps, self.export.every, evaluated) if period]
 

@@ -42,8 +42,8 @@ except mismatch, which has a section of its own."""
 
 @dataclass
 class AlarmsConfig:
-    """The limits of the rules. Null switches a rule off. An alarm is raised when its rule begins to hold; it is raised
-    again only after the rule has ceased to hold."""
+    """The limits of the rules that warn about a run. Null switches a rule off. An alarm is raised when its rule begins
+    to hold; it is raised again only after the rule has ceased to hold."""
 
     trainer_idle_s: float | None = setting(900.0, above(0, ", or null for no such alarm"))
     """trainer_idle: alarm if the policy's gang is up and has no node to work on for this many seconds."""
@@ -138,7 +138,7 @@ class ClusterConfig:
     )
     """Attached: address on the driver's host that the scheduler listens on: HOST, HOST:PORT or :PORT. Without HOST the
     scheduler listens on the address of `interface`, or if that is null on the address of the default route. Without
-    PORT it takes any free port. null: without both."""
+    PORT it takes any free port. null: neither HOST nor PORT."""
     arrival_timeout_s: float = setting(600.0, above(0, " seconds"))
     """Attached: seconds that a worker may take to join. They count from the driver's start, or from the loss of the
     process that the worker replaces. A replica that is late is left out. A rank that is late ends the run, which can be
@@ -156,15 +156,16 @@ class ClusterConfig:
     largest model's files."""
     deadline_s: float = setting(1800.0, above(0, " seconds"))
     """Seconds that a node of the task graph may take. After that its worker counts as lost and is ended. If another
-    replica can do its work, it first counts as suspect: it gets no new nodes, and is ended if it is still busy after as
-    many seconds more."""
+    replica can do its work, the worker first counts as suspect: it gets no new nodes, and is ended if it is still busy
+    after the same time again."""
     collective_timeout_s: float = setting(300.0, above(0, " seconds"))
     """Seconds for all ranks of a gang to reach a collective; after that the gang counts as lost, and the error names
     the missing ranks. At most half of `deadline_s` is used, so that the error comes before the gang is ended."""
     attempts: int = setting(3, at_least(1))
-    """Times that a node of the task graph may lose its worker before the run gives up."""
+    """Most times that a node of the task graph is tried. A try fails if the node's worker is lost, or its stage raises
+    a transient error. If all tries fail, the run ends."""
     same_numerics: Literal["refuse", "warn"] = "refuse"
-    """Action if workers of one gang, or of a resumed run, would compute different last bits because their processor,
+    """Action if last bits of results would differ between workers of a gang, or after a resume, because processor,
     compiler, kernels or libraries differ."""
     weights_dir: str | None = setting(None, local_directory())
     """Directory for published weights; null: in /dev/shm."""

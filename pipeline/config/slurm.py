@@ -67,8 +67,8 @@ class SlurmGangConfig:
     """The nodes of a gang's workers, and the resources of each worker."""
 
     nodes: int | None = setting(None, at_least(1))
-    """Number of the gang's own nodes; its workers are spread over them evenly. null: beside another gang, or on the
-    batch node."""
+    """Number of the gang's own nodes; its workers are spread over them evenly. null: its workers run beside another
+    gang (`beside`), or on the batch node."""
     beside: str | None = None
     """Another gang, on whose nodes this gang's workers are spread evenly."""
     gpus_per_worker: int | None = setting(None, at_least(0))
@@ -106,7 +106,7 @@ class SlurmConfig:
     """Lines of shell that run before anything else in the job: `module load cuda`, `source .venv/bin/activate`."""
     command: str | None = None
     """Command that starts Stageline on a node, in a container too: `apptainer exec --nv IMAGE stageline`. null: the
-    Python that submits."""
+    Python that runs `stageline submit`."""
     sbatch: list[str] = setting([], _OPTIONS)
     """More options of sbatch for the whole job (`--qos=long`, `--constraint=h100`); in a heterogeneous job, for every
     component."""

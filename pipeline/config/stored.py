@@ -5,8 +5,8 @@ every command that reads a run, gets the place from `RunConfig.stored`.
     there, or below `storage.url`   ledger/, rollouts.zarr/, attempts/, damaged/, archive/, dropped.json
     in both                         checkpoints/, weights/ (exports): written locally, then uploaded
 
-Two directories can name the same object store. One is of a driver that was killed, or only seems to be. The other is of
-the driver that continues the run elsewhere. So each driver writes a claim when it starts, and ends when it finds a
+Two directories can name the same object store. For example, a driver was killed, or only seems to be, and another
+driver continues the run from another directory. So each driver writes a claim when it starts, and ends when it finds a
 later claim.
 
     drivers/000002.json   {"host": "node7", "directory": "/data/runs/demo", "time": 1767225600.0}
@@ -63,7 +63,7 @@ class RunStorage:
 
     @property
     def damaged(self) -> str:
-        """Damaged commit records, moved here when the run was resumed."""
+        """Place of damaged commit records. They are moved there when the run is resumed."""
         return f"{self.place}/damaged"
 
     @property
@@ -120,7 +120,8 @@ class Claim:
 
     stored: RunStorage
     number: int | None
-    """None: the data is in the run's directory, whose lock keeps other drivers away."""
+    """Number of the claim, counted from 1. None if the data is in the run's directory, whose lock keeps other drivers
+    away."""
 
     def later(self) -> str | None:
         """Return the description of a driver that has claimed the data since, or None."""

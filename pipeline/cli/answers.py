@@ -200,11 +200,11 @@ def read_trusted_config(run_dir: str, overrides: Sequence[str] = ()) -> RunConfi
 
 
 def read_saved_config(run_dir: str, overrides: Sequence[str] = (), *, variants: bool = False) -> RunConfig:
-    """Return the config in a run's directory, with key=value changes. If config.yaml is lost or unreadable, take the
-    settings from identity.json.
+    """Return the config in a run's directory, with key=value changes. If config.yaml is lost, or this user may not read
+    it, take the settings from identity.json.
 
     Raises:
-        ConfigError: the directory holds no run, or a variant (unless `variants` is True), or the config is damaged.
+        ConfigError: the directory holds no run, or a variant while `variants` is False; or the config is damaged.
         StoreError: identity.json is needed, and is damaged.
     """
     paths = RunPaths(Path(run_dir))

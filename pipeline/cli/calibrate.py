@@ -91,7 +91,8 @@ def calibrate_to_step_time(options: argparse.Namespace, cluster: HardwareCluster
     """Return assumed speeds, scaled so that a simulated step takes `--step-seconds`.
 
     Raises:
-        ConfigError: the config does not fit on the cluster, or an efficiency would be above 1 or too small."""
+        ConfigError: the step time is not above 0, the config does not fit on the cluster, or an efficiency would be
+            above 1 or too small."""
     seconds: float = options.step_seconds
     if not (math.isfinite(seconds) and seconds > 0):
         raise ConfigError(STEP_SECONDS, f"given {seconds:g}; must be above 0")

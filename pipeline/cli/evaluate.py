@@ -1,4 +1,5 @@
-"""`stageline evaluate MODEL`: sample and score the evaluated prompts of a config with a model of transformers.
+"""`stageline evaluate MODEL`: sample responses to a config's evaluated prompts with a model of transformers, and score
+them.
 
     prompts, reward, sampling of a config (a run's, or --prompts and --reward)
         ──► transformers: logits ──► drawn tokens ──► Rollout ──► stage `score` ──► table
@@ -79,7 +80,7 @@ def evaluation_config(path: str, prompts: str | None, reward: str | None, source
 
 
 def evaluate_model(path: str, config: RunConfig) -> EvaluatedModel:
-    """Sample and score responses to the config's evaluated prompts.
+    """Sample responses to the config's evaluated prompts with the model at `path`, and return them with their scores.
 
     The tokenizer is read from `path`. If there is none, as in the export of a random model, it is that of `model.path`.
 

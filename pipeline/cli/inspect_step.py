@@ -42,8 +42,9 @@ def last_step(config: RunConfig) -> int:
 
 
 def inspect_step(config: RunConfig, step: int, rows: int) -> RenderableType:
-    """Return two tables about a step. The first has its rows with the results of the stages, or a text if the rows were
-    deleted. The second has its nodes: worker, attempt, versions of the weights, duration.
+    """Return two tables about a step. The first has up to `rows` of its rows with the results of the stages. If the
+    rows were deleted, a text takes its place. The second has its nodes: worker, attempt, versions of the weights,
+    duration.
 
     Raises:
         ConfigError: no such step.

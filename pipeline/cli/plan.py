@@ -214,7 +214,7 @@ def _verdict(result: Found, price: float) -> Iterator[str]:
     """Yield lines for users about
 
     - the step times of the best synchronous and the best asynchronous plan,
-    - the price of staleness from which on the asynchronous plan is worse,
+    - the smallest price of staleness at which the asynchronous plan is worse,
     - the numbers of combinations that were searched and left out."""
     synchronous, asynchronous = result.best(synchronous=True), result.best(synchronous=False)
     if synchronous is not None and asynchronous is not None:

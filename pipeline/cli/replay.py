@@ -12,7 +12,7 @@ rank. Its sums may therefore differ in the last bits, and the printed result say
 
 First all updates of one model are run, then all updates of the other model. This is possible because every input of an
 update (rollouts, advantages, values, log-probs) is stored. Last bits may differ for a gang of several ranks, and on
-devices that do not repeat their bits. The printed result says so.
+devices whose results do not repeat bit for bit. The printed result says so.
 
 `stageline replay RUN --updates A:B key=value... name=...`: train a variant on the rollouts that RUN recorded.
 
@@ -91,7 +91,7 @@ DRAWING = ("generate", "evaluate")
 """Stages in which the engine draws tokens."""
 SCORING = ("score", "evaluate_score")
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
-"""Dtype of the models -> largest allowed difference of a log-prob, value or score. It holds where last bits may
+"""Dtype of the models -> largest allowed difference of a log-prob, value or score. It applies only if last bits may
 differ."""
 
 
@@ -243,7 +243,8 @@ def _invariance(config: RunConfig) -> set[str]:
 
 
 def _find_node(config: RunConfig, stage: str, step: int, shard: int) -> Node:
-    """Return the node of the run's graph. Raises ConfigError."""
+    """Return the node of this stage, step and shard in the run's graph. Raises ConfigError if there is none, or the
+    stage cannot be replayed."""
     if stage not in STAGE_ROLES or stage == "publish":
         known = ", ".join(s for s in STAGE_ROLES if s != "publish")
         raise ConfigError("--stage", f"given {stage!r}; must be one of {known}")
@@ -512,7 +513,7 @@ def _train(plan: _VariantPlan, tracker: Tracker) -> Comparison | None:
 
 
 def _publish_parent_weights(plan: _VariantPlan) -> None:
-    """Rebuild the weights of the parent that the training and the comparison need.
+    """Rebuild the parent's weights, as far as the training and the comparison need them.
 
     - If the variant does not start at version 0: save version `steps.start` of each trained role in `scratch`.
     - If the policies are compared: publish version `steps.stop` of the parent's policy."""

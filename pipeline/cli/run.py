@@ -124,7 +124,7 @@ def move_earlier_run_aside(config: RunConfig, *, overwrite: bool, user_agreed: b
       user is asked at the terminal.
     - A variant, a reward model's training, a link, and a run with a Slurm job or data in `storage.url` are not moved.
 
-    If a run is not moved, the start of the new run refuses its directory.
+    If the earlier run is not moved, the new run is refused when it starts, because its directory is taken.
 
     Raises:
         ConfigError: the new run cannot work, the user does not agree, or the earlier run cannot be moved. In all these

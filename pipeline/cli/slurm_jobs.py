@@ -92,8 +92,8 @@ def cancel(options: argparse.Namespace) -> int:
 
 
 def may_requeue(options: argparse.Namespace) -> int:
-    """Record the end of a start of a job, and decide whether the job may be requeued. The job's script calls this
-    command.
+    """Record how a start of a job ended (its first start, or one after a requeue), and decide whether the job may be
+    requeued. The job's script calls this command.
 
     Return exit code 0 if the job may be requeued. Otherwise print the reason and return 75."""
     paths = RunPaths(Path(options.run_dir))
@@ -138,7 +138,8 @@ def logs(options: argparse.Namespace) -> int:
 
 
 def _log_files(run_dir: str, gang: str | None, index: int | None) -> Mapping[str, Path]:
-    """Return the log files, each with a label. Raises ConfigError if the run has no such gang or worker."""
+    """Return the log files, each with a label. Raises ConfigError if the run has no such gang or worker, or has no job
+    whose output could be shown."""
     config, paths = read_submitted_config(run_dir), RunPaths(Path(run_dir))
     if gang is None:
         if index is not None:

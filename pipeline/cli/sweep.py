@@ -43,7 +43,7 @@ from storage.redaction import redacted
 
 _OPEN, _CLOSE = "[{(", "]})"
 _COMMON_KEYS = ("name", "runs_dir")
-"""Settings that must be the same for all runs of a sweep. The same holds for all settings of section `tracking`."""
+"""Settings that cannot have several values in a sweep. The same holds for all settings of section `tracking`."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def parse_axes(changes: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]
     values, `betas=[0.8, 0.9]` has one.
 
     Raises:
-        ConfigError: a setting is given twice, or no setting has several values. Or a setting has several values, but
-            all runs must share it, it is a secret, or some of its values are empty or equal.
+        ConfigError: a setting is given twice, or no setting has several values. Or a setting with several values may
+            have only one (`_COMMON_KEYS`), is a secret, or has an empty value or two equal values.
     """
     fixed, axes, keys = [], dict[str, list[str]](), set[str]()
     for change in changes:

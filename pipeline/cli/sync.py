@@ -1,4 +1,5 @@
-"""`stageline sync RUN [--to URI]`: deliver the rest of a run's tracking spool to MLflow and to `tracking.also`."""
+"""`stageline sync RUN [--to URI]`: deliver a run's tracking data to MLflow and to the trackers of `tracking.also`, as
+far as they do not have it yet. The data is read from the run's spool file."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def sync(config: RunConfig, to: str | None) -> int:
-    """Deliver the spool and return the exit code. `to`: another MLflow store, which gets the whole run.
+    """Deliver the spool and return the exit code. `to`: another MLflow store, which gets the whole run instead.
 
     A missing database file is created. A missing directory is not created, because it is more likely a spelling error.
 

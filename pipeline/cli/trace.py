@@ -137,8 +137,8 @@ def _show_rank(name: str, gang: TracedGang, rank: TracedRank) -> None:
 
 
 def group_repeats(collectives: Sequence[Collective], longest: int = 16) -> Iterator[tuple[int, Sequence[Collective]]]:
-    """Yield the collectives in order as pairs (number of times, sequence). A sequence that directly follows itself is
-    yielded once. There are many repetitions, because all blocks of a model make the same few calls.
+    """Yield the collectives in order as pairs (number of times, sequence). A sequence that occurs several times in a
+    row is yielded once. There are many repetitions, because all blocks of a model make the same few calls.
 
     `longest` is the maximum length of a repeated sequence."""
     start = 0

@@ -77,8 +77,8 @@ def execute(
 ) -> int:
     """Run a config to its end, and return the exit code. If the run stops earlier, print how to continue.
 
-    `immediate_signals` are signals that end the run at once, with exit code 75. If any are given, the exit code is also
-    75 if workers are missing."""
+    `immediate_signals` are signals that end the run at once, with exit code 75. If any are given, a run that ends
+    because workers are missing also has exit code 75."""
     paths = RunPaths(config.run_dir)
     try:
         run(

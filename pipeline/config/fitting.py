@@ -4,7 +4,7 @@ would fit.
     WorkerMemory, HostMemory (`memory`) ──► each host, its /dev/shm, each GPU ──► does not fit ──► Problem: the bytes
     that are needed, the bytes available, and the layouts or the size of the cache with which the run would fit
 
-The functions about memory are pure. Those about open files read and raise this account's limit.
+The functions about memory are pure. Those about open files read and raise this process's limit.
 """
 
 from __future__ import annotations
@@ -308,8 +308,8 @@ def max_descriptors() -> int:
 
 
 def raise_descriptor_limit(needed: int) -> None:
-    """Raise this process's soft limit of open files, which its children inherit, to `needed`, or to the hard limit if
-    that is lower."""
+    """Raise this process's soft limit of open files to `needed`, or to the hard limit if that is lower. A limit that is
+    already higher stays. Child processes inherit the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(needed, max_descriptors())), hard))

@@ -248,7 +248,8 @@ def worker_memory(run: PlannedRun, gang: Gang, index: int) -> WorkerMemory:
 
 
 def _stage(run: PlannedRun, gang: Gang, index: int) -> int:
-    """Return a worker's pipeline stage. Megatron orders ranks by tensor, data, then pipeline."""
+    """Return a worker's pipeline stage. In Megatron's numbering of ranks, the tensor index changes fastest, then the
+    data index, then the stage."""
     if not gang.is_ordered:
         return 0
     return index // (gang.workers // run.config.placement.gangs[gang.name].layout.pipeline)
@@ -372,10 +373,10 @@ def _converted_bytes(run: PlannedRun) -> int:
 
 
 def largest_micro_batch(optimizer: OptimizerConfig, config: RunConfig) -> MicroBatchSize:
-    """Return the largest micro-batch that rows of any lengths can make. Short rows may fill `micro_batch_tokens` where
-    rows of full length would not. A row of more than `micro_batch_tokens` has a micro-batch of its own. At least one
-    token of each row belongs to the prompt. So if responses have at most n tokens, at most T n / (n + 1) of T tokens
-    were sampled."""
+    """Return the size of the largest micro-batch that rows of any lengths can form. Short rows may fill
+    `micro_batch_tokens` where rows of full length would not. A row of more than `micro_batch_tokens` has a micro-batch
+    of its own. At least one token of each row belongs to the prompt. So if responses have at most n tokens, at most T n
+    / (n + 1) of T tokens were sampled."""
     rows = min(optimizer.micro_batch_rows or config.rollout.rows, config.rollout.rows)
     tokens = min(max(optimizer.micro_batch_tokens, config.seq), rows * config.seq)
     new = config.sampling.max_new_tokens

@@ -569,8 +569,8 @@ def check_parts(section: RewardPartsConfig, key: str, trust_answers: bool) -> li
 
 
 def prompts_scored_by(config: RunConfig, prompts: PromptTable, section: str) -> list[np.ndarray]:
-    """Return the numbers of the prompts whose responses a section scores: training prompts, evaluated prompts, or
-    both. `section`: reward or evaluate.reward."""
+    """Return the numbers of the prompts whose responses a section scores: one array for the training prompts, one for
+    the evaluated prompts, or both. `section`: reward or evaluate.reward."""
     if section != "reward":
         return [prompts.held_out]
     return [prompts.train] if config.evaluate.reward.is_given else [prompts.train, prompts.held_out]

@@ -51,8 +51,8 @@ def _config(kind: type, shown: dict[type, str]) -> Iterator[str]:
 
 
 def _table(section: Any, prefix: str, shown: dict[type, str], sections: dict[str, Any] | None = None) -> Iterator[str]:
-    """Yield the lines of a section's table. `shown`: the key path of each section class that has its table already.
-    `sections`: collects the inner sections, for tables of their own; None: their keys stand in this table."""
+    """Yield the lines of a section's table. `shown`: class of a section that has its table already -> key path of that
+    table. `sections`: collects the inner sections, for tables of their own; None: their keys stand in this table."""
     yield "| key | type | default | meaning |\n|---|---|---|---|"
     yield from _rows(section, prefix, shown, sections)
     yield ""

@@ -1,4 +1,4 @@
-"""A trial of a run's rewards before it starts: score a few of its prompts with short made-up responses, by the code of
+"""A trial of a run's rewards before it starts: score short made-up responses to a few of its prompts, with the code of
 the `score` stage. Rewards that load a model or ask a judge are left out."""
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class TrialResult:
 
 
 def try_rewards(config: RunConfig, checked: Preflight) -> list[TrialResult]:
-    """Try the parts of `reward`, and of the reward of held-out prompts if that is another. Raises ConfigError with the
-    key path of every part that fails."""
+    """Try the parts of `reward`, and those of `evaluate.reward` if it is given. Raises ConfigError with the key path of
+    every part that fails."""
     sections = {"reward": config.reward} | dict([config.held_out_reward])
     results = run_checks(*(partial(_try_section, config, checked, *one) for one in sections.items()))
     return [tried for of_section in results for tried in of_section]

@@ -141,7 +141,7 @@ class RunConfig:
         return self.sampling if heat is None else replace(self.sampling, temperature=heat)
 
     def weights_dir(self, gang: str) -> str | None:
-        """Return the directory of published weights on a gang's host; None: in shared memory."""
+        """Return the directory of published weights on a gang's host; None: the default one in shared memory."""
         return self.placement.gangs[gang].weights_dir or self.cluster.weights_dir
 
     def alarm_nats(self, first: float | None) -> float:
@@ -153,8 +153,8 @@ class RunConfig:
 
     @property
     def _float32(self) -> bool:
-        """True if engine and trainer both compute in float32, so that their log-probs agree to rounding (for an engine
-        that states its numerics)."""
+        """True if engine and trainer both compute in float32. Their log-probs then agree to rounding, unless the
+        engine's `Capabilities.invariance` is none."""
         return self.model.dtype == self.engine.dtype == "float32"
 
     @property

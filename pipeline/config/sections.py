@@ -267,15 +267,15 @@ class ExportConfig:
 
 FLOAT32_FLOOR_NATS = 0.01
 BFLOAT16_FLOOR_NATS = 0.05
-"""Lowest limits of the alarm: in float32, and if engine or trainer compute in bfloat16. exp(0.05) is 1.05. Differences
-measured on a healthy SmolLM2-135M, mean of 32 tokens: 6e-6 nats in float32; in bfloat16 0.014 to 0.031 in the embedded
-engine, up to 0.077 in vLLM."""
+"""Lowest limits of the mismatch alarm. The first holds if engine and trainer both compute in float32, the second
+otherwise. exp(0.05) is 1.05. Differences measured on a healthy SmolLM2-135M, mean of 32 tokens: 6e-6 nats in float32;
+in bfloat16 0.014 to 0.031 in the embedded engine, up to 0.077 in vLLM."""
 FACTOR = 3.0
 """Limit of the alarm divided by the difference at version 0. In healthy runs the differences of later versions were 0.6
 to 1.3 times that of version 0."""
 STALE_SHARE = 2 / 3
-"""Share of the limit that is allowed if the engine's log-probs are close to those of the weights that sampled the
-tokens."""
+"""Factor that the limit is multiplied by if the engine's log-probs are close to those of the weights that sampled the
+tokens (`differs`)."""
 
 
 @dataclass
@@ -390,7 +390,7 @@ class TrackingConfig:
     offline run of Weights & Biases in `RUN/wandb`). Each needs the Python package of its name. Only MLflow gets traces,
     data sets and artifacts."""
     report: bool = True
-    """True: curves are drawn as PNG files, and `report.html` is written, at the end."""
+    """True: at the end of the run, curves are drawn as PNG files, and `report.html` is written."""
 
 
 def tracking_problems(config: TrackingConfig) -> Iterator[Problem]:

@@ -124,7 +124,7 @@ class Claim:
     away."""
 
     def later(self) -> str | None:
-        """Return the description of a driver that has claimed the data since, or None."""
+        """Return the description of a driver that has claimed the data after this claim, or None."""
         data = None if self.number is None else files.read(self.stored.root, _claim_key(self.number + 1))
         if data is None:
             return None
@@ -161,8 +161,9 @@ def _claim_key(number: int) -> str:
 
 
 def check_stored(stored: RunStorage, *, resume: bool, had_url: bool) -> None:
-    """Raise ConfigError if a run cannot store its data at its place. Also if a new run finds data there, or a resumed
-    run does not find its own. Leaves no file. `had_url`: True if the run's data was below a `storage.url` before."""
+    """Raise ConfigError if a run cannot store its data at its place. Also raise it if a new run finds data there, or a
+    resumed run does not find its own. Leaves no file. `had_url`: True if the run's data was below a `storage.url`
+    before."""
     if stored.url is None:
         if resume and had_url and not any(Path(stored.ledger_url).glob("*")):
             raise _refused(

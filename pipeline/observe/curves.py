@@ -27,7 +27,7 @@ class HeldOutPoint(NamedTuple):
     version: int
     value: float | None
     error: float | None
-    """Standard error of the mean score. None for all other metrics."""
+    """Standard error of a mean score, if it is known. None for all other metrics."""
 
 
 @dataclass(frozen=True)

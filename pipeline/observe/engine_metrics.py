@@ -56,6 +56,7 @@ def is_shard_metric(name: str) -> bool:
 
 def step_metrics(shards: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return the generation metrics of a step, computed from the counts of its shards. Empty if there are no shards.
+    These names do not explain themselves:
 
     tokens_per_busy_s  tokens per second of one replica while it generates
     occupancy          rows in flight / max_rows, averaged over the decode steps

@@ -2,7 +2,8 @@
 
 The comparison pairs the scores by prompt, so the differences between prompts do not add to its error:
 
-    gain = mean of (after - before)      error = sd / sqrt(n)      t = gain / error      sd with n - 1
+    gain = mean of (after - before)      error = sd / sqrt(n)      t = gain / error
+    sd is the standard deviation of (after - before). Its variance divides by n - 1.
 
 The best version has the highest held-out reward among the versions within a KL budget. A variant of a run is compared
 with its parent by the same paired comparison. Pure functions.
@@ -65,7 +66,8 @@ def paired_t(differences: Sequence[float]) -> float | None:
 
 
 def standard_error(values: Iterable[float]) -> float | None:
-    """Return the standard error of the mean: sd / sqrt(n), sd with n - 1. None for fewer than two values."""
+    """Return the standard error of the mean: sd / sqrt(n), where the variance sd^2 divides by n - 1. None for fewer
+    than two values."""
     numbers = [float(value) for value in values]
     n = len(numbers)
     if n < 2:

@@ -177,8 +177,8 @@ LABEL_W, COLUMN_W, GAP, ROW_H, HEAD_H = 128, 92, 22, 26, 26
 """Sizes in pixels: width of the stage names, width of a column, gap between columns, height of a row, and height of the
 step numbers."""
 _SINGLE_CELLS = 12
-"""Maximum number of shards in a cell for which each shard is drawn as a rectangle. If a cell has more shards, it is
-drawn as one bar with a segment for each state."""
+"""Maximum number of rectangles in a cell. A cell with up to this many shards has one rectangle per shard. A cell with
+more shards is drawn as one bar with a segment for each state."""
 _ORDER = (NodeState.DONE, NodeState.RUNNING, NodeState.QUEUED, NodeState.READY, NodeState.WAITING)
 
 

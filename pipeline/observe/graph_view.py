@@ -207,7 +207,7 @@ def nodes_to_show(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int
 def node_views(
     statuses: Sequence[NodeStatus], gang_of: Mapping[Role, Gang], events: NodeEvents, admitted: int
 ) -> tuple[NodeView, ...]:
-    """Return a view of each node. Times and workers come from `events`, the state that the journal's events lead to.
+    """Return a view of each node. Times and workers come from `events`, which has applied all events of the journal.
     `admitted`: number of steps that are admitted so far."""
     return tuple(_node_view(status, gang_of[status.node.role], events, admitted - 1) for status in statuses)
 
@@ -281,7 +281,7 @@ class CurveCache:
         """Return the curves of the steps before `steps_done`. If there are many steps, evenly spaced ones are chosen.
 
         At most `max_reads` steps are read from the ledger, the newest first. Steps in the cache are not read again, and
-        do not count."""
+        do not count towards `max_reads`."""
         stride = max(1, -(-steps_done // MAX_POINTS))
         wanted = range((steps_done - 1) % stride, steps_done, stride)
         self._metrics = {step: metrics for step, metrics in self._metrics.items() if step in wanted}
@@ -299,7 +299,7 @@ class CurveCache:
         return RunCurves(steps, steps_done, metrics if steps else {}, {EVALUATION_METRIC: held_out} if held_out else {})
 
     def _held_out_means(self, newest: int) -> list[tuple[int, float]]:
-        """Return (version, mean score) of each version up to `newest` if all shards of its evaluation are scored."""
+        """Return (version, mean score) of each version up to `newest` whose evaluation is completely scored."""
         for version in range(newest + 1):
             if is_evaluated(self.spec, version) and version not in self._held_out:
                 shards = [Address("evaluate_score", version, s) for s in range(self.spec.eval_shards)]
@@ -356,7 +356,7 @@ def recorded_view(
 def _with_recorded_states(
     statuses: Iterable[NodeStatus], gang_of: Mapping[Role, Gang], events: NodeEvents
 ) -> list[NodeStatus]:
-    """Return the statuses, in which each node that was handed to a worker is RUNNING or QUEUED.
+    """Return the statuses. Each READY node that was handed to a worker becomes RUNNING or QUEUED.
 
     The journal does not say which of a worker's nodes were running. A worker runs at most as many nodes at once as it
     has threads. The nodes that could start first are taken to be the running ones."""

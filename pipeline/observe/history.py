@@ -53,8 +53,8 @@ class History:
     def addresses(self, step: int) -> list[Address]:
         """Return the addresses of a step's nodes, without evaluations.
 
-        They include the canary of version `step`, the weights at the start of the step. A canary compares engine and
-        trainer."""
+        If the run has canaries, the canary of version `step` (the weights at the start of the step) is included. A
+        canary compares engine and trainer."""
         nodes = step_nodes(self.spec, step)
         addresses = [n.address for n in nodes if n.stage != "canary" and not n.stage.startswith("evaluate")]
         return addresses + ([Address("canary", step)] if self.spec.has_canaries else [])
@@ -143,7 +143,8 @@ class History:
         return all(address in known_commits or self.ledger.find(address) is not None for address in ends)
 
     def finished_steps(self) -> list[int]:
-        """Return the steps whose updates, advantages and generated shards are all committed."""
+        """Return the finished steps: all closed or deleted steps, and the later steps whose updates, advantages and
+        generated shards are all committed."""
         over = max(self.ledger.closed_until(), self.store.dropped_before())
         return finished_steps(self.spec, over, self.ledger.addresses(from_step=over))
 

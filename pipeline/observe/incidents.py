@@ -3,7 +3,7 @@ journal's events.
 
 The display, `/stageline`, the summary and the report all use `WorkerLosses`:
 
-    GANG_LOST ──► lost ──GANG_BUILT──► built ──first update that began after the loss has ended──► trained
+    GANG_LOST ──► lost ──GANG_BUILT──► built ──end of the first update that began after the loss──► trained
 
 A trainer counts as lost until it has trained again. By that time its gang is rebuilt, its models are restored, and the
 updates since their checkpoint have run again.
@@ -90,10 +90,12 @@ class WorkerLosses:
         self.losses = [replace(loss, **change) if concerned(loss) else loss for loss in self.losses]
 
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> tuple[list[str], dict[str, float]]:
-        """Handle the end of a step. Return a message about each trainer that has trained again since the last call. If
-        there is such a trainer, also return the metric `trainer/lost_s`.
+        """Handle the end of a step. Return a message about each trainer that has trained again since the last call, and
+        metrics.
 
-        If a gang was lost several times before it trained again, the time is counted from the first loss."""
+        The only metric is `trainer/lost_s`: the seconds from the loss until the trainer trained again, summed over
+        these trainers. It is absent if there is no such trainer. If a trainer was lost several times before it trained
+        again, its time is counted from the first loss."""
         lost_at, self._step = self._step, step + 1
         back: dict[str, WorkerLoss] = {}
         for number, loss in enumerate(self.losses):
@@ -155,7 +157,7 @@ def incident_of_event(
     Args:
         event: an event of the journal.
         losses: the losses of workers up to this event and including it.
-        lost_s: seconds from a loss until the gang trained again, by (gang, time of the loss), for the known losses."""
+        lost_s: seconds from a loss until the gang trained again, by (gang, time of the loss). A loss may be missing."""
     if event.kind is EventKind.GANG_BUILT:
         loss = losses.loss_repaired_by(event)
         if loss is None:

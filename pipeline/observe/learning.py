@@ -49,7 +49,7 @@ ADVICE = {
     "are left out of the loss (ppo.truncated=mask, ppo.skip_equal_groups)",
     "critic": "raise model.critic.lr or ppo.critic_warmup_steps, or train without a critic (ppo.advantage=rloo)",
 }
-"""Advice for the next run, by rule of the alarm."""
+"""Advice for the next run, by the name of the rule that raised an alarm."""
 
 
 def check_learning(

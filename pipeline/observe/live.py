@@ -90,7 +90,7 @@ class Progress:
     Args:
         links: addresses or commands by label, for example the address of the Dask dashboard.
         first_step: the step at which a resumed run continues.
-        workers: the gang of each worker that will be built.
+        workers: name of the gang of each worker that will be built, by the worker's name.
         rebuilt_together: names of the gangs whose workers are lost and rebuilt together.
         json_lines: True if a program reads the output.
         has_fixed_length: True if the config makes all responses end at the length limit. Then the fraction of truncated

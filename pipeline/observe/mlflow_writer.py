@@ -2,7 +2,7 @@
 the first line of stdin. Only this module imports mlflow. `pipeline/observe/tracking.py` starts the process.
 
     reads      complete lines of the spool
-    waits for  new lines, or a store that is down (backoff 1 s … 30 s; one warning until it is back)
+    waits for  new lines, or the return of a store that is down (backoff 1 s … 30 s; one warning until it is back)
     ends       after the driver has closed stdin or died: when everything is delivered, or after TIMEOUT_S. If the store
                cannot be reached, it ends earlier, and `stageline sync` delivers the remaining items.
 

@@ -1,5 +1,5 @@
-"""The states of the nodes that are in progress and of those that finished last, updated with every event of the
-journal. The live display and `/stageline` show them."""
+"""The nodes that are in progress and the nodes that finished last, updated with every event of the journal. The live
+display and `/stageline` show them."""
 
 from __future__ import annotations
 

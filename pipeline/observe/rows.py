@@ -37,8 +37,8 @@ from storage.rollouts import BYTES, OFFSETS, Decode, Vocabulary, read_root_array
 
 @dataclass(frozen=True)
 class StageRows:
-    """Rows with the output of each stage. An output is None if the stage has not run yet, or does not run in this
-    config."""
+    """Rows with the output of each stage. An output is None if the stage does not run in this config, or if its output
+    is incomplete or cannot be read."""
 
     step: int
     shard: int
@@ -52,7 +52,7 @@ class StageRows:
 
     @cached_property
     def log_ratio(self) -> np.ndarray | None:
-        """log pi - log pi_ref per token, float32 [rows seq]. Zero outside the response.
+        """log pi - log pi_ref per token, float32 [rows seq]. Zero outside the response. None without `reference`.
 
         pi is the trainer's policy at the start of the step. If the run does not recompute its log-probs, pi is the
         sampler's policy."""
@@ -64,12 +64,13 @@ class StageRows:
     @cached_property
     def kl(self) -> np.ndarray | None:
         """KL to the reference in nats per response: the sum of the log-ratio over the tokens of each row, float64
-        [rows]."""
+        [rows]. None without `reference`."""
         return None if self.log_ratio is None else self.log_ratio.sum(axis=1, dtype=np.float64)
 
     @cached_property
     def mismatch(self) -> np.ndarray | None:
-        """log pi_trainer - log mu_sampler per token, float32 [rows seq]. Zero outside the response."""
+        """log pi_trainer - log mu_sampler per token, float32 [rows seq]. Zero outside the response. None without
+        `policy`."""
         if self.policy is None:
             return None
         difference = self.policy.policy_logprobs - self.rollout.sampler_logprobs

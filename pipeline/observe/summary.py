@@ -2,8 +2,8 @@
 functions: no clock, no I/O.
 
 A box is one execution of a node (pipeline/observe/timeline.py). Its last `store_s` seconds are spent on store and
-ledger. A gang is **computing** while a box is open, except in these seconds. The **busiest gang** is the one that is
-busy for the longest time, so it determines the step time.
+ledger. A gang is **computing** during each of its boxes, except in these seconds. The **busiest gang** is the one that
+is busy for the longest time, so it determines the step time.
 
     overhead_fraction = (A + B) / wall
       A  time in which the busiest gang is busy but not computing                 (store, ledger)
@@ -320,7 +320,8 @@ def _staleness(steps: Sequence[StepNumbers]) -> StalenessSummary:
 
 
 def _compare_evaluations(evaluations: Sequence[Evaluation]) -> EvalSummary | None:
-    """Compare the first evaluation with the last one, on the prompts that both have. Return None if there are none."""
+    """Compare the first evaluation with the last one, on the prompts that both have. Return None if there is no
+    evaluation, or no such prompt."""
     if not evaluations:
         return None
     compared = compare_paired(evaluations[0].scores, evaluations[-1].scores)

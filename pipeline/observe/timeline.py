@@ -137,7 +137,7 @@ def overlap_by_step(events: Iterable[Event]) -> dict[int, float]:
     """Return the fraction of each step's time in which gangs overlapped, by step.
 
     The time of a step is from the publication of its version to the publication of the next version. A step is left out
-    if a driver started during this time."""
+    if the next version is not published yet, or if a driver started during this time."""
     log = list(events)
     starts = sorted(e.t for e in log if e.kind is EventKind.RUN_STARTED)
     published = {e.step: e.t for e in log if e.kind is EventKind.PUBLISHED and e.step is not None}
@@ -183,7 +183,7 @@ class Timeline:
     """Periods in which no driver worked, in order. Their times are clock times, from which no gaps are subtracted."""
 
     def without_gaps(self, t: float) -> float:
-        """Return the time in this timeline of a clock time: the clock time minus the gaps before it."""
+        """Convert a clock time to a time of this timeline: subtract the gaps before it."""
         return subtract_gaps(self.gaps, t)
 
 

@@ -80,8 +80,8 @@ class TimelineMark:
 
 @dataclass(frozen=True)
 class RunTimeline:
-    """A `Timeline` as columns of equal length, which is compact enough for tens of thousands of executions. Times are
-    in milliseconds since `start`."""
+    """A `Timeline` for the page. The fields `lane` to `versions` are columns with one entry per execution, a compact
+    form for tens of thousands of executions. Times are in milliseconds since `start`."""
 
     start: float
     """Start time of the first execution, seconds since the epoch."""
@@ -140,8 +140,8 @@ class Gathered:
 
 
 def read_contents(source: Source, budget: SampleBudget, max_executions: int = MAX_EXECUTIONS) -> Gathered:
-    """Read the contents of the page from a run. If the rows of a step cannot be read, the step is left out and a remark
-    is added.
+    """Read the contents of the page from a run. If the rows of a step cannot be read, they are left out and a remark is
+    added.
 
     Raises:
         StoreError: an evaluation or a commit record is damaged."""
@@ -227,8 +227,8 @@ def _variant_contents(source: VariantSource) -> RunContents:
 
 
 def _commits(history: History, steps: Sequence[int]) -> dict[Address, Commit]:
-    """Return the commits of the nodes of some steps. For each step, the commits include the canary and the evaluation
-    of the version that has the number of the step."""
+    """Return the commits of the nodes of some steps. Those of step i include the canary and the evaluation of version
+    i of the weights."""
     spec = history.spec
     commits = {}
     for step in steps:

@@ -184,7 +184,7 @@ def shorten(text: str, max_chars: int) -> str:
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _MAX_CHARACTER_TOKENS = 4
 """Maximum number of tokens that together form one character: a character has at most 4 bytes, and a token has at least
-one. If more tokens decode to no complete character, they are not the beginning of one."""
+one. If this many tokens decode to no complete character, they are not the beginning of a character."""
 
 
 def token_texts(decode: Decode, tokens: Sequence[int]) -> list[str]:

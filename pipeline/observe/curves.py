@@ -38,10 +38,10 @@ class RunCurves:
     of_steps: int
     """Number of all finished steps. If the run is long, `steps` contains only some of them."""
     metrics: Mapping[str, Sequence[float | None]]
-    """By name of a metric, one value per step in `steps`. A value is None if the step lacks the metric, or if the value
-    is not finite."""
+    """Values of each metric, by its name: one value per step in `steps`. A value is None if the step lacks the metric,
+    or if the value is not finite."""
     held_out: Mapping[str, Sequence[HeldOutPoint]]
-    """By name of an `eval/` metric, one point per evaluation."""
+    """Points of each `eval/` metric, by its name: one point per evaluation."""
 
 
 def read_curves(

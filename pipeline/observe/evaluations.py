@@ -5,8 +5,8 @@ The comparison pairs the scores by prompt, so the differences between prompts do
     gain = mean of (after - before)      error = sd / sqrt(n)      t = gain / error
     sd is the standard deviation of (after - before). Its variance divides by n - 1.
 
-The best version has the highest held-out reward among the versions within a KL budget. A variant of a run is compared
-with its parent by the same paired comparison. Pure functions.
+The best version has the highest held-out reward among the versions within a KL budget. A variant of a run trains some
+of its updates again, with changed settings. It is compared with this run, its parent, in the same way. Pure functions.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ from storage.records import Rollout, Scores
 from storage.rollouts import RolloutStore, dropped
 
 EVALUATION_METRIC = "eval/reward_mean"
-"""Mean score of the held-out prompts, by version of the weights."""
+"""Name of the metric with the mean score of the held-out prompts at a version of the weights."""
 _NONE: Mapping[Address, Ref] = MappingProxyType({})
 STEP_METRIC = "reward/mean"
-"""A metric that is committed in every step."""
+"""Name of a metric that is committed in every step."""
 _FRACTION = "staleness/fraction_"
 _NUMBERED = ("generate", "advantage")
 """Stages whose commits contain the numbers of `StepNumbers`."""

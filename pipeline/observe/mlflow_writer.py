@@ -10,7 +10,7 @@ When the store has accepted a delivery, the writer advances an offset in `mlflow
 before it does so, the delivery is repeated. This changes nothing in MLflow:
 
 - A metric's key in MLflow includes its time stamp, which was taken when the metric was spooled.
-- Trace ids are derived from the spool's key and the step.
+- Trace ids are derived from the step and the spool's key, a random id that is stored in the spool.
 - The run is found by the spool's key.
 
 The writer reports to the driver in JSON lines on the descriptor REPORTS. stdout and stderr go to a log, because MLflow
@@ -108,8 +108,8 @@ class SpoolWriter:
     def _read(self) -> bool:
         """Read about WINDOW_BYTES of the spool if both queues are empty. Return True if there are items to deliver.
 
-        Metrics have their own queue and offset, because they are sent in batches. A batch may be sent before items of
-        other kinds that precede some of its metrics in the spool."""
+        Metrics have their own queue and offset, because they are sent in batches. So they may be sent earlier than
+        items of other kinds that stand before them in the spool."""
         if not (self._metrics or self._rest):
             first = self._read_to
             for end, item in read_spool(self._spool, self._read_to):

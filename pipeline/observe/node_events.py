@@ -56,8 +56,8 @@ class NodeEvents:
         """Return the earliest time at which a node in progress can have started, in seconds since the epoch. Return
         None if the node is not in progress.
 
-        It is the time at which the node had been handed to its worker and all its parents were done. If the worker has
-        only one thread, the worker's previous node must have ended too.
+        At this time the node was at its worker, and all its parents had finished. If the worker has only one thread,
+        its previous node had finished too.
 
         Args:
             address: the node.

@@ -151,7 +151,7 @@ def _read(history: History, stage: str, step: int, shard: int = 0) -> Any:
 
 
 def token_decoder(root: files.Root, model: str) -> Decode:
-    """Return a function from token ids to text without special tokens.
+    """Return a function that turns token ids into text and leaves out special tokens.
 
     It uses the vocabulary in the run's store. If the store has none, the tokenizer of the model is loaded, which takes
     seconds."""

@@ -1,7 +1,7 @@
 """The stages that run a forward pass over a shard's sampled tokens.
 
 logprob      log pi_prox of each token and entropies, by the policy's weights at the step's start
-reference    log pi_ref of each token, by the frozen start policy
+reference    log pi_ref of each token, by the frozen reference model
 value        the value of the state before each token, by the critic's weights at the step's start
 
 A canary compares trainer and engine: both score the same few tokens (`canary_logprob`, `engine_logprobs`) with one

@@ -4,8 +4,8 @@ tokens of each row (Schulman et al. 2016, eq. 11-16).
 A score is shaped in this order. A cut response gets a fixed score, scores are normalised by the run's mean and standard
 deviation, the KL penalty is subtracted per token, and rewards are whitened. The config turns each of these on or off.
 
-Advantages without a critic compare a response's reward with the other responses to its prompt (group, rloo), or a
-token's reward to go with the mean of the step (reinforce_pp).
+Advantages without a critic compare a response's reward with those of the other responses to its prompt (group, rloo),
+or a token's reward to go with the mean of the step (reinforce_pp).
 
     R_i = sum_t r_t of response i. A group is the k responses to one prompt, without the rows that the loss leaves out.
 
@@ -66,7 +66,8 @@ def penalise_missing_eos(
 
 @jaxtyped(typechecker=beartype)
 def update_running_moments(state: RunningMoments, scores: Float[Tensor, " rows"]) -> RunningMoments:
-    """Return the running moments with this step's n scores, of mean s, included:
+    """Return the running moments after adding this step's n scores, whose mean is s. m and q are the old mean and
+    squares:
 
         m' = m + (sum(scores) - n*m) / (count + n)
         q' = q + sum((scores - s)^2) + (s - m)^2 * count * n / (count + n)
@@ -140,8 +141,8 @@ def gae(
         V_{last+1} = bootstrap_value    if the response was cut and `on_truncation` is "bootstrap"
                    = 0                  otherwise: nothing follows
 
-    and A_{last+1} = 0. The masked tokens of a row must be contiguous, and may start anywhere. The results have no
-    gradient.
+    and A_{last+1} = 0. The tokens inside the mask of a row must be contiguous, and may start anywhere. The results have
+    no gradient.
     """
     r_t = torch.where(mask, rewards, 0).detach()
     v_t = torch.where(mask, values, 0).detach()

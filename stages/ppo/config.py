@@ -21,7 +21,7 @@ class KLConfig:
     """Estimator of the KL per token (Schulman 2020). k1: d. k2: d^2 / 2. k3: exp(-d) - 1 + d. Here d is log pi - log
     pi_ref."""
     coef: float = setting(0.05, at_least(0))
-    """Weight of the penalty, and the first weight under an adaptive controller."""
+    """Weight of the penalty. If `target` is set, this is the first weight, and the controller changes it."""
     target: float | None = setting(None, above(0, ", or null for none"))
     """Target of an adaptive controller of `coef` (Ziegler et al. 2019, eq. 4), in nats per response; null: `coef` is
     constant. The controller reads `kl/ref`, whatever `estimator` is."""
@@ -76,8 +76,8 @@ class PPOConfig:
     """Policy in the denominator of the clipped ratio. proximal: the proximal policy pi_prox. sampler: the sampler mu
     (vanilla PPO)."""
     correction: Literal["truncate", "mask", "none"] = "truncate"
-    """Importance weight w = pi_prox / mu of a token under `anchor: proximal`. truncate: min(w, C). mask: tokens outside
-    [1/C, C] are left out. none: 1."""
+    """Importance weight w = pi_prox / mu of a token under `anchor: proximal`. truncate: min(w, C). mask: tokens whose w
+    is outside [1/C, C] are left out. none: 1."""
     correction_cap: float = setting(2.0, at_least(1, " (2 is usual; ppo.correction=none: none)"))
     """The cap C of `correction`."""
     proximal: Literal["auto", "recompute", "loglinear", "sampler"] = "recompute"
@@ -131,8 +131,8 @@ def whitens_advantages(config: PPOConfig) -> bool:
 
 
 def resolve_proximal(config: PPOConfig, *, staleness: int, exact: bool) -> Literal["recompute", "loglinear", "sampler"]:
-    """Return `ppo.proximal` with `auto` resolved. `auto` avoids the forward pass for pi_prox if the pass would change
-    only rounding. Three things read pi_prox:
+    """Return `ppo.proximal`, or the choice of `auto`. `auto` avoids the forward pass for pi_prox if the pass would
+    change only rounding. Three things read pi_prox:
 
     - The policy's loss. With one optimizer step per update, pi_prox is pi before this step, whichever weights sampled
       the rows. So `loglinear` is exact. Under `anchor: sampler` the loss does not read pi_prox, so `sampler` is chosen.

@@ -273,8 +273,9 @@ def _proximal_logprobs(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs,
 
 
 def _reference_kl(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs, cfg: PPOConfig) -> Tensor:
-    """Return rho_t * k_t(pi, pi_ref), with the gradient of k, 0 outside the mask. `cfg.correction` applies to rho as to
-    w. Before the first optimizer step of the update, rho equals w, except if `anchor` or `proximal` is "sampler"."""
+    """Return rho_t * k_t(pi, pi_ref), with the gradient of k, 0 outside the mask. `cfg.correction` is applied to rho in
+    the same way as to w. Before the first optimizer step of the update, rho equals w, except if `anchor` or `proximal`
+    is "sampler"."""
     if inputs.ref_logprobs is None:
         raise ValueError("ppo.kl.where: loss needs ref_logprobs")
     k = token_kl_loss(log_pi, torch.where(inputs.mask, inputs.ref_logprobs, 0), cfg.kl.estimator)

@@ -83,8 +83,8 @@ def masked_var(x: Float[Tensor, "rows seq"], mask: Bool[Tensor, "rows seq"]) -> 
 def masked_whiten(
     x: Float[Tensor, "rows seq"], mask: Bool[Tensor, "rows seq"], *, keep_mean: bool = False
 ) -> Float[Tensor, "rows seq"]:
-    """Return (x - mean) / sqrt(var + eps) with the moments of the masked entries; 0 outside the mask. If `keep_mean` is
-    true, add the mean to the result.
+    """Return (x - mean) / sqrt(var + eps) with the mean and variance of the entries inside the mask; 0 outside. If
+    `keep_mean` is true, add the mean to the result.
 
     Pass all rows of the step. With the rows of one shard, each shard would be scaled differently.
     """
@@ -99,8 +99,8 @@ def token_weights(
 ) -> Float[Tensor, "rows seq"]:
     """Return the share of each token in a loss over exactly these rows. The shares sum to 1, or to 0 for an empty mask.
 
-        token:     1 / (number of masked tokens)
-        sequence:  1 / (masked tokens of the row * number of rows that have masked tokens)
+        token:     1 / (number of tokens inside the mask)
+        sequence:  1 / (number of the row's tokens inside the mask * number of rows that have such tokens)
 
     Call it once with the mask of the WHOLE minibatch, then slice the result along rows.
     """

@@ -19,7 +19,7 @@ PerRow = Float[np.ndarray, " rows"]
 def reward_metrics(scores: PerRow, shaped_scores: PerRow, kl_per_response: PerRow, kl_coef: float) -> dict[str, float]:
     """Return the metrics of the scores before shaping, and the mean of the shaped scores less the KL penalty.
 
-    reward/adjusted_mean = mean(shaped score - beta * sum_t k_t). It is the same if beta acts in the loss.
+    reward/adjusted_mean = mean(shaped score - beta * sum_t k_t), also if the KL penalty is in the loss.
     """
     scores = scores.astype(np.float64)
     if scores.size == 0:
@@ -93,9 +93,9 @@ def proximal_metrics(
     mask: Mask,
     step: int,
 ) -> dict[str, float]:
-    """Compare the proximal policy with the sampler, with d = log pi_prox - log mu and w = exp(d).
+    """Return metrics that compare the proximal policy with the sampler. d = log pi_prox - log mu, w = exp(d).
 
-    On fresh tokens (version = step) both policies have the same weights, so rounding or a bug causes a difference:
+    On fresh tokens (version = step) both policies have the same weights, so only rounding or a bug makes them differ:
 
         mismatch/mean_abs       mean |d| over fresh tokens
         mismatch/exp_abs        mean exp(|d|) over fresh tokens; worth an alarm above 1.05
@@ -103,6 +103,7 @@ def proximal_metrics(
 
     Over all tokens:
 
+        mismatch/fresh_fraction share of fresh tokens
         ess/fraction            (sum w)^2 / (n sum w^2): effective sample size of w, 1 when no token is stale
         kl/prox_sampler         mean of w d - (w - 1): KL(pi_prox || mu) per token from tokens drawn from mu, unbiased
                                 and never negative
@@ -129,8 +130,8 @@ def proximal_metrics(
 def canary_metrics(
     engine_logprobs: PerToken, policy_logprobs: PerToken, sampler_logprobs: PerToken, mask: Mask
 ) -> dict[str, float]:
-    """Compare engine and trainer at the same version, on tokens that any version may have sampled. d = log mu - log pi,
-    both computed with this version.
+    """Return metrics that compare engine and trainer at one version of the weights, on tokens that any version may have
+    sampled. d = log mu - log pi, both computed with this one version.
 
     mismatch/canary_mean_abs    mean |d|; the alarm compares it with its limit
     mismatch/canary_max_abs     largest |d|
@@ -205,8 +206,8 @@ def advantage_metrics(unwhitened: PerToken, mask: Mask) -> dict[str, float]:
 
 
 def response_metrics(rollout: Rollout) -> dict[str, float]:
-    """Return the mean and maximum length of the responses in tokens, EOS included, and the fraction of responses that
-    ended with EOS or at the length limit."""
+    """Return the mean and maximum length of the responses in tokens, EOS included. Also return the fraction of
+    responses that ended with EOS, and the fraction that ended at the length limit."""
     if rollout.num_rows == 0:
         return {}
     lengths = rollout.response_mask.sum(axis=1)

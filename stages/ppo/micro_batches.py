@@ -35,7 +35,8 @@ def micro_batches(
     max_tokens: int,
     max_rows: int | None = None,
 ) -> list[np.ndarray]:
-    """Divide row indices into micro-batches with similar numbers of tokens, as few as `split_balanced` allows.
+    """Divide row indices into micro-batches with similar numbers of tokens. `split_balanced` divides them into the
+    smallest number of parts that keeps both limits.
 
     Each micro-batch has at most `max_tokens` tokens and at most `max_rows` rows. A row of more than `max_tokens` tokens
     is in a micro-batch of its own. Within a micro-batch the longest row comes first. The micro-batch with the most

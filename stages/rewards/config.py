@@ -144,7 +144,7 @@ def judge_problems(config: RewardPartsConfig, key: str, responses: int, deadline
 
 
 def judge_notes(config: RewardPartsConfig, key: str) -> Iterator[str]:
-    """Yield notes for a person about the section's judges."""
+    """Yield notes to show to the user about the section's judges."""
     for where, args in reward_model_parts(config, key, JUDGES):
         if args.get("delimit") is False:
             yield undelimited_note(where)
@@ -170,7 +170,7 @@ def _model_arguments(
 
 
 def parts_problems(config: RewardPartsConfig, key: str) -> Iterator[Problem]:
-    """Yield the problems of the parts in a section, as far as the section alone shows them."""
+    """Yield the problems of the parts in a section that do not depend on other sections."""
     if config.kind is not None and config.parts:
         need = f"{key}.kind is the short form for a single part: give either it or {key}.parts"
         yield Problem(f"{key}.kind", config.kind, need)

@@ -43,7 +43,7 @@ class ProcessModelReward(Reward):
     _model: Any = None
 
     def loaded_model(self) -> Any:
-        """Return the model. The caller holds `PROCESS_MODELS.lock`."""
+        """Return the model. The caller must hold `PROCESS_MODELS.lock`."""
         if self._model is None:
             self._model = PROCESS_MODELS.acquire(self._loading)
         return self._model
@@ -62,7 +62,7 @@ class ModelReward(ProcessModelReward):
     model's bias."""
 
     def __init__(self, path: str, dtype: str = "float32", batch_tokens: int | None = PASS_TOKENS) -> None:
-        """Raises UnfitReward, naming the argument.
+        """Check the arguments. Raises UnfitReward, which names the argument that cannot work.
 
         Args:
             path: the model's directory.

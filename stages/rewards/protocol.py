@@ -1,8 +1,8 @@
 """The base class of all rewards (rules, users' own functions, reward models, judges), and the samples that they score.
 
 A worker of the role `score` calls a reward with the rows of a shard, or with batches of them, while other shards are
-still generated. If the `advantage` node runs on another gang (`placement.roles.advantage`), a slow reward (a model, an
-answer over HTTP) delays only that node of its own step.
+still generated. If the `advantage` node runs on another gang (`placement.roles.advantage`), only the `advantage` node
+of the same step waits for a slow reward, such as a model or an answer over HTTP.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ INSTRUCTIONS = {
 
 
 class ReasoningReward(Reward):
-    """The score that a task's own scorer gives the response's answer: 1 if it is right, 0 if there is none. Some tasks
-    give partial scores. Only for prompts of `reasoning-gym:`.
+    """The score that a task's own scorer gives to the response's answer: 1 for the right answer, 0 for no answer. Some
+    tasks give partial scores. Only for prompts of `reasoning-gym:`.
 
     The scorer runs in a sandbox, because many of the library's scorers evaluate the answer as Python.
     """

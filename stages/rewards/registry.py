@@ -149,7 +149,7 @@ def closing_on_error() -> Iterator[ExitStack]:
 
 
 def _check_arguments(make: Callable[..., Reward], kind: str, args: Mapping[str, Any], key: str) -> None:
-    """Raise UnfitReward for an argument that is unknown, has another type, or is missing."""
+    """Raise UnfitReward if an argument is unknown, has a wrong type, or is missing."""
     taken = {n: p for n, p in inspect.signature(make, eval_str=True).parameters.items() if not n.startswith("_")}
     names = ", ".join(taken) or "no arguments"
     for name, value in args.items():

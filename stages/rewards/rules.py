@@ -15,7 +15,7 @@ from stages.rewards.protocol import Reward, RewardFailed, Sample, Scored
 from stages.rewards.sandbox.answers import ANSWER_S, STOPPED, AnswerScorer
 
 ANSWER_TAGS = r".*<answer>[^<]+</answer>\s*"
-"""Matches a response that ends in its answer in tags, which the prompts of `reasoning-gym` may ask for."""
+"""Pattern of a response that ends with an answer between tags. The prompts of `reasoning-gym` may ask for this."""
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 

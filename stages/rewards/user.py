@@ -42,7 +42,7 @@ class UserReward(Reward):
             self._refuse(error)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float] | Scored:
-        """Return the function's scores. Raises RewardFailed, naming rows."""
+        """Return the function's scores. Raises RewardFailed, which names the rows."""
         request = {"samples": [vars(sample) for sample in samples]}
         with self._lock:
             answer = self._answer(request, samples)

@@ -22,7 +22,7 @@ from stages.rewards.protocol import Sample, Scored
 from stages.rewards.sandbox.channel import SandboxChannel
 
 _SEARCH_S = 10.0
-"""Seconds to find out which single row of a batch raises."""
+"""Time limit in seconds of the search for the row at which a batch raises."""
 _MAX_NAMES = 10
 """Most functions that an error message lists."""
 
@@ -81,7 +81,7 @@ def _load(kind: str, args: Mapping[str, Any]) -> Function:
 
 
 def _own_names(module: ModuleType) -> str:
-    """Return the callables that a module defines."""
+    """Return a text that lists the public callables that a module defines."""
     own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__]
     public = [name for name in own if not name.startswith("_")]
     others = f" and {len(public) - _MAX_NAMES} others" if len(public) > _MAX_NAMES else ""

@@ -54,13 +54,13 @@ class _File:
     path: Path | None
     """Path of the file. None for the temporary file of an `AnswerCache` without a directory."""
     read: int = 0
-    """Bytes whose lines are in the index."""
+    """Number of bytes at the beginning of the file whose lines are in the index."""
     size: int = 0
     """Size of the file in bytes when it was last read."""
 
 
 class AnswerCache:
-    """Owns this process's file of answers and an index of all files in the directory. Thread-safe."""
+    """The answers in a directory: this process's own file, and an index of the files of all processes. Thread-safe."""
 
     def __init__(self, directory: Path | None) -> None:
         """`directory`: folder of the files of answers. None: answers stay in a temporary file until `close`. No file is
@@ -73,7 +73,8 @@ class AnswerCache:
         self._descriptor = -1
 
     def find(self, key: str) -> Answer | None:
-        """Return the answer to a question, or None if no file that `refresh` has seen holds it."""
+        """Return the answer to a question. Return None if the answer is not in the index (see `refresh`), or if its
+        line is damaged."""
         with self._lock:
             rows = self._index().execute("SELECT file, start, length FROM answers WHERE key = ?", (_packed_key(key),))
             place = rows.fetchone()

@@ -71,7 +71,7 @@ class Budget:
 
 
 class UsageFile:
-    """Owns the file with this process's requests and tokens of a judge. Thread-safe."""
+    """The file with this process's requests and tokens of a judge, and the check of the budget. Thread-safe."""
 
     def __init__(self, budget: Budget, directory: Path | None, judge: str) -> None:
         """`judge`: a name of the judge, the same in every process. `directory`: folder of the files of all processes.

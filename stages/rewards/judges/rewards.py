@@ -79,7 +79,7 @@ class JudgeReward(Reward):
         completion_price: float = 0.0,
         _directory: Path | None = None,
     ) -> None:
-        """Raises UnfitReward, naming the argument.
+        """Check the arguments. Raises UnfitReward, which names the argument that cannot work.
 
         Args:
             url: URL of the API, including its version: http://HOST:8000/v1.
@@ -89,7 +89,7 @@ class JudgeReward(Reward):
             max_tokens: most tokens of an answer that is read as text.
             likeliest: number of tokens whose log-probs are requested.
             key_env: environment variable with the server's key; None: the server needs no key.
-            concurrency: simultaneous requests of each scoring worker.
+            concurrency: maximum number of simultaneous requests of each scoring worker.
             timeout_s: time-out of a request, in seconds.
             retry_s: longest time without an answer before the run stops, in seconds.
             cache: directory of stored answers. None: `judge` in the run's directory; outside a run, a temporary file.
@@ -184,7 +184,7 @@ class LocalJudgeReward(ProcessModelReward):
         pass_tokens: int | None = PASS_TOKENS,
         delimit: bool = True,
     ) -> None:
-        """Raises UnfitReward, naming the argument.
+        """Check the arguments. Raises UnfitReward, which names the argument that cannot work.
 
         Args:
             path: the model's directory, with a chat template.
@@ -286,7 +286,8 @@ def _check_key_variable(key_env: str | None) -> None:
 
 
 def _check_key_is_encrypted(url: str, key_env: str | None) -> None:
-    """Raise UnfitReward for a key over plain http to another host, since everybody on the way could read it."""
+    """Raise UnfitReward if the key would be sent over plain http to another host, where everybody on the way could read
+    it."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     try:

@@ -139,8 +139,8 @@ def make_rubric(
 
 
 def prompt_text(sample: Sample) -> str:
-    """Return a prompt as a judge reads it: its text, or the text of a chat's only message. A longer chat is a paragraph
-    `ROLE: TEXT` for each message."""
+    """Return a prompt as a judge reads it: its text, or the text of a chat's only message. A longer chat becomes one
+    paragraph `ROLE: TEXT` per message."""
     asked = sample.messages[:-1]
     if not asked:
         return sample.prompt
@@ -329,6 +329,7 @@ def _pairs_of_groups(samples: Sequence[Sample]) -> list[tuple[int, int]]:
 
 
 def _value_of_text(text: str, values: Mapping[str, float]) -> float | None:
-    """Return the worth of the last word without the punctuation around it, or None if it is no answer."""
+    """Strip the punctuation around the last word, and return the worth of the word. Return None if it is not one of the
+    answers."""
     words = text.split()
     return values.get(words[-1].strip("*_`'\"()[]{}<>.,:;!")) if words else None

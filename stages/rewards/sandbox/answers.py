@@ -38,7 +38,7 @@ ANSWER_S = 10.0
 STOPPED = "stopped"
 """Name of the measured number: 1 for an answer that was stopped."""
 _MEMORY_BYTES = 2 << 30
-"""Address space of an answer and its scorer."""
+"""Maximum address space of a process that scores an answer."""
 _LONGEST_S = START_S + 10.0
 """Seconds that the worker waits beyond an answer's time limit, for the preparation and the reply. The sandbox itself
 stops a slow answer."""
@@ -54,7 +54,7 @@ class UnconfinedAnswers(Exception):
 
 
 class AnswerScorer:
-    """Owns the process that scores answers. Threads take turns."""
+    """A function that scores answers. It owns the sandbox in which they are scored. Threads take turns."""
 
     def __init__(self, make: str, args: Mapping[str, Any], timeout_s: float, *, trust: bool = True) -> None:
         """Start the process. `make`: `module:name` of a function that is called with `args` in the sandbox and returns

@@ -145,8 +145,8 @@ def _namespaces_work(network: bool) -> bool:
 
 def _fork_and_keep(channel: SandboxChannel, scratch: str | None) -> None:
     """Fork, and return in the child only. The parent stays as the child's keeper and then ends with the child's exit
-    status. `scratch`: None with namespaces. Without them, a folder: after the child's end, the keeper kills all
-    descendants and deletes the folder."""
+    status. `scratch`: scratch folder of a sandbox without namespaces. After the child's end, the keeper kills all
+    descendants and deletes this folder. None with namespaces."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     child = os.fork()
     if not child:

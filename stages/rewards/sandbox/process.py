@@ -74,7 +74,7 @@ class Sandbox:
     """A confined process that answers messages. One thread at a time may call `ask`; any thread may call `close`."""
 
     def __init__(self, serve: str, start: Mapping[str, Any], confinement: Confinement) -> None:
-        """Start the process. `serve`: `module:name` of a function that is called there with a `SandboxChannel` and
+        """Start the process. `serve`: `module:name` of a function that the sandbox calls with a `SandboxChannel` and
         `start`. Raises SandboxEnded and SandboxExpired, as `restart` does."""
         self._serve, self._start, self._confinement = serve, start, confinement
         self._child: _Child | None = None
@@ -84,7 +84,11 @@ class Sandbox:
         self.restart()
 
     def restart(self) -> None:
-        """End the process, if there is one, and start another."""
+        """End the process, if there is one, and start another.
+
+        Raises:
+            SandboxEnded: this sandbox has been closed, or the new process ended before it was ready.
+            SandboxExpired: the new process was not ready within `START_S`."""
         if self._child is not None:
             self._child.end()
         if self._closed:

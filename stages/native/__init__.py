@@ -1,1 +1,2 @@
-"""Compilation of C code on the machine where it runs, and the fingerprint of what decides the last bits of results."""
+"""Compilation of C code on the machine where it runs, and the fingerprint of a process, on which the last bits of its
+results depend."""

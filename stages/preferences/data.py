@@ -124,8 +124,8 @@ def rated_pairs(ratings: np.ndarray, rows: np.ndarray, min_gap: float) -> Pairs:
 
 def draw_pairs(ratings: np.ndarray, min_gap: float, max_pairs: int, seed: int) -> Pairs:
     """Draw at most `max_pairs` of the pairs whose ratings differ by `min_gap` or more, each with the same probability,
-    without listing all of them. Each row has a list of the rows that are worse by `min_gap`, sorted by rating. If the
-    lists are joined end to end, each pair has a position, and positions are drawn."""
+    without listing all of them. Each row has a list of the rows that are worse by `min_gap` or more, sorted by rating.
+    If the lists are joined end to end, each pair has a position, and positions are drawn."""
     order = np.argsort(ratings, kind="stable")
     num_worse = np.searchsorted(ratings[order], ratings - min_gap, side="right")
     ends = num_worse.cumsum()

@@ -1,7 +1,7 @@
 """The losses of a reward model (Bradley–Terry on pairs, or the square error of ratings), and measures of its agreement
 with people.
 
-With K responses to a prompt compared in all C(K, 2) pairs, as one group (Ouyang et al. 2022, equation 1):
+If K responses to a prompt are compared in all C(K, 2) pairs, these pairs are one group (Ouyang et al. 2022, eq. 1):
 
     L = - mean over groups of  1 / C(K, 2)  sum over pairs (w, l) of  log sigma(r_w - r_l)
 
@@ -141,7 +141,7 @@ def right_order(margins: np.ndarray) -> np.ndarray:
 
 def dyadic_standard_error(values: np.ndarray, first: np.ndarray, second: np.ndarray) -> float:
     """Return the standard error of the mean of pairs' values. Pairs that share a member are not independent, so this
-    uses dyadic clusters (Aronow, Samii and Assenova 2015, equation 3):
+    uses dyadic clusters (Aronow, Samii and Assenova 2015, equation 3). P is the number of pairs:
 
         Var = 1 / P^2  sum over pairs p, q with a common member of  e_p e_q,     e = value - mean
 

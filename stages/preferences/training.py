@@ -86,7 +86,7 @@ caused by the learning rate or the data, not by chance."""
 
 @dataclass(frozen=True)
 class TrainingParts:
-    """The parts of the split: inputs of a training."""
+    """The three sets of judged rows that a training needs."""
 
     train: JudgedRows
     validation: JudgedRows
@@ -111,6 +111,7 @@ def train_reward_model(
     report: Callable[[TrainingProgress], None],
 ) -> TrainingOutcome:
     """Train, keep the state with the best validation accuracy (the earliest if several are equal), and measure it.
+    Under `config.normalise`, first set its bias so that the scores of the training rows have mean 0.
 
     Raises:
         TrainingFailed: MAX_SKIPPED_STEPS gradients in a row were not finite, or a score is not finite.

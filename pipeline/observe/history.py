@@ -192,7 +192,7 @@ class History:
         return [e for e in map(self.read_evaluation, self.evaluated_versions()) if e is not None]
 
     def evaluated_versions(self) -> list[int]:
-        """Return the versions of which at least one shard of held-out rows is scored."""
+        """Return the versions that have at least one scored shard of held-out rows, in order."""
         return sorted({address.step for address in self.ledger.addresses("evaluate_score")})
 
 

@@ -75,8 +75,8 @@ class Event:
     shard: int | None = None
     rank: int | None = None
     """The rank that ran the node, in STARTED and FINISHED. Rank 0 always has an event. Another rank has an event only
-    if it has a warning, or if its times differ from those of rank 0 by more than 0.1 s and by more than a tenth of rank
-    0's duration."""
+    if it has a warning, or if its times differ from rank 0's. Differences up to 0.1 s, or up to a tenth of rank 0's
+    duration, do not count."""
     gang: str | None = None
     worker: str | None = None
     attempt: str | None = None

@@ -71,10 +71,10 @@ def read_boxes(events: Iterable[Event]) -> list[Box]:
 
 
 def driver_periods(events: Iterable[Event]) -> list[Interval]:
-    """Return the periods in which a driver worked, one for each driver that ran a node.
+    """Return the periods in which a driver worked: one period for each driver that ran a node.
 
-    A driver's events are those from its RUN_STARTED event to the next one. Its period lasts from the first submission
-    or start of a node to the last end of a node."""
+    The events from a RUN_STARTED event to the next one belong to the same driver. The driver's period lasts from the
+    first submission or start of a node to the last end of a node."""
     working = {EventKind.SUBMITTED, EventKind.STARTED, EventKind.FINISHED, EventKind.FAILED}
     groups: list[list[float]] = [[]]
     for e in events:
@@ -189,7 +189,7 @@ class Timeline:
 
 def run_timeline(events: Iterable[Event], max_boxes: int | None = None) -> Timeline | None:
     """Return the timeline of a run, or None if nothing was executed. If there are more than `max_boxes` boxes, the
-    lanes contain only the first and the last `max_boxes` / 2 of them. None: no limit."""
+    lanes contain only the first and the last `max_boxes` / 2 of them. If `max_boxes` is None, there is no limit."""
     log = list(events)
     gaps = gaps_between(driver_periods(log))
     every = [

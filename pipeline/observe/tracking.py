@@ -483,8 +483,8 @@ _FIELDS: dict[Any, set[str]] = {
 }
 """Required fields of a spool item, by its kind."""
 STATE_FIELDS = {"uri", "metrics", "rest", "run_id", "experiment_id", "open"}
-"""Fields of the writer's state file: the URI without secrets, the delivered offset of each of the two queues, the ids
-of the MLflow run and of its experiment, and True if the run is open."""
+"""Fields of the writer's state file. `uri`: the URI without secrets. `metrics`, `rest`: the delivered offset of each
+queue. `run_id`, `experiment_id`: ids in MLflow. `open`: True if the MLflow run is open."""
 
 
 def delivered_run_id(spool_path: Path, uri: str) -> str | None:

@@ -4,8 +4,8 @@ tokens of each row (Schulman et al. 2016, eq. 11-16).
 A score is shaped in this order. A cut response gets a fixed score, scores are normalised by the run's mean and standard
 deviation, the KL penalty is subtracted per token, and rewards are whitened. The config turns each of these on or off.
 
-Advantages without a critic compare a response's reward with those of the other responses to its prompt (group, rloo),
-or a token's reward to go with the mean of the step (reinforce_pp).
+Without a critic, group and rloo compare a response's reward with the rewards of the other responses to its prompt.
+reinforce_pp compares a token's reward to go with the mean of the step.
 
     R_i = sum_t r_t of response i. A group is the k responses to one prompt, without the rows that the loss leaves out.
 

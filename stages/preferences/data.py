@@ -64,9 +64,9 @@ class Group:
 def tokenise_judgements(
     judgements: Sequence[Judgement], tokenizer: Tokenizer, config: PreferencesConfig, *, seed: int
 ) -> JudgedRows:
-    """Return rows of prompt, response and EOS (for ratings: text and EOS), with their pairs. Raises PreferencesError if
-    a row is too long (unless such judgements are skipped), if both responses of a pair have the same tokens, and if no
-    row or no pair is left."""
+    """Return rows of prompt, response and EOS (for ratings: text and EOS), with their pairs. Raises PreferencesError in
+    three cases: a row is too long (unless such judgements are skipped), both responses of a pair have the same tokens,
+    or no row or no pair is left."""
     kept: dict[tuple[int, ...], int] = {}
     rows: list[tuple[int, ...]] = []
     texts: list[str] = []
@@ -161,7 +161,7 @@ def _prompt_groups(judged: JudgedRows) -> list[Group]:
 
 
 def _by_number(numbers: np.ndarray) -> list[np.ndarray]:
-    """Return the indices at which `numbers` is 0, those at which it is 1, and so on; each ascending."""
+    """Return one array per number 0, 1, 2 and so on: the ascending indices at which `numbers` has this value."""
     return np.split(np.argsort(numbers, kind="stable"), np.cumsum(np.bincount(numbers))[:-1])
 
 

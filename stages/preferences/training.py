@@ -194,7 +194,8 @@ def _beside_teacher(scores: np.ndarray, judged: JudgedRows, targets: np.ndarray)
 
 
 def add_teacher_scores(parts: TrainingParts, teachers: Sequence[RewardModel]) -> TrainingParts:
-    """Return the parts with the teachers' mean scores of all rows as targets. All ranks must call this together."""
+    """Return the parts with targets: for each row, the mean of the teachers' scores. All ranks must call this
+    together."""
 
     def scored(judged: JudgedRows) -> JudgedRows:
         scores = [_finite(teacher.scores(judged.rows)).astype(np.float64) for teacher in teachers]

@@ -48,7 +48,7 @@ class PartConfig:
 
 @dataclass(frozen=True)
 class Permissions:
-    """Permissions that the config gives the code of a part, beyond those of every sandbox."""
+    """Permissions of a part's code that the config adds to the permissions of every sandbox."""
 
     network: bool = False
     environment: tuple[str, ...] = ()

@@ -1,8 +1,8 @@
 """The base class of all rewards (rules, users' own functions, reward models, judges), and the samples that they score.
 
 A worker of the role `score` calls a reward with the rows of a shard, or with batches of them, while other shards are
-still generated. If the `advantage` node runs on another gang (`placement.roles.advantage`), only the `advantage` node
-of the same step waits for a slow reward, such as a model or an answer over HTTP.
+still generated. A reward may be slow, such as a model or an answer over HTTP. If the `advantage` node runs on another
+gang (`placement.roles.advantage`), only the `advantage` node of the same step waits for a slow reward.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Scored:
 
 class Reward(ABC):
     """A function that scores samples, with the properties that a run needs to know. The constructor takes
-    `reward.parts.NAME.args`. It raises ValueError, naming the argument, if an argument cannot work."""
+    `reward.parts.NAME.args`. If an argument cannot work, it raises ValueError, which names the argument."""
 
     deterministic: bool
     """True if a sample always gets the same score, whichever other samples are in the batch. `replay` then demands a

@@ -40,7 +40,7 @@ REWARDS: dict[str, str] = {
     "repetition": "stages.rewards.rules:RepetitionPenalty",
     "vader": "stages.rewards.rules:VaderReward",
 }
-"""Kind -> class that is called with `args`, as `module:name`."""
+"""Kind -> class of the reward, as `module:name`. The class is called with `args`."""
 KEYS = "attached"
 """Folder in a run's directory with the keys of its workers (pipeline/config/paths.py)."""
 _NUMBERS = BeartypeConf(is_pep484_tower=True)

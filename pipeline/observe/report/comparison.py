@@ -43,7 +43,7 @@ class LeftOut:
     what: str
     why: str
     metrics: Sequence[str] = ()
-    """Names of the metrics whose curves are not drawn together with those of the first run. A `*` stands for any
+    """Names of metrics. Their curves are not drawn together with the curves of the first run. A `*` stands for any
     text."""
 
 

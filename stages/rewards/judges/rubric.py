@@ -104,7 +104,8 @@ def make_rubric(
     system: str | None,
     delimit: bool = True,
 ) -> Rubric:
-    """Return the rubric that a judge's arguments describe. Raises UnfitReward, naming the argument.
+    """Return the rubric that a judge's arguments describe. Raises UnfitReward, which names the argument that cannot
+    work.
 
     Args:
         rubric: the template; None if `rubric_file` is given.

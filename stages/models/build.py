@@ -124,7 +124,8 @@ def output_weight(model: GPTModel, trunk: Trunk | None) -> Tensor:
 def load_weights(
     blueprint: Blueprint, weights: Mapping[str, Tensor], named: Iterable[tuple[str, int | None, Parameter]]
 ) -> None:
-    """Copy whole Hugging Face tensors into this rank's parts of the parameters (`hf_conversion.named_by_block`).
+    """Fill this rank's parameters with its parts of whole Hugging Face tensors. `named`: the parameters, as
+    `hf_conversion.named_by_block` yields them.
 
     A critic's head becomes the reward model's, or zero if the weights have none. Adapters get their initial values.
     Raises ValueError, naming the tensor, if a shape differs.

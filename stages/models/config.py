@@ -15,7 +15,8 @@ RECOMPUTE_MODULES = ("core_attn", "mlp")
 """The modules of a dense model that Megatron can recompute. `core_attn` saves next to nothing, since the fused
 attention keeps no scores; `mlp` saves the most. (Megatron 0.16 recomputes `layernorm` with Transformer Engine only.)"""
 MOST_BETA = 1 - 2**-8
-"""Largest beta with which a moment of 8 significant bits decays when gradients vanish: see `stages/models/adamw.py`."""
+"""Largest beta at which a moment stored in bfloat16 still decays when gradients vanish: see
+`stages/models/adamw.py`."""
 Optimizer = Literal["adamw", "adafactor", "muon"]
 LORA_TARGETS = ("qkv", "proj", "fc1", "fc2")
 """Linear layers of a block that can have adapters. In this order: queries, keys and values; attention's output; gate
@@ -127,8 +128,8 @@ class ModelConfig:
     tf32: bool = False
     """CUDA only: round the operands of float32 products to TF32's 10 bits."""
     deterministic: bool = True
-    """CUDA only: a repeated update must give the same bits, and its digest is compared. (On a CPU both are always
-    true.)"""
+    """CUDA only: use only operations that repeat their bits, so that an update that is computed again can be compared
+    by its digest. (On a CPU updates always repeat their bits.)"""
     products: Literal["auto", "torch", "onednn"] = "auto"
     """Library for float32 matrix products on a CPU. auto: oneDNN on AMD processors, torch's BLAS on others. The last
     bits of a run depend on it."""

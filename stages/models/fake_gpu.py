@@ -1,8 +1,8 @@
 """A fake GPU: tensors on it have shapes and sizes, but no numbers. Code for CUDA runs on it unchanged, with a model of
 any size, and a `Recorder` records the memory and the collectives that the code uses.
 
-    with recording() as recorder:        one rank of a gang; the other ranks do not exist
-        ...                              tensors on `fake_device()`
+    with recording(NoNumbers()) as recorder:    one rank of a gang; the other ranks do not exist
+        ...                                     tensors on `fake_device()`
         recorder.usage.peak, recorder.collectives
 
 The device is torch's backend for devices written in Python. Attention and norms take the kernels that CUDA chooses.

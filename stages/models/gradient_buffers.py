@@ -92,7 +92,7 @@ def registering(ddp: DistributedDataParallel, role: Role, loss: Loss) -> Loss:
 
 def complete_weights(ddp: DistributedDataParallel) -> None:
     """Send the weights of the last optimizer step to all data-parallel ranks now, and wait until they have arrived. Do
-    nothing unless the next forward pass would make this exchange. A collective call."""
+    nothing if this exchange is not left to the forward passes (`overlap_param_gather`). A collective call."""
     if ddp.ddp_config.overlap_param_gather:
         ddp.start_param_sync(force_sync=True)
 

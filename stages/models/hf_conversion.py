@@ -66,7 +66,7 @@ _NORMS = {
     "self_attention.k_layernorm.weight": K_NORM,
     "pre_mlp_layernorm.weight": POST_ATTENTION_NORM,
 }
-"""Norms, which are whole on every rank."""
+"""Hugging Face's part of a layer by Megatron's name, for the norms. They are whole on every rank."""
 
 
 def transformer_kwargs(spec: ModelSpec) -> dict[str, Any]:
@@ -175,8 +175,8 @@ def from_hf(
 
 
 def part_of_rows(name: str, spec: ModelSpec, tp_rank: int, tp_size: int) -> Tensor:
-    """Return the part number of each row that this tensor-parallel rank holds of a fused weight. The numbers are found
-    by cutting a tensor of part numbers in the same way as the weight."""
+    """Return, for each row of a fused weight on this tensor-parallel rank, the index in `PARTS[name]` of the Hugging
+    Face part that it belongs to. The indices are found by cutting a tensor of indices in the same way as the weight."""
     shapes = layer_shapes(spec)
     numbers = {
         layer_tensor(0, part): torch.full((shapes[part][0], 1), number, dtype=torch.int64)
@@ -193,7 +193,8 @@ class HFPart:
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     tensor: Tensor
-    """Queries, keys and values have an axis of groups before their rows, unless `spans` is given."""
+    """The view. For queries, keys and values its first axis is the groups and its second the rows of a group, unless
+    `spans` is given."""
     axis: int | None
     """Axis of `tensor` along which the ranks' parts lie; None: each rank has the whole tensor."""
     size: int

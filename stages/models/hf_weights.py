@@ -56,8 +56,8 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
 
 
 def read_some_weights(path: str, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return the model's tensors with these names, in the order of the names. Other tensors are not read. Raises what
-    `read_weights` raises."""
+    """Return the model's tensors with these names, in the order of the names. Names that the model lacks are left out,
+    and other tensors are not read. Raises what `read_weights` raises."""
     if is_random(path):
         weights = _random_weights(path)
         return {name: weights[name] for name in names if name in weights}

@@ -141,9 +141,9 @@ class PackedAttention(SelfAttention):
 class CausalAttention(MegatronModule):
     """Causal attention by torch's fused kernels, with grouped queries. No mask is needed, since no token is padding.
 
-    On GPUs with 16-bit heads one call computes all rows, unless the run must be deterministic: that kernel's backward
-    pass adds up in any order. (Never run on a GPU.) Otherwise there is one call for each group of adjacent
-    rows of the same length."""
+    On GPUs with 16-bit heads one call computes all rows, unless the run must be deterministic: the backward pass of
+    this call adds numbers up in an order that varies. (This was never run on a GPU.) Otherwise there is one call for
+    each group of adjacent rows of the same length."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config)
@@ -206,7 +206,7 @@ def residual_add(kernels: BlockKernels) -> Callable[[bool, bool], _AddToResidual
 
 def block_spec(num_blocks: int, products: Products, kernels: BlockKernels, *, qk_norm: bool = False) -> BlockSubmodules:
     """Return the specification of `num_blocks` Llama blocks and a final norm, computed by `kernels`. The linears
-    multiply with `products`, or with portable kernels are Megatron's own. `qk_norm`: see `ModelSpec`."""
+    multiply with `products`; with portable kernels they are Megatron's own. `qk_norm`: see `ModelSpec`."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     parts = layer.submodules
     by_kernels = {"kernels": kernels}
@@ -232,9 +232,9 @@ def block_spec(num_blocks: int, products: Products, kernels: BlockKernels, *, qk
 
 
 class PortableColumnLinear(ColumnParallelLinear):
-    """Megatron's column-parallel linear, which multiplies one matrix [N, K]. With more axes torch chooses between two
-    products, and its choice differs between a trained and a frozen weight. Then policy and reference would differ in
-    their last bits even with the same weights."""
+    """Megatron's column-parallel linear with its input flattened to one matrix [N, K]. For an input with more axes
+    torch chooses between two products, and chooses differently for a trained and for a frozen weight. Then policy and
+    reference would differ in their last bits even with the same weights."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
         product: Tensor = super()._forward_impl(input.flatten(0, -2), weight, **options)
@@ -242,7 +242,7 @@ class PortableColumnLinear(ColumnParallelLinear):
 
 
 class PortableRowLinear(RowParallelLinear):
-    """Megatron's row-parallel linear, which multiplies one matrix [N, K]: see `PortableColumnLinear`."""
+    """Megatron's row-parallel linear with its input flattened to one matrix [N, K]: see `PortableColumnLinear`."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
         product: Tensor = super()._forward_impl(input.flatten(0, -2), weight, **options)

@@ -25,8 +25,8 @@ from storage.problems import Problem
 
 
 def gang_problems(layout: LayoutConfig, num_ranks: int, prefix: str = "") -> Iterator[Problem]:
-    """Yield the problems of a layout on `num_ranks` ranks that do not depend on the models. `prefix`: config key of the
-    gang, put before the keys of the problems."""
+    """Yield the problems that a layout has on `num_ranks` ranks with any model. `prefix`: config key of the gang, put
+    before the keys of the problems."""
     group = layout.tensor * layout.pipeline
     if group >= 1 and num_ranks % group:
         need = f"must be a multiple of layout.tensor x layout.pipeline = {group}"
@@ -115,7 +115,8 @@ TARGET_PARTS = {
 }
 """Projections of a layer by target of `model.lora.targets`."""
 SPLIT_BY_ROWS = ("qkv", "fc1")
-"""Targets where tensor parallelism cuts the outputs and B. For the other targets it cuts the inputs and A."""
+"""Targets whose outputs tensor parallelism cuts, and with them their adapters' B. It cuts the inputs of the other
+targets, and with them their adapters' A."""
 SIDES = ("lora_A", "lora_B")
 
 
@@ -126,7 +127,8 @@ def target_parts(lora: LoraConfig) -> Iterator[str]:
 
 
 def adapter_shapes(spec: ModelSpec, lora: LoraConfig, layer: int) -> dict[str, tuple[int, int]]:
-    """Return the shapes of A and B of a layer's adapters by peft's names (without the prefix `base_model.model.`)."""
+    """Return the shapes (rows, columns) of the A and B of each adapter in a layer, by peft's names without the prefix
+    `base_model.model.`."""
     shapes: dict[str, tuple[int, int]] = {}
     for part in target_parts(lora):
         outputs, inputs = layer_shapes(spec)[part]

@@ -60,7 +60,8 @@ FrozenWeights = dict[tuple[str, int | None], Parameter]
 """The frozen parameters of a rank that the roles' models share, by (name within the block or model, block)."""
 
 _Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""A function (x, weight, total) -> total + x @ weight.T. A `total` of None counts as zero. It may change `total`."""
+"""A function (x, weight, total) -> total + x @ weight.T. A `total` of None counts as zero. The function may change
+`total` in place."""
 
 
 class Adapter(Module):

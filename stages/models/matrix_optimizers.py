@@ -38,7 +38,7 @@ Rows = slice | Tensor
 MUON_MOMENTUM = 0.95
 ADAFACTOR_EPS = (1e-15, 1.0)
 """Adafactor's eps1 and eps2. torch's eps1 of 1e-7 is large beside the gradients of a model of billions of parameters
-whose global norm is 1; a smaller one than 1e-15 has no float32 square."""
+whose global norm is 1. The square of an eps1 far below 1e-15 would be 0 in float32."""
 
 
 class MatrixOptimizer(BlockAdamW):
@@ -101,7 +101,8 @@ class MatrixOptimizer(BlockAdamW):
 
 
 def parts_of(masters: Sequence[Master], model: Any, blueprint: Blueprint, optimizer: str) -> dict[Tensor, list[Rows]]:
-    """Return the tensors that Adafactor or Muon updates, with the rows of each of their Hugging Face tensors."""
+    """Return, for each tensor that Adafactor or Muon updates, the rows of every Hugging Face tensor that is fused into
+    it."""
     names = {p: (name, block) for name, block, p in named_by_block(model, blueprint.model.frozen_blocks)}
     found: dict[Tensor, list[Rows]] = {}
     for master in masters:

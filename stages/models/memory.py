@@ -75,7 +75,7 @@ class MicroBatchSize:
 
 @dataclass(frozen=True)
 class RowsSize:
-    """Sizes of the rows whose hidden states or activations are kept."""
+    """Length and numbers of the rows whose hidden states or activations are kept."""
 
     width: int
     """Most tokens of a row."""
@@ -120,8 +120,8 @@ class GangModels:
         return DTYPE_BYTES[self.model.dtype]
 
     def gradient_bytes(self, role: Role) -> int:
-        """Return the bytes of the gradient of one of a role's parameters. (This is not for the critic's head, whose
-        gradient is float32.)"""
+        """Return the bytes of one number in a role's gradients. (The critic's head is an exception: its gradients are
+        float32.)"""
         return DTYPE_BYTES[self.model.optimizer_of(role).gradients_dtype]
 
     def moment_bytes(self, role: Role) -> int:
@@ -264,7 +264,7 @@ def state_bytes(gang: GangModels, stage: int) -> dict[str, int]:
 
 def offloaded_bytes(gang: GangModels, stage: int) -> int:
     """Return the bytes of the host copies of all roles' parameters (without the trunk), masters and moments. Return 0
-    unless `offload` is idle. The host buffers of all roles count, since a role's buffer is kept while it is on the
+    unless `offload` is idle. The host copies of all roles count, since their memory is kept while the role is on the
     device."""
     if gang.offload != "idle":
         return 0

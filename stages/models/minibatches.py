@@ -1,6 +1,7 @@
 """Split a step's rows over ranks and micro-batches, and compute the loss of each micro-batch.
 
-The losses call the formulas of stages.ppo.losses with the model's outputs and with the data of their rows.
+Each loss calls the formulas of stages.ppo.losses with the model's outputs for some rows and with the stored data of
+these rows.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ def peak_of_a_rank(blueprint: Blueprint) -> float:
 # ---- losses ----------------------------------------------------------------------------------------------
 
 MinibatchLoss = Callable[[np.ndarray, int], Loss]
-"""Function from (a minibatch's rows, the number of optimizer steps before it) to the loss of the minibatch's
-micro-batches."""
+"""Function that gets a minibatch's rows and the number of optimizer steps that the update has made before it. It
+returns the function that computes the loss of each of the minibatch's micro-batches."""
 
 RATIO_DEVIATION = "policy/ratio_deviation_first"
 """Metric: largest |pi / pi_prox - 1| before the first optimizer step of an update. It should be 0 up to rounding. A

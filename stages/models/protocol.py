@@ -23,7 +23,8 @@ if TYPE_CHECKING:  # everything that reads a config imports `Role`, and importin
 
 
 class Role(StrEnum):
-    """A role in PPO. A model host has models for REFERENCE, POLICY and CRITIC; the others only name placements."""
+    """A role in PPO. The config's `placement` says which gang serves it. A model host has models for REFERENCE, POLICY
+    and CRITIC only."""
 
     GENERATE = "generate"
     SCORE = "score"
@@ -57,7 +58,8 @@ class Rank:
     """Longest wait of a collective for ranks that have not joined it. After this time it raises an error (see
     `RanksMissing`)."""
     listening: int | None = None
-    """On rank 0 under `tcp://`: file descriptor of the listening socket, which the rank takes over."""
+    """File descriptor of the socket that listens at `rendezvous`. Rank 0 takes it over under `tcp://`. None on the
+    other ranks and under other schemes."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,11 @@ class PolicyBatch:
     rollout: Rollout
     advantages: Advantages
     policy: PolicyLogprobs | None
-    """None under `ppo.proximal: loglinear | sampler`."""
+    """Log-probs of the proximal policy, from the stage `logprob`. None under `ppo.proximal: loglinear | sampler`, where
+    this stage does not run."""
     reference: ReferenceLogprobs
     kl_coef: float
-    """Coefficient used if `ppo.kl.where` is `loss`."""
+    """Coefficient of the KL penalty in the loss. Read only if `ppo.kl.where` is `loss`."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,9 @@ class CriticBatch:
 
 
 class ModelHost(Protocol):
-    """Owns this rank's models. The resident policy and critic each have a version (the number of updates made) and a
-    `dirty` flag, which an update or a failed `load` sets and `mark_clean` or a successful `load` clears. Calls that
-    run, train, save, publish or export a dirty model raise StateError."""
+    """Owns this rank's models. The policy and the critic in its memory (the *resident* models) each have a version, the
+    number of updates made, and a `dirty` flag. An update or a failed `load` sets the flag; `mark_clean` or a successful
+    `load` clears it. Calls that run, train, save, publish or export a dirty model raise StateError."""
 
     def collectives_of(self, where: str) -> AbstractContextManager[None]:
         """Return a context for calls that every rank must make. `where` names the graph node of these calls, for
@@ -93,7 +96,8 @@ class ModelHost(Protocol):
         ...
 
     def numerics(self) -> dict[str, str]:
-        """Return the names of the kernels and of the matrix products in use. They decide the last bits of results."""
+        """Return the names of the implementations in use, of the transformer blocks and of matrix products, by config
+        key. They decide the last bits of results."""
         ...
 
     def policy_logprobs(self, rollout: Rollout) -> PolicyLogprobs | None: ...
@@ -119,8 +123,9 @@ class ModelHost(Protocol):
         ...
 
     def trunk_counts(self) -> dict[str, float]:
-        """Return this rank's counts since the last call: rows requested from the frozen blocks (`trunk/rows`) and rows
-        that had to be computed (`trunk/computed_rows`). Empty without frozen blocks."""
+        """Return this rank's counts since the last call: rows whose outputs of the frozen blocks were requested
+        (`trunk/rows`), and those of them that were not in the cache (`trunk/computed_rows`). Empty without frozen
+        blocks."""
         ...
 
     def version(self, role: Role) -> int: ...
@@ -149,9 +154,9 @@ class ModelHost(Protocol):
         ...
 
     def publish(self, board: WeightBoard, version: int) -> Manifest | None:
-        """Write the policy's trained tensors to a board, by Hugging Face name and in the model's dtype. They are all
-        tensors that `frozen_blocks` does not freeze, or with LoRA the tensors that have adapters, with the adapters
-        merged.
+        """Write the policy's trained tensors to a board, by Hugging Face name and in the model's dtype. Without LoRA
+        these are all tensors that `frozen_blocks` does not freeze. With LoRA they are the tensors that have adapters,
+        with the adapters merged.
 
         Return the manifest on rank 0, None on the others. On rank 0 raises ValueError if the version exists with other
         bits, and StoreRefused if the board's memory is full."""

@@ -4,9 +4,10 @@
     same host     lists ──────────┴──────────► writes ────────────────┤               sums some ──┘
     another host  lists ──────────┴──────────► sends its parts ───────┘
 
-No rank gathers a tensor. Beside the model's state a rank needs one block of `BLOCK_BYTES` on the device and one on the
-host. Only ranks with data-parallel rank 0 write. With LoRA the merged tensors are whole on one rank of each stage,
-which writes them. The tensors' order in the file, and so the manifest's digest, is the same in every layout.
+Without LoRA no rank gathers a tensor. Beside the model's state a rank then needs one block of `BLOCK_BYTES` on the
+device and one on the host. Only ranks with data-parallel rank 0 write. With LoRA the tensor-parallel ranks of a stage
+gather one whole tensor at a time, and one of them merges and writes it. The tensors' order in the file, and so the
+manifest's digest, is the same in every layout.
 
 The calls are collective. A rank that cannot write goes on with the calls, so that no other rank waits for it. At the
 end rank 0 raises its error.

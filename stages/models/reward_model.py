@@ -129,7 +129,7 @@ class RewardModel:
             self._model.requires_grad_(False).eval()
 
     def collectives_of(self, where: str) -> AbstractContextManager[None]:
-        """Return a context for calls that all ranks make; see `ModelHost`."""
+        """Return a context for calls that every rank must make: see `ModelHost.collectives_of`."""
         return self._parallel_rank.missing_ranks.collectives_of(where)
 
     def scores(self, rows: TokenRows) -> np.ndarray:
@@ -249,8 +249,8 @@ class TokenRows:
 
 
 def from_all_ranks(of_rows: np.ndarray, rank: parallel.ParallelRank) -> np.ndarray:
-    """Return the results of all rows, on every rank. `of_rows`: this rank's results, with 0 for rows of other ranks. It
-    is ignored unless this is an output rank."""
+    """Return the results of all rows, on every rank. `of_rows`: this rank's results, with 0 for rows of other ranks.
+    Only the results of output ranks are read (`ParallelRank.is_output_rank`)."""
     if dist.get_world_size() == 1:
         return of_rows
     whole = torch.from_numpy(of_rows if rank.is_output_rank else np.zeros_like(of_rows)).to(rank.device)
@@ -259,8 +259,8 @@ def from_all_ranks(of_rows: np.ndarray, rank: parallel.ParallelRank) -> np.ndarr
 
 
 def ended(tokens: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
-    """Return a row (prompt and response) with an EOS at the end, as reward models read it. An EOS is added to a
-    response that was cut."""
+    """Return a row (prompt and response) as reward models read it: with an EOS at the end. If the row does not end with
+    one, because the response was cut, the first of `eos_ids` is added."""
     return [*tokens] if tokens and tokens[-1] in eos_ids else [*tokens, eos_ids[0]]
 
 
@@ -331,7 +331,7 @@ _HEAD = 2
 
 def new_head(hidden_size: int, seed: int) -> dict[str, Tensor]:
     """Return the tensors of a new head by name: a zero bias, and a random normal weight with standard deviation 1 /
-    sqrt(hidden_size + 1), so that the first scores are of size 1 (Stiennon et al. 2020; Huang et al. 2024)."""
+    sqrt(hidden_size + 1). The first scores are then of size 1 (Stiennon et al. 2020; Huang et al. 2024)."""
     drawn = np.random.default_rng([seed, _HEAD]).standard_normal((1, hidden_size), np.float32)
     return {
         SCORE_WEIGHT: torch.from_numpy(drawn) / math.sqrt(hidden_size + 1),
@@ -374,8 +374,9 @@ def _config(source: str, bias: float) -> dict[str, object]:
 
 
 class NextTokens:
-    """Owns this rank's part of a language model, which is built by the same code as a reference model. Every rank of
-    the gang makes the same calls in the same order and gets the whole result."""
+    """Finds the likeliest next tokens of rows. Owns this rank's part of the language model, which is built by the same
+    code as a reference model. Every rank of the gang makes the same calls in the same order and gets the whole
+    result."""
 
     def __init__(
         self, model: ModelConfig, layout: LayoutConfig, joined: parallel.ParallelRank, max_tokens: int

@@ -187,8 +187,8 @@ def spec_of(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _max_positions(config: Mapping[str, Any], family: Family) -> int:
-    """Return the longest supported row. Rows up to the sliding window's length are computed as if there were no
-    window."""
+    """Return the number of tokens in the longest supported row. Rows up to the sliding window's length are computed as
+    if there were no window."""
     positions = int(config["max_position_embeddings"])
     window = config["sliding_window"] if family.windowed else None
     return positions if window is None else min(positions, int(window))

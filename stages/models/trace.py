@@ -6,8 +6,8 @@ each phase of its work.
 
 The host and the models are the real ones; only the tensors have no numbers. The rows need the most memory that the
 config allows: they fill every micro-batch (`worst_batch`). There are as many micro-batches as pipeline stages, and at
-least two, so that the first stage has the most micro-batches in flight. The first update is small, since the optimizer
-only has to create its moments in it.
+least two, so that the first stage has the most micro-batches in flight. The first update is small, since its only
+purpose is to make the optimizer create its moments.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class TracedRank:
     stage: int
     phases: Sequence[TracedPhase]
     published_bytes: int
-    """Bytes of the tensors that this rank writes, whole or in part, when the policy is published. Each counts whole."""
+    """Bytes of the tensors of which this rank writes at least a part when the policy is published. Each of these
+    tensors counts with its whole size."""
     operations: Mapping[str, int]
     """Number of calls of each of torch's operations in all phases, by name."""
 

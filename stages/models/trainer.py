@@ -72,9 +72,9 @@ class Minibatch:
 
 
 MAX_SKIPPED_STEPS = 8
-"""Number of consecutive optimizer steps with a gradient that is not finite after which training fails. The count
-continues across PPO steps. One such step may be an accident. If a whole update (2 epochs of 4 minibatches) consists of
-such steps, weights or data are broken."""
+"""Training fails after this many consecutive optimizer steps whose gradient is not finite. The count continues across
+PPO steps. One such step may be an accident. If a whole update (2 epochs of 4 minibatches) consists of such steps,
+weights or data are broken."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -304,8 +304,8 @@ class Trainer:
         self.weights.sleep()
 
     def _reach(self, version: int) -> None:
-        """Set the version and mark it uncommitted. Drop the previous version's kept forwards; some remain if all
-        minibatches were empty or the role was not trained."""
+        """Set the version and mark it uncommitted. Drop the previous version's kept forwards, which are still there if
+        all minibatches were empty or the role was not trained."""
         self._forget_forwards()
         self.version, self.dirty = version, True
 
@@ -478,7 +478,8 @@ def scaler_options(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def scaler_of(optimizer: MegatronOptimizer) -> DynamicGradScaler | None:
-    """Return the gradient scaler of one Megatron optimizer (not of a chain), or None unless the dtype is float16."""
+    """Return the gradient scaler of one Megatron optimizer (not of a chain). Return None for a dtype other than
+    float16."""
     scaler = optimizer.grad_scaler if isinstance(optimizer, MixedPrecisionOptimizer) else None
     assert scaler is None or isinstance(scaler, DynamicGradScaler)
     return scaler

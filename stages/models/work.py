@@ -18,7 +18,7 @@ _REPEATS = 4
 
 @dataclass(frozen=True)
 class UpdateWork:
-    """One update of a model, over all ranks of its gang."""
+    """The work and the time of one update of a model, over all ranks of its gang."""
 
     tokens: int
     """Tokens of prompts and responses, counted each time they went through the model."""

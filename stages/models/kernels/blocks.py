@@ -49,7 +49,7 @@ class HeadSizes:
 
 class BlockKernels(Protocol):
     """The operations of a block. All but `accumulate` are differentiable. All compute in float32 and round once if the
-    output has a smaller dtype."""
+    output has a smaller dtype; only `gate` in plain torch also rounds silu(gate)."""
 
     name: str
     portable: bool

@@ -31,7 +31,7 @@ class FusedBlockKernels(PortableKernels):
 
 
 def with_fusions(kernels: BlockKernels, model: ModelConfig, device: torch.device) -> BlockKernels:
-    """Return `FusedBlockKernels` if `model.kernels` is auto, Triton can compile them for the device, and
+    """Return `FusedBlockKernels` if the device is a GPU, torch has Triton, `model.kernels` is auto, and
     `model.deterministic` is off. (Nobody has checked that two compilations give the same bits.) Return `kernels`
     otherwise."""
     fuses = model.kernels == "auto" and device.type == "cuda" and not model.deterministic and has_triton()

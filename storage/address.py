@@ -30,7 +30,7 @@ class Ref:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers that the stage measured, for the driver."""
     state: Mapping[str, Any] = field(default_factory=dict)
-    """Small JSON state for the same stage of the next step (for example the KL controller's)."""
+    """Small JSON state that the stage hands to itself in the next step (for example the KL controller's)."""
     started: float = 0.0
     """Start of the work, in seconds since the epoch; `finished` is its end."""
     finished: float = 0.0

@@ -212,8 +212,8 @@ class Checkpoints:
         return meta
 
     def prune(self, role: str, keep: int, damaged: Collection[int] = (), every: int | None = None) -> list[int]:
-        """Remove old checkpoints and return their versions. Keep the newest `keep` complete ones (the versions
-        `damaged` do not count) and every version that is a multiple of `every`. Also remove directories that dead
+        """Remove old checkpoints and return their versions. Keep the newest `keep` complete checkpoints, not counting
+        the versions in `damaged`, and every version that is a multiple of `every`. Also remove directories that dead
         processes of this host began. Raises ValueError for keep < 1."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, given {keep}")
@@ -267,7 +267,8 @@ def _looks_whole(path: Path) -> bool:
 
 
 def _faulty_size(path: Path, document: Mapping[str, Any]) -> str | None:
-    """Return which file is missing or has another size, or None."""
+    """Return a text about the first file that is missing or has another size than the manifest says. Return None if
+    there is no such file."""
     for name, entry in document["files"].items():
         try:
             size = (path / name).stat().st_size

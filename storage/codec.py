@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class NotARecord(ValueError):
-    """A text or a document does not fit the record's type. The message names the fields."""
+    """An error for a text or a document that does not fit the record's type. The message names the fields."""
 
 
 def encode(record: object, **layout: Any) -> str:
@@ -38,8 +38,8 @@ def decode(kind: Any, text: str | bytes, *, strict: bool = True, complete: bool 
     """Return the record of type `kind` (or of one type of a union) that `encode` wrote. Raises NotARecord.
 
     Args:
-        strict: accept no values of other types. Otherwise the text "NaN" is read as a float, and 1 as true.
-        complete: accept no missing field, even if it has a default.
+        strict: refuse values of other types. Otherwise the text "NaN" is read as a float, and 1 as true.
+        complete: refuse a text that lacks a field, even if the field has a default.
     """
     return _checked(lambda: _validator(kind, complete).validate_json(text, strict=strict, extra="forbid"))
 

@@ -1,4 +1,5 @@
-"""The commit record of one output: what it is, what it was made from, by whom and when; and its JSON.
+"""The commit record of one output, and its JSON form. It states what the output is, what it was made from, and who made
+it when.
 
 JSON has no NaN or infinity. A metric that is not finite is written as the string "NaN", "Infinity" or "-Infinity" and
 read back as that float. `state` must be finite, because the next step computes with it.

@@ -31,12 +31,13 @@ class PromptsConfig:
     too_long: Literal["error", "skip"] = "error"
     """Treatment of a prompt that is longer than `max_tokens`."""
     held_out: int | None = setting(None, at_least(0))
-    """Prompts set aside for evaluation; null: 64, or a tenth of all if there are fewer than 640. No prompt is set aside
-    if evaluations have a source of their own (`evaluate.prompts.url`)."""
+    """Number of prompts set aside for evaluation; null: 64, or a tenth of all if there are fewer than 640, rounded down
+    to a multiple of `evaluate.shards`, but at least 2. No prompt is set aside if evaluations have a source of their own
+    (`evaluate.prompts.url`)."""
 
 
 def prompts_problems(config: PromptsConfig) -> Iterator[Problem]:
-    """Yield the problems of section `prompts` by itself."""
+    """Yield the problems of section `prompts` that do not depend on other sections."""
     if config.opening_tokens is not None and config.opening_tokens > config.max_tokens:
         need = f"must be at most prompts.max_tokens = {config.max_tokens}"
         yield Problem("prompts.opening_tokens", config.opening_tokens, need)
@@ -50,9 +51,10 @@ class EvaluationPromptsConfig:
     url: str | None = None
     """Source, as `prompts.url`; null: the evaluated prompts are held out of `prompts.url`."""
     format: Literal["plain", "chat"] | None = None
-    """Format, as `prompts.format`; null: the same."""
+    """Format, as `prompts.format`; null: the value of `prompts.format`."""
     field: str | None = None
-    """Field or column of the prompt, as `prompts.field`; null: the same (in a .txt file: each line is a prompt)."""
+    """Field or column of the prompt, as `prompts.field`; null: the value of `prompts.field`, but each line of a .txt
+    file is a prompt."""
     max: int | None = setting(None, at_least(2, ": an evaluation reports a spread"))
     """Largest number of prompts, from the start of the source; null: all."""
 
@@ -71,7 +73,7 @@ class EvaluationPromptsConfig:
 
 
 def evaluation_prompts_problems(config: EvaluationPromptsConfig) -> Iterator[Problem]:
-    """Yield the problems of section `evaluate.prompts` by itself."""
+    """Yield the problems of section `evaluate.prompts` that do not depend on other sections."""
     if config.url is None:
         why = "nothing is read without evaluate.prompts.url: give it"
         yield from unread_problems("evaluate.prompts", config, why)
@@ -179,7 +181,7 @@ _OF_RATINGS = ("text", "rating", "spread", "raters", "min_gap", "group_texts", "
 
 
 def preferences_problems(config: PreferencesConfig) -> Iterator[Problem]:
-    """Yield the problems of section `data` by itself."""
+    """Yield the problems of section `data` that do not depend on other sections."""
     other, names = ("ratings", _OF_RATINGS) if config.kind == "pairs" else ("pairs", _OF_PAIRS)
     yield from unread_problems("data", config, f"only data.kind={other} reads it (given {config.kind})", names)
     if config.held_out_url is not None:

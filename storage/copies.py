@@ -4,8 +4,9 @@
     local directory ──files, some at once──► object store ──their sizes, as listed there──► marker: the copy is complete
     object store ──files, marker last──► local directory
 
-The marker is the directory's manifest, which has the size and CRC-32 of every file. `upload` compares the sizes with
-it. The caller of `download` can compare sizes and checksums.
+The marker is the directory's manifest, which has the size and CRC-32 of every file. `upload` compares the sizes that
+the object store lists with those of the local files. The caller of `download` can compare sizes and checksums with the
+manifest.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Copies:
     """Name of the file that is uploaded last."""
 
     def upload(self, directory: Path, key: str) -> None:
-        """Upload a directory, unless its copy is already complete. Raises StoreError if the copy then lacks bytes."""
+        """Upload a directory, unless its copy is already complete. Raises StoreError if a file of the uploaded copy is
+        missing or has another size."""
         place, marker = self.root.below(key), (directory / self.marker).read_bytes()
         uploaded = files.sizes(place)
         if uploaded and files.read(place, self.marker) == marker:

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 
 class StoreError(Exception):
-    """Stored bytes are torn, damaged, missing or of another format. The message names the file and the fault."""
+    """An error for stored bytes that are torn, damaged, missing or of another format. The message names the file and
+    the fault."""
 
 
 class MissingOutput(StoreError):
-    """There is no commit record at an address, so there is no output."""
+    """An error for an address without a commit record, and so without an output."""
 
 
 class DroppedOutput(StoreError):
-    """The arrays of a committed output were deleted under `storage.keep.rollouts`. The commit record is still there."""
+    """An error for a committed output whose arrays were deleted under `storage.keep.rollouts`. The commit record is
+    still there."""
 
 
 class DamagedWeights(StoreError):
-    """A copy of published weights differs from what was published."""
+    """An error for a copy of published weights that differs from what was published."""
 
 
 class StoreUnavailable(StoreError):
-    """The filesystem still gave a transient error after all retries."""
+    """An error for a filesystem that still gives a transient error after all retries."""
 
 
 class StoreRefused(StoreError):
-    """The filesystem refuses a write for good: full, read only, not permitted."""
+    """An error for an access that the filesystem refuses until a person acts: it is full or read only, or does not
+    permit the access."""
 
 
 class DamagedCommit(StoreError):
-    """A commit record differs from what was written, so it is ignored."""
+    """An error for a commit record that differs from what was written."""

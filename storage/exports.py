@@ -140,7 +140,7 @@ class Exports:
             shutil.rmtree(self.place(version), ignore_errors=True)
 
     def drop(self, versions: Iterable[int]) -> None:
-        """Remove the exports of these versions, and what an earlier, interrupted call left."""
+        """Remove the exports of these versions, and the leftovers of an earlier call that was interrupted."""
         for left in self.root.glob(f"{_LEAVING}*"):
             shutil.rmtree(left, ignore_errors=True)
         for version in {*versions}.intersection(self.versions()):

@@ -402,7 +402,7 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def _link(root: Root, temporary: str, path: str) -> bool:
-    """Give a temporary file its name, unless another file has it."""
+    """Give a temporary file its final name. Return False if another file already has this name."""
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -496,8 +496,8 @@ def _refuses(error: Exception) -> bool:
 
 
 def until_seen(look: Callable[[], Answer | None], retry_s: float) -> Answer | None:
-    """Return the first result of `look()` that is not None, or None after `retry_s`. A network filesystem may report
-    a file of another host as missing for a while."""
+    """Call `look()` until its result is not None, and return this result. Return None after `retry_s` seconds. A
+    network filesystem may report a file of another host as missing for a while."""
     answer, pause_s, waited_s = look(), _SHORTEST_S, 0.0
     while answer is None and waited_s < retry_s:
         time.sleep(pause_s)

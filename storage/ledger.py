@@ -1,9 +1,11 @@
-"""The commit ledger: one small JSON file per output. An output exists if, and only if, this file exists (law 2).
+"""The commit ledger: one small JSON record per output. An output exists if, and only if, its record exists (law 2 of
+docs/architecture.md).
 
     node  ──► output bytes under the attempt's own name ──► `Ledger.commit` (exclusive create) ──► winner | loser
     reader ─► `Ledger.find(address)` ──► Commit: what there is, and what it was made from
 
-Files are `<stage>/step_000012/shard_0003.json` below the ledger's URL, in strict JSON (`storage/commits.py`).
+The record of a recent step is a file `<stage>/step_000012/shard_0003.json` below the ledger's URL, in strict JSON
+(`storage/commits.py`).
 
 The records of old steps are in segments, `SPAN` steps in a file. A run of 10,000 steps has 150,000 records. As single
 files they take minutes to list and read on a network filesystem, and every resume reads them.
@@ -87,8 +89,8 @@ class Ledger:
                 self._commits.popitem(last=False)
 
     def await_seen(self, address: Address) -> Commit | None:
-        """Return `find(address)`, waiting for a commit that exists but that this host may not see yet
-        (`Durability.unseen_s`)."""
+        """Return `find(address)`. If there is no commit, look again for up to `Durability.unseen_s` seconds, since this
+        host may not see a new commit at once."""
 
         def look() -> Commit | None:
             files.look_again(self._root, _key(address))
@@ -124,8 +126,8 @@ class Ledger:
         return [commit for commit in commits if commit is not None]
 
     def addresses(self, stage: str | None = None, from_step: int = 0) -> Addresses:
-        """Return the addresses of all records, damaged ones included, in the order of `list`. Segments before
-        `from_step` are not read."""
+        """Return the addresses of all records, or those of one stage, in the order of `list`. Damaged records are
+        included. Steps before `from_step` are left out, and their segments are not read."""
         keys = list(files.keys(self._root))
         addresses = set(_addresses_of(keys))
         for first in map(segment_of, keys):
@@ -146,9 +148,9 @@ class Ledger:
         return step
 
     def close(self, first: int, addresses: Collection[Address]) -> None:
-        """Move the records of the `SPAN` steps from `first` on into their segment. All these records must
-        exist (MissingOutput otherwise). Only the driver may call this, and only when no node of these steps can still
-        be running. A node whose output is discarded anyway may still run."""
+        """Move the records of the `SPAN` steps from `first` on into their segment. All these records must exist
+        (MissingOutput otherwise). Only the driver may call this, and only when no node of these steps is still running,
+        except nodes whose output will be discarded."""
         if self._segment(first) is None:
             records = {address: files.read(self._root, _key(address)) for address in addresses}
             missing = [str(address) for address, data in records.items() if data is None]
@@ -235,7 +237,7 @@ class Ledger:
 
     def tidy(self) -> int:
         """Remove the leftovers of processes that died while they committed or closed steps. Return the number of
-        temporary files. No worker may run meanwhile."""
+        temporary files that were removed. No worker may run meanwhile."""
         self._remove_closed(self.open_addresses())
         return files.remove_temporaries(self._root)
 

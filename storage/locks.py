@@ -64,7 +64,7 @@ def take_lock(
     returns another number than before.
 
     Raises:
-        StoreError: naming the process that has the lock.
+        StoreError: another process still has the lock after the wait. The message names that process.
     """
     done, give_up = progress(), time.monotonic() + wait_s
     while True:
@@ -136,7 +136,7 @@ class Holder:
 
 
 class HeldByAnother(Exception):
-    """Another process holds the file. The message names that process."""
+    """An error for a file that another process holds. The message names that process."""
 
 
 @contextmanager
@@ -166,7 +166,7 @@ def held(path: Path) -> Iterator[None]:
 
 
 def holder(path: Path) -> str | None:
-    """Return the current holder of the file, or None. Changes nothing."""
+    """Return a text that names the current holder of the file, or None if there is none. Changes nothing."""
     try:
         with path.open() as lock:
             last = _last_holder(lock)

@@ -18,7 +18,8 @@ _SPLIT = 1
 
 
 class PreferencesError(ValueError):
-    """Judgements that cannot be used. `key` is the setting's path; the message names file, line and field."""
+    """An error for judgements that cannot be used. `key` is the setting's path; the message names file, line and
+    field."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(f"{key}: {message}")

@@ -34,7 +34,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Constraint:
-    """The values that a setting takes."""
+    """A condition that the value of a setting must meet."""
 
     need: str
     """The allowed values, in words that follow "must be": `1 or more`."""
@@ -81,7 +81,7 @@ def finite(hint: str = "") -> Constraint:
 
 def plain_name(*, dots: bool = True) -> Constraint:
     """Return the constraint on a name that becomes part of a file name and of a command. Such a name has no separator,
-    is not hidden, and does not look like an option."""
+    is not hidden, and does not look like an option. `dots`: True if it may contain dots."""
     marks = "._-, and begins with none of . and -" if dots else "_-, and does not begin with - (dots part keys)"
     return Constraint(
         f"a name of up to {LONGEST_NAME} letters, digits and {marks}",

@@ -32,7 +32,7 @@ Row = tuple[str, dict[str, Any]]
 
 
 class RowsError(ValueError):
-    """A file or a line that cannot be read. The message names it and the reason."""
+    """An error for a file or a line that cannot be read. The message names it and the reason."""
 
 
 def read_rows(url: str) -> Iterator[Row]:
@@ -154,8 +154,8 @@ _SPLIT, _EPOCH = 1, 2
 
 
 class PromptsError(ValueError):
-    """A prompt source or setting that cannot work. The message names the key path, what was given and
-    what would work."""
+    """An error for a prompt source or setting that cannot work. The message names the key path, what was given and what
+    would work."""
 
 
 @dataclass(frozen=True)

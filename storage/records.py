@@ -2,8 +2,8 @@
 
 All records have the same alignment. `rows` is the batch axis of a shard (or of a whole step). `seq` = max_prompt_tokens
 + max_new_tokens is the token axis. A row holds its prompt at 0..prompt_length-1, its response directly after it, and
-padding to the end. **Index t of every per-token array belongs to `tokens[:, t]`**. Where it has no meaning (outside
-`response_mask`) it is zero, never NaN.
+padding to the end. **Index t of every per-token array belongs to `tokens[:, t]`**. Outside `response_mask`, where these
+arrays have no meaning, they are zero (`token_versions`: -1), never NaN.
 
 A worked example, max_prompt_tokens = 3, max_new_tokens = 4, prompt "a b", response "c d EOS":
 
@@ -21,7 +21,7 @@ and depend only on the array's name, so that all processes write the same.
 
     long_name             meaning of the array
     units                 nat (natural logarithms), token, 1 (a plain number)
-    ancillary_variables   the mask that is True where the array has meaning; elsewhere it is zero
+    ancillary_variables   the mask that is True where the array has meaning; elsewhere it is zero (`token_versions`: -1)
     flag_values, flag_meanings   for an array of codes
 """
 
@@ -48,7 +48,7 @@ class FinishReason(IntEnum):
 
 
 SCORE_PREFIX, DISAGREEMENT_PREFIX = ("scores.", "disagreement.")
-"""Prefixes of the array names of `Scores`' parts."""
+"""Prefixes of the names of the arrays that store the fields `parts` and `disagreement` of `Scores`."""
 
 
 class Record:
@@ -85,7 +85,8 @@ def concatenate(records: list[Any]) -> Any:
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True)
 class PromptBatch(Record):
-    """The prompts of a shard, the input of `generate`. Never stored; a pure function of (seed, step, shard)."""
+    """The prompts of a shard, the input of `generate`. It is never stored, since it is a pure function of (seed, step,
+    shard)."""
 
     KIND: ClassVar[str] = "prompts"
     row: Int64[np.ndarray, " rows"]
@@ -173,13 +174,14 @@ class PolicyLogprobs(Record):
     KIND: ClassVar[str] = "policy"
     policy_logprobs: Float32[np.ndarray, "rows seq"]
     entropy: Float32[np.ndarray, "rows seq"]
-    """Entropy in nats of the next-token distribution at token t."""
+    """Entropy in nats of the trainer's distribution of token t, given the tokens before it."""
 
 
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True)
 class Values(Record):
-    """Output of `value`: the critic's values at the start of the step, of the states before each sampled token."""
+    """Output of `value`: the critic's value of the state before each sampled token, with the weights at the start of
+    the step."""
 
     KIND: ClassVar[str] = "values"
     values: Float32[np.ndarray, "rows seq"]

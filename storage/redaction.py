@@ -82,7 +82,8 @@ def split_credentials(url: str) -> tuple[str, str, str]:
 
 
 def marked(content: Mapping[str, Any]) -> list[str]:
-    """Return the key paths of flat settings whose secret was replaced by `MARK` and is lost."""
+    """Return the key paths of the settings whose secret was replaced by `MARK`. `content`: each setting's value by its
+    key path."""
     marks = (MARK, f"://{MARK}@", f"={MARK}")
     return [key for key, value in content.items() if str(value) == MARK or any(m in str(value) for m in marks[1:])]
 

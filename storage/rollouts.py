@@ -4,7 +4,7 @@
     rollouts.zarr/evaluate_000012/...          the rows that `evaluate` sampled with version 12 of the weights
     attempts/generate-000012-0003-a0-1f6c2a9b/ files of one attempt that are not yet at their chunk keys
 
-Writing is a write-ahead log of files (law 2):
+Writing is a write-ahead log of files (law 2 of docs/architecture.md):
 
     encode ──► attempt's files, synced ──► commit (exclusive create) ──won──► settle: rename each file to its chunk key
                                                  └──lost──► discard the attempt's files
@@ -324,8 +324,8 @@ class RolloutStore:
         return _plain_array(self._data, f"{_group(address)}/{name}", rows)
 
     def keys_of(self, commit: Commit) -> tuple[str, ...]:
-        """Return the keys of a commit's files, below the run's directory, once they have their final names; empty for a
-        commit without arrays."""
+        """Return the keys, below the run's directory, that a commit's files have after `settle`. Empty for a commit
+        without arrays."""
         group = _group(commit.address)
         return tuple(f"{_STORE}/{group}/{name}/{t.key(shard)}" for name, t, shard in self._blocks(commit))
 
@@ -419,8 +419,8 @@ def _group(address: Address) -> str:
 
 
 def dropped(address: Address, before: int) -> bool:
-    """Return True if an output's arrays were deleted: those of all steps before `before`, except evaluations. Outputs
-    without arrays count too."""
+    """Return True if an output belongs to a step before `before`, whose arrays were deleted, and not to an evaluation.
+    The result does not depend on whether the output ever had arrays."""
     return address.step < before and not address.stage.startswith(EVALUATE)
 
 

@@ -2,7 +2,7 @@
 
     sending board                                  receiving board
     v000012-….bin ──► OutgoingVersion ──pieces──►  IncomingVersion ──► v000012-<pid>-<hex>.copy: only appended to
-                                                                       v000012-<pid>-<hex>.copy.manifest: from the start
+                                                                       v000012-<pid>-<hex>.copy.manifest: written first
                                                    `finish` links ───► v000012.json
 
 The manifest is linked after all bytes have arrived and every tensor's sum was checked, so no reader sees half a
@@ -147,8 +147,8 @@ class IncomingVersion(Closing):
             self._checked, self._sum = self._checked + 1, xxhash.xxh3_64()
 
     def finish(self) -> Manifest:
-        """Link the manifest, so that the version exists. Return the version's manifest, which is another process's if
-        that came first. Raises StoreError if bytes are missing."""
+        """Link the manifest, so that the version exists. Return the manifest that exists then: this one, or that of a
+        faster process. Raises StoreError if bytes are missing."""
         if not self.complete:
             raise StoreError(
                 f"weights v{self.manifest.version}: {self.num_bytes} of {self.manifest.file_bytes} bytes arrived"
@@ -173,7 +173,8 @@ class OutgoingVersion(Closing):
     end even after the version was released."""
 
     def __init__(self, board: WeightBoard, version: int, digest: str | None = None) -> None:
-        """Open a version. `digest`: accept no other content. Raises MissingOutput if there is nothing to send."""
+        """Open a version. `digest`: the digest that its manifest must have; None: any. Raises MissingOutput if there is
+        no such version to send."""
         manifests = []
         for staged in filter(owner_alive, board.directory.glob(f"{stem(version)}-*{_STAGED}")):
             with contextlib.suppress(FileNotFoundError):

@@ -81,7 +81,7 @@ class TensorInfo(FilePlace):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Description of a version."""
+    """Description of a version of the weights: the name of its file, and the tensors in this file."""
 
     version: int
     file: str
@@ -170,10 +170,12 @@ class WeightBoard(Closing):
     def publish(
         self, version: int, tensors: Mapping[str, np.ndarray], dtypes: Mapping[str, str] | None = None
     ) -> Manifest:
-        """Write a version. `dtypes` is "bfloat16" for tensors that are bit patterns in uint16.
+        """Write a version and return its manifest. `dtypes`: "bfloat16" by name, for tensors that are bit patterns in
+        uint16.
 
-        Publishing a version again with the same tensors returns the existing one. Raises ValueError for other tensors,
-        and for a dtype that does not fit its array; StoreRefused if the memory is full, leaving nothing.
+        Publishing a version again with the same tensors returns the existing manifest. Raises ValueError if the version
+        exists with other tensors, or if a dtype does not fit its array. Raises StoreRefused if the memory is full; no
+        file is left then.
         """
         with self.attempt(version, _describe(tensors, dtypes or {})) as attempt:
             for place in attempt.places:
@@ -282,7 +284,7 @@ class WeightBoard(Closing):
 
     def release(self, version: int) -> bool:
         """Remove a version and the leases of dead processes. The memory of a version that was published here is kept
-        for the next one. Return False, and remove nothing, while a living process holds a lease; return True also if
+        for the next one. Return False, and keep the version, while a living process holds a lease. Return True also if
         there is nothing to remove."""
         for lease in self.directory.glob(f"{stem(version)}.lease.*"):
             if owner_alive(lease):
@@ -340,7 +342,7 @@ class WeightBoard(Closing):
 
     def _new_file(self, path: Path) -> IO[bytes]:
         """Return a file to write into: the spare one if there is one, else an empty one. The pages of the spare need
-        not be found and zeroed, which takes longer than writing. Two publishers cannot get the same file."""
+        not be allocated and zeroed, which takes longer than writing. Two publishers cannot get the same file."""
         try:
             self._spare.rename(path)
         except FileNotFoundError:

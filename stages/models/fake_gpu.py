@@ -45,7 +45,7 @@ processes of a host share."""
 
 @cache
 def fake_device() -> torch.device:
-    """Return the device. The first call registers it with torch."""
+    """Return torch's device for the fake GPU. The first call registers it with torch."""
     backends._setup_privateuseone_for_python_backend(_NAME)
     return torch.device(_NAME, 0)
 

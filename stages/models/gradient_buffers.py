@@ -29,8 +29,8 @@ from stages.models.protocol import Role
 from stages.ppo.losses import LossStats
 
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, LossStats]]
-"""Computes (this micro-batch's share of the minibatch's loss, its stats) from a micro-batch and its hidden states
-[N, H]."""
+"""A function that returns (a micro-batch's share of the minibatch's loss, its stats), given the micro-batch and its
+hidden states [N, H]."""
 
 
 def in_buffers(model: GPTModel, blueprint: Blueprint, *, in_fp32: bool) -> DistributedDataParallel:

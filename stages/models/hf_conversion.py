@@ -46,13 +46,14 @@ from stages.models.spec import (
 )
 
 Gather = Callable[[Tensor], list[Tensor]]
-"""Returns all tensor-parallel ranks' parts of a tensor, in rank order."""
+"""A function that gets this rank's part of a tensor and returns the parts of all tensor-parallel ranks, in rank
+order."""
 
 _QKV = {
     "self_attention.linear_qkv.weight": (Q_PROJ, K_PROJ, V_PROJ),
     "self_attention.linear_qkv.bias": (Q_BIAS, K_BIAS, V_BIAS),
 }
-"""Hugging Face's projections, in the order of `linear_qkv`."""
+"""Hugging Face's projections by Megatron's name, in the order of the rows of `linear_qkv`."""
 PARTS = {
     "self_attention.linear_qkv.weight": _QKV["self_attention.linear_qkv.weight"],
     "self_attention.linear_proj.weight": (O_PROJ,),

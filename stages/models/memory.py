@@ -99,7 +99,7 @@ class GangModels:
     own: Mapping[Role, ModelSpec] = field(default_factory=dict)
     """Architecture of each role with a model of its own (`model.reference_path`, `model.critic_path`)."""
     portable: bool = False
-    """True if the blocks are Megatron's own linears (`model.kernels`), as on CUDA."""
+    """True if the blocks use Megatron's own linears (`model.kernels`), as on CUDA."""
     on_gpu: bool = False
 
     def computes_scores(self, role: Role) -> bool:
@@ -144,7 +144,7 @@ class ParameterCount:
 
 
 def block_parameters(spec: ModelSpec, tensor: int) -> int:
-    """Return the parameters of one transformer block on one of `tensor` ranks, including padding."""
+    """Return the number of parameters of one transformer block on one of `tensor` ranks, including padding."""
     total = 0
     for part, shape in layer_shapes(padded(spec, tensor)).items():
         number = 1
@@ -155,7 +155,7 @@ def block_parameters(spec: ModelSpec, tensor: int) -> int:
 
 
 def role_parameters(gang: GangModels, role: Role, stage: int) -> ParameterCount:
-    """Return the parameters of a role's model above the frozen blocks, on one tensor-parallel rank of a stage."""
+    """Return the parameter counts of a role's model above the frozen blocks, on one tensor-parallel rank of a stage."""
     spec, layout = gang.spec_of(role), gang.layout
     blocks = gang.num_blocks(role)
     vocabulary = padded(spec, layout.tensor).vocab_size // layout.tensor * spec.hidden_size
@@ -179,7 +179,8 @@ def _vocabulary_matrices(gang: GangModels, role: Role, stage: int) -> int:
 
 
 def trained_parameters(gang: GangModels, role: Role, stage: int) -> ParameterCount:
-    """Return the trained parameters of a role's model: all of them, or with LoRA the adapters and a critic's head."""
+    """Return the counts of a role's trained parameters, on one tensor-parallel rank of a stage. These are all
+    parameters above the frozen blocks, or with LoRA the adapters and a critic's head."""
     whole = role_parameters(gang, role, stage)
     if not gang.model.lora.rank:
         return whole
@@ -221,7 +222,7 @@ def orthogonalisation_flops(gang: GangModels, role: Role) -> int:
 
 
 def _held_parameters(gang: GangModels, stage: int) -> int:
-    """Return the parameters in `model.dtype` of all roles above the frozen blocks.
+    """Return the number of parameters in `model.dtype` that a rank holds above the frozen blocks, for all roles.
 
     With LoRA the roles of one model share blocks, embedding and norm, which count once. Under pipeline parallelism a
     critic with fewer blocks has other blocks on a stage than the policy.
@@ -240,7 +241,8 @@ def _held_parameters(gang: GangModels, stage: int) -> int:
 
 
 def trunk_parameters(gang: GangModels) -> int:
-    """Return the parameters of the frozen blocks and the embedding, which all roles share."""
+    """Return the number of parameters that a rank holds of the frozen blocks and the embedding, which all roles
+    share."""
     spec, frozen = gang.spec, gang.model.frozen_blocks
     if not frozen:
         return 0

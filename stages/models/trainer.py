@@ -62,7 +62,7 @@ class Minibatch:
     rows: np.ndarray
     """Rows of all ranks, as indices into the arrays of the step."""
     row_numbers: np.ndarray
-    """Number in the run (`Rollout.row`) of every row of the step."""
+    """Number within the step (`Rollout.row`) of every row of the step's arrays."""
     micro_batches: list[MicroBatch]
     """This rank's share: at least one, unless the minibatch is empty."""
     loss: Callable[[int], Loss]

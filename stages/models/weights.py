@@ -125,7 +125,8 @@ def digest_of(model: GPTModel, blueprint: Blueprint) -> str:
 
 
 def row_blocks(num_rows: int, row_bytes: int) -> Iterator[slice]:
-    """Yield the rows of each block of at most `BLOCK_BYTES`. A longer row is a block of its own."""
+    """Yield a slice of the rows for each of the consecutive blocks of at most `BLOCK_BYTES`. A longer row is a block of
+    its own."""
     step = max(1, BLOCK_BYTES // max(1, row_bytes))
     return (slice(first, min(num_rows, first + step)) for first in range(0, num_rows, step))
 

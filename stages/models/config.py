@@ -128,8 +128,8 @@ class ModelConfig:
     tf32: bool = False
     """CUDA only: round the operands of float32 products to TF32's 10 bits."""
     deterministic: bool = True
-    """CUDA only: use only operations that repeat their bits, so that an update that is computed again can be compared
-    by its digest. (On a CPU updates always repeat their bits.)"""
+    """CUDA only: use only operations that give the same bits every time, so that an update that is computed again can
+    be compared by its digest. (On a CPU updates always give the same bits.)"""
     products: Literal["auto", "torch", "onednn"] = "auto"
     """Library for float32 matrix products on a CPU. auto: oneDNN on AMD processors, torch's BLAS on others. The last
     bits of a run depend on it."""

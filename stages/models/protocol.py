@@ -180,9 +180,9 @@ class ModelHost(Protocol):
 
 
 class StateError(RuntimeError):
-    """An error for a resident model that the call cannot use (another version, dirty, or not placed here), for a
-    checkpoint that does not fit the model, and for a process that is already in a gang. The message names the role or
-    the files."""
+    """An error for a resident model that the call cannot use: another version, dirty, or not placed here. Also raised
+    for a checkpoint that does not fit the model, and for a process that is already in a gang. The message names the
+    role or the files."""
 
 
 class NonFiniteGradientsError(RuntimeError):

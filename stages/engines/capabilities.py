@@ -52,7 +52,8 @@ class Capabilities:
     """The distributions that rows can be drawn from. any: any temperature, suppressed tokens, and no EOS before
     `min_new_tokens`. plain: the softmax of the logits (temperature 1) or their arg max (0), with no token excluded."""
     scores: bool
-    """True if the engine returns the log-probs of given tokens (`Request.forced`). Canaries need it."""
+    """True if the engine returns the log-probs of given tokens (`Request.forced`). The comparison of engine and trainer
+    needs it (config section `mismatch`)."""
     updates: frozenset[Literal["drain", "inflight"]]
     """Ways to load new weights (see `rollout.versions`)."""
     sources: frozenset[Literal["tensors", "mapped"]]
@@ -73,7 +74,8 @@ class Capabilities:
     """Devices that the engine runs on."""
     memory: EngineMemory = EngineMemory()
     measured: bool = True
-    """True if these capabilities were observed on this device. False if the engine's code was never run there."""
+    """True if these capabilities were observed on this device and with this number of ranks. False if they are only
+    expected."""
 
     def __str__(self) -> str:
         parts = [

@@ -59,7 +59,7 @@ class RowsLost(RuntimeError):
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Place of a tensor in a file of this host. Its bytes are in C order."""
+    """Place of a tensor in a file of this host. The tensor's bytes are in C order."""
 
     name: str
     file: str
@@ -96,8 +96,8 @@ class Request:
     """Version of the weights to sample with. An engine that updates in flight may use a newer one."""
     sampling: SamplingConfig
     forced: tuple[int, ...] = ()
-    """Prescribed tokens of the response, `sampling.max_new_tokens` of them. They are not drawn. Each is returned with
-    its log-prob under these weights, computed as for a drawn token. Empty: all tokens are drawn."""
+    """Prescribed tokens of the response, `sampling.max_new_tokens` of them. They are not drawn. The completion has them
+    with their log-probs, computed as for drawn tokens. Empty: all tokens are drawn."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ class EngineStats:
     """Seconds spent on checking and packing new weights."""
     busy_s: float
     prompt_tokens: int = 0
-    """Number of tokens that were fed before rows decode, i.e. of prompts. If a row is fed again, its response so far is
-    counted as well."""
+    """Number of prompt tokens that were fed. If a row is fed again, the tokens of its response so far are counted as
+    well."""
     shared_tokens: int = 0
     """Number of prompt tokens that were not fed, because their keys and values were in the cache already."""
     drafted_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class EngineStats:
     accepted_tokens: Mapping[str, int] = field(default_factory=dict)
     """Number of drafted tokens that were accepted, by kind of draft."""
     draft_lengths: Mapping[int, int] = field(default_factory=dict)
-    """Number of tokens drafted for one row in a batch -> number of rows and batches with that many."""
+    """Number of tokens that were drafted for a row in a batch -> how often this number occurred."""
     rank_busy_s: tuple[float, ...] = ()
     """Seconds that each rank of the model has spent computing, within `busy_s`."""
     rows_given: int = 0
@@ -180,7 +180,8 @@ class GenerationEngine(Protocol):
 
         By default the engine finishes its rows first, and new rows wait. An engine that updates in flight loads between
         two batches. After WeightsError it continues with all the old weights. After any other error,
-        `Capabilities.failed_refit` gives its state. Raises RuntimeError if the engine is asleep."""
+        `Capabilities.failed_refit` tells whether it keeps the old weights or must be built anew. Raises RuntimeError if
+        the engine is asleep."""
         ...
 
     def sleep(self) -> None:
@@ -206,8 +207,8 @@ class GenerationEngine(Protocol):
 
 
 def check_request(request: Request, max_seq: int, vocab: int, eos_ids: Set[int]) -> None:
-    """Check a request, whatever version of the weights is resident. Raises RequestError, naming the row, if it cannot
-    be served."""
+    """Check everything in a request except its version. Raises RequestError, naming the row, if the request cannot be
+    served."""
     sampling = request.sampling
     prompt, new = len(request.tokens), sampling.max_new_tokens
     banned = set(sampling.suppress_token_ids)

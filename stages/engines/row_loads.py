@@ -78,7 +78,7 @@ class RowLoad:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """The rows that an engine has in flight, and its measured speed."""
+    """The rows that an engine has in flight and may give to another engine, and its measured speed."""
 
     version: int
     max_rows: int
@@ -88,7 +88,7 @@ class EngineLoad:
     cost: PassCost | None
     """Cost of a pass that only decodes. None until passes with different numbers of rows were measured."""
     prefill_s: float
-    """Running mean of the seconds per prompt token that is fed; 0 before the first measurement."""
+    """Running mean of the seconds that feeding one prompt token takes; 0 before the first measurement."""
 
     @property
     def pass_s(self) -> float:

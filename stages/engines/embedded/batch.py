@@ -30,7 +30,7 @@ class Batch:
     tables: Int32[np.ndarray, "R W"]
     """Cache blocks of each row in order. Each block holds 16 positions."""
     drawn: Int64[np.ndarray, " M"]
-    """Index in `ids` of each token after which a token is drawn."""
+    """For each draw, the index in `ids` of the token after which it is made."""
     keys: UInt64[np.ndarray, " M"]
     """Noise key of each draw."""
     temperatures: list[float]

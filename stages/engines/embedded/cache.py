@@ -105,9 +105,9 @@ class BlockPool:
 
     Rows whose prompts begin alike share the full blocks of that beginning. A shared block is never written again, so
     nothing is copied. A block is identified by its own tokens and the serial number of the block before it. Serial
-    numbers are never reused. A block without holders keeps its content until no other block is free. Then the least
-    recently used block is taken. So rows of the same prompt can share blocks even if they do not run at the same
-    time."""
+    numbers are never reused. A block without holders keeps its content for as long as possible: `take` prefers
+    free blocks without content, and then returns the least recently used block. So rows of the same prompt can share
+    blocks even if they do not run at the same time."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

@@ -354,7 +354,7 @@ class EmbeddedEngine:
         return (*self._scheduler.running, *self._scheduler.waiting, *self._admission.queued)
 
     def copy_cache(self, row: Row, start: int, stop: int) -> np.ndarray | None:
-        """Return a copy of a row's keys and values (see `Runner.read_cache`) at positions `start` to `stop`. Return
+        """Return a copy of a row's keys and values (see `Runner.read_cache`) at positions `start` to `stop` - 1. Return
         None if `stop` <= `start`. `start` is the first position of a block. Call this between batches."""
         if stop <= start:
             return None

@@ -127,7 +127,7 @@ class MigratingEngine(EmbeddedEngine):
         self._outgoing, self._times = OutgoingRows(), BatchTimes()
         self._watch: LoadWatch | None = None
         self._stored: dict[RowKey, _StoredParts] = {}
-        """Parts of rows that may arrive later."""
+        """Parts that have arrived of rows that may follow, by row."""
         self._num_out = self._num_in = 0
         """Numbers of rows that left and arrived since `stats` was last called."""
         super().__init__(*args, **settings)
@@ -249,8 +249,8 @@ class MigratingEngine(EmbeddedEngine):
             self.free_blocks(stored.blocks)
 
     def migrate_in(self, migrated: Sequence[MigratedRow]) -> AcceptedRows:
-        """Continue rows of another engine. Rows are queued if `max_rows` rows are running already. Return an iterable
-        over the completions.
+        """Continue rows of another engine, and return an iterable over their completions. A row is queued if `max_rows`
+        rows are running already, or if no keys and values came with it.
 
         Raises:
             RequestError: a row needs another version, has keys of another model, is too long, or its parts that were

@@ -1,7 +1,7 @@
 """The forward pass of Llama and its relatives for decoding: fused projections, a paged key/value cache, no autograd.
 
-The forward takes a flat list of tokens, each with its position and row: prompts, single new tokens and guesses share a
-batch. The residual stream, the attention and the logits are float32 for any dtype of the weights. With bfloat16
+The forward pass takes a flat list of tokens, each with its position and row: prompts, single new tokens and guesses
+share a batch. The residual stream, the attention and the logits are float32 for any dtype of the weights. With bfloat16
 weights, fused kernels round only the operands of the matrix products. Other kernels also round the results of the
 products inside a block.
 
@@ -116,8 +116,8 @@ def refit_weights(
     spec: ModelSpec, old: LlamaWeights, tensors: Mapping[str, torch.Tensor], kernels: Kernels
 ) -> LlamaWeights:
     """Return a copy of `old` in which `tensors` replace the old ones. Their names and shapes must have been checked.
-    All other tensors are shared with `old`, so only `tensors` need memory. Raises WeightsError, naming the first tensor
-    that is not finite."""
+    Fields that none of them changes are shared with `old`, so only the changed fields need memory. Raises WeightsError,
+    naming the first tensor that is not finite."""
     dtype, device = old.embedding.dtype, old.embedding.device
     place, pack = _placer(tensors, dtype, device), _packer(spec, tensors, dtype, device, kernels)
     vectors, sizes = _vectors(spec), {part: shape[0] for part, shape in layer_shapes(spec).items()}
@@ -154,7 +154,7 @@ def forward(
     hidden: Float[torch.Tensor, "N C"] | None = None,
     total: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Float[torch.Tensor, "N C"]:
-    """Compute the hidden states after the last block, before the final norm, in float32. Write the tokens' keys and
+    """Return the hidden states after the last block, before the final norm, in float32. Also write the tokens' keys and
     values to the cache.
 
     Args:
@@ -202,9 +202,9 @@ def logits(
     hidden: Float[torch.Tensor, "N C"],
     wanted: Int64[torch.Tensor, " M"],
 ) -> Float[torch.Tensor, "M V"]:
-    """Return the float32 logits after the `wanted` tokens. `hidden`: result of `forward`. With bfloat16 weights the
-    logits are sums of products of bfloat16 numbers and are not rounded, since rounding would change the
-    distribution."""
+    """Return the float32 logits of the tokens that follow the tokens `wanted`. `wanted`: indices into `hidden`, the
+    result of `forward`. With bfloat16 weights the logits are sums of products of bfloat16 numbers. The sums are not
+    rounded, since rounding would change the distribution."""
     h_MC = kernels.add_norm(hidden[wanted], None, weights.norm, spec.norm_eps, weights.embedding.dtype)
     return kernels.linear(h_MC, weights.head, torch.float32)
 
@@ -212,8 +212,8 @@ def logits(
 def _add_bias_and_norm(
     qkv: Float[torch.Tensor, "N (H+2K)*D"], block: Block, spec: ModelSpec
 ) -> Float[torch.Tensor, "N (H+2K)*D"]:
-    """Return `qkv` with the block's biases added and its query and key heads normalised. A block without biases and
-    norms leaves it as it is."""
+    """Return `qkv` with the block's biases added and its query and key heads normalised, if the block has biases or
+    norms. Otherwise return `qkv` itself."""
     if block.qkv_bias is None and block.q_norm is None:
         return qkv
     whole = qkv.float() if block.qkv_bias is None else qkv.float() + block.qkv_bias
@@ -256,9 +256,9 @@ def _packer(
     device: torch.device,
     kernels: Kernels,
 ) -> Callable[[list[str], Packed | None], Packed]:
-    """Return a function that stacks and packs the tensors with the names in its first argument. Its second argument is
-    the old packed weight. Tensors that are not in `tensors` are taken from the old weight. The function raises
-    WeightsError if a number is not finite after rounding."""
+    """Return a function that takes names of tensors and the old packed weight, and returns the stacked tensors as a new
+    packed weight. Tensors that are not in `tensors` are copied from the old weight. The function raises WeightsError if
+    a number is not finite after rounding."""
     shapes = tensor_shapes(spec)
 
     def pack(names: list[str], old: Packed | None) -> Packed:

@@ -71,7 +71,7 @@ def gumbel_of(
 
 def block_rows(vocab: int, device: torch.device) -> int:
     """Return the number of rows to process at a time. On a CPU it is so small that the buffers fit into the CPU's
-    cache."""
+    cache. On other devices all rows are processed at once."""
     return max(1, _BLOCK_ELEMENTS // vocab) if device.type == "cpu" else _ALL_ROWS
 
 
@@ -101,8 +101,8 @@ def _shift_right(x: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4)
 def token_words(vocab: int, device: torch.device) -> Int32[torch.Tensor, "1 vocab"]:
-    """Return one word per token id. All words are different, and their bits are well mixed. The result is cached, since
-    computing it takes as long as a row of noise."""
+    """Return one word of 32 well-mixed bits per token id. Two tokens rarely have the same word. The result is cached,
+    since computing it takes as long as a row of noise."""
     mixed = _splitmix(np.arange(vocab, dtype=np.uint64) << np.uint64(32))
     return torch.from_numpy((mixed >> np.uint64(32)).astype(np.uint32).view(np.int32)[None].copy()).to(device)
 
@@ -119,8 +119,8 @@ def _splitmix(x: np.ndarray) -> np.ndarray:
 
 
 def ban(logits: Float32[torch.Tensor, "rows vocab"], banned: Sequence[tuple[int, ...]]) -> None:
-    """Set the logits of each row's banned tokens to -inf, in place. Rows with the same banned tokens, which is usual,
-    are set by one operation."""
+    """Set the logits of each row's banned tokens to -inf, in place. One operation serves all rows with the same banned
+    tokens, and usually all rows have the same."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for row, tokens in enumerate(banned):
         if tokens:

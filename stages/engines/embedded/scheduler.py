@@ -138,8 +138,8 @@ class Scheduler:
         return abandoned
 
     def take_blocks(self, num_blocks: int) -> list[int] | None:
-        """Return blocks for keys and values of a row from another engine. Return None, and change nothing, if fewer
-        free blocks would be left than one for each running row and one for the new row."""
+        """Return blocks for keys and values of a row from another engine. Afterwards, each running row and the new row
+        must still find one free block. If there are too few, return None and change nothing."""
         if num_blocks + len(self.running) + 1 > self.pool.num_free:
             return None
         return [self.pool.take() for _ in range(num_blocks)]
@@ -164,8 +164,8 @@ class Scheduler:
         """Move the first waiting row to the running ones and return True. Return False if no row waits or if `max_rows`
         rows are running already.
 
-        If other rows run, return False also if there are too few blocks for the row's tokens and one more block for
-        each running row. Otherwise the row would soon be preempted."""
+        If other rows run, the free blocks must suffice for all tokens of the row and for one more block of each running
+        row. If they do not, return False too, since the row would soon be preempted."""
         if not self.waiting or len(self.running) >= self.max_rows:
             return False
         row = self.waiting[0]

@@ -109,7 +109,8 @@ def build_remote(
 
     Raises:
         ValueError: the settings cannot work.
-        OSError: the interpreter cannot be run.
+        OSError: the interpreter cannot be run, or the model has no weights in files.
+        WeightsError: a tensor is missing or has a dtype that cannot be mapped.
         EngineLost: the engine did not start. The message has the last lines of the server's log.
     """
     assert config.python is not None, "checked with the config"
@@ -155,7 +156,7 @@ def _parameters(path: str) -> int:
 
 
 def _model_files(path: str, max_seq: int) -> ModelFiles:
-    """Return the files of a model. Raises ValueError if the model has fewer than `max_seq` positions."""
+    """Return the files of a model. Raises ValueError unless `max_seq` is from 1 to the model's number of positions."""
     files = ModelFiles(path)
     if not 0 < max_seq <= files.spec.max_positions:
         raise ValueError(f"max_seq is {max_seq}; {path!r} has positions for {files.spec.max_positions} tokens")

@@ -1,5 +1,5 @@
-"""Find a model's tensors in files of this host, so that another process can map them: in the model's own files, on the
-weight board, or in a temporary file."""
+"""Find a model's tensors in files of this host, so that another process can map them: in the model's own files, in the
+files in which the run publishes weights, or in a temporary file."""
 
 from __future__ import annotations
 

@@ -39,11 +39,11 @@ HEAD_VOCAB = 4096
 """Size of the learned head's vocabulary. It consists of the most frequent tokens of the responses."""
 LENGTHS: Literal["measured", "longest"] = "measured"
 """Choice of the length of drafts. measured: the length with the highest expected tokens per second, possibly 0.
-longest: the maximum that the drafters make. longest is slower if many drafts are refused, but tests use it to get
-drafts on any machine."""
+longest: the maximum that the drafters make. longest is slower if many guesses are wrong, but tests use it to get drafts
+on any machine."""
 BRANCHES = 4
-"""Maximum number of the learned head's guesses per position. The likely guesses are verified in the same pass. A fifth
-guess would rarely be right. Kernels that do not support trees of guesses (Triton) get one guess per position."""
+"""Maximum number of the learned head's guesses per position. Of these, one pass verifies all that are likely enough. A
+fifth guess would rarely be right. Kernels that do not support trees of guesses (Triton) get one guess per position."""
 TRAIN_SHARE = 0.5
 """Largest share of the engine's idle time that is spent on training the head."""
 BUSY_TRAIN_SHARE = 0.02

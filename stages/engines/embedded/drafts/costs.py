@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 CALIBRATED = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Sizes of the passes that are timed before the first draft."""
+"""Numbers of tokens of the passes that are timed before the first draft."""
 _MEAN_RATE = 0.1
 """Smallest weight of a new measurement in the running mean."""
 _COMMON_RATE, _LOCAL_RATE = 0.08, 0.04
@@ -241,7 +241,7 @@ class Trials:
         return not short_of_plain and trial.passes % _PLAIN_EVERY != _PLAIN_EVERY - 1
 
     def observe(self, num_rows: int, tokens: int, seconds: float, *, drafted: bool) -> None:
-        """Record a pass of `num_rows` rows, all decoding. `seconds` includes the drafting."""
+        """Record a pass of `num_rows` rows, all decoding. If `drafted`, `seconds` includes the drafting."""
         trial = self._trial(num_rows)
         trial.passes += 1
         if drafted:

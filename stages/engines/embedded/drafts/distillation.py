@@ -5,13 +5,15 @@ states that it computes anyway. The teacher's distribution after state h is soft
 model's output layer for the tokens of a reduced vocabulary. The head starts from the state h_j from which token y_j was
 drawn. It is unrolled over y_j and the tokens that followed. Its loss at step k is
 
-    KL(softmax(W h_{j+k}) || softmax(U s_k)) + b * smooth_l1(s_k, h_{j+k})        k = 1 .. UNROLLED
+    KL(softmax(W h_{j+k}) || softmax(U s_k)) + b * smooth_l1(s_k / a, h_{j+k} / a)        k = 1 .. UNROLLED
 
-Tokens outside the reduced vocabulary are never targets. As inputs they share one embedding.
+where s_k is the head's state after k steps, U its output layer, a the size of a state (`Student.scale`), and b
+`_FEATURE_WEIGHT`. Tokens outside the reduced vocabulary are never targets. As inputs they share one embedding.
 
 Memory: hidden states take up to `budget_bytes`, three quarters of it for finished rows (2 bytes per number) and a
-quarter for rows in flight (4 bytes per number; see `draft_head`). The head in float32 with AdamW's two moments takes
-about 4 * (5 C² + 3 R C) * 4 bytes for hidden size C and R tokens (W included): 110 MB at C = 576, R = 4096.
+quarter for rows in flight (4 bytes per number; see `draft_head`). For hidden size C and R tokens, the head takes about
+4 * 4 * (5 C² + 2 R C) bytes (float32 weights, gradients and AdamW's two moments), and W takes 4 R C bytes: together
+110 MB at C = 576, R = 4096.
 """
 
 from __future__ import annotations
@@ -228,8 +230,8 @@ class Student:
             self._optimizer.step()
 
     def _missed_share(self, head: Head) -> float:
-        """Return the share of the responses' tokens that the best vocabulary covers, minus the share that the
-        vocabulary of `head` covers."""
+        """Return the share of the responses' tokens that the best vocabulary of this size covers, minus the share that
+        the vocabulary of `head` covers."""
         possible = sum(count for _, count in self._counts.most_common(self._num_tokens))
         covered = sum(self._counts[token] for token in head.ids.tolist())
         return (possible - covered) / self._counts.total()

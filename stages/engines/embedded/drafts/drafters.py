@@ -176,7 +176,7 @@ class Guesses:
 
     @property
     def main_chain(self) -> list[int]:
-        """The path from the row that takes the likeliest guess at each position."""
+        """The path that begins at the row and takes the likeliest guess at each step."""
         best: dict[int, int] = {}
         for guess, parent in enumerate(self.tree.parents):
             if parent not in best or self.gains[guess] > self.gains[best[parent]]:

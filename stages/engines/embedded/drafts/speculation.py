@@ -65,7 +65,8 @@ class Speculation:
             longest: maximum number of positions in a draft.
             lengths: see `calibration.LENGTHS`.
             clock: returns the time in seconds.
-            train_share: returns the largest share of the engine's idle time in which drafters may learn now.
+            train_share: returns the largest share of the engine's idle time in which drafters may learn now. It is
+                called with True when they begin to learn, and with False when they end.
             branching: True if a pass may hold several guesses for one position.
         """
         self.costs = costs

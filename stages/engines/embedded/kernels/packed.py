@@ -1,9 +1,9 @@
 """Weights in the layout that their device multiplies fastest, and memory in huge pages.
 
-On a CPU, the kernels in plain torch use oneDNN's blocked layout, which is made once. `gemm.c` has a layout of its own.
-With oneDNN's layout a row's result does not depend on the batch: it has the same bits in any batch of 2 or more rows
-and at every place in it, in float32 and bfloat16. (Plain `F.linear` gives other bits below 4 rows.) A single row is
-computed as two equal rows. On other devices the weight is not changed.
+On a CPU, the kernels in plain torch convert each weight once to oneDNN's blocked layout. `gemm.c` has a layout of its
+own. With oneDNN's layout a row's result does not depend on the batch: it has the same bits in any batch of 2 or more
+rows and at every place in it, in float32 and bfloat16. (Plain `F.linear` gives other bits below 4 rows.) A single row
+is computed as two equal rows. On other devices the weight is not changed.
 
 `Slabs` takes memory for packed weights, keys and values from the system in large pieces, which the system may back with
 huge pages. A forward pass spends most of its time on reading weights, keys and values. With pages of 2 MiB it reads
@@ -81,8 +81,8 @@ def unpack(packed: torch.Tensor) -> Float[torch.Tensor, "out in"]:
 def linear(
     x: Float[torch.Tensor, "rows in"], packed: torch.Tensor, dtype: torch.dtype
 ) -> Float[torch.Tensor, "rows out"]:
-    """Return x W^T as `dtype`, which must be the dtype of the packed weight. There are two exceptions. On CUDA `dtype`
-    may be float32. A CPU that cannot multiply in `dtype` has packed the weight as float32."""
+    """Return x W^T as `dtype`, which must be the dtype of the packed weight, with two exceptions: on CUDA `dtype` may
+    also be float32; and on a CPU that cannot multiply in `dtype`, `pack` has made the weight float32."""
     x = x.to(packed.dtype)
     if packed.is_cuda and packed.dtype != dtype:
         return torch.mm(x, packed.t(), out_dtype=dtype)

@@ -22,7 +22,7 @@ from stages.engines.embedded.kernels.packed import Packed
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TreePaths:
-    """The places of the last keys that each token reads, up to and including its own key.
+    """For each token, the places of the keys on its path in a tree of guesses, its own key included.
 
     A place is an index into the keys of a row as the cache holds them. The guesses of a tree are written one after the
     other, but their positions are counted along their paths. So the place of a guess may differ from its position (see
@@ -32,8 +32,8 @@ class TreePaths:
     """Place where each token's key is written. It equals the token's position if all keys that the token reads are at
     the places of their positions."""
     starts: Int64[torch.Tensor, " N"]
-    """First position whose key is at a place with another number. If there is no such position: the token's position +
-    1."""
+    """First position whose place is listed in `paths`. The keys before it are at the places of their positions. If
+    this is so for all keys that the token reads: the token's position + 1."""
     paths: Int64[torch.Tensor, "N L"]
     """Places of the keys of positions starts, starts + 1, ... up to the token's own position. The entries after these
     are unused."""
@@ -41,7 +41,7 @@ class TreePaths:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Tokens:
-    """The tokens that one batch computes, of any number of rows: prompts, single new tokens, guesses."""
+    """The tokens of one batch, from any number of rows: tokens of prompts, single new tokens and guesses."""
 
     ids: Int64[torch.Tensor, " N"]
     positions: Int64[torch.Tensor, " N"]
@@ -51,7 +51,7 @@ class Tokens:
     tables: Int32[torch.Tensor, "R W"]
     """Cache blocks of each row in order. Each block holds 16 positions."""
     longest: int
-    """Largest position + 1, or an upper bound."""
+    """Largest position + 1, or an upper bound of that."""
     tree_paths: TreePaths | None = None
     """Places of the keys that each token reads. None if all keys are at the places of their positions. This is the case
     without guesses, and with guesses that form chains."""
@@ -114,8 +114,8 @@ class Kernels(Protocol):
     def linear(
         self, x: Float[torch.Tensor, "N in"], packed: Packed, dtype: torch.dtype
     ) -> Float[torch.Tensor, "N out"]:
-        """Return x W^T, summed in float32, as `dtype`. `dtype` must be the weight's own dtype. It may also be float32
-        if the weight was packed with `wide`."""
+        """Return x W^T, summed in float32, as `dtype`. `dtype` must be the weight's own dtype, or float32 if the weight
+        was packed with `wide`."""
         ...
 
     def add_norm(

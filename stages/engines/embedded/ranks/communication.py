@@ -37,8 +37,8 @@ class RankCommunicator:
 
     On CPUs it uses gloo. Each rank sends its part to all others, and every rank adds the parts in the order of the
     ranks. So a sum has the same bits on every rank and in any batch. A ring all-reduce does not guarantee this, since
-    it adds each piece of a tensor in another order. For the small tensors of decoding, the exchange also takes only a
-    tenth of the time of gloo's all-reduce. On GPUs the communicator uses NCCL's all-reduce."""
+    its order of adding differs from piece to piece of a tensor. For the small tensors of decoding, the exchange also
+    takes only a tenth of the time of gloo's all-reduce. On GPUs the communicator uses NCCL's all-reduce."""
 
     def __init__(self, folder: Path, rank: int, tensor: int, pipeline: int, device: torch.device) -> None:
         """Connect to the other ranks, and wait until all have connected. `folder`: a new folder that only the ranks of

@@ -69,7 +69,7 @@ class RankProcesses:
         """Start the rank processes. `meet` waits until they run.
 
         If a rank is lost, `on_lost` is called in a thread of its own, with a description of the loss. `attempt` raises
-        RankLost only after this call. So if `on_lost` ends the process, the loss is never reported as an error."""
+        RankLost only after this call. So if `on_lost` ends this process, no caller sees the error."""
         self._lost: str | None = None
         self._loss_handled = threading.Event()
         self._closing = False

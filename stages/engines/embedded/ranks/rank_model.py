@@ -92,9 +92,9 @@ class RankModel:
 
     @torch.inference_mode()
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> LlamaWeights:
-        """Return new weights, made from this rank's slices (`shard_tensors`) while the old ones stay in use. The first
-        call needs all slices. Later calls need only the slices that change. Any thread may call this. Raises
-        WeightsError, naming the first slice that is not finite."""
+        """Return new weights, made from this rank's slices of tensors (`shard_tensors`). The old weights stay in use
+        meanwhile. The first call needs all slices. Later calls need only the slices that change. Any thread may call
+        this. Raises WeightsError, naming the first slice that is not finite."""
         if self._weights is None:
             dtype = getattr(torch, self._spec.engine.dtype)
             return build_weights(self._part, tensors, dtype, self._device, self._spec.max_seq, self._kernels)

@@ -42,8 +42,8 @@ class _ThreadState(threading.local):
         self.last_pass: list[weakref.ref[object]] = []
         """Weak references to the blocks of the last forward pass and to the first layer's keys."""
         self.addresses: ctypes.Array[BlockRecord] | None = None
-        """C structs of these blocks, with the addresses of their weights, keys and values. None before the first
-        pass."""
+        """C structs of the blocks in `last_pass`, with the addresses of their weights, keys and values. None before the
+        first pass."""
 
 
 def load_native_kernels() -> NativeKernels:
@@ -186,7 +186,7 @@ class NativeKernels:
         return BuffersRecord(*self._workspace(num, (*widths, down.in_features * size)))
 
     def _workspace(self, rows: int, row_bytes: tuple[int, ...]) -> list[int]:
-        """Return the address of one buffer for each entry of `row_bytes`. An entry is the size of its buffer in bytes
+        """Return the addresses of buffers for `rows` rows: one buffer for each entry of `row_bytes`, which is its size
         per row. Each buffer begins at a cache line. The memory belongs to this thread. It is reused, since the system
         would have to clear new memory page by page."""
         ends = list(itertools.accumulate(-(-rows * size // 64) * 64 for size in row_bytes))
@@ -469,8 +469,8 @@ def check_weights(
 
 
 def check_heads(num_heads: int, width: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Check the shapes of the cache, and that `width` is the number of a token's queries, keys and values together. The
-    number of key/value heads is read from the shape of the cache."""
+    """Check the shapes of the cache, and that `width`, the width of qkv, is that of all query, key and value heads
+    together. The number of key/value heads is read from the shape of the cache."""
     require(keys.ndim == 4, f"keys have {keys.ndim} axes; wanted: 4")
     pool, kv_heads, dim, _ = keys.shape
     expect("keys", keys, (pool, kv_heads, dim, BLOCK_TOKENS), FLOATS)

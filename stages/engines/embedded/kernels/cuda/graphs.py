@@ -99,8 +99,8 @@ class GraphCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Run) -> Run:
-        """Run once, so that kernels are compiled and workspaces allocated. Then capture `run`, and return a function
-        that replays the graph."""
+        """Capture `run` as a graph, and return a function that replays it. Before that, call `run` once, so that
+        kernels are compiled and workspaces allocated."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             run()

@@ -68,7 +68,7 @@ class EngineConfig:
     """Python interpreter of the environment of vLLM or TensorRT-LLM. null: the interpreter that `make engine-vllm` or
     `make engine-trtllm` installed below the working directory. The saved config has its absolute path."""
     max_rows: int = setting(16, at_least(1))
-    """Most rows that are decoded together."""
+    """Maximum number of rows that are decoded together."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the engine's weights and activations."""
     kv_budget_mb: int = setting(512, at_least(1))

@@ -65,7 +65,7 @@ def fit_pass_cost(seconds: Mapping[int, Collection[float]]) -> PassCost | None:
 
 @dataclass(frozen=True)
 class RowLoad:
-    """The numbers of a row in flight that planning needs."""
+    """Facts about a row in flight that the planning of migrations needs."""
 
     key: RowKey
     tokens: int
@@ -78,7 +78,7 @@ class RowLoad:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """The rows that an engine has in flight and may give to another engine, and its measured speed."""
+    """The rows that an engine has in flight and may give to another engine, and the engine's measured speed."""
 
     version: int
     max_rows: int

@@ -47,7 +47,7 @@ class Admission:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Wait until no call of `drained` keeps new rows out, then hold the lock. Raises RuntimeError if the engine has
+        """Wait until new rows may come in (see `drained`), then hold the lock. Raises RuntimeError if the engine has
         stopped."""
         with self.changed:
             self.changed.wait_for(lambda: not self._closed or self.stopped)

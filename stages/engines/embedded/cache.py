@@ -170,8 +170,8 @@ class BlockPool:
         return own
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """Find the known blocks that hold the beginning of `tokens`; only full blocks count. Return them, each with one
-        more holder."""
+        """Return the known blocks that hold the beginning of `tokens`, and count one more holder of each. Only full
+        blocks can be known."""
         blocks: list[int] = []
         serial = _NO_PARENT
         for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):

@@ -325,8 +325,8 @@ class EmbeddedEngine:
         return False
 
     def _report(self, rows: Collection[Row]) -> None:
-        """Receive all rows of this engine. The engine thread calls this before each batch and whenever `_wants_report`
-        is True. It does not hold the lock during the call."""
+        """Receive the running and the waiting rows. The engine thread calls this before each batch and whenever
+        `_wants_report` returns True. It does not hold the lock during the call."""
 
     def _stopped(self) -> None:
         """Handle the stop of the engine. No row finishes afterwards. The caller holds the lock."""
@@ -433,7 +433,8 @@ class Counters:
     busy_s: float = 0.0
 
     def add_batch(self, chunks: Sequence[Chunk], num_tokens: int, num_in_flight: int, seconds: float) -> None:
-        """Count a batch that appended `num_tokens` tokens. `num_in_flight`: number of rows in flight."""
+        """Count a batch that appended `num_tokens` tokens. `num_in_flight`: number of rows that sampled in this batch,
+        plus number of rows in the other batches under way."""
         self.tokens += num_tokens
         self.decode_steps += 1
         self.decoded_rows += num_in_flight

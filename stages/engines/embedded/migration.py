@@ -94,7 +94,7 @@ class CopiedPart:
     start: int
     """First position. Like `stop`, it is a multiple of `BLOCK_TOKENS`."""
     cache: Float32[np.ndarray, "layers 2 kv_heads positions dim"] | None
-    """None if no further block is full."""
+    """Keys and values of the positions `start` to `stop` - 1. None if no further block is full."""
     held_s: float
     """Seconds in which the engine computed nothing because of the copy."""
 
@@ -127,7 +127,7 @@ class MigratingEngine(EmbeddedEngine):
         self._outgoing, self._times = OutgoingRows(), BatchTimes()
         self._watch: LoadWatch | None = None
         self._stored: dict[RowKey, _StoredParts] = {}
-        """Parts that have arrived of rows that may follow, by row."""
+        """Row -> its parts that have arrived. The row itself may arrive later."""
         self._num_out = self._num_in = 0
         """Numbers of rows that left and arrived since `stats` was last called."""
         super().__init__(*args, **settings)
@@ -205,8 +205,8 @@ class MigratingEngine(EmbeddedEngine):
         return migrated
 
     def write_in(self, part: CopiedPart) -> float:
-        """Store a part of a row that may arrive later. Return the seconds in which the engine computed nothing because
-        of this.
+        """Store a part of a row. The row itself may arrive later. Return the seconds in which the engine computed
+        nothing because of this.
 
         Raises:
             RequestError: the part belongs to other weights or another model, does not begin where the stored parts end,
@@ -430,7 +430,7 @@ class BatchTimes:
     def __init__(self) -> None:
         self.prefill_s = 0.0
         self.cost_known = False
-        """True if `cost` does not return None."""
+        """True if enough passes were observed for `cost` to return a result."""
         self._pass_s = 0.0
         """Seconds of the last decoding pass."""
         self._passes: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT_PASSES))
@@ -485,7 +485,8 @@ def may_migrate(row: Row) -> bool:
 def engine_load(
     rows: Iterable[Row], version: int, max_rows: int, cache_shape: tuple[int, int, int], times: BatchTimes
 ) -> EngineLoad:
-    """Return the load of an engine with these rows. `cache_shape`: layers, key/value heads, head dimension."""
+    """Return the load of an engine with these rows. Rows that may not migrate are left out. `cache_shape`: layers,
+    key/value heads, head dimension."""
     layers, heads, dim = cache_shape
     reported = [row for row in rows if may_migrate(row)]
     return EngineLoad(

@@ -76,7 +76,7 @@ class LlamaWeights:
     blocks: tuple[Block, ...]
     norm: Float[torch.Tensor, " C"]
     head: Packed
-    """The output layer, in the weights' dtype. It is packed wide (see `Kernels.pack`), so the logits are not
+    """The output layer, in the weights' dtype. It is packed with `wide` (see `Kernels.pack`), so the logits are not
     rounded."""
     angles: Angles
 
@@ -116,8 +116,8 @@ def refit_weights(
     spec: ModelSpec, old: LlamaWeights, tensors: Mapping[str, torch.Tensor], kernels: Kernels
 ) -> LlamaWeights:
     """Return a copy of `old` in which `tensors` replace the old ones. Their names and shapes must have been checked.
-    Fields that none of them changes are shared with `old`, so only the changed fields need memory. Raises WeightsError,
-    naming the first tensor that is not finite."""
+    Fields of the record that do not change are shared with `old`, so only the changed fields need memory. Raises
+    WeightsError, naming the first tensor that is not finite."""
     dtype, device = old.embedding.dtype, old.embedding.device
     place, pack = _placer(tensors, dtype, device), _packer(spec, tensors, dtype, device, kernels)
     vectors, sizes = _vectors(spec), {part: shape[0] for part, shape in layer_shapes(spec).items()}
@@ -202,9 +202,9 @@ def logits(
     hidden: Float[torch.Tensor, "N C"],
     wanted: Int64[torch.Tensor, " M"],
 ) -> Float[torch.Tensor, "M V"]:
-    """Return the float32 logits of the tokens that follow the tokens `wanted`. `wanted`: indices into `hidden`, the
-    result of `forward`. With bfloat16 weights the logits are sums of products of bfloat16 numbers. The sums are not
-    rounded, since rounding would change the distribution."""
+    """Return the float32 logits of the next token after each wanted token. `wanted`: indices of these tokens in
+    `hidden`, the result of `forward`. With bfloat16 weights the logits are sums of products of bfloat16 numbers. The
+    sums are not rounded, since rounding would change the distribution."""
     h_MC = kernels.add_norm(hidden[wanted], None, weights.norm, spec.norm_eps, weights.embedding.dtype)
     return kernels.linear(h_MC, weights.head, torch.float32)
 

@@ -74,7 +74,7 @@ class RemoteSettings:
 
 @dataclass(eq=False)
 class _Call:
-    """One call of `generate`: its unfinished rows by their ids in messages, and the queue of its results."""
+    """One call of `generate`: its unfinished rows (id in messages -> request), and the queue of its results."""
 
     requests: dict[int, Request]
     results: queue.SimpleQueue[Completion | Exception]

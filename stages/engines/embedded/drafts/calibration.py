@@ -29,8 +29,8 @@ from stages.models.hf_weights import read_weights
 from stages.models.spec import EMBEDDING, FINAL_NORM, read_spec
 
 _GUESSES = 32
-"""Most tokens in the passes that measure the cost of a long context. With so many tokens, attention takes a large part
-of the pass."""
+"""Maximum number of tokens in the passes that measure the cost of a long context. With so many tokens, attention takes
+a large part of the pass."""
 _PROPORTIONAL = 3.0
 """If a pass takes more than this many times as long as a pass of a quarter of its size, larger passes are not timed.
 Their time grows nearly in proportion to their size, so drafts do not pay there. Timing them would take seconds on a

@@ -185,8 +185,8 @@ def choose_depth(
 # ---- trials: passes with and without drafts --------------------------------------------------------------
 
 _WINDOW = 16
-"""Minimum length of the window, in passes. The window holds the latest passes with drafts. They are compared with the
-latest passes without drafts."""
+"""Minimum length, in passes, of the window of the latest passes with drafts. They are compared with the latest passes
+without drafts."""
 _WINDOW_ROWS = 128
 """Minimum number of rows in the window of passes with drafts, summed over its passes. With few rows the number of
 tokens per row is mostly chance. A comparison of a few passes would sooner or later be wrong."""
@@ -205,7 +205,7 @@ class _Trial:
     """The measurements of passes with the same number of rows."""
 
     drafted: deque[tuple[int, float]]
-    """Tokens and seconds of the last passes with drafts; `maxlen` is the window."""
+    """Tokens and seconds of the last passes with drafts; `maxlen` is the length of the window."""
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     """Seconds of the last passes without drafts."""
     passes: int = 0

@@ -31,8 +31,8 @@ from stages.engines.embedded.rows import DraftTree, Row
 from stages.engines.embedded.sampling import gumbel_of, noise_keys, token_words
 
 _LEVEL_BOUNDS = (0.5, 1.5, 3.0)
-"""Upper bounds of the confidence classes, in nats with the noise included. For the best token they classify its lead
-over the second-best token. For every other token they classify its distance from the best token."""
+"""Upper bounds of the confidence classes, in nats. The class of the best guess depends on its lead over the second-best
+one. The class of any other guess depends on its distance from the best one. Both include the noise."""
 _RANKS = 4
 """Number of ranks (the best guess after a token, the second best, ...) that have confidence classes of their own.
 Guesses of lower rank share the classes of the last of these ranks."""

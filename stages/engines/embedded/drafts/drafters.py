@@ -96,8 +96,8 @@ class NgramDrafter:
     """Owns an index of every row in flight, and the latest responses to each prompt.
 
     If the last two or three tokens of a row have occurred before, the tokens that followed them are likely to follow
-    again. The drafter looks for them in the row itself, since text repeats, and in responses to the same prompt from
-    earlier steps, since the policy changes little from step to step."""
+    again. The drafter searches the row itself, since text repeats, and responses to the same prompt from earlier steps,
+    since the policy changes little from step to step."""
 
     kinds: tuple[str, ...] = tuple(f"{where}-{length}" for where in ("lookup", "earlier") for length in _LENGTHS)
     by_position = False

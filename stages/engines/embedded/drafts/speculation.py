@@ -380,8 +380,8 @@ class Acceptance:
         return rates
 
     def gains(self, kinds: Sequence[str], longest: int) -> list[float]:
-        """Return, for each position, the probability that this position and all positions before it have a right guess,
-        whatever its confidence class. Of the given kinds, the one whose probabilities have the highest sum is used."""
+        """Return, for each position, the probability that it and all positions before it have a right guess, of any
+        confidence class. If several kinds are given, return the probabilities of the kind that has the highest sum."""
         each = [
             list(itertools.accumulate((self.rate(kind, depth, None) for depth in range(longest)), operator.mul))
             for kind in kinds

@@ -5,10 +5,10 @@ own. With oneDNN's layout a row's result does not depend on the batch: it has th
 rows and at every place in it, in float32 and bfloat16. (Plain `F.linear` gives other bits below 4 rows.) A single row
 is computed as two equal rows. On other devices the weight is not changed.
 
-`Slabs` takes memory for packed weights, keys and values from the system in large pieces, which the system may back with
-huge pages. A forward pass spends most of its time on reading weights, keys and values. With pages of 2 MiB it reads
-faster (the processor translates far fewer addresses, and its prefetchers do not stop at every 4 KiB), and new weights
-are packed faster (fewer page faults).
+`Slabs` takes memory for packed weights, keys and values from the system in large pieces (slabs), which the system may
+back with huge pages. A forward pass spends most of its time on reading weights, keys and values. With pages of 2 MiB it
+reads faster (the processor translates far fewer addresses, and its prefetchers do not stop at every 4 KiB), and new
+weights are packed faster (fewer page faults).
 """
 
 from __future__ import annotations

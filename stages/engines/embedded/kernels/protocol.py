@@ -32,8 +32,8 @@ class TreePaths:
     """Place where each token's key is written. It equals the token's position if all keys that the token reads are at
     the places of their positions."""
     starts: Int64[torch.Tensor, " N"]
-    """First position whose place is listed in `paths`. The keys before it are at the places of their positions. If
-    this is so for all keys that the token reads: the token's position + 1."""
+    """First position whose place is listed in `paths`. The keys before it are at the places of their positions. If no
+    place is listed: the token's position + 1."""
     paths: Int64[torch.Tensor, "N L"]
     """Places of the keys of positions starts, starts + 1, ... up to the token's own position. The entries after these
     are unused."""

@@ -23,8 +23,8 @@ Choose = Callable[[torch.Tensor, list[float], np.ndarray], tuple[torch.Tensor, t
 
 @functools.cache
 def fastest_choice(device: str) -> tuple[str, Choose]:
-    """Return the fastest function that draws on a type of device, and its name. On a CPU with a compiler this is the
-    embedded engine's C kernel. Otherwise it is `sample`, in torch."""
+    """Return the name of the fastest implementation of the draw on a type of device, and the function. On a CPU with a
+    compiler this is the embedded engine's C kernel. Otherwise it is `sample`, in torch."""
     if device == "cpu":
         try:
             return "native", load_native_kernels().choose

@@ -36,7 +36,7 @@ class _Counters:
 
 
 class Server:
-    """Serves one client with an adapter, until the client closes."""
+    """Serves one client with an adapter, until the client closes the connection."""
 
     def __init__(self, channel: Channel, adapter: EngineAdapter, version: int) -> None:
         """`version`: the version of the adapter's weights."""

@@ -51,8 +51,8 @@ INLINE void best_of(float *scores, int count, int wanted, int64_t *chosen, float
     }
 }
 
-/* The output of `draft`: for each row and position the `branches` best guesses, [rows, depth, branches]; see
- * protocol.py. */
+/* The output of `draft`: for each row and position the `branches` best guesses, [rows, depth, branches]. protocol.py
+ * has the same record (`Guessed`); a slot here is a draft id there. */
 struct guesses {
     int64_t *slots, *parents, *ranks;
     float *gaps;

@@ -257,9 +257,9 @@ INLINE void fetch_block(const char *from) {
     for (int line = 0; line < BLOCK_STEPS; line++) fetch(from + line * LINE);
 }
 
-/* `multiply` for one or two blocks of rows. The second block is `second` rows after the first in x, and SIDE rows in
- * sums. Takes `blocks` times as many steps as the registers are shaped for, and prefetches as much from `ahead`, unless
- * it is null. */
+/* `multiply` for one or two blocks of rows. The second block begins `second` rows after the first in x, and SIDE
+ * rows after it in sums. Takes `blocks` times as many steps as the registers are shaped for. Unless `ahead` is null,
+ * prefetches as many bytes from there as it reads of the tile. */
 INLINE void multiply_blocks(int two, const char *x, int64_t row_bytes, int64_t second, const char *tile, int64_t blocks,
                             const char *ahead, float *sums) {
     float *more = sums + SIDE * TILE;

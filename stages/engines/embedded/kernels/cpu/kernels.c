@@ -16,8 +16,8 @@
 #include "kernels.h"
 
 #define BLOCK 16 /* positions in a block of the cache: protocol.BLOCK_TOKENS */
-/* Most heads, of one token or of several tokens of one row, that read keys and values together: four sums of each stay
- * in registers. */
+/* Maximum number of heads, of one token or of several tokens of one row, that read keys and values together. Four sums
+ * of each head stay in registers. */
 #ifdef __AVX512F__
 #define LANES 6
 #else
@@ -336,8 +336,8 @@ static struct items make_items(const struct context *c, int num) {
     return (struct items){num, parts == 1 ? LANES / group : 1, parts, c->kv_heads * parts};
 }
 
-/* Returns a thread's first item, such that all threads read about as many positions; for thread `threads`, the number
- * of items. */
+/* Returns a thread's first item. The items are divided so that all threads read about the same number of positions.
+ * For thread number `threads` (one after the last), returns the number of items. */
 static int first_item(const struct context *c, struct items items, int thread, int threads) {
     int64_t total = 0, before = 0;
     for (int n = 0; n < items.num; n++) total += c->positions[n] + 1;

@@ -455,7 +455,8 @@ _INT32, _INT64 = (torch.int32,), (torch.int64,)
 def check_weights(
     block: Block, qkv: NativeWeight, out: NativeWeight, gate_up: NativeWeight, down: NativeWeight
 ) -> None:
-    """Check that the output of each matrix product of a block has the width that the next product expects."""
+    """Check that the output of each matrix product of a block has the width that the next product expects. Also check
+    the shapes of the norms, and that all matrices have the same dtype."""
     width = qkv.in_features
     require(out.out_features == width, f"out gives {out.out_features} numbers, the block takes {width}")
     require(gate_up.in_features == width, f"gate_up takes {gate_up.in_features} numbers, the block {width}")
@@ -526,7 +527,8 @@ def check_draft_head(
     state: torch.Tensor,
     draft_ids: np.ndarray,
 ) -> None:
-    """Check the arguments of `unroll`."""
+    """Check the shapes and dtypes of the weights, states and draft ids that `unroll` takes, and the range of the
+    ids."""
     require(state.ndim == 2, f"state has {state.ndim} axes; wanted: 2")
     rows, width = state.shape
     num_draft_ids = out.out_features

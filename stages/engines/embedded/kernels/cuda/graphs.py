@@ -34,14 +34,14 @@ from stages.engines.embedded.kernels.blocks import BLOCK_TOKENS, NO_BLOCK, block
 from stages.engines.embedded.kernels.protocol import Tokens
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Numbers of tokens that a captured batch can have. A product reads all weights at any number of tokens, so it costs
-little to pad a batch, even by half."""
+"""Numbers of tokens that a captured batch can have. A matrix product must read all weights even for one token, so it
+costs little to pad a batch, even by half."""
 BANNED = 8
 """Maximum number of banned tokens per draw in a captured batch. Batches with more run eagerly."""
 _NO_TOKEN = -1
 """Entry of `banned` that stands for no token."""
 _ALIGNMENT = 16
-"""Alignment in bytes. Kernels are fastest if compiled for aligned memory."""
+"""Alignment of each input in its buffer, in bytes. Kernels are fastest if compiled for aligned memory."""
 
 Run = Callable[[], None]
 

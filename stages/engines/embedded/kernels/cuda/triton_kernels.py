@@ -59,8 +59,8 @@ _MINUS_UNIFORM = tl.constexpr(-(1.0 - 2.0**-24) * 2.0**-31)
 
 
 def load_triton_kernels(device: torch.device) -> TritonKernels:
-    """Return the kernels for a device. Raises NoTritonKernelsError if Triton cannot run on it. On a CPU it needs
-    Triton's interpreter."""
+    """Return the kernels for a device. On a CPU they need Triton's interpreter. Raises NoTritonKernelsError if Triton
+    cannot run on the device."""
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         return TritonKernels(programs=_PROGRAMS_PER_PROCESSOR * processors)

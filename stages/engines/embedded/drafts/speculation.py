@@ -183,7 +183,7 @@ class Speculation:
 
     def _candidates(self, drafter: Drafter, limits: Mapping[Row, int], proposed: Mapping[Row, Guesses]) -> list[Row]:
         """Return the rows for which to ask a drafter. If the drafter works position by position, leave out the rows for
-        which other drafters' drafts promise more tokens."""
+        which other drafters' drafts already promise as many tokens as its own would."""
         if not (drafter.by_position and proposed):
             return list(limits)
         means = self._acceptance.gains(drafter.kinds, self._longest)

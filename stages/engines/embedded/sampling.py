@@ -101,10 +101,17 @@ def _shift_right(x: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4)
 def token_words(vocab: int, device: torch.device) -> Int32[torch.Tensor, "1 vocab"]:
-    """Return one word of 32 well-mixed bits per token id. Two tokens rarely have the same word. The result is cached,
-    since computing it takes as long as a row of noise."""
+    """Return one word of 32 well-mixed bits per token id. All words are different: of two tokens with the same noise,
+    the less likely one could never be drawn. A token's word does not depend on `vocab`. The result is cached, since
+    computing it takes as long as a row of noise."""
     mixed = _splitmix(np.arange(vocab, dtype=np.uint64) << np.uint64(32))
-    return torch.from_numpy((mixed >> np.uint64(32)).astype(np.uint32).view(np.int32)[None].copy()).to(device)
+    while True:
+        words = (mixed >> np.uint64(32)).astype(np.uint32)
+        repeated = np.ones(vocab, bool)
+        repeated[np.unique(words, return_index=True)[1]] = False  # the index of a word's first occurrence
+        if not repeated.any():
+            return torch.from_numpy(words.view(np.int32)[None]).to(device)
+        mixed[repeated] = _splitmix(mixed[repeated])
 
 
 def _splitmix(x: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.engines.embedded.sampling import gumbel, noise_keys
+from stages.engines.embedded.sampling import gumbel, noise_keys, token_words
 
 CPU = torch.device("cpu")
 GAMMA = 0.57721566490153286
@@ -57,6 +57,15 @@ def test_every_number_equals_the_oracle() -> None:
         got = gumbel(noise_keys(*case), 300, CPU)[0]
         expected = [oracle_gumbel(*case, token) for token in range(300)]
         np.testing.assert_allclose(got.numpy(), expected, rtol=2e-6, atol=2e-6)
+
+
+def test_no_two_tokens_share_a_word() -> None:
+    """32 of splitmix64's bits are the same for tokens 1113 and 7357. The later one gets another word."""
+    words = token_words(151_936, CPU)
+    assert words.unique().numel() == words.numel()
+    assert torch.equal(token_words(8_000, CPU), words[:, :8_000])
+    natural = np.array([oracle_splitmix(token << 32) >> 32 for token in range(8_000)], np.uint32).view(np.int32)
+    assert np.flatnonzero(natural != words[0, :8_000].numpy()).tolist() == [7357]
 
 
 def test_keys_broadcast_over_rows_and_positions() -> None:

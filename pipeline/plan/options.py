@@ -213,13 +213,10 @@ def _option(
     together = list[int]()
     overheads = busy = generating = 0.0
     graph = graph_of_steps(config)
-    in_first_step = {node.stage for node in step_nodes(graph, 0)}
     for node in step_nodes(graph, 1):
         if node.role not in gang.roles or node.address.shard >= sampled:
             continue
         stands_for = config.rollout.shards / sampled if node.stage in SHARDED else 1.0
-        if node.stage not in in_first_step:  # canaries: the mean of a run has them in all steps but the first
-            stands_for *= 1 - 1 / graph.steps
         lengths = _lengths_of(space, config, node)
         alone = costs.seconds(node, lengths)
         seconds.setdefault(node.stage, []).append(alone)

@@ -120,13 +120,6 @@ def map_items(root: Root, act: Callable[[Item], Answer], items: Iterable[Item]) 
         return list(threads.map(act, listed))
 
 
-def exists(root: Root, key: str) -> bool:
-    path = root.at(key)
-    if root.fs is None:
-        return os.path.exists(path)
-    return retried(lambda: bool(root.fs.exists(path)), path, root.durability.retry_s)
-
-
 def look_again(root: Root, key: str) -> None:
     """List a file's directory. A network filesystem that remembers a file as missing then asks its server again."""
     if root.fs is None:

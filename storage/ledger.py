@@ -64,12 +64,15 @@ class Ledger:
         self._of_stage: dict[tuple[int, str | None], tuple[Address, ...]] = {}
         self._reading = threading.Lock()
 
-    def find(self, address: Address) -> Commit | None:
-        """Return the commit at an address, or None. Raises DamagedCommit, naming the file, if the record is damaged."""
+    def find(self, address: Address, *, closed: bool = True) -> Commit | None:
+        """Return the commit at an address, or None. Raises DamagedCommit, naming the file, if the record is damaged.
+
+        `closed`: also look into the segment of the address's step. A caller that will commit an output there if it
+        finds none may do without, since `commit` looks there."""
         if (known := self._commits.get(address)) is not None:
             return known
         key, data = _key(address), files.read(self._root, _key(address))
-        if data is None:
+        if data is None and closed:
             key, data = segment_key(first_step(address.step)), self._closed(address)
         if data is None:
             return None
@@ -234,6 +237,11 @@ class Ledger:
             files.write(aside, key, data)
             files.remove(self._root, _key(address))
         return aside.at(key)
+
+    def forget(self, addresses: Iterable[Address]) -> None:
+        """Read the records of these addresses anew, because somebody has moved them."""
+        for address in addresses:
+            self._commits.pop(address, None)
 
     def tidy(self) -> int:
         """Remove the leftovers of processes that died while they committed or closed steps. Return the number of

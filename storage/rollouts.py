@@ -4,6 +4,9 @@
     rollouts.zarr/evaluate_000012/...          the rows that `evaluate` sampled with version 12 of the weights
     attempts/generate-000012-0003-a0-1f6c2a9b/ files of one attempt that are not yet at their chunk keys
 
+In an object store each request takes a round trip, so the files of an attempt are one object there
+(`...-1f6c2a9b.zip`). It is not renamed. The files are written once more, at their chunk keys, and it is removed.
+
 Writing is a write-ahead log of files (law 2 of docs/architecture.md):
 
     encode ──► attempt's files, synced ──► commit (exclusive create) ──won──► settle: rename each file to its chunk key
@@ -47,9 +50,11 @@ content again.
 
 from __future__ import annotations
 
+import io
 import re
 import threading
 import time
+import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -76,6 +81,10 @@ EVALUATE = "evaluate"
 _UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, StoreError)
 """Errors that reading a missing or damaged array by Zarr raises."""
 _STORE = "rollouts.zarr"
+_PACKED = ".zip"
+_SETTLED_S = 1.0
+"""Seconds after which the files of a commit are probably at their chunk keys. They are looked for there first."""
+_MOST_DESCRIBED = 4096
 _STEP_GROUP = re.compile(r"step_(\d{6,})")
 
 
@@ -108,6 +117,8 @@ class RolloutStore:
         self._recent = RecentRecords(recent_bytes)
         self._writeback = writeback
         self._templates: dict[tuple[Layout, str, int], Template] = {}
+        self._described: set[str] = set()
+        """Keys of metadata that is known to exist. All are forgotten now and then, and when arrays are deleted."""
         self._lock = threading.Lock()
 
     @property
@@ -142,10 +153,11 @@ class RolloutStore:
         winner = self._ledger.commit(prepared, before=lambda: self._write_attempt(prepared, contents))
         if winner.attempt == attempt:
             self._recent.put((address, attempt), record)
+            known = None if self._run.fs is None else contents
             if self._writeback is None:
-                self.settle(winner)
+                self.settle(winner, known)
             else:
-                self._writeback.submit(lambda: self.settle(winner))
+                self._writeback.submit(lambda: self.settle(winner, known))
         else:
             self._discard(address, attempt)
         return winner
@@ -179,22 +191,26 @@ class RolloutStore:
         self._write_attempt(prepared, contents)
         return prepared
 
-    def settle(self, commit: Commit) -> None:
-        """Do the last part of `write`: move a committed attempt's files to their chunk keys. May be called at any time
-        after the commit, any number of times, and by several processes at once."""
+    def settle(self, commit: Commit, contents: Mapping[str, bytes] | None = None) -> None:
+        """Do the last part of `write`: bring a committed attempt's files to their chunk keys. May be called at any time
+        after the commit, any number of times, and by several processes at once.
+
+        `contents`: the content of the attempt's files, if it is known. An object store cannot rename, so it gets them
+        once more."""
+        metadata = {key: data for key, data in self._metadata(commit).items() if key not in self._described}
+        stored = files.map_items(self._data, lambda key: files.read(self._data, key), metadata)
+        write_metadata(self._run, {key: metadata[key] for key, data in zip(metadata, stored, strict=True) if not data})
+        if len(self._described) > _MOST_DESCRIBED:
+            self._described.clear()
+        self._described.update(metadata)
         group, source = _group(commit.address), attempt_key(commit.address, commit.attempt)
-        metadata = self._metadata(commit)
-        present = files.map_items(self._data, lambda key: files.exists(self._data, key), metadata)
-        write_metadata(
-            self._run, {key: metadata[key] for key, exists in zip(metadata, present, strict=True) if not exists}
-        )
-
-        def put_in_place(block: tuple[str, Template, int]) -> None:
-            key = f"{block[0]}/{block[1].key(block[2])}"
-            files.move(self._run, f"attempts/{source}/{in_attempt(key)}", f"{_STORE}/{group}/{key}")
-
-        files.map_items(self._run, put_in_place, self._blocks(commit))
-        files.remove_tree(self._attempts, source)
+        targets = {in_attempt(key): f"{group}/{key}" for key in self._chunk_keys(commit)}
+        if self._run.fs is None:
+            for name, target in targets.items():
+                files.move(self._run, f"attempts/{source}/{name}", f"{_STORE}/{target}")
+        elif contents := contents or self._read_packed(commit):
+            files.write_together(self._run, _STORE, {targets[name]: data for name, data in contents.items()})
+        self._discard(commit.address, commit.attempt)
 
     def recover(self, *, discard: bool = True) -> int:
         """Finish the work of dead processes, and return the number of settled attempts. Raises DamagedCommit.
@@ -226,8 +242,8 @@ class RolloutStore:
 
     def attempts(self) -> list[tuple[Address, str]]:
         """Return the attempts whose files are not at their chunk keys: running ones, and those of dead processes."""
-        directories = sorted({key.split("/", 1)[0] for key in files.keys(self._attempts)})
-        return [attempt for attempt in map(of_attempt_key, directories) if attempt is not None]
+        found = sorted({key.split("/", 1)[0].removesuffix(_PACKED) for key in files.keys(self._attempts)})
+        return [attempt for attempt in map(of_attempt_key, found) if attempt is not None]
 
     def finalise(self) -> None:
         """Move the files of all committed attempts to their chunk keys, and remove all attempts. For a driver at the
@@ -246,8 +262,8 @@ class RolloutStore:
         if kept is not None:
             return kept
         expected = list(self._blocks(commit))
-        keys = [f"{name}/{template.key(shard)}" for name, template, shard in expected]
-        chunks = files.map_items(self._data, lambda key: self._chunk(commit, key), keys)
+        keys = self._chunk_keys(commit)
+        chunks = self._chunks(commit, keys)
         blocks: dict[str, list[np.ndarray]] = {}
         for (name, template, shard), key, data in zip(expected, keys, chunks, strict=True):
             where = self._data.at(f"{_group(address)}/{key}")
@@ -278,6 +294,7 @@ class RolloutStore:
     def drop(self, before: int) -> int:
         """Delete the arrays of all steps before this one, except evaluations. Commits stay. Return the number of steps
         that had arrays. The caller ensures that nothing reads the arrays any more."""
+        self._described.clear()
         if before > self.dropped_before():
             write_dropped(self._run, before)
         steps = [int(match[1]) for match in map(_STEP_GROUP.fullmatch, files.names(self._data)) if match]
@@ -326,8 +343,7 @@ class RolloutStore:
     def keys_of(self, commit: Commit) -> tuple[str, ...]:
         """Return the keys, below the run's directory, that a commit's files have after `settle`. Empty for a commit
         without arrays."""
-        group = _group(commit.address)
-        return tuple(f"{_STORE}/{group}/{name}/{t.key(shard)}" for name, t, shard in self._blocks(commit))
+        return tuple(f"{_STORE}/{_group(commit.address)}/{key}" for key in self._chunk_keys(commit))
 
     def read_step(self, stage: str, step: int, num_shards: int) -> Any:
         """Return the records of shards 0..num_shards-1, joined along the rows."""
@@ -355,6 +371,10 @@ class RolloutStore:
             for shard in shards_of(layout, commit.address, commit.rows):
                 yield name, template, shard
 
+    def _chunk_keys(self, commit: Commit) -> list[str]:
+        """Return the keys of a commit's files below their group."""
+        return [f"{name}/{template.key(shard)}" for name, template, shard in self._blocks(commit)]
+
     def _metadata(self, commit: Commit) -> dict[str, bytes]:
         """Return the metadata by which plain readers find a commit's arrays: key -> content."""
         group = _group(commit.address)
@@ -362,14 +382,27 @@ class RolloutStore:
         arrays = {name: template for name, template, _ in self._blocks(commit)}
         return metadata | {f"{group}/{name}/zarr.json": t.described(describe(name)) for name, t in arrays.items()}
 
-    def _chunk(self, commit: Commit, key: str) -> bytes | None:
-        """Return the content of a committed file, from its chunk key or from the attempt; None if it is missing. Reads
-        the chunk key once more at the end, because the file may have moved between the first two reads."""
-        final = f"{_group(commit.address)}/{key}"
-        data = files.read(self._data, final)
-        if data is None:
-            data = files.read(self._attempts, f"{attempt_key(commit.address, commit.attempt)}/{in_attempt(key)}")
-        return files.read(self._data, final) if data is None else data
+    def _chunks(self, commit: Commit, keys: Sequence[str]) -> list[bytes | None]:
+        """Return the contents of a commit's files, from their chunk keys or from the attempt; None for a missing one.
+        The chunk keys come last in any case, because the files may move between two reads."""
+        group, source = _group(commit.address), attempt_key(commit.address, commit.attempt)
+
+        def settled() -> list[bytes | None]:
+            return files.map_items(self._data, lambda key: files.read(self._data, f"{group}/{key}"), keys)
+
+        def attempted() -> list[bytes | None]:
+            if self._run.fs is None:
+                return [files.read(self._attempts, f"{source}/{in_attempt(key)}") for key in keys]
+            packed = self._read_packed(commit) or {}
+            return [packed.get(in_attempt(key)) for key in keys]
+
+        is_new = time.time() - commit.finished < _SETTLED_S
+        contents: list[bytes | None] = [None] * len(keys)
+        for look in (attempted, settled) if is_new else (settled, attempted, settled):
+            contents = [a if a is not None else b for a, b in zip(contents, look(), strict=True)]
+            if None not in contents:
+                break
+        return contents
 
     def _encode(
         self,
@@ -389,13 +422,31 @@ class RolloutStore:
 
     def _write_attempt(self, prepared: Commit, contents: Mapping[str, bytes]) -> None:
         """Write an attempt's files. On an exception remove them."""
+        key = attempt_key(prepared.address, prepared.attempt)
         with ExitStack() as undo:
             undo.callback(self._discard, prepared.address, prepared.attempt)
-            files.write_together(self._attempts, attempt_key(prepared.address, prepared.attempt), contents)
+            if self._run.fs is None:
+                files.write_together(self._attempts, key, contents)
+            else:
+                files.write(self._attempts, key + _PACKED, pack(contents))
             undo.pop_all()
 
     def _discard(self, address: Address, attempt: str) -> None:
-        files.remove_tree(self._attempts, attempt_key(address, attempt))
+        key = attempt_key(address, attempt)
+        if self._run.fs is None:
+            files.remove_tree(self._attempts, key)
+        else:
+            files.remove(self._attempts, key + _PACKED)
+
+    def _read_packed(self, commit: Commit) -> dict[str, bytes] | None:
+        """Return the files of an attempt in an object store, by name; None if they are not there (any more). Raises
+        StoreError if their object is damaged."""
+        key = attempt_key(commit.address, commit.attempt) + _PACKED
+        data = files.read(self._attempts, key)
+        try:
+            return None if data is None else unpack(data)
+        except zipfile.BadZipFile as error:
+            raise StoreError(f"{self._attempts.at(key)}: is not what was written ({error})") from error
 
 
 def _absent_error(address: Address, what: str, before: int) -> StoreError:
@@ -443,6 +494,21 @@ def of_attempt_key(name: str) -> tuple[Address, str] | None:
 def in_attempt(key: str) -> str:
     """Return the name of a file in its attempt's directory. The directory is flat, so that one sync covers it."""
     return key.replace("/", ".")
+
+
+def pack(contents: Mapping[str, bytes]) -> bytes:
+    """Return an attempt's files (name -> content) as one ZIP file without compression."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        for name, data in contents.items():
+            archive.writestr(name, data)
+    return stream.getvalue()
+
+
+def unpack(data: bytes) -> dict[str, bytes]:
+    """Return the files of an attempt that `pack` wrote. Raises zipfile.BadZipFile for a damaged one."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
 
 
 def encode_record(

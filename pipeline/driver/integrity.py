@@ -344,6 +344,7 @@ def execute_rewind(rewind: Rewind, history: History, stored: RunStorage) -> None
             continue
         for key in (f"ledger/{address}.json", *history.store.keys_of(commit)):
             files.move(stored.root, key, f"{rewind.archive}/{key}")
+    history.ledger.forget(rewind.commits)
     history.store.make_anew(rewind.version)
 
 

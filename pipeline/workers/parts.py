@@ -114,12 +114,14 @@ class WorkerParts:
         if self.fetcher is not None:
             self.fetcher.fetch(version)
 
-    def find_commit(self, address: Address) -> Commit | None:
-        """Return the commit at an address, or None. If several ranks run the node, only rank 0 reads the ledger and
-        broadcasts what it found, so that all ranks act alike."""
+    def find_commit(self, address: Address, *, closed: bool = True) -> Commit | None:
+        """Return the commit at an address, or None (`closed`: see `Ledger.find`). If several ranks run the node, only
+        rank 0 reads the ledger and broadcasts what it found, so that all ranks act alike."""
         with self.clock.bookkeeping():
             ranks = self.gang.ranks_of(STAGE_ROLES[address.stage])
-            return broadcast_from_rank_0(lambda: self.ledger.find(address), rank=self.spec.index, ranks=ranks)
+            return broadcast_from_rank_0(
+                lambda: self.ledger.find(address, closed=closed), rank=self.spec.index, ranks=ranks
+            )
 
     def read_record(self, address: Address) -> Any:
         """Return the record at an address."""

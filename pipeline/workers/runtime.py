@@ -72,7 +72,7 @@ class StageRuntime(Runtime):
         """Return the node's commit. If it has none, compute its output and commit it first. Return None on a rank that
         holds no part of the output."""
         parts = self.parts
-        commit = parts.find_commit(call.address)
+        commit = parts.find_commit(call.address, closed=False)
         if commit is not None:
             return commit
         started = time.time()

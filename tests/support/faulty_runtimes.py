@@ -39,9 +39,9 @@ class DyingSettlerRuntime(StageRuntime):
         store, died = self.parts.store, self.parts.config.run_dir / "died"
         settle, move = store.settle, files.move
 
-        def dying(commit: Any) -> None:
+        def dying(commit: Any, contents: Any = None) -> None:
             if commit.address != VICTIM or died.exists():
-                settle(commit)
+                settle(commit, contents)
                 return
             died.touch()
             moved: list[str] = []

@@ -527,10 +527,10 @@ class Writeback:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="writeback")
-        self._pending: deque[Future[None]] = deque()
+        self._pending: deque[Future[object]] = deque()
         self._lock = threading.Lock()
 
-    def submit(self, work: Callable[[], None]) -> None:
+    def submit(self, work: Callable[[], object]) -> None:
         """Submit a piece of work. Waits for the oldest one if too many are waiting."""
         with self._lock:
             over = []
@@ -548,7 +548,7 @@ class Writeback:
         _raise_first(over)
 
 
-def _raise_first(futures: list[Future[None]]) -> None:
+def _raise_first(futures: list[Future[object]]) -> None:
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
         raise errors[0]

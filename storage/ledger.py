@@ -108,20 +108,32 @@ class Ledger:
             raise MissingOutput(f"nothing is committed at {address} (looked for {self._root.at(_key(address))})")
         return commit
 
-    def commit(self, commit: Commit, before: Callable[[], None] | None = None) -> Commit:
+    def commit(self, commit: Commit, before: Callable[[], None] | None = None, *, closed: bool = True) -> Commit:
         """Make an output exist, and return the winning commit: `commit`, or an earlier one. If an earlier commit won,
-        the caller discards its own output. `before` writes the output, and ends before the commit exists; if it raises,
-        nothing is committed. Raises ValueError for a commit that cannot be written as JSON."""
+        the caller discards its own output.
+
+        `before` writes the output, and ends before the commit exists; if it raises, nothing is committed. `closed`:
+        also look whether the address's step is in a segment. Otherwise the caller must call `withdraw_closed` before it
+        settles the output. Raises ValueError for a commit that cannot be written as JSON."""
         data = encode(commit)
         if files.write_new(self._root, _key(commit.address), data, before):
-            if self._closed(commit.address) is None:
-                self._remember(commit)
+            self._remember(commit)
+            if not (closed and self.withdraw_closed(commit)):
                 return commit
-            files.remove(self._root, _key(commit.address))  # its step is in a segment, so its file name was free again
         winner = self.find(commit.address)
         if winner is None:
             raise StoreError(f"the commit record of {commit.address} in {self.url} was there and is gone")
         return winner
+
+    def withdraw_closed(self, commit: Commit) -> bool:
+        """If the step of a commit is in a segment, remove the file of a record at its address and return True. A late
+        attempt can make such a file, since the name of the first record's file is free again. Return False if the step
+        is in no segment."""
+        if self._closed(commit.address) is None:
+            return False
+        files.remove(self._root, _key(commit.address))
+        self.forget([commit.address])
+        return True
 
     def list(self, stage: str | None = None) -> Commits:
         """Return all commits, or those of one stage, ordered by (stage, step, shard)."""

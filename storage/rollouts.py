@@ -51,6 +51,7 @@ content again.
 from __future__ import annotations
 
 import io
+import math
 import re
 import threading
 import time
@@ -58,7 +59,7 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,8 +83,6 @@ _UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, StoreError)
 """Errors that reading a missing or damaged array by Zarr raises."""
 _STORE = "rollouts.zarr"
 _PACKED = ".zip"
-_SETTLED_S = 1.0
-"""Seconds after which the files of a commit are probably at their chunk keys. They are looked for there first."""
 _MOST_DESCRIBED = 4096
 _STEP_GROUP = re.compile(r"step_(\d{6,})")
 
@@ -150,14 +149,15 @@ class RolloutStore:
         attempt = attempt or new_attempt()
         prepared, contents = self._encode(address, record, provenance, attempt, metrics, state)
         # If the commit itself raises, nothing is discarded: the commit may exist, and `recover` will find out.
-        winner = self._ledger.commit(prepared, before=lambda: self._write_attempt(prepared, contents))
+        at_once = self._writeback is None
+        winner = self._ledger.commit(prepared, lambda: self._write_attempt(prepared, contents), closed=at_once)
         if winner.attempt == attempt:
             self._recent.put((address, attempt), record)
             known = None if self._run.fs is None else contents
             if self._writeback is None:
                 self.settle(winner, known)
             else:
-                self._writeback.submit(lambda: self.settle(winner, known))
+                self._writeback.submit(lambda: self._settle_open(winner, known))
         else:
             self._discard(address, attempt)
         return winner
@@ -212,6 +212,14 @@ class RolloutStore:
             files.write_together(self._run, _STORE, {targets[name]: data for name, data in contents.items()})
         self._discard(commit.address, commit.attempt)
 
+    def _settle_open(self, commit: Commit, contents: Mapping[str, bytes] | None = None) -> bool:
+        """Settle a commit and return True, unless an earlier one is in the segment of its step."""
+        if self._ledger.withdraw_closed(commit):
+            self._discard(commit.address, commit.attempt)
+            return False
+        self.settle(commit, contents)
+        return True
+
     def recover(self, *, discard: bool = True) -> int:
         """Finish the work of dead processes, and return the number of settled attempts. Raises DamagedCommit.
 
@@ -224,9 +232,9 @@ class RolloutStore:
         for address, attempt in self.attempts():
             commit = self._ledger.find(address)
             if commit is not None and commit.attempt == attempt and not dropped(address, before):
-                self.settle(commit)
-                settled += 1
+                settled += self._settle_open(commit)
             elif commit is not None and discard:
+                self._ledger.withdraw_closed(commit)
                 self._discard(address, attempt)
         return settled
 
@@ -286,6 +294,28 @@ class RolloutStore:
         record = RECORD_TYPES[commit.kind].from_arrays(arrays)
         self._recent.put((address, commit.attempt), record)
         return record
+
+    def prefetch(self, addresses: Iterable[Address]) -> None:
+        """Read records of an object store into the cache, all at the same time, so that later reads take no round trip.
+        Do nothing for a local store, or if the records would fill more than half of the cache. A record that cannot be
+        read is left to the later read, which raises."""
+        if self._run.fs is None:
+            return
+
+        def find(address: Address) -> Commit | None:
+            with suppress(StoreError):
+                return self._ledger.find(address)
+            return None
+
+        def fetch(commit: Commit) -> None:
+            with suppress(StoreError):
+                self.read(commit.address)
+
+        commits = [commit for commit in files.map_items(self._run, find, addresses) if commit and commit.arrays]
+        arrays = [info for commit in commits for info in commit.arrays.values()]
+        num_bytes = sum(np.dtype(info.dtype).itemsize * math.prod(info.shape) for info in arrays)
+        if 2 * num_bytes <= self._recent.max_bytes:
+            files.map_items(self._run, fetch, commits)
 
     def dropped_before(self) -> int:
         """Return the first step whose arrays were not deleted; 0 if nothing was deleted. Raises StoreError."""
@@ -384,7 +414,7 @@ class RolloutStore:
 
     def _chunks(self, commit: Commit, keys: Sequence[str]) -> list[bytes | None]:
         """Return the contents of a commit's files, from their chunk keys or from the attempt; None for a missing one.
-        The chunk keys come last in any case, because the files may move between two reads."""
+        Reads the chunk keys once more at the end, because the files may move between the first two reads."""
         group, source = _group(commit.address), attempt_key(commit.address, commit.attempt)
 
         def settled() -> list[bytes | None]:
@@ -396,9 +426,8 @@ class RolloutStore:
             packed = self._read_packed(commit) or {}
             return [packed.get(in_attempt(key)) for key in keys]
 
-        is_new = time.time() - commit.finished < _SETTLED_S
         contents: list[bytes | None] = [None] * len(keys)
-        for look in (attempted, settled) if is_new else (settled, attempted, settled):
+        for look in (settled, attempted, settled):
             contents = [a if a is not None else b for a, b in zip(contents, look(), strict=True)]
             if None not in contents:
                 break
@@ -555,7 +584,7 @@ class RecentRecords:
     it."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._records: OrderedDict[Key, tuple[Record, int]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
@@ -571,11 +600,11 @@ class RecentRecords:
         """Keep a record, unless it is larger than the cache. Its arrays must not change any more."""
         size = sum(array.nbytes for array in record.arrays().values())
         with self._lock:
-            if size > self._max_bytes or key in self._records:
+            if size > self.max_bytes or key in self._records:
                 return
             self._records[key] = (record, size)
             self._bytes += size
-            while self._bytes > self._max_bytes:
+            while self._bytes > self.max_bytes:
                 _, (_, dropped) = self._records.popitem(last=False)
                 self._bytes -= dropped
 

@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -122,6 +123,16 @@ class WorkerParts:
             return broadcast_from_rank_0(
                 lambda: self.ledger.find(address, closed=closed), rank=self.spec.index, ranks=ranks
             )
+
+    def read_ahead(self, call: Call) -> Callable[[], None]:
+        """Begin to read the stored inputs of a call into the store's cache, if they are in an object store. Return a
+        function that waits until they are there."""
+        if self.config.storage.url is None:
+            return lambda: None
+        addresses = lineage_of(call.address, call.inputs, (call.version,))
+        thread = threading.Thread(target=self.store.prefetch, args=(addresses,))
+        thread.start()
+        return thread.join
 
     def read_record(self, address: Address) -> Any:
         """Return the record at an address."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -57,10 +57,13 @@ class StageRuntime(Runtime):
             assert call.sequence > self._last_sequence, f"{call.address}: the gang's order was broken"
             self._last_sequence = call.sequence
         binding = binding_of(call.address.stage)
+        inputs_are_read = self.parts.read_ahead(call)
         with self.parts.name_collectives(call):
             if isinstance(binding, ComputedStage):
-                commit = self._commit_once(call, binding)
+                commit = self._commit_once(call, binding, inputs_are_read)
             else:
+                with clock.bookkeeping():
+                    inputs_are_read()
                 commit = binding.run(self.parts, call)
         ref = commit.ref() if commit is not None and (spec.size == 1 or spec.index == 0) else None
         warned, self.parts.warnings = tuple(self.parts.warnings), []
@@ -68,11 +71,13 @@ class StageRuntime(Runtime):
             call.address, call.attempt, ref, spec.name, spec.index, started, time.time(), clock.seconds, warned
         )
 
-    def _commit_once(self, call: Call, binding: ComputedStage) -> Commit | None:
+    def _commit_once(self, call: Call, binding: ComputedStage, inputs_are_read: Callable[[], None]) -> Commit | None:
         """Return the node's commit. If it has none, compute its output and commit it first. Return None on a rank that
-        holds no part of the output."""
+        holds no part of the output. `inputs_are_read`: waits until the node's inputs are in the store's cache."""
         parts = self.parts
         commit = parts.find_commit(call.address, closed=False)
+        with parts.clock.bookkeeping():
+            inputs_are_read()
         if commit is not None:
             return commit
         started = time.time()

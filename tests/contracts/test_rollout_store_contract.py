@@ -18,6 +18,7 @@ from storage.address import Address
 from storage.commits import provenance_here
 from storage.config import Layout, Layouts
 from storage.errors import DroppedOutput, MissingOutput, StoreError
+from storage.files import Writeback
 from storage.ledger import Ledger
 from storage.records import Advantages, PolicyLogprobs, Record, ReferenceLogprobs, Rollout, Scores
 from storage.rollouts import RolloutStore
@@ -212,6 +213,25 @@ class StoreContract:
         assert_same(store.read(Address("advantage", 0)), advantages())
         store.settle(winner)
         assert_same(store.read(Address("advantage", 0)), advantages())
+
+    @pytest.mark.parametrize("dies", [False, True])
+    def test_a_late_attempt_at_a_closed_step_is_withdrawn(self, store: RolloutStore, url: str, dies: bool) -> None:
+        """The record's file name is free again once its step is in a segment. The writer's process may also die before
+        it looks into the segment: then `recover` does."""
+        address, late = Address("score", 0), Scores(np.ones(ROWS, np.float32))
+        first = Scores(np.arange(ROWS, dtype=np.float32))
+        store.write(address, first, PROVENANCE)
+        ledger = Ledger(f"{url}/ledger")
+        ledger.close(0, [address])
+        if dies:
+            ledger.commit(store.prepare(address, late, PROVENANCE, attempt="a1-22222222"), closed=False)
+            assert store.recover() == 0
+        else:
+            writeback = Writeback()
+            RolloutStore(url, ledger, LAYOUTS, writeback=writeback).write(address, late, PROVENANCE)
+            writeback.close()
+        assert self.attempts(url) == []
+        assert_same(RolloutStore(url, Ledger(f"{url}/ledger"), LAYOUTS).read(address), first)
 
     def test_plain_readers_miss_what_was_not_moved(self, store: RolloutStore, ledger: Ledger, url: str) -> None:
         """Stageline reads it, and so must every other reader, sooner or later: `check` says so until then."""

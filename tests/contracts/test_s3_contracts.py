@@ -148,6 +148,18 @@ def test_another_process_writes_are_seen(bucket: str) -> None:
     assert files.read(root, "a/1") is None
 
 
+def test_records_are_read_ahead_into_the_cache(bucket: str, faults: Faults) -> None:
+    """Reading one later makes no request. A record that is not there is left to the read."""
+    url, address, record = f"{bucket}/{uuid.uuid4().hex}", Address("generate", 0), rollout()
+    RolloutStore(url, Ledger(f"{url}/ledger"), LAYOUTS).write(address, record, PROVENANCE)
+    store = RolloutStore(url, Ledger(f"{url}/ledger"), LAYOUTS, recent_bytes=1 << 20)
+    store.prefetch([address, Address("generate", 1)])
+    faults.fail("GET", 503)
+    assert_same(store.read(address), record)
+    assert faults.left == [("GET", 503, False)]
+    faults.left = []
+
+
 def test_the_files_of_a_record_are_written_and_read_with_requests_at_the_same_time(bucket: str, faults: Faults) -> None:
     """Each takes a round trip, and a record has a file for each array."""
     url, address, record = f"{bucket}/{uuid.uuid4().hex}", Address("generate", 0), rollout()

@@ -107,7 +107,8 @@ def read(root: Root, key: str) -> bytes | None:
 
 
 _MOST_REQUESTS = 8
-"""Most requests of `map_items` at once. Clients keep some ten connections."""
+"""Maximum number of requests that `map_items` makes at the same time. An object store's client keeps some ten
+connections open."""
 
 
 def map_items(root: Root, act: Callable[[Item], Answer], items: Iterable[Item]) -> list[Answer]:
@@ -345,7 +346,7 @@ def _fill(stream: IO[bytes], data: bytes) -> None:
 
 
 _MOST_SYNCS = 8
-"""Most syncs at once. A journalling filesystem combines syncs that run at the same time."""
+"""Maximum number of syncs at once. A journalling filesystem combines syncs that run at the same time."""
 
 
 def _sync_together(descriptors: Sequence[int]) -> None:
@@ -518,7 +519,8 @@ def _reason(error: Exception) -> str:
 
 
 MOST_WAITING = 8
-"""Most pieces of work in the queue. If more would wait, the disk is too slow, and a longer queue would not help."""
+"""Maximum number of pieces of work in the queue. If more would wait, the disk is too slow, and a longer queue would not
+help."""
 
 
 class Writeback:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 LONGEST_NAME = 100
-"""Most characters of a name. Names become part of longer file names, and most filesystems limit these to 255 bytes."""
+"""Maximum number of characters of a name. Names become part of longer file names, and most filesystems limit these to
+255 bytes."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _URL_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _CONSTRAINTS = "constraints"

@@ -1,11 +1,12 @@
 """Remove passwords, tokens and keys from settings and texts before anybody but the run itself sees them.
 
     settings   a value whose name says that it is a secret (`api_key`, `Authorization`, `headers`), at any depth
-    URLs       user and password, and every value of a query
-    texts      `name=value`, `{name: value}` and `--name value` with such names; `Bearer ...`; keys of well-known shapes
+    URLs       user and password, and every value of a query (if the URL names a host)
+    texts      `name=value`, `{name: value}` and `--name value`, where the name says that it is a secret; `Bearer ...`;
+               keys of well-known shapes
 
-All code that writes for readers calls `redacted` or `redacted_text`: the journal, the terminal, identity.json, MLflow,
-the report, the pages. A secret under a harmless name, in a text of none of these forms, is not found. Redacting twice
+`redacted` or `redacted_text` is called before anything is written to the journal, the terminal, identity.json, MLflow,
+the report or the pages. A secret is not found if it has a harmless name and none of these forms. Redacting twice
 changes nothing. Standard library only.
 """
 

@@ -31,8 +31,8 @@ from storage.address import Address
 from storage.config import Layout
 
 CHUNK_ROWS = 16
-"""Most rows of an inner chunk. Chunks of one row are 6-9 times slower to read; chunks of more than 16 rows are no
-faster."""
+"""Maximum number of rows of an inner chunk. Chunks of one row are 6-9 times slower to read; chunks of more than 16 rows
+are no faster."""
 GROUP_METADATA = b'{\n  "attributes": {},\n  "zarr_format": 3,\n  "node_type": "group"\n}'
 _DIMENSIONS = ("row", "token")
 _FLAT: Any = {"name": "default", "separator": "."}

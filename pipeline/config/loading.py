@@ -128,7 +128,7 @@ UNSUPPORTED = {
 """Name of a sampling setting that other systems have -> why Stageline has none, and what to use."""
 _MAX_SUGGESTIONS = 3
 _MIN_SIMILARITY = 0.8
-"""Least similarity, as difflib measures it, at which a key of another section is suggested."""
+"""Minimum similarity, as difflib measures it, at which a key of another section is suggested."""
 _HINTS: dict[Any, dict[str, Any]] = {}
 _GIVEN = {int: 1, float: 1.0}
 """Type of a number -> value that a missing setting of this type gets while the other settings are checked. Missing
@@ -213,8 +213,8 @@ def _suggestions(key: str, prefix: str, siblings: Sequence[str], root_schema: ty
     """Return the paths of at most three settings that a user may have meant by an unknown key of the section `prefix`,
     which has the settings `siblings`. The following are tried in order, until one finds a setting:
 
-    1. settings of this name in the sections below (for a key of `UNSUPPORTED` nothing else is tried)
-    2. settings that have this name in any section or, by `SYNONYMS`, in another system
+    1. settings of this name in the subsections of `prefix` (for a key of `UNSUPPORTED` nothing else is tried)
+    2. settings of this name in any section, and settings that another system calls by this name (`SYNONYMS`)
     3. settings of this section with similar names
     4. settings of any section with very similar names
     """

@@ -171,7 +171,7 @@ class WorkerMemory:
 
     @property
     def total(self) -> int:
-        """Most bytes in use at one time, on the device and the host together."""
+        """Peak number of bytes in use, on the device and the host together."""
         return self._peak_of(self.items)
 
     @property
@@ -181,12 +181,12 @@ class WorkerMemory:
 
     @property
     def on_device(self) -> int:
-        """Most bytes at one time on all of the worker's GPUs together."""
+        """Peak number of bytes on all of the worker's GPUs together."""
         return self._peak_of(self.device_items)
 
     @property
     def on_host(self) -> int:
-        """Most bytes in the host's memory at one time."""
+        """Peak number of bytes in the host's memory."""
         return self._peak_of(self.items.keys() & _ON_HOST) if self.on_gpu else self.total
 
     @property

@@ -69,7 +69,7 @@ class RunPaths:
 
     @property
     def attached(self) -> Path:
-        """The scheduler file of a run with attached workers; private to its user."""
+        """Directory with the scheduler files of a run with attached workers; private to its user."""
         return self.root / "attached"
 
     @property

@@ -569,8 +569,9 @@ def check_parts(section: RewardPartsConfig, key: str, trust_answers: bool) -> li
 
 
 def prompts_scored_by(config: RunConfig, prompts: PromptTable, section: str) -> list[np.ndarray]:
-    """Return the numbers of the prompts whose responses a section scores: one array for the training prompts, one for
-    the evaluated prompts, or both. `section`: reward or evaluate.reward."""
+    """Return the indices of the prompts whose responses are scored by the rewards of a config section (`section`:
+    reward or evaluate.reward). The list has an array for the training prompts, an array for the held-out prompts, or
+    both."""
     if section != "reward":
         return [prompts.held_out]
     return [prompts.train] if config.evaluate.reward.is_given else [prompts.train, prompts.held_out]

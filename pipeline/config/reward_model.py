@@ -70,7 +70,8 @@ class RewardModelConfig:
     runs_dir: str = setting("runs", local_directory())
     """Parent of the training's directory."""
     seed: int = setting(0, at_least(0))
-    """Seed of the split, the groups and the head."""
+    """Seed of the division of the judgements into training, validation and held-out ones, of the groups of texts, and
+    of the head's weights."""
     model: ScorerConfig = field(default_factory=ScorerConfig)
     data: PreferencesConfig = field(default_factory=PreferencesConfig)
     train: RewardTrainingConfig = field(default_factory=RewardTrainingConfig)
@@ -179,7 +180,7 @@ class LabelConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     pairs_per_prompt: int | None = setting(None, at_least(1))
-    """Most pairs per prompt that the judge compares, drawn from all pairs; null: all."""
+    """Maximum number of pairs per prompt that the judge compares, drawn from all pairs; null: all."""
     min_margin: float = setting(0.0, at_least(0))
     """Largest margin at which a pair counts as a tie. Ties are left out."""
     prompts_at_once: int = setting(64, at_least(1))

@@ -162,8 +162,8 @@ class ClusterConfig:
     """Seconds for all ranks of a gang to reach a collective; after that the gang counts as lost, and the error names
     the missing ranks. At most half of `deadline_s` is used, so that the error comes before the gang is ended."""
     attempts: int = setting(3, at_least(1))
-    """Most times that a node of the task graph is tried. A try fails if the node's worker is lost, or its stage raises
-    a transient error. If all tries fail, the run ends."""
+    """Maximum number of times that a node of the task graph is tried. A try fails if the node's worker is lost, or its
+    stage raises a transient error. If all tries fail, the run ends."""
     same_numerics: Literal["refuse", "warn"] = "refuse"
     """Action if last bits of results would differ between workers of a gang, or after a resume, because processor,
     compiler, kernels or libraries differ."""
@@ -271,8 +271,8 @@ BFLOAT16_FLOOR_NATS = 0.05
 otherwise. exp(0.05) is 1.05. Differences measured on a healthy SmolLM2-135M, mean of 32 tokens: 6e-6 nats in float32;
 in bfloat16 0.014 to 0.031 in the embedded engine, up to 0.077 in vLLM."""
 FACTOR = 3.0
-"""Limit of the alarm divided by the difference at version 0. In healthy runs the differences of later versions were 0.6
-to 1.3 times that of version 0."""
+"""Limit of the alarm divided by the difference at version 0, unless the limit is the floor (`alarm_limit`). In healthy
+runs the differences of later versions were 0.6 to 1.3 times that of version 0."""
 STALE_SHARE = 2 / 3
 """Factor that the limit is multiplied by if the engine's log-probs are close to those of the weights that sampled the
 tokens (`differs`)."""

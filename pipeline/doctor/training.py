@@ -108,8 +108,8 @@ def publication(settings: DoctorSettings) -> Finding:
 
 
 def memory(settings: DoctorSettings) -> Finding:
-    """Test that `stageline check` predicts the memory of an update correctly: the state (weights, gradients and
-    optimizer) and the peak."""
+    """Test that `stageline check` predicts the memory of an update correctly: the state (weights and optimizer,
+    with the gradients' buffer) and the peak."""
     results = _float32(settings)
     facts, texts = dict[str, float](), list[str]()
     for job in _device_jobs(settings, "float32"):

@@ -59,7 +59,7 @@ from storage.host import family_of, private_directory
 _COUNT = "attempts"
 """Name of the file in the run's `attached` directory that holds the number of the newest driver."""
 _CLOCK_SKEW_S = 5.0
-"""Most seconds by which a host's clock may differ from the driver's."""
+"""Maximum number of seconds by which a host's clock may differ from the driver's."""
 
 
 class AttachedWorkers(Cluster):

@@ -27,8 +27,8 @@ class ExecutorSettings:
 
     cluster: ClusterConfig
     start_timeout_s: float
-    """Most seconds that the build of a worker may take: `cluster.start_timeout_s`. If that is null, a time that follows
-    from the size of the models' files."""
+    """Maximum number of seconds that the build of a worker may take: `cluster.start_timeout_s`. If that is null, a time
+    that follows from the size of the models' files."""
     paths: RunPaths
     ledger_url: str
     config_yaml: str = field(repr=False)

@@ -168,7 +168,8 @@ class OrderedGroups(TaskGroupGraph):
     """Owns one view of the groups: Dask's drawing, in an order that the dependencies allow."""
 
     def update_layout(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return each group's position, one column to the right of its dependencies, and the arrows that end at it."""
+        """Return each group's position, one column to the right of its rightmost dependency, and the arrows that end at
+        it."""
         groups = self.scheduler.task_groups
         needs = {
             name: {other.name for other in group.dependencies if other.name != name and other.name in groups}

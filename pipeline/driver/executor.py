@@ -57,8 +57,8 @@ from storage import codec
 from storage.address import Address
 
 _MAX_CHECK_INTERVAL_S = 5.0
-"""Most seconds by which the driver's clock advances between two notices. So the time for which the driver was suspended
-does not count against deadlines."""
+"""Maximum number of seconds by which the driver's clock advances between two notices. So the time for which the driver
+was suspended does not count against deadlines."""
 _PROCESSES = "all"
 """Topic on which Dask's scheduler reports processes that ended."""
 

@@ -27,7 +27,7 @@ from pipeline.graph.graph import GraphSpec
 from storage.address import Address
 
 MAX_MARKERS = 2000
-"""Most markers, because more make Dask's page slow. A window with more nodes gets none."""
+"""Maximum number of markers. More would make Dask's page slow. A window with more nodes gets no markers."""
 _DASK_STATE = {
     NodeState.WAITING: "waiting",
     NodeState.READY: "queued",

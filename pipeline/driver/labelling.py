@@ -237,7 +237,7 @@ def _lines(rows: Iterable[dict[str, Any]]) -> str:
 # ---- Candidates: prompts with their responses ------------------------------------------------------------
 
 _ROWS_AT_ONCE = 1024
-"""Most rows that one call of the engine samples."""
+"""Maximum number of rows that one call of the engine samples."""
 
 
 def candidates_of_run(source: RunConfig, last_steps: int | None) -> list[Candidates]:

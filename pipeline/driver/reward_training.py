@@ -59,7 +59,7 @@ from stages.rewards.learned import PROCESS_MODELS, LoadSettings, ModelKind
 
 PLOT = "plots/reward_model.png"
 _TIMED_ROWS, _TIMED_TOKENS = 1024, 4096
-"""Most rows on which teacher and student are timed, and most tokens of one pass."""
+"""Maximum number of rows on which teacher and student are timed, and most tokens of one pass."""
 
 
 @dataclass

@@ -98,9 +98,9 @@ class _GangState:
     submitted: set[Address] = field(default_factory=set)
     """Nodes of an ordered gang that are handed out and not finished."""
     free_slots: dict[int, int] = field(default_factory=dict)
-    """Shards that each usable replica of a pool can still take."""
+    """Usable replica of a pool -> number of shards that it can still take."""
     loads: dict[int, int] = field(default_factory=dict)
-    """FREE nodes handed out to each usable replica of a pool."""
+    """Usable replica of a pool -> number of FREE nodes that are handed out to it."""
     without_slot: set[Address] = field(default_factory=set)
     """Nodes of a pool that only wait for rows which other replicas finish for them."""
 

@@ -29,7 +29,7 @@ from stages.engines.row_loads import COPY_POSITIONS, EngineLoad, MigrationReques
 MIN_GAIN = 0.03
 """Smallest part of the rows' predicted time that a plan must save. Measured times scatter, and rows may end early."""
 _MEASURABLE_BYTES = 1 << 20
-"""Fewest copied bytes that are measured. The time of smaller copies says little about larger ones."""
+"""Minimum number of copied bytes that are measured. The time of smaller copies says little about larger ones."""
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ from pipeline.plan.training import Work
 from stages.models.protocol import Role
 
 FEWEST_STEPS = 4
-"""Fewest steps of a run to calibrate from. The first node of each stage on a worker is left out, and three more steps
-show the scatter."""
+"""Minimum number of steps of a run to calibrate from. The first node of each stage on a worker is left out, and three
+more steps show the scatter."""
 _ROUNDS = 4
 """Number of rounds. Each fits the speed of the engines to their work, and then computes the work with this speed."""
 _PULL = 0.1

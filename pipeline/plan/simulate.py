@@ -636,10 +636,10 @@ class _Simulation:
         self._sequence += 1
         heapq.heappush(self._heap, (at, self._sequence, kind, subject, stamp))
 
-    def _push_work(self, done: float, kind: _Kind, subject: object, stamp: int = 0) -> None:
-        """Push an event for the time at which the clock of work reaches `done`."""
+    def _push_work(self, reading: float, kind: _Kind, subject: object, stamp: int = 0) -> None:
+        """Push an event for the moment at which the clock of work (`pipeline/plan/cores.py`) shows `reading` seconds."""
         self._sequence += 1
-        heapq.heappush(self._work, (done, self._sequence, kind, subject, stamp))
+        heapq.heappush(self._work, (reading, self._sequence, kind, subject, stamp))
 
     def _result(self) -> Played:
         path: list[Execution] = []

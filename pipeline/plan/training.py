@@ -95,7 +95,7 @@ class Work:
 
     @property
     def roofline(self) -> float:
-        """Fewest seconds at the peaks of arithmetic and memory."""
+        """Lower bound of the seconds, at the peaks of arithmetic and memory."""
         return math.fsum(self.parts.values())
 
     def times(self, factor: float) -> Work:
@@ -229,7 +229,8 @@ def update_work(
     gang: GangSpeed, role: Role, optimizer: OptimizerConfig, rows: Rows, *, epochs: int, minibatches: int
 ) -> Work:
     """Return the work of an update of a role's model: `epochs` passes over the rows, each with `minibatches` optimizer
-    steps. The frozen blocks' outputs are kept from earlier passes."""
+    steps. The frozen blocks' outputs are kept from earlier passes. With `model.reuse_forward`, the first pass over the
+    rows needs no forward pass."""
     part, steps = rows.share(minibatches), epochs * minibatches
     forward, backward = _forward_pass(gang, role, part, trunk=False), _backward_pass(gang, role, part)
     kept = minibatches if role in gang.models.model.reuse_forward else 0

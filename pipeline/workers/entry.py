@@ -88,7 +88,7 @@ _resident: _Resident | None = None
 _listening: socket.socket | None = None
 """Socket at the gang's rendezvous, on rank 0 until it is built."""
 _MAX_RANKS = 4096
-"""Most ranks that may wait at once until rank 0 accepts their connections."""
+"""Maximum number of ranks that may wait at once until rank 0 accepts their connections."""
 _MAX_REMEMBERED_CALLS = 16384
 """Number of remembered calls: more than one worker gets in 8 steps (`attempts.MAX_LINEAGE`) of 256 shards."""
 

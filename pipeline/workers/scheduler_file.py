@@ -43,7 +43,7 @@ class SchedulerFile:
     working_dir: str
     """Working directory of the driver, where relative paths of the config begin."""
     nonce: str
-    """The content of `shared-NNNNNN` in the run's directory."""
+    """The content of `attached/shared-NNNNNN` in the run's directory."""
     certificate: str = field(repr=False)
     key: str = field(repr=False)
     config: str = field(repr=False)

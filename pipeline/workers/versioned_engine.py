@@ -186,7 +186,7 @@ class VersionedEngine:
             raise WeightsError(f"{name} (and {len(differing) - 1} more) is missing in weights v{lacks}; v{has} has it")
 
     def _is_allowed(self, version: int, exact: bool) -> bool:
-        """Return True if the engine is awake, and its weights are allowed for a shard that needs this version."""
+        """Return True if the engine is awake and has the weights of this version or, unless `exact`, of a newer one."""
         if self._asleep:
             return False
         return self._version is not None and (self._version == version if exact else self._version >= version)

@@ -38,7 +38,7 @@ from storage.weight_copies import OutgoingVersion
 from storage.weights import Manifest, WeightBoard
 
 STRIPES = 4
-"""Most connections over which one version is received."""
+"""Maximum number of connections over which one version is received."""
 PIECE_BYTES = 4 << 20
 """Bytes of a piece: a multiple of every system's page size."""
 PROGRAM = "pipeline.workers.weight_sender"

@@ -45,7 +45,7 @@ from storage.weights import Manifest, WeightBoard
 ASK, FETCH, RELEASE, REMOVE = (f"stageline_{what}_weights" for what in ("ask", "fetch", "release", "remove"))
 """Names of the Dask handlers."""
 FAN_OUT = 2
-"""Most hosts that one host sends a version to."""
+"""Maximum number of hosts that one host sends a version to."""
 _LOOK_S = 0.005
 """Seconds between two checks for a version that is about to arrive."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0

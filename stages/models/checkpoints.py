@@ -133,8 +133,8 @@ def write_snapshot(
 
 
 def _write_common(common: Mapping[str, Any], directory: Path) -> None:
-    """Write the common values. Raises StoreRefused if the disk is full, where torch.save to a file would raise a
-    RuntimeError."""
+    """Write a checkpoint's common values, which are the same on all ranks. Raises StoreRefused if the disk is full.
+    (torch.save to a file would raise a RuntimeError.)"""
     content = io.BytesIO()
     torch.save(dict(common), content)
     file = directory / COMMON

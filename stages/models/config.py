@@ -76,9 +76,10 @@ class OptimizerConfig:
     max_grad_norm: float = setting(1.0, at_least(0, " (0: none)"))
     """Global norm that gradients are clipped to."""
     micro_batch_tokens: int = setting(4096, at_least(1))
-    """Most tokens per forward and backward pass, unless one row is longer. Gradients do not depend on it."""
+    """Maximum number of tokens per forward and backward pass, unless one row is longer. Gradients do not depend on
+    it."""
     micro_batch_rows: int | None = setting(None, at_least(1))
-    """Most rows per forward and backward pass; null: as many as the tokens allow."""
+    """Maximum number of rows per forward and backward pass; null: as many as the tokens allow."""
     gradients_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the buffer in which gradients are added up, over micro-batches and over data-parallel ranks. bfloat16
     needs bfloat16 weights and saves 2 bytes a parameter. The sum is then rounded to 8 bits for each micro-batch and

@@ -53,7 +53,8 @@ _QKV = {
     "self_attention.linear_qkv.weight": (Q_PROJ, K_PROJ, V_PROJ),
     "self_attention.linear_qkv.bias": (Q_BIAS, K_BIAS, V_BIAS),
 }
-"""Hugging Face's projections by Megatron's name, in the order of the rows of `linear_qkv`."""
+"""Hugging Face's projections by Megatron's name, in the order that their rows have in each query group of
+`linear_qkv`."""
 PARTS = {
     "self_attention.linear_qkv.weight": _QKV["self_attention.linear_qkv.weight"],
     "self_attention.linear_proj.weight": (O_PROJ,),

@@ -51,11 +51,11 @@ GRADIENTS = "gradients"
 LOGITS_BLOCK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 28}
 """Size of a block of logits: on a CPU small enough for its cache, on a GPU large enough to keep it busy."""
 LOGITS_MIN_BLOCK = 512
-"""Fewest vocabulary tokens in a block of logits. A block with many rows may then be larger than LOGITS_BLOCK_BYTES,
-since narrower products are slow."""
+"""Minimum number of vocabulary tokens in a block of logits. A block with many rows may then be larger than
+LOGITS_BLOCK_BYTES, since narrower products are slow."""
 LOGITS_KEPT_BYTES = 1 << 27
-"""Most bytes of a micro-batch's logits that are kept from the forward to the backward pass: enough for 680 tokens at a
-vocabulary of 49k. Computing the logits again costs a third of the output layer's time in float32."""
+"""Maximum number of bytes of a micro-batch's logits that are kept from the forward to the backward pass: enough for 680
+tokens at a vocabulary of 49k. Computing the logits again costs a third of the output layer's time in float32."""
 
 _SPLIT = tuple(part for parts in TARGET_PARTS.values() for part in parts)
 """Projections of a layer. Tensor parallelism splits them, while the norms are whole on each rank."""
@@ -66,11 +66,11 @@ class MicroBatchSize:
     """Upper bounds of a micro-batch's size."""
 
     tokens: int
-    """Most tokens of all rows together."""
+    """Maximum number of tokens of all rows together."""
     sampled: int
-    """Most tokens that go through the output layer."""
+    """Maximum number of tokens that go through the output layer."""
     width: int
-    """Most tokens of a row."""
+    """Maximum number of tokens of a row."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class RowsSize:
     """Length and numbers of the rows whose hidden states or activations are kept."""
 
     width: int
-    """Most tokens of a row."""
+    """Maximum number of tokens of a row."""
     of_step: int
     """Number of rows in a step."""
     of_run: int
@@ -469,7 +469,8 @@ CUDA_CONTEXT_BYTES = 616 << 20
 """Size of a process's CUDA context with the kernels that torch loads on first use: 616 MiB in LMCache/LMCache#4019,
 about 400 MiB in pytorch/pytorch#109888. Not measured here."""
 BLOCK_BYTES = 32 << 20
-"""Most bytes of a tensor that a publication copies or writes at a time, or that a digest gathers at a time."""
+"""Maximum number of bytes of a tensor that a publication copies or writes at a time, or that a digest gathers at a
+time."""
 NCCL_CHANNELS = 32
 _NCCL_SIMPLE, _NCCL_LL, _NCCL_LL128 = 1 << 22, 8 * 512 * 8 * 16, 120 * 640 * 8 * 8
 """Bytes of a channel's buffer by protocol, from NCCL's src/init.cc and src/include/device.h. Simple: DEFAULT_BUFFSIZE.

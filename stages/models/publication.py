@@ -58,9 +58,10 @@ class Slab:
 
 
 def publish(model: GPTModel, blueprint: Blueprint, board: WeightBoard, version: int) -> Manifest | None:
-    """Write the trained weights as a version. Return its manifest on rank 0, None on the others. On rank 0 raises
-    ValueError if the version exists with other bits, StoreRefused if the memory of the board is full, or another rank's
-    error."""
+    """Write the trained weights to the board as version `version`. Return its manifest on rank 0, None on the others.
+
+    Errors are raised on rank 0 only: ValueError if the version exists with other bits, StoreRefused if the board's
+    memory is full, and any error that another rank had."""
     is_first = dist.get_rank() == 0
     slabs = own_slabs(model, blueprint)
     of_ranks: list[list[Slab]] = from_all_ranks(slabs)

@@ -81,7 +81,7 @@ class TracedPhase:
 
     name: str
     peak: Mapping[str, int]
-    """Most bytes in use at one time, by place (see `fake_gpu`)."""
+    """Maximum number of bytes in use at one time, by place (see `fake_gpu`)."""
     collectives: Sequence[Collective]
     """Collectives in the order of the calls."""
 

@@ -259,9 +259,10 @@ class Trainer:
         return self._snapshot
 
     def load(self, directory: Path) -> None:
-        """Restore a snapshot bit for bit. It may have been taken in another layout. Raises StateError for a checkpoint
-        of another architecture or of another program; the model is then unchanged. Also raises StateError if a tensor
-        does not fit or cannot be read; the model is then dirty."""
+        """Restore a checkpoint bit for bit. It may have been saved in another layout.
+
+        Raises StateError if the checkpoint belongs to another architecture or program; the model is then unchanged.
+        Also raises StateError if a tensor does not fit or cannot be read; the model is then dirty."""
         common = read_common(directory, self._architecture)
         (inner,) = self._optimizer.chained_optimizers
         self.dirty = True  # until everything is loaded

@@ -20,8 +20,8 @@ class RewardTrainingConfig:
     epochs: int = setting(1, at_least(1))
     """Passes over the training rows. With pairs, more than one or two passes overfit (Ouyang et al. 2022)."""
     rows_per_step: int = setting(64, at_least(2, ": one pair has two"))
-    """Fewest rows of an optimizer step; the last step of an epoch may have fewer. Rows that are compared with one
-    another are never divided between steps."""
+    """Minimum number of rows of an optimizer step; the last step of an epoch may have fewer. Rows that are compared
+    with one another are never divided between steps."""
     validations_per_epoch: int = setting(1, at_least(1))
     """Validations per epoch, evenly spread; the last one ends the epoch."""
     patience: int | None = setting(None, at_least(1))

@@ -55,8 +55,8 @@ class Reward(ABC):
     """True if a sample always gets the same score, whichever other samples are in the batch. `replay` then demands a
     difference of 0."""
     batch_tokens: int | None = None
-    """Most tokens of a call: its number of rows times the tokens of its longest row (prompt and response). A single row
-    may have more. None: a call has all rows of the shard."""
+    """Maximum number of tokens of a call: its number of rows times the tokens of its longest row (prompt and response).
+    A single row may have more. None: a call has all rows of the shard."""
     fields: frozenset[str] = frozenset()
     """Names of the prompts' fields that the reward reads. Every prompt must have them."""
     protections: Mapping[str, str | None] = MappingProxyType({})

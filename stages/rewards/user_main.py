@@ -1,9 +1,10 @@
 """The program that serves a user's reward, in its sandbox.
 
-    start     {kind, args}      import the function, or make the object ──► ready, or the setting that is wrong, and why
-    after it  {samples}         call it ──► its numbers, or its exception and the row
+    start        {kind, args}   import the function, or make the object ──► ready, or the setting that is wrong, and why
+    each batch   {samples}      call the function ──► its numbers, or its exception and the row that raised it
 
-Modules are imported from the working directory first. Of Stageline, only the reward's base class is loaded.
+The working directory is searched for modules before installed packages. Of Stageline, only the channel and the types
+of a reward's arguments and results are loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from stages.rewards.sandbox.channel import SandboxChannel
 _SEARCH_S = 10.0
 """Time limit in seconds of the search for the row at which a batch raises."""
 _MAX_NAMES = 10
-"""Most functions that an error message lists."""
+"""Maximum number of functions that an error message lists."""
 
 Function = Callable[[Sequence[Sample]], Any]
 

@@ -150,13 +150,13 @@ class Row:
         return self.request.sampling.max_new_tokens - self.num_new
 
     def banned(self, ahead: int) -> tuple[int, ...]:
-        """Return the tokens that must not be sampled at the position `ahead` positions after the next one."""
+        """Return the tokens that must not be sampled at a coming position. `ahead`: 0 for the next position, 1 for the
+        one after it, and so on."""
         early = self.num_new + ahead < self.request.sampling.min_new_tokens
         return self._suppressed_early if early else self._suppressed
 
     def forced(self, ahead: int) -> int | None:
-        """Return the token that the request prescribes at the position `ahead` positions after the next one, or
-        None."""
+        """Return the token that the request prescribes at a coming position (`ahead`: see `banned`), or None."""
         tokens = self.request.forced
         return tokens[self.num_new + ahead] if self.num_new + ahead < len(tokens) else None
 

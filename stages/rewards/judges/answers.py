@@ -36,7 +36,7 @@ RETRY_S = 60.0
 """Seconds for which a transient error of the filesystem is retried."""
 _HEAD = re.compile(rb'\{"key": "([0-9a-f]{32})", ')
 _MAX_LINE_BYTES = 64 << 20
-"""Most bytes of a line. The answer in it has at most 16 MiB."""
+"""Maximum number of bytes of a line. The answer in it has at most 16 MiB."""
 _BATCH = 10_000
 """Number of lines that are inserted into the index at once."""
 

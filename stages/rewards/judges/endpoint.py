@@ -38,9 +38,9 @@ _RETRY_STATUSES = frozenset({408, 425, 429, *range(500, 600)})
 _MIN_WAIT_S, _MAX_WAIT_S = 0.5, 30.0
 _LOG_INTERVAL_S = 10.0
 _MAX_SHOWN_CHARS = 300
-"""Most characters of a server's message that an error message quotes."""
+"""Maximum number of characters of a server's message that an error message quotes."""
 _MAX_RESPONSE_BYTES = 16 << 20
-"""Most bytes of an answer."""
+"""Maximum number of bytes of an answer."""
 
 
 @dataclass(frozen=True)

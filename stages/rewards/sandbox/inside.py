@@ -39,7 +39,7 @@ from stages.rewards.sandbox.channel import SandboxChannel
 from storage.host import end_with_parent
 
 MAX_PROCESSES = 4096
-"""Most processes and threads of a user's own reward. Sampled text may not start any."""
+"""Maximum number of processes and threads of a user's own reward. Sampled text may not start any."""
 _LARGEST_FILE_BYTES = 1 << 34
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _CODE = ("/usr", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/sys/devices/system/cpu")

@@ -7,13 +7,14 @@ drawn. It is unrolled over y_j and the tokens that followed. Its loss at step k 
 
     KL(softmax(W h_{j+k}) || softmax(U s_k)) + b * smooth_l1(s_k / a, h_{j+k} / a)        k = 1 .. UNROLLED
 
-where s_k is the head's state after k steps, U its output layer, a the size of a state (`Student.scale`), and b
-`_FEATURE_WEIGHT`. Tokens outside the reduced vocabulary are never targets. As inputs they share one embedding.
+where s_k is the head's state after k steps, U its output layer, a the root mean square of a state's numbers
+(`Student.scale`), and b `_FEATURE_WEIGHT`. Tokens outside the reduced vocabulary are never targets. As inputs they
+share one embedding.
 
 Memory: hidden states take up to `budget_bytes`, three quarters of it for finished rows (2 bytes per number) and a
-quarter for rows in flight (4 bytes per number; see `draft_head`). For hidden size C and R tokens, the head takes about
-4 * 4 * (5 C² + 2 R C) bytes (float32 weights, gradients and AdamW's two moments), and W takes 4 R C bytes: together
-110 MB at C = 576, R = 4096.
+quarter for rows in flight (4 bytes per number; see `draft_head`). For hidden size C and a reduced vocabulary of R
+tokens, the head takes about 4 * 4 * (5 C² + 2 R C) bytes (float32 weights, gradients and AdamW's two moments), and W
+takes 4 R C bytes: together 110 MB at C = 576, R = 4096.
 """
 
 from __future__ import annotations

@@ -41,10 +41,12 @@ class Settings:
 class ServedRow:
     """A request to generate one response.
 
-    The token at a position is drawn from p, the softmax of logits / temperature without the banned tokens. At
-    temperature 0 the token is the arg max, and its log-prob is computed at temperature 1. The draw is the arg max of
-    log p plus noise whose key is (seed, step, row, position), unless `Capabilities.draws` of the engine says otherwise.
-    Rows that the engine's capabilities exclude (`distributions`, `scores`) are not sent."""
+    The token at a position is drawn from p, the softmax of logits / temperature without the banned tokens. Banned are
+    those of `suppress`, and before `min_new_tokens` also those of `stop`. At temperature 0 the token is the arg max,
+    and its log-prob is computed at temperature 1. Otherwise it is the arg max of log p plus noise whose key is (seed,
+    step, row, position), unless `Capabilities.draws` of the engine says otherwise.
+
+    A row that the engine cannot serve (`Capabilities.distributions` and `Capabilities.scores`) is not sent to it."""
 
     id: int
     row: int
